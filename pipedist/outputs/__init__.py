@@ -1,0 +1,28 @@
+"""What a run leaves behind: JSON documents, files in six formats, and the folder they stand in.
+
+| module | what it decides |
+|---|---|
+| `encoding` | how a tree becomes JSON |
+| `formats` | which value fits which format, as far as that is known before a run |
+| `sink` | the one interface through which values reach a file, atomically |
+| `folder` | who may write into an output folder, and what a finished one is |
+"""
+
+from __future__ import annotations
+
+from pipedist.outputs.encoding import dumps, to_json
+from pipedist.outputs.folder import FinishedRun, RunFolder, open_folder
+from pipedist.outputs.formats import SUFFIXES, check_output
+from pipedist.outputs.sink import Sink, open_sink
+
+__all__ = [
+    "SUFFIXES",
+    "FinishedRun",
+    "RunFolder",
+    "Sink",
+    "check_output",
+    "dumps",
+    "open_folder",
+    "open_sink",
+    "to_json",
+]

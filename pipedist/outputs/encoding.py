@@ -1,0 +1,181 @@
+"""How a tree becomes JSON, the same bytes for equal values.
+
+Arrays are nested lists; floats have the shortest decimal text that gives back the same number
+of THEIR dtype (`float32(0.1)` is `0.1`); NaN and the infinities are the strings "NaN",
+"Infinity", "-Infinity"; bytes are base64; complex numbers are `[real, imaginary]`; dates and
+durations are NumPy's text for them (ISO 8601; "5 days"). Dataclasses and namedtuples are
+objects, tuples lists, integer keys strings. `longdouble` is rounded to float64, as any reader
+of JSON would.
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import json
+from collections import deque
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from pipedist.errors import OutputError
+from pipedist.program import Tree
+
+Json = Any
+"""What `json.dumps` takes: dict with str keys, list, str, int, finite float, bool, None."""
+
+_PLAIN_KINDS = frozenset("iubU")
+"""Dtype kinds whose `tolist()` is JSON already."""
+
+
+def to_json(tree: Tree) -> Json:
+    """Return a tree as plain JSON values, by the rules of this module.
+
+    Args:
+        tree: any tree of arrays, numbers, str, bytes, None.
+
+    Raises:
+        OutputError: a leaf has no JSON form, or two keys of one dict have the same text; the
+            error names its path.
+    """
+    return _encode(tree, ())
+
+
+def dumps(tree: Tree, *, sort_keys: bool = True) -> str:
+    """Return a tree as JSON text on one line, without a line end.
+
+    Args:
+        tree: any tree of arrays, numbers, str, bytes, None.
+        sort_keys: False keeps the order in which dicts were filled.
+
+    Raises:
+        OutputError: see `to_json`.
+    """
+    return text(to_json(tree), sort_keys=sort_keys)
+
+
+def text(value: Json, *, sort_keys: bool = True) -> str:
+    """Return plain JSON values as text on one line, without a line end."""
+    line = json.dumps(value, ensure_ascii=False, allow_nan=False, sort_keys=sort_keys)
+    try:
+        line.encode()
+    except UnicodeEncodeError:  # half of a surrogate pair has no UTF-8; \ud800 is its JSON
+        line = json.dumps(value, allow_nan=False, sort_keys=sort_keys)
+    return line
+
+
+def node(tree: Tree) -> tuple[Literal["object"], list[tuple[Any, Tree]]] | tuple[Literal["list"], Any] | None:
+    """Return what a container becomes in JSON, and its children; None for a leaf (and for None)."""
+    if isinstance(tree, Mapping):
+        return "object", list(tree.items())
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return "object", list(zip(tree._fields, tree, strict=True))
+    if isinstance(tree, list | tuple | deque):
+        return "list", tree
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        return "object", [(field.name, getattr(tree, field.name)) for field in dataclasses.fields(tree)]
+    return None
+
+
+def key_texts(items: list[tuple[Any, Tree]], path: tuple[str, ...]) -> Iterator[tuple[str, Tree]]:
+    """Yield the children of an object with their keys as text.
+
+    Raises:
+        OutputError: a key is neither str nor int, or two keys have the same text.
+    """
+    seen = set()
+    for key, value in items:
+        if not isinstance(key, str | int | np.integer) or isinstance(key, bool):
+            raise OutputError(f"{_at(path)}: a dict key must be str or int for JSON, not {key!r}")
+        name = str(key)
+        if name in seen:
+            raise OutputError(f"{_at(path)}: two dict keys have the same text in JSON: {name!r}")
+        seen.add(name)
+        yield name, value
+
+
+def array_to_json(array: npt.NDArray[Any], path: tuple[str, ...] = ()) -> Json:
+    """Return an array as nested lists (a 0-d array as a number).
+
+    Raises:
+        OutputError: its dtype has no JSON form.
+    """
+    kind = array.dtype.kind
+    if kind in _PLAIN_KINDS:
+        return array.tolist()
+    if kind == "f" or (kind == "V" and array.dtype.names is None and _is_extension_float(array.dtype)):
+        if kind == "V":  # bfloat16 and its kin, of which NumPy knows no text: exact in float32
+            array = array.astype(np.float32)
+        shortest = array if array.dtype == np.float64 else _via_shortest_text(array)
+        if np.isfinite(array).all():
+            return shortest.tolist()
+        return _convert(shortest.tolist(), _float)
+    if kind == "c":
+        parts = np.stack([array.real, array.imag], axis=-1)
+        return array_to_json(parts, path)
+    if kind == "S":
+        return _convert(array.tolist(), _base64)
+    if kind in "Mm":
+        return _convert(array.astype(object).tolist() if False else _texts(array), str)
+    raise OutputError(f"{_at(path)}: an array of dtype {array.dtype} has no JSON form")
+
+
+def _encode(tree: Tree, path: tuple[str, ...]) -> Json:
+    if tree is None or isinstance(tree, bool):
+        return tree
+    if isinstance(tree, str):
+        return str(tree)
+    if isinstance(tree, float) and not isinstance(tree, np.generic):
+        return _float(tree)
+    if isinstance(tree, int):
+        return int(tree)
+    if isinstance(tree, np.ndarray | np.generic):
+        return array_to_json(np.asarray(tree), path)
+    if isinstance(tree, bytes | bytearray | memoryview):
+        return _base64(bytes(tree))
+    if isinstance(tree, complex):
+        return [_float(tree.real), _float(tree.imag)]
+    inner = node(tree)
+    if inner is None:
+        raise OutputError(f"{_at(path)}: a value of type {type(tree).__qualname__} has no JSON form")
+    if inner[0] == "object":
+        return {name: _encode(value, (*path, name)) for name, value in key_texts(inner[1], path)}
+    return [_encode(value, (*path, str(index))) for index, value in enumerate(inner[1])]
+
+
+def _via_shortest_text(array: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
+    """Return float64 numbers whose shortest text is the shortest text of the array's own dtype."""
+    texts = [str(value) for value in array.reshape(-1)]
+    return np.array(texts, dtype="U").astype(np.float64).reshape(array.shape) if texts else array.astype(np.float64)
+
+
+def _texts(array: npt.NDArray[Any]) -> Any:
+    return array.astype("U").tolist() if array.dtype.kind == "M" else _convert(list(array), str)
+
+
+def _is_extension_float(dtype: np.dtype[Any]) -> bool:
+    return "float" in dtype.name
+
+
+def _convert(nested: Any, fn: Any) -> Any:
+    if isinstance(nested, list):
+        return [_convert(item, fn) for item in nested]
+    return fn(nested)
+
+
+def _float(value: float) -> float | str:
+    if value != value:
+        return "NaN"
+    if value in (float("inf"), float("-inf")):
+        return "Infinity" if value > 0 else "-Infinity"
+    return float(value)
+
+
+def _base64(value: bytes) -> str:
+    return base64.b64encode(value).decode("ascii")
+
+
+def _at(path: tuple[str, ...]) -> str:
+    return f"at {'/'.join(path)!r}" if path else "the value"

@@ -1,0 +1,174 @@
+"""What a worker is told once about a pass: its functions, and what to send back.
+
+A PASS is one reading of one dataset in one phase of a spec: on each shard, every run stage
+that descends from the dataset is executed back to back, in one call, in one worker. So an
+intermediate value never travels, and a call is repeated as a whole. The number of a call in
+its pass is `step * replicas + replica`.
+
+A program is data: it is sent as a payload (`to_tree`, `from_tree`), with the user's `with`
+values as trees of arrays, and functions by name (or, where they have none, by value with
+cloudpickle, scheduler to worker only).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Tree = Any
+"""A nest of dict, list, tuple, namedtuple, dataclass, None; leaves are arrays, numbers, str, bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class FunctionRef:
+    """Where a worker finds a function.
+
+    Args:
+        label: for people and errors: "flights:delays", "<lambda>".
+        name: "package.module:name", or "" where it travels by value.
+        pickled: cloudpickle bytes, or b"" where it travels by name.
+    """
+
+    label: str
+    name: str = ""
+    pickled: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class StageProgram:
+    """One function to execute on each call.
+
+    Args:
+        name: the stage's name.
+        function: the user's function or class.
+        of: index (in `Program.stages`) of the stage whose value it gets; -1: the shard.
+        kwargs: the stage's `with`, resolved: a dict of trees.
+        form: how it is called. "shard": `fn(value, **kwargs)`; "apply": the value is
+            `(args, kwargs)` and the call is `fn(*args, **kwargs)`; "combine": the value is a
+            list of components, folded by `fn(a, b)` in the fixed tree.
+    """
+
+    name: str
+    function: FunctionRef
+    of: int
+    kwargs: dict[str, Tree]
+    form: Literal["shard", "apply", "combine"] = "shard"
+
+
+@dataclass(frozen=True, slots=True)
+class Emit:
+    """One thing that each call sends back.
+
+    Args:
+        slot: name under which the coordinator finds it.
+        of: index of the stage whose value it is; -1: the shard itself.
+        op: "" for the value itself; else the reduce op whose PARTIAL of the value is sent
+            (`pipedist.reductions.Reduction(op, axis).partial(value)`), so that rows stay put.
+        axis: the reduction's axis: None, or a tuple of ints.
+    """
+
+    slot: str
+    of: int
+    op: str = ""
+    axis: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ReaderConfig:
+    """How a call's shard is found.
+
+    Args:
+        source: what `pipedist.datasets.open_reader` needs to read the data in another
+            process, or None: shards travel as values.
+        batch: global batch size, elements.
+        length: number of elements of one epoch, -1 where unknown.
+        drop_remainder: the dataset's setting.
+    """
+
+    source: dict[str, Any] | None
+    batch: int
+    length: int
+    drop_remainder: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """Everything that a worker needs to execute the calls of a pass.
+
+    Args:
+        seed: the spec's seed; `ctx.rng` comes from (seed, stage, step, replica).
+        replicas: R.
+        reader: None where a call's value is not a shard of a dataset (`Strategy.run`, folds).
+        stages: in the order of execution.
+        emits: what each call sends back.
+        code: absolute folders appended last to the worker's sys.path.
+        threads: BLAS and OpenMP threads of a replica.
+    """
+
+    seed: int
+    replicas: int
+    reader: ReaderConfig | None
+    stages: tuple[StageProgram, ...]
+    emits: tuple[Emit, ...]
+    code: tuple[str, ...] = ()
+    threads: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Shards:
+    """The payload of an Assign: where the shards of calls [lo, hi) are, one entry a call.
+
+    All three None: the worker computes the element ids from the contract
+    (`pipedist.datasets.division`) and reads them itself, by id.
+
+    Args:
+        ids: element ids of each call, int64[n], where they don't follow from arithmetic
+            (shuffled datasets).
+        locations: what `Reader.read` takes, where the source needs more than ids.
+        values: the shards themselves, where the worker can't read the source.
+    """
+
+    ids: list[Tree] | None = None
+    locations: list[Tree] | None = None
+    values: list[Tree] | None = None
+
+
+def to_tree(program: Program) -> Tree:
+    """Return `program` as a nest of dicts and lists that the codec can send."""
+    return {
+        "seed": program.seed,
+        "replicas": program.replicas,
+        "reader": None
+        if program.reader is None
+        else [
+            program.reader.source,
+            program.reader.batch,
+            program.reader.length,
+            program.reader.drop_remainder,
+        ],
+        "stages": [
+            [s.name, [s.function.label, s.function.name, s.function.pickled], s.of, s.kwargs, s.form]
+            for s in program.stages
+        ],
+        "emits": [[e.slot, e.of, e.op, None if e.axis is None else list(e.axis)] for e in program.emits],
+        "code": list(program.code),
+        "threads": program.threads,
+    }
+
+
+def from_tree(tree: Tree) -> Program:
+    """Return the Program that `to_tree` turned into `tree`."""
+    return Program(
+        seed=tree["seed"],
+        replicas=tree["replicas"],
+        reader=None if tree["reader"] is None else ReaderConfig(*tree["reader"]),
+        stages=tuple(
+            StageProgram(name, FunctionRef(*function), of, kwargs, form)
+            for name, function, of, kwargs, form in tree["stages"]
+        ),
+        emits=tuple(
+            Emit(slot, of, op, None if axis is None else tuple(axis)) for slot, of, op, axis in tree["emits"]
+        ),
+        code=tuple(tree["code"]),
+        threads=tree["threads"],
+    )

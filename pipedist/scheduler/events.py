@@ -1,0 +1,165 @@
+"""What can happen to the scheduler. Ids, sizes and times only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pipedist.scheduler.settings import PassSettings
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerExpected:
+    """A worker slot of the launcher exists; the scheduler starts it, and replaces it when it dies."""
+
+    worker: str
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerJoined:
+    """A worker said Hello and speaks our protocol.
+
+    Args:
+        supervised: it dialled in, and is lost when its supervisor is not heard.
+    """
+
+    worker: str
+    incarnation: int
+    supervised: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerHeard:
+    """The supervisor of a worker sent a heartbeat."""
+
+    worker: str
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLost:
+    """A worker process is gone, or must be treated so.
+
+    Args:
+        cause: for people: "signal 9 (SIGKILL)".
+        graceful: it said Goodbye: no call is blamed for it.
+    """
+
+    worker: str
+    incarnation: int
+    cause: str
+    graceful: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class PassOpened:
+    """A pass begins; its steps will be offered in order."""
+
+    pass_id: int
+    settings: PassSettings
+
+
+@dataclass(frozen=True, slots=True)
+class StepsOffered:
+    """Steps [first, last) are there to be executed.
+
+    Args:
+        parts: calls of each of them: replicas 0..parts-1.
+        bytes: input bytes that the scheduler's process holds for all of them.
+    """
+
+    pass_id: int
+    first: int
+    last: int
+    parts: int
+    bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StepsEnded:
+    """No more steps will be offered."""
+
+    pass_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepsConsumed:
+    """The readers are done with all steps before `before`.
+
+    Args:
+        bytes: result bytes that were let go.
+    """
+
+    pass_id: int
+    before: int
+    bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PassHeld:
+    """Issue nothing more of this pass; say PassQuiet when nothing of it is running."""
+
+    pass_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class PassClosed:
+    """Forget the pass; what is running of it is dropped."""
+
+    pass_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class CallsDone:
+    """Calls [lo, hi) of a lease came back.
+
+    Args:
+        busy_ns: the worker's time for them, nanoseconds.
+        bytes: size of their results.
+    """
+
+    worker: str
+    incarnation: int
+    lease: int
+    lo: int
+    hi: int
+    busy_ns: int
+    bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class CallFailed:
+    """A call of a lease raised.
+
+    Args:
+        token: what the driver knows about the failure under this number.
+        retryable: another attempt may help.
+    """
+
+    worker: str
+    incarnation: int
+    lease: int
+    call: int
+    token: int
+    retryable: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Nothing happened, but a deadline passed."""
+
+
+Event = (
+    WorkerExpected
+    | WorkerJoined
+    | WorkerHeard
+    | WorkerLost
+    | PassOpened
+    | StepsOffered
+    | StepsEnded
+    | StepsConsumed
+    | PassHeld
+    | PassClosed
+    | CallsDone
+    | CallFailed
+    | Tick
+)

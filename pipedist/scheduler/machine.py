@@ -1,0 +1,428 @@
+"""The scheduler's state machine.
+
+Rules
+-----
+* No I/O, no clock, no randomness: `handle(event, now)` returns commands. The same machine
+  runs in production, in playbook tests and in simulations.
+* The unit is a range of calls. A single call has state only if it failed (`Trouble`) or
+  failed for good (`Failure`).
+* A result counts only while its lease is held by the incarnation that sent it. A lease ends
+  when its last call came back, when its worker is lost, or when its pass is closed or fails;
+  what comes later is dropped (`DropResults`), so no call is committed twice.
+* Steps of an ordered pass become visible in step order. So the first failure that is told is
+  that of the lowest step, whatever the order of arrival.
+* One valve per pass: steps are requested only while `steps_in_flight_max` and
+  `bytes_in_flight_max` leave room, but one step always fits.
+
+Theory of operation
+-------------------
+A pass offers steps; their calls wait in its `todo`. `_deal` gives ranges of waiting calls to
+workers that have room: one lease runs, and where leases are short a second one waits at the
+worker, so that it never idles between them. The size of a lease follows the measured time of
+the calls. A worker executes a lease in order and reports ranges, so what has not come back is
+known to be [lease.next, lease.hi). When a worker is lost, the call that it was running is
+charged with the death; the others just wait again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+from pipedist.errors import LocalProtocolError
+from pipedist.scheduler import commands as cmd
+from pipedist.scheduler import events as ev
+from pipedist.scheduler.membership import Lease, Membership, Worker
+from pipedist.scheduler.passes import Pass, Trouble
+from pipedist.scheduler.settings import Limits
+from pipedist.scheduler.states import PassState, WorkerState
+
+
+class Scheduler:
+    """Deals the calls of passes to workers; see the module's text.
+
+    Args:
+        limits: the bounds of everything that it keeps.
+    """
+
+    def __init__(self, limits: Limits | None = None) -> None:
+        self._limits = limits or Limits()
+        self._members = Membership(self._limits.prefetch_below_s)
+        self._passes: dict[int, Pass] = {}
+        self._fruitless = 0
+        """Workers that died in a row without joining."""
+        self._turn = 0
+        """The pass that was dealt last, so that passes of one priority take turns."""
+        self._out: list[cmd.Command] = []
+        """Commands of the event that is being handled."""
+        self._now = 0.0
+
+    def handle(self, event: ev.Event, now: float) -> list[cmd.Command]:
+        """Take in one event and return what must be done, in order.
+
+        Args:
+            event: what happened.
+            now: seconds on a clock that never goes back.
+
+        Raises:
+            LocalProtocolError: if the event can't happen in this state: a defect of the driver.
+        """
+        self._now = now
+        handler = _HANDLERS.get(type(event))
+        if handler is None:
+            raise LocalProtocolError(f"the scheduler knows no event {event!r}")
+        handler(self, event)
+        self._deal()
+        self._pull()
+        out, self._out = self._out, []
+        return out
+
+    def deadline(self) -> float | None:
+        """Return when to send a Tick if nothing else happens, or None."""
+        for worker in self._members.supervised.values():
+            return worker.heard_at + self._limits.heard_within_s
+        return None
+
+    # -- workers ---------------------------------------------------------------------
+
+    def _on_worker_expected(self, event: ev.WorkerExpected) -> None:
+        worker = Worker(event.worker, managed=True)
+        self._members.workers[event.worker] = worker
+        self._out.append(cmd.StartWorker(worker.name, worker.incarnation))
+
+    def _on_worker_joined(self, event: ev.WorkerJoined) -> None:
+        worker = self._members.workers.get(event.worker)
+        if worker is None:
+            worker = Worker(event.worker, managed=False, incarnation=event.incarnation)
+            worker.state = WorkerState.GONE
+            self._members.workers[event.worker] = worker
+        if event.incarnation < worker.incarnation:
+            self._out.append(
+                cmd.ExpelWorker(event.worker, event.incarnation, "a later incarnation has joined")
+            )
+            return
+        if worker.state is WorkerState.READY:
+            if event.incarnation == worker.incarnation:
+                self._out.append(
+                    cmd.ExpelWorker(event.worker, event.incarnation, "this incarnation has joined already")
+                )
+                return
+            self._lose(worker, "a later incarnation joined", graceful=False, replace=False)
+        self._members.admit(worker, event.incarnation, supervised=event.supervised, now=self._now)
+        self._fruitless = 0
+
+    def _on_worker_heard(self, event: ev.WorkerHeard) -> None:
+        worker = self._members.current(event.worker, event.incarnation)
+        if worker is not None:
+            self._members.hear(worker, self._now)
+
+    def _on_worker_lost(self, event: ev.WorkerLost) -> None:
+        worker = self._members.workers.get(event.worker)
+        if worker is None or worker.incarnation != event.incarnation or worker.state is WorkerState.GONE:
+            return
+        if worker.state is WorkerState.STARTING:
+            self._fruitless += 1
+            if self._fruitless >= self._limits.starts_fruitless_max:
+                self._out.append(
+                    cmd.ClusterFailed(
+                        f"{self._fruitless} workers in a row died before they joined, "
+                        f"the last one with {event.cause}"
+                    )
+                )
+                return
+        self._lose(worker, event.cause, graceful=event.graceful, replace=True)
+
+    def _on_tick(self, _event: ev.Tick) -> None:
+        limit = self._now - self._limits.heard_within_s
+        for worker in [w for w in self._members.supervised.values() if w.heard_at <= limit]:
+            cause = f"not heard for {self._limits.heard_within_s:g} s"
+            self._out.append(cmd.ExpelWorker(worker.name, worker.incarnation, cause))
+            self._lose(worker, cause, graceful=False, replace=True)
+
+    def _lose(self, worker: Worker, cause: str, *, graceful: bool, replace: bool) -> None:
+        for place, lease in enumerate(self._members.dismiss(worker)):
+            self._give_back(lease, cause, blamed=place == 0 and not graceful)
+        if worker.managed and replace:
+            worker.incarnation += 1
+            self._out.append(cmd.StartWorker(worker.name, worker.incarnation))
+
+    def _give_back(self, lease: Lease, cause: str, *, blamed: bool) -> None:
+        """Let a lost lease's calls wait again; the one that was running is charged with the death."""
+        pass_ = self._passes[lease.pass_id]
+        lo, hi = lease.next, lease.hi
+        pass_.leased -= hi - lo
+        if pass_.last_step is not None:
+            hi = min(hi, (pass_.last_step + 1) * pass_.settings.replicas)
+        if pass_.state is PassState.FAILED or lo >= hi:
+            return
+        if blamed:
+            trouble = pass_.trouble.setdefault(lo, Trouble())
+            trouble.deaths += 1
+            tried = trouble.raised + trouble.deaths
+            if trouble.deaths >= self._limits.deaths_max:
+                self._fail(pass_, cmd.Failure(lo, tried, lease.worker, cause=cause))
+            else:
+                pass_.todo.put(lo, lo + 1, tried)
+            lo += 1
+        pass_.todo.put(lo, hi, lease.attempt)
+        self._quiet(pass_)
+
+    # -- passes ----------------------------------------------------------------------
+
+    def _on_pass_opened(self, event: ev.PassOpened) -> None:
+        if event.pass_id in self._passes:
+            raise LocalProtocolError(f"pass {event.pass_id} was opened twice")
+        self._passes[event.pass_id] = Pass(event.pass_id, event.settings)
+
+    def _on_steps_offered(self, event: ev.StepsOffered) -> None:
+        pass_ = self._passes.get(event.pass_id)
+        if pass_ is None:
+            return
+        pass_.offer(event.first, event.last, event.parts, event.bytes)
+        if event.parts == 0:
+            self._show(pass_)
+
+    def _on_steps_ended(self, event: ev.StepsEnded) -> None:
+        pass_ = self._passes.get(event.pass_id)
+        if pass_ is None:
+            return
+        pass_.become("ended")
+        self._show(pass_)
+
+    def _on_steps_consumed(self, event: ev.StepsConsumed) -> None:
+        pass_ = self._passes.get(event.pass_id)
+        if pass_ is None:
+            return
+        pass_.consumed = max(pass_.consumed, event.before)
+        pass_.result_bytes -= event.bytes
+
+    def _on_pass_held(self, event: ev.PassHeld) -> None:
+        pass_ = self._passes.get(event.pass_id)
+        if pass_ is None:
+            return
+        pass_.held = True
+        self._quiet(pass_)
+
+    def _on_pass_closed(self, event: ev.PassClosed) -> None:
+        pass_ = self._passes.pop(event.pass_id, None)
+        if pass_ is None:
+            return
+        self._cancel_leases(pass_, from_call=0)
+        for worker in self._members.workers.values():
+            if event.pass_id in worker.bound:
+                worker.bound.discard(event.pass_id)
+                self._out.append(cmd.SendUnbind(worker.name, event.pass_id))
+
+    def _cancel_leases(self, pass_: Pass, *, from_call: int) -> None:
+        for lease in [x for x in self._members.leases.values() if x.pass_id == pass_.id]:
+            if lease.lo >= from_call:
+                self._members.revoke(lease)
+                pass_.leased -= lease.hi - lease.next
+                self._out.append(cmd.SendCancel(lease.worker, lease.id))
+
+    def _quiet(self, pass_: Pass) -> None:
+        if pass_.held and not pass_.told_quiet and pass_.leased == 0:
+            pass_.told_quiet = True
+            self._out.append(cmd.PassQuiet(pass_.id))
+
+    # -- calls -----------------------------------------------------------------------
+
+    def _held_lease(self, worker: str, incarnation: int, lease_id: int, call: int) -> Lease | None:
+        """Return the lease under which a report counts, or None: then the report is dropped."""
+        lease = self._members.leases.get(lease_id)
+        if lease is None or lease.worker != worker or self._members.current(worker, incarnation) is None:
+            self._out.append(cmd.DropResults(worker, lease_id))
+            return None
+        if call != lease.next:
+            self._out.append(cmd.DropResults(worker, lease_id))
+            self._out.append(
+                cmd.ExpelWorker(
+                    worker, incarnation, f"it reported call {call} where {lease.next} was to come"
+                )
+            )
+            self._lose(self._members.workers[worker], "it broke the protocol", graceful=False, replace=True)
+            return None
+        return lease
+
+    def _advance(self, lease: Lease, to: int) -> None:
+        lease.next = to
+        if to >= lease.hi:
+            self._members.revoke(lease)
+
+    def _on_calls_done(self, event: ev.CallsDone) -> None:
+        lease = self._held_lease(event.worker, event.incarnation, event.lease, event.lo)
+        if lease is None:
+            return
+        hi = min(event.hi, lease.hi)
+        pass_ = self._passes[lease.pass_id]
+        self._out.append(cmd.AcceptResults(pass_.id, event.lo, hi, event.worker))
+        pass_.came_back(event.lo, hi, event.busy_ns / 1e9, event.bytes, self._limits)
+        self._advance(lease, hi)
+        self._show_from(pass_, event.lo, hi)
+        self._quiet(pass_)
+
+    def _on_call_failed(self, event: ev.CallFailed) -> None:
+        lease = self._held_lease(event.worker, event.incarnation, event.lease, event.call)
+        if lease is None:
+            return
+        pass_ = self._passes[lease.pass_id]
+        pass_.leased -= 1
+        self._advance(lease, event.call + 1)
+        trouble = pass_.trouble.setdefault(event.call, Trouble())
+        trouble.raised += 1
+        tried = trouble.raised + trouble.deaths
+        if event.retryable and trouble.raised <= pass_.settings.retries:
+            pass_.todo.put(event.call, event.call + 1, tried)
+        else:
+            self._fail(pass_, cmd.Failure(event.call, tried, event.worker, token=event.token))
+        self._quiet(pass_)
+
+    def _fail(self, pass_: Pass, failure: cmd.Failure) -> None:
+        pass_.fail(failure)
+        if pass_.last_step is not None:
+            self._cancel_leases(pass_, from_call=(pass_.last_step + 1) * pass_.settings.replicas)
+        self._show_from(pass_, failure.call, failure.call + 1)
+
+    # -- what is visible ---------------------------------------------------------------
+
+    def _show_from(self, pass_: Pass, lo: int, hi: int) -> None:
+        if pass_.settings.ordered:
+            self._show(pass_)
+            return
+        replicas = pass_.settings.replicas
+        for step in range(lo // replicas, (hi - 1) // replicas + 1):
+            first = step * replicas
+            if pass_.done.covers(first, first + replicas):
+                pass_.done.discard(first, first + replicas)
+                self._tell(pass_, step, step + 1)
+
+    def _show(self, pass_: Pass) -> None:
+        """Tell of every step that has become visible, in order; then of the pass's end."""
+        if not pass_.settings.ordered:
+            return
+        first, end = pass_.visible, pass_.take_visible()
+        pass_.visible = end
+        self._tell(pass_, first, end)
+        if pass_.state is PassState.ENDED and pass_.visible == pass_.offered:
+            pass_.become("all visible")
+            self._out.append(cmd.PassComplete(pass_.id))
+
+    def _tell(self, pass_: Pass, first: int, end: int) -> None:
+        replicas = pass_.settings.replicas
+        failed = sorted({call // replicas for call in pass_.failures}) if pass_.failures else []
+        for step in (s for s in failed if first <= s < end):
+            if step > first:
+                self._out.append(cmd.StepsReady(pass_.id, first, step))
+            calls = range(step * replicas, (step + 1) * replicas)
+            causes = tuple(pass_.failures.pop(c) for c in calls if c in pass_.failures)
+            self._out.append(cmd.StepFailed(pass_.id, step, causes))
+            if pass_.settings.fail_fast:
+                pass_.become("failure told")
+                pass_.todo.drop_from(0)
+                self._cancel_leases(pass_, from_call=0)
+                return
+            first = step + 1
+        if first < end:
+            self._out.append(cmd.StepsReady(pass_.id, first, end))
+
+    # -- dealing -----------------------------------------------------------------------
+
+    def _deal(self) -> None:
+        """Give waiting calls to workers that have room: first to the idle, then in advance."""
+        while self._members.idle and (pass_ := self._next_pass()) is not None:
+            self._assign(next(iter(self._members.idle.values())), pass_)
+        while self._members.thirsty and (pass_ := self._next_pass()) is not None:
+            if pass_.call_s is None or pass_.call_s >= self._limits.prefetch_below_s:
+                return
+            self._assign(next(iter(self._members.thirsty.values())), pass_)
+
+    def _next_pass(self) -> Pass | None:
+        dealing = [p for p in self._passes.values() if p.deals]
+        if not dealing:
+            return None
+        best = min(p.settings.priority for p in dealing)
+        ids = [p.id for p in dealing if p.settings.priority == best]
+        self._turn = next((i for i in ids if i > self._turn), ids[0])
+        return self._passes[self._turn]
+
+    def _assign(self, worker: Worker, pass_: Pass) -> None:
+        todo = pass_.todo.take(pass_.bundle_calls(self._limits, self._members.ready))
+        if pass_.id not in worker.bound:
+            worker.bound.add(pass_.id)
+            self._out.append(cmd.SendBind(worker.name, pass_.id))
+        expected_s = (pass_.call_s or 0.0) * (todo.hi - todo.lo)
+        lease = self._members.grant(worker, pass_.id, todo.lo, todo.hi, todo.attempt, expected_s)
+        pass_.leased += todo.hi - todo.lo
+        self._out.append(cmd.SendAssign(worker.name, lease.id, pass_.id, todo.lo, todo.hi, todo.attempt))
+
+    def _pull(self) -> None:
+        workers = max(1, self._members.ready)
+        for pass_ in self._passes.values():
+            wanted = pass_.steps_wanted(self._limits, workers)
+            if wanted > 0:
+                pass_.requested += wanted
+                self._out.append(cmd.RequestSteps(pass_.id, wanted))
+
+    # -- checks ------------------------------------------------------------------------
+
+    def validate(self) -> None:
+        """Check every invariant of the whole state; used after each event in tests.
+
+        Raises:
+            LocalProtocolError: naming the invariant that does not hold.
+        """
+        members = self._members
+        for worker in members.workers.values():
+            _check(
+                worker.state is WorkerState.READY or not (worker.leases or worker.bound),
+                f"worker {worker.name} holds leases or passes while {worker.state.value}",
+            )
+            for lease_id in worker.leases:
+                _check(lease_id in members.leases, f"worker {worker.name} holds unknown lease {lease_id}")
+                _check(
+                    members.leases[lease_id].pass_id in worker.bound,
+                    f"lease {lease_id} is of a pass that worker {worker.name} was not told of",
+                )
+        for lease in members.leases.values():
+            _check(lease.lo <= lease.next < lease.hi, f"lease {lease.id} is over but still held")
+            _check(lease.pass_id in self._passes, f"lease {lease.id} is of a closed pass")
+        for pass_ in self._passes.values():
+            held = [x for x in members.leases.values() if x.pass_id == pass_.id]
+            _check(
+                pass_.leased == sum(x.hi - x.next for x in held),
+                f"pass {pass_.id} counts {pass_.leased} leased calls",
+            )
+            spans = sorted(
+                [(t.lo, t.hi) for t in pass_.todo] + [(x.next, x.hi) for x in held] + list(pass_.done)
+            )
+            _check(
+                all(a[1] <= b[0] for a, b in pairwise(spans)),
+                f"pass {pass_.id}: a call is in two places: {spans}",
+            )
+            if pass_.settings.ordered and pass_.state in (PassState.OPEN, PassState.ENDED):
+                whole = (pass_.offered - pass_.visible) * pass_.settings.replicas
+                total = sum(hi - lo for lo, hi in spans)
+                _check(total == whole, f"pass {pass_.id}: {whole} calls are open, {total} are accounted for")
+
+
+def _check(holds: bool, story: str) -> None:
+    if not holds:
+        raise LocalProtocolError(story)
+
+
+_HANDLERS: dict[type, Callable[[Scheduler, Any], None]] = {
+    ev.WorkerExpected: Scheduler._on_worker_expected,
+    ev.WorkerJoined: Scheduler._on_worker_joined,
+    ev.WorkerHeard: Scheduler._on_worker_heard,
+    ev.WorkerLost: Scheduler._on_worker_lost,
+    ev.PassOpened: Scheduler._on_pass_opened,
+    ev.StepsOffered: Scheduler._on_steps_offered,
+    ev.StepsEnded: Scheduler._on_steps_ended,
+    ev.StepsConsumed: Scheduler._on_steps_consumed,
+    ev.PassHeld: Scheduler._on_pass_held,
+    ev.PassClosed: Scheduler._on_pass_closed,
+    ev.CallsDone: Scheduler._on_calls_done,
+    ev.CallFailed: Scheduler._on_call_failed,
+    ev.Tick: Scheduler._on_tick,
+}

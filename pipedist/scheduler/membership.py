@@ -1,0 +1,133 @@
+"""Workers, their incarnations, and the leases that they hold."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+from pipedist.scheduler.states import WorkerState, next_worker_state
+
+
+@dataclass(slots=True)
+class Lease:
+    """One assignment of calls [lo, hi) to one incarnation of one worker."""
+
+    id: int
+    worker: str
+    pass_id: int
+    lo: int
+    hi: int
+    attempt: int
+    next: int
+    """The lowest call that has not come back; the worker works in order, so it runs this one."""
+    expected_s: float
+    """How long the whole lease should take; 0.0 where nothing is known."""
+
+
+@dataclass(slots=True)
+class Worker:
+    """One worker slot."""
+
+    name: str
+    managed: bool
+    """The launcher's: replaced when it dies. Otherwise it dialled in."""
+    incarnation: int = 0
+    """The life that counts; everything from a lower one is stale."""
+    state: WorkerState = WorkerState.STARTING
+    leases: list[int] = field(default_factory=list)
+    """Ids of held leases in the order of assignment: the first one is running. READY only."""
+    bound: set[int] = field(default_factory=set)
+    """Passes that this incarnation was told of. READY only."""
+    heard_at: float = 0.0
+    """When it joined or its supervisor was heard last. Supervised only."""
+    supervised: bool = False
+    """It is lost when it is not heard."""
+
+    def become(self, what: str) -> None:
+        """Take the transition `what`."""
+        self.state = next_worker_state(self.name, self.state, what)
+
+
+class Membership:
+    """All workers and all leases.
+
+    Workers with room are kept apart, so that dealing costs the same with ten workers or ten
+    thousand.
+    """
+
+    def __init__(self, prefetch_below_s: float) -> None:
+        self.workers: dict[str, Worker] = {}
+        self.leases: dict[int, Lease] = {}
+        self.ready = 0
+        """How many workers are READY."""
+        self.idle: dict[str, Worker] = {}
+        """READY workers without a lease, the longest idle first."""
+        self.thirsty: dict[str, Worker] = {}
+        """READY workers whose only lease is short: a second one should wait there."""
+        self.supervised: OrderedDict[str, Worker] = OrderedDict()
+        """READY supervised workers, the longest unheard first."""
+        self._prefetch_below_s = prefetch_below_s
+        self._last_lease = 0
+
+    def current(self, worker: str, incarnation: int) -> Worker | None:
+        """Return the worker if it is READY in this very incarnation."""
+        found = self.workers.get(worker)
+        if found is None or found.state is not WorkerState.READY or found.incarnation != incarnation:
+            return None
+        return found
+
+    def admit(self, worker: Worker, incarnation: int, *, supervised: bool, now: float) -> None:
+        """Make a worker READY in this incarnation."""
+        worker.become("joined")
+        worker.incarnation = incarnation
+        worker.supervised = supervised
+        self.ready += 1
+        self._sort(worker)
+        self.hear(worker, now)
+
+    def hear(self, worker: Worker, now: float) -> None:
+        """Note a sign of life."""
+        worker.heard_at = now
+        if worker.supervised:
+            self.supervised[worker.name] = worker
+            self.supervised.move_to_end(worker.name)
+
+    def dismiss(self, worker: Worker) -> list[Lease]:
+        """Make a READY or STARTING worker lost, and return the leases that it held, running one first."""
+        held = [self.leases.pop(i) for i in worker.leases]
+        self.ready -= worker.state is WorkerState.READY
+        worker.become("lost" if worker.managed else "lost unmanaged")
+        worker.leases.clear()
+        worker.bound.clear()
+        self.supervised.pop(worker.name, None)
+        self._sort(worker)
+        return held
+
+    def grant(self, worker: Worker, pass_id: int, lo: int, hi: int, attempt: int, expected_s: float) -> Lease:
+        """Make a lease and note it with its worker."""
+        self._last_lease += 1
+        lease = Lease(self._last_lease, worker.name, pass_id, lo, hi, attempt, lo, expected_s)
+        self.leases[lease.id] = lease
+        worker.leases.append(lease.id)
+        self._sort(worker)
+        return lease
+
+    def revoke(self, lease: Lease) -> None:
+        """Take a lease away; results for it do not count any more."""
+        del self.leases[lease.id]
+        worker = self.workers[lease.worker]
+        worker.leases.remove(lease.id)
+        self._sort(worker)
+
+    def _sort(self, worker: Worker) -> None:
+        """Put a worker where its number of leases says it belongs."""
+        self.idle.pop(worker.name, None)
+        self.thirsty.pop(worker.name, None)
+        if worker.state is not WorkerState.READY:
+            return
+        if not worker.leases:
+            self.idle[worker.name] = worker
+        elif len(worker.leases) == 1 and (
+            0 < self.leases[worker.leases[0]].expected_s < self._prefetch_below_s
+        ):
+            self.thirsty[worker.name] = worker

@@ -1,0 +1,157 @@
+"""What the scheduler knows of one pass: which calls wait, are done, failed, and what is visible."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from pipedist.errors import LocalProtocolError
+from pipedist.scheduler.commands import Failure
+from pipedist.scheduler.ranges import RangeSet, TodoQueue
+from pipedist.scheduler.settings import Limits, PassSettings
+from pipedist.scheduler.states import PassState, next_pass_state
+
+
+@dataclass(slots=True)
+class Trouble:
+    """The history of a call that failed at least once; other calls have none."""
+
+    raised: int = 0
+    """How many attempts raised."""
+    deaths: int = 0
+    """How many workers died while running it."""
+
+
+@dataclass(slots=True)
+class Pass:
+    """The state of one pass. A call is exactly one of: todo, leased, done, beyond what is offered."""
+
+    id: int
+    settings: PassSettings
+    state: PassState = PassState.OPEN
+    held: bool = False
+    """Nothing of it is issued any more."""
+    told_quiet: bool = False
+    """PassQuiet was said. Implies held."""
+    offered: int = 0
+    """Steps before this one were offered."""
+    requested: int = 0
+    """Steps before this one were requested. Pulled passes only."""
+    visible: int = 0
+    """Steps before this one were visible. Ordered passes only."""
+    consumed: int = 0
+    """Steps before this one were consumed."""
+    todo: TodoQueue = field(default_factory=TodoQueue)
+    """Calls that wait for a worker."""
+    done: RangeSet = field(default_factory=RangeSet)
+    """Calls that came back or failed for good, and empty shards; only of steps that are not visible."""
+    leased: int = 0
+    """Calls under a lease that have not come back."""
+    trouble: dict[int, Trouble] = field(default_factory=dict)
+    """Calls that failed at least once and are not done."""
+    failures: dict[int, Failure] = field(default_factory=dict)
+    """Calls that failed for good, of steps that are not visible."""
+    last_step: int | None = None
+    """FAILING: no step after this one is finished."""
+    input_bytes: int = 0
+    """Bytes of offered steps that are not visible."""
+    step_bytes: float = 0.0
+    """Input bytes of a step, of the latest offer."""
+    result_bytes: int = 0
+    """Bytes of results that are not consumed."""
+    call_s: float | None = None
+    """How long a call takes, a moving mean; None before the first result."""
+    bundle_max: int = 1
+    """Calls in the next lease at most; grows with what came back."""
+
+    def become(self, what: str) -> None:
+        """Take the transition `what`."""
+        self.state = next_pass_state(self.id, self.state, what)
+
+    @property
+    def deals(self) -> bool:
+        """Whether its waiting calls may be issued."""
+        return not self.held and self.todo.calls > 0
+
+    def offer(self, first: int, last: int, parts: int, size: int) -> None:
+        """Add steps [first, last) of `parts` calls each."""
+        replicas = self.settings.replicas
+        if first != self.offered or last < first or not 0 <= parts <= replicas:
+            raise LocalProtocolError(
+                f"pass {self.id}: steps [{first}, {last}) of {parts} calls were offered, "
+                f"expected them to begin at {self.offered} with at most {replicas} calls"
+            )
+        self.offered = last
+        self.requested = max(self.requested, last)
+        if self.last_step is not None:
+            last = min(last, self.last_step + 1)
+        self.input_bytes += size
+        self.step_bytes = size / max(1, last - first)
+        if parts == replicas:
+            self.todo.put(first * replicas, last * replicas, 0)
+            return
+        for step in range(first, last):
+            lo = step * replicas
+            self.todo.put(lo, lo + parts, 0)
+            self.done.add(lo + parts, lo + replicas)
+
+    def came_back(self, lo: int, hi: int, busy_s: float, size: int, limits: Limits) -> None:
+        """Note that calls [lo, hi) are done, and learn from how long they took."""
+        self.done.add(lo, hi)
+        self.leased -= hi - lo
+        self.result_bytes += size
+        for call in [c for c in self.trouble if lo <= c < hi] if self.trouble else ():
+            del self.trouble[call]
+        mean_s = busy_s / (hi - lo)
+        self.call_s = mean_s if self.call_s is None else 0.7 * self.call_s + 0.3 * mean_s
+        self.bundle_max = min(limits.bundle_calls_max, max(self.bundle_max, (hi - lo) * limits.bundle_growth))
+
+    def fail(self, failure: Failure) -> None:
+        """Note that a call failed for good."""
+        self.failures[failure.call] = failure
+        self.trouble.pop(failure.call, None)
+        self.done.add(failure.call, failure.call + 1)
+        if not self.settings.fail_fast:
+            return
+        self.become("call failed")
+        step = failure.call // self.settings.replicas
+        self.last_step = step if self.last_step is None else min(step, self.last_step)
+        self.todo.drop_from((self.last_step + 1) * self.settings.replicas)
+
+    def bundle_calls(self, limits: Limits, workers: int) -> int:
+        """Return how many calls the next lease should have: about `bundle_s` of work, fairly shared."""
+        if self.call_s is None:
+            return 1
+        by_time = int(limits.bundle_s / self.call_s) if self.call_s > 0 else limits.bundle_calls_max
+        fair = -(-self.todo.calls // (2 * workers))
+        return max(1, min(by_time, fair, self.bundle_max))
+
+    def steps_wanted(self, limits: Limits, workers: int) -> int:
+        """Return how many more steps the valve lets in now."""
+        if not self.settings.pulled or self.state is not PassState.OPEN or self.held:
+            return 0
+        calls = 4 * workers
+        if self.call_s is not None:
+            by_time = limits.bundle_s / self.call_s if self.call_s > 0 else limits.bundle_calls_max
+            calls *= max(1, min(int(by_time), self.bundle_max))
+        in_flight = self.requested - self.consumed
+        room = min(-(-calls // self.settings.replicas) + 1, limits.steps_in_flight_max) - in_flight
+        spare = limits.bytes_in_flight_max - self.input_bytes - self.result_bytes
+        if self.step_bytes > 0:
+            room = min(room, int(spare // self.step_bytes) - (self.requested - self.offered))
+        elif spare <= 0:
+            room = 0
+        if room <= 0:
+            return 1 if in_flight == 0 else 0  # one step must always fit, or nothing would ever move
+        return room
+
+    def take_visible(self) -> int:
+        """Advance over complete steps and return the step before which all are visible."""
+        replicas = self.settings.replicas
+        end = min(self.done.end_from(self.visible * replicas) // replicas, self.offered)
+        if self.last_step is not None:
+            end = min(end, self.last_step + 1)
+        if end > self.visible:
+            share = (end - self.visible) / (self.offered - self.visible)
+            self.input_bytes -= round(self.input_bytes * share)
+            self.done.discard(self.visible * replicas, end * replicas)
+        return end

@@ -1,0 +1,114 @@
+"""Sets and queues of calls, kept as ranges [lo, hi), so that a million calls cost what one does."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Iterator
+from typing import NamedTuple
+
+
+class RangeSet:
+    """A set of ints as sorted, disjoint, non-adjacent ranges."""
+
+    __slots__ = ("_his", "_los")
+
+    def __init__(self) -> None:
+        self._los: list[int] = []
+        self._his: list[int] = []
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        return iter(zip(self._los, self._his, strict=True))
+
+    def __len__(self) -> int:
+        """Return the number of ranges (not of ints)."""
+        return len(self._los)
+
+    def add(self, lo: int, hi: int) -> None:
+        """Put [lo, hi) in; what is there already stays."""
+        if lo >= hi:
+            return
+        if self._his and self._his[-1] == lo:  # the common case: work comes back in order
+            self._his[-1] = hi
+            return
+        i = bisect_left(self._his, lo)
+        j = bisect_right(self._los, hi)
+        if i < j:
+            lo = min(lo, self._los[i])
+            hi = max(hi, self._his[j - 1])
+        self._los[i:j] = [lo]
+        self._his[i:j] = [hi]
+
+    def discard(self, lo: int, hi: int) -> None:
+        """Take [lo, hi) out; what is not there is no fault."""
+        if lo >= hi:
+            return
+        i = bisect_right(self._his, lo)
+        j = bisect_left(self._los, hi)
+        if i >= j:
+            return
+        left = (self._los[i], lo) if self._los[i] < lo else None
+        right = (hi, self._his[j - 1]) if self._his[j - 1] > hi else None
+        kept = [r for r in (left, right) if r is not None]
+        self._los[i:j] = [r[0] for r in kept]
+        self._his[i:j] = [r[1] for r in kept]
+
+    def end_from(self, x: int) -> int:
+        """Return the end of the range that holds `x`, or `x` itself if none does."""
+        i = bisect_right(self._los, x) - 1
+        return self._his[i] if i >= 0 and self._his[i] > x else x
+
+    def covers(self, lo: int, hi: int) -> bool:
+        """Return whether all of [lo, hi) is in."""
+        return lo >= hi or self.end_from(lo) >= hi
+
+
+class Todo(NamedTuple):
+    """Calls [lo, hi), all of one attempt."""
+
+    lo: int
+    hi: int
+    attempt: int
+
+
+class TodoQueue:
+    """Calls that wait for a worker, lowest first: what was begun before is finished first."""
+
+    __slots__ = ("_items", "calls")
+
+    def __init__(self) -> None:
+        self._items: list[Todo] = []
+        self.calls = 0
+        """How many calls wait."""
+
+    def __iter__(self) -> Iterator[Todo]:
+        return iter(self._items)
+
+    def put(self, lo: int, hi: int, attempt: int) -> None:
+        """Add calls [lo, hi); they must not wait already."""
+        if lo >= hi:
+            return
+        self.calls += hi - lo
+        if self._items and self._items[-1].hi == lo and self._items[-1].attempt == attempt:
+            self._items[-1] = Todo(self._items[-1].lo, hi, attempt)
+        elif not self._items or self._items[-1].hi <= lo:
+            self._items.append(Todo(lo, hi, attempt))
+        else:
+            insort(self._items, Todo(lo, hi, attempt))
+
+    def take(self, calls_max: int) -> Todo:
+        """Remove and return the lowest range, at most `calls_max` calls of it."""
+        first = self._items[0]
+        if first.hi - first.lo <= calls_max:
+            del self._items[0]
+            self.calls -= first.hi - first.lo
+            return first
+        cut = first.lo + calls_max
+        self._items[0] = Todo(cut, first.hi, first.attempt)
+        self.calls -= calls_max
+        return Todo(first.lo, cut, first.attempt)
+
+    def drop_from(self, call: int) -> None:
+        """Forget every waiting call >= `call`."""
+        kept = [Todo(t.lo, min(t.hi, call), t.attempt) for t in self._items if t.lo < call]
+        self._items = kept
+        self.calls = sum(t.hi - t.lo for t in kept)

@@ -1,0 +1,53 @@
+"""What bounds the scheduler: every queue, wait and retry has a limit, with its unit last."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The limits of a cluster's scheduler.
+
+    Args:
+        bundle_s: a lease is made as large as about this much work, so that short calls cost little.
+        bundle_growth: a lease has at most this many times the calls of the largest one that came back.
+        bundle_calls_max: calls in one lease.
+        prefetch_below_s: a worker whose leases take less than this gets a second one in advance.
+        steps_in_flight_max: steps of one pass that are issued and not yet consumed.
+        bytes_in_flight_max: bytes of one pass, inputs and results, that are held at one time.
+        deaths_max: workers that may die under one and the same call before it counts as failed.
+        starts_fruitless_max: workers in a row that may die before they join.
+        heard_within_s: a supervised worker not heard for this long is lost.
+    """
+
+    bundle_s: float = 0.01
+    bundle_growth: int = 8
+    bundle_calls_max: int = 8192
+    prefetch_below_s: float = 0.05
+    steps_in_flight_max: int = 65_536
+    bytes_in_flight_max: int = 256 * 2**20
+    deaths_max: int = 5
+    starts_fruitless_max: int = 5
+    heard_within_s: float = 16.0
+
+
+@dataclass(frozen=True, slots=True)
+class PassSettings:
+    """How the calls of one pass are treated.
+
+    Args:
+        replicas: R; call number = step * R + replica.
+        retries: further attempts of a call that raised.
+        ordered: steps become visible in step order; otherwise as they are complete.
+        fail_fast: the first step with a failed call ends the pass; otherwise only that step fails.
+        pulled: the scheduler asks for steps (`RequestSteps`); otherwise they are offered unasked.
+        priority: passes with a lower number are dealt first.
+    """
+
+    replicas: int
+    retries: int = 0
+    ordered: bool = True
+    fail_fast: bool = True
+    pulled: bool = True
+    priority: int = 1
