@@ -78,6 +78,19 @@ class OutputError(PipedistError):
     """A result could not be written to its file, or does not fit the file's format."""
 
 
+class FoldError(PipedistError):
+    """The components of a reduce or gather stage do not fit together, or the result does not fit its dtype.
+
+    Args:
+        stage: the reduce or gather stage.
+        reason: what does not fit.
+    """
+
+    def __init__(self, stage: str, reason: str) -> None:
+        self.stage = stage
+        super().__init__(f"stage {stage}: {reason}")
+
+
 class WorkerDied(PipedistError):
     """A worker process ended while it was executing a call.
 

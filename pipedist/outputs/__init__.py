@@ -2,6 +2,7 @@
 
 | module | what it decides |
 |---|---|
+| `document` | the one document that says how a run ended |
 | `encoding` | how a tree becomes JSON |
 | `formats` | which value fits which format, as far as that is known before a run |
 | `sink` | the one interface through which values reach a file, atomically |
@@ -10,6 +11,7 @@
 
 from __future__ import annotations
 
+from pipedist.outputs.document import run_document
 from pipedist.outputs.encoding import dumps, to_json
 from pipedist.outputs.folder import FinishedRun, RunFolder, open_folder
 from pipedist.outputs.formats import SUFFIXES, check_output
@@ -24,5 +26,6 @@ __all__ = [
     "dumps",
     "open_folder",
     "open_sink",
+    "run_document",
     "to_json",
 ]

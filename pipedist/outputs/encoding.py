@@ -118,7 +118,8 @@ def array_to_json(array: npt.NDArray[Any], path: tuple[str, ...] = ()) -> Json:
     if kind == "S":
         return _convert(array.tolist(), _base64)
     if kind in "Mm":
-        return _convert(array.astype(object).tolist() if False else _texts(array), str)
+        texts = np.array([str(value) for value in array.reshape(-1)], dtype="U")
+        return texts.reshape(array.shape).tolist()
     raise OutputError(f"{_at(path)}: an array of dtype {array.dtype} has no JSON form")
 
 
@@ -126,7 +127,7 @@ def _encode(tree: Tree, path: tuple[str, ...]) -> Json:
     if tree is None or isinstance(tree, bool):
         return tree
     if isinstance(tree, str):
-        return str(tree)
+        return str.__str__(tree)  # of an enum's member the text, not its name
     if isinstance(tree, float) and not isinstance(tree, np.generic):
         return _float(tree)
     if isinstance(tree, int):
@@ -147,12 +148,8 @@ def _encode(tree: Tree, path: tuple[str, ...]) -> Json:
 
 def _via_shortest_text(array: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
     """Return float64 numbers whose shortest text is the shortest text of the array's own dtype."""
-    texts = [str(value) for value in array.reshape(-1)]
-    return np.array(texts, dtype="U").astype(np.float64).reshape(array.shape) if texts else array.astype(np.float64)
-
-
-def _texts(array: npt.NDArray[Any]) -> Any:
-    return array.astype("U").tolist() if array.dtype.kind == "M" else _convert(list(array), str)
+    numbers = [float(str(value)) for value in array.reshape(-1)]
+    return np.array(numbers, dtype=np.float64).reshape(array.shape)
 
 
 def _is_extension_float(dtype: np.dtype[Any]) -> bool:

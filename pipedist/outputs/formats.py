@@ -5,7 +5,9 @@
 | .json | any tree | a list of them |
 | .npy | one array | stacked along a new axis 0 |
 | .npz | leaf paths joined with "/", a bare array is "data" | each leaf stacked |
-| .csv, .parquet, .jsonl | a row per index of axis 0, a column per leaf path ("value" if bare) | a row for each value |
+| .csv, .parquet, .jsonl | a row per index of axis 0 | a row for each value |
+
+Rows have a column per leaf path ("value" if bare).
 """
 
 from __future__ import annotations

@@ -21,18 +21,20 @@ workers that have room: one lease runs, and where leases are short a second one 
 worker, so that it never idles between them. The size of a lease follows the measured time of
 the calls. A worker executes a lease in order and reports ranges, so what has not come back is
 known to be [lease.next, lease.hi). When a worker is lost, the call that it was running is
-charged with the death; the others just wait again.
+charged with the death; the others just wait again. Since reports come in order, one that
+leaves a gap means that another was lost: the worker is expelled, or the gap would wait for ever.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import pairwise
+from itertools import takewhile
 from typing import Any
 
 from pipedist.errors import LocalProtocolError
 from pipedist.scheduler import commands as cmd
 from pipedist.scheduler import events as ev
+from pipedist.scheduler.invariants import check
 from pipedist.scheduler.membership import Lease, Membership, Worker
 from pipedist.scheduler.passes import Pass, Trouble
 from pipedist.scheduler.settings import Limits
@@ -81,12 +83,19 @@ class Scheduler:
     def deadline(self) -> float | None:
         """Return when to send a Tick if nothing else happens, or None."""
         for worker in self._members.supervised.values():
-            return worker.heard_at + self._limits.heard_within_s
+            return self._unheard_at(worker)
         return None
+
+    def _unheard_at(self, worker: Worker) -> float:
+        return worker.heard_at + self._limits.heard_within_s
 
     # -- workers ---------------------------------------------------------------------
 
     def _on_worker_expected(self, event: ev.WorkerExpected) -> None:
+        if event.worker in self._members.workers:
+            raise LocalProtocolError(
+                f"worker {event.worker} is expected, but there is one of that name already"
+            )
         worker = Worker(event.worker, managed=True)
         self._members.workers[event.worker] = worker
         self._out.append(cmd.StartWorker(worker.name, worker.incarnation))
@@ -108,7 +117,9 @@ class Scheduler:
                     cmd.ExpelWorker(event.worker, event.incarnation, "this incarnation has joined already")
                 )
                 return
-            self._lose(worker, "a later incarnation joined", graceful=False, replace=False)
+            cause = "a later incarnation has joined"
+            self._out.append(cmd.ExpelWorker(worker.name, worker.incarnation, cause))
+            self._lose(worker, cause, graceful=False, replace=False)
         self._members.admit(worker, event.incarnation, supervised=event.supervised, now=self._now)
         self._fruitless = 0
 
@@ -134,15 +145,16 @@ class Scheduler:
         self._lose(worker, event.cause, graceful=event.graceful, replace=True)
 
     def _on_tick(self, _event: ev.Tick) -> None:
-        limit = self._now - self._limits.heard_within_s
-        for worker in [w for w in self._members.supervised.values() if w.heard_at <= limit]:
+        unheard = takewhile(lambda w: self._unheard_at(w) <= self._now, self._members.supervised.values())
+        for worker in list(unheard):
             cause = f"not heard for {self._limits.heard_within_s:g} s"
             self._out.append(cmd.ExpelWorker(worker.name, worker.incarnation, cause))
             self._lose(worker, cause, graceful=False, replace=True)
 
     def _lose(self, worker: Worker, cause: str, *, graceful: bool, replace: bool) -> None:
+        known = not graceful and not worker.unsure
         for place, lease in enumerate(self._members.dismiss(worker)):
-            self._give_back(lease, cause, blamed=place == 0 and not graceful)
+            self._give_back(lease, cause, blamed=known and place == 0)
         if worker.managed and replace:
             worker.incarnation += 1
             self._out.append(cmd.StartWorker(worker.name, worker.incarnation))
@@ -150,22 +162,18 @@ class Scheduler:
     def _give_back(self, lease: Lease, cause: str, *, blamed: bool) -> None:
         """Let a lost lease's calls wait again; the one that was running is charged with the death."""
         pass_ = self._passes[lease.pass_id]
-        lo, hi = lease.next, lease.hi
-        pass_.leased -= hi - lo
-        if pass_.last_step is not None:
-            hi = min(hi, (pass_.last_step + 1) * pass_.settings.replicas)
-        if pass_.state is PassState.FAILED or lo >= hi:
-            return
-        if blamed:
+        lo = lease.next
+        pass_.leased -= lease.hi - lo
+        if blamed and pass_.needs(lo):
             trouble = pass_.trouble.setdefault(lo, Trouble())
             trouble.deaths += 1
             tried = trouble.raised + trouble.deaths
             if trouble.deaths >= self._limits.deaths_max:
                 self._fail(pass_, cmd.Failure(lo, tried, lease.worker, cause=cause))
             else:
-                pass_.todo.put(lo, lo + 1, tried)
+                pass_.wait(lo, lo + 1, tried)
             lo += 1
-        pass_.todo.put(lo, hi, lease.attempt)
+        pass_.wait(lo, lease.hi, lease.attempt)
         self._quiet(pass_)
 
     # -- passes ----------------------------------------------------------------------
@@ -181,7 +189,8 @@ class Scheduler:
             return
         pass_.offer(event.first, event.last, event.parts, event.bytes)
         if event.parts == 0:
-            self._show(pass_)
+            replicas = pass_.settings.replicas
+            self._show_from(pass_, event.first * replicas, event.last * replicas)
 
     def _on_steps_ended(self, event: ev.StepsEnded) -> None:
         pass_ = self._passes.get(event.pass_id)
@@ -217,7 +226,7 @@ class Scheduler:
     def _cancel_leases(self, pass_: Pass, *, from_call: int) -> None:
         for lease in [x for x in self._members.leases.values() if x.pass_id == pass_.id]:
             if lease.lo >= from_call:
-                self._members.revoke(lease)
+                self._members.cancel(lease)
                 pass_.leased -= lease.hi - lease.next
                 self._out.append(cmd.SendCancel(lease.worker, lease.id))
 
@@ -228,22 +237,26 @@ class Scheduler:
 
     # -- calls -----------------------------------------------------------------------
 
-    def _held_lease(self, worker: str, incarnation: int, lease_id: int, call: int) -> Lease | None:
+    def _held_lease(self, name: str, incarnation: int, lease_id: int, lo: int, hi: int) -> Lease | None:
         """Return the lease under which a report counts, or None: then the report is dropped."""
         lease = self._members.leases.get(lease_id)
-        if lease is None or lease.worker != worker or self._members.current(worker, incarnation) is None:
-            self._out.append(cmd.DropResults(worker, lease_id))
+        worker = self._members.current(name, incarnation)
+        if lease is None or worker is None or lease.worker != name:
+            self._out.append(cmd.DropResults(name, lease_id))
             return None
-        if call != lease.next:
-            self._out.append(cmd.DropResults(worker, lease_id))
-            self._out.append(
-                cmd.ExpelWorker(
-                    worker, incarnation, f"it reported call {call} where {lease.next} was to come"
-                )
-            )
-            self._lose(self._members.workers[worker], "it broke the protocol", graceful=False, replace=True)
-            return None
-        return lease
+        # A report that is missing never comes: without this its calls would be leased for ever.
+        if lease_id == worker.leases[0] and lease.next == lo < hi <= lease.hi:
+            worker.unsure = False
+            return lease
+        due = self._members.leases[worker.leases[0]]
+        cause = (
+            f"it reported calls [{lo}, {hi}) of lease {lease_id} "
+            f"where [{due.next}, {due.hi}) of lease {due.id} were to come"
+        )
+        self._out.append(cmd.DropResults(name, lease_id))
+        self._out.append(cmd.ExpelWorker(name, incarnation, cause))
+        self._lose(worker, f"it broke the protocol: {cause}", graceful=False, replace=True)
+        return None
 
     def _advance(self, lease: Lease, to: int) -> None:
         lease.next = to
@@ -251,32 +264,35 @@ class Scheduler:
             self._members.revoke(lease)
 
     def _on_calls_done(self, event: ev.CallsDone) -> None:
-        lease = self._held_lease(event.worker, event.incarnation, event.lease, event.lo)
+        lease = self._held_lease(event.worker, event.incarnation, event.lease, event.lo, event.hi)
         if lease is None:
             return
-        hi = min(event.hi, lease.hi)
         pass_ = self._passes[lease.pass_id]
-        self._out.append(cmd.AcceptResults(pass_.id, event.lo, hi, event.worker))
-        pass_.came_back(event.lo, hi, event.busy_ns / 1e9, event.bytes, self._limits)
-        self._advance(lease, hi)
-        self._show_from(pass_, event.lo, hi)
+        self._out.append(cmd.AcceptResults(pass_.id, event.lo, event.hi, event.worker))
+        pass_.came_back(event.lo, event.hi, event.busy_ns / 1e9, event.bytes, self._limits)
+        self._advance(lease, event.hi)
+        self._show_from(pass_, event.lo, event.hi)
         self._quiet(pass_)
 
     def _on_call_failed(self, event: ev.CallFailed) -> None:
-        lease = self._held_lease(event.worker, event.incarnation, event.lease, event.call)
+        lease = self._held_lease(event.worker, event.incarnation, event.lease, event.call, event.call + 1)
         if lease is None:
             return
         pass_ = self._passes[lease.pass_id]
         pass_.leased -= 1
         self._advance(lease, event.call + 1)
+        if pass_.needs(event.call):
+            self._raised(pass_, event)
+        self._quiet(pass_)
+
+    def _raised(self, pass_: Pass, event: ev.CallFailed) -> None:
         trouble = pass_.trouble.setdefault(event.call, Trouble())
         trouble.raised += 1
         tried = trouble.raised + trouble.deaths
         if event.retryable and trouble.raised <= pass_.settings.retries:
-            pass_.todo.put(event.call, event.call + 1, tried)
+            pass_.wait(event.call, event.call + 1, tried)
         else:
             self._fail(pass_, cmd.Failure(event.call, tried, event.worker, token=event.token))
-        self._quiet(pass_)
 
     def _fail(self, pass_: Pass, failure: cmd.Failure) -> None:
         pass_.fail(failure)
@@ -309,9 +325,10 @@ class Scheduler:
             self._out.append(cmd.PassComplete(pass_.id))
 
     def _tell(self, pass_: Pass, first: int, end: int) -> None:
+        if first == end:
+            return
         replicas = pass_.settings.replicas
-        failed = sorted({call // replicas for call in pass_.failures}) if pass_.failures else []
-        for step in (s for s in failed if first <= s < end):
+        for step in sorted({c // replicas for c in pass_.failures if first <= c // replicas < end}):
             if step > first:
                 self._out.append(cmd.StepsReady(pass_.id, first, step))
             calls = range(step * replicas, (step + 1) * replicas)
@@ -319,7 +336,6 @@ class Scheduler:
             self._out.append(cmd.StepFailed(pass_.id, step, causes))
             if pass_.settings.fail_fast:
                 pass_.become("failure told")
-                pass_.todo.drop_from(0)
                 self._cancel_leases(pass_, from_call=0)
                 return
             first = step + 1
@@ -330,19 +346,24 @@ class Scheduler:
 
     def _deal(self) -> None:
         """Give waiting calls to workers that have room: first to the idle, then in advance."""
-        while self._members.idle and (pass_ := self._next_pass()) is not None:
+        while self._members.idle and (pass_ := self._next_pass(in_advance=False)) is not None:
             self._assign(next(iter(self._members.idle.values())), pass_)
-        while self._members.thirsty and (pass_ := self._next_pass()) is not None:
-            if pass_.call_s is None or pass_.call_s >= self._limits.prefetch_below_s:
-                return
+        while self._members.thirsty and (pass_ := self._next_pass(in_advance=True)) is not None:
             self._assign(next(iter(self._members.thirsty.values())), pass_)
 
-    def _next_pass(self) -> Pass | None:
+    def _next_pass(self, *, in_advance: bool) -> Pass | None:
+        """Return the pass whose turn it is: of the best priority, and of short calls if `in_advance`."""
         dealing = [p for p in self._passes.values() if p.deals]
         if not dealing:
             return None
         best = min(p.settings.priority for p in dealing)
-        ids = [p.id for p in dealing if p.settings.priority == best]
+        ids = [
+            p.id
+            for p in dealing
+            if p.settings.priority == best and (not in_advance or p.is_short(self._limits))
+        ]
+        if not ids:
+            return None
         self._turn = next((i for i in ids if i > self._turn), ids[0])
         return self._passes[self._turn]
 
@@ -372,43 +393,7 @@ class Scheduler:
         Raises:
             LocalProtocolError: naming the invariant that does not hold.
         """
-        members = self._members
-        for worker in members.workers.values():
-            _check(
-                worker.state is WorkerState.READY or not (worker.leases or worker.bound),
-                f"worker {worker.name} holds leases or passes while {worker.state.value}",
-            )
-            for lease_id in worker.leases:
-                _check(lease_id in members.leases, f"worker {worker.name} holds unknown lease {lease_id}")
-                _check(
-                    members.leases[lease_id].pass_id in worker.bound,
-                    f"lease {lease_id} is of a pass that worker {worker.name} was not told of",
-                )
-        for lease in members.leases.values():
-            _check(lease.lo <= lease.next < lease.hi, f"lease {lease.id} is over but still held")
-            _check(lease.pass_id in self._passes, f"lease {lease.id} is of a closed pass")
-        for pass_ in self._passes.values():
-            held = [x for x in members.leases.values() if x.pass_id == pass_.id]
-            _check(
-                pass_.leased == sum(x.hi - x.next for x in held),
-                f"pass {pass_.id} counts {pass_.leased} leased calls",
-            )
-            spans = sorted(
-                [(t.lo, t.hi) for t in pass_.todo] + [(x.next, x.hi) for x in held] + list(pass_.done)
-            )
-            _check(
-                all(a[1] <= b[0] for a, b in pairwise(spans)),
-                f"pass {pass_.id}: a call is in two places: {spans}",
-            )
-            if pass_.settings.ordered and pass_.state in (PassState.OPEN, PassState.ENDED):
-                whole = (pass_.offered - pass_.visible) * pass_.settings.replicas
-                total = sum(hi - lo for lo, hi in spans)
-                _check(total == whole, f"pass {pass_.id}: {whole} calls are open, {total} are accounted for")
-
-
-def _check(holds: bool, story: str) -> None:
-    if not holds:
-        raise LocalProtocolError(story)
+        check(self._passes, self._members)
 
 
 _HANDLERS: dict[type, Callable[[Scheduler, Any], None]] = {

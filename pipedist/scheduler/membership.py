@@ -42,6 +42,9 @@ class Worker:
     """When it joined or its supervisor was heard last. Supervised only."""
     supervised: bool = False
     """It is lost when it is not heard."""
+    unsure: bool = False
+    """The lease that it ran was cancelled, and it has reported nothing since: it may run that one's
+    call still, so its death is no fault of the lease that is first now. READY only."""
 
     def become(self, what: str) -> None:
         """Take the transition `what`."""
@@ -60,9 +63,10 @@ class Membership:
         self.leases: dict[int, Lease] = {}
         self.ready = 0
         """How many workers are READY."""
-        self.idle: dict[str, Worker] = {}
+        # Ordered dicts: the first entry of a plain dict is found by passing over all deleted ones.
+        self.idle: OrderedDict[str, Worker] = OrderedDict()
         """READY workers without a lease, the longest idle first."""
-        self.thirsty: dict[str, Worker] = {}
+        self.thirsty: OrderedDict[str, Worker] = OrderedDict()
         """READY workers whose only lease is short: a second one should wait there."""
         self.supervised: OrderedDict[str, Worker] = OrderedDict()
         """READY supervised workers, the longest unheard first."""
@@ -99,6 +103,7 @@ class Membership:
         worker.become("lost" if worker.managed else "lost unmanaged")
         worker.leases.clear()
         worker.bound.clear()
+        worker.unsure = False
         self.supervised.pop(worker.name, None)
         self._sort(worker)
         return held
@@ -118,6 +123,12 @@ class Membership:
         worker = self.workers[lease.worker]
         worker.leases.remove(lease.id)
         self._sort(worker)
+
+    def cancel(self, lease: Lease) -> None:
+        """Take a lease away that its worker may be running."""
+        worker = self.workers[lease.worker]
+        worker.unsure = worker.unsure or worker.leases[0] == lease.id
+        self.revoke(lease)
 
     def _sort(self, worker: Worker) -> None:
         """Put a worker where its number of leases says it belongs."""

@@ -58,6 +58,8 @@ class Pass:
     """Input bytes of a step, of the latest offer."""
     result_bytes: int = 0
     """Bytes of results that are not consumed."""
+    result_call_bytes: float = 0.0
+    """Result bytes of a call, a moving mean."""
     call_s: float | None = None
     """How long a call takes, a moving mean; None before the first result."""
     bundle_max: int = 1
@@ -72,9 +74,15 @@ class Pass:
         """Whether its waiting calls may be issued."""
         return not self.held and self.todo.calls > 0
 
+    def is_short(self, limits: Limits) -> bool:
+        """Whether its calls are known to be short enough to wait at a worker in advance."""
+        return self.call_s is not None and self.call_s < limits.prefetch_below_s
+
     def offer(self, first: int, last: int, parts: int, size: int) -> None:
         """Add steps [first, last) of `parts` calls each."""
         replicas = self.settings.replicas
+        if self.state in (PassState.ENDED, PassState.COMPLETE):
+            raise LocalProtocolError(f"pass {self.id}: steps were offered after its end")
         if first != self.offered or last < first or not 0 <= parts <= replicas:
             raise LocalProtocolError(
                 f"pass {self.id}: steps [{first}, {last}) of {parts} calls were offered, "
@@ -82,10 +90,10 @@ class Pass:
             )
         self.offered = last
         self.requested = max(self.requested, last)
-        if self.last_step is not None:
-            last = min(last, self.last_step + 1)
+        if last == first or not self.needs(first * replicas):
+            return
         self.input_bytes += size
-        self.step_bytes = size / max(1, last - first)
+        self.step_bytes = size / (last - first)
         if parts == replicas:
             self.todo.put(first * replicas, last * replicas, 0)
             return
@@ -94,15 +102,29 @@ class Pass:
             self.todo.put(lo, lo + parts, 0)
             self.done.add(lo + parts, lo + replicas)
 
+    def needs(self, call: int) -> bool:
+        """Return whether a call is still of use: it is not beyond the step that fails the pass."""
+        return self.last_step is None or call // self.settings.replicas <= self.last_step
+
+    def wait(self, lo: int, hi: int, attempt: int) -> None:
+        """Let calls [lo, hi) wait for a worker once more, as far as they are of use."""
+        if self.last_step is not None:
+            hi = min(hi, (self.last_step + 1) * self.settings.replicas)
+        self.todo.put(lo, hi, attempt)
+
     def came_back(self, lo: int, hi: int, busy_s: float, size: int, limits: Limits) -> None:
         """Note that calls [lo, hi) are done, and learn from how long they took."""
         self.done.add(lo, hi)
         self.leased -= hi - lo
         self.result_bytes += size
-        for call in [c for c in self.trouble if lo <= c < hi] if self.trouble else ():
-            del self.trouble[call]
-        mean_s = busy_s / (hi - lo)
+        few = range(lo, hi) if hi - lo < len(self.trouble) else list(self.trouble)
+        for call in few:
+            if lo <= call < hi:
+                self.trouble.pop(call, None)
+        first = self.call_s is None
+        mean_s, mean_bytes = max(0.0, busy_s) / (hi - lo), size / (hi - lo)
         self.call_s = mean_s if self.call_s is None else 0.7 * self.call_s + 0.3 * mean_s
+        self.result_call_bytes = mean_bytes if first else 0.7 * self.result_call_bytes + 0.3 * mean_bytes
         self.bundle_max = min(limits.bundle_calls_max, max(self.bundle_max, (hi - lo) * limits.bundle_growth))
 
     def fail(self, failure: Failure) -> None:
@@ -117,13 +139,21 @@ class Pass:
         self.last_step = step if self.last_step is None else min(step, self.last_step)
         self.todo.drop_from((self.last_step + 1) * self.settings.replicas)
 
+    def _bundle_by_time(self, limits: Limits) -> int:
+        """Return how many calls take about `bundle_s`, at most `bundle_calls_max`."""
+        if not self.call_s:
+            return limits.bundle_calls_max
+        return int(min(limits.bundle_calls_max, limits.bundle_s / self.call_s))
+
     def bundle_calls(self, limits: Limits, workers: int) -> int:
         """Return how many calls the next lease should have: about `bundle_s` of work, fairly shared."""
         if self.call_s is None:
             return 1
-        by_time = int(limits.bundle_s / self.call_s) if self.call_s > 0 else limits.bundle_calls_max
         fair = -(-self.todo.calls // (2 * workers))
-        return max(1, min(by_time, fair, self.bundle_max))
+        calls = min(self._bundle_by_time(limits), fair, self.bundle_max)
+        if self.step_bytes > 0:
+            calls = min(calls, int(limits.bundle_bytes_max * self.settings.replicas / self.step_bytes))
+        return max(1, calls)
 
     def steps_wanted(self, limits: Limits, workers: int) -> int:
         """Return how many more steps the valve lets in now."""
@@ -131,18 +161,24 @@ class Pass:
             return 0
         calls = 4 * workers
         if self.call_s is not None:
-            by_time = limits.bundle_s / self.call_s if self.call_s > 0 else limits.bundle_calls_max
-            calls *= max(1, min(int(by_time), self.bundle_max))
+            calls *= max(1, min(self._bundle_by_time(limits), self.bundle_max))
         in_flight = self.requested - self.consumed
-        room = min(-(-calls // self.settings.replicas) + 1, limits.steps_in_flight_max) - in_flight
-        spare = limits.bytes_in_flight_max - self.input_bytes - self.result_bytes
-        if self.step_bytes > 0:
-            room = min(room, int(spare // self.step_bytes) - (self.requested - self.offered))
-        elif spare <= 0:
+        least = 1 if in_flight == 0 else 0  # one step must always fit, or nothing would ever move
+        if self.offered == 0:  # how large a step is, is known only once the first one is there
+            return least
+        replicas = self.settings.replicas
+        room = min(-(-calls // replicas) + 1, limits.steps_in_flight_max) - in_flight
+        promised = self.requested - self.offered
+        to_come = self.todo.calls + self.leased + promised * replicas
+        held = self.input_bytes + promised * self.step_bytes
+        held += self.result_bytes + to_come * self.result_call_bytes
+        spare = max(0.0, limits.bytes_in_flight_max - held)
+        size = self.step_bytes + replicas * self.result_call_bytes
+        if size > 0:
+            room = int(min(room, spare // size))
+        elif spare == 0:
             room = 0
-        if room <= 0:
-            return 1 if in_flight == 0 else 0  # one step must always fit, or nothing would ever move
-        return room
+        return max(least, room)
 
     def take_visible(self) -> int:
         """Advance over complete steps and return the step before which all are visible."""

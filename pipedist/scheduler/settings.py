@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pipedist.errors import LocalProtocolError
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
@@ -13,6 +15,7 @@ class Limits:
         bundle_s: a lease is made as large as about this much work, so that short calls cost little.
         bundle_growth: a lease has at most this many times the calls of the largest one that came back.
         bundle_calls_max: calls in one lease.
+        bundle_bytes_max: input bytes in one lease that travel with it, unless a single call has more.
         prefetch_below_s: a worker whose leases take less than this gets a second one in advance.
         steps_in_flight_max: steps of one pass that are issued and not yet consumed.
         bytes_in_flight_max: bytes of one pass, inputs and results, that are held at one time.
@@ -24,6 +27,7 @@ class Limits:
     bundle_s: float = 0.01
     bundle_growth: int = 8
     bundle_calls_max: int = 8192
+    bundle_bytes_max: int = 4 * 2**20
     prefetch_below_s: float = 0.05
     steps_in_flight_max: int = 65_536
     bytes_in_flight_max: int = 256 * 2**20
@@ -43,6 +47,12 @@ class PassSettings:
         fail_fast: the first step with a failed call ends the pass; otherwise only that step fails.
         pulled: the scheduler asks for steps (`RequestSteps`); otherwise they are offered unasked.
         priority: passes with a lower number are dealt first.
+
+    An unordered pass is neither `fail_fast` (which step is the first to fail would depend on the
+    order of arrival) nor `pulled` (its steps are not consumed in order), and it ends by being closed.
+
+    Raises:
+        LocalProtocolError: if these don't go together.
     """
 
     replicas: int
@@ -51,3 +61,9 @@ class PassSettings:
     fail_fast: bool = True
     pulled: bool = True
     priority: int = 1
+
+    def __post_init__(self) -> None:
+        if self.replicas < 1 or self.retries < 0:
+            raise LocalProtocolError(f"a pass of {self.replicas} replicas and {self.retries} retries")
+        if not self.ordered and (self.fail_fast or self.pulled):
+            raise LocalProtocolError("an unordered pass can be neither fail_fast nor pulled")

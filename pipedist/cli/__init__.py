@@ -1,0 +1,22 @@
+"""The command `pipedist`: run | validate | plan | schema | worker.
+
+| module | what it decides |
+|---|---|
+| `app` | names, options and help of the commands |
+| `exits` | exit codes, and what a person reads when something is wrong |
+| `streams` | writing to stdout and stderr, which may be closed on the way |
+| `run_command` | a run from its spec to its last line |
+| `interruption` | what signals do |
+| `progress` | a live bar, or plain lines |
+| `table`, `summary` | the results for people |
+"""
+
+from __future__ import annotations
+
+
+def main() -> None:
+    """Carry out the command line of this process, and end the process with its exit code."""
+    # nothing is imported before it is needed: the time until a command begins is a feature
+    from pipedist.cli.app import main as carry_out
+
+    carry_out()

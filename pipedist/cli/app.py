@@ -1,0 +1,159 @@
+"""Names, options and help of the commands; what they do is elsewhere, and imported when it is used."""
+
+from __future__ import annotations
+
+import enum
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(
+    name="pipedist",
+    help="Declarative pipelines over per-replica values: bit-identical on any number of workers.",
+    add_completion=False,
+    no_args_is_help=True,
+    rich_markup_mode=None,  # help is text; rich is imported where tables and bars are drawn
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+SpecPath = Annotated[str, typer.Argument(metavar="SPEC", help="The spec, a YAML file.", show_default=False)]
+Sets = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="NAME=VALUE",
+        help="A parameter's value, read as YAML; may be repeated.",
+        show_default=False,
+    ),
+]
+Workers = Annotated[
+    int | None,
+    typer.Option(
+        "--workers",
+        metavar="N",
+        min=1,
+        help="Worker processes; never changes a result. Default: the spec's, or the usable cores.",
+        show_default=False,
+    ),
+]
+
+
+class PlanFormat(enum.StrEnum):
+    """How a plan is printed."""
+
+    TEXT = "text"
+    MERMAID = "mermaid"
+    JSON = "json"
+
+
+def main() -> None:
+    """Carry out the command line of this process, and end the process with its exit code."""
+    app(prog_name="pipedist")
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from pipedist.cli.streams import write_out
+        from pipedist.version import __version__
+
+        write_out(f"pipedist {__version__}\n")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit."),
+    ] = False,
+) -> None:
+    """Declarative pipelines over per-replica values: bit-identical on any number of workers."""
+
+
+@app.command()
+def run(
+    spec: SpecPath,
+    workers: Workers = None,
+    output: Annotated[
+        str | None,
+        typer.Option(metavar="DIR", help="Folder of the outputs. Default: out/NAME.", show_default=False),
+    ] = None,
+    sets: Sets = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue the unfinished run in the output folder.")
+    ] = False,
+    restart: Annotated[
+        bool, typer.Option("--restart", help="Discard the unfinished run in the output folder.")
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON document instead of a table.")
+    ] = False,
+) -> None:
+    """Execute a spec and print its results."""
+    from pipedist.cli.exits import guarded
+    from pipedist.cli.run_command import RunOptions, execute
+
+    options = RunOptions(
+        spec=spec,
+        workers=workers,
+        output=output,
+        sets=tuple(sets or ()),
+        resume=resume,
+        restart=restart,
+        as_json=as_json,
+    )
+    raise typer.Exit(guarded(lambda: execute(options)))
+
+
+@app.command()
+def validate(
+    specs: Annotated[
+        list[str], typer.Argument(metavar="SPEC...", help="Specs, YAML files.", show_default=False)
+    ],
+) -> None:
+    """Check specs: the files alone, no data is read and no code imported."""
+    from pipedist.cli.exits import guarded
+    from pipedist.cli.spec_commands import validate_specs
+
+    raise typer.Exit(guarded(lambda: validate_specs(specs)))
+
+
+@app.command()
+def plan(
+    spec: SpecPath,
+    form: Annotated[PlanFormat, typer.Option("--format", help="How it is printed.")] = PlanFormat.TEXT,
+    workers: Workers = None,
+    sets: Sets = None,
+) -> None:
+    """Check a spec, open its sources, import its functions, and print what would be executed."""
+    from pipedist.cli.exits import guarded
+    from pipedist.cli.spec_commands import print_plan
+
+    raise typer.Exit(guarded(lambda: print_plan(spec, form.value, workers, tuple(sets or ()))))
+
+
+@app.command()
+def schema() -> None:
+    """Print the JSON Schema of specs, for editors."""
+    from pipedist.cli.exits import guarded
+    from pipedist.cli.spec_commands import print_schema
+
+    raise typer.Exit(guarded(print_schema))
+
+
+@app.command()
+def worker(
+    connect: Annotated[
+        str,
+        typer.Option(metavar="ENDPOINT", help="Where the run listens: tcp://HOST:PORT.", show_default=False),
+    ],
+    key_file: Annotated[
+        str, typer.Option(metavar="FILE", help="The cluster's key file.", show_default=False)
+    ],
+) -> None:
+    """Execute replica calls for a run on another host, until it ends."""
+    from pipedist.cli.exits import guarded
+    from pipedist.cli.worker_command import execute
+
+    raise typer.Exit(guarded(lambda: execute(connect, key_file)))

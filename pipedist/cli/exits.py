@@ -1,0 +1,62 @@
+"""Exit codes, and what a person reads on standard error when something is wrong.
+
+0: all committed. 1: the run failed. 2: the spec or the command line is wrong. 3: finished, with
+quarantined elements. 130, 143: interrupted by SIGINT, SIGTERM.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+
+from pipedist.cli.streams import write_error
+from pipedist.errors import PipedistError, SpecError
+
+OK = 0
+FAILED = 1
+USAGE = 2
+QUARANTINED = 3
+
+
+def interrupted(signal_number: int) -> int:
+    """Return the exit code of a process that ends because of a signal."""
+    return 128 + signal_number
+
+
+def guarded(command: Callable[[], int]) -> int:
+    """Carry out a command, and turn what it raises into words and an exit code.
+
+    Args:
+        command: returns the exit code where nothing is wrong.
+    """
+    try:
+        return command()
+    except KeyboardInterrupt:
+        return interrupted(signal.SIGINT)
+    except PipedistError as error:
+        report(error)
+        return error.exit_code
+    except Exception:
+        return defect()
+
+
+def report(error: PipedistError) -> None:
+    """Tell a person about an error that pipedist raised on purpose."""
+    # a mistake in a spec is `file:line:column: ...`, which editors understand, and nothing else
+    prefix = "" if isinstance(error, SpecError) else "pipedist: "
+    write_error(f"{prefix}{error}\n")
+
+
+def defect() -> int:
+    """Tell a person about the exception that is being handled, which nobody foresaw."""
+    import platform
+    import traceback  # only for what should not happen
+
+    from pipedist.version import __version__
+
+    write_error(
+        "pipedist: this is a defect in pipedist, not in your spec; please report it with what follows "
+        f"(pipedist {__version__}, Python {platform.python_version()}, {platform.system()})\n"
+    )
+    write_error(traceback.format_exc())
+    return FAILED

@@ -1,0 +1,104 @@
+"""What SIGINT and SIGTERM do to a run.
+
+Before anything runs, a signal ends the process. Then the first one drains: nothing new is
+issued, running calls have the cluster's grace time. The second one ends the run at once; should
+even that take long, the process is ended (its workers die with it). The handlers are plain
+signal handlers, not the event loop's: a loop that is busy must not make Ctrl-C deaf.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from types import FrameType, TracebackType
+from typing import Any, Protocol, Self
+
+from pipedist.cli.exits import interrupted
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_END_S = 5.0
+"""How long the run may take to end at once, until the process is ended."""
+
+
+class Stoppable(Protocol):
+    """What a run offers to whoever interrupts it."""
+
+    def drain(self) -> object:
+        """Issue nothing new."""
+
+    def cancel(self) -> object:
+        """End at once."""
+
+
+class Interruption:
+    """Handles the signals while its context is open; only in the main thread.
+
+    Args:
+        tell: shows a line to the user; called inside the run's event loop.
+        end: ends the process at once with an exit code.
+    """
+
+    def __init__(self, tell: Callable[[str], None], end: Callable[[int], None] = os._exit) -> None:
+        self.tell = tell
+        self._end = end
+        self._run: Stoppable | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._watchdog: threading.Timer | None = None
+        self._before: dict[signal.Signals, Any] = {}
+        self._grace_s = 0.0
+        self._count = 0
+        self.exit_code: int | None = None
+
+    def __enter__(self) -> Self:
+        self._before = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        if self._watchdog is not None:
+            self._watchdog.cancel()
+
+    @contextlib.contextmanager
+    def watching(self, run: Stoppable, grace_s: float) -> Iterator[None]:
+        """While this context is open, inside the run's event loop, signals drain and cancel the run."""
+        self._loop = asyncio.get_running_loop()
+        self._run = run
+        self._grace_s = grace_s
+        try:
+            yield
+        finally:
+            self._run = None
+
+    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+        self._count += 1
+        if self.exit_code is None:
+            self.exit_code = interrupted(number)
+        name = signal.Signals(number).name
+        if self._run is None or self._loop is None:
+            raise SystemExit(self.exit_code)
+        if self._count == 1:
+            self._post(
+                self.tell,
+                f"pipedist: {name}: no new calls are issued; running calls have {self._grace_s:g} s "
+                "to finish (a second signal ends the run at once)",
+            )
+            self._post(self._run.drain)
+        elif self._count == 2:
+            self._post(self.tell, f"pipedist: {name}: the run is ended at once")
+            self._post(self._run.cancel)
+            self._watchdog = threading.Timer(_END_S, self._end, (self.exit_code,))
+            self._watchdog.daemon = True
+            self._watchdog.start()
+        else:
+            self._end(self.exit_code)
+
+    def _post(self, call: Callable[..., object], *args: object) -> None:
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(call, *args)

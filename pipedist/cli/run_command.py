@@ -1,0 +1,191 @@
+"""The command `pipedist run`: from a spec to its last line."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pipedist.cli import exits
+from pipedist.cli.interruption import Interruption
+from pipedist.cli.progress import Amount, Reporter, open_reporter
+from pipedist.cli.streams import write_error, write_out
+from pipedist.errors import PipedistError, RunCancelled, UsageError
+
+if TYPE_CHECKING:
+    from pipedist import messages
+    from pipedist.pipeline.result import Result
+    from pipedist.pipeline.run import Run
+    from pipedist.spec import Spec, StageSpec
+
+_REFRESH_S = 0.2
+"""How often progress is looked at."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """What the command line says.
+
+    Args:
+        spec: path of the spec, as typed.
+        workers: number of worker processes, None for the spec's.
+        output: folder of the outputs, None for `out/NAME`.
+        sets: texts NAME=VALUE.
+        resume, restart: what to do with an unfinished run in the folder.
+        as_json: one JSON document instead of a table.
+    """
+
+    spec: str
+    workers: int | None = None
+    output: str | None = None
+    sets: tuple[str, ...] = ()
+    resume: bool = False
+    restart: bool = False
+    as_json: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A run that has ended.
+
+    Args:
+        spec: what ran.
+        result: of a run that finished.
+        error: why it did not.
+        document: the run's document, None of a run that was interrupted.
+        notice: what was said about the output folder before the run.
+    """
+
+    spec: Spec
+    result: Result | None
+    error: PipedistError | None
+    document: Mapping[str, object] | None
+    notice: str = ""
+
+
+def execute(options: RunOptions) -> int:
+    """Execute a spec, and print its results.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        SpecError: the spec can't be executed; nothing ran.
+        UsageError: the options make no sense together; nothing ran.
+    """
+    if options.resume and options.restart:
+        raise UsageError("--resume and --restart exclude each other")
+    with Interruption(tell=lambda text: write_error(text + "\n")) as interruption:
+        ended = asyncio.run(_run(options, interruption))
+    if ended.result is not None:
+        return _finished(ended, ended.result, options)
+    if isinstance(ended.error, RunCancelled):
+        write_error(f"pipedist: {ended.error}\n")
+        return interruption.exit_code or exits.FAILED
+    if ended.error is not None:
+        exits.report(ended.error)
+    if options.as_json:
+        _print_document(ended.document)
+    return exits.FAILED
+
+
+async def _run(options: RunOptions, interruption: Interruption) -> Ended:
+    import anyio
+
+    # the engine takes a tenth of a second to import: not before the command line is known to be good
+    from pipedist.pipeline.run import open as open_run
+
+    reporter: Reporter | None = None
+
+    def on_log(worker: str, log: messages.Log) -> None:
+        if reporter is not None:
+            reporter.log(worker, log)
+
+    async with open_run(
+        options.spec,
+        workers=options.workers,
+        sets=options.sets,
+        output=options.output,
+        resume=options.resume,
+        restart=options.restart,
+        on_log=on_log,
+    ) as run:
+        if run.notice:
+            write_error(f"pipedist: {run.notice}\n")
+        reporter = open_reporter(run.name)
+        interruption.tell = reporter.line
+        ended: Ended | None = None
+        try:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(_watch, run, reporter, name="progress")
+                with interruption.watching(run, run.spec.cluster.grace_s):
+                    ended = await _outcome(run)
+                tasks.cancel_scope.cancel()
+        finally:
+            reporter.close()
+        if ended is None:
+            raise RuntimeError("the run has ended, and nobody knows how")
+        return ended
+
+
+async def _outcome(run: Run) -> Ended:
+    began = time.monotonic()
+    try:
+        result = await run.results()
+    except RunCancelled as error:
+        return Ended(run.spec, None, error, None)
+    except PipedistError as error:
+        from pipedist.outputs import run_document
+
+        document = run_document(
+            run_id=run.id,
+            name=run.name,
+            results={},
+            files={},
+            ledger=run.ledger().to_json(),
+            timings={"total": round(time.monotonic() - began, 6)},
+            error=error,
+        )
+        return Ended(run.spec, None, error, document)
+    return Ended(run.spec, result, None, result.document, run.notice)
+
+
+async def _watch(run: Run, reporter: Reporter) -> None:
+    while True:
+        progress = run.progress()
+        if progress is not None:
+            reporter.update(Amount.of(progress))
+        await asyncio.sleep(_REFRESH_S)
+
+
+def _finished(ended: Ended, result: Result, options: RunOptions) -> int:
+    if result.notice and result.notice != ended.notice:
+        write_error(f"pipedist: {result.notice}\n")
+    if options.as_json:
+        _print_document(ended.document)
+    else:
+        from pipedist.cli.table import Row, render
+
+        rows = [
+            Row(name, verb_of(ended.spec.stages[name]), result[name], result.files.get(name))
+            for name in result
+        ]
+        write_out(render(rows, result.ledger.to_json(), result.timings))
+    return exits.QUARANTINED if result.ledger.quarantined else exits.OK
+
+
+def _print_document(document: Mapping[str, object] | None) -> None:
+    from pipedist.outputs.encoding import text
+
+    write_out(text(document, sort_keys=False) + "\n")
+
+
+def verb_of(stage: StageSpec) -> str:
+    """Return what a stage does, for the table: "reduce sum", "gather 0 per step"."""
+    verb = type(stage).__name__.removesuffix("Spec").lower()
+    what = getattr(stage, verb)
+    what = what if isinstance(what, str | int) else getattr(what, "__qualname__", repr(what))
+    per = getattr(stage, "per", "run")
+    return f"{verb} {what}" if per == "run" else f"{verb} {what} per {per}"

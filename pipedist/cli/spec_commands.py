@@ -1,0 +1,68 @@
+"""The commands that look at specs and execute nothing: validate, plan, schema."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pipedist.cli import exits
+from pipedist.cli.streams import write_error, write_out
+from pipedist.errors import SpecError
+
+
+def validate_specs(paths: Sequence[str]) -> int:
+    """Check files, and say OK of each good one; all problems of all bad ones go to stderr.
+
+    Returns:
+        0, or 2 if any has a problem.
+    """
+    from pipedist.spec import load
+
+    code = exits.OK
+    for path in paths:
+        try:
+            load(path)
+        except SpecError as error:
+            write_error(f"{error}\n")
+            code = exits.USAGE
+        else:
+            write_out(f"{path}: OK\n")
+    return code
+
+
+def print_plan(path: str, form: str, workers: int | None, sets: Sequence[str]) -> int:
+    """Print what `pipedist run` would execute.
+
+    Args:
+        path: of the spec.
+        form: text, mermaid or json.
+        workers: overrides the spec's number of worker processes.
+        sets: texts NAME=VALUE.
+    """
+    from pipedist.outputs import encoding
+    from pipedist.pipeline.run import usable_cores
+    from pipedist.plan import compile_plan
+    from pipedist.spec import load
+
+    spec = load(path, sets=sets)
+    if workers is None:
+        workers = usable_cores() if spec.cluster.workers == "auto" else spec.cluster.workers
+    plan = compile_plan(spec, workers=workers)
+    try:
+        if form == "json":
+            text = encoding.dumps(plan.to_json(), sort_keys=False)
+        else:
+            text = plan.mermaid() if form == "mermaid" else plan.text()
+    finally:
+        plan.close()
+    write_out(text.rstrip("\n") + "\n")
+    return exits.OK
+
+
+def print_schema() -> int:
+    """Print the JSON Schema of specs."""
+    import json
+
+    from pipedist.spec import schema
+
+    write_out(json.dumps(schema(), indent=2, ensure_ascii=False) + "\n")
+    return exits.OK

@@ -1,0 +1,46 @@
+"""Writing to standard output and standard error, whose readers may leave at any time."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+
+from pipedist.errors import OutputError
+
+
+def write_out(text: str) -> None:
+    """Write to standard output.
+
+    A reader that has left (`pipedist plan | head`) has seen all it wants: what follows is
+    dropped quietly.
+
+    Raises:
+        OutputError: standard output can't be written for another reason, as with a full disk.
+    """
+    if sys.stdout is None:  # closed by whoever started us
+        return
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        _drop(sys.stdout.fileno())
+    except OSError as error:
+        _drop(sys.stdout.fileno())
+        raise OutputError(f"can't write to standard output: {error.strerror or error}") from error
+
+
+def write_error(text: str) -> None:
+    """Write to standard error; where that is impossible there is nobody to tell."""
+    if sys.stderr is None:
+        return
+    with contextlib.suppress(OSError, ValueError):
+        sys.stderr.write(text)
+        sys.stderr.flush()
+
+
+def _drop(fd: int) -> None:
+    # what is still buffered is written by the interpreter's exit: let it go nowhere
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, fd)
+    os.close(nowhere)

@@ -1,0 +1,88 @@
+"""The results of a run for people: a table, the ledger, the timings."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipedist.cli.progress import duration
+from pipedist.cli.summary import records, summarize, summarize_file
+from pipedist.program import Tree
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One finished value.
+
+    Args:
+        name: of the stage.
+        verb: what the stage does: "reduce sum", "gather 0".
+        value: its value; the file's path where it was streamed into the file.
+        file: where it was written, or None.
+    """
+
+    name: str
+    verb: str
+    value: Tree
+    file: Path | None = None
+
+
+def render(rows: Iterable[Row], ledger: Mapping[str, int], timings: Mapping[str, float]) -> str:
+    """Return the results as text for standard output, as wide and colourful as that is."""
+    # rich takes 60 ms to import: only when there is something to draw
+    from rich import box
+    from rich.console import Console, RenderableType
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    for title in ("stage", "verb"):
+        table.add_column(title, overflow="fold")
+    table.add_column("value", overflow="fold", ratio=1)
+    listed = list(rows)
+    any_file = any(row.file for row in listed)
+    if any_file:
+        table.add_column("file", overflow="fold")
+    for row in listed:
+        streamed = isinstance(row.value, Path)
+        value: RenderableType = Text(summarize_file(row.value) if streamed else summarize(row.value))
+        found = None if streamed else records(row.value)
+        if found:
+            inner = Table(box=None, pad_edge=False)
+            for index, title in enumerate(found[0]):
+                inner.add_column(Text(title), overflow="fold", justify="left" if index == 0 else "right")
+            for cells in found[1]:
+                inner.add_row(*map(Text, cells))
+            value = inner
+        cells_of_row: list[RenderableType] = [Text(row.name), Text(row.verb), value]
+        if any_file:
+            cells_of_row.append(Text("" if row.file is None else shown(row.file)))
+        table.add_row(*cells_of_row)
+    console = Console(highlight=False)
+    with console.capture() as capture:
+        console.print(table)
+        console.print()
+        console.print(Text(ledger_line(ledger)))
+        if timings:
+            console.print(Text(timings_line(timings)))
+    # columns are padded to the table's width: nobody wants the blanks in a file
+    return "\n".join(line.rstrip(" ") for line in capture.get().split("\n"))
+
+
+def ledger_line(ledger: Mapping[str, int]) -> str:
+    """Return the ledger as a line: every element is accounted for."""
+    kinds = ", ".join(f"{ledger[kind]:,} {kind}" for kind in ("committed", "quarantined", "lost"))
+    return f"{ledger['elements']:,} elements: {kinds}"
+
+
+def timings_line(timings: Mapping[str, float]) -> str:
+    """Return the timings as a line."""
+    return ", ".join(f"{name.removesuffix('_s')} {duration(seconds)}" for name, seconds in timings.items())
+
+
+def shown(path: Path) -> str:
+    """Return a path as a person would type it: relative where it is below the current directory."""
+    relative = os.path.relpath(path)
+    return str(path) if relative.startswith("..") else relative

@@ -1,0 +1,18 @@
+"""The command `pipedist worker`: one worker process for a run that listens elsewhere."""
+
+from __future__ import annotations
+
+
+def execute(endpoint: str, key_file: str) -> int:
+    """Execute replica calls until the run ends.
+
+    Args:
+        endpoint: where the run listens, "tcp://HOST:PORT".
+        key_file: the cluster's keys; only who has them may join.
+
+    Returns:
+        The exit code.
+    """
+    from pipedist.worker.supervisor import run_worker
+
+    return run_worker(endpoint, key_file)

@@ -1,0 +1,105 @@
+"""A cluster whose workers dial in: `pipedist worker --connect ENDPOINT --key-file FILE`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextlib import AsyncExitStack
+from types import TracebackType
+from typing import Self
+
+from pipedist.coordinator import Coordinator
+from pipedist.errors import UsageError
+from pipedist.local_cluster import Cluster
+from pipedist.scheduler import Limits
+from pipedist.transport.keys import read_key_file, write_key_file
+from pipedist.transport.zeromq import Router
+from pipedist.worker.hello import boot_id
+
+LISTEN = "tcp://127.0.0.1:*"
+"""Where workers dial in, if nothing else is said: this host alone, any free port."""
+
+
+class ConnectCluster(Cluster):
+    """Waits for workers that dial in over TCP, with the cluster's keys.
+
+    Args:
+        listen: `tcp://ADDRESS:PORT`; None: `LISTEN`.
+        key_file: the cluster's keys; made (mode 0600) where there is no such file.
+        workers: how many are expected, for the plan and the size of what is issued in advance.
+        limits: the scheduler's bounds.
+    """
+
+    def __init__(
+        self,
+        *,
+        listen: str | None = None,
+        key_file: str | os.PathLike[str] | None = None,
+        workers: int = 1,
+        limits: Limits | None = None,
+    ) -> None:
+        if key_file is None:
+            raise UsageError("workers that dial in need keys: say `cluster: {key_file: FILE}`")
+        self._listen = listen or LISTEN
+        self._key_file = os.fspath(key_file)
+        self._workers = workers
+        self._limits = limits
+        self._stack = AsyncExitStack()
+        self._coordinator: Coordinator | None = None
+
+    async def __aenter__(self) -> Self:
+        if os.path.exists(self._key_file):
+            keys = read_key_file(self._key_file)
+        else:
+            keys = write_key_file(self._key_file)
+        if keys.server is None:
+            raise UsageError(f"key file {self._key_file} is made for workers: it lacks `server_secret`")
+        await self._stack.__aenter__()
+        try:
+            self._coordinator = await self._stack.enter_async_context(
+                Coordinator(
+                    router_factory=lambda on_message, on_reject, on_lost: Router(
+                        self._listen,
+                        keys=keys.server,
+                        on_message=on_message,
+                        on_reject=on_reject,
+                        on_lost=on_lost,
+                    ),
+                    launcher_factory=None,
+                    workers=(),
+                    limits=self._limits,
+                    dial_in=True,
+                    boot=boot_id(),
+                )
+            )
+        except BaseException as error:
+            await self._stack.__aexit__(type(error), error, error.__traceback__)
+            raise
+        print(  # noqa: T201 - how to join is what the user must know now
+            f"waiting for workers: pipedist worker --connect {self._coordinator.endpoint} "
+            f"--key-file {self._key_file}",
+            file=sys.stderr,
+        )
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._coordinator = None
+        await self._stack.__aexit__(kind, error, trace)
+
+    @property
+    def coordinator(self) -> Coordinator:
+        """The open coordinator.
+
+        Raises:
+            UsageError: the cluster is not open.
+        """
+        if self._coordinator is None:
+            raise UsageError("a cluster is used inside `async with ConnectCluster(...) as cluster:`")
+        return self._coordinator
+
+    @property
+    def workers(self) -> int:
+        """How many workers are expected."""
+        return self._workers

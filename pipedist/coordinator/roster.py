@@ -1,0 +1,62 @@
+"""Which socket identity speaks for which incarnation of which worker."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """Who is behind a socket identity.
+
+    Args:
+        local: it shares this host's files.
+    """
+
+    identity: bytes
+    worker: str
+    incarnation: int
+    local: bool
+
+
+class Roster:
+    """The peers that have joined; one incarnation of a worker at a time."""
+
+    def __init__(self) -> None:
+        self._by_identity: dict[bytes, Peer] = {}
+        self._by_worker: dict[str, Peer] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_identity)
+
+    def __iter__(self) -> Iterator[Peer]:
+        return iter(list(self._by_identity.values()))
+
+    def add(self, peer: Peer) -> Peer | None:
+        """Enter a peer, and return the one that it replaces."""
+        old = self._by_worker.get(peer.worker)
+        if old is not None:
+            del self._by_identity[old.identity]
+        self._by_identity[peer.identity] = peer
+        self._by_worker[peer.worker] = peer
+        return old
+
+    def behind(self, identity: bytes) -> Peer | None:
+        """Return who speaks through a socket identity."""
+        return self._by_identity.get(identity)
+
+    def of(self, worker: str, incarnation: int | None = None) -> Peer | None:
+        """Return the peer of a worker, of this very incarnation if one is given."""
+        peer = self._by_worker.get(worker)
+        if peer is None or (incarnation is not None and peer.incarnation != incarnation):
+            return None
+        return peer
+
+    def remove(self, worker: str, incarnation: int) -> Peer | None:
+        """Strike out this incarnation of a worker, if it is in."""
+        peer = self.of(worker, incarnation)
+        if peer is not None:
+            del self._by_identity[peer.identity]
+            del self._by_worker[worker]
+        return peer

@@ -1,0 +1,160 @@
+"""Which element goes where: the contract that a spec's results rest on.
+
+Three rules, all of them pure arithmetic, none of which looks at a worker process:
+
+1. Step s of an epoch is the positions [s*B, (s+1)*B) of the epoch's order; a step never crosses
+   an epoch, so an epoch's last step may be shorter (or is dropped, with `drop_remainder`).
+2. A step of m elements is cut into chunks of ceil(m / R), in replica order; the last ones are
+   shorter or empty (tf.distribute's rule for a global batch: 4 rows on 3 replicas are 2, 2, 0).
+   So the non-empty shards are always those of replicas 0..parts-1.
+3. The element at row `index` of the dataset has, in epoch e, the id `e * N + index`.
+
+The epoch's order is the dataset's own, or `permutation` of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+
+def chunk_sizes(rows: int, parts: int) -> list[int]:
+    """Return how many of `rows` consecutive elements each of `parts` shards gets.
+
+    Args:
+        rows: elements of the step, >= 0.
+        parts: number of shards, >= 1.
+
+    Returns:
+        `parts` sizes: ceil(rows / parts) each, the last ones shorter or 0; their sum is `rows`.
+
+    Raises:
+        ValueError: `rows` is negative, or `parts` is not positive.
+    """
+    if rows < 0 or parts < 1:
+        raise ValueError(f"can't cut {rows} elements into {parts} shards")
+    size = -(-rows // parts)
+    return [min(size, max(0, rows - index * size)) for index in range(parts)]
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """The arithmetic of one dataset: steps, shards and element ids.
+
+    Steps count on over the epochs: step `e * steps_per_epoch + s` is the s-th step of epoch e.
+
+    Args:
+        length: N, elements of one epoch, >= 0.
+        batch: B, the GLOBAL batch size in elements, >= 1.
+        replicas: R, shards a step, >= 1.
+        drop_remainder: drop an epoch's last step where it has fewer than B elements.
+
+    Raises:
+        ValueError: a number is out of its range.
+    """
+
+    length: int
+    batch: int
+    replicas: int
+    drop_remainder: bool = False
+
+    def __post_init__(self) -> None:
+        for name, value, least in (
+            ("length", self.length, 0),
+            ("batch", self.batch, 1),
+            ("replicas", self.replicas, 1),
+        ):
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ValueError(f"{name} must be an integer >= {least}, not {value!r}")
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """The number of steps of one epoch."""
+        if self.drop_remainder:
+            return self.length // self.batch
+        return -(-self.length // self.batch)
+
+    def rows(self, step: int) -> int:
+        """Return m, the number of elements of `step`.
+
+        Raises:
+            IndexError: there is no such step.
+        """
+        _, first = self._place(step)
+        return min(self.batch, self.length - first)
+
+    def parts(self, step: int) -> int:
+        """Return the number of non-empty shards of `step`: those of replicas 0..parts-1.
+
+        Raises:
+            IndexError: there is no such step.
+        """
+        rows = self.rows(step)
+        return -(-rows // -(-rows // self.replicas))
+
+    def bounds(self, step: int, replica: int) -> tuple[int, int, int]:
+        """Return (epoch, start, stop): the positions of a shard within its epoch's order.
+
+        An empty shard has start == stop.
+
+        Raises:
+            IndexError: there is no such step or replica.
+        """
+        if not 0 <= replica < self.replicas:
+            raise IndexError(f"replica {replica} of {self.replicas}")
+        epoch, first = self._place(step)
+        rows = min(self.batch, self.length - first)
+        size = -(-rows // self.replicas)
+        return epoch, first + min(replica * size, rows), first + min((replica + 1) * size, rows)
+
+    def ids(self, step: int, replica: int) -> range:
+        """Return the element ids of a shard of an unshuffled dataset.
+
+        Raises:
+            IndexError: there is no such step or replica.
+        """
+        epoch, start, stop = self.bounds(step, replica)
+        base = epoch * self.length
+        return range(base + start, base + stop)
+
+    def _place(self, step: int) -> tuple[int, int]:
+        steps = self.steps_per_epoch
+        if step < 0 or steps == 0:
+            raise IndexError(f"step {step} of a dataset with {steps} steps an epoch")
+        epoch, within = divmod(step, steps)
+        return epoch, within * self.batch
+
+
+def permutation(seed: int, dataset_name: str, epoch: int, n: int) -> npt.NDArray[np.int64]:
+    """Return the order in which a shuffled dataset is read in one epoch.
+
+    The algorithm is part of the spec language, so that a spec gives the same bytes for ever:
+
+    1. h = SHA-256 of the UTF-8 text "pipedist permutation 1", seed, dataset name and epoch,
+       the four joined with a NUL character, numbers in decimal.
+    2. the stream of `numpy.random.PCG64(numpy.random.SeedSequence(int(h, big-endian)))`:
+       its first n raw 64-bit outputs are the keys of rows 0..n-1.
+    3. the rows in ascending order of their keys; equal keys in row order.
+
+    NumPy promises that the streams of SeedSequence and of a bit generator's raw output do not
+    change between versions (NEP 19). It does not promise that of `Generator.permutation`, which
+    is why that is not used.
+
+    Args:
+        seed: the spec's seed, any integer.
+        dataset_name: the dataset's name in the spec.
+        epoch: which epoch, >= 0.
+        n: elements of an epoch.
+
+    Returns:
+        int64[n], each row once; read-only.
+    """
+    text = "\0".join(("pipedist permutation 1", str(seed), dataset_name, str(epoch)))
+    entropy = int.from_bytes(hashlib.sha256(text.encode()).digest(), "big")
+    keys = np.random.PCG64(np.random.SeedSequence(entropy)).random_raw(n)
+    order: npt.NDArray[np.int64] = np.argsort(keys, kind="stable").astype(np.int64, copy=False)
+    order.flags.writeable = False
+    return order

@@ -1,0 +1,252 @@
+"""Elements: the trees of NumPy arrays that flow through a `Dataset`, and what is known about them.
+
+A list is ONE array here, as in tf.data: `[1, 2, 3]` is stacked to int64[3]. Structure is written
+with tuples, namedtuples, dicts and dataclasses.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import DTypeLike
+
+from pipedist import trees
+from pipedist.program import Tree
+
+Shape = tuple[int | None, ...]
+"""A static shape; None stands for a dimension that differs from element to element."""
+
+
+class ArraySpec:
+    """The dtype and static shape of one leaf of an element (tf.TensorSpec).
+
+    A leaf of trees, deliberately not a dataclass: those are nodes.
+
+    Args:
+        dtype: any NumPy dtype; text and bytes have no width here (`str`, `bytes`).
+        shape: one entry a dimension, None where it differs from element to element.
+    """
+
+    __slots__ = ("dtype", "shape")
+
+    dtype: np.dtype[Any]
+    shape: Shape
+
+    def __init__(self, dtype: DTypeLike, shape: Sequence[int | None] = ()) -> None:
+        found = np.dtype(dtype)
+        object.__setattr__(self, "dtype", np.dtype(found.kind) if found.kind in "US" else found)
+        for size in shape:
+            if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 0):
+                raise ValueError(f"shape {tuple(shape)!r}: a dimension is an int >= 0 or None, not {size!r}")
+        object.__setattr__(self, "shape", tuple(shape))
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"ArraySpec is immutable: can't set {name!r}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ArraySpec, (self.dtype, self.shape)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, ArraySpec):
+            return NotImplemented
+        return self.dtype == other.dtype and self.shape == other.shape
+
+    def __hash__(self) -> int:
+        return hash((self.dtype, self.shape))
+
+    def __repr__(self) -> str:
+        name = {"U": "str", "S": "bytes"}.get(self.dtype.kind, str(self.dtype))
+        return f"ArraySpec({name}[{', '.join(map(str, self.shape))}])"
+
+    def with_shape(self, shape: Sequence[int | None]) -> ArraySpec:
+        """Return the spec of the same dtype with another shape."""
+        return ArraySpec(self.dtype, shape)
+
+    def merge(self, other: ArraySpec) -> ArraySpec:
+        """Return the narrowest spec that covers both; dimensions which differ become None.
+
+        Raises:
+            ValueError: dtypes or ranks differ.
+        """
+        if self.dtype != other.dtype or len(self.shape) != len(other.shape):
+            raise ValueError(f"{self} and {other} have no common spec: dtype and rank must agree")
+        return self.with_shape([a if a == b else None for a, b in zip(self.shape, other.shape, strict=True)])
+
+
+def as_element(value: Any) -> Tree:
+    """Turn what user code gave into an element: every leaf a NumPy array or scalar.
+
+    Raises:
+        TypeError: a leaf is an object that NumPy has no dtype for.
+        ValueError: a list is ragged.
+    """
+    if isinstance(value, np.ndarray | np.generic):
+        return _checked(value)
+    if value is None:
+        return None
+    if isinstance(value, dict):
+        return {key: as_element(item) for key, item in value.items()}
+    if isinstance(value, tuple):
+        items = [as_element(item) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        result = copy.copy(value)
+        for field in dataclasses.fields(value):
+            object.__setattr__(result, field.name, as_element(getattr(value, field.name)))
+        return result
+    try:
+        array = np.asarray(value)
+    except ValueError as error:
+        raise ValueError(
+            f"a list is stacked to one array, but its items have different shapes ({error}); "
+            "write structure as a tuple or a dict"
+        ) from error
+    return _checked(array[()])
+
+
+def _checked(value: Any) -> Any:
+    if value.dtype.kind in "OV":
+        raise TypeError(
+            f"an element has a leaf of dtype {value.dtype}; expected numbers, bool, str, bytes or "
+            "dates (write structure as tuples and dicts)"
+        )
+    return value
+
+
+def spec_of(element: Tree) -> Tree:
+    """Return the tree of ArraySpecs of one element."""
+    return trees.tree_map(lambda leaf: ArraySpec(leaf.dtype, leaf.shape), element)
+
+
+def merge_specs(first: Tree, second: Tree) -> Tree:
+    """Return the narrowest spec that covers both trees of specs.
+
+    Raises:
+        ValueError: structures, dtypes or ranks differ.
+    """
+    a, treedef = trees.flatten(first)
+    b, other = trees.flatten(second)
+    if treedef != other:
+        raise ValueError(
+            f"elements have different structures: {trees.describe(treedef)} and {trees.describe(other)}"
+        )
+    return trees.unflatten(treedef, [x.merge(y) for x, y in zip(a, b, strict=True)])
+
+
+def zeros(spec: Tree) -> Tree:
+    """Return an element of zeros (False, "") that fits a spec; unknown dimensions are 1."""
+    return trees.tree_map(
+        lambda leaf: np.zeros([1 if size is None else size for size in leaf.shape], leaf.dtype)[()], spec
+    )
+
+
+def stack(elements: Sequence[Tree]) -> Tree:
+    """Stack elements along a new first axis, leaf by leaf.
+
+    Raises:
+        ValueError: structures or shapes differ; the text names the leaf.
+    """
+    columns, treedef = _columns(elements)
+    stacked = []
+    for index, column in enumerate(columns):
+        shapes = {np.shape(leaf) for leaf in column}
+        if len(shapes) > 1:
+            name = trees.treedef_paths(treedef)[index]
+            raise ValueError(
+                f"can't batch elements of different shapes {sorted(shapes)}{_at(name)}: use padded_batch"
+            )
+        stacked.append(np.stack(column))
+    return trees.unflatten(treedef, stacked)
+
+
+def stack_padded(elements: Sequence[Tree]) -> Tree:
+    """Stack elements along a new first axis; each leaf is padded at the end to the largest shape.
+
+    Raises:
+        ValueError: structures or ranks differ.
+    """
+    columns, treedef = _columns(elements)
+    stacked = []
+    for index, column in enumerate(columns):
+        if len({np.ndim(leaf) for leaf in column}) > 1:
+            name = trees.treedef_paths(treedef)[index]
+            raise ValueError(f"can't pad elements of different ranks{_at(name)}")
+        shape = [max(sizes) for sizes in zip(*(np.shape(leaf) for leaf in column), strict=True)]
+        block = np.zeros((len(column), *shape), np.result_type(*[np.asarray(leaf).dtype for leaf in column]))
+        for row, leaf in enumerate(column):
+            place = tuple(slice(size) for size in np.shape(leaf))
+            block[row][place] = leaf
+        stacked.append(block)
+    return trees.unflatten(treedef, stacked)
+
+
+def _columns(elements: Sequence[Tree]) -> tuple[list[list[Any]], trees.Treedef]:
+    rows = []
+    first: trees.Treedef | None = None
+    for element in elements:
+        leaves, treedef = trees.flatten(element)
+        if first is None:
+            first = treedef
+        elif treedef != first:
+            raise ValueError(
+                "can't batch elements of different structures: "
+                f"{trees.describe(first)} and {trees.describe(treedef)}"
+            )
+        rows.append(leaves)
+    if first is None:
+        raise ValueError("nothing to batch")
+    return [list(column) for column in zip(*rows, strict=True)], first
+
+
+def common_rows(element: Tree) -> int:
+    """Return the length of the leading axis that all leaves share.
+
+    Raises:
+        ValueError: there is no leaf, a leaf is a scalar, or lengths differ.
+    """
+    leaves, treedef = trees.flatten(element)
+    if not leaves:
+        raise ValueError("an element without arrays has no rows")
+    names = trees.treedef_paths(treedef)
+    sizes = []
+    for name, leaf in zip(names, leaves, strict=True):
+        if np.ndim(leaf) == 0:
+            raise ValueError(f"a scalar has no rows{_at(name)}: expected arrays with a leading axis")
+        sizes.append(len(leaf))
+    if len(set(sizes)) > 1:
+        found = ", ".join(f"{name or 'value'}: {size}" for name, size in zip(names, sizes, strict=True))
+        raise ValueError(f"leaves have different numbers of rows ({found}); expected one length for all")
+    return sizes[0]
+
+
+def split(element: Tree, parts: int) -> list[Tree]:
+    """Cut an element's rows into `parts` chunks of ceil(rows / parts), the last ones shorter or empty.
+
+    Leaf by leaf: leaves of different lengths are cut each by its own (tf.distribute's rebatching of
+    a zip). Chunks are read-only views.
+
+    Raises:
+        ValueError: a leaf is a scalar.
+    """
+    leaves, treedef = trees.flatten(element)
+    columns = []
+    for index, leaf in enumerate(leaves):
+        if np.ndim(leaf) == 0:
+            name = trees.treedef_paths(treedef)[index]
+            raise ValueError(
+                f"can't divide a scalar among replicas{_at(name)}: "
+                "batch the dataset last, with .batch(global_batch_size)"
+            )
+        view = np.ascontiguousarray(leaf).view()
+        view.flags.writeable = False
+        size = -(-len(view) // parts)
+        columns.append([view[part * size : (part + 1) * size] for part in range(parts)])
+    return [trees.unflatten(treedef, [column[part] for column in columns]) for part in range(parts)]
+
+
+def _at(path: str) -> str:
+    return f" (leaf {path!r})" if path else ""

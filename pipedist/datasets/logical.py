@@ -1,0 +1,342 @@
+"""`Dataset`: a small, NumPy-valued tf.data for the Strategy API.
+
+A Dataset is a description: it can be iterated any number of times, each time from the start, and
+rewritten for an input pipeline (`pipedist.datasets.sharding`). Elements are trees of NumPy arrays
+and scalars. Semantics and names are tf.data's, except that misuse is an error where tf.data guesses.
+"""
+
+from __future__ import annotations
+
+import glob as globbing
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from pipedist import trees
+from pipedist.datasets import mapping, nodes, transforms
+from pipedist.datasets.element import ArraySpec, as_element
+from pipedist.datasets.input import AutoShardPolicy, count
+from pipedist.program import Tree
+
+
+class Dataset:
+    """A sequence of elements of one structure, finite or endless.
+
+    Make one with a static method (`range`, `from_tensor_slices`, `list_files`, ...) and transform it
+    with the others; each returns a new Dataset.
+
+        Dataset.range(8).map(lambda x: {"x": x, "y": x * 10}).batch(4)
+    """
+
+    __slots__ = ("_node", "_policy", "_spec")
+
+    INFINITE: Final = nodes.INFINITE
+    """`cardinality()` of a dataset that never ends."""
+
+    UNKNOWN: Final = nodes.UNKNOWN
+    """`cardinality()` of a dataset whose end only reading it can find."""
+
+    SHARD_HINT: Final = transforms.SHARD_HINT
+    """`shard(SHARD_HINT, SHARD_HINT)`: the place where policy HINT puts the real numbers."""
+
+    def __init__(self, node: nodes.Node, policy: AutoShardPolicy = AutoShardPolicy.AUTO) -> None:
+        if not isinstance(node, nodes.Node):
+            raise TypeError("make a Dataset with Dataset.range, Dataset.from_tensor_slices, ...")
+        self._node = node
+        self._policy = policy
+        self._spec: tuple[Tree] | None = None
+
+    # Sources.
+
+    @staticmethod
+    def range(*args: int) -> Dataset:
+        """Return int64 scalars: range(stop), range(start, stop) or range(start, stop, step)."""
+        return Dataset(nodes.Range(range(*args)))
+
+    @staticmethod
+    def from_tensor_slices(tensors: Tree) -> Dataset:
+        """Return the slices of a tree of arrays along their first axis.
+
+        Args:
+            tensors: arrays [n, ...] in tuples and dicts; a list is stacked to one array. The data
+                are not copied: don't change them afterwards.
+
+        Raises:
+            ValueError: a leaf is a scalar, or lengths differ.
+            TypeError: a leaf is nothing that NumPy has a dtype for.
+        """
+        return Dataset(nodes.Slices.of(tensors))
+
+    @staticmethod
+    def from_tensors(tensors: Tree) -> Dataset:
+        """Return a dataset of one element.
+
+        Args:
+            tensors: the element, as for `from_tensor_slices`.
+        """
+        return Dataset(nodes.Single(as_element(tensors)))
+
+    @staticmethod
+    def from_generator(
+        generator: Callable[[], Iterable[Any]], element_spec: Tree | None = None, *, batched: bool = False
+    ) -> Dataset:
+        """Return what an iterable yields.
+
+        Args:
+            generator: called for each iteration, without arguments; returns an iterable.
+            element_spec: tree of ArraySpec of an element; without it, the first two elements are
+                read where it is needed.
+            batched: True says that each element is a global batch, which may be distributed as it is.
+
+        Raises:
+            TypeError: `generator` can't be called.
+        """
+        if not callable(generator):
+            raise TypeError(
+                f"from_generator needs a callable that returns an iterable, not {generator!r}: a bare "
+                "iterator could be read only once"
+            )
+        return Dataset(nodes.Generator(generator, element_spec, batched))
+
+    @staticmethod
+    def list_files(pattern: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> Dataset:
+        """Return the names of the files that match, sorted; auto-sharding may divide them (FILE).
+
+        Args:
+            pattern: a glob (`**` is recursive), or several.
+
+        Raises:
+            ValueError: nothing matches.
+        """
+        found: set[str] = set()
+        for one in _paths(pattern):
+            matches = globbing.glob(one, recursive=True)
+            if not matches:
+                raise ValueError(f"no file matches {one!r} (in {os.getcwd()})")
+            found.update(matches)
+        return Dataset(nodes.FileNames(tuple(sorted(found))))
+
+    @staticmethod
+    def file_names(paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> Dataset:
+        """Return the names of files, in the order given; auto-sharding may divide them (FILE)."""
+        return Dataset(nodes.FileNames(_paths(paths)))
+
+    @staticmethod
+    def text_files(paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> Dataset:
+        """Return the lines of UTF-8 files, in the order of the files (tf.data.TextLineDataset).
+
+        Takes one path too, so that it can be a function for `flat_map` and `interleave`.
+        """
+        return Dataset(nodes.TextFiles(_paths(paths)))
+
+    @staticmethod
+    def zip(*datasets: Dataset | tuple[Dataset, ...]) -> Dataset:
+        """Return tuples of one element of each dataset; the shortest ends it.
+
+        Args:
+            datasets: the datasets, or one tuple of them.
+        """
+        parts = datasets[0] if len(datasets) == 1 and isinstance(datasets[0], tuple) else datasets
+        if not parts:
+            raise ValueError("zip needs at least one dataset")
+        return Dataset(transforms.Zip(tuple(_node_of("zip", part) for part in parts)))
+
+    # Transformations.
+
+    def batch(self, batch_size: int, drop_remainder: bool = False) -> Dataset:
+        """Stack consecutive elements.
+
+        Args:
+            batch_size: elements of a batch, at least 1; of a GLOBAL batch, if it is distributed.
+            drop_remainder: leave out a last batch that is shorter.
+        """
+        size = count("batch_size", batch_size, at_least=1)
+        return self._then(transforms.Batch(self._node, size, bool(drop_remainder)))
+
+    def padded_batch(self, batch_size: int, drop_remainder: bool = False) -> Dataset:
+        """Stack consecutive elements of unequal shapes, padded at the end with 0, False or ""."""
+        size = count("batch_size", batch_size, at_least=1)
+        return self._then(transforms.Batch(self._node, size, bool(drop_remainder), padded=True))
+
+    def unbatch(self) -> Dataset:
+        """Return the rows of each element."""
+        return self._then(transforms.Unbatch(self._node))
+
+    def repeat(self, times: int | None = None) -> Dataset:
+        """Return the dataset `times` times in a row; None or -1: for ever."""
+        times = (
+            nodes.INFINITE if times is None or times == nodes.INFINITE else count("times", times, at_least=0)
+        )
+        return self._then(transforms.Repeat(self._node, times))
+
+    def take(self, elements: int) -> Dataset:
+        """Return the first `elements` elements; -1: all of them."""
+        if elements == nodes.INFINITE and type(elements) is int:
+            return self
+        return self._then(transforms.Take(self._node, count("elements", elements, at_least=0)))
+
+    def skip(self, elements: int) -> Dataset:
+        """Leave out the first `elements` elements; -1: all of them."""
+        if elements == nodes.INFINITE and type(elements) is int:
+            return self.take(0)
+        return self._then(transforms.Skip(self._node, count("elements", elements, at_least=0)))
+
+    def shard(self, num_shards: int, index: int) -> Dataset:
+        """Return elements `index`, `index + num_shards`, ...
+
+        Args:
+            num_shards: at least 1, or SHARD_HINT.
+            index: 0 to num_shards - 1, or SHARD_HINT.
+
+        Raises:
+            ValueError: a number is out of range. With SHARD_HINT, reading the dataset raises
+                RuntimeError unless policy HINT has put the real numbers in its place.
+        """
+        if num_shards == transforms.SHARD_HINT:
+            return self._then(transforms.Shard(self._node, num_shards, index))
+        shards = count("num_shards", num_shards, at_least=1)
+        place = count("index", index, at_least=0)
+        if place >= shards:
+            raise ValueError(f"index is {place}, but there are {shards} shards: expected 0 to {shards - 1}")
+        return self._then(transforms.Shard(self._node, shards, place))
+
+    def prefetch(self, buffer_size: int) -> Dataset:
+        """Read up to `buffer_size` elements ahead, in a thread; the elements stay the same."""
+        return self._then(transforms.Prefetch(self._node, count("buffer_size", buffer_size, at_least=1)))
+
+    def cache(self) -> Dataset:
+        """Keep the elements in memory once they were read to the end."""
+        return self._then(transforms.Cache(self._node))
+
+    def enumerate(self, start: int = 0) -> Dataset:
+        """Return pairs (number, element), numbered from `start` as int64."""
+        return self._then(transforms.Enumerate(self._node, int(start)))
+
+    def concatenate(self, dataset: Dataset) -> Dataset:
+        """Return this dataset, then another one of the same structure."""
+        return self._then(transforms.Concatenate((self._node, _node_of("concatenate", dataset))))
+
+    def map(self, fn: Callable[..., Any], *, element_spec: Tree | None = None) -> Dataset:
+        """Return `fn` of each element.
+
+        Args:
+            fn: called with the element; a tuple is unpacked into arguments. It may return a tree,
+                in which a list is stacked to one array.
+            element_spec: tree of ArraySpec of the results; without it, `fn` is called on the first
+                two elements where the spec is needed.
+        """
+        return self._then(mapping.Map(self._node, _function("map", fn), element_spec))
+
+    def filter(self, predicate: Callable[..., Any]) -> Dataset:
+        """Keep the elements for which `predicate` returns True; anything but a bool is an error."""
+        return self._then(mapping.Filter(self._node, _function("filter", predicate)))
+
+    def flat_map(self, fn: Callable[..., Dataset]) -> Dataset:
+        """Return the elements of the datasets that `fn` makes of each element, one after the other."""
+        return self.interleave(fn, cycle_length=1)
+
+    def interleave(self, fn: Callable[..., Dataset], cycle_length: int = 2, block_length: int = 1) -> Dataset:
+        """Return the elements of the datasets that `fn` makes of each element, taking turns.
+
+        Args:
+            fn: called with an element; returns a Dataset.
+            cycle_length: how many of them are open at a time.
+            block_length: how many elements are taken from one before it is the next one's turn.
+        """
+        _function("interleave", fn)
+
+        def open_node(element: Tree) -> nodes.Node:
+            return _node_of("the function of interleave or flat_map", mapping.apply(fn, element))
+
+        cycle = count("cycle_length", cycle_length, at_least=1)
+        block = count("block_length", block_length, at_least=1)
+        return self._then(mapping.Interleave(self._node, open_node, cycle, block))
+
+    def with_options(self, *, auto_shard_policy: AutoShardPolicy | str) -> Dataset:
+        """Set how the dataset is divided among input pipelines.
+
+        Args:
+            auto_shard_policy: an AutoShardPolicy or its name.
+        """
+        return Dataset(self._node, AutoShardPolicy.of(auto_shard_policy))
+
+    # What is known about it.
+
+    @property
+    def element_spec(self) -> Tree:
+        """The tree of ArraySpecs that fits every element.
+
+        May read the first two elements, where they come from user code.
+
+        Raises:
+            ValueError: the dataset is empty, and the spec was not declared.
+        """
+        if self._spec is None:
+            self._spec = (self._node.spec(),)
+        return self._spec[0]
+
+    def cardinality(self) -> int:
+        """Return the number of elements, INFINITE (-1) or UNKNOWN (-2), without reading any."""
+        return self._node.cardinality()
+
+    @property
+    def auto_shard_policy(self) -> AutoShardPolicy:
+        """How the dataset is divided among input pipelines."""
+        return self._policy
+
+    @property
+    def node(self) -> nodes.Node:
+        """The last stage of the pipeline."""
+        return self._node
+
+    def __iter__(self) -> Iterator[Tree]:
+        """Read the elements from the start: trees of NumPy arrays and scalars."""
+        return iter(self._node)
+
+    def __repr__(self) -> str:
+        return f"<Dataset {type(self._node).__name__}, cardinality {self.cardinality()}>"
+
+    def _then(self, node: nodes.Node) -> Dataset:
+        return Dataset(node, self._policy)
+
+
+def numpy_dataset(arrays: Tree) -> Dataset:
+    """Return the slices of a tree of NumPy arrays (tf.distribute's make_numpy_dataset).
+
+    Raises:
+        TypeError: a leaf is no NumPy array; a list of arrays is stacked.
+        ValueError: a leaf is a scalar, or lengths differ.
+    """
+    leaves, treedef = trees.flatten(arrays)
+    for name, leaf in zip(trees.treedef_paths(treedef), leaves, strict=True):
+        if not isinstance(leaf, np.ndarray | np.generic):
+            raise TypeError(
+                f"make_numpy_dataset: {name or 'the value'} is {leaf!r} of type {type(leaf).__name__}; "
+                "expected NumPy arrays (np.asarray makes one)"
+            )
+    return Dataset.from_tensor_slices(arrays)
+
+
+def _paths(paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> tuple[str, ...]:
+    if isinstance(paths, str | os.PathLike):
+        return (os.fspath(paths),)
+    return tuple(os.fspath(path) for path in paths)
+
+
+def _node_of(maker: str, dataset: object) -> nodes.Node:
+    if not isinstance(dataset, Dataset):
+        raise TypeError(
+            f"{maker}: expected a pipedist.Dataset, got {dataset!r} of type {type(dataset).__name__}"
+        )
+    return dataset.node
+
+
+def _function(maker: str, fn: Callable[..., Any]) -> Callable[..., Any]:
+    if not callable(fn):
+        raise TypeError(f"{maker}: {fn!r} can't be called")
+    return fn
+
+
+__all__ = ["ArraySpec", "Dataset", "numpy_dataset"]

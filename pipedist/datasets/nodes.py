@@ -1,0 +1,254 @@
+"""The frozen tree behind a `Dataset`: sources, and what every stage of a pipeline can say.
+
+A pipeline is data: auto-sharding rewrites it (see `pipedist.datasets.sharding`), and every
+iteration starts it afresh. The transformations are in `pipedist.datasets.transforms`.
+"""
+
+# ruff: noqa: D102 -- what the overridden methods mean is said in Node
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from pipedist import trees
+from pipedist.datasets.element import ArraySpec, as_element, common_rows, merge_specs, spec_of, stack
+from pipedist.program import Tree
+
+INFINITE: Final = -1
+"""The cardinality of a dataset that never ends (tf.data.INFINITE_CARDINALITY)."""
+
+UNKNOWN: Final = -2
+"""The cardinality of a dataset whose end only reading it can find (tf.data.UNKNOWN_CARDINALITY)."""
+
+
+class Node(ABC):
+    """One stage of a pipeline: immutable, and iterable any number of times."""
+
+    __slots__ = ()
+
+    @property
+    def inputs(self) -> tuple[Node, ...]:
+        """The stages that this one reads; none for a source."""
+        return ()
+
+    def with_inputs(self, inputs: Sequence[Node]) -> Node:
+        """Return this stage reading others."""
+        return self
+
+    @abstractmethod
+    def __iter__(self) -> Iterator[Tree]:
+        """Read the elements from the start."""
+
+    @abstractmethod
+    def cardinality(self) -> int:
+        """Return the number of elements, INFINITE or UNKNOWN, without reading any."""
+
+    @abstractmethod
+    def spec(self) -> Tree:
+        """Return the tree of ArraySpecs that fits every element."""
+
+    @property
+    def batch_depth(self) -> int:
+        """How many leading axes of an element were made by batching."""
+        return min((node.batch_depth for node in self.inputs), default=0)
+
+    def blocks(self, size: int) -> Iterator[tuple[int, Tree]]:
+        """Read consecutive elements as (how many, stacked) blocks of `size`, the last one shorter."""
+        pending: list[Tree] = []
+        for element in self:
+            pending.append(element)
+            if len(pending) == size:
+                yield size, stack(pending)
+                pending = []
+        if pending:
+            yield len(pending), stack(pending)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Range(Node):
+    """The integers of a range, as int64 scalars."""
+
+    values: range
+
+    def __iter__(self) -> Iterator[Tree]:
+        return map(np.int64, self.values)
+
+    def cardinality(self) -> int:
+        return len(self.values)
+
+    def spec(self) -> Tree:
+        return ArraySpec(np.int64)
+
+    def blocks(self, size: int) -> Iterator[tuple[int, Tree]]:
+        for start in range(0, len(self.values), size):
+            part = self.values[start : start + size]
+            yield len(part), np.arange(part.start, part.stop, part.step, dtype=np.int64)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Slices(Node):
+    """The slices of a tree of arrays along their leading axis."""
+
+    arrays: Tree
+    length: int
+
+    @classmethod
+    def of(cls, tree: Any) -> Slices:
+        """Take views of the arrays, read-only.
+
+        Raises:
+            ValueError: a leaf is a scalar, or lengths differ.
+            TypeError: a leaf has no NumPy dtype.
+        """
+        arrays = trees.tree_map(_read_only, as_element(tree))
+        return cls(arrays, common_rows(arrays))
+
+    def __iter__(self) -> Iterator[Tree]:
+        leaves, treedef = trees.flatten(self.arrays)
+        for index in range(self.length):
+            yield trees.unflatten(treedef, [leaf[index] for leaf in leaves])
+
+    def cardinality(self) -> int:
+        return self.length
+
+    def spec(self) -> Tree:
+        return trees.tree_map(lambda leaf: ArraySpec(leaf.dtype, leaf.shape[1:]), self.arrays)
+
+    def blocks(self, size: int) -> Iterator[tuple[int, Tree]]:
+        leaves, treedef = trees.flatten(self.arrays)
+        for start in range(0, self.length, size):
+            stop = min(start + size, self.length)
+            yield stop - start, trees.unflatten(treedef, [leaf[start:stop] for leaf in leaves])
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Single(Node):
+    """One element."""
+
+    element: Tree
+
+    def __iter__(self) -> Iterator[Tree]:
+        yield self.element
+
+    def cardinality(self) -> int:
+        return 1
+
+    def spec(self) -> Tree:
+        return spec_of(self.element)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Generator(Node):
+    """What a callable's iterable yields; called once for each iteration.
+
+    Args:
+        factory: returns an iterable of elements.
+        declared: the spec of an element, or None: found by reading the first two.
+        batched: each element is a global batch already.
+    """
+
+    factory: Callable[[], Iterable[Any]]
+    declared: Tree | None
+    batched: bool
+
+    def __iter__(self) -> Iterator[Tree]:
+        return map(as_element, self.factory())
+
+    def cardinality(self) -> int:
+        return UNKNOWN
+
+    def spec(self) -> Tree:
+        return self.declared if self.declared is not None else sampled_spec(self, "from_generator")
+
+    @property
+    def batch_depth(self) -> int:
+        return int(self.batched)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class FileNames(Node):
+    """The names of files, one an element: what FILE sharding divides."""
+
+    paths: tuple[str, ...]
+
+    def __iter__(self) -> Iterator[Tree]:
+        return map(np.str_, self.paths)
+
+    def cardinality(self) -> int:
+        return len(self.paths)
+
+    def spec(self) -> Tree:
+        return ArraySpec(str)
+
+    def only(self, pipelines: int, index: int) -> FileNames:
+        """Return every `pipelines`-th file from `index` on."""
+        return FileNames(self.paths[index::pipelines])
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class TextFiles(Node):
+    """The lines of UTF-8 files in the order of the files, without their line ends."""
+
+    paths: tuple[str, ...]
+
+    def __iter__(self) -> Iterator[Tree]:
+        for path in self.paths:
+            with open(path, encoding="utf-8", newline="\n") as file:
+                for line in file:
+                    yield np.str_(line.removesuffix("\n").removesuffix("\r"))
+
+    def cardinality(self) -> int:
+        return UNKNOWN
+
+    def spec(self) -> Tree:
+        return ArraySpec(str)
+
+    def only(self, pipelines: int, index: int) -> TextFiles:
+        """Return every `pipelines`-th file from `index` on."""
+        return TextFiles(self.paths[index::pipelines])
+
+
+class UnknownSpecError(ValueError):
+    """The spec of a stage can't be found, because it has no element to look at."""
+
+    def __init__(self, maker: str) -> None:
+        super().__init__(
+            f"the element_spec of this empty dataset is unknown: pass element_spec= to {maker}, "
+            "a tree of pipedist.ArraySpec"
+        )
+
+
+def sampled_spec(node: Node, maker: str) -> Tree:
+    """Find the spec of a stage whose elements come from user code, by reading its first two.
+
+    Args:
+        maker: the Dataset method which made the stage, for the error.
+
+    Raises:
+        UnknownSpecError: the stage is empty.
+    """
+    spec: Tree = None
+    seen = 0
+    for element in itertools.islice(iter(node), _SAMPLES):
+        found = spec_of(element)
+        spec = found if seen == 0 else merge_specs(spec, found)
+        seen += 1
+    if seen == 0:
+        raise UnknownSpecError(maker)
+    return spec
+
+
+_SAMPLES = 2
+"""Two elements show which dimensions differ; a spec that needs more can be declared."""
+
+
+def _read_only(leaf: Any) -> Any:
+    view = np.asarray(leaf).view()
+    view.flags.writeable = False
+    return view

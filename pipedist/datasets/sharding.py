@@ -1,0 +1,200 @@
+"""Dividing a dataset among input pipelines and replicas.
+
+An input pipeline is a LOGICAL reader; pipeline w of W feeds R replicas of its own, N = W * R in all.
+Every global batch of m rows is cut into N chunks of ceil(m / N) rows, the last ones shorter or empty,
+and batch boundaries are kept, whatever the policy; then the chunks are dealt:
+
+| policy | pipeline w delivers |
+|---|---|
+| DATA | chunks w, w + W, w + 2W, ... of every batch |
+| FILE | all chunks of the batches that files w, w + W, ... make |
+| OFF | all chunks: elements are DUPLICATED, once a pipeline |
+| HINT | all chunks of what `shard(SHARD_HINT, SHARD_HINT)`, as shard(W, w), leaves |
+| AUTO | as FILE if every source reads files, at least W of them; else as DATA |
+
+R consecutive chunks of a pipeline make one step of its replicas. (tf.distribute's assignment. Its
+sizes under OFF, FILE and HINT are floor or ceil and run over batch boundaries; one rule is kept here.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from pipedist.datasets.input import AutoShardPolicy, count
+from pipedist.datasets.logical import Dataset
+from pipedist.datasets.nodes import INFINITE, UNKNOWN, FileNames, Node, TextFiles
+from pipedist.datasets.transforms import Rebatch, Shard
+from pipedist.program import Tree
+
+
+def auto_shard(
+    dataset: Dataset, num_pipelines: int, index: int, policy: AutoShardPolicy | str | None = None
+) -> Dataset:
+    """Return what input pipeline `index` of `num_pipelines` reads.
+
+    Args:
+        policy: None: the dataset's own.
+
+    Raises:
+        ValueError: a number is out of range, or the policy is FILE and the dataset does not read
+            only files, or fewer than `num_pipelines` (for every index, before anything is read).
+    """
+    pipelines = count("num_pipelines", num_pipelines, at_least=1)
+    place = count("index", index, at_least=0)
+    if place >= pipelines:
+        raise ValueError(
+            f"index is {place}, but there are {pipelines} pipelines: expected 0 to {pipelines - 1}"
+        )
+    chosen = dataset.auto_shard_policy if policy is None else AutoShardPolicy.of(policy)
+    node = _sharded(dataset.node, pipelines, place, chosen)
+    return Dataset(node, dataset.auto_shard_policy)
+
+
+def _sharded(node: Node, pipelines: int, index: int, policy: AutoShardPolicy) -> Node:
+    if policy is AutoShardPolicy.HINT:
+        return _with_hints(node, pipelines, index)
+    if policy is AutoShardPolicy.OFF or pipelines == 1:
+        return node
+    if policy is AutoShardPolicy.FILE:
+        trouble = file_trouble(node, pipelines)
+        if trouble:
+            raise ValueError(
+                f"auto-shard policy FILE among {pipelines} input pipelines: {trouble}; "
+                "use AutoShardPolicy.DATA, or AUTO"
+            )
+        return _with_files(node, pipelines, index)
+    if policy is AutoShardPolicy.AUTO and not file_trouble(node, pipelines):
+        return _with_files(node, pipelines, index)
+    return Shard(node, pipelines, index)
+
+
+def file_trouble(node: Node, pipelines: int) -> str:
+    """Return why a pipeline can't be divided by whole files, or ""."""
+    for source in _sources(node):
+        if not isinstance(source, FileNames | TextFiles):
+            return f"the dataset reads a source that is not files ({type(source).__name__})"
+        if len(source.paths) < pipelines:
+            return f"the dataset reads {len(source.paths)} file(s), fewer than there are pipelines"
+    return ""
+
+
+def _sources(node: Node) -> Iterator[Node]:
+    if not node.inputs:
+        yield node
+    for child in node.inputs:
+        yield from _sources(child)
+
+
+def _with_files(node: Node, pipelines: int, index: int) -> Node:
+    if isinstance(node, FileNames | TextFiles):
+        return node.only(pipelines, index)
+    return node.with_inputs([_with_files(child, pipelines, index) for child in node.inputs])
+
+
+def _with_hints(node: Node, pipelines: int, index: int) -> Node:
+    node = node.with_inputs([_with_hints(child, pipelines, index) for child in node.inputs])
+    if isinstance(node, Shard) and node.hinted:
+        return Shard(node.input, pipelines, index)
+    return node
+
+
+def rebatch(dataset: Dataset, parts: int) -> Dataset:
+    """Return each element cut into `parts` chunks of ceil(rows / parts), empty ones included.
+
+    Raises:
+        ValueError: while reading, where a leaf is a scalar.
+    """
+    return Dataset(Rebatch(dataset.node, count("parts", parts, at_least=1)), dataset.auto_shard_policy)
+
+
+def divide(dataset: Dataset, num_pipelines: int, replicas_per_pipeline: int) -> list[Dataset]:
+    """Return the chunks that each input pipeline delivers, R consecutive ones a step.
+
+    Args:
+        dataset: batched by the GLOBAL batch size.
+        num_pipelines: W.
+        replicas_per_pipeline: R.
+
+    Raises:
+        ValueError: the dataset is not batched, or FILE can't be applied.
+    """
+    if dataset.node.batch_depth == 0:
+        raise ValueError(
+            "a dataset is distributed by global batches, but this one has not been batched: "
+            "add .batch(global_batch_size)"
+        )
+    chunks = rebatch(dataset, num_pipelines * replicas_per_pipeline)
+    return [auto_shard(chunks, num_pipelines, index) for index in range(num_pipelines)]
+
+
+def batch_sizes_for_worker(
+    global_batch: int, num_pipelines: int, replicas_per_pipeline: int, index: int
+) -> list[int]:
+    """Return the cycle of sub-batch sizes that keeps each global step at exactly `global_batch` rows.
+
+    For input functions whose pipelines each read a stream of their own: with N = W * R replicas, the
+    N sizes are floor or ceil of global_batch / N, and pipeline w begins R * w places later than
+    pipeline 0, so that in every step the sizes of all pipelines add up
+    (tf.data.experimental.distribute.batch_sizes_for_worker).
+
+    Args:
+        global_batch: rows of a global step.
+        num_pipelines: W.
+        replicas_per_pipeline: R.
+        index: w.
+
+    Returns:
+        W * R sizes; replica r of the pipeline takes entry r, then r + R, and so on, cyclically.
+
+    Raises:
+        ValueError: a number is out of range.
+    """
+    rows = count("global_batch", global_batch, at_least=0)
+    pipelines = count("num_pipelines", num_pipelines, at_least=1)
+    replicas = count("replicas_per_pipeline", replicas_per_pipeline, at_least=1)
+    place = count("index", index, at_least=0)
+    if place >= pipelines:
+        raise ValueError(
+            f"index is {place}, but there are {pipelines} pipelines: expected 0 to {pipelines - 1}"
+        )
+    floor, longer = divmod(rows, pipelines * replicas)
+    first = [floor + 1] * longer + [floor] * (pipelines * replicas - longer)
+    offset = place * replicas
+    return first[offset:] + first[:offset]
+
+
+class Missing:
+    """Stands for the element of a replica whose pipeline has come to its end."""
+
+    def __repr__(self) -> str:
+        return "MISSING"
+
+
+MISSING = Missing()
+
+
+def steps(pipelines: Sequence[Dataset], replicas_per_pipeline: int) -> Iterator[list[Tree | Missing]]:
+    """Read pipelines side by side, until all have ended.
+
+    Yields:
+        For each step the elements of all replicas, pipeline by pipeline; MISSING for a replica
+        whose pipeline has no more. At least one of them is an element.
+    """
+    readers = [iter(pipeline) for pipeline in pipelines]
+    while True:
+        step: list[Tree | Missing] = [
+            next(reader, MISSING) for reader in readers for _ in range(replicas_per_pipeline)
+        ]
+        if all(element is MISSING for element in step):
+            return
+        yield step
+
+
+def steps_cardinality(pipelines: Sequence[Dataset], replicas_per_pipeline: int) -> int:
+    """Return the number of `steps`, INFINITE or UNKNOWN."""
+    counts = [pipeline.cardinality() for pipeline in pipelines]
+    if INFINITE in counts:
+        return INFINITE
+    if UNKNOWN in counts:
+        return UNKNOWN
+    return max(-(-each // replicas_per_pipeline) for each in counts)

@@ -1,0 +1,125 @@
+"""Sources: where a dataset's elements come from.
+
+`open_source` in the driver says how many elements there are and where each one is;
+`open_reader`, in any process on the same host, reads them. Each kind has a module of its own,
+imported when it is used.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pipedist.datasets.sources.base import Config, Ids, Reader, Source, SourceError
+
+__all__ = ["KINDS", "Config", "Ids", "Reader", "Source", "SourceError", "open_reader", "open_source"]
+
+KINDS = ("range", "arrays", "npy", "npz", "csv", "parquet", "jsonl", "text", "files", "function")
+"""The kinds of sources, by their keys in a spec."""
+
+
+def open_source(kind: str, config: Mapping[str, Any], *, folder: Path, code: Sequence[str] = ()) -> Source:
+    """Open a source: find its files, count its elements, check what can be checked without reading.
+
+    Args:
+        kind: one of `KINDS`.
+        config: the source's settings, as in the spec: `path`, `columns`, `start`, `call`, ...
+        folder: what a relative `path` is relative to.
+        code: folders where the module of a `function` is found, too.
+
+    Raises:
+        SourceError: the settings don't fit the data, or the data can't be read.
+    """
+    settings = dict(config)
+    match kind:
+        case "range":
+            from pipedist.datasets.sources.memory import open_range
+
+            return open_range(settings)
+        case "arrays":
+            from pipedist.datasets.sources.memory import open_arrays
+
+            return open_arrays(settings)
+        case "npy":
+            from pipedist.datasets.sources.numpy_files import open_npy
+
+            return open_npy(settings, folder)
+        case "npz":
+            from pipedist.datasets.sources.numpy_files import open_npz
+
+            return open_npz(settings, folder)
+        case "csv":
+            from pipedist.datasets.sources.csv_files import open_csv
+
+            return open_csv(settings, folder)
+        case "parquet":
+            from pipedist.datasets.sources.parquet_files import open_parquet
+
+            return open_parquet(settings, folder)
+        case "jsonl":
+            from pipedist.datasets.sources.jsonl_files import open_jsonl
+
+            return open_jsonl(settings, folder)
+        case "text":
+            from pipedist.datasets.sources.text_files import open_text
+
+            return open_text(settings, folder)
+        case "files":
+            from pipedist.datasets.sources.raw_files import open_files
+
+            return open_files(settings, folder)
+        case "function":
+            from pipedist.datasets.sources.function import open_function
+
+            return open_function(settings, code)
+    raise _unknown(kind)
+
+
+def open_reader(config: Config) -> Reader:
+    """Open a reader, in any process on the host where the source was opened.
+
+    Args:
+        config: the source's `config`.
+
+    Raises:
+        SourceError: a package that the source needs is not installed here.
+    """
+    match config["kind"]:
+        case "range":
+            from pipedist.datasets.sources.memory import RangeReader
+
+            return RangeReader(config)
+        case "npy" | "npz":
+            from pipedist.datasets.sources.numpy_files import NumpyReader
+
+            return NumpyReader(config)
+        case "csv":
+            from pipedist.datasets.sources.csv_files import CsvReader
+
+            return CsvReader(config)
+        case "parquet":
+            from pipedist.datasets.sources.parquet_files import ParquetReader
+
+            return ParquetReader(config)
+        case "jsonl":
+            from pipedist.datasets.sources.jsonl_files import JsonlReader
+
+            return JsonlReader(config)
+        case "text":
+            from pipedist.datasets.sources.text_files import TextReader
+
+            return TextReader(config)
+        case "files":
+            from pipedist.datasets.sources.raw_files import RawFilesReader
+
+            return RawFilesReader()
+    raise _unknown(config["kind"])
+
+
+def _unknown(kind: object) -> SourceError:
+    near = difflib.get_close_matches(str(kind), KINDS, 1)
+    return SourceError(
+        f"unknown kind of source {kind!r}", nearest=near[0] if near else "", expected=", ".join(KINDS)
+    )

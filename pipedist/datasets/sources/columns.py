@@ -1,0 +1,268 @@
+"""From the text of cells to typed columns, and what a missing value is.
+
+A cell is missing where it is empty, `NA` or `NaN`: NaN in a float column, "" in a str column, an
+error in all others. Numbers are written as Python writes them (`1`, `-2.5`, `1e-3`, `inf`), with
+blanks around them but without underscores; a number that does not fit its type is an error. A
+float32 is the float64 of the text, rounded.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pipedist.datasets.sources.base import SourceError
+
+Column = npt.NDArray[Any]
+
+MISSING = (b"", b"NA", b"NaN")
+"""What stands for a missing value."""
+
+COLUMN_TYPES = (
+    "str",
+    "bool",
+    *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)),
+    *(f"float{bits}" for bits in (16, 32, 64)),
+)
+"""The types that a column can have."""
+
+_MATRIX_BYTES_MAX = 32
+"""Cells up to this length are gathered together; longer ones one by one, which costs less then."""
+
+_TRUTH = {b"true": True, b"false": False, b"1": True, b"0": False}
+
+
+class CellError(Exception):
+    """A cell can't be read as its column's type; never leaves this package.
+
+    Args:
+        row: index of the cell in its column.
+        message: what is wrong with it.
+    """
+
+    def __init__(self, row: int, message: str) -> None:
+        self.row = row
+        self.message = message
+        super().__init__(message)
+
+
+@dataclass(frozen=True, slots=True)
+class Cells:
+    """The text of one column.
+
+    Args:
+        data: where the text lies.
+        starts, stops: first byte of each cell and the one behind its last, int64[n].
+    """
+
+    data: bytes
+    starts: npt.NDArray[np.int64]
+    stops: npt.NDArray[np.int64]
+
+    @classmethod
+    def of(cls, texts: Sequence[bytes]) -> Cells:
+        """Return the cells that have these texts."""
+        stops = np.cumsum(np.fromiter(map(len, texts), np.int64, len(texts)), dtype=np.int64)
+        starts = np.concatenate([np.zeros(1, np.int64), stops[:-1]])[: len(texts)]
+        return cls(b"".join(texts), starts, stops)
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def width(self) -> int:
+        """Return the length of the longest cell, in bytes."""
+        return int((self.stops - self.starts).max(initial=0))
+
+    def texts(self) -> list[bytes]:
+        """Return each cell's bytes."""
+        data = self.data
+        return [data[a:b] for a, b in zip(self.starts.tolist(), self.stops.tolist(), strict=True)]
+
+    def matrix(self, width: int) -> npt.NDArray[np.uint8]:
+        """Return the cells' bytes as uint8[n, width], zero behind each cell's end.
+
+        Args:
+            width: at least that of the longest cell.
+        """
+        data = np.frombuffer(self.data, np.uint8)
+        result = np.zeros((len(self), width), np.uint8)
+        lengths = self.stops - self.starts
+        for position in range(self.width()):
+            byte = data.take(self.starts + position, mode="clip")
+            result[:, position] = np.where(position < lengths, byte, 0)
+        return result
+
+
+def check_types(columns: dict[str, str]) -> None:
+    """Refuse unknown column types.
+
+    Args:
+        columns: name -> type.
+
+    Raises:
+        SourceError: a type is not one of `COLUMN_TYPES`.
+    """
+    for name, kind in columns.items():
+        if kind not in COLUMN_TYPES:
+            near = difflib.get_close_matches(str(kind), COLUMN_TYPES, 1)
+            raise SourceError(
+                f"column {name!r}: unknown type {kind!r}",
+                key="columns",
+                name=name,
+                nearest=near[0] if near else "",
+                expected=", ".join(COLUMN_TYPES),
+            )
+
+
+def no_such_column(name: str, there: Sequence[str], file: str) -> SourceError:
+    """Return the error for a column that `file`, which has the columns `there`, lacks."""
+    near = difflib.get_close_matches(name, there, 1)
+    return SourceError(
+        f"{file} has no column {name!r}",
+        key="columns",
+        name=name,
+        nearest=near[0] if near else "",
+        expected="one of " + ", ".join(there),
+    )
+
+
+def column_of_cells(cells: Cells, kind: str) -> Column:
+    """Return the cells as an array of their column's type.
+
+    Args:
+        cells: n cells of UTF-8 text.
+        kind: one of `COLUMN_TYPES`.
+
+    Returns:
+        array[n]; for "str" its width is that of the longest text.
+
+    Raises:
+        CellError: a cell has no such value.
+    """
+    if kind == "str":
+        return _strings(cells)
+    dtype = np.dtype(kind)
+    if dtype.kind == "f":
+        return _numbers(*_number_texts(cells, fill=b"nan"), float, dtype)
+    return _numbers(*_number_texts(cells, fill=None), _truth if dtype.kind == "b" else int, dtype)
+
+
+def column_of_values(values: Sequence[object], kind: str) -> Column:
+    """Return the values of JSON objects as an array of their column's type.
+
+    Args:
+        values: None where missing; a text is read as a cell of csv would be.
+        kind: one of `COLUMN_TYPES`.
+
+    Raises:
+        CellError: a value is not of the type.
+    """
+    plain = {"s": str, "b": bool, "f": float}.get(kind[0], int)
+    texts = []
+    for row, value in enumerate(values):
+        if value is None:
+            texts.append(b"")
+        elif isinstance(value, str):
+            texts.append(value.encode("utf-8", "surrogatepass"))
+        elif type(value) is plain or (plain is float and type(value) is int):
+            texts.append(repr(value).encode())
+        else:
+            raise CellError(row, f"{_short(repr(value))} is not of type {kind}")
+    return column_of_cells(Cells.of(texts), kind)
+
+
+def _strings(cells: Cells) -> Column:
+    width = cells.width()
+    if width <= _MATRIX_BYTES_MAX:
+        matrix = cells.matrix(max(width, 1))
+        if (matrix < 128).all():
+            packed = matrix.view(f"S{matrix.shape[1]}").reshape(-1)
+            matrix[_missing(packed)] = 0
+            return matrix.astype(np.uint32).view(f"<U{matrix.shape[1]}").reshape(-1)
+    texts = cells.texts()
+    decoded = []
+    for row, text in enumerate(texts):
+        try:
+            decoded.append("" if text in MISSING else text.decode())
+        except UnicodeDecodeError as error:
+            raise CellError(row, f"{_short(repr(text))} is not UTF-8 text") from error
+    return np.array(decoded, dtype=np.str_)
+
+
+def _missing(packed: npt.NDArray[np.bytes_]) -> npt.NDArray[np.bool_]:
+    result: npt.NDArray[np.bool_] = packed == MISSING[0]
+    for text in MISSING[1:]:
+        result |= packed == text
+    return result
+
+
+def _number_texts(cells: Cells, fill: bytes | None) -> tuple[list[bytes], bool]:
+    """Return the cells' texts, `fill` for missing ones, and whether an underscore is in them."""
+    width = cells.width()
+    if width > _MATRIX_BYTES_MAX:
+        texts = cells.texts()
+        if fill is not None:
+            texts = [fill if text in MISSING else text for text in texts]
+        return texts, any(b"_" in text for text in texts)
+    matrix = cells.matrix(max(width, len(fill or b""), 1))
+    packed = matrix.view(f"S{matrix.shape[1]}").reshape(-1)
+    if fill is not None:
+        packed[_missing(packed)] = fill
+    return packed.tolist(), bool((matrix == ord("_")).any())
+
+
+def _numbers(texts: list[bytes], odd: bool, read: Callable[[bytes], Any], dtype: np.dtype[Any]) -> Column:
+    try:
+        if odd:
+            raise ValueError
+        values = list(map(read, texts))
+    except ValueError:
+        values = [_number(row, text, read, dtype) for row, text in enumerate(texts)]
+    if dtype.kind == "f":
+        return _floats(values, texts, dtype)
+    if dtype.kind != "b" and values:
+        limits = np.iinfo(dtype)
+        if min(values) < limits.min or max(values) > limits.max:
+            row = next(i for i, v in enumerate(values) if not limits.min <= v <= limits.max)
+            raise CellError(row, f"{_short(str(values[row]))} does not fit {dtype}")
+    return np.array(values, dtype)
+
+
+def _floats(values: list[float], texts: list[bytes], dtype: np.dtype[Any]) -> Column:
+    with np.errstate(over="ignore"):
+        column: Column = np.array(values, np.float64).astype(dtype)
+    for row in np.flatnonzero(np.isinf(column)).tolist():
+        if b"inf" not in texts[row].lower():
+            raise CellError(row, f"{_short(texts[row].decode())} does not fit {dtype}")
+    return column
+
+
+def _number(row: int, text: bytes, read: Callable[[bytes], Any], dtype: np.dtype[Any]) -> Any:
+    bare = text.strip()
+    if bare in MISSING:
+        if dtype.kind == "f":
+            return float("nan")
+        raise CellError(row, f"a value of type {dtype} is missing; float columns read one as NaN")
+    try:
+        if b"_" in bare:
+            raise ValueError
+        return read(bare)
+    except ValueError:
+        shown = _short(repr(text.decode("utf-8", "replace")))
+        raise CellError(row, f"{shown} is not of type {dtype}") from None
+
+
+def _truth(text: bytes) -> bool:
+    value = _TRUTH.get(text.strip().lower())
+    if value is None:
+        raise ValueError
+    return value
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 60 else text[:57] + "..."

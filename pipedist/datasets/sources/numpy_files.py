@@ -1,0 +1,314 @@
+"""Sources `npy` and `npz`: arrays in NumPy's own files, mapped into memory.
+
+Members of an `.npz` that are stored without compression (`numpy.savez`) are mapped where they
+lie; compressed ones are unpacked first. A config names each array of each file by offset, so
+that readers parse no header.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import struct
+import zipfile
+import zlib
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from pipedist.datasets.sources.base import (
+    Config,
+    Ids,
+    Reader,
+    Source,
+    SourceError,
+    check_dtype,
+    rows_of,
+    sealed,
+)
+from pipedist.datasets.sources.layout import Layout
+from pipedist.datasets.sources.paths import FILES_OPEN_MAX, DataFile, expand
+from pipedist.datasets.sources.unpack import Spool
+from pipedist.program import Tree
+
+Array = npt.NDArray[Any]
+
+BARE = ""
+"""Name of the one array of a `.npy` file."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """One array in a file.
+
+    Args:
+        file: the file.
+        offset: of the array's first byte in it.
+        dtype: as in the file.
+        shape: as in the file.
+        fortran: stored in column-major order.
+    """
+
+    file: DataFile
+    offset: int
+    dtype: str
+    shape: tuple[int, ...]
+    fortran: bool
+
+    def to_config(self) -> list[Any]:
+        """Return the array's place as plain msgpack types."""
+        return [self.file.to_config(), self.offset, self.dtype, list(self.shape), self.fortran]
+
+    @classmethod
+    def from_config(cls, config: Sequence[Any]) -> Stored:
+        """Return the place that `to_config` wrote down."""
+        file, offset, dtype, shape, fortran = config
+        return cls(DataFile.from_config(file), offset, dtype, tuple(shape), fortran)
+
+    def map(self) -> Array:
+        """Return the array, mapped read-only.
+
+        Raises:
+            SourceError: the file is gone, or has changed since the source was opened.
+        """
+        dtype = np.dtype(self.dtype)
+        order: Literal["F", "C"] = "F" if self.fortran else "C"
+        if 0 in self.shape or not dtype.itemsize:  # nothing to map
+            return np.zeros(self.shape, dtype)
+        descriptor = self.file.open()
+        with os.fdopen(descriptor, "rb") as stream:
+            offset = self.file.offset + self.offset
+            return np.memmap(stream, dtype, "r", offset, self.shape, order)
+
+
+class NumpySource(Source):
+    """Arrays in files, one dataset through all of them.
+
+    Args:
+        arrays: {name: one array per file}; `BARE` alone for `.npy`.
+        spool: holds what was unpacked; closed with the source.
+    """
+
+    by_id = True
+
+    def __init__(self, arrays: dict[str, list[Stored]], spool: Spool) -> None:
+        lengths = [stored.shape[0] for stored in next(iter(arrays.values()))]
+        self._spool = spool
+        self.length: int = sum(lengths)
+        self.config = {
+            "kind": "npz" if BARE not in arrays else "npy",
+            "lengths": lengths,
+            "arrays": {name: [each.to_config() for each in stored] for name, stored in arrays.items()},
+        }
+        self._reader = NumpyReader(self.config)
+
+    def locate(self, ids: Ids) -> Tree:
+        """Return `ids`."""
+        return ids
+
+    def read(self, location: Tree) -> Tree:
+        """Return array[n, ...], or a dict of them for `.npz`."""
+        return self._reader.read(location)
+
+    def close(self) -> None:
+        """Unmap the files, and remove what was unpacked."""
+        self._reader.close()
+        self._spool.close()
+
+
+class NumpyReader(Reader):
+    """Reads rows of mapped arrays.
+
+    Args:
+        config: `lengths`, rows of each file; `arrays`: {name: place in each file}.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self._layout = Layout(config["lengths"])
+        self._arrays = {
+            name: [Stored.from_config(each) for each in places] for name, places in config["arrays"].items()
+        }
+        self._maps: OrderedDict[tuple[str, int], Array] = OrderedDict()
+
+    def read(self, location: Tree) -> Array | dict[str, Array]:
+        """Return the elements with the ids `location`: array[n, ...], or a dict of them.
+
+        Rows that follow each other in one file are a view of the mapped file.
+
+        Raises:
+            SourceError: a file is gone, or has changed since the source was opened.
+        """
+        rows = rows_of(location, self._layout.total)
+        if isinstance(rows, range):
+            segments = self._layout.segments(rows) or [(0, 0, 0)]
+            shard = {name: self._slice(name, segments) for name in self._arrays}
+        else:
+            files, places = self._layout.places(rows)
+            shard = {name: self._take(name, files, places) for name in self._arrays}
+        return shard.get(BARE, shard)
+
+    def _slice(self, name: str, segments: list[tuple[int, int, int]]) -> Array:
+        parts = [self._map(name, file)[lo:hi] for file, lo, hi in segments]
+        return sealed(parts[0] if len(parts) == 1 else np.concatenate(parts))
+
+    def _take(self, name: str, files: npt.NDArray[np.int64], places: npt.NDArray[np.int64]) -> Array:
+        present = np.unique(files).tolist()
+        if len(present) == 1:
+            return sealed(self._map(name, present[0])[places])
+        first = self._arrays[name][0]
+        result = np.empty((len(files), *first.shape[1:]), np.dtype(first.dtype).newbyteorder("="))
+        for file in present:
+            chosen = files == file
+            result[chosen] = self._map(name, file)[places[chosen]]
+        return sealed(result)
+
+    def _map(self, name: str, file: int) -> Array:
+        key = (name, file)
+        array = self._maps.get(key)
+        if array is None:
+            array = self._maps[key] = self._arrays[name][file].map()
+            if len(self._maps) > max(FILES_OPEN_MAX, len(self._arrays)):
+                self._maps.popitem(last=False)
+        else:
+            self._maps.move_to_end(key)
+        return array
+
+    def close(self) -> None:
+        """Forget the mapped files; they stay mapped for shards that were read."""
+        self._maps.clear()
+
+
+def open_npy(config: Config, folder: Path) -> NumpySource:
+    """Open `.npy` files.
+
+    Args:
+        config: `path`.
+        folder: what `path` is relative to.
+
+    Raises:
+        SourceError: no file matches, a file is no `.npy` file, or two files differ in dtype or
+            trailing shape.
+    """
+    arrays = []
+    for file in expand(config.get("path", ()), folder):
+        with _open(file) as stream:
+            arrays.append(_stored(stream, file, file.shown))
+    return NumpySource({BARE: _agreeing(arrays, "")}, Spool())
+
+
+def open_npz(config: Config, folder: Path) -> NumpySource:
+    """Open `.npz` files.
+
+    Args:
+        config: `path`.
+        folder: what `path` is relative to.
+
+    Raises:
+        SourceError: no file matches, a file is no `.npz` file, its arrays differ in their
+            leading dimension, or two files differ in names, dtypes or trailing shapes.
+    """
+    files = expand(config.get("path", ()), folder)
+    spool = Spool()
+    try:
+        members = [_members(file, spool) for file in files]
+        names = list(members[0])
+        for file, found in zip(files, members, strict=True):
+            if set(found) != set(names):
+                raise SourceError(
+                    f"{files[0].shown} has the arrays {', '.join(sorted(names))}; "
+                    f"{file.shown} has {', '.join(sorted(found))}",
+                    key="path",
+                )
+        return NumpySource(
+            {name: _agreeing([found[name] for found in members], f" of {name!r}") for name in names}, spool
+        )
+    except BaseException:
+        spool.close()
+        raise
+
+
+def _open(file: DataFile) -> IO[bytes]:
+    return os.fdopen(file.open(), "rb")
+
+
+def _stored(stream: IO[bytes], file: DataFile, what: str) -> Stored:
+    """Return the array whose header `stream` is at."""
+    try:
+        version = np.lib.format.read_magic(stream)
+        if version == (1, 0):
+            shape, fortran, dtype = np.lib.format.read_array_header_1_0(stream)
+        elif version == (2, 0):
+            shape, fortran, dtype = np.lib.format.read_array_header_2_0(stream)
+        else:
+            raise ValueError(f"its format version {version} is only used for structured arrays")
+    except ValueError as error:
+        raise SourceError(f"{what}: not a readable .npy file: {error}", key="path") from error
+    check_dtype(dtype, what, "path")
+    if not shape:
+        raise SourceError(f"{what}: a scalar has no leading dimension", key="path")
+    offset = stream.tell() - file.offset
+    size_bytes = dtype.itemsize * math.prod(shape)
+    if offset + size_bytes > file.size_bytes:
+        raise SourceError(
+            f"{what}: the file is too short for {dtype}{list(shape)}; it was not written to its end",
+            key="path",
+        )
+    return Stored(file, offset, dtype.str, tuple(shape), fortran)
+
+
+def _seek_to_data(stream: IO[bytes], info: zipfile.ZipInfo) -> None:
+    # The local header repeats the name, with lengths of its own: the directory's can differ.
+    stream.seek(info.header_offset + 26)
+    name_bytes, extra_bytes = struct.unpack("<HH", stream.read(4))
+    stream.seek(name_bytes + extra_bytes, os.SEEK_CUR)
+
+
+def _members(file: DataFile, spool: Spool) -> dict[str, Stored]:
+    found: dict[str, Stored] = {}
+    try:
+        with _open(file) as stream, zipfile.ZipFile(stream) as archive:
+            for info in archive.infolist():
+                name = info.filename.removesuffix(".npy")
+                what = f"{file.shown}: array {name!r}"
+                if info.compress_type == zipfile.ZIP_STORED and not info.flag_bits & 1:
+                    _seek_to_data(stream, info)
+                    found[name] = _stored(stream, file, what)
+                else:
+                    with archive.open(info) as packed:
+                        plain = spool.add(what, packed)
+                    with _open(plain) as unpacked:
+                        unpacked.seek(plain.offset)
+                        found[name] = _stored(unpacked, plain, what)
+    except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError) as error:
+        raise SourceError(f"{file.shown}: not a readable .npz file: {error}", key="path") from error
+    if not found:
+        raise SourceError(f"{file.shown}: there is no array in it", key="path")
+    lengths = {name: stored.shape[0] for name, stored in found.items()}
+    if len(set(lengths.values())) > 1:
+        rows = ", ".join(f"{name!r} has {length}" for name, length in lengths.items())
+        raise SourceError(f"{file.shown}: its arrays differ in rows: {rows}", key="path")
+    return found
+
+
+def _agreeing(arrays: list[Stored], what: str) -> list[Stored]:
+    """Return `arrays`, which are to be one dataset, if dtype and trailing shape are the same."""
+    first = arrays[0]
+    for each in arrays[1:]:
+        if _element(each) != _element(first):
+            raise SourceError(
+                f"{first.file.shown}{what} has elements {_element(first)}, "
+                f"{each.file.shown} has {_element(each)}",
+                key="path",
+                expected="the same dtype and trailing shape in all files",
+            )
+    return arrays
+
+
+def _element(stored: Stored) -> str:
+    dtype = np.dtype(stored.dtype)
+    return f"{dtype.newbyteorder('=')}{list(stored.shape[1:])}"

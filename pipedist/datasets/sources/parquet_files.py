@@ -1,0 +1,233 @@
+"""Source `parquet`: typed columns of parquet files, with pyarrow.
+
+The driver reads the files' footers only; workers read row groups. A reader keeps the row groups
+it read last, as far as `ROW_GROUPS_BYTES_MAX` allows, because a shard is mostly a small part of
+one. Nulls are csv's missing values.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pipedist.datasets.sources.base import Config, Ids, Reader, Source, SourceError, rows_of, sealed
+from pipedist.datasets.sources.columns import CellError, Column, check_types, no_such_column
+from pipedist.datasets.sources.layout import Layout
+from pipedist.datasets.sources.parquet_columns import OWN_TYPE, numpy_column, plain_type, readable
+from pipedist.datasets.sources.paths import FILES_OPEN_MAX, DataFile, expand
+from pipedist.program import Tree
+
+ROW_GROUPS_BYTES_MAX = 256 << 20
+"""How much decoded data a reader keeps for its next shards; the last row group is always kept."""
+
+
+def _pyarrow() -> Any:
+    # Imported here: an extra, and 0.3 s that no other source should pay.
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise SourceError("parquet needs pyarrow: pip install 'pipedist[parquet]'") from error
+    return pyarrow
+
+
+class ParquetSource(Source):
+    """Rows of parquet files.
+
+    Args:
+        config: what `ParquetReader` needs.
+    """
+
+    by_id = True
+
+    def __init__(self, config: Config) -> None:
+        self.length: int = sum(rows for _, _, rows in config["groups"])
+        self.config = config
+        self._reader = ParquetReader(config)
+
+    def locate(self, ids: Ids) -> Tree:
+        """Return `ids`."""
+        return ids
+
+    def read(self, location: Tree) -> Tree:
+        """Return {column: array[n]}."""
+        return self._reader.read(location)
+
+    def close(self) -> None:
+        """Close the files."""
+        self._reader.close()
+
+
+class ParquetReader(Reader):
+    """Reads rows of parquet files, row group by row group.
+
+    Args:
+        config: `files`; `groups`: [file, row group, rows] of each row group with rows;
+            `columns`: [name, type, or "" for the file's own] of each column.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self._arrow = _pyarrow()
+        self._files = [DataFile.from_config(file) for file in config["files"]]
+        self._groups: list[tuple[int, int, int]] = [tuple(group) for group in config["groups"]]
+        self._columns: dict[str, str] = dict(config["columns"])
+        self._layout = Layout([rows for _, _, rows in self._groups])
+        self._open: OrderedDict[int, Any] = OrderedDict()
+        self._tables: OrderedDict[int, Any] = OrderedDict()
+
+    def read(self, location: Tree) -> dict[str, Column]:
+        """Return {column: array[n]} of the elements with the ids `location`.
+
+        Raises:
+            SourceError: a value is missing or does not fit its column's type; the message begins
+                with `file:row:column`, the row counted from 1.
+        """
+        rows = rows_of(location, self._layout.total)
+        if isinstance(rows, range):
+            segments = self._layout.segments(rows)
+            if not segments:
+                return {name: self._empty(name) for name in self._columns}
+            parts = [
+                self._typed(group, self._table(group).slice(lo, hi - lo), range(lo, hi))
+                for group, lo, hi in segments
+            ]
+            order = None
+        else:
+            groups, places = self._layout.places(rows)
+            chosen = [np.flatnonzero(groups == group) for group in np.unique(groups).tolist()]
+            parts = [
+                self._typed(int(groups[at[0]]), self._table(int(groups[at[0]])).take(places[at]), places[at])
+                for at in chosen
+            ]
+            order = np.argsort(np.concatenate(chosen))
+        shard = {}
+        for name in self._columns:
+            column = parts[0][name] if len(parts) == 1 else np.concatenate([part[name] for part in parts])
+            shard[name] = sealed(column if order is None else column[order])
+        return shard
+
+    def _typed(
+        self, group: int, table: Any, rows: Sequence[int] | npt.NDArray[np.int64]
+    ) -> dict[str, Column]:
+        columns = {}
+        for name, kind in self._columns.items():
+            try:
+                columns[name] = numpy_column(self._arrow, table.column(name), kind)
+            except CellError as error:
+                place = self._place(group, int(rows[error.row]), name)
+                raise SourceError(
+                    f"{place}: column {name!r}: {error.message}", key="columns", name=name
+                ) from error
+        return columns
+
+    def _place(self, group: int, row: int, name: str) -> str:
+        number, row_group, _ = self._groups[group]
+        file = self._file(number)
+        row += sum(file.metadata.row_group(before).num_rows for before in range(row_group))
+        return f"{self._files[number].shown}:{row + 1}:{file.schema_arrow.get_field_index(name) + 1}"
+
+    def _empty(self, name: str) -> Column:
+        field = self._file(0).schema_arrow.field(name)
+        empty = self._arrow.chunked_array([], type=field.type)
+        return sealed(numpy_column(self._arrow, empty, self._columns[name]))
+
+    def _table(self, group: int) -> Any:
+        table = self._tables.get(group)
+        if table is not None:
+            self._tables.move_to_end(group)
+            return table
+        file, number, _ = self._groups[group]
+        # One thread: threads are the worker's to give, not pyarrow's to take.
+        table = self._file(file).read_row_group(number, columns=list(self._columns), use_threads=False)
+        self._tables[group] = table
+        while len(self._tables) > 1 and sum(t.nbytes for t in self._tables.values()) > ROW_GROUPS_BYTES_MAX:
+            self._tables.popitem(last=False)
+        return table
+
+    def _file(self, number: int) -> Any:
+        file = self._open.get(number)
+        if file is None:
+            file = self._open[number] = _open(self._arrow, self._files[number])
+            if len(self._open) > FILES_OPEN_MAX:
+                self._open.popitem(last=False)[1].close()
+        else:
+            self._open.move_to_end(number)
+        return file
+
+    def close(self) -> None:
+        """Close the files, and forget the row groups."""
+        self._tables.clear()
+        while self._open:
+            self._open.popitem()[1].close()
+
+
+def open_parquet(config: Config, folder: Path) -> ParquetSource:
+    """Open parquet files.
+
+    Args:
+        config: `path`, and optional `columns`: name -> type; without it, all columns are read
+            as what they are.
+        folder: what `path` is relative to.
+
+    Raises:
+        SourceError: no file matches, pyarrow is not installed, a file is no parquet file, a
+            column is not there, or can't be read as its type, or differs in type between files.
+    """
+    arrow = _pyarrow()
+    wanted: dict[str, str] = dict(config.get("columns") or {})
+    check_types(wanted)
+    files = expand(config.get("path", ()), folder)
+    groups, first = [], None
+    for number, data_file in enumerate(files):
+        with _open(arrow, data_file) as file:
+            schema = file.schema_arrow
+            first = schema if first is None else first
+            if not number and not wanted:
+                wanted = dict.fromkeys(schema.names, OWN_TYPE)
+            for name, kind in wanted.items():
+                _check(arrow, schema, name, kind, data_file.shown)
+                there, before = (plain_type(arrow, each.field(name).type) for each in (schema, first))
+                if kind == OWN_TYPE and there != before:
+                    raise SourceError(
+                        f"column {name!r} is {before} in {files[0].shown} and {there} in {data_file.shown}",
+                        key="path",
+                        name=name,
+                    )
+            rows = [file.metadata.row_group(each).num_rows for each in range(file.num_row_groups)]
+            groups += [[number, each, count] for each, count in enumerate(rows) if count]
+    return ParquetSource(
+        {
+            "kind": "parquet",
+            "files": [file.to_config() for file in files],
+            "groups": groups,
+            "columns": [[name, kind] for name, kind in wanted.items()],
+        }
+    )
+
+
+def _open(arrow: Any, file: DataFile) -> Any:
+    os.close(file.open())  # for its checks; pyarrow opens the file itself, to read without Python's lock
+    try:
+        return arrow.parquet.ParquetFile(file.path, pre_buffer=False)
+    except (arrow.ArrowException, OSError) as error:
+        raise SourceError(f"{file.shown}: not a readable parquet file: {error}", key="path") from error
+
+
+def _check(arrow: Any, schema: Any, name: str, kind: str, shown: str) -> None:
+    times = schema.names.count(name)
+    if not times:
+        raise no_such_column(name, schema.names, shown)
+    if times > 1:
+        raise SourceError(f"{shown} has {times} columns named {name!r}", key="columns", name=name)
+    own = schema.field(name).type
+    if not readable(arrow, own, kind):
+        wanted = f"read as {kind}" if kind else "read: name the columns that are wanted"
+        raise SourceError(
+            f"{shown}: column {name!r} is {own}, which can't be {wanted}", key="columns", name=name
+        )

@@ -1,0 +1,180 @@
+"""From the `path` of a source to the files it means, and how they are opened later."""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pipedist.datasets.sources.base import SourceError
+
+FILES_OPEN_MAX = 64
+"""How many files one reader keeps open; the one used longest ago is closed."""
+
+READ_BYTES_MAX = 1 << 30
+"""How much one system call is asked to read; the kernel's own limit is just below 2 GiB."""
+
+UNPACKED = -1
+"""`mtime_ns` of a file that pipedist itself unpacked, which nobody else can change."""
+
+
+@dataclass(frozen=True, slots=True)
+class DataFile:
+    """A file of a source, or a stretch of one, with what tells whether it has changed.
+
+    Args:
+        shown: its name for people and in results: relative to the spec's folder if `path` was.
+        path: absolute.
+        offset: first byte that belongs to it.
+        size_bytes: how many bytes belong to it.
+        mtime_ns: its modification time when the source was opened, or `UNPACKED`.
+    """
+
+    shown: str
+    path: str
+    offset: int
+    size_bytes: int
+    mtime_ns: int
+
+    def to_config(self) -> list[Any]:
+        """Return the file as plain msgpack types."""
+        return [self.shown, self.path, self.offset, self.size_bytes, self.mtime_ns]
+
+    @classmethod
+    def from_config(cls, config: Sequence[Any]) -> DataFile:
+        """Return the file that `to_config` wrote down."""
+        return cls(*config)
+
+    def open(self) -> int:
+        """Return a new descriptor of the file, for reading.
+
+        Raises:
+            SourceError: it can't be opened, or is not the file it was when the source was opened.
+        """
+        try:
+            descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise SourceError(f"{self.shown}: can't be opened: {error.strerror}", key="path") from error
+        if self.mtime_ns != UNPACKED:
+            now = os.fstat(descriptor)
+            if (now.st_size, now.st_mtime_ns) != (self.size_bytes, self.mtime_ns):
+                os.close(descriptor)
+                raise SourceError(
+                    f"{self.shown}: the file has changed since the run began; start again", key="path"
+                )
+        return descriptor
+
+    def contents(self) -> bytes:
+        """Return all bytes of the file, opened just for that.
+
+        Raises:
+            SourceError: it is gone, or has changed since the source was opened.
+        """
+        descriptor = self.open()
+        try:
+            return self.read(descriptor, 0, self.size_bytes)
+        finally:
+            os.close(descriptor)
+
+    def read(self, descriptor: int, start: int, stop: int) -> bytes:
+        """Return the bytes [start, stop) of the file.
+
+        Raises:
+            SourceError: the file ends before `stop`.
+        """
+        data = os.pread(descriptor, min(stop - start, READ_BYTES_MAX), self.offset + start)
+        if len(data) == stop - start:
+            return data
+        pieces = [data]
+        start += len(data)
+        while start < stop:
+            data = os.pread(descriptor, min(stop - start, READ_BYTES_MAX), self.offset + start)
+            if not data:
+                raise SourceError(f"{self.shown}: the file became shorter while it was read", key="path")
+            pieces.append(data)
+            start += len(data)
+        return b"".join(pieces)
+
+
+class OpenFiles:
+    """Keeps the descriptors of recently read files, at most `FILES_OPEN_MAX`.
+
+    Args:
+        files: the files, known by their index.
+    """
+
+    def __init__(self, files: Sequence[DataFile]) -> None:
+        self.files = tuple(files)
+        self._descriptors: OrderedDict[int, int] = OrderedDict()
+
+    def read(self, file: int, start: int, stop: int) -> bytes:
+        """Return the bytes [start, stop) of a file.
+
+        Raises:
+            SourceError: it is gone, or is not the file it was.
+        """
+        return self.files[file].read(self.descriptor(file), start, stop)
+
+    def descriptor(self, file: int) -> int:
+        """Return an open descriptor of a file; it stays this object's."""
+        descriptor = self._descriptors.get(file)
+        if descriptor is None:
+            descriptor = self._descriptors[file] = self.files[file].open()
+            if len(self._descriptors) > FILES_OPEN_MAX:
+                os.close(self._descriptors.popitem(last=False)[1])
+        else:
+            self._descriptors.move_to_end(file)
+        return descriptor
+
+    def close(self) -> None:
+        """Close every descriptor."""
+        while self._descriptors:
+            os.close(self._descriptors.popitem()[1])
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def expand(path: str | Iterable[str], folder: Path) -> list[DataFile]:
+    """Return the files that `path` means, sorted by name, each once.
+
+    Args:
+        path: a glob pattern (`**` recursive) or a list of them; a file whose name looks like a
+            pattern is found by its name. Names that begin with a dot need a pattern that does.
+        folder: what relative patterns are relative to.
+
+    Raises:
+        SourceError: a pattern matches no file, or a file can't be examined.
+    """
+    patterns = [path] if isinstance(path, str) else list(path)
+    if not patterns:
+        raise SourceError("no path is given", key="path", expected="a file name or glob pattern")
+    found: dict[str, DataFile] = {}
+    for pattern in patterns:
+        names = [name for name in _matches(pattern, folder) if os.path.isfile(os.path.join(folder, name))]
+        if not names:
+            place = "" if os.path.isabs(pattern) else f" in {os.path.abspath(folder)}"
+            raise SourceError(f"no file matches {pattern!r}{place}", key="path")
+        for name in names:
+            absolute = os.path.abspath(os.path.join(folder, name))
+            if absolute not in found:
+                found[absolute] = _examine(name, absolute)
+    return sorted(found.values(), key=lambda file: (file.shown, file.path))
+
+
+def _matches(pattern: str, folder: Path) -> list[str]:
+    if os.path.isfile(os.path.join(folder, pattern)):
+        return [pattern]
+    return glob.glob(pattern, root_dir=folder, recursive=True)
+
+
+def _examine(name: str, absolute: str) -> DataFile:
+    try:
+        facts = os.stat(absolute)
+    except OSError as error:
+        raise SourceError(f"{name}: {error.strerror}", key="path") from error
+    return DataFile(name, absolute, 0, facts.st_size, facts.st_mtime_ns)

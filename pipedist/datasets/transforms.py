@@ -1,0 +1,325 @@
+"""The transformations of a `Dataset`, as stages of its frozen tree (semantics: tf.data).
+
+Those that call user code are in `pipedist.datasets.mapping`.
+"""
+
+# ruff: noqa: D102 -- what the overridden methods mean is said in Node
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+import numpy as np
+
+from pipedist import trees
+from pipedist.datasets.element import ArraySpec, common_rows, merge_specs, split, stack_padded
+from pipedist.datasets.nodes import INFINITE, UNKNOWN, Node
+from pipedist.datasets.read_ahead import ReadAhead
+from pipedist.program import Tree
+
+SHARD_HINT: Final = -1
+"""In `shard(SHARD_HINT, SHARD_HINT)`: the place where policy HINT puts the real numbers."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Transform(Node):
+    """A stage that reads one other; unless it says otherwise, it changes neither number nor spec."""
+
+    input: Node
+
+    @property
+    def inputs(self) -> tuple[Node, ...]:
+        return (self.input,)
+
+    def with_inputs(self, inputs: Sequence[Node]) -> Node:
+        (replaced,) = inputs
+        return dataclasses.replace(self, input=replaced)
+
+    def cardinality(self) -> int:
+        return self.input.cardinality()
+
+    def spec(self) -> Tree:
+        return self.input.spec()
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Batch(Transform):
+    """Consecutive elements, stacked."""
+
+    size: int
+    drop_remainder: bool
+    padded: bool = False
+
+    def __iter__(self) -> Iterator[Tree]:
+        blocks = self._padded_blocks() if self.padded else self.input.blocks(self.size)
+        for rows, block in blocks:
+            if rows == self.size or not self.drop_remainder:
+                yield block
+
+    def _padded_blocks(self) -> Iterator[tuple[int, Tree]]:
+        iterator = iter(self.input)
+        while elements := list(itertools.islice(iterator, self.size)):
+            yield len(elements), stack_padded(elements)
+
+    def cardinality(self) -> int:
+        count = self.input.cardinality()
+        if count < 0:
+            return count
+        return count // self.size if self.drop_remainder else -(-count // self.size)
+
+    def spec(self) -> Tree:
+        rows = self.size if self.drop_remainder else None
+        return trees.tree_map(lambda leaf: leaf.with_shape((rows, *leaf.shape)), self.input.spec())
+
+    @property
+    def batch_depth(self) -> int:
+        return self.input.batch_depth + 1
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Unbatch(Transform):
+    """The rows of each element."""
+
+    def __iter__(self) -> Iterator[Tree]:
+        for element in self.input:
+            rows = common_rows(element)
+            leaves, treedef = trees.flatten(element)
+            for row in range(rows):
+                yield trees.unflatten(treedef, [leaf[row] for leaf in leaves])
+
+    def cardinality(self) -> int:
+        count = self.input.cardinality()
+        leaves, _ = trees.flatten(self.input.spec())
+        rows = leaves[0].shape[0] if leaves and leaves[0].shape else None
+        if count <= 0:
+            return count
+        return UNKNOWN if rows is None else count * rows
+
+    def spec(self) -> Tree:
+        return trees.tree_map(lambda leaf: leaf.with_shape(leaf.shape[1:]), self.input.spec())
+
+    @property
+    def batch_depth(self) -> int:
+        return max(self.input.batch_depth - 1, 0)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Rebatch(Transform):
+    """Each element cut into `parts` chunks of ceil(rows / parts), in order, empty ones included."""
+
+    parts: int
+
+    def __iter__(self) -> Iterator[Tree]:
+        for element in self.input:
+            yield from split(element, self.parts)
+
+    def cardinality(self) -> int:
+        count = self.input.cardinality()
+        return count if count < 0 else count * self.parts
+
+    def spec(self) -> Tree:
+        return trees.tree_map(self._divided, self.input.spec())
+
+    def _divided(self, leaf: ArraySpec) -> ArraySpec:
+        if not leaf.shape:
+            raise ValueError(
+                "can't divide a scalar among replicas: batch the dataset last, with .batch(global_batch_size)"
+            )
+        rows = leaf.shape[0]
+        chunk = rows // self.parts if rows is not None and rows % self.parts == 0 else None
+        return leaf.with_shape((chunk, *leaf.shape[1:]))
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Repeat(Transform):
+    """The input `times` times in a row; INFINITE: for ever."""
+
+    times: int
+
+    def __iter__(self) -> Iterator[Tree]:
+        rounds = itertools.count() if self.times == INFINITE else range(self.times)
+        for _ in rounds:
+            empty = True
+            for element in self.input:
+                empty = False
+                yield element
+            if empty:
+                return
+
+    def cardinality(self) -> int:
+        count = self.input.cardinality()
+        if self.times == 0 or count == 0:
+            return 0
+        if INFINITE in (self.times, count):
+            return INFINITE
+        return UNKNOWN if count == UNKNOWN else count * self.times
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Take(Transform):
+    """The first `count` elements."""
+
+    count: int
+
+    def __iter__(self) -> Iterator[Tree]:
+        return itertools.islice(iter(self.input), self.count)
+
+    def cardinality(self) -> int:
+        count = self.input.cardinality()
+        if count == INFINITE:
+            return self.count
+        return UNKNOWN if count == UNKNOWN else min(count, self.count)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Skip(Transform):
+    """All but the first `count` elements."""
+
+    count: int
+
+    def __iter__(self) -> Iterator[Tree]:
+        return itertools.islice(iter(self.input), self.count, None)
+
+    def cardinality(self) -> int:
+        count = self.input.cardinality()
+        return count if count < 0 else max(count - self.count, 0)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Shard(Transform):
+    """Elements `index`, `index + shards`, `index + 2 * shards`, ..."""
+
+    shards: int
+    index: int
+
+    def __iter__(self) -> Iterator[Tree]:
+        if self.hinted:
+            raise RuntimeError(
+                "shard(SHARD_HINT, ...) only marks a place: distribute the dataset with auto-shard "
+                "policy HINT, which puts the number of pipelines there"
+            )
+        return itertools.islice(iter(self.input), self.index, None, self.shards)
+
+    @property
+    def hinted(self) -> bool:
+        """Whether this waits for policy HINT."""
+        return self.shards == SHARD_HINT
+
+    def cardinality(self) -> int:
+        count = self.input.cardinality()
+        if count < 0 or self.hinted:
+            return count
+        return len(range(self.index, count, self.shards))
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Prefetch(Transform):
+    """The same elements, up to `buffer` of them read ahead by a thread."""
+
+    buffer: int
+
+    def __iter__(self) -> Iterator[Tree]:
+        with ReadAhead(self.input, self.buffer) as elements:
+            yield from elements
+
+
+class CacheStore:
+    """Holds the elements of one cache once somebody has read it to the end."""
+
+    __slots__ = ("elements",)
+
+    def __init__(self) -> None:
+        self.elements: list[Tree] | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Cache(Transform):
+    """The same elements, from memory after the first complete reading."""
+
+    store: CacheStore = dataclasses.field(default_factory=CacheStore)
+
+    def with_inputs(self, inputs: Sequence[Node]) -> Node:
+        (replaced,) = inputs
+        return Cache(replaced)
+
+    def __iter__(self) -> Iterator[Tree]:
+        if self.store.elements is not None:
+            yield from self.store.elements
+            return
+        elements = []
+        for element in self.input:
+            elements.append(element)
+            yield element
+        self.store.elements = elements
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Enumerate(Transform):
+    """Pairs (number, element)."""
+
+    start: int
+
+    def __iter__(self) -> Iterator[Tree]:
+        for number, element in enumerate(self.input, self.start):
+            yield np.int64(number), element
+
+    def spec(self) -> Tree:
+        return ArraySpec(np.int64), self.input.spec()
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Concatenate(Node):
+    """One pipeline after the other."""
+
+    parts: tuple[Node, ...]
+
+    @property
+    def inputs(self) -> tuple[Node, ...]:
+        return self.parts
+
+    def with_inputs(self, inputs: Sequence[Node]) -> Node:
+        return Concatenate(tuple(inputs))
+
+    def __iter__(self) -> Iterator[Tree]:
+        return itertools.chain.from_iterable(self.parts)
+
+    def cardinality(self) -> int:
+        counts = [node.cardinality() for node in self.parts]
+        if INFINITE in counts:
+            return INFINITE
+        return UNKNOWN if UNKNOWN in counts else sum(counts)
+
+    def spec(self) -> Tree:
+        first, *rest = (node.spec() for node in self.parts)
+        for other in rest:
+            first = merge_specs(first, other)
+        return first
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Zip(Node):
+    """Tuples of one element of each pipeline; ends with the shortest."""
+
+    parts: tuple[Node, ...]
+
+    @property
+    def inputs(self) -> tuple[Node, ...]:
+        return self.parts
+
+    def with_inputs(self, inputs: Sequence[Node]) -> Node:
+        return Zip(tuple(inputs))
+
+    def __iter__(self) -> Iterator[Tree]:
+        return zip(*self.parts, strict=False)
+
+    def cardinality(self) -> int:
+        counts = [node.cardinality() for node in self.parts]
+        if UNKNOWN in counts:
+            return UNKNOWN
+        return min((count for count in counts if count != INFINITE), default=INFINITE)
+
+    def spec(self) -> Tree:
+        return tuple(node.spec() for node in self.parts)

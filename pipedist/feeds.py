@@ -1,0 +1,291 @@
+"""Feeds: where the steps of a pass come from, and what is sent for each call.
+
+A feed answers three questions of the coordinator: which steps are next (`pull`), what a range
+of calls needs to be sent (`shards`), and which steps will not be asked for again (`release`).
+Two kinds follow from the source: with random access and a known length, steps are arithmetic
+and nothing is read here at all if the worker can read the source itself; a sequential source
+is read here, block by block, in a thread, and held until its steps are visible.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import anyio
+import anyio.to_thread
+import numpy as np
+from numpy.typing import NDArray
+
+from pipedist import trees
+from pipedist.datasets.division import Division, chunk_sizes, permutation
+from pipedist.datasets.sources import Source
+from pipedist.program import ReaderConfig, Shards, Tree
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """Steps [first, last), each of `parts` calls.
+
+    Args:
+        elements: of all of them together.
+        bytes: held here for all of them together.
+    """
+
+    first: int
+    last: int
+    parts: int
+    elements: int
+    bytes: int = 0
+
+
+class Feed(Protocol):
+    """What a pass is fed with."""
+
+    steps_total: int | None
+    """Number of steps, None where it is not known yet."""
+
+    reader: ReaderConfig
+    """How a worker finds a shard."""
+
+    async def pull(self, count: int) -> list[Offer]:
+        """Return the next steps, at most `count`; none: the dataset has ended."""
+        ...
+
+    def shards(self, lo: int, hi: int, *, local: bool) -> Shards:
+        """Return what is sent for calls [lo, hi).
+
+        Args:
+            local: the worker shares this host's files.
+        """
+        ...
+
+    def release(self, before: int) -> None:
+        """Let go of everything for steps before `before`."""
+        ...
+
+    def elements(self, step: int) -> int:
+        """Return the number of elements of a step that was pulled and not released."""
+        ...
+
+    def epoch(self, step: int) -> int:
+        """Return the epoch of such a step."""
+        ...
+
+    def ids(self, step: int) -> list[Tree]:
+        """Return the element ids of each shard of such a step that is not empty."""
+        ...
+
+
+class IndexedFeed(Feed):
+    """Feeds a source with random access: steps are arithmetic.
+
+    Args:
+        source: the opened source; `length` is known.
+        name: the dataset's name, part of the shuffle's seed.
+        division: the contract's arithmetic.
+        epochs: how often the dataset is read through.
+        seed: the spec's seed, None for the dataset's own order.
+    """
+
+    def __init__(
+        self, source: Source, name: str, division: Division, *, epochs: int, shuffle_seed: int | None
+    ) -> None:
+        self._source = source
+        self._name = name
+        self._division = division
+        self._shuffle_seed = shuffle_seed
+        self._next = 0
+        self._orders: dict[int, NDArray[np.int64]] = {}
+        self._full_parts = sum(1 for n in chunk_sizes(division.batch, division.replicas) if n)
+        self.steps_total: int | None = division.steps_per_epoch * epochs
+        self.reader = ReaderConfig(
+            source=dict(source.config) if source.portable else None,
+            batch=division.batch,
+            length=division.length,
+            drop_remainder=division.drop_remainder,
+        )
+
+    async def pull(self, count: int) -> list[Offer]:
+        """Return the next steps; nothing is read."""
+        total = self.steps_total or 0
+        end = min(total, self._next + count)
+        offers: list[Offer] = []
+        per_epoch = self._division.steps_per_epoch
+        whole = self._division.length // self._division.batch
+        while self._next < end:
+            in_epoch = self._next % per_epoch
+            if in_epoch < whole:
+                last = min(end, self._next + whole - in_epoch)
+                elements = (last - self._next) * self._division.batch
+                offers.append(Offer(self._next, last, self._full_parts, elements))
+            else:
+                last = self._next + 1
+                parts, rows = self._division.parts(self._next), self._division.rows(self._next)
+                offers.append(Offer(self._next, last, parts, rows))
+            self._next = last
+        return offers
+
+    def _ids(self, call: int) -> range | NDArray[np.int64]:
+        """Return the element ids of a call."""
+        step, replica = divmod(call, self._division.replicas)
+        if self._shuffle_seed is None:
+            return self._division.ids(step, replica)
+        epoch, start, stop = self._division.bounds(step, replica)
+        order = self._orders.get(epoch)
+        if order is None:
+            order = permutation(self._shuffle_seed, self._name, epoch, self._division.length)
+            self._orders[epoch] = order
+        return order[start:stop] + epoch * self._division.length
+
+    def shards(self, lo: int, hi: int, *, local: bool) -> Shards:
+        """Return ids, locations or values of calls [lo, hi), whatever is least."""
+        read_there = local and self._source.portable
+        shuffled = self._shuffle_seed is not None
+        if read_there and self._source.by_id and not shuffled:
+            return Shards()
+        ids = [self._ids(call) for call in range(lo, hi)]
+        length = self._division.length
+        rows = [
+            range(i.start % length, i.start % length + len(i)) if isinstance(i, range) else i % length
+            for i in ids
+        ]
+        told: list[Tree] | None = list(ids) if shuffled else None
+        if read_there:
+            return Shards(
+                ids=told,
+                locations=None if self._source.by_id else [self._source.locate(r) for r in rows],
+            )
+        return Shards(ids=told, values=[self._source.read(self._source.locate(r)) for r in rows])
+
+    def release(self, before: int) -> None:
+        """Forget the orders of epochs that are over."""
+        if self._orders and self._division.steps_per_epoch:
+            epoch = before // self._division.steps_per_epoch
+            for old in [e for e in self._orders if e < epoch]:
+                del self._orders[old]
+
+    def elements(self, step: int) -> int:
+        """Return the number of elements of a step."""
+        return self._division.rows(step)
+
+    def epoch(self, step: int) -> int:
+        """Return the epoch of a step."""
+        return step // self._division.steps_per_epoch
+
+    def ids(self, step: int) -> list[Tree]:
+        """Return the element ids of each shard that is not empty."""
+        first = step * self._division.replicas
+        return [self._ids(call) for call in range(first, first + self._division.parts(step))]
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """One step of a sequential source: its elements, and the id of the first."""
+
+    value: Tree
+    rows: int
+    epoch: int
+    first_id: int
+
+
+class SequentialFeed(Feed):
+    """Feeds a source that can only be read from front to back, in this process.
+
+    Args:
+        source: the opened source.
+        batch, replicas, drop_remainder, epochs: the dataset's division.
+    """
+
+    def __init__(
+        self, source: Source, *, batch: int, replicas: int, drop_remainder: bool, epochs: int
+    ) -> None:
+        self._source = source
+        self._batch = batch
+        self._replicas = replicas
+        self._drop_remainder = drop_remainder
+        self._epochs = epochs
+        self._steps = self._read()
+        self._blocks: dict[int, _Block] = {}
+        self._next = 0
+        self._released = 0
+        self.steps_total: int | None = None
+        self.reader = ReaderConfig(None, batch, -1, drop_remainder)
+
+    def _read(self) -> Iterator[_Block]:
+        length = 0
+        for epoch in range(self._epochs):
+            index = 0
+            for value in self._source.blocks(self._batch):
+                rows = row_count(value)
+                if rows == self._batch or not self._drop_remainder:
+                    yield _Block(value, rows, epoch, epoch * length + index)
+                index += rows
+            length = index
+
+    async def pull(self, count: int) -> list[Offer]:
+        """Read the next step, in a thread: the user's iterator may take its time."""
+        block = await anyio.to_thread.run_sync(next, self._steps, None)
+        if block is None:
+            self.steps_total = self._next
+            return []
+        step = self._next
+        self._next += 1
+        self._blocks[step] = block
+        parts = sum(1 for n in chunk_sizes(block.rows, self._replicas) if n)
+        size = sum(x.nbytes for x in trees.flatten(block.value)[0] if isinstance(x, np.ndarray))
+        return [Offer(step, step + 1, parts, block.rows, size)]
+
+    def shards(self, lo: int, hi: int, *, local: bool) -> Shards:
+        """Return the values of calls [lo, hi)."""
+        ids: list[Tree] = []
+        values: list[Tree] = []
+        for call in range(lo, hi):
+            step, replica = divmod(call, self._replicas)
+            block = self._blocks[step]
+            start, stop = self._bounds(block, replica)
+            ids.append(range(block.first_id + start, block.first_id + stop))
+            values.append(rows_between(block.value, start, stop))
+        return Shards(ids=ids, values=values)
+
+    def _bounds(self, block: _Block, replica: int) -> tuple[int, int]:
+        size = -(-block.rows // self._replicas)
+        start = min(replica * size, block.rows)
+        return start, min(start + size, block.rows)
+
+    def release(self, before: int) -> None:
+        """Let go of the blocks of steps that are visible."""
+        for step in range(self._released, before):
+            self._blocks.pop(step, None)
+        self._released = max(self._released, before)
+
+    def elements(self, step: int) -> int:
+        """Return the number of elements of a step."""
+        return self._blocks[step].rows
+
+    def epoch(self, step: int) -> int:
+        """Return the epoch of a step."""
+        return self._blocks[step].epoch
+
+    def ids(self, step: int) -> list[Tree]:
+        """Return the element ids of each shard that is not empty."""
+        block = self._blocks[step]
+        bounds = [self._bounds(block, replica) for replica in range(self._replicas)]
+        return [range(block.first_id + a, block.first_id + b) for a, b in bounds if a < b]
+
+
+def row_count(value: Tree) -> int:
+    """Return the number of elements of a block: the leading dimension, or a list's length."""
+    leaves = trees.flatten(value)[0]
+    if isinstance(value, list):
+        return len(value)
+    first = leaves[0] if leaves else []
+    return int(first.shape[0]) if isinstance(first, np.ndarray) else len(leaves)
+
+
+def rows_between(value: Tree, start: int, stop: int) -> Tree:
+    """Return elements [start, stop) of a block."""
+    if isinstance(value, list):
+        return value[start:stop]
+    return trees.tree_map(lambda leaf: leaf[start:stop], value)

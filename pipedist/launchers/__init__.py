@@ -1,0 +1,1 @@
+"""Launchers: what starts and ends worker processes."""

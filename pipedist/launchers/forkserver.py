@@ -1,0 +1,260 @@
+"""The fork server: a small process that forks workers, and never outlives its launcher.
+
+It is exec'd, so it inherits no threads and locks; single-threaded, so forking it is safe; and it
+has imported what every worker needs, and no user code, so a worker is there within milliseconds.
+
+Nothing is left behind, whoever is killed:
+
+* its launcher closes the control socket or dies: the socket ends (or, where a process that the
+  user forked still holds the other end, the launcher's pidfd tells), all workers are killed with
+  SIGKILL, stopped ones too, and the server ends.
+* the server dies: the kernel kills its workers (PR_SET_PDEATHSIG; the server's only thread is the
+  one that forks them).
+
+A worker that is stopped (SIGSTOP) can't be told from a dead one by its peers, but by its parent:
+after `STOPPED_S_MAX` it is killed.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import selectors
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pipedist.worker.process as worker_process
+from pipedist.launchers.base import describe_exit
+from pipedist.launchers.control import FrameBuffer, pack_frame
+from pipedist.worker.kernel import FORK_SERVER_NAME, die_with, set_process_name
+from pipedist.worker.process import ExitCode, WorkerSettings
+from pipedist.worker.progress import Progress
+
+STOPPED_S_MAX = 3.0
+"""How long a worker may be stopped before it counts as lost, and is killed."""
+
+_READ_BYTES = 65_536
+
+
+@dataclass(slots=True)
+class _Child:
+    """A worker of this server.
+
+    Args:
+        stopped_at: since when it is stopped, None while it runs.
+        note: why it was killed here, for people.
+    """
+
+    worker: str
+    incarnation: int
+    pid: int
+    progress: Progress
+    stopped_at: float | None = None
+    note: str = ""
+
+
+class ForkServer:
+    """Forks workers as its launcher asks, and reports their ends.
+
+    Args:
+        control: the launcher's socket.
+        launcher_pid: the launcher's process.
+    """
+
+    def __init__(self, control: socket.socket, launcher_pid: int) -> None:
+        self.pid = os.getpid()
+        self._control = control
+        self._launcher_pid = launcher_pid
+        self._buffer = FrameBuffer()
+        self._children: dict[int, _Child] = {}
+        self._selector = selectors.DefaultSelector()
+        self._wake_up, self._wake_up_end = socket.socketpair()
+        self._lifeline = -1
+
+    def serve(self) -> None:
+        """Serve until the launcher is gone or done; then kill what is left."""
+        for end in (self._wake_up, self._wake_up_end):
+            end.setblocking(False)
+        signal.set_wakeup_fd(self._wake_up_end.fileno(), warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, _do_nothing)  # the wake-up descriptor is what counts
+        self._selector.register(self._control, selectors.EVENT_READ, self._on_control)
+        self._selector.register(self._wake_up, selectors.EVENT_READ, self._on_child)
+        self._watch_launcher()
+        try:
+            while self._turn():
+                pass
+        finally:
+            self._kill_all()
+
+    def _watch_launcher(self) -> None:
+        if not hasattr(os, "pidfd_open"):
+            return  # not Linux: the control socket is the only lifeline
+        try:
+            self._lifeline = os.pidfd_open(self._launcher_pid)
+        except OSError:
+            return  # a sandbox forbids it, or the launcher is gone: then the control socket has ended
+        self._selector.register(self._lifeline, selectors.EVENT_READ, lambda: False)
+
+    def _turn(self) -> bool:
+        """Wait for something and deal with it; return False when the launcher is gone."""
+        ready = self._selector.select(self._patience_s())
+        alive = True
+        for key, _ in ready:
+            alive = key.data() and alive
+        self._kill_stopped()
+        return alive
+
+    def _patience_s(self) -> float | None:
+        since = [c.stopped_at for c in self._children.values() if c.stopped_at is not None]
+        return max(0.0, min(since) + STOPPED_S_MAX - time.monotonic()) if since else None
+
+    def _on_control(self) -> bool:
+        try:
+            data = self._control.recv(_READ_BYTES)
+        except ConnectionError:
+            return False
+        for kind, *rest in self._buffer.feed(data):
+            if kind == "start":
+                self._fork(*rest)
+            elif kind == "kill":
+                self._kill(*rest)
+            else:
+                raise ValueError(f"the launcher sent {kind!r}, which this server does not know")
+        return bool(data)
+
+    def _on_child(self) -> bool:
+        try:
+            while self._wake_up.recv(4096):
+                pass
+        except BlockingIOError:
+            pass  # emptied
+        self._reap()
+        return True
+
+    # -- children ----------------------------------------------------------------------
+
+    def _fork(self, worker: str, incarnation: int, settings: Mapping[str, Any]) -> None:
+        progress = Progress()
+        try:
+            pid = os.fork()
+        except OSError as error:
+            progress.close()
+            text = f"it could not be forked: {error.strerror}"
+            self._tell("exited", worker, incarnation, 0, None, None, text, None)
+            return
+        if pid == 0:
+            _be_a_worker(self, settings, progress)
+        self._children[pid] = _Child(worker, incarnation, pid, progress)
+        self._tell("started", worker, incarnation, pid)
+
+    def close_in_child(self) -> None:
+        """Let go of what belongs to the server: called in a worker right after the fork."""
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        self._selector.close()
+        for end in (self._control, self._wake_up, self._wake_up_end):
+            end.close()
+        if self._lifeline >= 0:
+            os.close(self._lifeline)
+        for child in self._children.values():
+            child.progress.close()
+        self._children.clear()
+
+    def _kill(self, worker: str, incarnation: int) -> None:
+        for child in self._children.values():
+            if (child.worker, child.incarnation) == (worker, incarnation):
+                os.kill(child.pid, signal.SIGKILL)  # not reaped yet, so the pid is still its own
+
+    def _kill_stopped(self) -> None:
+        limit = time.monotonic() - STOPPED_S_MAX
+        for child in self._children.values():
+            if child.stopped_at is not None and child.stopped_at <= limit:
+                child.stopped_at = None
+                child.note = f"stopped for {STOPPED_S_MAX:g} s, then killed with "
+                os.kill(child.pid, signal.SIGKILL)
+
+    def _reap(self) -> None:
+        while self._children:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG | os.WUNTRACED | os.WCONTINUED)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            child = self._children.get(pid)
+            if child is None:
+                continue
+            if os.WIFSTOPPED(status):
+                child.stopped_at = time.monotonic()
+            elif os.WIFCONTINUED(status):
+                child.stopped_at = None
+            else:
+                self._bury(child, status)
+
+    def _bury(self, child: _Child, status: int) -> None:
+        del self._children[child.pid]
+        code = os.WEXITSTATUS(status) if os.WIFEXITED(status) else None
+        signum = os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
+        text = child.note + describe_exit(code, signum)
+        running = child.progress.read()
+        child.progress.close()
+        self._tell("exited", child.worker, child.incarnation, child.pid, code, signum, text, running)
+
+    def _kill_all(self) -> None:
+        for child in self._children.values():
+            os.kill(child.pid, signal.SIGKILL)
+        for child in list(self._children.values()):
+            self._bury(child, os.waitpid(child.pid, 0)[1])
+
+    def _tell(self, *items: object) -> None:
+        try:
+            self._control.sendall(pack_frame(*items))
+        except (BrokenPipeError, ConnectionError):
+            return  # the launcher is gone; the next turn sees that
+
+
+def _be_a_worker(server: ForkServer, settings: Mapping[str, Any], progress: Progress) -> None:
+    """Become a worker; never returns."""
+    code: int = ExitCode.DEFECT
+    try:
+        server.close_in_child()
+        die_with(server.pid)
+        code = worker_process.run_process(WorkerSettings(**settings), progress)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
+            try:
+                if stream is not None:
+                    stream.flush()
+            except (OSError, ValueError):
+                pass  # nobody reads it any more
+        # No finalisation: exit handlers of the server's modules are not this process's to run.
+        os._exit(code)
+
+
+def _do_nothing(_signum: int, _frame: object) -> None:
+    return
+
+
+def main(arguments: Mapping[str, Any]) -> None:
+    """Be the fork server.
+
+    Args:
+        arguments: `control`, the descriptor of the control socket; `launcher`, the launcher's pid.
+    """
+    set_process_name(FORK_SERVER_NAME)
+    # The terminal's Ctrl-C is the scheduler's to answer; workers inherit this.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # the launcher had it blocked until here
+    control = socket.socket(fileno=int(arguments["control"]))
+    control.set_inheritable(False)
+    gc.collect()
+    gc.freeze()  # a collection in a worker then leaves the pages that it shares with us alone
+    ForkServer(control, int(arguments["launcher"])).serve()

@@ -1,0 +1,317 @@
+"""Workers on this host, forked by a fork server; see `pipedist.launchers.forkserver`.
+
+The launcher may live in any thread and any running event loop (a notebook's, a test's): it
+installs no signal handler and forks nothing itself. If the fork server is killed, its workers
+are reported as lost, and the next `start` brings up another one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from types import TracebackType
+from typing import Any, Self
+
+import anyio
+import anyio.to_thread
+
+from pipedist.errors import LocalProtocolError, UsageError
+from pipedist.launchers.base import WorkerExit, describe_exit
+from pipedist.launchers.control import FrameBuffer, pack_frame
+from pipedist.worker import boot
+from pipedist.worker.process import WorkerSettings
+
+_READ_BYTES = 65_536
+_SERVER_END_S = 2.0
+"""How long a fork server may take to kill its workers and end, before it is killed itself."""
+
+
+class LocalLauncher:
+    """Starts workers on this host.
+
+    Args:
+        endpoint: the scheduler's, to which workers connect.
+        threads: BLAS and OpenMP threads of each worker.
+        key_file: path of the cluster's keys, "" for an ipc endpoint.
+        grace_s: how long leaving `async with` waits for workers that were told to stop, seconds.
+        join_s: how long the scheduler may take to answer a worker, seconds.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        *,
+        threads: int = 1,
+        key_file: str = "",
+        grace_s: float = 1.0,
+        join_s: float = 30.0,
+    ) -> None:
+        if isinstance(threads, bool) or threads < 1:
+            raise UsageError(f"a worker needs at least 1 thread, not {threads!r}")
+        self.on_exit: Callable[[WorkerExit], None] = _ignore
+        self._endpoint = endpoint
+        self._threads = threads
+        self._key_file = key_file
+        self._grace_s = grace_s
+        self._join_s = join_s
+        self._workers: dict[tuple[str, int], int] = {}
+        """Process id of each (worker, incarnation) that was started; 0 until it is known."""
+        self._server: _Server | None = None
+        self._old_servers: list[_Server] = []
+        """Servers that ended, and whose process is still to be waited for."""
+        self._open = False
+        self._closing = False
+        self._empty = anyio.Event()
+
+    async def __aenter__(self) -> Self:
+        self._open = True
+        self._server = self._start_server()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.close(self._grace_s)
+
+    @property
+    def pids(self) -> Mapping[str, int]:
+        """Process ids of the workers that are alive, by name: of the latest incarnation."""
+        return {worker: pid for (worker, _), pid in sorted(self._workers.items()) if pid}
+
+    @property
+    def server_pid(self) -> int:
+        """The fork server's process id; 0 where there is none."""
+        return self._server.pid if self._server is not None else 0
+
+    def start(self, worker: str, incarnation: int) -> None:
+        """Start a worker process; returns at once. Earlier incarnations of it are killed.
+
+        Raises:
+            LocalProtocolError: if the launcher is not open, or this incarnation was started before.
+        """
+        if not self._open or self._closing:
+            raise LocalProtocolError("a worker was to be started by a launcher that is not open")
+        if (worker, incarnation) in self._workers:
+            raise LocalProtocolError(f"incarnation {incarnation} of worker {worker} was started twice")
+        for name, earlier in list(self._workers):
+            if name == worker:
+                self.kill(name, earlier)
+        self._workers[worker, incarnation] = 0
+        if self._server is None:
+            self._server = self._start_server()
+        settings = WorkerSettings(
+            endpoint=self._endpoint,
+            worker=worker,
+            incarnation=incarnation,
+            key_file=self._key_file,
+            threads=self._threads,
+            join_s=self._join_s,
+        )
+        self._server.send("start", worker, incarnation, asdict(settings))
+
+    def kill(self, worker: str, incarnation: int | None = None) -> None:
+        """Kill a worker with SIGKILL; returns at once.
+
+        Args:
+            incarnation: only this one; None: the latest.
+        """
+        alive = [number for name, number in self._workers if name == worker]
+        if incarnation is None:
+            incarnation = max(alive, default=None)
+        if incarnation in alive and self._server is not None:
+            self._server.send("kill", worker, incarnation)
+
+    async def close(self, grace_s: float) -> None:
+        """Wait until all workers are gone, kill those that are not after `grace_s`, then end.
+
+        Args:
+            grace_s: seconds; whoever closes has told the workers to stop.
+        """
+        if not self._open:
+            return
+        self._closing = True
+        with anyio.CancelScope(shield=True):
+            if self._workers and self._server is not None:
+                self._empty = anyio.Event()
+                with anyio.move_on_after(grace_s):
+                    await self._empty.wait()
+            if self._server is not None:
+                server = self._server
+                server.end()
+                with anyio.move_on_after(_SERVER_END_S):
+                    await server.ended.wait()
+                if not server.ended.is_set():
+                    server.kill()
+                    self._on_server_end(server)
+            for server in self._old_servers:
+                await anyio.to_thread.run_sync(server.wait)
+            self._old_servers.clear()
+            self._open = False
+
+    # -- the fork server ---------------------------------------------------------------
+
+    def _start_server(self) -> _Server:
+        return _Server(self._threads, self._on_frame, self._on_server_end)
+
+    def _on_frame(self, frame: list[Any]) -> None:
+        kind, worker, incarnation, pid, *rest = frame
+        if kind == "started":
+            if (worker, incarnation) in self._workers:
+                self._workers[worker, incarnation] = pid
+            return
+        code, signum, text, running = rest
+        self._lost(
+            WorkerExit(worker, incarnation, pid, code, signum, text, tuple(running) if running else None)
+        )
+
+    def _lost(self, exit_: WorkerExit) -> None:
+        self._workers.pop((exit_.worker, exit_.incarnation), None)
+        if not self._workers:
+            self._empty.set()
+        self.on_exit(exit_)
+
+    def _on_server_end(self, server: _Server) -> None:
+        """The fork server is gone: the kernel has killed its workers, or does so now."""
+        self._old_servers.append(server)
+        self._server = None
+        text = f"its fork server, process {server.pid}, ended ({server.how_it_ended()})"
+        for (worker, incarnation), pid in list(self._workers.items()):
+            self._lost(WorkerExit(worker, incarnation, pid, None, signal.SIGKILL, text))
+
+
+class _Server:
+    """A running fork server, as its launcher sees it.
+
+    Args:
+        threads: BLAS and OpenMP threads of its workers.
+        on_frame: told what it says.
+        on_end: told when it is gone.
+    """
+
+    def __init__(
+        self,
+        threads: int,
+        on_frame: Callable[[list[Any]], None],
+        on_end: Callable[[_Server], None],
+    ) -> None:
+        self._on_frame = on_frame
+        self._on_end = on_end
+        self._buffer = FrameBuffer()
+        self._loop = asyncio.get_running_loop()
+        self.ended = anyio.Event()
+        self._unsent = bytearray()
+        self._socket, theirs = socket.socketpair()
+        try:
+            with theirs:
+                self._process = _exec(theirs, threads)
+        except BaseException:
+            self._socket.close()
+            raise
+        self.pid = self._process.pid
+        self._socket.setblocking(False)
+        self._loop.add_reader(self._socket, self._on_readable)
+
+    def send(self, *items: object) -> None:
+        """Say something; never waits."""
+        was_empty = not self._unsent
+        self._unsent += pack_frame(*items)
+        if was_empty:
+            self._flush()
+
+    def _flush(self) -> None:
+        try:
+            sent = self._socket.send(self._unsent)
+        except BlockingIOError:
+            sent = 0
+        except (BrokenPipeError, ConnectionError):
+            return  # it is gone; the socket's end says so too, and is dealt with there
+        del self._unsent[:sent]
+        if self._unsent:
+            self._loop.add_writer(self._socket, self._flush)
+        else:
+            self._loop.remove_writer(self._socket)
+
+    def _on_readable(self) -> None:
+        try:
+            data = self._socket.recv(_READ_BYTES)
+        except BlockingIOError:
+            return
+        except ConnectionError:
+            data = b""
+        if data:
+            for frame in self._buffer.feed(data):
+                self._on_frame(frame)
+        else:
+            self._close()
+            self._on_end(self)
+
+    def _close(self) -> None:
+        self._loop.remove_reader(self._socket)
+        self._loop.remove_writer(self._socket)
+        self._socket.close()
+        self.ended.set()
+
+    def end(self) -> None:
+        """Tell it to kill its workers and end."""
+        with contextlib.suppress(OSError):  # it may be gone already
+            self._socket.shutdown(socket.SHUT_WR)
+
+    def kill(self) -> None:
+        """End it now; the kernel ends its workers."""
+        self._close()
+        self._process.kill()
+
+    def wait(self) -> None:
+        """Wait until the process is gone; its socket has ended, so that takes milliseconds."""
+        try:
+            self._process.wait(_SERVER_END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def how_it_ended(self) -> str:
+        """Return how the process ended, for people."""
+        try:
+            code = self._process.wait(0.05)  # the kernel closes its socket just before it is gone
+        except subprocess.TimeoutExpired:
+            return "unknown"
+        return describe_exit(code, None) if code >= 0 else describe_exit(None, -code)
+
+
+def _exec(control: socket.socket, threads: int) -> subprocess.Popen[bytes]:
+    arguments = {"control": control.fileno(), "launcher": os.getpid()}
+    # A Ctrl-C must not hit the server before it has said that it ignores it: it inherits the mask.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        return subprocess.Popen(
+            boot.command("pipedist.launchers.forkserver", arguments),
+            env=boot.environment(threads),
+            pass_fds=(control.fileno(),),
+            stdin=subprocess.DEVNULL,
+            stdout=_stderr(),  # what user code writes to descriptor 1 must not mix with our output
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def _stderr() -> int:
+    """Return the descriptor of this process's stderr; where it has none, of nothing."""
+    stream = sys.__stderr__
+    try:
+        return stream.fileno() if stream is not None else subprocess.DEVNULL
+    except (OSError, ValueError):
+        return subprocess.DEVNULL
+
+
+def _ignore(_exit: WorkerExit) -> None:
+    return

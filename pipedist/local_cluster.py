@@ -1,0 +1,137 @@
+"""Clusters: a coordinator with its workers, inside `async with`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+from types import TracebackType
+from typing import Protocol, Self
+
+from pipedist.coordinator import Coordinator
+from pipedist.errors import UsageError
+from pipedist.launchers.local import LocalLauncher
+from pipedist.scheduler import Limits
+from pipedist.transport.rendezvous import ipc_endpoint, private_directory
+from pipedist.transport.zeromq import Router
+from pipedist.worker.hello import boot_id
+
+WORKERS_MAX = 4096
+
+
+def usable_cores() -> int:
+    """Return how many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+class Cluster(Protocol):
+    """What a run or a strategy is executed on."""
+
+    @property
+    def coordinator(self) -> Coordinator:
+        """The open coordinator."""
+        ...
+
+    @property
+    def workers(self) -> int:
+        """How many workers there are to be."""
+        ...
+
+    async def __aenter__(self) -> Self: ...
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
+class LocalCluster(Cluster):
+    """Worker processes on this host, for as long as `async with` lasts.
+
+    Args:
+        workers: how many; None: as many as this process may use cores.
+        threads_per_replica: BLAS and OpenMP threads of each worker.
+        limits: the scheduler's bounds.
+    """
+
+    def __init__(
+        self,
+        workers: int | None = None,
+        *,
+        threads_per_replica: int = 1,
+        limits: Limits | None = None,
+    ) -> None:
+        count = usable_cores() if workers is None else workers
+        if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= WORKERS_MAX:
+            raise UsageError(f"{count!r} workers: expected an integer from 1 to {WORKERS_MAX}")
+        self._names = tuple(f"w{i}" for i in range(count))
+        self._threads = threads_per_replica
+        self._limits = limits
+        self._stack = AsyncExitStack()
+        self._coordinator: Coordinator | None = None
+
+    async def __aenter__(self) -> Self:
+        await self._stack.__aenter__()
+        try:
+            endpoint = ipc_endpoint(self._stack.enter_context(private_directory()))
+            coordinator = Coordinator(
+                router_factory=lambda on_message, on_reject, on_lost: Router(
+                    endpoint, keys=None, on_message=on_message, on_reject=on_reject, on_lost=on_lost
+                ),
+                launcher_factory=lambda at: LocalLauncher(at, threads=self._threads),
+                workers=self._names,
+                limits=self._limits,
+                boot=boot_id(),
+            )
+            self._coordinator = await self._stack.enter_async_context(coordinator)
+        except BaseException as error:
+            await self._stack.__aexit__(type(error), error, error.__traceback__)
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._coordinator = None
+        await self._stack.__aexit__(kind, error, trace)
+
+    @property
+    def coordinator(self) -> Coordinator:
+        """The open coordinator.
+
+        Raises:
+            UsageError: the cluster is not open.
+        """
+        if self._coordinator is None:
+            raise UsageError("a cluster is used inside `async with LocalCluster(...) as cluster:`")
+        return self._coordinator
+
+    @property
+    def workers(self) -> int:
+        """How many workers there are to be."""
+        return len(self._names)
+
+    @property
+    def names(self) -> Sequence[str]:
+        """The workers' names."""
+        return self._names
+
+    @property
+    def pids(self) -> Mapping[str, int]:
+        """Process ids of the workers that are alive, by name."""
+        return self.coordinator.pids
+
+    def kill(self, worker: int | str) -> None:
+        """Kill a worker's process with SIGKILL; it is replaced.
+
+        Args:
+            worker: its number or its name.
+        """
+        self.coordinator.kill(self._names[worker] if isinstance(worker, int) else worker)
+
+    async def ready(self) -> None:
+        """Return as soon as all workers have joined.
+
+        Raises:
+            WorkersLost: they die before they join.
+        """
+        await self.coordinator.wait_ready(len(self._names))

@@ -1,0 +1,160 @@
+"""`.npy`: one array. `.npz`: the leaves of a tree of arrays. Read back with `numpy.load`.
+
+The header of a growing `.npy` gets room for the longest shape that it can have, as NumPy's own
+header does, and is written at the end. A `.npz` is an uncompressed zip whose members are in
+order of name and dated 1980-01-01, so that equal values are equal bytes.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import zipfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+from numpy.lib import format as npy_format
+
+from pipedist.errors import OutputError
+from pipedist.outputs import encoding
+from pipedist.outputs.leaves import Array, Leaves
+from pipedist.outputs.piecewise import Piecewise
+from pipedist.outputs.sink import Mode, Sink
+from pipedist.outputs.spool import ArraySpool
+from pipedist.program import Tree
+
+_ALIGN_BYTES = 64
+_LENGTH_DIGITS = 21
+"""Room for the length of axis 0, as NumPy leaves it."""
+_WIDTH_DIGITS = 10
+"""Room for the width of texts."""
+_EPOCH = (1980, 1, 1, 0, 0, 0)
+
+
+def npy_header(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
+    """Return the header of a .npy file; its length does not depend on the length of axis 0.
+
+    Args:
+        dtype: without objects.
+        shape: of the array, which is in C order.
+    """
+    described = {
+        "descr": npy_format.dtype_to_descr(dtype),
+        "fortran_order": False,
+        "shape": shape,
+    }
+    text = "{" + "".join(f"{key!r}: {value!r}, " for key, value in described.items()) + "}"
+    magic = npy_format.magic(1, 0)
+    size = len(magic) + 2 + len(text) + 1
+    if shape:
+        size += _LENGTH_DIGITS - len(repr(shape[0]))
+    if dtype.kind in "US":
+        size += _WIDTH_DIGITS - len(dtype.str[2:])
+    padded = -size % _ALIGN_BYTES + size - len(magic) - 2
+    return magic + padded.to_bytes(2, "little") + text.ljust(padded - 1).encode("latin1") + b"\n"
+
+
+class NpySink(Sink):
+    """One array; or the arrays of all steps or epochs, stacked."""
+
+    def __init__(self, path: Path, mode: Mode, axis: int) -> None:
+        super().__init__(path, mode, 0 if mode == "each" else axis)
+        self._leaves = Leaves(bare="data", target=str(path))
+        self._array: Array | None = None
+        self._spool: ArraySpool | None = None
+        self._beside: IO[bytes] | None = None
+
+    def _append(self, value: Tree) -> None:
+        if value is None or encoding.node(value) is not None:
+            what = "null" if value is None else f"a {type(value).__qualname__}"
+            raise OutputError(
+                f"{self.path}: .npy holds one array, and the value is {what}: write .npz or .json"
+            )
+        (array,) = self._leaves.take(value)
+        if self._mode == "one":
+            self._array = _storable(array, str(self.path))
+            return
+        if self._mode == "each":
+            array = array[None]
+        if self._spool is None:
+            self._spool = self._begin(array)
+        self._spool.append(array)
+
+    def _begin(self, array: Array) -> ArraySpool:
+        label = str(self.path)
+        if array.ndim and self._axis % array.ndim == 0:
+            header = npy_header(array.dtype, array.shape)
+            self._out.file.write(bytes(len(header)))
+            return ArraySpool(self._out.file, axis=self._axis, label=label, offset=len(header))
+        self._beside = tempfile.TemporaryFile(dir=self.path.parent)  # noqa: SIM115
+        return ArraySpool(self._beside, axis=self._axis, label=label)
+
+    def _complete(self) -> None:
+        if self._array is not None:
+            _write(self._out.file, self._array.dtype, self._array.shape, [self._array])
+        elif self._spool is None:
+            raise OutputError(f"{self.path}: no call was made, so there is no array to write")
+        elif self._beside is None:
+            self._out.file.seek(0)
+            self._out.file.write(npy_header(self._spool.dtype, self._spool.shape))
+        else:
+            _write(self._out.file, self._spool.dtype, self._spool.shape, self._spool.blocks())
+
+    def _release(self) -> None:
+        if self._beside is not None:
+            self._beside.close()
+
+
+class NpzSink(Sink):
+    """The leaves of one tree; or of the trees of all steps or epochs, stacked leaf by leaf."""
+
+    def __init__(self, path: Path, mode: Mode, axis: int) -> None:
+        super().__init__(path, mode, 0 if mode == "each" else axis)
+        self._leaves = Leaves(bare="data", target=str(path))
+        self._arrays: dict[str, Array] = {}
+        self._pieces = Piecewise(path, self._axis, "data")
+
+    def _append(self, value: Tree) -> None:
+        if self._mode == "one":
+            arrays = self._leaves.take(value)
+            for name, array in zip(self._leaves.names, arrays, strict=True):
+                self._arrays[name] = _storable(array, f"{self.path}: leaf {name!r}")
+        else:
+            self._pieces.append(value, stack=self._mode == "each")
+
+    def _complete(self) -> None:
+        members: dict[str, Array | ArraySpool] = {**self._arrays, **self._pieces.spools}
+        with zipfile.ZipFile(self._out.file, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
+            for name in sorted(members):
+                member = members[name]
+                with archive.open(self._info(name), "w", force_zip64=True) as file:
+                    blocks = member.blocks() if isinstance(member, ArraySpool) else [member]
+                    _write(file, member.dtype, member.shape, blocks)
+
+    def _info(self, name: str) -> zipfile.ZipInfo:
+        try:
+            name.encode()
+        except UnicodeEncodeError:
+            name = "\0"
+        if "\0" in name:
+            raise OutputError(
+                f"{self.path}: a leaf path has a character that zip names can't hold: write .json"
+            )
+        return zipfile.ZipInfo(f"{name}.npy", date_time=_EPOCH)
+
+    def _release(self) -> None:
+        self._pieces.close()
+
+
+def _write(file: IO[bytes], dtype: np.dtype[Any], shape: tuple[int, ...], blocks: Iterable[Array]) -> None:
+    file.write(npy_header(dtype, shape))
+    for block in blocks:
+        if block.nbytes:
+            file.write(np.ascontiguousarray(block).reshape(-1).view(np.uint8).data)
+
+
+def _storable(array: Array, label: str) -> Array:
+    if array.dtype.kind == "V":
+        raise OutputError(f"{label}: dtype {array.dtype} can't be stored; return float32 or bytes")
+    return array

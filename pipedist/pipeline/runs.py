@@ -1,0 +1,461 @@
+"""Runs as the user sees them: `open`, `run`, and the handle between."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import os
+import secrets
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import anyio
+import anyio.abc
+
+from pipedist import messages as msg
+from pipedist.errors import RunCancelled, UsageError
+from pipedist.local_cluster import Cluster, LocalCluster, usable_cores
+from pipedist.outputs import FinishedRun, RunFolder, open_folder, to_json
+from pipedist.pipeline.execution import Execution
+from pipedist.pipeline.result import Ledger, Progress, Result
+from pipedist.pipeline.subscription import Part, Step, Subscription
+from pipedist.plan import Plan, compile_plan
+from pipedist.program import Tree
+from pipedist.spec import RunSpec, Spec, load
+
+SpecLike = str | os.PathLike[str] | Mapping[str, Any] | Spec
+"""A path, the same document as a dict, or a spec that was loaded already."""
+
+LogSink = Callable[[str, msg.Log], None]
+"""Takes a line that a replica function printed: (worker, line)."""
+
+
+class Run:
+    """A run, inside `async with pipedist.open(...)`.
+
+    It begins with the first of `steps`, `as_completed` and `results`.
+    """
+
+    def __init__(
+        self,
+        spec: SpecLike,
+        *,
+        cluster: Cluster | None = None,
+        workers: int | None = None,
+        params: Mapping[str, Tree] | None = None,
+        sets: Sequence[str] = (),
+        output: str | os.PathLike[str] | None = None,
+        resume: bool = False,
+        restart: bool = False,
+        on_log: LogSink | None = None,
+    ) -> None:
+        self.id = secrets.token_hex(8)
+        self._began = time.monotonic()
+        self._spec = spec if isinstance(spec, Spec) else load(spec, params=params, sets=sets)
+        if cluster is not None and workers is not None:
+            raise UsageError("say `cluster` or `workers`, not both: a cluster has its workers")
+        self._given_cluster = cluster
+        self._workers = workers
+        self._output = None if output is None else Path(output)
+        self._resume = resume
+        self._restart = restart
+        self._on_log = on_log
+        self._stack = AsyncExitStack()
+        self._tasks: anyio.abc.TaskGroup | None = None
+        self._subscription: Subscription | None = None
+        self._started = False
+        self._finished = anyio.Event()
+        self._error: BaseException | None = None
+        self._result: Result | None = None
+        self._execution: Execution | None = None
+        self._folder: RunFolder | FinishedRun | None = None
+        self._cluster: Cluster | None = None
+        self._plan: Plan | None = None
+
+    # -- lifetime ------------------------------------------------------------------------------
+
+    async def __aenter__(self) -> Run:
+        await self._stack.__aenter__()
+        try:
+            workers = self._given_cluster.workers if self._given_cluster else self._worker_count()
+            self._plan = compile_plan(self._spec, workers=workers)
+            self._stack.callback(self._plan.close)
+            self._folder = self._open_folder()
+            if isinstance(self._folder, RunFolder):
+                self._stack.enter_context(self._folder)
+            if not isinstance(self._folder, FinishedRun):
+                await self._open_cluster(workers)
+            self._tasks = await self._stack.enter_async_context(anyio.create_task_group())
+        except BaseException as error:
+            await self._stack.__aexit__(type(error), error, error.__traceback__)
+            raise
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._tasks is not None:
+            self._tasks.cancel_scope.cancel()
+        if isinstance(error, Exception):  # it is the user's own, and leaves as it came
+            kind = error = trace = None
+        await self._stack.__aexit__(kind, error, trace)
+
+    def _worker_count(self) -> int:
+        if self._workers is not None:
+            if self._workers < 1:
+                raise UsageError(f"{self._workers} workers: at least one is needed")
+            return self._workers
+        wanted = self._spec.cluster.workers
+        return usable_cores() if wanted == "auto" else wanted
+
+    def _open_folder(self) -> RunFolder | FinishedRun | None:
+        if self._output is None and not self._spec.outputs:
+            return None
+        return open_folder(
+            self._output if self._output is not None else Path("out") / self._spec.name,
+            run_id=self.id,
+            spec_hash=identity(self._spec),
+            outputs=list(self._spec.outputs.values()),
+            resume=self._resume,
+            restart=self._restart,
+        )
+
+    async def _open_cluster(self, workers: int) -> None:
+        self._cluster = self._given_cluster
+        if self._cluster is None:
+            self._cluster = await self._stack.enter_async_context(cluster_for(self._spec, workers=workers))
+        if self._on_log is not None:
+            self._stack.callback(self._cluster.coordinator.add_log_sink(self._on_log))
+
+    # -- what the user reads ---------------------------------------------------------------------
+
+    @property
+    def name(self) -> str:
+        """The spec's name."""
+        return self._spec.name
+
+    @property
+    def spec(self) -> Spec:
+        """The spec."""
+        return self._spec
+
+    @property
+    def plan(self) -> Plan:
+        """What will be executed."""
+        if self._plan is None:
+            raise UsageError("a run is used inside `async with pipedist.open(...)`")
+        return self._plan
+
+    @property
+    def notice(self) -> str:
+        """What the user should know about the output folder, or ""."""
+        return self._folder.notice if isinstance(self._folder, RunFolder) else ""
+
+    def ledger(self) -> Ledger:
+        """Return where every element went until now."""
+        return Ledger() if self._execution is None else self._execution.ledger()
+
+    def progress(self) -> Progress | None:
+        """Return how far the run is, None before it begins."""
+        return None if self._execution is None else self._execution.progress()
+
+    async def steps(self, *stages: str) -> AsyncIterator[Step]:
+        """Yield the steps in order; a slow reader makes the run wait.
+
+        Args:
+            stages: run, reduce or gather stages that are made in one reading of one dataset.
+
+        Raises:
+            UsageError: the stages don't belong together, or the run has begun already.
+            CallError: a call failed for good; the steps before it were yielded.
+        """
+        async for item in self._stream("steps", stages):
+            if isinstance(item, Step):
+                yield item
+
+    async def as_completed(self, *stages: str) -> AsyncIterator[Part]:
+        """Yield the values of run stages, one a replica and step, in order of arrival.
+
+        Raises:
+            UsageError: a stage is no run, they don't belong together, or the run has begun already.
+            CallError: a call failed for good.
+        """
+        for name in stages:
+            if name in self._spec.stages and not isinstance(self._spec.stages[name], RunSpec):
+                raise UsageError(f"{name!r} has no value per replica: `steps` streams it")
+        async for item in self._stream("parts", stages):
+            if isinstance(item, Part):
+                yield item
+
+    async def _stream(self, kind: Any, stages: Sequence[str]) -> AsyncIterator[Step | Part]:
+        if self._started:
+            raise UsageError("the run has begun: open one stream, before `results`")
+        subscription = self._subscription = Subscription(kind, stages, self.plan)
+        self._start()
+        try:
+            while (item := await subscription.take()) is not None:
+                yield item
+        finally:
+            subscription.leave()
+        if self._error is not None:
+            raise self._error
+
+    async def results(self) -> Result:
+        """Run to the end and return the results.
+
+        Raises:
+            CallError, FoldError, OutputError, WorkersLost: the run failed.
+            RunDrained, RunCancelled: it was stopped.
+        """
+        self._start()
+        if self._subscription is not None:
+            self._subscription.leave()
+        await self._finished.wait()
+        if self._error is not None:
+            raise self._error
+        if self._result is None:
+            raise RunCancelled("the run was left before its end")
+        return self._result
+
+    # -- stopping --------------------------------------------------------------------------------
+
+    def drain(self) -> None:
+        """Issue nothing more; running calls have `cluster.grace_s`, then the run is cancelled."""
+        if self._execution is None or self._tasks is None:
+            self.cancel()
+            return
+        self._execution.drain()
+        self._tasks.start_soon(self._cancel_after, self._spec.cluster.grace_s)
+
+    async def _cancel_after(self, grace_s: float) -> None:
+        with anyio.move_on_after(grace_s):
+            await self._finished.wait()
+        self.cancel()
+
+    def cancel(self) -> None:
+        """End the run at once."""
+        if not self._finished.is_set():
+            self._end(RunCancelled("the run was cancelled"))
+        if self._tasks is not None:
+            self._tasks.cancel_scope.cancel()
+
+    # -- inside ----------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        if self._started:
+            return
+        if self._tasks is None:
+            raise UsageError("a run is used inside `async with pipedist.open(...)`")
+        self._started = True
+        if isinstance(self._folder, FinishedRun):
+            self._result = _restored(self._spec, self._folder)
+            self._end(None)
+            return
+        self._tasks.start_soon(self._main, name=f"run {self.name}")
+
+    async def _main(self) -> None:
+        if self._cluster is None:
+            raise UsageError("a run is used inside `async with pipedist.open(...)`")
+        folder = self._folder if isinstance(self._folder, RunFolder) else None
+        self._execution = Execution(self.plan, self._cluster.coordinator, folder, self._subscription)
+        try:
+            await self._execution.run()
+            self._result = self._made(self._execution, folder)
+        except Exception as error:
+            self._end(error)
+        else:
+            self._end(None)
+
+    def _end(self, error: BaseException | None) -> None:
+        self._error = self._error or error
+        self._finished.set()
+        if self._subscription is not None:
+            self._subscription.end()
+
+    def _made(self, execution: Execution, folder: RunFolder | None) -> Result:
+        timings = {**execution.timings, "total": time.monotonic() - self._began}
+        files = {} if folder is None else {n: folder.final(o) for n, o in self._spec.outputs.items()}
+        result = Result(
+            name=self.name,
+            run_id=self.id,
+            by_stage=execution.values,
+            files=files,
+            ledger=execution.ledger(),
+            timings=timings,
+            notice=self.notice,
+        )
+        document = as_document(result)
+        if folder is not None:
+            folder.finish(document)
+        return Result(**{**_fields(result), "document": document})
+
+
+def _fields(result: Result) -> dict[str, Any]:
+    return {name: getattr(result, name) for name in result.__dataclass_fields__}
+
+
+def as_document(result: Result) -> dict[str, Any]:
+    """Return the results document of a finished run, as `pipedist run --json` prints it."""
+    return {
+        "format": 1,
+        "run": result.run_id,
+        "name": result.name,
+        "results": {
+            name: {"file": str(result.files[name])} if name in result.files else to_json(value)
+            for name, value in result.items()
+        },
+        "ledger": result.ledger.to_json(),
+        "timings": {name: round(seconds, 6) for name, seconds in result.timings.items()},
+    }
+
+
+def _restored(spec: Spec, finished: FinishedRun) -> Result:
+    """Return the result of a run that was finished before, from its document."""
+    document: Any = finished.document
+    files = {n: finished.path / o for n, o in spec.outputs.items()}
+    return Result(
+        name=document["name"],
+        run_id=document["run"],
+        by_stage={n: files.get(n, value) for n, value in document["results"].items()},
+        files=files,
+        ledger=Ledger(**document["ledger"]),
+        timings=document["timings"],
+        notice=f"this run was finished before, in {finished.path}",
+        document=document,
+    )
+
+
+def identity(spec: Spec) -> str:
+    """Return the digest that says whether two specs mean the same run; `cluster` is no part of it."""
+    shown = {
+        "replicas": spec.replicas,
+        "seed": spec.seed,
+        "threads": spec.threads_per_replica,
+        "datasets": {n: repr(d) for n, d in spec.datasets.items()},
+        "stages": {n: repr(s) for n, s in spec.stages.items()},
+        "outputs": dict(spec.outputs),
+    }
+    return hashlib.sha256(json.dumps(shown, sort_keys=True).encode()).hexdigest()
+
+
+def cluster_for(spec: Spec, *, workers: int) -> Cluster:
+    """Return the cluster that a spec asks for, not yet open."""
+    if spec.cluster.launcher == "connect":
+        from pipedist.connect_cluster import ConnectCluster
+
+        return ConnectCluster(listen=spec.cluster.listen, key_file=spec.cluster.key_file, workers=workers)
+    return LocalCluster(workers=workers, threads_per_replica=spec.threads_per_replica)
+
+
+def open(
+    spec: SpecLike,
+    *,
+    cluster: Cluster | None = None,
+    workers: int | None = None,
+    params: Mapping[str, Tree] | None = None,
+    sets: Sequence[str] = (),
+    output: str | os.PathLike[str] | None = None,
+    resume: bool = False,
+    restart: bool = False,
+    on_log: LogSink | None = None,
+) -> Run:
+    """Open a run: `async with pipedist.open(spec) as run`.
+
+    Args:
+        spec: a path, or the same document as a dict, in which a function may be a callable and a
+            source may be `{"arrays": tree}`.
+        cluster: an open cluster to run on; None: one of its own, as the spec says.
+        workers: number of worker processes of its own cluster; None: as the spec says.
+        params: values for the spec's `params`.
+        sets: the same as texts, "NAME=VALUE", as on the command line.
+        output: folder for the outputs; None: `out/NAME`, if the spec has outputs.
+        resume: continue an unfinished run in the folder.
+        restart: discard it.
+        on_log: takes the lines that replica functions print.
+
+    Raises:
+        SpecError: the document has mistakes; all of them are listed.
+        PlanError: it can't be carried out here (on entering).
+        UsageError: arguments that make no sense, or the output folder is in use (on entering).
+    """
+    return Run(
+        spec,
+        cluster=cluster,
+        workers=workers,
+        params=params,
+        sets=sets,
+        output=output,
+        resume=resume,
+        restart=restart,
+        on_log=on_log,
+    )
+
+
+def run(
+    spec: SpecLike,
+    *,
+    workers: int | None = None,
+    params: Mapping[str, Tree] | None = None,
+    output: str | os.PathLike[str] | None = None,
+    resume: bool = False,
+    restart: bool = False,
+    on_log: LogSink | None = None,
+) -> Result:
+    """Run a spec to its end and return the results; works inside a running event loop too.
+
+    Args: as `open`.
+
+    Raises: as `open` and `Run.results`.
+    """
+
+    async def main() -> Result:
+        async with open(
+            spec,
+            workers=workers,
+            params=params,
+            output=output,
+            resume=resume,
+            restart=restart,
+            on_log=on_log,
+        ) as opened:
+            return await opened.results()
+
+    if _in_event_loop():
+        return _in_thread(main)
+    return anyio.run(main)
+
+
+def _in_event_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
+
+
+def _in_thread(main: Callable[[], Any]) -> Result:
+    """Run on an event loop in a thread of its own: the caller's loop is busy with the caller."""
+    outcome: list[Result] = []
+    failure: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            outcome.append(anyio.run(main))
+        except BaseException as error:
+            failure.append(error)
+
+    thread = threading.Thread(target=work, name="pipedist-run")
+    thread.start()
+    thread.join()
+    if failure:
+        raise failure[0]
+    return outcome[0]

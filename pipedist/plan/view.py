@@ -1,0 +1,200 @@
+"""How a plan is shown: text for people, Mermaid for documents, JSON for programs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pipedist.plan.model import PassPlan, Plan
+from pipedist.program import Tree
+from pipedist.spec import GatherSpec, ReduceSpec, RunSpec, StageRef, references
+
+
+def plural(count: int, noun: str) -> str:
+    """Return "1 step", "2 steps", "1,000 replicas"."""
+    if count == 1:
+        return f"1 {noun}"
+    return f"{count:,} {noun[:-1]}ies" if noun.endswith("y") else f"{count:,} {noun}s"
+
+
+def as_text(plan: Plan) -> str:
+    """Return the plan for people."""
+    spec = plan.spec
+    replicas = spec.replicas
+    sizes = {d.batch for d in spec.datasets.values()}
+    head = (
+        f"{plural(replicas, 'replica')} (decide{'s' if replicas == 1 else ''} the result) "
+        f"on {plural(plan.workers, 'worker')} (never do{'es' if plan.workers == 1 else ''})"
+    )
+    if len(sizes) == 1:
+        batch = sizes.pop()
+        head += f"; {plural(batch, 'element')} a step, {-(-batch // replicas):,} a replica"
+    lines = [head, "", f"{spec.name}: seed {spec.seed}, launcher {spec.cluster.launcher}"]
+    for name, dataset in spec.datasets.items():
+        lines += ["", f"dataset {name}: {dataset.kind}, {_extent(plan, name)}"]
+        lines += [f"  {line}" for line in _ranges(plan, name)]
+        lines.append(f"  {_road(plan, name)}")
+    for number, phase in enumerate(plan.phases):
+        lines += ["", f"phase {number + 1} of {len(plan.phases)}"]
+        for pass_ in phase:
+            lines += [f"  {line}" for line in _pass_lines(plan, pass_)]
+    return "\n".join(lines)
+
+
+def _extent(plan: Plan, name: str) -> str:
+    dataset = plan.spec.datasets[name]
+    division = plan.division(name)
+    if division is None:
+        return f"as many elements as it yields, {plural(dataset.epochs, 'epoch')}"
+    steps = plural(division.steps_per_epoch, "step")
+    text = f"{plural(division.length, 'element')}, {steps}"
+    if dataset.epochs > 1:
+        text += f" an epoch, {plural(dataset.epochs, 'epoch')}"
+    if dataset.shuffle:
+        text += ", shuffled"
+    return text
+
+
+def element_ranges(plan: Plan, name: str) -> list[tuple[int, list[tuple[int, int]]]]:
+    """Return, for the first and the last step of an epoch, each replica's range of positions."""
+    division = plan.division(name)
+    if division is None or division.steps_per_epoch == 0:
+        return []
+    shown = sorted({0, division.steps_per_epoch - 1})
+    return [(s, [division.bounds(s, r)[1:] for r in range(division.replicas)]) for s in shown]
+
+
+_REPLICAS_SHOWN = 8
+
+
+def _ranges(plan: Plan, name: str) -> list[str]:
+    lines = []
+    order = " of the shuffled order" if plan.spec.datasets[name].shuffle else ""
+    for step, bounds in element_ranges(plan, name):
+        texts = [
+            f"replica {r}: [{lo:,}, {hi:,})" if lo < hi else f"replica {r}: none"
+            for r, (lo, hi) in enumerate(bounds[:_REPLICAS_SHOWN])
+        ]
+        if len(bounds) > _REPLICAS_SHOWN:
+            texts.append(f"and {len(bounds) - _REPLICAS_SHOWN} more")
+        lines.append(f"step {step:,}{order}: " + "  ".join(texts))
+    return lines
+
+
+def _road(plan: Plan, name: str) -> str:
+    source = plan.sources[name]
+    if source.portable:
+        return "workers read their own shards"
+    return "shards are sent to the workers"
+
+
+def _pass_lines(plan: Plan, pass_: PassPlan) -> list[str]:
+    again = "" if pass_.root == pass_.dataset else f" (the kept values of {pass_.root})"
+    lines = [f"reads {pass_.dataset}{again}"]
+    for name in pass_.runs:
+        lines.append(
+            f"  run     {name}: {plan.functions[name].label} of {_of(plan, name)}{_waits(plan, name)}"
+        )
+    for name in pass_.folds:
+        stage = plan.spec.stages[name]
+        target = f" -> {plan.spec.outputs[name]}" if name in plan.spec.outputs else ""
+        if isinstance(stage, GatherSpec):
+            lines.append(f"  gather  {name}: axis {stage.gather} of {stage.of}, per {stage.per}{target}")
+        elif isinstance(stage, ReduceSpec):
+            how = plan.functions[name].label + " (on workers)" if stage.op is None else stage.op
+            axis = "" if stage.op is None else f", axis {_axis(stage)}"
+            lines.append(f"  reduce  {name}: {how} of {stage.of}{axis}, per {stage.per}{target}")
+    return lines
+
+
+def _axis(stage: ReduceSpec) -> str:
+    axis: Any = stage.axis
+    return "null" if axis is None else str(list(axis) if isinstance(axis, tuple) else axis)
+
+
+def _of(plan: Plan, name: str) -> str:
+    return str(plan.spec.stages[name].of)
+
+
+def _stage_refs(plan: Plan, name: str) -> list[str]:
+    stage = plan.spec.stages[name]
+    if not isinstance(stage, RunSpec):
+        return []
+    return [ref.name for ref in references(stage.with_) if isinstance(ref, StageRef)]
+
+
+def _waits(plan: Plan, name: str) -> str:
+    refs = _stage_refs(plan, name)
+    return f", with {', '.join(refs)}" if refs else ""
+
+
+def as_mermaid(plan: Plan) -> str:
+    """Return the plan as a Mermaid flow chart."""
+    spec = plan.spec
+    ids = {name: f"n{i}" for i, name in enumerate([*spec.datasets, *spec.stages])}
+    lines = ["flowchart LR"]
+    for name, dataset in spec.datasets.items():
+        lines.append(f'  {ids[name]}[("{name}<br/>{dataset.kind}, batch {dataset.batch}")]')
+    for number, phase in enumerate(plan.phases):
+        lines.append(f'  subgraph phase{number + 1}["phase {number + 1}"]')
+        for pass_ in phase:
+            for name in pass_.runs:
+                label = f"{name}<br/>{plan.functions[name].label}<br/>x {spec.replicas}"
+                lines.append(f'    {ids[name]}["{_quoted(label)}"]')
+            for name in pass_.folds:
+                stage = spec.stages[name]
+                verb = "gather" if isinstance(stage, GatherSpec) else "reduce"
+                lines.append(f'    {ids[name]}{{{{"{name}<br/>{verb}"}}}}')
+        lines.append("  end")
+    for name, stage in spec.stages.items():
+        lines.append(f"  {ids[stage.of]} --> {ids[name]}")
+        lines += [f"  {ids[ref]} -.->|with| {ids[name]}" for ref in _stage_refs(plan, name)]
+    for name, path in spec.outputs.items():
+        lines += [f'  {ids[name]} --> o{ids[name]}[/"{_quoted(path)}"/]']
+    return "\n".join(lines)
+
+
+def _quoted(text: str) -> str:
+    return text.replace('"', "#quot;").replace("<lambda>", "lambda")
+
+
+def as_json(plan: Plan) -> dict[str, Any]:
+    """Return the plan as a JSON document."""
+    spec = plan.spec
+    datasets: dict[str, Tree] = {}
+    for name, dataset in spec.datasets.items():
+        division = plan.division(name)
+        datasets[name] = {
+            "source": dataset.kind,
+            "batch": dataset.batch,
+            "epochs": dataset.epochs,
+            "shuffle": dataset.shuffle,
+            "elements_per_epoch": None if division is None else division.length,
+            "steps_per_epoch": None if division is None else division.steps_per_epoch,
+            "ranges": [
+                {"step": step, "replicas": [list(b) for b in bounds]}
+                for step, bounds in element_ranges(plan, name)
+            ],
+            "read_by": "workers" if plan.sources[name].portable else "scheduler",
+        }
+    return {
+        "format": 1,
+        "name": spec.name,
+        "replicas": spec.replicas,
+        "workers": plan.workers,
+        "seed": spec.seed,
+        "datasets": datasets,
+        "phases": [
+            [
+                {
+                    "dataset": p.dataset,
+                    "root": p.root,
+                    "runs": list(p.runs),
+                    "folds": list(p.folds),
+                    "kept": list(p.kept),
+                }
+                for p in phase
+            ]
+            for phase in plan.phases
+        ],
+        "outputs": dict(spec.outputs),
+    }

@@ -1,0 +1,189 @@
+"""Reductions: SUM, MEAN, MIN, MAX and PROD of the components of many replica calls.
+
+Theory of operation. A component (what one call returned) is reduced to its PARTIAL where it was
+made, so that rows never travel; partials are combined in one fixed tree (`FoldTree`), whatever the
+order in which they arrive; the last partial is finished into the value. Floats are not associative:
+the fixed tree is what makes the result the same bits on any number of workers.
+
+A partial is a codec-able tree: `[skeleton, leaves]`. The skeleton is the component's tree with the
+numbers 0, 1, ... in place of its leaves, `leaves[i]` is that leaf's partial (`pipedist.partials`,
+which also has the fold rules).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+
+from pipedist import partials, trees
+from pipedist.partials import ReduceOp as ReduceOp
+from pipedist.partials import axes_of
+from pipedist.program import Tree
+
+Partial = Any
+"""What `Reduction.partial` returns: a codec-able tree, see the module's text."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Reduction:
+    """One reduction: an operator and axes. Make it with `Reduction.of`.
+
+    Args:
+        op: the operator.
+        axis: None: across the components, element by element; a tuple: along these axes of all
+            components too.
+    """
+
+    op: ReduceOp
+    axis: tuple[int, ...] | None
+
+    @classmethod
+    def of(cls, op: ReduceOp | str, axis: int | Sequence[int] | None) -> Reduction:
+        """Return the reduction that a spec or a call asks for.
+
+        Args:
+            op: see `ReduceOp.of`.
+            axis: None, an int, or a list or tuple of ints; negative ones count from the end.
+
+        Raises:
+            ValueError: an unknown operator, or the same axis twice.
+            TypeError: an axis is not an int (a bool is not).
+        """
+        return cls(ReduceOp.of(op), axes_of(axis))
+
+    @np.errstate(all="ignore")
+    def partial(self, component: Tree) -> Partial:
+        """Reduce one component to its partial.
+
+        Args:
+            component: a tree of numeric arrays and numbers.
+
+        Raises:
+            TypeError: a leaf can't be reduced (bool, str, bytes, ...); the text names its path.
+            ValueError: a leaf lacks an axis of the reduction, or has it twice; the text names its path.
+        """
+        if isinstance(component, (np.ndarray, float, int, np.generic)):
+            leaves, skeleton = [component], 0
+        else:
+            leaves, treedef = trees.flatten(component)
+            skeleton = trees.unflatten(treedef, range(len(leaves)))
+        parts = []
+        for leaf in leaves:
+            try:
+                parts.append(partials.leaf_partial(self.op, self.axis, leaf))
+            except (TypeError, ValueError) as error:
+                raise self._at(skeleton, len(parts), error) from None
+        return [skeleton, parts]
+
+    @np.errstate(all="ignore")
+    def combine(self, a: Partial, b: Partial) -> Partial:
+        """Combine the partials of two neighbouring ranges of calls, `a` before `b`.
+
+        Raises:
+            ValueError: they differ in structure, or a leaf in shape.
+            TypeError: a leaf differs in dtype.
+        """
+        skeleton = a[0]
+        if skeleton != b[0] and trees.structure(skeleton) != trees.structure(b[0]):
+            raise ValueError(
+                "components of different structure can't be reduced together: "
+                f"{trees.describe(trees.structure(skeleton))} and {trees.describe(trees.structure(b[0]))}"
+            )
+        joined = []
+        for x, y in zip(a[1], b[1], strict=True):
+            try:
+                joined.append(partials.join_leaf(self.op, x, y))
+            except (TypeError, ValueError) as error:
+                raise self._at(skeleton, len(joined), error) from None
+        return [skeleton, joined]
+
+    @np.errstate(all="ignore")
+    def finish(self, partial: Partial | None) -> Tree:
+        """Return the value of the last partial.
+
+        Args:
+            partial: what remains after all `combine`s; None where there was no component.
+
+        Returns:
+            A tree with the structure of the components; leaves are arrays, or NumPy scalars where
+            no axis is left; None for no components, and for a leaf of MIN or MAX of no rows.
+
+        Raises:
+            OverflowError: an integer result does not fit its dtype; the text names the leaf's path.
+        """
+        if partial is None:
+            return None
+        skeleton, parts = partial
+        values = []
+        for part in parts:
+            try:
+                values.append(partials.finish_leaf(self.op, part))
+            except OverflowError as error:
+                raise self._at(skeleton, len(values), error) from None
+        return values[0] if type(skeleton) is int else trees.unflatten(trees.structure(skeleton), values)
+
+    def _at(self, skeleton: Tree, index: int, error: Exception) -> Exception:
+        """Return the error with the place that it speaks of, in the class that is documented."""
+        kinds: tuple[type[Exception], ...] = (TypeError, OverflowError, ValueError)
+        cls = next(kind for kind in kinds if isinstance(error, kind))
+        path = trees.paths(skeleton)[index]
+        return cls(f"{self.op.value} of " + (f"leaf {path!r}: " if path else "the value: ") + str(error))
+
+
+class FoldTree(Generic[T]):
+    """Folds leaves in THE fixed order, one by one, with O(log n) state.
+
+    `node(lo, hi) = combine(node(lo, mid), node(mid, hi))` with `mid = lo + the largest power of two
+    below hi - lo`; where a side has no leaves, it is the other side. So the shape depends only on
+    the leaves' indices: it is the same whether they come from one worker or from many, and a leaf
+    that is missing (an empty shard) moves no other one.
+
+    Args:
+        combine: called with a left and a right neighbour; must not change them.
+    """
+
+    __slots__ = ("_combine", "_pending")
+
+    def __init__(self, combine: Callable[[T, T], T]) -> None:
+        self._combine = combine
+        # Subtrees waiting for their right neighbour, as (index of the last leaf, value). The
+        # smallest aligned blocks that hold two neighbours shrink from bottom to top.
+        self._pending: list[tuple[int, T]] = []
+
+    def push(self, index: int, leaf: T) -> None:
+        """Add a leaf.
+
+        Args:
+            index: its place; larger than that of every leaf before it, gaps are allowed.
+
+        Raises:
+            ValueError: the index is negative or not larger than the last one.
+        """
+        pending = self._pending
+        last = pending[-1][0] if pending else -1
+        if index <= last:
+            raise ValueError(f"leaf {index} after leaf {last}: leaves are pushed in increasing order")
+        while len(pending) > 1:
+            # The block shared by the last two subtrees is complete once the new leaf is outside it.
+            block = (pending[-2][0] ^ pending[-1][0]).bit_length()
+            if index >> block == pending[-1][0] >> block:
+                break
+            end, right = pending.pop()
+            _, left = pending.pop()
+            pending.append((end, self._combine(left, right)))
+        pending.append((index, leaf))
+
+    def result(self) -> T | None:
+        """Return the fold of all leaves so far; None where there are none. More may be pushed."""
+        pending = self._pending
+        if not pending:
+            return None
+        value = pending[-1][1]
+        for _, left in reversed(pending[:-1]):
+            value = self._combine(left, value)
+        return value

@@ -1,0 +1,392 @@
+"""What the sections of a spec say about each other: names, kinds, places in the graph, files.
+
+The checks read OUTLINES of the stages, not their models: a stage whose `timeout_s` is wrong
+still has a name, a verb and an `of`, so that its own mistake hides none of its neighbours'.
+"""
+
+from __future__ import annotations
+
+import keyword
+import posixpath
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pipedist.spec.document import Path
+from pipedist.spec.graph import cycles
+from pipedist.spec.interpolation import NAME, NAME_EXPECTED, StageRef, StateRef
+from pipedist.spec.problems import Problems, listing, nearest
+from pipedist.spec.scalars import describe
+from pipedist.spec.stages import OPS, OUTPUT_ENDINGS, ReduceSpec
+
+_READS = {
+    "run": ("dataset", "run"),
+    "reduce": ("dataset", "run"),
+    "gather": ("dataset", "run"),
+    "update": ("reduce", "gather"),
+}
+_REDUCE_KEYS = tuple(ReduceSpec.model_fields)
+_RESERVED_FILES = ("quarantine.jsonl",)
+
+
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """What other stages have to know of a stage.
+
+    Args:
+        verb: run, reduce, gather or update; None where it has none.
+        of: what it reads; None where that is missing or no name.
+        per: run, epoch or step.
+        after: the stages it waits for.
+        raw: all its keys.
+    """
+
+    verb: str | None
+    of: str | None
+    per: str
+    after: tuple[str, ...]
+    raw: Mapping[str, object]
+
+
+def outline(verb: str | None, raw: object) -> Outline:
+    """Return the outline of a stage, of which nothing is known to be right."""
+    keys = raw if isinstance(raw, dict) else {}
+    of, per, after = keys.get("of"), keys.get("per", "run"), keys.get("after", ())
+    names = (after,) if isinstance(after, str) else after if isinstance(after, list | tuple) else ()
+    return Outline(
+        verb,
+        of if isinstance(of, str) else None,
+        per if isinstance(per, str) else "run",
+        tuple(name for name in names if isinstance(name, str)),
+        keys,
+    )
+
+
+class Checks:
+    """Checks one spec; every mistake is noted.
+
+    Args:
+        datasets: the names of the datasets.
+        stages: the outlines of the stages.
+        references: the references in the stages' `with`, with their places.
+        problems: where mistakes are noted.
+    """
+
+    def __init__(
+        self,
+        datasets: Sequence[str],
+        stages: Mapping[str, Outline],
+        references: Sequence[tuple[Path, StageRef | StateRef]],
+        problems: Problems,
+    ) -> None:
+        self._datasets = datasets
+        self._stages = stages
+        self._references = references
+        self._problems = problems
+
+    def names(self) -> None:
+        """Names are names, and no stage is called like a dataset."""
+        for section, names in (("datasets", self._datasets), ("stages", self._stages)):
+            for name in names:
+                if isinstance(name, str) and "${" in name:
+                    continue  # said by the interpolation
+                if not isinstance(name, str) or not NAME.fullmatch(name):
+                    self._note((section, name), f"{name!r} can't be a name", NAME_EXPECTED, at_key=True)
+        for name in self._stages:
+            if name in self._datasets:
+                self._note(
+                    ("stages", name),
+                    f"the stage `{name}` has the name of a dataset",
+                    "another name",
+                    at_key=True,
+                )
+
+    def edges(self) -> None:
+        """What a stage reads or waits for exists and is of the right kind."""
+        for name, stage in self._stages.items():
+            path: Path = ("stages", name)
+            if stage.of is not None and stage.verb is not None:
+                self._reads((*path, "of"), stage.verb, stage.of)
+            for index, other in enumerate(stage.after):
+                at: Path = (
+                    (*path, "after", index) if not isinstance(stage.raw["after"], str) else (*path, "after")
+                )
+                if other not in self._stages:
+                    self._unknown(at, "stage", other, self._stages)
+        for path, reference in self._references:
+            if isinstance(reference, StageRef):
+                self._reads_value(path, reference)
+            else:
+                self._reads_state(path, reference)
+
+    def cycles(self) -> None:
+        """No stage waits for itself. Reading a state is no waiting: it is that of the step before."""
+        edges: dict[str, list[tuple[str, Path]]] = {name: [] for name in self._stages}
+        for name, stage in self._stages.items():
+            if stage.of in edges and stage.of not in self._datasets:
+                edges[name].append((stage.of, ("stages", name, "of")))
+            edges[name] += [(other, ("stages", name, "after")) for other in stage.after if other in edges]
+        for path, reference in self._references:
+            target = self._stages.get(reference.name)
+            if isinstance(reference, StageRef) and target is not None and target.verb != "update":
+                edges[str(path[1])].append((reference.name, path))
+        for cycle, path in cycles(edges):
+            chain = " -> ".join([*cycle, cycle[0]])
+            self._note(path, f"these stages wait for each other: {chain}", "stages without a cycle")
+
+    def keys(self) -> None:
+        """Keys of one stage which depend on each other."""
+        for name, stage in self._stages.items():
+            path = ("stages", name)
+            if stage.verb == "reduce":
+                self._axis(path, stage.raw)
+            with_ = stage.raw.get("with")
+            if stage.verb in ("run", "update") and isinstance(with_, dict):
+                self.arguments(with_, (*path, "with"))
+
+    def arguments(self, with_: Mapping[Any, object], path: Path) -> None:
+        """The keys of a `with` can be keyword arguments."""
+        for name in with_:
+            if name == "ctx":
+                self._note(
+                    (*path, "ctx"),
+                    "`ctx` is given by pipedist",
+                    "another name: a parameter `ctx` gets the ReplicaContext",
+                    at_key=True,
+                )
+            elif not isinstance(name, str) or not name.isidentifier() or keyword.iskeyword(name):
+                at = (*path, name) if isinstance(name, str | int) else path
+                self._note(
+                    at, f"{name!r} can't be the name of an argument", "a Python identifier", at_key=True
+                )
+
+    def cluster(self, cluster: Mapping[object, object]) -> None:
+        """The keys of `launcher: connect` are there with it, and only with it."""
+        launcher = cluster.get("launcher", "local")
+        for key, example in (
+            ("listen", '"tcp://ADDRESS:PORT"'),
+            ("key_file", "the file with the cluster's keys"),
+        ):
+            if launcher == "connect" and key not in cluster:
+                self._note(
+                    ("cluster",), f"`{key}` is missing: `launcher: connect` needs it", example, at_key=True
+                )
+            elif launcher != "connect" and key in cluster:
+                self._note(
+                    ("cluster", key),
+                    f"`{key}` goes with `launcher: connect` only",
+                    f"no `{key}`, or `launcher: connect`",
+                    at_key=True,
+                )
+
+    def states(self) -> None:
+        """One dataset feeds all updates; what others read of a state is counted per epoch."""
+        feeders = {
+            name: root
+            for name, stage in self._stages.items()
+            if stage.verb == "update" and (root := self._root(name)) is not None
+        }
+        first = next(iter(feeders), None)
+        for name, root in feeders.items():
+            if first is not None and root != feeders[first]:
+                self._note(
+                    ("stages", name, "of"),
+                    f"`{name}` is fed by the dataset `{root}`, and `{first}` by `{feeders[first]}`",
+                    "one dataset that feeds all updates",
+                )
+        readers = {str(path[1]) for path, reference in self._references if isinstance(reference, StateRef)}
+        evaluated = {self._root(name) for name in readers} - set(feeders.values()) - {None}
+        for name, stage in self._stages.items():
+            if (
+                stage.verb in ("reduce", "gather")
+                and stage.per != "epoch"
+                and self._root(name) in evaluated
+                and self._descends_from(name, readers)
+            ):
+                at: Path = ("stages", name, "per") if "per" in stage.raw else ("stages", name)
+                self._note(
+                    at,
+                    f"`{name}` depends on a state that its dataset does not feed: it has a value per epoch",
+                    "`per: epoch`",
+                    at_key="per" not in stage.raw,
+                )
+
+    def outputs(self, outputs: Mapping[object, object]) -> None:
+        """Outputs are of stages that have a value, and are different files below the output folder."""
+        files: dict[str, str] = {}
+        for name, written in outputs.items():
+            path: Path = ("outputs", str(name))
+            stage = self._stages.get(str(name))
+            valued = [other for other, s in self._stages.items() if s.verb in ("reduce", "gather", "update")]
+            if stage is None:
+                kind = "a dataset" if name in self._datasets else "no stage"
+                self._note(
+                    path,
+                    f"`{name}` is {kind}",
+                    _one_of(valued, "a reduce, gather or update"),
+                    allowed=valued,
+                    given=str(name),
+                    at_key=True,
+                )
+            elif stage.verb == "run":
+                self._note(
+                    path,
+                    f"`{name}` is a run, which has no single value",
+                    _one_of(valued, "a reduce, gather or update"),
+                    at_key=True,
+                )
+            if isinstance(written, str):
+                self._file(path, str(name), written, files)
+
+    def _file(self, path: Path, name: str, written: str, files: dict[str, str]) -> None:
+        normal = posixpath.normpath(written)
+        if posixpath.isabs(written) or ".." in written.split("/") or "\0" in written:
+            self._note(path, f"{written!r} leads out of the output folder", "a relative path without `..`")
+            return
+        base, ending = posixpath.splitext(posixpath.basename(normal))
+        if ending not in OUTPUT_ENDINGS or written.endswith("/"):
+            self._note(
+                path,
+                f"{written!r} has no known ending",
+                listing(OUTPUT_ENDINGS),
+                allowed=OUTPUT_ENDINGS,
+                given=ending or base,
+            )
+            return
+        if normal in _RESERVED_FILES or normal.startswith("."):
+            self._note(path, f"pipedist itself may write {normal!r}", "another name")
+            return
+        for other, owner in files.items():
+            if normal == other or normal.startswith(f"{other}/") or other.startswith(f"{normal}/"):
+                self._note(path, f"{written!r} is in the way of the output of `{owner}`", "a file of its own")
+                return
+        files[normal] = name
+
+    def _reads(self, path: Path, verb: str, of: str) -> None:
+        kinds = _READS[verb]
+        readable = listing(map(_article, kinds))
+        allowed = [name for name, stage in self._stages.items() if stage.verb in kinds]
+        if "dataset" in kinds:
+            allowed = [*self._datasets, *allowed]
+        stage = self._stages.get(of)
+        if stage is None and not self._datasets:
+            return  # that there is no dataset has been said
+        if stage is None and of not in self._datasets:
+            self._unknown(path, "dataset or stage" if "dataset" in kinds else "stage", of, allowed)
+        elif of in self._datasets and "dataset" in kinds:
+            return
+        elif of in self._datasets or (
+            stage is not None and stage.verb is not None and stage.verb not in kinds
+        ):
+            kind = "dataset" if stage is None or of in self._datasets else stage.verb
+            self._note(
+                path,
+                f"`{of}` is {_article(str(kind))}, and {_article(verb)} reads {readable}",
+                _one_of(allowed, f"the name of {readable}"),
+            )
+
+    def _reads_value(self, path: Path, reference: StageRef) -> None:
+        allowed = [
+            name for name, s in self._stages.items() if s.verb in ("reduce", "gather") and s.per == "run"
+        ]
+        stage = self._stages.get(reference.name)
+        expected = _one_of(allowed, "a reduce or gather with `per: run`")
+        token = str(reference)
+        if stage is None:
+            message = f"there is no stage `{reference.name}`"
+            self._note(path, message, expected, allowed=allowed, given=reference.name, fragment=token)
+        elif stage.verb == "update":
+            self._note(
+                path, f"`{reference.name}` is an update", f"${{state.{reference.name}}}", fragment=token
+            )
+        elif stage.verb == "run":
+            self._note(
+                path, f"`{reference.name}` is a run, which has no single value", expected, fragment=token
+            )
+        elif stage.verb is not None and stage.per != "run":
+            message = f"`{reference.name}` has a value per {stage.per}, not one for the run"
+            self._note(path, message, expected, fragment=token)
+
+    def _reads_state(self, path: Path, reference: StateRef) -> None:
+        allowed = [name for name, stage in self._stages.items() if stage.verb == "update"]
+        stage = self._stages.get(reference.name)
+        if stage is None or stage.verb not in ("update", None):
+            message = f"there is no update `{reference.name}`"
+            self._note(
+                path,
+                message,
+                _one_of(allowed, "the name of an update"),
+                allowed=allowed,
+                given=reference.name,
+                fragment=str(reference),
+            )
+
+    def _axis(self, path: Path, raw: Mapping[str, object]) -> None:
+        op = raw.get("reduce")
+        misspelled = any(nearest(str(key), _REDUCE_KEYS) == "axis" for key in raw if key not in _REDUCE_KEYS)
+        if op in OPS and "axis" not in raw and not misspelled:
+            self._note(
+                path,
+                "`axis` is missing: a built-in op needs one",
+                "an integer or a list of them (along the components' axes, over all calls), or null "
+                "(across calls, element by element)",
+                at_key=True,
+            )
+        elif "axis" in raw and (callable(op) or (isinstance(op, str) and ":" in op)):
+            self._note(
+                (*path, "axis"),
+                f"`axis` goes with built-in ops only, and `reduce` is {describe(op)}",
+                "no `axis`",
+                at_key=True,
+            )
+
+    def _root(self, name: str) -> str | None:
+        """Return the dataset that the stage descends from, None where there is none."""
+        root = self._ancestry(name)[-1]
+        return root if root in self._datasets else None
+
+    def _descends_from(self, name: str, ancestors: Iterable[str]) -> bool:
+        return not set(ancestors).isdisjoint(self._ancestry(name))
+
+    def _ancestry(self, name: str) -> list[str]:
+        """Return the stage, what it reads, what that reads, and so on; a cycle is followed once."""
+        chain = [name]
+        while chain[-1] in self._stages:
+            of = self._stages[chain[-1]].of
+            if of is None or of in chain:
+                break
+            chain.append(of)
+        return chain
+
+    def _unknown(self, path: Path, kind: str, given: str, allowed: Iterable[str]) -> None:
+        allowed = list(allowed)
+        self._note(
+            path,
+            f"there is no {kind} `{given}`",
+            _one_of(allowed, f"the name of a {kind}"),
+            allowed=allowed,
+            given=given,
+        )
+
+    def _note(
+        self,
+        path: Path,
+        message: str,
+        expected: str,
+        *,
+        allowed: Iterable[str] = (),
+        given: str = "",
+        at_key: bool = False,
+        fragment: str = "",
+    ) -> None:
+        self._problems.add(
+            path, message, expected=expected, allowed=allowed, given=given, at_key=at_key, fragment=fragment
+        )
+
+
+def _one_of(names: Sequence[str], otherwise: str) -> str:
+    return listing(names) if names else f"{otherwise}, of which the spec has none"
+
+
+def _article(kind: str) -> str:
+    return f"an {kind}" if kind == "update" else f"a {kind}"

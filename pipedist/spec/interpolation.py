@@ -1,0 +1,339 @@
+"""`${...}` in values.
+
+| reference | value | where |
+|---|---|---|
+| `${params.NAME}` | the parameter | everywhere but in `params` |
+| `${env.NAME}`, `${env.NAME:default}` | the variable, read as a YAML scalar or flow list | everywhere |
+| `${spec.dir}` | the spec's folder, absolute | everywhere |
+| `${stages.NAME}` | the finished value of a reduce or gather | alone, in a stage's `with` |
+| `${state.NAME}` | the state of an update | alone, in a stage's `with` |
+| `$${` | the text `${` | everywhere |
+
+A lone `${...}` keeps its type; inside text it becomes text. Values of the last two exist only
+while the spec runs: they stay in the tree, as `StageRef` and `StateRef`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from pipedist.program import Tree
+from pipedist.spec.document import Document, Path
+from pipedist.spec.problems import Problems, listing
+from pipedist.spec.scalars import ScalarError, as_text, describe, resolve_plain
+
+TEXT_CHARACTERS_MAX = 65_536
+NODES_MAX = 1_000_000
+DEPTH_MAX = 32
+
+NAME = re.compile(r"[^\W\d][\w-]{0,99}")
+"""What a dataset, a stage or a parameter may be called."""
+
+NAME_EXPECTED = "a name of letters, digits, `_` and `-`, with a letter or `_` first, at most 100"
+
+_TOKEN = re.compile(r"\$\$\{|\$\{([^{}\n]*)\}|\$\{")
+_KINDS = ("params", "env", "spec", "stages", "state")
+_UNRESOLVED = object()
+
+
+@dataclass(frozen=True, slots=True)
+class StageRef:
+    """Stands for the finished value of the reduce or gather `name`."""
+
+    name: str
+
+    def __str__(self) -> str:
+        return f"${{stages.{self.name}}}"
+
+
+@dataclass(frozen=True, slots=True)
+class StateRef:
+    """Stands for the state of the update `name`, as it is before the step."""
+
+    name: str
+
+    def __str__(self) -> str:
+        return f"${{state.{self.name}}}"
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A value together with what it reads as inside text."""
+
+    value: object
+    text: str | None
+
+
+def read_setting(text: str) -> object:
+    """Read the value of a `--set` or an environment variable: a YAML scalar or flow list.
+
+    Raises:
+        ScalarError: a number that a spec can't hold, or a list or quote that is not YAML.
+    """
+    stripped = text.strip()
+    if not stripped.startswith(("[", '"', "'")):
+        return resolve_plain(stripped)
+    from pipedist.errors import SpecError  # the rare road: most settings are plain scalars
+    from pipedist.spec.yaml_text import read_yaml
+
+    try:
+        document, problems = read_yaml(stripped.encode(), "")
+        problems.raise_all()
+    except SpecError as error:
+        raise ScalarError(error.problems[0].message, error.problems[0].expected) from error
+    return document.value
+
+
+class Interpolation:
+    """Replaces the references of one document.
+
+    Args:
+        document: for the places.
+        problems: where unresolved references are noted.
+        env: the environment variables.
+        folder: the spec's folder, absolute.
+    """
+
+    def __init__(self, document: Document, problems: Problems, env: Mapping[str, str], folder: str) -> None:
+        self._document = document
+        self._problems = problems
+        self._env = env
+        self._folder = folder
+        self._params: dict[str, Setting] | None = None
+        self._nodes = 0
+        self._failed: set[Path] = set()
+        self._failed_params: set[str] = set()
+        self.references: list[tuple[Path, StageRef | StateRef]] = []
+        self.origins: dict[Path, str] = {}
+
+    def read_params(
+        self, declared: object, given: Mapping[str, object], sets: Sequence[str]
+    ) -> dict[str, object]:
+        """Read the `params` section and what overrides it; `--set` wins over `given`.
+
+        Returns:
+            The value of each parameter.
+        """
+        params: dict[str, Setting] = {}
+        if not isinstance(declared, dict):
+            self._problems.add(
+                ("params",), f"`params` is {describe(declared)}", expected="a mapping of names to values"
+            )
+            self._problems.break_at(("params",))
+            declared = {}
+        for name, default in declared.items():
+            path = ("params", name)
+            if not isinstance(name, str) or not NAME.fullmatch(name):
+                self._problems.add(
+                    path, f"{name!r} can't be a parameter's name", expected=NAME_EXPECTED, at_key=True
+                )
+            failed = len(self._failed)
+            value = self.replace(default, path)
+            if len(self._failed) > failed:
+                self._failed_params.add(name)
+            params[name] = Setting(value, _text_of(value))
+        for name, value in given.items():
+            if self._declared(name, params, "params", name):
+                params[name] = Setting(value, _text_of(value))
+                self._failed_params.discard(name)
+        for setting in sets:
+            name, equals, text = setting.partition("=")
+            if not equals or not name:
+                self._problems.add_outside(
+                    f"--set {setting}", "this sets nothing", expected="--set NAME=VALUE"
+                )
+            elif self._declared(name, params, f"--set {setting}", name):
+                try:
+                    params[name] = Setting(read_setting(text), text)
+                    self._failed_params.discard(name)
+                except ScalarError as error:
+                    self._problems.add_outside(f"--set {setting}", error.message, expected=error.expected)
+        self._params = params
+        return {name: setting.value for name, setting in params.items()}
+
+    def _declared(self, name: str, params: Mapping[str, Setting], where: str, given: str) -> bool:
+        if name in params:
+            return True
+        expected = listing(params) if params else "nothing: the spec has no `params`"
+        self._problems.add_outside(
+            where, f"the spec has no parameter `{name}`", expected=expected, allowed=params, given=given
+        )
+        return False
+
+    def replace(self, value: object, path: Path) -> object:
+        """Return `value` with its references replaced; what holds none stays the same object."""
+        if path[:1] == ("datasets",) and path[2:] == ("arrays",):
+            return value
+        self._nodes += 1
+        if len(path) > DEPTH_MAX or self._nodes > NODES_MAX:
+            limit = f"{DEPTH_MAX} levels deep" if len(path) > DEPTH_MAX else f"{NODES_MAX} values"
+            self._problems.add(
+                path, f"the document is more than {limit}", expected="a smaller tree, or one array"
+            )
+            self._problems.raise_all()
+        if isinstance(value, str):
+            replaced_text = self._string(value, path) if "${" in value else value
+            if path in self._failed:
+                self._problems.break_at(path)
+            return replaced_text
+        if type(value) is dict:
+            replaced: dict[object, object] = {}
+            for key, item in value.items():
+                if isinstance(key, str) and "${" in key:
+                    self._problems.add(
+                        (*path, key),
+                        f"`{key}`: references are replaced in values, not in keys",
+                        expected="a key without `${`",
+                        at_key=True,
+                    )
+                replaced[key] = self.replace(item, (*path, key))
+            return replaced if _differs(replaced.values(), value.values()) else value
+        if type(value) is list or type(value) is tuple:
+            items = [self.replace(item, (*path, index)) for index, item in enumerate(value)]
+            return type(value)(items) if _differs(items, value) else value
+        return value
+
+    def _string(self, text: str, path: Path) -> object:
+        lone = _TOKEN.fullmatch(text)
+        if lone is not None and lone[1] is not None:
+            value = self._resolve(lone[1], lone[0], path, alone=True)
+            if isinstance(value, Setting):
+                self.origins[path] = lone[0]
+                return value.value
+            return value
+        parts: list[str] = []
+        end = 0
+        for token in _TOKEN.finditer(text):
+            parts.append(text[end : token.start()])
+            end = token.end()
+            if token[0] == "$${":
+                parts.append("${")
+            elif token[1] is None:
+                self._fail(path, "${", "`${` is never closed", "`${...}`, or `$${` for the text `${`")
+            else:
+                value = self._resolve(token[1], token[0], path, alone=False)
+                if isinstance(value, Setting):
+                    if value.text is None:
+                        kind = describe(value.value)
+                        self._fail(path, token[0], f"{token[0]} is {kind}, inside text", "a scalar")
+                    parts.append(value.text or "")
+        parts.append(text[end:])
+        if sum(map(len, parts)) > TEXT_CHARACTERS_MAX:
+            self._fail(
+                path, "", f"the text is longer than {TEXT_CHARACTERS_MAX} characters", "a shorter text"
+            )
+        return "".join(parts)
+
+    def _resolve(self, body: str, token: str, path: Path, *, alone: bool) -> object:
+        kind, dot, name = body.partition(".")
+        if kind == "spec" and name == "dir":
+            return Setting(self._folder, self._folder)
+        if kind == "params" and name:
+            return self._param(name, token, path)
+        if kind == "env" and name:
+            return self._variable(name, token, path)
+        if kind in ("stages", "state") and name:
+            return self._later(kind, name, token, path, alone=alone)
+        expected = "${params.NAME}, ${env.NAME}, ${spec.dir}, ${stages.NAME} or ${state.NAME}"
+        if kind == "spec":
+            self._fail(path, token, f"unknown reference {token}", "${spec.dir}", ["spec.dir"], body)
+        elif dot:
+            self._fail(path, token, f"unknown reference {token}", expected, _KINDS, kind)
+        else:
+            self._fail(
+                path,
+                token,
+                f"unknown reference {token}",
+                expected,
+                [f"params.{n}" for n in self._params or ()],
+                f"params.{body}",
+            )
+        return _UNRESOLVED
+
+    def _param(self, name: str, token: str, path: Path) -> object:
+        if self._params is None:
+            self._fail(path, token, f"{token} stands in `params`", "a value, ${env.NAME} or ${spec.dir}")
+        elif name not in self._params:
+            expected = listing(self._params) if self._params else "a parameter declared in `params`"
+            self._fail(path, token, f"the spec has no parameter `{name}`", expected, self._params, name)
+        elif name in self._failed_params:
+            self._problems.break_at(path)
+        else:
+            return self._params[name]
+        return _UNRESOLVED
+
+    def _variable(self, body: str, token: str, path: Path) -> object:
+        name, colon, default = body.partition(":")
+        text = self._env.get(name, default if colon else None)
+        if text is None:
+            self._fail(
+                path,
+                token,
+                f"the environment variable {name} is not set",
+                f"its value, or a default: ${{env.{name}:default}}",
+                self._env,
+                name,
+            )
+            return _UNRESOLVED
+        try:
+            return Setting(read_setting(text), text)
+        except ScalarError as error:
+            self._fail(path, token, f"the environment variable {name}: {error.message}", error.expected)
+            return _UNRESOLVED
+
+    def _later(self, kind: str, name: str, token: str, path: Path, *, alone: bool) -> object:
+        if len(path) < 4 or path[0] != "stages" or path[2] != "with":
+            self._fail(
+                path, token, f"{token} has no value before the run", "it only in the `with` of a stage"
+            )
+        elif not alone:
+            self._fail(path, token, f"{token} stands inside text", "it alone: its value is a tree of arrays")
+        else:
+            reference = StageRef(name) if kind == "stages" else StateRef(name)
+            self.references.append((path, reference))
+            return reference
+        return _UNRESOLVED
+
+    def _fail(
+        self,
+        path: Path,
+        token: str,
+        message: str,
+        expected: str,
+        allowed: Mapping[str, object] | Sequence[str] = (),
+        given: str = "",
+    ) -> None:
+        self._problems.add(path, message, expected=expected, allowed=allowed, given=given, fragment=token)
+        self._failed.add(path)
+
+
+def _text_of(value: object) -> str | None:
+    """Return what a parameter reads as inside text, None where it is no scalar."""
+    return as_text(value) if value is None or isinstance(value, str | int | float | bool) else None
+
+
+def _differs(ours: Iterable[object], theirs: Iterable[object]) -> bool:
+    return any(a is not b for a, b in zip(ours, theirs, strict=True))
+
+
+def references(tree: Tree) -> list[StageRef | StateRef]:
+    """Return the references to stages and states in a `with` tree, in order."""
+    found: list[StageRef | StateRef] = []
+    substitute(tree, lambda reference: found.append(reference))
+    return found
+
+
+def substitute(tree: Tree, value_of: Callable[[StageRef | StateRef], Tree]) -> Tree:
+    """Return a `with` tree with `value_of(reference)` in the place of each reference.
+
+    References stand in dicts, lists and tuples only; other nodes are leaves here.
+    """
+    if isinstance(tree, StageRef | StateRef):
+        return value_of(tree)
+    if type(tree) is dict:
+        return {key: substitute(item, value_of) for key, item in tree.items()}
+    if type(tree) is list or type(tree) is tuple:
+        return type(tree)(substitute(item, value_of) for item in tree)
+    return tree

@@ -1,0 +1,128 @@
+"""The JSON Schema of the language, for editors: completion, descriptions, a first check.
+
+It is derived from the model. It accepts every spec that `load` accepts; what it can't say
+(names that must exist, cycles, what interpolation gives) only `load` checks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic.json_schema import models_json_schema
+
+from pipedist.spec.keys import Key, Section, key_of
+from pipedist.spec.model import ClusterSpec, SpecKeys
+from pipedist.spec.sources import SOURCE_EXAMPLES, SOURCES, DatasetKeys
+from pipedist.spec.stages import STAGES
+
+DIALECT = "https://json-schema.org/draft/2020-12/schema"
+
+_REFERENCE = {"$ref": "#/$defs/Reference"}
+
+
+def schema() -> dict[str, Any]:
+    """Return the JSON Schema (draft 2020-12) of version 1 of the language."""
+    files = {name: model for name, model in SOURCES.items() if name != "arrays"}
+    models: list[type[Section]] = [SpecKeys, ClusterSpec, DatasetKeys, *STAGES.values(), *files.values()]
+    _, generated = models_json_schema([(model, "validation") for model in models], by_alias=True)
+    definitions: dict[str, Any] = generated["$defs"]
+    for model in models:
+        _describe(definitions[model.__name__], model)
+    definitions["Reference"] = {
+        "type": "string",
+        "pattern": r"\$\{",
+        "description": "A value with `${params.NAME}`, `${env.NAME}` or `${spec.dir}` in it.",
+    }
+    definitions["Dataset"] = _dataset(definitions.pop("DatasetKeys"), files)
+    definitions["Stage"] = {"anyOf": [{"$ref": f"#/$defs/{model.__name__}"} for model in STAGES.values()]}
+    definitions["RunSpec"]["required"].remove("of")
+    root = definitions.pop("SpecKeys")
+    names = {"pattern": r"^[^\W\d][\w-]{0,99}$"}
+    properties = root["properties"]
+    for name, inner in (("datasets", "Dataset"), ("stages", "Stage")):
+        properties[name] |= {
+            "type": "object",
+            "propertyNames": names,
+            "minProperties": 1,
+            "additionalProperties": _or_reference({"$ref": f"#/$defs/{inner}"}),
+        }
+        properties[name].pop("anyOf", None)
+    properties["dataset"].pop("anyOf", None)
+    properties["dataset"] |= _or_reference({"$ref": "#/$defs/Dataset"})
+    root["oneOf"] = [{"required": ["dataset"]}, {"required": ["datasets"]}]
+    return {
+        "$schema": DIALECT,
+        "title": "pipedist spec, version 1",
+        "description": "A dataset, replica functions and reductions.",
+        **{key: value for key, value in root.items() if key not in ("title", "description")},
+        "$defs": dict(sorted(definitions.items())),
+    }
+
+
+def _describe(definition: dict[str, Any], model: type[Section]) -> None:
+    """Put each key's account into its schema, and allow references where a value may stand."""
+    definition.pop("title", None)
+    definition["description"] = " ".join((model.__doc__ or "").split())
+    for name, field in model.model_fields.items():
+        alias = field.alias or name
+        key = key_of(field)
+        if key is None:
+            continue
+        inner = definition["properties"][alias]
+        inner.pop("title", None)
+        default = inner.pop("default", None)
+        described: dict[str, Any] = {
+            "description": f"{key.says} Expected: {key.expected}.",
+            "examples": [example_value(key, alias)],
+        }
+        if default is not None and not isinstance(default, dict):
+            described["default"] = default
+        definition["properties"][alias] = {**_or_reference(_leaves(inner)), **described}
+
+
+def example_value(key: Key, name: str) -> Any:
+    """Return the value that a key's example gives to the key."""
+    from pipedist.spec.yaml_text import read_yaml  # the schema alone needs no YAML elsewhere
+
+    document, problems = read_yaml(key.example.encode(), "")
+    problems.raise_all()
+    assert isinstance(document.value, dict), key.example
+    return document.value[name]
+
+
+def _leaves(inner: dict[str, Any]) -> dict[str, Any]:
+    """Allow references also inside lists and mappings."""
+    if "anyOf" in inner:
+        inner = {**inner, "anyOf": [_leaves(option) for option in inner["anyOf"]]}
+    for part in ("items", "additionalProperties"):
+        if isinstance(inner.get(part), dict) and inner[part]:
+            inner = {**inner, part: _or_reference(inner[part])}
+    return inner
+
+
+def _or_reference(inner: dict[str, Any]) -> dict[str, Any]:
+    """Return a schema for `inner`, or a text with a reference in it."""
+    if not inner or inner == {"type": "string"}:
+        return inner
+    options = inner["anyOf"] if set(inner) == {"anyOf"} else [inner]
+    return {"anyOf": [*options, _REFERENCE]}
+
+
+def _dataset(keys: dict[str, Any], sources: dict[str, type[Section]]) -> dict[str, Any]:
+    properties: dict[str, Any] = {}
+    for name, model in sources.items():
+        options: list[dict[str, Any]] = [{"$ref": f"#/$defs/{model.__name__}"}]
+        if name == "range":
+            options.append({"type": "integer"})
+        key = Key("", "", SOURCE_EXAMPLES[name])
+        properties[name] = {
+            "description": " ".join((model.__doc__ or "").split()),
+            "examples": [example_value(key, name)],
+            "anyOf": [*options, _REFERENCE],
+        }
+    return {
+        **keys,
+        "description": "A dataset: exactly one source, and how it is cut into steps.",
+        "properties": {**properties, **keys["properties"]},
+        "oneOf": [{"required": [name]} for name in sources],
+    }

@@ -1,0 +1,273 @@
+"""Values -> models, one section at a time, so that one mistake hides no other.
+
+pydantic says which value does not fit; what a person reads is made here, of the value, its
+`Key` and the names that are allowed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar, get_args
+
+from pydantic import BaseModel, ValidationError
+
+from pipedist.spec.document import Path, holds
+from pipedist.spec.keys import WRONG, Key, Section, key_of
+from pipedist.spec.problems import Problems, listing, nearest
+from pipedist.spec.scalars import describe
+from pipedist.spec.sources import SOURCES, DatasetKeys, DatasetSpec
+from pipedist.spec.stages import STAGES, StageSpec
+
+SectionT = TypeVar("SectionT", bound=Section)
+
+_BOOLEANS_OF_YAML_1_1 = frozenset({"yes", "no", "on", "off", "y", "n"})
+_RANGE_EXPECTED = "an integer, or a mapping with `stop` and, if need be, `start` and `step`"
+
+
+class SectionReader:
+    """Reads sections and notes what is wrong with them.
+
+    Args:
+        problems: where mistakes are noted.
+        origins: the reference that each interpolated value came from, by path.
+        in_memory: whether the spec is a dict, which may hold arrays.
+    """
+
+    def __init__(self, problems: Problems, origins: Mapping[Path, str], *, in_memory: bool) -> None:
+        self._problems = problems
+        self._origins = origins
+        self._in_memory = in_memory
+
+    def read(
+        self,
+        model: type[SectionT],
+        raw: object,
+        path: Path,
+        *,
+        expected: str = "",
+        beside: Iterable[str] = (),
+    ) -> SectionT | None:
+        """Return `raw` as a `model`, or None where it does not fit.
+
+        Args:
+            path: where the section stands.
+            expected: what would have been right where `raw` is no mapping at all.
+            beside: keys of the same mapping which are read elsewhere; for suggestions.
+        """
+        if not isinstance(raw, dict):
+            self._not_fitting(path, raw, expected or f"a mapping with the keys {listing(_keys(model))}")
+            return None
+        try:
+            return model.model_validate(raw)
+        except ValidationError as error:
+            self._translate(error, model, raw, path, tuple(beside))
+        return None
+
+    def dataset(self, raw: object, path: Path) -> DatasetSpec | None:
+        """Return a dataset, or None where it has mistakes."""
+        if not isinstance(raw, dict):
+            self._not_fitting(path, raw, "a mapping with one source key and `batch`")
+            return None
+        if "arrays" in raw and not self._in_memory:
+            self._problems.add(
+                (*path, "arrays"),
+                "`arrays` stands in a file",
+                expected="it only in a spec that is given as a dict",
+                at_key=True,
+            )
+            return None
+        sources = [name for name in SOURCES if self._in_memory or name != "arrays"]
+        kind, rest = self._one_of(raw, sources, _keys(DatasetKeys), path, "dataset", "source")
+        source: Section | None = None
+        if kind is not None:
+            written = next(key for key in raw if key not in rest)
+            value, at = raw[written], (*path, written)
+            if kind == "range" and type(value) is int:
+                value = {"stop": value}
+            if kind == "arrays":
+                value = {"arrays": value}
+            expected = _RANGE_EXPECTED if kind == "range" else ""
+            source = self.read(SOURCES[kind], value, at, expected=expected)
+        keys = self.read(DatasetKeys, rest, path, beside=sources)
+        if keys is None or source is None or kind is None:
+            return None
+        return DatasetSpec.model_construct(kind=kind, source=source, **dict(keys))
+
+    def stage(self, raw: object, path: Path, verb: str | None) -> StageSpec | None:
+        """Return a stage, or None where it has mistakes; `verb` comes from `verb_of`."""
+        if not isinstance(raw, dict) or verb is None:
+            return None
+        stage: Any = self.read(STAGES[verb], raw, path)
+        return stage  # type: ignore[no-any-return]
+
+    def verb_of(self, raw: object, path: Path) -> tuple[str | None, object]:
+        """Return the verb of a stage (None: unknown), and the stage with its verb spelled right.
+
+        A stage without a verb, or with two, is noted.
+        """
+        if not isinstance(raw, dict):
+            self._not_fitting(path, raw, f"a mapping with one of {listing(STAGES)}")
+            return None, raw
+        known = {key for model in STAGES.values() for key in _keys(model)}
+        verb, rest = self._one_of(raw, STAGES, known - set(STAGES), path, "stage", "verb")
+        if verb is None:
+            return None, raw
+        written = next(key for key in raw if key not in rest)
+        return verb, {verb: raw[written], **rest}
+
+    def _one_of(
+        self,
+        raw: dict[Any, object],
+        choices: Iterable[str],
+        others: Iterable[str],
+        path: Path,
+        what: str,
+        part: str,
+    ) -> tuple[str | None, dict[Any, object]]:
+        """Find the one key of `raw` that is among `choices`; return it, and `raw` without such keys.
+
+        A key that looks like one of them, where there is none, is noted and taken for it.
+        """
+        choices = list(choices)
+        found = [key for key in raw if key in choices]
+        if found:
+            for key in found[1:]:
+                self._problems.add(
+                    (*path, key),
+                    f"a {what} has one {part}, and this one has `{found[0]}` already",
+                    expected=f"one of {listing(choices)}",
+                    at_key=True,
+                )
+            return found[0], {key: value for key, value in raw.items() if key not in found}
+        names = [*choices, *others]
+        for key in raw:
+            if key in names:
+                continue
+            suggestion = nearest(str(key), names)
+            if suggestion in choices:
+                self._unknown((*path, key), choices)
+                self._problems.move((*path, suggestion), (*path, key))
+                return suggestion, {other: value for other, value in raw.items() if other != key}
+        self._problems.add(
+            path, f"the {what} has no {part}", expected=f"one of {listing(choices)}", at_key=True
+        )
+        return None, dict(raw)
+
+    def _translate(
+        self,
+        error: ValidationError,
+        model: type[Section],
+        raw: dict[Any, Any],
+        path: Path,
+        beside: tuple[str, ...],
+    ) -> None:
+        details = error.errors(include_url=False)
+        unknown = [d["loc"] for d in details if d["type"] == "extra_forbidden"]
+        for detail in details:
+            loc = tuple(part for part in detail["loc"] if part != "[key]")
+            at = (*path, *loc)
+            section, key = _find(model, loc)
+            name = loc[-1] if loc else ""
+            if detail["type"] in ("extra_forbidden", "invalid_key"):
+                self._unknown_key(at, section, beside if len(loc) == 1 else ())
+            elif detail["type"] == "missing":
+                hinted = any(
+                    other[:-1] == loc[:-1] and nearest(str(other[-1]), [*_keys(section), *beside]) == name
+                    for other in unknown
+                )
+                if not hinted:
+                    expected = f"{key.expected}, as in `{key.example}`" if key else ""
+                    self._problems.add(at[:-1], f"`{name}` is missing", expected=expected, at_key=True)
+            else:
+                self._wrong_value(at, raw, loc, key, detail)
+
+    def _wrong_value(self, at: Path, raw: dict[Any, Any], loc: Path, key: Key | None, detail: Any) -> None:
+        depth = _depth(raw, loc)
+        at = at[: len(at) - len(loc) + depth]
+        name = next((part for part in reversed(loc[:depth]) if isinstance(part, str)), "")
+        value = detail["input"] if depth == len(loc) else _at(raw, loc[:depth])
+        message = f"`{name}` is {describe(value)}"
+        expected = key.expected if key else ""
+        allowed: Iterable[str] = key.choices if key else ()
+        if detail["type"] == WRONG:
+            context = detail["ctx"]
+            message = context["message"] or message
+            expected = context["expected"] or expected
+            allowed = context["allowed"] or allowed
+        if isinstance(value, str) and value.lower() in _BOOLEANS_OF_YAML_1_1 and key is not None:
+            expected += f"; in YAML 1.2 `{value}` is text"
+        origin = self._origins.get(at)
+        if origin is not None:
+            message += f" (from {origin})"
+        if not isinstance(value, str):
+            allowed = ()
+        self._problems.add(at, message, expected=expected, allowed=allowed, given=str(value))
+
+    def _unknown_key(self, at: Path, section: type[Section], beside: tuple[str, ...]) -> None:
+        name = str(at[-1])
+        verb = next((verb for verb, model in STAGES.items() if model is section), None)
+        owners = [verb for verb, model in STAGES.items() if name in _keys(model)]
+        if verb is not None and owners:
+            self._problems.add(
+                at,
+                f"`{name}` does not go with `{verb}`, only with {listing(f'`{owner}`' for owner in owners)}",
+                expected=f"of its keys: {listing(_keys(section))}",
+                at_key=True,
+            )
+        else:
+            self._unknown(at, [*_keys(section), *beside])
+
+    def _unknown(self, at: Path, allowed: Iterable[str]) -> None:
+        allowed = list(allowed)
+        self._problems.add(
+            at,
+            f"unknown key `{at[-1]}`",
+            expected=listing(allowed),
+            allowed=allowed,
+            at_key=True,
+            given=str(at[-1]),
+        )
+
+    def _not_fitting(self, path: Path, raw: object, expected: str) -> None:
+        name = next((part for part in reversed(path) if isinstance(part, str)), "the document")
+        origin = f" (from {self._origins[path]})" if path in self._origins else ""
+        shown = f"`{name}`" if path else name
+        self._problems.add(path, f"{shown} is {describe(raw)}{origin}", expected=expected)
+
+
+def _keys(model: type[BaseModel]) -> list[str]:
+    return [
+        field.alias or name for name, field in model.model_fields.items() if name not in ("kind", "source")
+    ]
+
+
+def _find(model: type[Section], loc: Path) -> tuple[type[Section], Key | None]:
+    """Return the section that holds the last key of `loc` which is a key of the language, and its `Key`."""
+    section, key = model, None
+    for part in loc:
+        fields = {field.alias or name: field for name, field in section.model_fields.items()}
+        if part not in fields:
+            break
+        key = key_of(fields[str(part)])
+        kinds = (fields[str(part)].annotation, *get_args(fields[str(part)].annotation))
+        inner = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)), None)
+        if inner is None:
+            break
+        section = inner
+    return section, key
+
+
+def _depth(raw: object, loc: Path) -> int:
+    """Return how many parts of `loc` lead to values of `raw`: pydantic appends names of its own."""
+    value: Any = raw
+    for depth, part in enumerate(loc):
+        if not holds(value, part):
+            return depth
+        value = value[part]
+    return len(loc)
+
+
+def _at(raw: Any, loc: Path) -> object:
+    for part in loc:
+        raw = raw[part]
+    return raw

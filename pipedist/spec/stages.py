@@ -1,0 +1,288 @@
+"""Stages: the four verbs of tf.distribute, and the keys that go with each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, PlainValidator, WithJsonSchema
+
+from pipedist.program import Tree
+from pipedist.spec.keys import (
+    FUNCTION_PATTERN,
+    Function,
+    Key,
+    Names,
+    Section,
+    WithTree,
+    function_name,
+    wrong,
+)
+
+RETRIES_MAX = 1_000
+TIMEOUT_S_MAX = 10_000_000
+AXIS_MAX = 63
+
+OPS = ("sum", "mean", "min", "max", "prod")
+
+
+def _axis(value: object) -> object:
+    axes = value if isinstance(value, list | tuple) else () if value is None else (value,)
+    for axis in axes:
+        if type(axis) is not int or not -AXIS_MAX - 1 <= axis <= AXIS_MAX:
+            raise wrong("")
+    if isinstance(value, list | tuple):
+        if not axes or len(set(axes)) < len(axes):
+            raise wrong("the list of axes is empty or repeats an axis")
+        return tuple(axes)
+    return value
+
+
+def _op(value: object) -> object:
+    if isinstance(value, str) and ":" not in value:
+        if value not in OPS:
+            raise wrong("", allowed=OPS)
+        return value
+    if not isinstance(value, str) and not callable(value):
+        raise wrong("")
+    return function_name(value)
+
+
+@dataclass(frozen=True, slots=True)
+class InitLiteral:
+    """A state that begins as a value of the spec."""
+
+    value: Tree
+
+
+@dataclass(frozen=True, slots=True)
+class InitFile:
+    """A state that begins as the content of a file, relative to the spec's folder."""
+
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class InitFunction:
+    """A state that begins as what a function returns."""
+
+    function: str | Callable[..., Any]
+    with_: dict[str, Tree]
+
+
+def _init(value: object) -> object:
+    if isinstance(value, dict) and set(value) == {"file"}:
+        path = value["file"]
+        if not isinstance(path, str) or not path.endswith((".npy", ".npz", ".json")):
+            raise wrong("the file of `init` has no known ending", expected="a .npy, .npz or .json file")
+        return InitFile(path)
+    if isinstance(value, dict) and "function" in value and set(value) <= {"function", "with"}:
+        with_ = value.get("with", {})
+        if not isinstance(with_, dict):
+            raise wrong("the `with` of `init` is no mapping", expected="a mapping of names to values")
+        return InitFunction(function_name(value["function"]), with_)
+    return InitLiteral(value)
+
+
+_Retries = Annotated[int, Field(ge=0, le=RETRIES_MAX)]
+_Seconds = Annotated[float, Field(gt=0, le=TIMEOUT_S_MAX, allow_inf_nan=False)]
+_Axis = Annotated[
+    int | tuple[int, ...] | None,
+    PlainValidator(_axis),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "integer"},
+                {"type": "array", "items": {"type": "integer"}, "minItems": 1, "uniqueItems": True},
+                {"type": "null"},
+            ]
+        }
+    ),
+]
+_Op = Annotated[
+    str | Callable[..., Any],
+    PlainValidator(_op),
+    WithJsonSchema({"anyOf": [{"enum": list(OPS)}, {"type": "string", "pattern": FUNCTION_PATTERN}]}),
+]
+_OF = Key(
+    "What the stage reads: the name of a dataset or of a run.",
+    expected="the name of a dataset or of a run",
+    example="of: delays",
+)
+_PER = Key(
+    "How often there is a value: one for the whole run, one for each epoch, or one for each step.",
+    expected="run, epoch or step",
+    example="per: step",
+    choices=("run", "epoch", "step"),
+)
+_Per = Annotated[Literal["run", "epoch", "step"], _PER]
+
+
+class RunSpec(Section):
+    """A replica function, called once on each shard."""
+
+    run: Annotated[
+        Function,
+        Key(
+            "The replica function or class: `fn(shard, **with)`, sync or async; with a parameter named `ctx` "
+            "it also gets the `ReplicaContext`. Of a class, one instance is made per worker and called.",
+            '"package.module:name", of Python identifiers',
+            "run: flights:delays",
+        ),
+    ]
+    of: Annotated[
+        str,
+        Key(
+            "The dataset whose shards, or the run whose values, the function gets. May be left out where "
+            "there is one dataset only.",
+            "the name of a dataset or of a run",
+            "of: dataset",
+        ),
+    ]
+    with_: WithTree = Field({}, alias="with")
+    timeout_s: Annotated[
+        _Seconds | None,
+        Key(
+            "How long one call may take, in seconds; then its worker is killed. `null`: for ever.",
+            "a positive number of seconds, or null",
+            "timeout_s: 60",
+        ),
+    ] = None
+    retries: Annotated[
+        _Retries,
+        Key(
+            "How often a call is tried again after an exception or a timeout. A worker's death is always "
+            "retried and does not count.",
+            f"an integer from 0 to {RETRIES_MAX}",
+            "retries: 2",
+        ),
+    ] = 0
+    on_error: Annotated[
+        Literal["fail", "quarantine"],
+        Key(
+            "What happens after the last retry: the run fails, or the guilty elements are set aside and "
+            "listed.",
+            "fail or quarantine",
+            "on_error: quarantine",
+            choices=("fail", "quarantine"),
+        ),
+    ] = "fail"
+    collectives: Annotated[
+        bool,
+        Key(
+            "Whether the function calls `ctx.all_reduce` and the like: then all replica calls of a step run "
+            "at once, or not at all, and empty shards are called too.",
+            "true or false",
+            "collectives: true",
+        ),
+    ] = False
+    after: Annotated[
+        Names,
+        Key(
+            "Stages that must be complete before this one begins, though it reads nothing of theirs.",
+            "the name of a stage, or a list of them",
+            "after: [warm-up]",
+        ),
+    ] = ()
+
+
+class ReduceSpec(Section):
+    """The components of all calls, folded into one value in a fixed order."""
+
+    reduce: Annotated[
+        _Op,
+        Key(
+            "How two values become one: a built-in op, or an associative `combine(a, b)` of yours, which "
+            "runs on the workers.",
+            'sum, mean, min, max, prod, or "package.module:combine"',
+            "reduce: sum",
+            choices=OPS,
+        ),
+    ]
+    of: Annotated[str, _OF]
+    axis: Annotated[
+        _Axis,
+        Key(
+            "The axes of the components that are folded away, over all calls together; `null`: element by "
+            "element across the calls. Required with a built-in op, and only there.",
+            "an integer, a list of different integers, or null",
+            "axis: 0",
+        ),
+    ] = None
+    per: _Per = "run"
+
+    @property
+    def op(self) -> str | None:
+        """The built-in op, or None where `combine` is a function."""
+        return self.reduce if isinstance(self.reduce, str) and ":" not in self.reduce else None
+
+    @property
+    def combine(self) -> str | Callable[..., Any] | None:
+        """The combining function, or None where `op` is a built-in one."""
+        return None if self.op is not None else self.reduce
+
+
+class GatherSpec(Section):
+    """The components of all calls, end to end, in element order."""
+
+    gather: Annotated[
+        int,
+        Key("The axis along which the components are put together.", "an integer", "gather: 0"),
+        Field(ge=-AXIS_MAX - 1, le=AXIS_MAX),
+    ]
+    of: Annotated[str, _OF]
+    per: _Per = "run"
+
+
+class UpdateSpec(Section):
+    """A state that is carried from step to step."""
+
+    update: Annotated[
+        Function,
+        Key(
+            "`fn(state, value, **with) -> state`, called once for each value of `of`.",
+            '"package.module:name", of Python identifiers',
+            "update: regression:descend",
+        ),
+    ]
+    of: Annotated[
+        str,
+        Key(
+            "The reduce or gather whose values change the state.",
+            "the name of a reduce or gather",
+            "of: gradient",
+        ),
+    ]
+    init: Annotated[
+        InitLiteral | InitFile | InitFunction,
+        PlainValidator(_init),
+        WithJsonSchema({}),
+        Key(
+            "The state before the first step: a literal, `{file: w.npy}`, or "
+            '`{function: "module:name", with: {...}}`.',
+            'a value, {file: NAME}, or {function: "module:name", with: {...}}',
+            "init: 0.0",
+        ),
+    ]
+    with_: WithTree = Field({}, alias="with")
+    until: Annotated[
+        Function | None,
+        Key(
+            "`fn(old, new) -> bool`: true ends the epochs of the dataset that feeds the state.",
+            '"package.module:name", of Python identifiers',
+            "until: regression:converged",
+        ),
+    ] = None
+
+
+OUTPUT_ENDINGS = (".json", ".npy", ".npz", ".csv", ".parquet", ".jsonl")
+"""The endings of output files; each is a format."""
+
+StageSpec = RunSpec | ReduceSpec | GatherSpec | UpdateSpec
+STAGES: Mapping[str, type[Section]] = {
+    "run": RunSpec,
+    "reduce": ReduceSpec,
+    "gather": GatherSpec,
+    "update": UpdateSpec,
+}

@@ -1,0 +1,310 @@
+"""YAML 1.2 text -> `Document`.
+
+Rules: one document, no tags, keys are text and none comes twice, no merge keys. Aliases are
+read, but what they expand to counts against the limit of nodes, and no node holds itself.
+ruamel.yaml's scanner and parser do the syntax; its resolver and constructor are not used: they
+carry no places and know more types than a spec may hold. The limits are such that a hostile
+file is refused within 100 ms.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from ruamel.yaml import YAML
+from ruamel.yaml.error import MarkedYAMLError
+from ruamel.yaml.events import (
+    AliasEvent,
+    DocumentEndEvent,
+    DocumentStartEvent,
+    MappingEndEvent,
+    NodeEvent,
+    ScalarEvent,
+    SequenceEndEvent,
+    SequenceStartEvent,
+    StreamEndEvent,
+    StreamStartEvent,
+)
+from ruamel.yaml.reader import ReaderError
+from ruamel.yaml.scanner import Scanner, ScannerError
+
+from pipedist.spec.document import Document, Path, Place
+from pipedist.spec.problems import Problems
+from pipedist.spec.scalars import ScalarError, resolve_plain
+
+DOCUMENT_BYTES_MAX = 65_536
+NODES_MAX = 2_500
+DEPTH_MAX = 32
+
+# The line breaks that ruamel.yaml counts.
+_LINE_BREAK = re.compile("\r\n|[\n\r\x85\u2028\u2029]")
+
+_TOO_DEEP = f"more than {DEPTH_MAX} levels deep"
+
+# (what ruamel.yaml says, what is wrong, what was expected); the first that fits counts.
+_SYNTAX = (
+    (
+        "mapping values are not allowed",
+        "a `:` where no value can begin",
+        "the keys of one mapping at the same indentation, a space behind each `:`, and quotes around "
+        "text that contains `: `",
+    ),
+    ("found character '\\t'", "a tab in the indentation", "spaces"),
+    ("could not find expected ':'", "this is no `key: value`", "a `:` and a space behind the key"),
+    (
+        "expected <block end>",
+        "this line does not continue what stands above it",
+        "the same indentation as the lines it belongs to, and quotes around text with a quote in it",
+    ),
+    ("expected the node content", "a value is missing here", "a value, or the end of the list or mapping"),
+    ("expected ',' or ']'", "the list is not closed, or a comma is missing", "`,` or `]`"),
+    ("expected ',' or '}'", "the mapping is not closed, or a comma is missing", "`,` or `}`"),
+    ("found unexpected end of stream", "the quote is never closed", "a closing quote"),
+    ("found unknown escape character", "an unknown escape in double quotes", "single quotes, or `\\\\`"),
+    ("cannot start any token", "a value can't begin with this character", "quotes around the text"),
+    (_TOO_DEEP, f"the document is {_TOO_DEEP}", f"at most {DEPTH_MAX} levels"),
+)
+
+
+class _Stop(Exception):
+    """The document can't be read any further; its problem has been noted."""
+
+
+class _ShallowScanner(Scanner):
+    """A scanner that refuses deep flow collections: looking ahead in them takes quadratic time."""
+
+    def fetch_flow_collection_start(self, TokenClass: Any, to_push: str) -> None:
+        if self.flow_level >= DEPTH_MAX:
+            raise ScannerError(None, None, _TOO_DEEP, self.reader.get_mark())
+        super().fetch_flow_collection_start(TokenClass, to_push)
+
+
+def read_yaml(data: bytes, name: str) -> tuple[Document, Problems]:
+    """Read a YAML document.
+
+    Args:
+        data: the file's bytes, UTF-8; a byte order mark is skipped.
+        name: the file's path as typed, for the problems.
+
+    Returns:
+        The document, and its problems so far (duplicate keys, tags, ...), still to be raised.
+
+    Raises:
+        SpecError: what is not YAML, or passes a limit, so that reading on makes no sense.
+    """
+    document = Document(name, None, ("",))
+    problems = Problems(document)
+    if len(data) > DOCUMENT_BYTES_MAX:
+        problems.add(
+            (), f"the document is longer than {DOCUMENT_BYTES_MAX} bytes", expected="data in files of its own"
+        )
+        problems.raise_all()
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        column = error.start - (data.rfind(b"\n", 0, error.start) + 1) + 1
+        document.lines = tuple(data.decode("utf-8", "replace").split("\n"))
+        document.values[()] = Place(line, column)
+        problems.add((), f"byte 0x{data[error.start]:02x} is not UTF-8", expected="UTF-8 text")
+        problems.raise_all()
+        raise
+    document.lines = tuple(_LINE_BREAK.split(text))
+    try:
+        _Composer(document, problems).compose(text)
+    except _Stop:
+        problems.raise_all()
+    except MarkedYAMLError as error:
+        _note_syntax_error(error, document, problems)
+        problems.raise_all()
+    except ReaderError as error:
+        before = _LINE_BREAK.split(text[: error.position])
+        document.values[()] = Place(len(before), len(before[-1]) + 1)
+        problems.add((), f"the character U+{ord(text[error.position]):04X} is not allowed", expected="text")
+        problems.raise_all()
+    return document, problems
+
+
+def _note_syntax_error(error: MarkedYAMLError, document: Document, problems: Problems) -> None:
+    mark, said = error.problem_mark, str(error.problem or "")
+    if "unexpected end of stream" in said or mark is None:
+        mark = error.context_mark or mark
+    if mark is not None:
+        last = len(document.lines)
+        place = Place(mark.line + 1, mark.column + 1)
+        # Behind the last line there is nothing to show.
+        document.values[("",)] = place if place.line <= last else Place(last, len(document.lines[-1]) + 1)
+    for fragment, message, expected in _SYNTAX:
+        if fragment in said:
+            problems.add(("",), message, expected=expected)
+            return
+    problems.add(("",), f"this is not YAML: {said or error.context}", expected="YAML 1.2")
+
+
+class _Composer:
+    """Turns the parser's events into values and their places."""
+
+    def __init__(self, document: Document, problems: Problems) -> None:
+        self._document = document
+        self._problems = problems
+        self._nodes = 0
+        self._anchors: dict[str, tuple[object, int]] = {}
+        self._open_anchors: set[str] = set()
+
+    def compose(self, text: str) -> None:
+        yaml = YAML(typ="safe", pure=True)
+        yaml.Scanner = _ShallowScanner
+        events = iter(yaml.parse(text))
+        self._events: Iterator[Any] = events
+        documents = 0
+        for event in events:
+            if isinstance(event, StreamStartEvent | StreamEndEvent | DocumentEndEvent):
+                continue
+            if isinstance(event, DocumentStartEvent):
+                documents += 1
+                self._check_document_start(event, documents)
+            else:
+                self._document.value = self._node(event, ())
+        if not documents:
+            self._problems.add(
+                (), "the document is empty", expected="a mapping that begins with `pipedist: 1`"
+            )
+            raise _Stop
+
+    def _check_document_start(self, event: DocumentStartEvent, documents: int) -> None:
+        if documents > 1:
+            self._refuse(("",), event, "a second document begins here", "one document in one file")
+            raise _Stop
+        if event.version is not None and tuple(event.version) != (1, 2):
+            version = ".".join(map(str, event.version))
+            self._refuse(("",), event, f"the document asks for YAML {version}", "YAML 1.2")
+        if event.tags:
+            self._refuse(("",), event, "the document declares tags", "a document without tags")
+
+    def _node(self, event: Any, path: Path) -> object:
+        self._document.values[path] = _place(event)
+        if len(path) > DEPTH_MAX:
+            self._refuse(path, event, f"the document is {_TOO_DEEP}", f"at most {DEPTH_MAX} levels")
+            raise _Stop
+        if isinstance(event, AliasEvent):
+            return self._alias(event, path)
+        self._count(1, path, event)
+        before = self._nodes
+        anchor = event.anchor
+        if anchor is not None:
+            self._open_anchors.add(anchor)
+        self._check_tag(event, path)
+        value: object
+        if isinstance(event, ScalarEvent):
+            value = self._scalar(event, path)
+        elif isinstance(event, SequenceStartEvent):
+            value = self._sequence(path)
+        else:
+            value = self._mapping(path)
+        if anchor is not None:
+            self._open_anchors.discard(anchor)
+            self._anchors[anchor] = (value, self._nodes - before + 1)
+        return value
+
+    def _alias(self, event: AliasEvent, path: Path) -> object:
+        name = event.anchor
+        if name in self._open_anchors:
+            self._refuse(path, event, f"the node *{name} holds itself", "a tree")
+        elif name not in self._anchors:
+            self._refuse(path, event, f"*{name} refers to nothing", f"an anchor &{name} above", self._anchors)
+        else:
+            value, size = self._anchors[name]
+            self._count(size, path, event)
+            return value
+        self._problems.break_at(path)
+        return None
+
+    def _count(self, nodes: int, path: Path, event: NodeEvent) -> None:
+        self._nodes += nodes
+        if self._nodes > NODES_MAX:
+            self._refuse(
+                path,
+                event,
+                f"the document holds more than {NODES_MAX} values, aliases expanded",
+                "data in files of its own",
+            )
+            raise _Stop
+
+    def _check_tag(self, event: Any, path: Path) -> None:
+        tag = event.tag
+        if tag is not None:
+            shown = str(tag).replace("tag:yaml.org,2002:", "!!")
+            self._refuse(path, event, f"the tag {shown}", "no tag; quotes make a value text")
+            if isinstance(event, ScalarEvent):
+                self._problems.break_at(path)
+
+    def _scalar(self, event: ScalarEvent, path: Path) -> object:
+        if event.style is not None:
+            return event.value
+        try:
+            return resolve_plain(event.value)
+        except ScalarError as error:
+            self._refuse(path, event, error.message, error.expected)
+            self._problems.break_at(path)
+            return None
+
+    def _sequence(self, path: Path) -> list[object]:
+        values: list[object] = []
+        for event in self._events:
+            if isinstance(event, SequenceEndEvent):
+                break
+            values.append(self._node(event, (*path, len(values))))
+        return values
+
+    def _mapping(self, path: Path) -> dict[str, object]:
+        values: dict[str, object] = {}
+        for event in self._events:
+            if isinstance(event, MappingEndEvent):
+                break
+            key = self._key(event, path)
+            place = _place(event)
+            if key in values:
+                first = self._document.keys[(*path, key)].line
+                self._refuse(
+                    path, event, f"the key `{key}` comes twice, first on line {first}", "each key once"
+                )
+                # The second value is read for its own problems, under a path that nothing looks at.
+                self._node(next(self._events), (*path, key, ""))
+                continue
+            self._document.keys[(*path, key)] = place
+            values[key] = self._node(next(self._events), (*path, key))
+        return values
+
+    def _key(self, event: Any, path: Path) -> str:
+        if not isinstance(event, ScalarEvent):
+            self._refuse(path, event, "a key that is not text", "a plain or quoted text as key")
+            raise _Stop
+        self._count(1, path, event)
+        self._check_tag(event, path)
+        text = str(event.value)
+        if text == "<<" and event.style is None:
+            self._refuse(path, event, "a merge key `<<`", "the keys written out: YAML 1.2 has no merge keys")
+            raise _Stop
+        if event.style is None:
+            try:
+                is_text = isinstance(resolve_plain(text), str)
+            except ScalarError:
+                is_text = False
+            if not is_text:
+                self._refuse(path, event, f"the key `{text}` is not text", f'quotes around it: "{text}"')
+        return text
+
+    def _refuse(
+        self, path: Path, event: Any, message: str, expected: str, allowed: Iterator[str] | Any = ()
+    ) -> None:
+        """Note a problem at the event's own place, whatever stands at `path`."""
+        beside: Path = (*path, "", len(self._document.values))
+        self._document.values[beside] = _place(event)
+        given = event.anchor if isinstance(event, AliasEvent) else ""
+        self._problems.add(beside, message, expected=expected, allowed=allowed, given=given)
+
+
+def _place(event: Any) -> Place:
+    return Place(event.start_mark.line + 1, event.start_mark.column + 1)

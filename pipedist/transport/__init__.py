@@ -1,0 +1,1 @@
+"""How messages and trees of arrays travel between the scheduler and its workers."""

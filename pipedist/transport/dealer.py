@@ -1,0 +1,242 @@
+"""A worker's socket: one DEALER, blocking, connected to the scheduler's Router.
+
+A connection is one life: once it is lost, so may be messages in either direction, and the
+Dealer says so instead of going on with another connection. Whoever wants to join again opens a
+new Dealer, with a new identity.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Final
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from pipedist.errors import PipedistError, RemoteProtocolError, UsageError
+from pipedist.messages import Message
+from pipedist.transport.keys import ClientKeys
+from pipedist.transport.limits import KIB, LIMITS, Limits
+from pipedist.transport.rendezvous import parse_endpoint
+from pipedist.transport.settings import SETTINGS, Settings
+from pipedist.transport.wire import pack, unpack
+
+COPY_BYTES_MAX: Final = 64 * KIB
+RECONNECT_MS: Final = 100
+RECONNECT_MS_MAX: Final = 1000
+
+
+class ConnectionLost(PipedistError):
+    """The scheduler is gone, or does not read; a new connection is a new life."""
+
+
+class Dealer:
+    """Sends to and receives from one Router; for one thread.
+
+    Args:
+        endpoint: the Router's.
+        identity: 1 to 255 bytes, not beginning with a zero byte; random, a new one for each life.
+        keys: of a CURVE client; required for tcp.
+        limits, settings: sizes and times.
+
+    Raises:
+        UsageError: the endpoint or the identity is not allowed.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        *,
+        identity: bytes,
+        keys: ClientKeys | None,
+        limits: Limits = LIMITS,
+        settings: Settings = SETTINGS,
+    ) -> None:
+        parsed = parse_endpoint(endpoint, bind=False, has_keys=keys is not None)
+        if not 1 <= len(identity) <= 255 or identity[0] == 0:
+            raise UsageError("an identity has 1 to 255 bytes and does not begin with a zero byte")
+        self._endpoint = endpoint
+        self._limits = limits
+        self._settings = settings
+        self._is_connected = False
+        self._handshakes_failed = 0
+        self._failure: PipedistError | None = None
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = socket = self._context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.ROUTING_ID, identity)
+        socket.setsockopt(zmq.IMMEDIATE, 1)
+        socket.setsockopt(
+            zmq.MAXMSGSIZE, max(limits.frame_bytes_max, limits.header_bytes_max, limits.head_bytes_max)
+        )
+        socket.setsockopt(zmq.HANDSHAKE_IVL, round(settings.handshake_s * 1000))
+        socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
+        socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MS_MAX)
+        socket.setsockopt(zmq.SNDHWM, settings.queue_messages_max)
+        socket.setsockopt(zmq.RCVHWM, settings.queue_messages_max)
+        if parsed.is_tcp:
+            socket.setsockopt(zmq.HEARTBEAT_IVL, round(settings.heartbeat_s * 1000))
+            socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, round(settings.heartbeat_timeout_s * 1000))
+            socket.setsockopt(zmq.IPV6, int(parsed.is_ipv6))
+        if keys is not None:
+            socket.setsockopt(zmq.CURVE_SERVERKEY, keys.server_public)
+            socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
+            socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
+        self._monitor = socket.get_monitor_socket(
+            zmq.EVENT_HANDSHAKE_SUCCEEDED
+            | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+            | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+            | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+            | zmq.EVENT_DISCONNECTED
+        )
+        self._poller = zmq.Poller()
+        self._poller.register(self._monitor, zmq.POLLIN)
+        try:
+            socket.connect(endpoint)
+        except zmq.ZMQError as error:
+            self.close(0.0)
+            raise UsageError(f"can't connect to {endpoint}: {error.strerror}") from None
+
+    def __enter__(self) -> Dealer:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def send(
+        self,
+        message: Message,
+        payload: Sequence[bytes | memoryview] = (),
+        *,
+        copy: bool = True,
+        timeout_s: float = 60.0,
+    ) -> None:
+        """Send a message; waits while the queue is full or the connection not there yet.
+
+        Args:
+            payload: frames.
+            copy: False: frames above 64 KiB are sent from their own memory, later, so it must
+                not change any more. What a replica function returned may still change.
+            timeout_s: how long to wait at most; may be infinite.
+
+        Raises:
+            ConnectionLost: the connection was lost, or not there in time.
+            RemoteProtocolError: the scheduler refuses this worker.
+            LocalProtocolError: the message is not allowed.
+        """
+        parts: list[bytes | memoryview] = [pack(message), *payload]
+        self._look_at_monitor()
+        if not self._wait(zmq.POLLOUT, timeout_s):
+            raise ConnectionLost(f"{self._endpoint} took no message for {timeout_s:g} s")
+        last = len(parts) - 1
+        for number, part in enumerate(parts):
+            flags = zmq.SNDMORE if number < last else 0
+            size_bytes = part.nbytes if isinstance(part, memoryview) else len(part)
+            self._socket.send(part, flags, copy=copy or size_bytes <= COPY_BYTES_MAX)
+
+    def poll(self, timeout_s: float) -> bool:
+        """Wait for a message.
+
+        Args:
+            timeout_s: how long at most; 0: only look.
+
+        Returns:
+            True where `recv` will return one at once.
+
+        Raises:
+            ConnectionLost: the connection was lost.
+            RemoteProtocolError: the scheduler refuses this worker.
+        """
+        return self._wait(zmq.POLLIN, timeout_s)
+
+    def recv(self, timeout_s: float = 60.0) -> tuple[Message, list[memoryview]]:
+        """Receive the next message.
+
+        Returns:
+            The message and its payload: read-only views of the received memory.
+
+        Raises:
+            ConnectionLost: the connection was lost, or nothing came in time.
+            RemoteProtocolError: what came is malformed, or the scheduler refuses this worker.
+        """
+        if not self._wait(zmq.POLLIN, timeout_s):
+            raise ConnectionLost(f"{self._endpoint} sent no message for {timeout_s:g} s")
+        limits = self._limits
+        frames: list[memoryview] = []
+        count, size_bytes, more = 0, 0, True
+        while more:
+            frame = self._socket.recv(copy=False)
+            more = frame.more
+            count += 1
+            size_bytes += len(frame)
+            if count <= limits.frames_max and size_bytes <= limits.message_bytes_max:
+                frames.append(frame.buffer)
+            else:
+                frames = []
+        if count > limits.frames_max or size_bytes > limits.message_bytes_max:
+            raise RemoteProtocolError(
+                f"{self._endpoint} sent a message of {count} frames and {size_bytes} bytes, the limit is "
+                f"{limits.frames_max} frames and {limits.message_bytes_max} bytes"
+            )
+        return unpack(frames[0]), frames[1:]
+
+    def close(self, linger_s: float | None = None) -> None:
+        """Close; may be called twice.
+
+        Args:
+            linger_s: how long to wait for what is not sent yet; default: the settings'.
+        """
+        if self._context.closed:
+            return
+        linger_ms = round((self._settings.linger_s if linger_s is None else linger_s) * 1000)
+        self._socket.disable_monitor()
+        self._monitor.close(linger=0)
+        self._socket.close(linger=linger_ms)
+        self._context.term()
+
+    def _wait(self, event: int, timeout_s: float) -> bool:
+        deadline = time.monotonic() + timeout_s
+        while not int(self._socket.getsockopt(zmq.EVENTS)) & event:
+            self._look_at_monitor()
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                return False
+            self._poller.register(self._socket, event)
+            self._poller.poll(math.ceil(min(left_s, 60.0) * 1000))
+        return True
+
+    def _look_at_monitor(self) -> None:
+        while self._failure is None and int(self._monitor.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            self._failure = self._judge(recv_monitor_message(self._monitor)["event"])
+        if self._failure is not None:
+            raise self._failure
+
+    def _judge(self, event: int) -> PipedistError | None:
+        if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            self._is_connected = True
+        elif event == zmq.EVENT_DISCONNECTED:
+            if self._is_connected:
+                return ConnectionLost(f"the connection to {self._endpoint} was lost")
+        elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+            return RemoteProtocolError(
+                f"{self._endpoint} refused this worker's key; use the key file of that cluster"
+            )
+        elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
+            return RemoteProtocolError(
+                f"{self._endpoint} does not speak this protocol, or without keys; is it the right port?"
+            )
+        elif event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
+            self._handshakes_failed += 1
+            if self._handshakes_failed >= self._settings.handshakes_failed_max:
+                return RemoteProtocolError(
+                    f"{self._endpoint} closed the connection in {self._handshakes_failed} handshakes: "
+                    "its key is another one than the key file says, or it is no pipedist scheduler"
+                )
+        return None

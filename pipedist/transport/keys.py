@@ -1,0 +1,162 @@
+"""CURVE keys: who may join a cluster over TCP, and the file that carries them.
+
+One key file serves a cluster. Both ends read the same file, or workers get a copy without
+`server_secret`. It is JSON: {"pipedist_keys": 1, "server_public", "client_public",
+"client_secret", "server_secret"}, each key 40 characters of Z85.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+import zmq
+from zmq.utils import z85
+
+from pipedist.errors import UsageError
+
+KEY_FILE_VERSION: Final = 1
+_FILE_BYTES_MAX: Final = 4096
+_REQUIRED: Final = ("server_public", "client_public", "client_secret")
+
+
+@dataclass(frozen=True, slots=True)
+class ServerKeys:
+    """The scheduler's key pair, and the keys of those who may join.
+
+    Args:
+        public, secret: Z85, 40 bytes.
+        clients: public keys that are let in.
+    """
+
+    public: bytes
+    secret: bytes = field(repr=False)
+    clients: frozenset[bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class ClientKeys:
+    """A worker's key pair, and the key by which it knows the scheduler.
+
+    Args:
+        server_public, public, secret: Z85, 40 bytes.
+    """
+
+    server_public: bytes
+    public: bytes
+    secret: bytes = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterKeys:
+    """The keys of one cluster; `server` is None in a file made for workers alone."""
+
+    client: ClientKeys
+    server: ServerKeys | None
+
+
+def new_keys() -> ClusterKeys:
+    """Make the keys of a new cluster."""
+    server_public, server_secret = zmq.curve_keypair()
+    public, secret = zmq.curve_keypair()
+    return ClusterKeys(
+        client=ClientKeys(server_public, public, secret),
+        server=ServerKeys(server_public, server_secret, frozenset({public})),
+    )
+
+
+def write_key_file(path: str | os.PathLike[str], keys: ClusterKeys | None = None) -> ClusterKeys:
+    """Write a cluster's keys to a new file that only its owner can read (mode 0600).
+
+    Args:
+        keys: what to write; new keys where it is None.
+
+    Returns:
+        The keys written.
+
+    Raises:
+        UsageError: the file exists, or can't be made.
+    """
+    if keys is None:
+        keys = new_keys()
+    document: dict[str, object] = {
+        "pipedist_keys": KEY_FILE_VERSION,
+        "server_public": keys.client.server_public.decode("ascii"),
+        "client_public": keys.client.public.decode("ascii"),
+        "client_secret": keys.client.secret.decode("ascii"),
+    }
+    if keys.server is not None:
+        document["server_secret"] = keys.server.secret.decode("ascii")
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+        with open(descriptor, "w", encoding="ascii") as file:
+            json.dump(document, file, indent=1)
+            file.write("\n")
+    except FileExistsError:
+        raise UsageError(
+            f"key file {os.fspath(path)} exists already; remove it first, or choose another name"
+        ) from None
+    except OSError as error:
+        raise UsageError(f"can't write key file {os.fspath(path)}: {error.strerror}") from None
+    return keys
+
+
+def read_key_file(path: str | os.PathLike[str]) -> ClusterKeys:
+    """Read a cluster's keys.
+
+    Raises:
+        UsageError: the file can't be read, others may read it, or it holds no keys.
+    """
+    name = os.fspath(path)
+    try:
+        with Path(path).open("rb") as file:
+            mode = os.fstat(file.fileno()).st_mode
+            content = file.read(_FILE_BYTES_MAX + 1)
+    except OSError as error:
+        raise UsageError(f"can't read key file {name}: {error.strerror}") from None
+    if stat.S_IMODE(mode) & 0o077:
+        raise UsageError(
+            f"key file {name} has mode {stat.S_IMODE(mode):04o}, so others can use its secrets; "
+            f"make new keys, or chmod 600 {name} if nobody did"
+        )
+    try:
+        document = json.loads(content) if len(content) <= _FILE_BYTES_MAX else None
+    except ValueError:
+        document = None
+    if not isinstance(document, dict) or "pipedist_keys" not in document:
+        raise UsageError(f"{name} is no pipedist key file")
+    if document["pipedist_keys"] != KEY_FILE_VERSION:
+        raise UsageError(
+            f"key file {name} has version {document['pipedist_keys']!r}, expected {KEY_FILE_VERSION}"
+        )
+    server_public, client_public, client_secret = (_key(document, key, name) for key in _REQUIRED)
+    server = None
+    if "server_secret" in document:
+        secret = _key(document, "server_secret", name)
+        server = ServerKeys(server_public, secret, frozenset({client_public}))
+        _check_pair(server_public, secret, "server", name)
+    _check_pair(client_public, client_secret, "client", name)
+    return ClusterKeys(ClientKeys(server_public, client_public, client_secret), server)
+
+
+def _key(document: dict[str, object], key: str, name: str) -> bytes:
+    value = document.get(key)
+    if not isinstance(value, str) or len(value) != 40 or not value.isascii():
+        raise UsageError(f"key file {name}: {key} must be a key of 40 characters")
+    text = value.encode("ascii")
+    try:
+        decoded = z85.decode(text)
+    except (KeyError, ValueError, IndexError, OverflowError, ArithmeticError) as error:
+        raise UsageError(f"key file {name}: {key} is not a key in Z85") from error
+    if z85.encode(decoded) != text:
+        raise UsageError(f"key file {name}: {key} is not a key in Z85")
+    return text
+
+
+def _check_pair(public: bytes, secret: bytes, who: str, name: str) -> None:
+    if zmq.curve_public(secret) != public:
+        raise UsageError(f"key file {name}: {who}_secret does not belong to {who}_public")

@@ -1,0 +1,45 @@
+"""The sizes beyond which a peer's bytes are refused; one table for both ends of the wire."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+KIB = 1 << 10
+MIB = 1 << 20
+GIB = 1 << 30
+
+DEPTH_MAX = 128
+"""Levels of nesting in a tree; deeper ones would overflow the stack of code that walks it."""
+
+ELEMENTS_MAX = 1 << 25
+"""Elements of a tree, counting those of its lists but not those of its arrays."""
+
+INT_BYTES_MAX = 4096
+"""Bytes of one Python int: longer ones take quadratic time to print."""
+
+STRING_BYTES_MAX = 1 * MIB
+"""UTF-8 bytes of one str field of a message: a traceback, an exception's text."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one multi-frame message may hold at most.
+
+    Args:
+        head_bytes_max: bytes of the first frame, the packed message.
+        header_bytes_max: bytes of the second frame, the payload's header, which holds all
+            that is no large array. Decoding it takes at most about 80 times its size in memory.
+        frame_bytes_max: bytes of any other frame, so of one array.
+        frames_max: number of frames.
+        message_bytes_max: bytes of all frames together.
+    """
+
+    head_bytes_max: int = 4 * MIB
+    header_bytes_max: int = 256 * MIB
+    frame_bytes_max: int = 4 * GIB
+    frames_max: int = 16384
+    message_bytes_max: int = 8 * GIB
+
+
+LIMITS = Limits()
+"""The limits of the protocol; tests use smaller ones."""

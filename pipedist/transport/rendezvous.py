@@ -1,0 +1,142 @@
+"""Where two processes meet: endpoints, and the private directory of ipc sockets.
+
+A second server that binds an ipc path steals its clients without an error, and whoever can
+open the path can connect: so ipc sockets live only in directories that nobody else can enter,
+under random names. TCP is for other hosts, and always with keys.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import shutil
+import stat
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from pipedist.errors import UsageError
+
+SOCKET_PATH_BYTES_MAX: Final = 107
+"""Bytes of a unix socket's path: `sun_path` is 108, with a final zero."""
+
+_TCP: Final = re.compile(r"tcp://(\*|\[[0-9A-Fa-f:.%\w]+\]|[^\s:/\[\]]+):(\d{1,5}|\*)")
+_NAME_BYTES: Final = 8  # of randomness in a socket's name
+_IPC_TAIL: Final = len("/") + 2 * _NAME_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """A parsed endpoint.
+
+    Args:
+        text: as ZeroMQ takes it.
+        host: of tcp, without brackets; "" for ipc.
+        port: of tcp, 0 for any; 0 for ipc.
+        path: of ipc; "" for tcp.
+    """
+
+    text: str
+    host: str = ""
+    port: int = 0
+    path: str = ""
+
+    @property
+    def is_tcp(self) -> bool:
+        """Whether other hosts may be involved."""
+        return not self.path
+
+    @property
+    def is_ipv6(self) -> bool:
+        """Whether the host is an IPv6 address."""
+        return ":" in self.host
+
+
+@contextmanager
+def private_directory() -> Iterator[Path]:
+    """Make a directory that only this user can enter, for ipc sockets; removed at the end.
+
+    It is made in the temporary directory (TMPDIR), or in /tmp if paths there were too long for
+    a unix socket.
+
+    Raises:
+        UsageError: no such directory can be made.
+    """
+    base = tempfile.gettempdir()
+    if len(os.fsencode(base)) + len("/pipedist-xxxxxxxx") + _IPC_TAIL > SOCKET_PATH_BYTES_MAX:
+        base = "/tmp"
+    try:
+        directory = tempfile.mkdtemp(prefix="pipedist-", dir=base)
+    except OSError as error:
+        raise UsageError(
+            f"can't make a directory for sockets in {base}: {error.strerror}; set TMPDIR"
+        ) from None
+    try:
+        yield Path(directory)
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def ipc_endpoint(directory: Path) -> str:
+    """Return a new endpoint with a random name in a private directory."""
+    return f"ipc://{directory}/{secrets.token_hex(_NAME_BYTES)}"
+
+
+def parse_endpoint(text: str, *, bind: bool, has_keys: bool) -> Endpoint:
+    """Check an endpoint before a socket gets it.
+
+    Args:
+        text: `tcp://host:port` (port 0: any, when binding) or `ipc://absolute/path`.
+        bind: whether it is bound or connected to.
+        has_keys: whether CURVE keys are at hand.
+
+    Raises:
+        UsageError: malformed; tcp without keys; ipc outside a private directory, or with a path
+            that is too long or, when binding, taken.
+    """
+    if text.startswith("ipc://"):
+        return _ipc(text, bind)
+    match = _TCP.fullmatch(text)
+    if match is None:
+        raise UsageError(
+            f"endpoint {text!r} is malformed; expected tcp://HOST:PORT, or ipc:// with an absolute path"
+        )
+    host = match[1].strip("[]")
+    port = 0 if match[2] == "*" else int(match[2])
+    if port > 65535 or (not bind and (port == 0 or host == "*")):
+        raise UsageError(f"endpoint {text!r} needs a host and a port from 1 to 65535")
+    if not has_keys:
+        raise UsageError(
+            f"endpoint {text} is reachable by others, so it needs keys; "
+            "make a key file and give it to both ends (--key-file FILE)"
+        )
+    return Endpoint(text, host=host, port=port)
+
+
+def _ipc(text: str, bind: bool) -> Endpoint:
+    path = text.removeprefix("ipc://")
+    if not path.startswith("/"):
+        raise UsageError(f"endpoint {text!r} needs an absolute path after ipc://")
+    size_bytes = len(os.fsencode(path))
+    if size_bytes > SOCKET_PATH_BYTES_MAX:
+        raise UsageError(
+            f"the path of a unix socket has at most {SOCKET_PATH_BYTES_MAX} bytes, "
+            f"{path} has {size_bytes}; set TMPDIR to a shorter directory"
+        )
+    parent = os.path.dirname(path)
+    try:
+        found = os.lstat(parent)
+    except OSError as error:
+        raise UsageError(f"the directory of endpoint {text}: {error.strerror}") from None
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+        raise UsageError(
+            f"the directory of endpoint {text} must be yours alone (mode 0700): "
+            f"it has mode {stat.S_IMODE(found.st_mode):04o} and owner {found.st_uid}"
+        )
+    if bind and os.path.lexists(path):
+        raise UsageError(f"endpoint {text} exists already; choose another name")
+    return Endpoint(text, path=path)

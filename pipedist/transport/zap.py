@@ -1,0 +1,80 @@
+"""The gate of a CURVE server: answers ZeroMQ's question whether a key may come in (RFC 27, ZAP).
+
+Without an answer, or without a handler at all, a server with ZAP_ENFORCE_DOMAIN and a domain
+lets nobody in: the gate fails closed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+import zmq
+from zmq.utils import z85
+
+from pipedist.transport.pump import Pump
+
+ZAP_ENDPOINT: Final = "inproc://zeromq.zap.01"
+ZAP_DOMAIN: Final = b"pipedist"
+_FRAMES_MAX: Final = 16
+
+
+class ZapHandler:
+    """Lets in the keys of a fixed set, each under its own name (`User-Id`: the key in Z85).
+
+    Args:
+        context: the context whose servers it guards.
+        allowed: public keys, Z85.
+        on_refuse: called with a reason, each time one is kept out.
+    """
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        allowed: frozenset[bytes],
+        on_refuse: Callable[[str], None],
+    ) -> None:
+        self._allowed = allowed
+        self._on_refuse = on_refuse
+        self._request: list[bytes] = []
+        self._socket = context.socket(zmq.REP)
+        self._socket.linger = 0
+        self._socket.bind(ZAP_ENDPOINT)
+        self._pump = Pump(self._socket, self._take, frames_per_wake_up=256)
+
+    def start(self) -> None:
+        """Begin to answer, in the running loop."""
+        self._pump.start()
+
+    def close(self) -> None:
+        """Stop; from now on nobody comes in."""
+        self._pump.stop()
+        self._socket.close()
+
+    def _take(self, frame: zmq.Frame) -> None:
+        if len(self._request) < _FRAMES_MAX:
+            self._request.append(frame.bytes)
+        if not frame.more:
+            request, self._request = self._request, []
+            self._socket.send_multipart(self._answer(request), zmq.DONTWAIT)
+            self._pump.look_again()
+
+    def _answer(self, request: list[bytes]) -> list[bytes]:
+        request_id = request[1] if len(request) > 1 else b""
+        user, reason = self._decide(request)
+        if reason:
+            self._on_refuse(reason)
+            return [b"1.0", request_id, b"400", b"refused", b"", b""]
+        return [b"1.0", request_id, b"200", b"OK", user, b""]
+
+    def _decide(self, request: list[bytes]) -> tuple[bytes, str]:
+        if len(request) != 7 or request[0] != b"1.0":
+            return b"", "a malformed request for authentication"
+        _, _, domain, address, _, mechanism, credential = request
+        where = address.decode("ascii", "replace")
+        if domain != ZAP_DOMAIN or mechanism != b"CURVE" or len(credential) != 32:
+            return b"", f"a peer at {where} without a CURVE key"
+        key = z85.encode(credential)
+        if key not in self._allowed:
+            return b"", f"a peer at {where} with the unknown key {key.decode('ascii')}"
+        return key, ""

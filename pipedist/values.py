@@ -1,0 +1,274 @@
+"""Per-replica values: one component for each replica, and what becomes one value of them.
+
+The words and the rules are tf.distribute's (`PerReplica`, `Mirrored`, `Strategy.reduce`,
+`Strategy.gather`, `local_results`); where pipedist is stricter, the text says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NoReturn
+
+import numpy as np
+
+from pipedist import trees
+from pipedist.partials import axes_of, resolve_axes
+from pipedist.program import Tree
+from pipedist.reductions import FoldTree, Partial, Reduction
+from pipedist.reductions import ReduceOp as ReduceOp
+
+
+class PerReplica:
+    """One component for each replica, in order of replica id.
+
+    It is a container, not a number: it has a length, an index and an iterator, and nothing else.
+    Take its components apart with `local_results`, or make one value of them with `reduce` or
+    `gather`. In a tree it is a leaf; its components may be trees. A component is None where the
+    replica made no call.
+
+    Args:
+        components: the value of replica 0, 1, ...; at least one.
+
+    Raises:
+        ValueError: there are no components.
+    """
+
+    __slots__ = ("_components",)
+    __array_ufunc__ = None  # NumPy operators leave it alone, so that `array + value` is a TypeError
+
+    def __init__(self, components: Iterable[Tree]) -> None:
+        self._components = tuple(components)
+        if not self._components:
+            raise ValueError(f"{type(self).__name__} needs at least one component")
+
+    @property
+    def components(self) -> tuple[Tree, ...]:
+        """The value of replica 0, 1, ..."""
+        return self._components
+
+    def __len__(self) -> int:
+        return len(self._components)
+
+    def __getitem__(self, replica: int) -> Tree:
+        return self._components[replica]
+
+    def __iter__(self) -> Iterator[Tree]:
+        return iter(self._components)
+
+    def __bool__(self) -> NoReturn:
+        raise TypeError(f"the truth of a {type(self).__name__} is ambiguous: look at its components")
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NoReturn:
+        raise TypeError(
+            f"a {type(self).__name__} is not an array: take local_results, or reduce or gather it"
+        )
+
+    def __repr__(self) -> str:
+        lines = (f"  {replica}: {component!r}" for replica, component in enumerate(self._components))
+        return f"{type(self).__name__}:{{\n" + ",\n".join(lines) + "\n}"
+
+
+class Mirrored(PerReplica):
+    """A per-replica value whose components are all equal, and are kept so by whoever makes it."""
+
+    __slots__ = ()
+
+
+def per_replica(components: Sequence[Tree], replicas: int | None = None) -> Tree:
+    """Return ONE tree of the components' structure whose leaves are PerReplica.
+
+    By rule and not by identity of objects (where tf.distribute returns what happens to be the same
+    object everywhere as it is): a leaf is always PerReplica, also with one replica; None stays None.
+
+    Args:
+        components: the tree of replica 0, 1, ..., of one structure; at least one.
+        replicas: where the last replicas made no call: the number of all replicas. Theirs are None.
+
+    Raises:
+        ValueError: the components differ in structure (the text shows both), or there are none.
+    """
+    columns, treedef = trees.same_structure(components)
+    missing = (None,) * (0 if replicas is None else replicas - len(components))
+    return trees.unflatten(
+        treedef, [PerReplica((*leaves, *missing)) for leaves in zip(*columns, strict=True)]
+    )
+
+
+def select(tree: Tree, replica: int) -> Tree:
+    """Return the tree with the replica's component wherever a PerReplica stands.
+
+    Args:
+        tree: any tree.
+        replica: replica id, 0-based.
+
+    Raises:
+        ValueError: a PerReplica of the tree has no such component.
+    """
+
+    def component(leaf: Any) -> Any:
+        if not isinstance(leaf, PerReplica):
+            return leaf
+        if not 0 <= replica < len(leaf):
+            raise ValueError(
+                f"a {type(leaf).__name__} of {len(leaf)} components has none for replica {replica}: "
+                "it comes from a strategy with another number of replicas"
+            )
+        return leaf[replica]
+
+    return trees.tree_map(component, tree)
+
+
+def local_results(tree: Tree, replicas: int) -> tuple[Tree, ...]:
+    """Return what each replica has, as a tuple in order of replica id.
+
+    As in tf.distribute, a plain value is one value, `(value,)`, and a container gives one copy for
+    each replica, with the replica's components in it.
+
+    Args:
+        tree: a PerReplica, a tree with PerReplica leaves, or anything else.
+        replicas: number of replicas.
+
+    Raises:
+        ValueError: a PerReplica has another number of components.
+    """
+    leaves, treedef = trees.flatten(tree)
+    for leaf in leaves:
+        _check_length(leaf, replicas)
+    if tree is None or (treedef.is_leaf() and not isinstance(tree, PerReplica)):
+        return (tree,)
+    return tuple(
+        trees.unflatten(treedef, [leaf[replica] if isinstance(leaf, PerReplica) else leaf for leaf in leaves])
+        for replica in range(replicas)
+    )
+
+
+def reduce(op: ReduceOp | str, tree: Tree, axis: int | Sequence[int] | None, replicas: int) -> Tree:
+    """Reduce per-replica values to one value, leaf by leaf (tf.distribute.Strategy.reduce).
+
+    The fold is that of a reduction over a dataset (`pipedist.reductions`): in the order of replica
+    ids, as a fixed tree. With axis None components are folded element by element, and must have one
+    shape; MEAN then divides by the number of components, EMPTY ONES INCLUDED (an array of no rows
+    counts). With an axis their rows are folded too, and MEAN divides by the true number of rows.
+    No rows give 0 (SUM), 1 (PROD), NaN (MEAN), None (MIN, MAX). A component that is None
+    contributes nothing.
+
+    A plain leaf is the component of replica 0 where there is one replica. With more it has not been
+    computed on each replica, so that only MEAN with axis None has an answer: the value itself.
+
+    Args:
+        op: an operator or its name, in any case of letters.
+        tree: a PerReplica, or a tree with PerReplica leaves; numeric arrays and numbers.
+        axis: None, an int, or a list or tuple of ints; negative ones count from the end.
+        replicas: number of replicas.
+
+    Returns:
+        The tree with an array in place of each leaf, or a NumPy scalar where no axis is left.
+
+    Raises:
+        ValueError: an unknown operator; a plain leaf; shapes that differ; an axis out of range.
+        TypeError: a leaf is not numeric (bool, str), dtypes differ, or an axis is not an int.
+        OverflowError: an integer result does not fit its dtype.
+    """
+    reduction = Reduction.of(op, axis)
+    if replicas > 1 and tree is None:
+        return _reduce_plain(reduction, tree, "")
+    leaves, treedef = trees.flatten(tree)
+    results = []
+    for index, leaf in enumerate(leaves):
+        _check_length(leaf, replicas)
+        if isinstance(leaf, PerReplica):
+            results.append(_fold(reduction, leaf.components))
+        elif replicas == 1:
+            results.append(_fold(reduction, (leaf,)))
+        else:
+            results.append(_reduce_plain(reduction, leaf, trees.treedef_paths(treedef)[index]))
+    return trees.unflatten(treedef, results)
+
+
+def gather(tree: Tree, axis: int, replicas: int) -> Tree:
+    """Put per-replica arrays end to end, in order of replica id, leaf by leaf (Strategy.gather).
+
+    Args:
+        tree: a PerReplica, or a tree with PerReplica leaves: arrays of any dtype, of one rank, whose
+            sizes may differ along `axis` only. A plain leaf is returned as it is, and a component
+            that is None contributes nothing.
+        axis: the axis; a negative one counts from the end.
+        replicas: number of replicas.
+
+    Raises:
+        ValueError: a component is a scalar, sizes differ along another axis, or the axis is out of range.
+        TypeError: dtypes differ, a component is not an array, or the axis is not an int.
+    """
+    axes = axes_of(axis)
+    if axes is None or len(axes) != 1:
+        raise TypeError(f"gather takes one axis, an int, not {axis!r}")
+    leaves, treedef = trees.flatten(tree)
+    results = []
+    for leaf in leaves:
+        _check_length(leaf, replicas)
+        if isinstance(leaf, PerReplica):
+            parts = [part for part in leaf.components if part is not None]
+            results.append(_concatenate(parts, axes) if parts else None)
+        else:
+            results.append(leaf)
+    return trees.unflatten(treedef, results)
+
+
+def _check_length(leaf: Any, replicas: int) -> None:
+    if isinstance(leaf, PerReplica) and len(leaf) != replicas:
+        raise ValueError(
+            f"a {type(leaf).__name__} of {len(leaf)} components where there are {replicas} replicas: "
+            "it comes from a strategy with another number of replicas"
+        )
+
+
+def _fold(reduction: Reduction, components: Sequence[Tree]) -> Tree:
+    fold: FoldTree[Partial] = FoldTree(reduction.combine)
+    for replica, component in enumerate(components):
+        if component is not None:
+            fold.push(replica, reduction.partial(component))
+    return reduction.finish(fold.result())
+
+
+def _reduce_plain(reduction: Reduction, leaf: Any, path: str) -> Any:
+    if reduction.op is ReduceOp.MEAN and reduction.axis is None:
+        return leaf
+    place = f"leaf {path!r}" if path else "the value"
+    raise ValueError(
+        f"{place} is a plain {type(leaf).__name__}, not a per-replica value: {reduction.op.value} of it "
+        "is ambiguous with more than one replica. Reduce what `run` returned"
+    )
+
+
+def _concatenate(components: Sequence[Tree], axes: tuple[int, ...]) -> Tree:
+    columns, treedef = trees.same_structure(components)
+    gathered = []
+    for index, parts in enumerate(zip(*columns, strict=True)):
+        try:
+            gathered.append(_concatenate_leaf([np.asarray(part) for part in parts], axes))
+        except (TypeError, ValueError) as error:
+            path = trees.treedef_paths(treedef)[index]
+            cls = TypeError if isinstance(error, TypeError) else ValueError
+            raise cls("gather of " + (f"leaf {path!r}: " if path else "the value: ") + str(error)) from None
+    return trees.unflatten(treedef, gathered)
+
+
+def _concatenate_leaf(parts: Sequence[np.ndarray[Any, Any]], axes: tuple[int, ...]) -> Any:
+    first = parts[0]
+    for replica, part in enumerate(parts):
+        if part.ndim == 0:
+            raise ValueError(
+                f"replica {replica} has a scalar, which has no axis to gather along; return an array of "
+                "shape (1,), or reduce"
+            )
+        same_kind = part.dtype.kind == first.dtype.kind and part.dtype.kind in "US"
+        if part.dtype != first.dtype and not same_kind:
+            raise TypeError(f"replica 0 has dtype {first.dtype}, replica {replica} {part.dtype}")
+        (axis,) = resolve_axes(axes, part.ndim)
+        differs = part.shape[:axis] != first.shape[:axis] or part.shape[axis + 1 :] != first.shape[axis + 1 :]
+        if differs or part.ndim != first.ndim:
+            raise ValueError(
+                f"replica 0 has shape {first.shape}, replica {replica} {part.shape}; only the size along "
+                f"axis {axes[0]} may differ"
+            )
+    return np.concatenate(parts, axis=axis)

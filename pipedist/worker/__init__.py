@@ -1,0 +1,1 @@
+"""The worker: a process that executes replica calls."""

@@ -1,0 +1,62 @@
+"""How a new interpreter is started that runs a module of this very pipedist.
+
+The new process imports pipedist from where this one has it, whatever its own import path says;
+the current directory is not on that path (a `numpy.py` lying there is never imported), and
+`PYTHONPATH`, the virtual environment and `-E`, `-s`, `-I` carry over.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping
+
+_BOOT = """\
+import importlib.util, json, sys
+init, folder, module, arguments = sys.argv[1:]
+spec = importlib.util.spec_from_file_location("pipedist", init, submodule_search_locations=[folder])
+package = importlib.util.module_from_spec(spec)
+sys.modules["pipedist"] = package
+spec.loader.exec_module(package)
+importlib.import_module(module).main(json.loads(arguments))
+"""
+
+_THREAD_VARIABLES = (
+    "OMP_NUM_THREADS",
+    "OPENBLAS_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "BLIS_NUM_THREADS",
+    "NUMEXPR_NUM_THREADS",
+    "VECLIB_MAXIMUM_THREADS",
+)
+
+
+def command(module: str, arguments: Mapping[str, object]) -> list[str]:
+    """Return the command line that calls `main(arguments)` of a module of pipedist.
+
+    Args:
+        module: its full name.
+        arguments: what JSON can hold; no secrets, others can see command lines.
+    """
+    folder = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    flags = ["-P"]
+    if sys.flags.isolated:
+        flags.append("-I")
+    if sys.flags.ignore_environment:
+        flags.append("-E")
+    if sys.flags.no_user_site:
+        flags.append("-s")
+    init = os.path.join(folder, "__init__.py")
+    return [sys.executable, *flags, "-c", _BOOT, init, folder, module, json.dumps(arguments)]
+
+
+def environment(threads: int) -> dict[str, str]:
+    """Return this process's environment with the number of threads of numeric libraries set.
+
+    They read it when they are loaded, and their results depend on it.
+
+    Args:
+        threads: BLAS and OpenMP threads of a worker, >= 1.
+    """
+    return {**os.environ, **dict.fromkeys(_THREAD_VARIABLES, str(threads))}

@@ -1,0 +1,489 @@
+"""The worker's protocol, as a state machine without I/O.
+
+Rules
+-----
+* `handle(event, now)` takes a message of the scheduler, or something that happened here, and
+  returns commands; `deadline()` says when the next Tick is due. No clock, no socket, no data:
+  the driver keeps programs, shards and results, and finds them by pass and lease.
+* Calls of a lease are reported in order and without gaps: each exactly once, as done or as
+  raised. So what was not reported is known to be the rest of the range.
+* A finished call waits at most `flush_s` to be reported, also while the next one runs for
+  minutes; short calls share a message.
+* One lease executes; at most `leases_queued_max` wait. A lease that is cancelled, or whose
+  pass is unbound, is dropped: at once if it waits, between two calls if it executes. What
+  finishes of it afterwards is not reported.
+* A message that the state does not allow is the scheduler's fault (RemoteProtocolError), any
+  other event that it does not allow is ours (LocalProtocolError).
+
+Theory of operation
+-------------------
+    joining --Welcome--> ready --Assign--> executing --last lease over--> ready
+       any --Stop, Refuse, no Welcome in time--> stopping
+
+A lease is executed in SLICES: `Execute` asks the driver for calls until `flush_s` has passed or
+`flush_bytes` of results have gathered. Then the driver reports what is finished (`Finished`,
+`Raised`), looks for messages, says `SliceEnded`, and gets the next `Execute`: for the rest, or
+for the next lease. So a Cancel or Stop is seen between calls, at the latest after a slice. If a
+call outlasts the slice, the driver reports what is finished of it when `deadline()` has passed.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from pipedist.errors import LocalProtocolError, RemoteProtocolError
+from pipedist.messages import (
+    Assign,
+    Bind,
+    Cancel,
+    Failed,
+    Goodbye,
+    Hello,
+    Message,
+    Refuse,
+    Results,
+    Stop,
+    Unbind,
+    Welcome,
+)
+
+
+class State(enum.Enum):
+    """Where a worker stands."""
+
+    JOINING = "joining"
+    READY = "ready"
+    EXECUTING = "executing"
+    STOPPING = "stopping"
+
+
+class Ending(enum.Enum):
+    """Why a worker leaves."""
+
+    STOPPED = "the scheduler told it to"
+    REFUSED = "the scheduler did not let it in"
+    FENCED = "the scheduler put it out; a new incarnation may join"
+    UNANSWERED = "the scheduler did not answer"
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The limits of a worker.
+
+    Args:
+        join_s: how long Hello may stay unanswered, seconds.
+        flush_s: how long a finished call may wait to be reported, seconds.
+        flush_bytes: how many bytes of results may gather before they are reported.
+        leases_queued_max: leases that may wait behind the one that executes.
+        passes_max: passes that may be bound at a time.
+    """
+
+    join_s: float = 30.0
+    flush_s: float = 0.02
+    flush_bytes: int = 4 * 2**20
+    leases_queued_max: int = 64
+    passes_max: int = 1024
+
+
+# -- events of this side -----------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """The process is up and can talk."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """Calls [lo, hi) of the executing lease returned; the driver holds their encoded results."""
+
+    lease: int
+    lo: int
+    hi: int
+    busy_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Raised:
+    """A call of the executing lease raised, or its result can't be sent; see `messages.Failed`."""
+
+    lease: int
+    call: int
+    stage: str
+    module: str
+    name: str
+    text: str
+    traceback: str
+    retryable: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SliceEnded:
+    """The driver is done with an Execute, and has reported everything that it finished."""
+
+    lease: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Nothing happened, but time passed."""
+
+
+Event = Message | Started | Finished | Raised | SliceEnded | Tick
+
+
+# -- commands ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Send a message that has no payload."""
+
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class SendResults:
+    """Send a message with the results that were reported with it."""
+
+    message: Results
+
+
+@dataclass(frozen=True, slots=True)
+class Join:
+    """The worker is in: take over what the Welcome says."""
+
+    welcome: Welcome
+
+
+@dataclass(frozen=True, slots=True)
+class OpenPass:
+    """Keep the program that came with the message."""
+
+    pass_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class DropPass:
+    """Let go of a pass: its functions, instances and reader."""
+
+    pass_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class KeepLease:
+    """Keep the shards that came with the message."""
+
+    lease: int
+
+
+@dataclass(frozen=True, slots=True)
+class DropLease:
+    """Let go of a lease: its shards, and whatever is finished but not reported."""
+
+    lease: int
+
+
+@dataclass(frozen=True, slots=True)
+class Execute:
+    """Execute a slice of a lease: from its first call that is not reported, at most up to `hi`.
+
+    Args:
+        slice_s: begin no call after this time, seconds.
+        slice_bytes: begin no call when this much has gathered.
+    """
+
+    lease: int
+    pass_id: int
+    lo: int
+    hi: int
+    slice_s: float
+    slice_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """End the process."""
+
+    ending: Ending
+    reason: str
+
+
+Command = Send | SendResults | Join | OpenPass | DropPass | KeepLease | DropLease | Execute | Leave
+
+
+TRANSITIONS: dict[State, dict[type, frozenset[State]]] = {
+    State.JOINING: {
+        Started: frozenset({State.JOINING}),
+        Tick: frozenset({State.JOINING, State.STOPPING}),
+        Welcome: frozenset({State.READY}),
+        Refuse: frozenset({State.STOPPING}),
+        Stop: frozenset({State.STOPPING}),
+    },
+    State.READY: {
+        Tick: frozenset({State.READY}),
+        Bind: frozenset({State.READY}),
+        Unbind: frozenset({State.READY}),
+        Assign: frozenset({State.EXECUTING}),
+        Cancel: frozenset({State.READY}),
+        Refuse: frozenset({State.STOPPING}),
+        Stop: frozenset({State.STOPPING}),
+    },
+    State.EXECUTING: {
+        Tick: frozenset({State.EXECUTING}),
+        Bind: frozenset({State.EXECUTING}),
+        Unbind: frozenset({State.EXECUTING}),
+        Assign: frozenset({State.EXECUTING}),
+        Cancel: frozenset({State.EXECUTING}),
+        Finished: frozenset({State.EXECUTING}),
+        Raised: frozenset({State.EXECUTING}),
+        SliceEnded: frozenset({State.EXECUTING, State.READY}),
+        Refuse: frozenset({State.STOPPING}),
+        Stop: frozenset({State.STOPPING}),
+    },
+    State.STOPPING: {},
+}
+"""Which events each state allows, and the states that they may lead to."""
+
+
+@dataclass(slots=True)
+class _Lease:
+    """An assigned range.
+
+    Args:
+        next: its first call that is not reported.
+        dropped: it was cancelled while it executed.
+    """
+
+    id: int
+    pass_id: int
+    next: int
+    hi: int
+    dropped: bool = False
+
+
+class WorkerMachine:
+    """The protocol of one worker incarnation; see the module's text.
+
+    Args:
+        hello: what it says first.
+        limits: its limits.
+    """
+
+    def __init__(self, hello: Hello, limits: Limits | None = None) -> None:
+        self.state = State.JOINING
+        self._hello = hello
+        self._limits = limits or Limits()
+        self._passes: set[int] = set()
+        """Bound passes."""
+        self._active: _Lease | None = None
+        """The lease that executes; exactly in EXECUTING."""
+        self._queue: OrderedDict[int, _Lease] = OrderedDict()
+        """Leases that wait, in order of arrival; only in EXECUTING."""
+        self._due: float | None = None
+        """When the answer to Hello, or the next report, is due; in JOINING and EXECUTING."""
+
+    def handle(self, event: Event, now: float) -> list[Command]:
+        """Take in one event and return what must be done, in order.
+
+        Args:
+            event: a message from the scheduler, or an event of this side.
+            now: seconds on a clock that never goes back.
+
+        Raises:
+            RemoteProtocolError: if the scheduler may not say that now.
+            LocalProtocolError: if the driver may not say that now.
+        """
+        allowed = TRANSITIONS[self.state].get(type(event))
+        if allowed is None:
+            fault = RemoteProtocolError if isinstance(event, Message) else LocalProtocolError
+            raise fault(f"a worker that is {self.state.value} does not expect {event!r}")
+        before = self.state
+        commands = _HANDLERS[type(event)](self, event, now)
+        if self.state not in allowed:
+            raise LocalProtocolError(
+                f"{event!r} led from {before.value} to {self.state.value}, which the table does not allow"
+            )
+        return commands
+
+    def deadline(self) -> float | None:
+        """Return when a Tick, or a report of finished calls, is due at the latest; None: never."""
+        return self._due
+
+    # -- joining and leaving ---------------------------------------------------------
+
+    def _on_started(self, _event: Started, now: float) -> list[Command]:
+        self._due = now + self._limits.join_s
+        return [Send(self._hello)]
+
+    def _on_tick(self, _event: Tick, now: float) -> list[Command]:
+        if self.state is not State.JOINING or self._due is None or now < self._due:
+            return []
+        return self._leave(Ending.UNANSWERED, f"no answer within {self._limits.join_s:g} s")
+
+    def _on_welcome(self, event: Welcome, _now: float) -> list[Command]:
+        self.state = State.READY
+        self._due = None
+        return [Join(event)]
+
+    def _on_refuse(self, event: Refuse, _now: float) -> list[Command]:
+        joined = self.state is not State.JOINING
+        return self._leave(Ending.FENCED if joined else Ending.REFUSED, event.reason)
+
+    def _on_stop(self, event: Stop, _now: float) -> list[Command]:
+        goodbye = Goodbye(self._hello.worker, self._hello.incarnation, event.reason)
+        return [Send(goodbye), *self._leave(Ending.STOPPED, event.reason)]
+
+    def _leave(self, ending: Ending, reason: str) -> list[Command]:
+        self.state = State.STOPPING
+        self._due = None
+        self._active = None
+        self._queue.clear()
+        self._passes.clear()
+        return [Leave(ending, reason)]
+
+    # -- passes and leases -----------------------------------------------------------
+
+    def _on_bind(self, event: Bind, _now: float) -> list[Command]:
+        if event.pass_id in self._passes:
+            raise RemoteProtocolError(f"pass {event.pass_id} was bound twice")
+        if len(self._passes) >= self._limits.passes_max:
+            raise RemoteProtocolError(f"more than {self._limits.passes_max} passes are bound")
+        self._passes.add(event.pass_id)
+        return [OpenPass(event.pass_id)]
+
+    def _on_unbind(self, event: Unbind, _now: float) -> list[Command]:
+        if event.pass_id not in self._passes:
+            raise RemoteProtocolError(f"pass {event.pass_id} was unbound, but is not bound")
+        self._passes.discard(event.pass_id)
+        commands: list[Command] = []
+        for lease in [x for x in self._queue.values() if x.pass_id == event.pass_id]:
+            del self._queue[lease.id]
+            commands.append(DropLease(lease.id))
+        if self._active is not None and self._active.pass_id == event.pass_id:
+            self._active.dropped = True
+        return [*commands, DropPass(event.pass_id)]
+
+    def _on_assign(self, event: Assign, now: float) -> list[Command]:
+        if event.pass_id not in self._passes:
+            raise RemoteProtocolError(f"lease {event.lease} is of pass {event.pass_id}, which is not bound")
+        if not 0 <= event.lo < event.hi:
+            raise RemoteProtocolError(f"lease {event.lease} has the calls [{event.lo}, {event.hi})")
+        lease = _Lease(event.lease, event.pass_id, event.lo, event.hi)
+        if self._active is None:
+            self.state = State.EXECUTING
+            self._active = lease
+            return [KeepLease(lease.id), self._execute(lease, now)]
+        if lease.id in self._queue or lease.id == self._active.id:
+            raise RemoteProtocolError(f"lease {event.lease} was assigned twice")
+        if len(self._queue) >= self._limits.leases_queued_max:
+            raise RemoteProtocolError(f"more than {self._limits.leases_queued_max} leases wait")
+        self._queue[lease.id] = lease
+        return [KeepLease(lease.id)]
+
+    def _on_cancel(self, event: Cancel, _now: float) -> list[Command]:
+        if self._active is not None and self._active.id == event.lease:
+            self._active.dropped = True
+        elif self._queue.pop(event.lease, None) is not None:
+            return [DropLease(event.lease)]
+        return []  # a lease that is over: the messages have crossed
+
+    # -- execution -------------------------------------------------------------------
+
+    def _execute(self, lease: _Lease, now: float) -> Execute:
+        self._due = now + self._limits.flush_s
+        return Execute(
+            lease.id, lease.pass_id, lease.next, lease.hi, self._limits.flush_s, self._limits.flush_bytes
+        )
+
+    def _report(self, lease_id: int, lo: int, hi: int, now: float) -> bool:
+        """Take note that calls [lo, hi) are over; return whether the scheduler is told."""
+        lease = self._active
+        if lease is None or lease.id != lease_id:
+            raise LocalProtocolError(f"calls of lease {lease_id} were reported, but {lease} executes")
+        if not lease.next == lo < hi <= lease.hi:
+            raise LocalProtocolError(f"calls [{lo}, {hi}) were reported of {lease}")
+        lease.next = hi
+        self._due = now + self._limits.flush_s
+        return not lease.dropped
+
+    def _on_finished(self, event: Finished, now: float) -> list[Command]:
+        if not self._report(event.lease, event.lo, event.hi, now):
+            return []
+        return [SendResults(Results(event.lease, event.lo, event.hi, event.busy_ns))]
+
+    def _on_raised(self, event: Raised, now: float) -> list[Command]:
+        if not self._report(event.lease, event.call, event.call + 1, now):
+            return []
+        failed = Failed(
+            event.lease,
+            event.call,
+            event.stage,
+            event.module,
+            event.name,
+            event.text,
+            event.traceback,
+            event.retryable,
+        )
+        return [Send(failed)]
+
+    def _on_slice_ended(self, event: SliceEnded, now: float) -> list[Command]:
+        lease = self._active
+        if lease is None or lease.id != event.lease:
+            raise LocalProtocolError(f"a slice of lease {event.lease} ended, but {lease} executes")
+        if lease.next < lease.hi and not lease.dropped:
+            return [self._execute(lease, now)]
+        over = DropLease(lease.id)
+        if not self._queue:
+            self.state = State.READY
+            self._active = None
+            self._due = None
+            return [over]
+        _, self._active = self._queue.popitem(last=False)
+        return [over, self._execute(self._active, now)]
+
+    # -- checks ----------------------------------------------------------------------
+
+    def validate(self) -> None:
+        """Check every invariant of the whole state; used after each event in tests.
+
+        Raises:
+            LocalProtocolError: naming the invariant that does not hold.
+        """
+        executing = self.state is State.EXECUTING
+        _check(executing == (self._active is not None), "a lease is active exactly while executing")
+        _check(executing or not self._queue, "leases wait only while one executes")
+        _check(len(self._queue) <= self._limits.leases_queued_max, "too many leases wait")
+        if self._active is not None:
+            lease = self._active
+            _check(lease.next <= lease.hi, f"{lease} is beyond its end")
+            _check(lease.dropped or lease.pass_id in self._passes, f"{lease} is of no bound pass")
+            _check(lease.id not in self._queue, f"{lease} waits and executes")
+        for lease in self._queue.values():
+            _check(lease.pass_id in self._passes, f"{lease} waits, but its pass is not bound")
+        _check(not executing or self._due is not None, "an executing worker has a report due")
+
+
+def _check(holds: bool, invariant: str) -> None:
+    if not holds:
+        raise LocalProtocolError(f"the worker's state is inconsistent: {invariant}")
+
+
+_HANDLERS: dict[type, Callable[[WorkerMachine, Any, float], list[Command]]] = {
+    Started: WorkerMachine._on_started,
+    Tick: WorkerMachine._on_tick,
+    Welcome: WorkerMachine._on_welcome,
+    Refuse: WorkerMachine._on_refuse,
+    Stop: WorkerMachine._on_stop,
+    Bind: WorkerMachine._on_bind,
+    Unbind: WorkerMachine._on_unbind,
+    Assign: WorkerMachine._on_assign,
+    Cancel: WorkerMachine._on_cancel,
+    Finished: WorkerMachine._on_finished,
+    Raised: WorkerMachine._on_raised,
+    SliceEnded: WorkerMachine._on_slice_ended,
+}

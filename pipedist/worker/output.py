@@ -1,0 +1,160 @@
+"""What replica functions print or log, as messages that name the call.
+
+In a worker, `sys.stdout` and `sys.stderr` are streams of this module (so `print`, `logging`'s
+default handler and `warnings` all end here). A line belongs to the call whose code wrote it, also
+where async calls overlap. What is written below Python, to the descriptors, goes to the driver's
+stderr as it is.
+
+Limits: a line is cut at `line_chars_max`; beyond `lines_per_s_max` (after a burst of as many)
+lines are dropped, and counted in a line of their own.
+"""
+
+from __future__ import annotations
+
+import io
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TextIO
+
+from pipedist.messages import Log
+from pipedist.worker.context import current
+
+_Origin = tuple[str, int, int]
+_NOWHERE: _Origin = ("", -1, -1)
+
+
+@dataclass(frozen=True, slots=True)
+class OutputLimits:
+    """How much a worker may print.
+
+    Args:
+        line_chars_max: characters of a line; the rest of it is left out.
+        lines_per_s_max: lines a second; a burst may have as many at once.
+        origins_max: calls with an unfinished line at one time.
+    """
+
+    line_chars_max: int = 4096
+    lines_per_s_max: int = 500
+    origins_max: int = 256
+
+
+class OutputCapture:
+    """Turns text into lines, and lines into Log messages.
+
+    Args:
+        send: takes each message, from whichever thread wrote the line.
+        limits: how much.
+        clock: seconds, never going back.
+    """
+
+    def __init__(
+        self,
+        send: Callable[[Log], None],
+        limits: OutputLimits | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._send = send
+        self._limits = limits or OutputLimits()
+        self._clock = clock
+        self._lock = threading.RLock()  # a destructor may print in the middle of a print
+        self._partial: dict[_Origin, str] = {}
+        self._allowance = float(self._limits.lines_per_s_max)
+        self._refilled_at = clock()
+        self._dropped = 0
+
+    def install(self) -> None:
+        """Replace sys.stdout and sys.stderr of this process."""
+        sys.stdout = CapturedStream(self, sys.__stderr__)
+        sys.stderr = CapturedStream(self, sys.__stderr__)
+
+    def write(self, text: str) -> None:
+        """Take in text that the running call has written."""
+        context = current.get()
+        origin = _NOWHERE
+        if context is not None:
+            origin = (context.stage, context.step, context.replica_id_in_sync_group)
+        with self._lock:
+            text = self._partial.pop(origin, "") + text
+            *lines, rest = text.split("\n")
+            for line in lines:
+                self._line(origin, line)
+            if rest:
+                self._keep(origin, rest)
+
+    def finish(self) -> None:
+        """Send unfinished lines, and how many were dropped: the calls that wrote them are over."""
+        if not self._partial and not self._dropped:
+            return
+        with self._lock:
+            partial, self._partial = self._partial, {}
+            for origin, text in partial.items():
+                self._line(origin, text)
+            self._tell_dropped(_NOWHERE)
+
+    def _keep(self, origin: _Origin, rest: str) -> None:
+        if len(self._partial) >= self._limits.origins_max:
+            oldest = next(iter(self._partial))
+            self._line(oldest, self._partial.pop(oldest))
+        # What is beyond the limit will be left out anyway; its length is not worth the memory.
+        self._partial[origin] = rest[: self._limits.line_chars_max + 1]
+
+    def _line(self, origin: _Origin, line: str) -> None:
+        now = self._clock()
+        most = self._limits.lines_per_s_max
+        self._allowance = min(most, self._allowance + (now - self._refilled_at) * most)
+        self._refilled_at = now
+        if self._allowance < 1:
+            self._dropped += 1
+            return
+        self._allowance -= 1
+        self._tell_dropped(origin)
+        if len(line) > self._limits.line_chars_max:
+            line = line[: self._limits.line_chars_max] + " [the rest of the line is left out]"
+        self._send(Log(*origin, line))
+
+    def _tell_dropped(self, origin: _Origin) -> None:
+        if self._dropped:
+            dropped, self._dropped = self._dropped, 0
+            most = self._limits.lines_per_s_max
+            self._send(Log(*origin, f"[{dropped} lines dropped: more than {most} lines a second]"))
+
+
+class CapturedStream(io.TextIOBase):
+    """A text stream that feeds an OutputCapture.
+
+    Args:
+        capture: where text goes.
+        beneath: the stream whose descriptor child processes get.
+    """
+
+    def __init__(self, capture: OutputCapture, beneath: TextIO | None) -> None:
+        super().__init__()
+        self._capture = capture
+        self._beneath = beneath
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]  # the base class has a plain attribute
+        """The encoding that the text would have."""
+        return "utf-8"
+
+    def writable(self) -> bool:
+        """Whether it can be written: always."""
+        return True
+
+    def write(self, text: str) -> int:
+        """Take in text; return its length."""
+        self._capture.write(text)
+        return len(text)
+
+    def fileno(self) -> int:
+        """Return the descriptor of the driver's stderr.
+
+        Raises:
+            io.UnsupportedOperation: if the process has none.
+        """
+        if self._beneath is None:
+            raise io.UnsupportedOperation("fileno")
+        return self._beneath.fileno()

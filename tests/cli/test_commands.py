@@ -1,0 +1,157 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pipedist.version import __version__
+from tests.cli.conftest import Command
+
+
+def test_version(pipedist: Command) -> None:
+    done = pipedist("--version")
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"pipedist {__version__}\n", "")
+
+
+def test_help_names_the_commands(pipedist: Command) -> None:
+    done = pipedist("--help")
+    assert done.returncode == 0
+    for command in ("run", "validate", "plan", "schema", "worker"):
+        assert f"\n  {command} " in done.stdout
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["frob"],
+        ["run"],
+        ["run", "x.yaml", "--workers", "0"],
+        ["run", "x.yaml", "--workers", "two"],
+        ["run", "x.yaml", "--frob"],
+        ["run", "x.yaml", "--resume", "--restart"],
+        ["run", "missing.yaml"],
+        ["validate"],
+        ["validate", "missing.yaml"],
+        ["plan", "missing.yaml"],
+        ["plan", "x.yaml", "--format", "pdf"],
+        ["worker"],
+        ["worker", "--connect", "tcp://127.0.0.1:1"],
+    ],
+)
+def test_usage_errors_are_exit_2_and_say_so_on_stderr(pipedist: Command, args: list[str]) -> None:
+    done = pipedist(*args)
+    assert done.returncode == 2, done.stderr
+    assert done.stdout == ""
+    assert done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_validate_tells_all_problems_of_all_files(pipedist: Command, spec: Path) -> None:
+    bad = spec.with_name("bad.yaml")
+    bad.write_text("pipedist: 1\nreplicaz: 2\ndataset: {range: 10, batch: 0}\nstages: {}\n")
+    worse = spec.with_name("worse.yaml")
+    worse.write_text("pipedist: 1\n  x: [\n")
+    done = pipedist("validate", "bad.yaml", "squares.yaml", "worse.yaml")
+    assert done.returncode == 2
+    assert done.stdout == "squares.yaml: OK\n"
+    lines = done.stderr.splitlines()
+    assert lines[0].startswith("bad.yaml:2:1: ")
+    assert any(line.startswith("bad.yaml:3:") for line in lines)
+    assert any(line.startswith("worse.yaml:") for line in lines)
+    assert "did you mean 'replicas'?" in done.stderr
+    good = pipedist("validate", "squares.yaml")
+    assert (good.returncode, good.stderr) == (0, "")
+
+
+def test_validate_imports_no_code_and_reads_no_data(pipedist: Command, spec: Path) -> None:
+    spec.with_name("squares.py").write_text("raise SystemExit('imported')")
+    text = spec.read_text().replace("range: 10", "npy: {path: missing.npy}")
+    spec.write_text(text)
+    assert pipedist("validate", spec).returncode == 0
+
+
+def test_schema_is_a_json_schema(pipedist: Command) -> None:
+    from jsonschema import Draft202012Validator
+
+    done = pipedist("schema")
+    assert done.returncode == 0
+    Draft202012Validator.check_schema(json.loads(done.stdout))
+
+
+def test_plan_formats(pipedist: Command, spec: Path) -> None:
+    text = pipedist("plan", spec, "--workers", "3")
+    assert text.returncode == 0, text.stderr
+    assert text.stdout.startswith("2 replicas (decide the result) on 3 workers (never do); 4 elements a step")
+    mermaid = pipedist("plan", spec, "--format", "mermaid")
+    assert mermaid.returncode == 0, mermaid.stderr
+    assert mermaid.stdout.startswith(("flowchart", "graph"))
+    document = pipedist("plan", spec, "--format", "json")
+    assert document.returncode == 0, document.stderr
+    assert isinstance(json.loads(document.stdout), dict)
+
+
+def test_plan_imports_functions(pipedist: Command, spec: Path) -> None:
+    spec.write_text(spec.read_text().replace("squares:squares", "squares:sqares"))
+    done = pipedist("plan", "squares.yaml")
+    assert done.returncode == 2
+    assert done.stderr.startswith("squares.yaml:7:")
+    assert "sqares" in done.stderr
+    assert done.stdout == ""
+
+
+def test_a_reader_that_leaves_is_no_error(tmp_path: Path) -> None:
+    command = f"{sys.executable} -m pipedist schema | true; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr) == ("0\n", "")
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs Linux's /dev/full")
+def test_a_full_disk_behind_stdout_is_told(tmp_path: Path) -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "pipedist", "schema"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    assert done.returncode == 1
+    assert done.stderr == "pipedist: can't write to standard output: No space left on device\n"
+
+
+def test_the_current_directory_is_not_importable(pipedist: Command, tmp_path: Path, spec: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    spec.rename(elsewhere / "squares.yaml")
+    spec.with_name("squares.py").rename(elsewhere / "squares.py")
+    for name in ("numpy", "typer", "zmq", "pydantic"):
+        (tmp_path / f"{name}.py").write_text(f"raise SystemExit('a shadow of {name} was imported')")
+    done = pipedist("plan", "elsewhere/squares.yaml")
+    assert done.returncode == 0, done.stderr
+
+
+def test_little_is_imported_before_it_is_needed(tmp_path: Path) -> None:
+    script = (
+        "import sys\n"
+        "import pipedist.cli.app\n"
+        "heavy = {'numpy', 'pydantic', 'rich', 'ruamel', 'zmq', 'anyio', 'pyarrow', 'optree', 'asyncio'}\n"
+        "print(sorted(heavy & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
+def test_a_defect_is_called_one(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from pipedist.cli import exits
+
+    def broken() -> int:
+        raise ZeroDivisionError("oh")
+
+    assert exits.guarded(broken) == 1
+    told = capsys.readouterr().err
+    assert told.startswith("pipedist: this is a defect in pipedist")
+    assert "ZeroDivisionError: oh" in told

@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+
+import pytest
+
+from pipedist.cli.interruption import SIGNALS, Interruption
+
+
+class FakeRun:
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.called = asyncio.Event()
+
+    def drain(self) -> None:
+        self.calls.append("drain")
+        self.called.set()
+
+    def cancel(self) -> None:
+        self.calls.append("cancel")
+        self.called.set()
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_the_first_signal_drains_and_the_second_cancels(number: int, code: int) -> None:
+    told: list[str] = []
+    ended: list[int] = []
+
+    async def main() -> FakeRun:
+        run = FakeRun()
+        with interruption.watching(run, 10.0):
+            for _ in range(2):
+                os.kill(os.getpid(), number)
+                await run.called.wait()
+                run.called.clear()
+            os.kill(os.getpid(), number)
+        return run
+
+    with Interruption(told.append, end=ended.append) as interruption:
+        run = asyncio.run(main())
+    assert run.calls == ["drain", "cancel"]
+    assert interruption.exit_code == code
+    assert ended == [code]  # the third one does not wait for anything
+    assert "10 s to finish" in told[0]
+    assert "at once" in told[1]
+
+
+def test_before_the_run_a_signal_ends_the_process() -> None:
+    with Interruption(lambda text: None) as interruption, pytest.raises(SystemExit) as caught:
+        os.kill(os.getpid(), signal.SIGTERM)
+        signal.sigtimedwait([], 0)  # a bytecode boundary, for the handler
+    assert caught.value.code == 143
+    assert interruption.exit_code == 143
+
+
+def test_a_busy_loop_does_not_keep_the_third_signal_from_ending_the_process() -> None:
+    ended: list[int] = []
+
+    async def main() -> None:
+        with interruption.watching(FakeRun(), 10.0):
+            for _ in range(3):  # the loop never gets to run
+                os.kill(os.getpid(), signal.SIGINT)
+        assert ended == [130]
+
+    with Interruption(lambda text: None, end=ended.append) as interruption:
+        asyncio.run(main())
+
+
+def test_handlers_are_given_back() -> None:
+    before = [signal.getsignal(number) for number in SIGNALS]
+    with Interruption(lambda text: None):
+        assert [signal.getsignal(number) for number in SIGNALS] != before
+    assert [signal.getsignal(number) for number in SIGNALS] == before

@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pipedist.cli.summary import records, summarize, summarize_file
+from pipedist.cli.table import Row, render
+from pipedist.outputs import open_sink
+
+LEDGER = {"elements": 4096, "committed": 4000, "quarantined": 96, "lost": 0}
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (np.float32(0.1), "0.1"),
+        (np.int64(2**62), str(2**62)),
+        (float("nan"), "NaN"),
+        (None, "null"),
+        (True, "true"),
+        ("text [bold]", "text [bold]"),
+        ("x" * 1000, "x" * 120 + "..."),
+        (b"abc", "3 bytes"),
+        (np.array([1, 2]), "[1, 2]"),
+        (np.zeros((1000, 3), np.float32), "float32[1000, 3]"),
+        ({"n": 3, "mean": np.float32(2.5)}, '{"n": 3, "mean": 2.5}'),
+        ({"w": np.zeros(100), "n": 1}, "n: 1\nw: float64[100]"),
+        ([1.5, 2.5], "[1.5, 2.5]"),
+    ],
+)
+def test_summaries(value: Any, text: str) -> None:
+    assert summarize(value) == text
+
+
+def test_a_value_of_many_leaves_is_cut() -> None:
+    lines = summarize({f"k{index:03}": index for index in range(1000)}).splitlines()
+    assert lines[0] == "k000: 0"
+    assert lines[-1] == "... 988 more"
+    assert len(lines) == 13
+
+
+def test_records() -> None:
+    value = {"AA": {"n": 1, "mean": 0.5}, "UA": {"mean": np.float32(0.1), "n": 2}}
+    assert records(value) == (["", "mean", "n"], [["AA", "0.5", "1"], ["UA", "0.1", "2"]])
+    assert records([{"n": 1}, {"n": 2}]) == (["", "n"], [["0", "1"], ["1", "2"]])
+    many = records({index: {"n": index} for index in range(50)})
+    assert many is not None
+    assert many[1][-1] == ["... 30 more", ""]
+    for other in [
+        {"a": 1, "b": 2},
+        {"a": {"n": 1}, "b": {"m": 1}},
+        {"a": {"n": np.zeros(3)}, "b": {}},
+        3,
+        {},
+    ]:
+        assert records(other) is None
+
+
+@pytest.mark.parametrize(
+    ("suffix", "text"), [(".npy", "float64[5, 2]"), (".npz", "data: float64[5, 2]"), (".jsonl", "")]
+)
+def test_files_are_described_by_their_headers(tmp_path: Path, suffix: str, text: str) -> None:
+    sink = open_sink(tmp_path / f"a{suffix}", shape="run", gather=True)
+    sink.append(np.zeros((5, 2)))
+    assert summarize_file(sink.finish()) == text
+
+
+def test_the_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "100")
+    sink = open_sink(tmp_path / "rows.npz", shape="run", gather=True)
+    sink.append({"x": np.zeros((5, 2))})
+    rows = [
+        Row("late", "reduce sum", np.float32(0.1), Path("/elsewhere/late.json")),
+        Row("rows", "gather 0", sink.finish(), tmp_path / "rows.npz"),
+        Row("[red]by[/red]", "reduce m:f", {"AA": {"n": 1}, "UA": {"n": 22}}),
+    ]
+    text = render(rows, LEDGER, {"phase 0": 0.25, "total": 75.0})
+    assert text.splitlines() == [
+        "stage          verb        value              file",
+        "─" * 100,
+        "late           reduce sum  0.1                /elsewhere/late.json",
+        "rows           gather 0    x: float64[5, 2]   rows.npz",
+        "[red]by[/red]  reduce m:f       n",
+        "                           AA   1",
+        "                           UA  22",
+        "",
+        "4,096 elements: 4,000 committed, 96 quarantined, 0 lost",
+        "phase 0 0.2 s, total 1:15",
+    ]
+    assert capsys.readouterr().out == ""

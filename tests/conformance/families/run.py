@@ -1,0 +1,43 @@
+"""Strategy.run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.conformance import deviations, programs
+from tests.conformance.cases import Case, Outcome, Raised, Skip, Value, decode
+from tests.conformance.session import Session
+
+FAMILY = "run"
+DEVIATIONS = deviations.RUN
+
+
+async def replay(case: Case, session: Session) -> Outcome:
+    """Replay `run` of a program, and `run_raw` of something that is no function."""
+    call = case.call
+    fn: Any
+    if call["op"] == "run_raw":
+        fn = call["fn"]
+    elif call["op"] == "run":
+        fn = programs.function(call["fn"])
+    else:
+        raise Skip(f"unknown program {call['op']}")
+    args: Any = tuple(decode(arg) for arg in call.get("args", ()))
+    kwargs = {key: decode(arg) for key, arg in call.get("kwargs", {}).items()}
+    match call.get("args_as", "tuple"):
+        case "list":
+            args = list(args)
+        case "bare":
+            (args,) = args
+        case "none":
+            args = None
+        case "tuple":
+            pass
+        case other:
+            raise Skip(f"unknown program args_as {other}")
+    strategy = await session.strategy(case.strategy)
+    try:
+        result = await strategy.run(fn, args=args, kwargs=kwargs)
+    except Exception as error:
+        return Outcome(Raised(error), Raised(error))
+    return Outcome(Value(result), Value(strategy.local_results(result)))

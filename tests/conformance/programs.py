@@ -1,0 +1,237 @@
+"""The replica functions of the cases: an interpreter of their nested expressions.
+
+Imported in the workers. `function(expression)` is a plain Python function of `*args, **kwargs`,
+as a user would write it. The language's arithmetic is that of typed tensors, because the expressions
+were recorded from it: two arrays of different dtypes don't mix, a Python number adapts to an array,
+`["tensor", 1]` is int32 and `["tensor", 1.0]` float32.
+"""
+
+from __future__ import annotations
+
+import builtins
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+import pipedist
+from tests.conformance.cases import Json, Skip, decode, dtype_of
+from tests.conformance.namedtuples import namedtuple_class
+
+LATER = {
+    "all_reduce": "collectives in replica functions",
+    "all_gather": "collectives in replica functions",
+    "merge_call": "merge_call",
+    "marg": "merge_call",
+    "read": "variables",
+    "assign": "variables",
+    "assign_add": "variables",
+    "assign_sub": "variables",
+    "in_replica_context": "the current strategy and context",
+    "in_cross_replica_context": "the current strategy and context",
+    "has_strategy": "the current strategy and context",
+}
+"""Operations of families of a later release, and which."""
+
+
+def function(expression: Json) -> Callable[..., Any]:
+    """Return the replica function of an expression.
+
+    Raises:
+        Skip: it uses an operation of a later release, or one that is not known.
+    """
+    check(expression)
+
+    def replica_function(*args: Any, **kwargs: Any) -> Any:
+        return _Evaluation(args, kwargs)(expression)
+
+    return replica_function
+
+
+def check(expression: Json) -> None:
+    """Look at the whole expression for what can't be executed.
+
+    Raises:
+        Skip: it uses an operation of a later release, or one that is not known.
+    """
+    match expression:
+        case ["const" | "shared", value]:
+            decode(value)
+        case ["raise", str(name), _]:
+            if not isinstance(getattr(builtins, name, None), type):
+                raise Skip(f"unknown program raise {name}")
+        case ["dict", dict(items)]:
+            for item in items.values():
+                check(item)
+        case ["namedtuple", _, dict(items)]:
+            for item in items.values():
+                check(item)
+        case ["list" | "tuple" | "seq" | "by_replica", list(items)]:
+            for item in items:
+                check(item)
+        case [str(op), *operands]:
+            if op in LATER:
+                raise Skip(f"family of a later release: {LATER[op]} ({op})")
+            if not hasattr(_Evaluation, f"op_{op}"):
+                raise Skip(f"unknown program {op}")
+            for operand in operands:
+                if isinstance(operand, list) and operand and isinstance(operand[0], str):
+                    check(operand)
+        case _:
+            raise Skip(f"unknown program {str(expression)[:80]}")
+
+
+def operations(expression: Json) -> set[str]:
+    """Return the names of all operations of an expression."""
+    found: set[str] = set()
+    if isinstance(expression, list):
+        if expression and isinstance(expression[0], str):
+            found.add(expression[0])
+            if expression[0] in ("const", "shared", "py"):
+                return found
+        for part in expression:
+            found |= operations(part)
+    elif isinstance(expression, Mapping):
+        for part in expression.values():
+            found |= operations(part)
+    return found
+
+
+class _Evaluation:
+    """Evaluates one expression in one replica; `op_NAME` is the operation NAME."""
+
+    def __init__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        self._args = args
+        self._kwargs = kwargs
+
+    def __call__(self, expression: Json) -> Any:
+        op, *operands = expression
+        return getattr(self, f"op_{op}")(*operands)
+
+    def op_arg(self, index: int) -> Any:
+        return self._args[index]
+
+    def op_kwarg(self, key: str) -> Any:
+        return self._kwargs[key]
+
+    def op_const(self, value: Json) -> Any:
+        return decode(value)
+
+    def op_shared(self, value: Json) -> Any:
+        return decode(value)
+
+    def op_py(self, value: Json) -> Any:
+        return value
+
+    def op_none(self) -> None:
+        return None
+
+    def op_replica_id(self) -> int:
+        return pipedist.get_replica_context().replica_id_in_sync_group
+
+    def op_num_replicas(self) -> int:
+        return pipedist.get_replica_context().num_replicas_in_sync
+
+    def op_by_replica(self, branches: list[Json]) -> Any:
+        return self(branches[self.op_replica_id()])
+
+    def op_add(self, a: Json, b: Json) -> Any:
+        return _binary(np.add, self(a), self(b))
+
+    def op_sub(self, a: Json, b: Json) -> Any:
+        return _binary(np.subtract, self(a), self(b))
+
+    def op_mul(self, a: Json, b: Json) -> Any:
+        return _binary(np.multiply, self(a), self(b))
+
+    def op_div(self, a: Json, b: Json) -> Any:
+        x, y = self(a), self(b)
+        if _is_python(x) and _is_python(y):
+            return x / y
+        quotient = _binary(np.true_divide, x, y)
+        small = [v.dtype.itemsize <= 2 for v in (x, y) if not _is_python(v) and v.dtype.kind in "iu"]
+        return quotient.astype(np.float32) if small and all(small) else quotient
+
+    def op_neg(self, a: Json) -> Any:
+        return -self(a)
+
+    def op_square(self, a: Json) -> Any:
+        x = self(a)
+        return x * x
+
+    def op_sum(self, a: Json, axis: Json) -> Any:
+        x = np.asarray(self(a))
+        return np.sum(x, axis=_axis(axis), dtype=x.dtype)
+
+    def op_mean(self, a: Json, axis: Json) -> Any:
+        x = np.asarray(self(a))
+        axes = _axis(axis)
+        if x.dtype.kind not in "iu":
+            return np.mean(x, axis=axes)
+        total = np.sum(x, axis=axes, dtype=x.dtype)
+        return np.trunc(total / (x.size // max(1, np.size(total)))).astype(x.dtype)
+
+    def op_cast(self, a: Json, dtype: str) -> Any:
+        return np.asarray(self(a)).astype(dtype_of(dtype))
+
+    def op_shape(self, a: Json) -> Any:
+        return np.array(np.shape(self(a)), np.int32)
+
+    def op_tensor(self, a: Json) -> Any:
+        x = self(a)
+        if isinstance(x, bool) or not _is_python(x):
+            return np.asarray(x)
+        return np.asarray(x, {int: np.int32, float: np.float32}.get(type(x)))
+
+    def op_get(self, a: Json, key: Json) -> Any:
+        return self(a)[key]
+
+    def op_getattr(self, a: Json, name: str) -> Any:
+        return getattr(self(a), name)
+
+    def op_dict(self, items: Mapping[str, Json]) -> Any:
+        return {key: self(item) for key, item in items.items()}
+
+    def op_list(self, items: list[Json]) -> Any:
+        return [self(item) for item in items]
+
+    def op_tuple(self, items: list[Json]) -> Any:
+        return tuple(self(item) for item in items)
+
+    def op_namedtuple(self, name: str, items: Mapping[str, Json]) -> Any:
+        return namedtuple_class(name, tuple(items))(*map(self, items.values()))
+
+    def op_seq(self, items: list[Json]) -> Any:
+        return [self(item) for item in items][-1]
+
+    def op_raise(self, name: str, text: str) -> Any:
+        raise getattr(builtins, name)(text)
+
+    def op_reduce(self, op: Json, a: Json, axis: Json) -> Any:
+        value = self(a)
+        return pipedist.get_replica_context().strategy.reduce(op, value, axis=axis)
+
+    def op_gather(self, a: Json, axis: Json) -> Any:
+        value = self(a)
+        return pipedist.get_replica_context().strategy.gather(value, axis=axis)
+
+    def op_local_results(self, a: Json) -> Any:
+        value = self(a)
+        return pipedist.get_replica_context().strategy.local_results(value)
+
+
+def _is_python(x: Any) -> bool:
+    return not isinstance(x, (np.ndarray, np.generic))
+
+
+def _axis(axis: Json) -> Any:
+    return tuple(axis) if isinstance(axis, list) else axis
+
+
+def _binary(ufunc: np.ufunc, x: Any, y: Any) -> Any:
+    if _is_python(x) and _is_python(y):
+        result = ufunc(x, y)
+        return result.item() if isinstance(result, np.generic) else result
+    if not _is_python(x) and not _is_python(y) and x.dtype != y.dtype:
+        raise ValueError(f"operands of dtypes {x.dtype} and {y.dtype}: cast one of them first")
+    return ufunc(x, y)

@@ -1,0 +1,263 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipedist.errors import OutputError, UsageError
+from pipedist.outputs import FinishedRun, RunFolder, open_folder
+from pipedist.outputs import folder as folder_module
+
+
+def start(
+    path: Path, *, run: str = "r1", spec: str = "s1", outputs: list[str] | None = None, **flags: bool
+) -> RunFolder:
+    folder = open_folder(path, run_id=run, spec_hash=spec, outputs=outputs or ["a.json"], **flags)
+    assert isinstance(folder, RunFolder)
+    return folder
+
+
+def complete(path: Path, text: str = "1", **kwargs: Any) -> dict[str, Path]:
+    outputs = kwargs.get("outputs") or ["a.json"]
+    with start(path, **kwargs) as folder:
+        for name in outputs:
+            folder.staged(name).write_text(text)
+        return folder.finish({"run": kwargs.get("run", "r1")})
+
+
+def visible(path: Path) -> list[str]:
+    return sorted(
+        str(p.relative_to(path)) for p in path.rglob("*") if p.is_file() and ".pipedist" not in p.parts
+    )
+
+
+def test_files_appear_when_the_run_is_complete(tmp_path: Path) -> None:
+    out = tmp_path / "out" / "x"
+    with start(out, outputs=["a.json", "sub/b.json"]) as folder:
+        folder.staged("a.json").write_text("1")
+        folder.staged("sub/b.json").write_text("2")
+        assert visible(out) == []
+        assert folder.final("sub/b.json") == out / "sub/b.json"
+        assert folder.finish({}) == {"a.json": out / "a.json", "sub/b.json": out / "sub/b.json"}
+    assert visible(out) == ["a.json", "sub/b.json"]
+    assert not (out / ".pipedist/new").exists()
+
+
+def test_a_finished_run_is_replaced_when_the_next_one_is_complete(tmp_path: Path) -> None:
+    out = tmp_path / "x"
+    complete(out, "old", outputs=["a.json", "gone.json"])
+    (out / "notes.txt").write_text("mine")
+    with start(out, run="r2", outputs=["a.json", "new.json"]) as folder:
+        folder.staged("a.json").write_text("new")
+        folder.staged("new.json").write_text("new")
+        assert (out / "a.json").read_text() == "old"
+        folder.finish({})
+    assert visible(out) == ["a.json", "new.json", "notes.txt"]
+    assert (out / "a.json").read_text() == "new"
+
+
+def test_an_unfinished_run_is_never_overwritten_unasked(tmp_path: Path) -> None:
+    out = tmp_path / "x"
+    start(out).close()
+    with pytest.raises(UsageError, match=r"unfinished run r1.*--resume.*--restart"):
+        start(out, run="r2")
+    with start(out, run="r3", resume=True) as folder:
+        assert "no journal" in folder.notice
+        assert "starting fresh" in folder.notice
+    with start(out, run="r4", restart=True) as folder:
+        assert folder.notice == ""
+        folder.staged("a.json").write_text("1")
+        folder.finish({})
+    complete(out, run="r5")
+
+
+def test_an_unfinished_run_keeps_the_finished_one_before_it(tmp_path: Path) -> None:
+    out = tmp_path / "x"
+    complete(out, "old", outputs=["a.json", "b.json"])
+    with start(out, run="r2") as folder:
+        folder.staged("a.json").write_text("half")
+    assert (out / "a.json").read_text() == "old"
+    complete(out, "new", run="r3", restart=True)
+    assert visible(out) == ["a.json"]
+    assert (out / "a.json").read_text() == "new"
+
+
+def test_resume_of_a_finished_run_returns_it(tmp_path: Path) -> None:
+    out = tmp_path / "x"
+    complete(out)
+    for _ in range(2):  # the lock was released
+        found = open_folder(out, run_id="r2", spec_hash="s1", outputs=["a.json"], resume=True)
+        assert found == FinishedRun(out, "r1", {"run": "r1"}, {"a.json": out / "a.json"})
+
+
+def test_resume_of_nothing_says_so(tmp_path: Path) -> None:
+    with start(tmp_path / "x", resume=True) as folder:
+        assert "nothing to resume" in folder.notice
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_resume_of_another_spec_is_refused(tmp_path: Path, finished: bool) -> None:
+    out = tmp_path / "x"
+    if finished:
+        complete(out)
+    else:
+        start(out).close()
+    with pytest.raises(UsageError, match=r"another spec.*s1.*s2"):
+        start(out, spec="s2", resume=True)
+
+
+def test_resume_and_restart_exclude_each_other(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="exclude"):
+        start(tmp_path / "x", resume=True, restart=True)
+
+
+@pytest.mark.parametrize("flags", [{}, {"restart": True}, {"resume": True}])
+def test_a_folder_of_somebody_else_is_not_touched(tmp_path: Path, flags: dict[str, bool]) -> None:
+    (tmp_path / "thesis.txt").write_text("mine")
+    with pytest.raises(UsageError, match="not made by pipedist"):
+        start(tmp_path, **flags)
+    assert os.listdir(tmp_path) == ["thesis.txt"]
+
+
+def test_a_file_of_somebody_else_is_not_replaced(tmp_path: Path) -> None:
+    out = tmp_path / "x"
+    complete(out)
+    (out / "b.json").write_text("mine")
+    with pytest.raises(UsageError, match=r"b\.json is in the way"):
+        start(out, outputs=["b.json"])
+    assert (out / "b.json").read_text() == "mine"
+
+
+def test_two_runs_do_not_share_a_folder(tmp_path: Path) -> None:
+    with start(tmp_path / "x"), pytest.raises(UsageError, match="another run is writing"):
+        start(tmp_path / "x", restart=True)
+    start(tmp_path / "x", restart=True).close()
+
+
+def test_the_lock_goes_with_its_process(tmp_path: Path) -> None:
+    script = (
+        "import os, signal, sys; from pathlib import Path; from pipedist.outputs import open_folder\n"
+        "f = open_folder(Path(sys.argv[1]), run_id='r1', spec_hash='s1', outputs=['a.json'])\n"
+        "f.staged('a.json').write_text('half'); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    done = subprocess.run([sys.executable, "-c", script, tmp_path / "x"], check=False)
+    assert done.returncode == -signal.SIGKILL
+    with pytest.raises(UsageError, match="unfinished run r1"):
+        start(tmp_path / "x")
+    assert visible(tmp_path / "x") == []
+
+
+def test_a_kill_at_any_point_of_the_commit_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After every system call of `finish`, a crash: the next opening finds old or new, whole."""
+    calls = ["os.replace", "os.unlink", "os.fsync"]
+    for crash_at in range(40):
+        out = tmp_path / str(crash_at)
+        complete(out, "old", outputs=["a.json", "gone.json"])
+        folder = start(out, run="r2", outputs=["a.json", "sub/b.json"])
+        folder.staged("a.json").write_text("new")
+        folder.staged("sub/b.json").write_text("new")
+        countdown = [crash_at]
+
+        class Crash(BaseException):
+            pass
+
+        def crashing(
+            original: Any, countdown: list[int] = countdown, crash: type[BaseException] = Crash
+        ) -> Any:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                if countdown[0] == 0:
+                    raise crash
+                countdown[0] -= 1
+                return original(*args, **kwargs)
+
+            return call
+
+        crashed = False
+        with monkeypatch.context() as patch:
+            for name in calls:
+                patch.setattr(name, crashing(getattr(os, name.removeprefix("os."))))
+            try:
+                folder.finish({"run": "r2"})
+            except Crash:
+                crashed = True
+        folder.close()
+        if not crashed:
+            assert crash_at > 8
+            return
+        found = open_folder(out, run_id="r3", spec_hash="s1", outputs=["a.json"], resume=True)
+        if isinstance(found, FinishedRun):
+            assert found.run_id == "r2"
+            assert found.document == {"run": "r2"}
+            assert visible(out) == ["a.json", "sub/b.json"]
+            assert {path.read_text() for path in found.files.values()} == {"new"}
+        else:
+            found.close()
+            assert visible(out) == ["a.json", "gone.json"]
+            assert (out / "a.json").read_text() == "old"
+    raise AssertionError("finish never got through")
+
+
+def test_symbolic_links_below_the_folder_are_not_followed(tmp_path: Path) -> None:
+    out, outside = tmp_path / "x", tmp_path / "outside"
+    outside.mkdir()
+    with start(out, outputs=["sub/a.json"]) as folder:
+        folder.staged("sub/a.json").write_text("1")
+        (out / "sub").symlink_to(outside)  # swapped in while the run is going on
+        with pytest.raises(OutputError):
+            folder.finish({})
+    assert os.listdir(outside) == []
+
+
+def test_a_link_in_place_of_a_file_is_replaced_not_followed(tmp_path: Path) -> None:
+    out, victim = tmp_path / "x", tmp_path / "victim"
+    victim.write_text("mine")
+    with start(out) as folder:
+        folder.staged("a.json").write_text("1")
+        (out / "a.json").symlink_to(victim)
+        folder.finish({})
+    assert victim.read_text() == "mine"
+    assert (out / "a.json").read_text() == "1"
+
+
+def test_a_link_in_place_of_the_private_folder_is_refused(tmp_path: Path) -> None:
+    out, outside = tmp_path / "x", tmp_path / "outside"
+    outside.mkdir()
+    out.mkdir()
+    (out / ".pipedist").symlink_to(outside)
+    with pytest.raises(UsageError, match="not a folder that pipedist made"):
+        start(out)
+    assert os.listdir(outside) == []
+
+
+def test_the_folder_itself_may_be_a_link(tmp_path: Path) -> None:
+    (tmp_path / "scratch").mkdir()
+    (tmp_path / "x").symlink_to(tmp_path / "scratch")
+    assert complete(tmp_path / "x") == {"a.json": tmp_path / "scratch" / "a.json"}
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"format": 1}', '{"format": 99}'])
+def test_an_unreadable_record_is_refused(tmp_path: Path, text: str) -> None:
+    out = tmp_path / "x"
+    complete(out)
+    (out / ".pipedist/run.json").write_text(text)
+    with pytest.raises(UsageError, match="--output DIR"):
+        start(out)
+
+
+def test_a_file_in_place_of_the_folder(tmp_path: Path) -> None:
+    (tmp_path / "x").write_text("mine")
+    with pytest.raises(OutputError, match="output folder"):
+        start(tmp_path / "x")
+
+
+def test_an_output_that_was_not_announced(tmp_path: Path) -> None:
+    with start(tmp_path / "x") as folder, pytest.raises(ValueError, match="other"):
+        folder.staged("other.json")
+    assert folder_module.PRIVATE == ".pipedist"

@@ -1,0 +1,481 @@
+from __future__ import annotations
+
+import dataclasses
+import math
+import struct
+import sys
+import tracemalloc
+import types
+from collections import OrderedDict, namedtuple
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgpack
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from pipedist.errors import RemoteProtocolError
+from pipedist.transport import codec, form
+from pipedist.transport.codec import UnsendableError, decode, encode
+from pipedist.transport.limits import DEPTH_MAX, Limits
+
+
+class Point(NamedTuple):
+    x: Any
+    y: Any
+
+
+Pair = namedtuple("Pair", ["first", "second"])  # noqa: PYI024
+
+
+@dataclasses.dataclass
+class Batch:
+    rows: Any
+    label: str = ""
+    derived: int = dataclasses.field(init=False, default=0)
+
+    def __post_init__(self) -> None:
+        self.derived = 1
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Frozen:
+    value: Any
+
+
+def same(a: Any, b: Any) -> bool:
+    """Equal in type and in every bit."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, np.ndarray):
+        little = a.dtype.newbyteorder("<")
+        return a.shape == b.shape and little == b.dtype and a.astype(little).tobytes() == b.tobytes()
+    if isinstance(a, np.str_ | np.bytes_):
+        return bool(a == b)
+    if isinstance(a, np.generic):
+        return a.dtype == b.dtype and a.tobytes() == b.tobytes()
+    if isinstance(a, float):
+        return struct.pack("<d", a) == struct.pack("<d", b)
+    if isinstance(a, complex):
+        return same(a.real, b.real) and same(a.imag, b.imag)
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(same, a, b))
+    if dataclasses.is_dataclass(a):
+        return all(same(getattr(a, f.name), getattr(b, f.name)) for f in dataclasses.fields(a))
+    return bool(a == b)
+
+
+def round_trip(tree: Any) -> Any:
+    return decode([bytes(frame) for frame in encode(tree)])
+
+
+DTYPES = st.one_of(
+    hnp.boolean_dtypes(),
+    hnp.integer_dtypes(endianness="?"),
+    hnp.unsigned_integer_dtypes(endianness="?"),
+    hnp.floating_dtypes(endianness="?"),
+    hnp.complex_number_dtypes(endianness="?"),
+    hnp.datetime64_dtypes(endianness="?"),
+    hnp.timedelta64_dtypes(endianness="?"),
+    hnp.byte_string_dtypes(min_len=1),
+    hnp.unicode_string_dtypes(min_len=1, endianness="?"),
+)
+ARRAYS = hnp.arrays(DTYPES, hnp.array_shapes(min_dims=0, min_side=0, max_dims=4, max_side=6))
+SCALARS = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(),
+    st.complex_numbers(),
+    st.text(st.characters(exclude_categories=())),
+    st.binary(),
+    st.builds(slice, st.none() | st.integers(), st.none() | st.integers(), st.none() | st.integers()),
+    st.builds(range, st.integers(), st.integers(), st.integers(1)),
+    st.builds(np.float32, st.floats(width=32)),
+    st.builds(np.int64, st.integers(-(2**63), 2**63 - 1)),
+    st.builds(np.bool_, st.booleans()),
+    st.builds(np.str_, st.text()),
+    st.builds(np.bytes_, st.binary()),
+    st.just(np.datetime64("2020-01-01")),
+)
+TREES = st.recursive(
+    SCALARS | ARRAYS,
+    lambda t: st.one_of(
+        st.lists(t, max_size=4),
+        st.lists(t, max_size=4).map(tuple),
+        st.dictionaries(st.text(max_size=5) | st.integers(-(2**70), 2**70), t, max_size=4),
+        st.builds(Point, t, t),
+        st.builds(Batch, t, st.text(max_size=5)),
+        st.builds(Frozen, t),
+    ),
+    max_leaves=12,
+)
+
+
+@given(TREES)
+def test_any_tree_comes_back_with_every_bit(tree: Any) -> None:
+    assert same(tree, round_trip(tree))
+
+
+@given(ARRAYS)
+def test_received_arrays_are_read_only_contiguous_and_aligned(array: np.ndarray) -> None:
+    got = round_trip([array, array])[1]
+    assert got.flags.c_contiguous
+    assert got.flags.aligned
+    assert not got.flags.writeable
+    assert got.dtype.isnative
+
+
+def test_nan_payload_negative_zero_and_signalling_nan() -> None:
+    bits = np.array([0x7FF8DEADBEEF0001, 0xFFF0000000000001, 0x8000000000000000], np.uint64)
+    for tree in (bits.view(np.float64), [np.float64(x) for x in bits.view(np.float64)]):
+        assert same(tree, round_trip(tree))
+    value = struct.unpack("<d", struct.pack("<Q", 0x7FF8DEADBEEF0001))[0]
+    assert same([value, -0.0], round_trip([value, -0.0]))
+
+
+def test_large_arrays_are_frames_of_their_own_memory() -> None:
+    array = np.arange(100_000.0).reshape(100, 1000)
+    header, frame = encode({"x": array})
+    assert len(header) < 200
+    assert np.shares_memory(np.frombuffer(frame, np.uint8), array)
+    assert np.shares_memory(decode([header, frame])["x"], array)
+
+
+def test_medium_arrays_share_a_frame_so_many_of_them_are_few_frames() -> None:
+    tree = [np.full(512, i) for i in range(1000)]
+    frames = encode(tree)
+    assert len(frames) == 1 + math.ceil(1000 * 4096 / form.SHARED_FRAME_BYTES_MAX)
+    assert same(tree, decode(frames))
+
+
+def test_mixed_sizes_keep_their_order() -> None:
+    tree = [np.full(n, n) for n in (1, 100, 10_000, 200, 20_000, 300, 200_000, 5, 400)]
+    assert same(tree, round_trip(tree))
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.asfortranarray(np.arange(60_000.0).reshape(200, 300)),
+        np.arange(200_000)[::2],
+        np.arange(20_000, dtype=">f8"),
+        np.array("x" * 1000),
+        np.array("x" * 50_000),
+        np.zeros((0, 2**40)),
+        np.zeros((3, 0)),
+        np.array(5),
+        np.arange("2000-01", "2900-01", dtype="M8[D]"),
+        np.array(["NaT", "2020"], "M8[25s]"),
+        np.broadcast_to(np.float32(3), (500, 500)),
+    ],
+    ids=lambda array: f"{array.dtype}{array.shape}",
+)
+def test_awkward_layouts(array: np.ndarray) -> None:
+    assert same(array, round_trip(array))
+
+
+def test_memory_mapped_file_travels_as_an_array(tmp_path: Path) -> None:
+    np.save(tmp_path / "a.npy", np.arange(10))
+    mapped = np.load(tmp_path / "a.npy", mmap_mode="r")
+    assert same(np.arange(10), round_trip(mapped))
+
+
+def test_bfloat16() -> None:
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    for n in (3, 100_000):
+        array = np.arange(n).astype(ml_dtypes.bfloat16)
+        got = round_trip([array, array[0]])
+        assert got[0].dtype == array.dtype
+        assert got[0].tobytes() == array.tobytes()
+        assert type(got[1]) is ml_dtypes.bfloat16
+
+
+def test_bfloat16_where_ml_dtypes_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ml_dtypes", None)
+    body = struct.pack("<BB8sB", 1, 8, b"bfloat16", 0).ljust(16, b"\0") + b"\0\0"
+    with pytest.raises(RemoteProtocolError, match="install it"):
+        decode([msgpack.packb(msgpack.ExtType(form.INLINE, body))])
+
+
+def test_unaligned_frames_are_copied_into_place() -> None:
+    array = np.arange(100_000.0)
+    header, frame = encode(array)
+    shifted = memoryview(b"x" + bytes(frame))[1:]
+    got = decode([header, shifted])
+    assert got.flags.aligned
+    assert same(array, got)
+
+
+# --- what can't be sent ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("tree", "words"),
+    [
+        ({"a": [1, {2, 3}]}, ["a set", "at a/1"]),
+        ({"a": (0, lambda: 0)}, ["a function", "at a/1"]),
+        ([np.array([None])], ["an array of dtype object", "at 0"]),
+        ({"r": np.zeros(2, [("x", int)])}, ["structured", "dict", "at r"]),
+        (Point(1, object()), ["an object", "at y"]),
+        (Batch(object()), ["an object", "at rows"]),
+        (OrderedDict(a=1), ["collections.OrderedDict", "as the whole value"]),
+        ({"a": {(1, 2): 3}}, ["key (1, 2) of type tuple", "at a"]),
+        ({True: 1}, ["key True of type bool"]),
+        ([np.ma.masked_array([1], [True])], ["MaskedArray", "numpy.asarray", "at 0"]),
+        ([1 << 8 * 5000], ["an int of 5001 bytes", "at 0"]),
+        ([slice("a", 2)], ["a slice", "at 0"]),
+        ([np.void(b"xx")], ["a NumPy scalar", "at 0"]),
+        ({"x": msgpack.ExtType(1, b"\0")}, ["ExtType", "at x"]),
+        (msgpack.Timestamp(1), ["Timestamp"]),
+        ([types.SimpleNamespace()], ["types.SimpleNamespace", "at 0"]),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_refused_values_are_named_with_their_path(tree: Any, words: list[str]) -> None:
+    with pytest.raises(UnsendableError) as caught:
+        encode(tree)
+    for word in words:
+        assert word in str(caught.value)
+    assert isinstance(caught.value, TypeError)
+
+
+def test_a_class_inside_a_function_is_refused() -> None:
+    @dataclasses.dataclass
+    class Local:
+        x: int
+
+    with pytest.raises(UnsendableError, match=r"Local.*top level.*at 0"):
+        encode([Local(1)])
+
+
+def nest(levels: int) -> Any:
+    tree: Any = 0
+    for _ in range(levels):
+        tree = [tree]
+    return tree
+
+
+def test_depth() -> None:
+    assert round_trip(nest(DEPTH_MAX)) == nest(DEPTH_MAX)
+    with pytest.raises(UnsendableError, match="more than 128 levels"):
+        encode(nest(DEPTH_MAX + 1))
+    for tree in (nest(DEPTH_MAX + 1), nest(300)):
+        with pytest.raises(RemoteProtocolError, match="more than 128 levels"):
+            decode([msgpack.packb(tree)])
+    with pytest.raises(RemoteProtocolError):
+        decode([b"\x91" * 100_000 + b"\x90"])
+
+
+def test_a_cycle_is_refused() -> None:
+    tree: list[Any] = []
+    tree.append(tree)
+    with pytest.raises(UnsendableError, match="cycle"):
+        encode(tree)
+
+
+def test_a_shared_node_that_would_explode_is_refused() -> None:
+    tree: Any = 0
+    for _ in range(100):
+        tree = [tree, tree]
+    with pytest.raises(UnsendableError, match="elements"):
+        encode(tree)
+
+
+# --- classes --------------------------------------------------------------------------------
+
+
+def test_records_are_rebuilt_without_calling_their_constructor(monkeypatch: pytest.MonkeyPatch) -> None:
+    frames = encode([Batch([1], "a"), Pair(1, 2)])
+    monkeypatch.setattr(Batch, "__post_init__", lambda self: pytest.fail("was called"))
+    batch, pair = decode(frames)
+    assert type(batch) is Batch
+    assert (batch.rows, batch.label, batch.derived) == ([1], "a", 1)
+    assert type(pair) is Pair
+
+
+def record(text: str, *values: Any) -> list[bytes]:
+    return [msgpack.packb([form.RECORD, text, *values])]
+
+
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        ("not_imported_module:X(a)", "not imported here"),
+        ("os:system(a)", "no namedtuple and no dataclass"),
+        ("subprocess:Popen(args)", "no namedtuple and no dataclass"),
+        ("builtins:object()", "no namedtuple and no dataclass"),
+        ("numpy:f2py.main(a)", "no namedtuple and no dataclass"),
+        (f"{__name__}:Frozen(other)", "fields"),
+        (f"{__name__}:Frozen(value)", "1 fields, 2 came"),
+        (f"{__name__}:Frozen", "malformed"),
+        ("__import__('os')(a)", "malformed"),
+        ("", "malformed"),
+    ],
+)
+def test_classes_of_a_peer_are_not_believed(text: str, match: str) -> None:
+    with pytest.raises(RemoteProtocolError, match=match):
+        decode(record(text, 1, 2))
+
+
+def test_naming_a_module_runs_none_of_its_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "codec_lazy.py").write_text(
+        "import dataclasses\n@dataclasses.dataclass\nclass Box:\n    v: int\n"
+        "def __getattr__(name):\n    raise SystemExit(name)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    frames = record("codec_lazy:Box(v)", 7)
+    with pytest.raises(RemoteProtocolError, match="not imported"):
+        decode(frames)
+    assert decode(frames, may_import=True).v == 7
+    with pytest.raises(RemoteProtocolError, match="no namedtuple"):
+        decode(record("codec_lazy:Absent(v)", 7))
+
+
+# --- what a peer may not send ---------------------------------------------------------------
+
+
+def ext(code: int, data: bytes) -> list[bytes]:
+    return [msgpack.packb(msgpack.ExtType(code, data))]
+
+
+def description(dtype: bytes, *shape: int) -> bytes:
+    body = struct.pack(f"<B{len(dtype)}sB{len(shape)}Q", len(dtype), dtype, len(shape), *shape)
+    units = -(-(1 + len(body)) // 16)
+    return (bytes([units]) + body).ljust(units * 16, b"\0")
+
+
+MALFORMED: dict[str, list[bytes]] = {
+    "nothing": [],
+    "empty header": [b""],
+    "two values": [b"\x01\x02"],
+    "cut list": [b"\x93\x01\x02"],
+    "list that claims 4 billion": [b"\xdd\xff\xff\xff\xff"],
+    "dict that claims 4 billion": [b"\xdf\xff\xff\xff\xff"],
+    "bytes that claim 4 billion": [b"\xc6\xff\xff\xff\xff"],
+    "reserved byte": [b"\xc1"],
+    "bad utf-8": [b"\xa2\xff\xff"],
+    "bytes as key": [b"\x81\xc4\x01a\x01"],
+    "float as key": [b"\x81\xcb" + bytes(8) + b"\x01"],
+    "list as key": [b"\x81\x90\x01"],
+    "unknown extension": ext(99, b""),
+    "unused frame": [b"\x01", b"abc"],
+    "lone mark": [msgpack.packb(form.TUPLE)],
+    "mark in the middle": [msgpack.packb([1, form.TUPLE])],
+    "two marks": [msgpack.packb([form.TUPLE, form.TUPLE])],
+    "mark as key": [b"\x81" + msgpack.packb(form.TUPLE) + b"\x01"],
+    "unknown mark": [msgpack.packb([msgpack.ExtType(form.MARK, b"\x09"), 1])],
+    "slice of two": [msgpack.packb([form.SLICE, 1, 2])],
+    "slice of str": [msgpack.packb([form.SLICE, 1, 2, "x"])],
+    "range step 0": [msgpack.packb([form.RANGE, 1, 2, 0])],
+    "record without a name": [msgpack.packb([form.RECORD])],
+    "record named by an int": [msgpack.packb([form.RECORD, 3])],
+    "long int": ext(form.BIG_INT, bytes(5000)),
+    "short int": ext(form.BIG_INT, bytes(3)),
+    "short complex": ext(form.COMPLEX, bytes(15)),
+    "array without description": ext(form.INLINE, b""),
+    "array with a cut description": ext(form.INLINE, b"\x09\x03<f8"),
+    "description of length 0": ext(form.INLINE, b"\0" * 32),
+    "object dtype": ext(form.INLINE, description(b"|O", 1) + bytes(8)),
+    "record dtype": ext(form.INLINE, description(b"i4,i4", 1) + bytes(8)),
+    "void dtype": ext(form.INLINE, description(b"|V8", 1) + bytes(8)),
+    "big-endian dtype": ext(form.INLINE, description(b">f8", 1) + bytes(8)),
+    "empty dtype": ext(form.INLINE, description(b"", 1) + bytes(8)),
+    "huge str dtype": ext(form.INLINE, description(b"<U999999999", 1) + bytes(8)),
+    "array one byte short": ext(form.INLINE, description(b"<f8", 2) + bytes(15)),
+    "array one byte long": ext(form.INLINE, description(b"<f8", 2) + bytes(17)),
+    "shape that overflows to 0": ext(form.INLINE, description(b"<f8", 1 << 32, 1 << 32)),
+    "shape that wraps": ext(form.INLINE, description(b"<f8", 1 << 61)),
+    "shape beyond int64": ext(form.INLINE, description(b"<f8", 0, 1 << 63)),
+    "65 dimensions": ext(form.INLINE, description(b"<f8", *[1] * 65) + bytes(8)),
+    "bool of 2": ext(form.INLINE, description(b"|b1", 1) + b"\x02"),
+    "scalar bool of 2": ext(form.NUMPY_SCALAR, description(b"|b1") + b"\x02"),
+    "scalar with a shape": ext(form.NUMPY_SCALAR, description(b"<f8", 1) + bytes(8)),
+    "code point beyond unicode": ext(form.INLINE, description(b"<U1", 1) + b"\xff" * 4),
+    "frame that is not there": ext(form.IN_FRAME, description(b"<f8", 1) + struct.pack("<IQ", 0, 0)),
+    "frame too short": [*ext(form.IN_FRAME, description(b"<f8", 2) + struct.pack("<IQ", 0, 0)), bytes(15)],
+    "offset beyond": [*ext(form.IN_FRAME, description(b"<f8", 1) + struct.pack("<IQ", 0, 16)), bytes(16)],
+    "odd offset": [*ext(form.IN_FRAME, description(b"<f8", 1) + struct.pack("<IQ", 0, 8)), bytes(16)],
+    "offset that wraps": [
+        *ext(form.IN_FRAME, description(b"<f8", 1) + struct.pack("<IQ", 0, (1 << 64) - 16)),
+        bytes(16),
+    ],
+    "place cut off": [*ext(form.IN_FRAME, description(b"<f8", 1) + b"\0\0"), bytes(16)],
+}
+
+
+@pytest.mark.parametrize("frames", MALFORMED.values(), ids=MALFORMED.keys())
+def test_malformed_frames_are_refused(frames: list[bytes]) -> None:
+    with pytest.raises(RemoteProtocolError):
+        decode(frames)
+
+
+def test_sizes_beyond_the_limits_are_refused() -> None:
+    with pytest.raises(RemoteProtocolError, match="frames"):
+        decode([b"\xc0"] * 5, limits=Limits(frames_max=4))
+    with pytest.raises(RemoteProtocolError, match="header"):
+        decode([msgpack.packb(b"x" * 100)], limits=Limits(header_bytes_max=100))
+
+
+def test_nested_claims_allocate_nothing() -> None:
+    # Each level claims as many elements as there are bytes: 1000 lists of 8 MB, were they believed.
+    header = b"".join(b"\xdd" + struct.pack(">I", 1_000_000) for _ in range(1000)) + bytes(1_000_000)
+    tracemalloc.start()
+    try:
+        with pytest.raises(RemoteProtocolError):
+            decode([header])
+        assert tracemalloc.get_traced_memory()[1] < 4_000_000
+    finally:
+        tracemalloc.stop()
+
+
+SEEDS = [
+    {"a": np.arange(3), "b": (1, 2.5, None, 2**80), "c": np.zeros(10_000), "d": np.arange(1000.0)},
+    [Point(1, "x"), Frozen(np.float32(2)), slice(1, None, 2), range(3), 1j, {1: b"abc", "k": [True]}],
+    [np.array(["ab", "c"]), np.array([True, False]), np.datetime64("2020-01-01"), np.str_("s")],
+]
+
+
+def attempt(frames: list[bytes]) -> None:
+    try:
+        decode(frames)
+    except RemoteProtocolError:
+        pass
+
+
+def test_fuzz_bit_flips_truncations_and_noise_never_do_harm() -> None:
+    random = np.random.default_rng(0)
+    tracemalloc.start()
+    try:
+        for tree in SEEDS:
+            header, *rest = map(bytes, encode(tree))
+            for at in range(len(header)):
+                attempt([header[:at], *rest])
+                for bit in range(8):
+                    flipped = bytearray(header)
+                    flipped[at] ^= 1 << bit
+                    attempt([bytes(flipped), *rest])
+            for _ in range(1000):
+                damaged = bytearray(header)
+                for _ in range(int(random.integers(1, 6))):
+                    damaged[int(random.integers(len(damaged)))] = int(random.integers(256))
+                attempt([bytes(damaged), *rest])
+        for _ in range(3000):
+            attempt([random.bytes(int(random.integers(1, 60))) for _ in range(int(random.integers(1, 3)))])
+        assert tracemalloc.get_traced_memory()[1] < 64_000_000
+    finally:
+        tracemalloc.stop()
+
+
+@given(st.lists(st.binary(max_size=80), min_size=1, max_size=3))
+def test_random_frames_are_a_tree_or_an_error(frames: list[bytes]) -> None:
+    attempt(frames)
+
+
+def test_the_door_offers_messages_too() -> None:
+    assert set(codec.__all__) == {"Frame", "UnsendableError", "decode", "encode", "pack", "unpack"}
