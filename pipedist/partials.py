@@ -27,7 +27,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
-from typing import Any
+from typing import Any, SupportsIndex, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -97,15 +97,21 @@ def axes_of(axis: int | Sequence[int] | None) -> tuple[int, ...] | None:
     """
     if axis is None:
         return None
-    parts: Sequence[Any] = axis if isinstance(axis, (list, tuple)) else (axis,)
-    axes = []
-    for part in parts:
-        if isinstance(part, (bool, np.bool_)) or not hasattr(type(part), "__index__"):
-            raise TypeError(f"axis {axis!r}: expected None, an int, or a list of ints, not {part!r}")
-        axes.append(operator.index(part))
+    axes = [axis_of(part) for part in (axis if isinstance(axis, (list, tuple)) else (axis,))]
     if len(set(axes)) < len(axes):
         raise ValueError(f"axis {axis!r} names an axis twice")
     return tuple(axes)
+
+
+def axis_of(axis: object) -> int:
+    """Return one axis as a plain int.
+
+    Raises:
+        TypeError: it is not an int; True and False are not.
+    """
+    if isinstance(axis, (bool, np.bool_)) or not hasattr(type(axis), "__index__"):
+        raise TypeError(f"an axis is an int, not {axis!r}")
+    return operator.index(cast(SupportsIndex, axis))
 
 
 def resolve_axes(axes: tuple[int, ...], ndim: int) -> tuple[int, ...]:

@@ -45,7 +45,8 @@ class StageProgram:
         kwargs: the stage's `with`, resolved: a dict of trees.
         form: how it is called. "shard": `fn(value, **kwargs)`; "apply": the value is
             `(args, kwargs)` and the call is `fn(*args, **kwargs)`; "combine": the value is a
-            list of components, folded by `fn(a, b)` in the fixed tree.
+            list of groups, each a list of components, folded by `fn(a, b)` in the fixed tree:
+            first the components of each group, then the groups' nodes.
     """
 
     name: str

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from pipedist import trees
-from pipedist.partials import axes_of, resolve_axes
+from pipedist.partials import axis_of, resolve_axes
 from pipedist.program import Tree
 from pipedist.reductions import FoldTree, Partial, Reduction
 from pipedist.reductions import ReduceOp as ReduceOp
@@ -199,16 +199,14 @@ def gather(tree: Tree, axis: int, replicas: int) -> Tree:
         ValueError: a component is a scalar, sizes differ along another axis, or the axis is out of range.
         TypeError: dtypes differ, a component is not an array, or the axis is not an int.
     """
-    axes = axes_of(axis)
-    if axes is None or len(axes) != 1:
-        raise TypeError(f"gather takes one axis, an int, not {axis!r}")
+    number = axis_of(axis)
     leaves, treedef = trees.flatten(tree)
     results = []
     for leaf in leaves:
         _check_length(leaf, replicas)
         if isinstance(leaf, PerReplica):
             parts = [part for part in leaf.components if part is not None]
-            results.append(_concatenate(parts, axes) if parts else None)
+            results.append(_concatenate(parts, number) if parts else None)
         else:
             results.append(leaf)
     return trees.unflatten(treedef, results)
@@ -240,12 +238,12 @@ def _reduce_plain(reduction: Reduction, leaf: Any, path: str) -> Any:
     )
 
 
-def _concatenate(components: Sequence[Tree], axes: tuple[int, ...]) -> Tree:
+def _concatenate(components: Sequence[Tree], axis: int) -> Tree:
     columns, treedef = trees.same_structure(components)
     gathered = []
     for index, parts in enumerate(zip(*columns, strict=True)):
         try:
-            gathered.append(_concatenate_leaf([np.asarray(part) for part in parts], axes))
+            gathered.append(_concatenate_leaf([np.asarray(part) for part in parts], axis))
         except (TypeError, ValueError) as error:
             path = trees.treedef_paths(treedef)[index]
             cls = TypeError if isinstance(error, TypeError) else ValueError
@@ -253,7 +251,7 @@ def _concatenate(components: Sequence[Tree], axes: tuple[int, ...]) -> Tree:
     return trees.unflatten(treedef, gathered)
 
 
-def _concatenate_leaf(parts: Sequence[np.ndarray[Any, Any]], axes: tuple[int, ...]) -> Any:
+def _concatenate_leaf(parts: Sequence[np.ndarray[Any, Any]], axis: int) -> Any:
     first = parts[0]
     for replica, part in enumerate(parts):
         if part.ndim == 0:
@@ -264,11 +262,13 @@ def _concatenate_leaf(parts: Sequence[np.ndarray[Any, Any]], axes: tuple[int, ..
         same_kind = part.dtype.kind == first.dtype.kind and part.dtype.kind in "US"
         if part.dtype != first.dtype and not same_kind:
             raise TypeError(f"replica 0 has dtype {first.dtype}, replica {replica} {part.dtype}")
-        (axis,) = resolve_axes(axes, part.ndim)
-        differs = part.shape[:axis] != first.shape[:axis] or part.shape[axis + 1 :] != first.shape[axis + 1 :]
+        (along,) = resolve_axes((axis,), part.ndim)
+        differs = (
+            part.shape[:along] != first.shape[:along] or part.shape[along + 1 :] != first.shape[along + 1 :]
+        )
         if differs or part.ndim != first.ndim:
             raise ValueError(
                 f"replica 0 has shape {first.shape}, replica {replica} {part.shape}; only the size along "
-                f"axis {axes[0]} may differ"
+                f"axis {axis} may differ"
             )
     return np.concatenate(parts, axis=axis)

@@ -16,7 +16,10 @@ from __future__ import annotations
 
 def main() -> None:
     """Carry out the command line of this process, and end the process with its exit code."""
-    # nothing is imported before it is needed: the time until a command begins is a feature
-    from pipedist.cli.app import main as carry_out
+    try:
+        # nothing is imported before it is needed: the time until a command begins is a feature
+        from pipedist.cli.app import main as carry_out
 
-    carry_out()
+        carry_out()
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None

@@ -113,8 +113,9 @@ class Reporter(ABC):
         """Show a line of text."""
 
     def log(self, worker: str, log: messages.Log) -> None:
-        """Show a line that a replica function printed or logged."""
-        self.line(f"[{log.stage} {log.step} {log.replica} {worker}] {log.text.rstrip()}")
+        """Show what a replica function printed or logged, each line led by the call it comes from."""
+        for line in log.text.splitlines():
+            self.line(f"[{log.stage} {log.step} {log.replica} {worker}] {line}")
 
     @abstractmethod
     def close(self) -> None:

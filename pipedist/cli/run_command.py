@@ -16,8 +16,8 @@ from pipedist.errors import PipedistError, RunCancelled, UsageError
 
 if TYPE_CHECKING:
     from pipedist import messages
+    from pipedist.pipeline import Run
     from pipedist.pipeline.result import Result
-    from pipedist.pipeline.run import Run
     from pipedist.spec import Spec, StageSpec
 
 _REFRESH_S = 0.2
@@ -82,7 +82,8 @@ def execute(options: RunOptions) -> int:
     if ended.result is not None:
         return _finished(ended, ended.result, options)
     if isinstance(ended.error, RunCancelled):
-        write_error(f"pipedist: {ended.error}\n")
+        again = "; --resume continues it, --restart begins again" if _has_folder(ended, options) else ""
+        write_error(f"pipedist: {ended.error}{again}\n")
         return interruption.exit_code or exits.FAILED
     if ended.error is not None:
         exits.report(ended.error)
@@ -95,7 +96,7 @@ async def _run(options: RunOptions, interruption: Interruption) -> Ended:
     import anyio
 
     # the engine takes a tenth of a second to import: not before the command line is known to be good
-    from pipedist.pipeline.run import open as open_run
+    from pipedist.pipeline import open as open_run
 
     reporter: Reporter | None = None
 
@@ -176,10 +177,14 @@ def _finished(ended: Ended, result: Result, options: RunOptions) -> int:
     return exits.QUARANTINED if result.ledger.quarantined else exits.OK
 
 
-def _print_document(document: Mapping[str, object] | None) -> None:
-    from pipedist.outputs.encoding import text
+def _has_folder(ended: Ended, options: RunOptions) -> bool:
+    return options.output is not None or bool(ended.spec.outputs)
 
-    write_out(text(document, sort_keys=False) + "\n")
+
+def _print_document(document: Mapping[str, object] | None) -> None:
+    import json  # only for --json
+
+    write_out(json.dumps(document, allow_nan=False) + "\n")  # ASCII: it survives any terminal
 
 
 def verb_of(stage: StageSpec) -> str:

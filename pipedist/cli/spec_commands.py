@@ -38,8 +38,10 @@ def print_plan(path: str, form: str, workers: int | None, sets: Sequence[str]) -
         workers: overrides the spec's number of worker processes.
         sets: texts NAME=VALUE.
     """
+    import json
+
+    from pipedist.local_cluster import usable_cores
     from pipedist.outputs import encoding
-    from pipedist.pipeline.run import usable_cores
     from pipedist.plan import compile_plan
     from pipedist.spec import load
 
@@ -49,7 +51,7 @@ def print_plan(path: str, form: str, workers: int | None, sets: Sequence[str]) -
     plan = compile_plan(spec, workers=workers)
     try:
         if form == "json":
-            text = encoding.dumps(plan.to_json(), sort_keys=False)
+            text = json.dumps(encoding.to_json(plan.to_json()))
         else:
             text = plan.mermaid() if form == "mermaid" else plan.text()
     finally:
@@ -64,5 +66,5 @@ def print_schema() -> int:
 
     from pipedist.spec import schema
 
-    write_out(json.dumps(schema(), indent=2, ensure_ascii=False) + "\n")
+    write_out(json.dumps(schema(), indent=2) + "\n")
     return exits.OK

@@ -20,8 +20,10 @@ def write_out(text: str) -> None:
     """
     if sys.stdout is None:  # closed by whoever started us
         return
+    encoding = sys.stdout.encoding or "utf-8"
     try:
-        sys.stdout.write(text)
+        # a terminal that can't show a letter gets its escape instead
+        sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))
         sys.stdout.flush()
     except BrokenPipeError:
         _drop(sys.stdout.fileno())

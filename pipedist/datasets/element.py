@@ -105,11 +105,11 @@ def as_element(value: Any) -> Tree:
             f"a list is stacked to one array, but its items have different shapes ({error}); "
             "write structure as a tuple or a dict"
         ) from error
-    return _checked(array[()])
+    return _checked(array)[()]
 
 
 def _checked(value: Any) -> Any:
-    if value.dtype.kind in "OV":
+    if value.dtype.kind == "O" or value.dtype.type is np.void:
         raise TypeError(
             f"an element has a leaf of dtype {value.dtype}; expected numbers, bool, str, bytes or "
             "dates (write structure as tuples and dicts)"

@@ -150,9 +150,13 @@ class GatherFold(Fold):
         self._axis = axis
         self._streams = sink is not None and per == "run"
         self._parts: list[Tree] = []
+        self._checked = False
 
     async def _take(self, parts: Sequence[Tree | None]) -> None:
         made = [p for p in parts if p is not None]
+        if made and not self._checked:  # what can't be gathered at all is told at once, not at the end
+            gather(PerReplica(made), self._axis, len(made))
+            self._checked = True
         if self._streams and self._sink is not None:
             for part in made:
                 await write(self._sink, part)

@@ -352,20 +352,21 @@ class Scheduler:
             self._assign(next(iter(self._members.thirsty.values())), pass_)
 
     def _next_pass(self, *, in_advance: bool) -> Pass | None:
-        """Return the pass whose turn it is: of the best priority, and of short calls if `in_advance`."""
+        """Return the pass whose turn it is, of those of the best priority; None: nothing is dealt now.
+
+        Only short calls are sent in advance. If others have their turn, nothing is, so that workers
+        become idle for them; and looking is no turn, or another pass would have it every time.
+        """
         dealing = [p for p in self._passes.values() if p.deals]
         if not dealing:
             return None
         best = min(p.settings.priority for p in dealing)
-        ids = [
-            p.id
-            for p in dealing
-            if p.settings.priority == best and (not in_advance or p.is_short(self._limits))
-        ]
-        if not ids:
+        ids = [p.id for p in dealing if p.settings.priority == best]
+        pass_ = self._passes[next((i for i in ids if i > self._turn), ids[0])]
+        if in_advance and not pass_.is_short(self._limits):
             return None
-        self._turn = next((i for i in ids if i > self._turn), ids[0])
-        return self._passes[self._turn]
+        self._turn = pass_.id
+        return pass_
 
     def _assign(self, worker: Worker, pass_: Pass) -> None:
         todo = pass_.todo.take(pass_.bundle_calls(self._limits, self._members.ready))

@@ -15,9 +15,9 @@ from typing import Any
 from pipedist.spec.document import Path
 from pipedist.spec.graph import cycles
 from pipedist.spec.interpolation import NAME, NAME_EXPECTED, StageRef, StateRef
-from pipedist.spec.problems import Problems, listing, nearest
+from pipedist.spec.problems import Problems, listing
 from pipedist.spec.scalars import describe
-from pipedist.spec.stages import OPS, OUTPUT_ENDINGS, ReduceSpec
+from pipedist.spec.stages import OPS, OUTPUT_ENDINGS
 
 _READS = {
     "run": ("dataset", "run"),
@@ -25,7 +25,6 @@ _READS = {
     "gather": ("dataset", "run"),
     "update": ("reduce", "gather"),
 }
-_REDUCE_KEYS = tuple(ReduceSpec.model_fields)
 _RESERVED_FILES = ("quarantine.jsonl",)
 
 
@@ -323,8 +322,7 @@ class Checks:
 
     def _axis(self, path: Path, raw: Mapping[str, object]) -> None:
         op = raw.get("reduce")
-        misspelled = any(nearest(str(key), _REDUCE_KEYS) == "axis" for key in raw if key not in _REDUCE_KEYS)
-        if op in OPS and "axis" not in raw and not misspelled:
+        if op in OPS and "axis" not in raw:
             self._note(
                 path,
                 "`axis` is missing: a built-in op needs one",

@@ -12,6 +12,7 @@ from typing import Any
 
 from pipedist.errors import Problem
 from pipedist.spec.problems import nearest
+from pipedist.spec.scalars import printable
 
 Path = tuple[str | int, ...]
 """The way from the document's root to a value: keys, and indices of lists."""
@@ -68,7 +69,7 @@ class Document:
             at_key: the place is that of the key, not that of its value.
             fragment: a part of the value at which the caret points, if it is on the same line.
         """
-        path = self._written(path)
+        path = self.written(path)
         message, expected = printable(message), printable(expected)
         if not given:
             value = self._lookup(path)
@@ -83,7 +84,7 @@ class Document:
 
     def order(self, path: Path, *, at_key: bool = False, fragment: str = "") -> tuple[int, ...]:
         """Return what sorts places in the order of the document."""
-        path = self._written(path)
+        path = self.written(path)
         if self.lines:
             place = self._place(path, at_key, fragment)
             return (place.line, place.column)
@@ -100,7 +101,8 @@ class Document:
         """Say that the value known as `path` stands at `written` in the document."""
         self.moved[path] = written
 
-    def _written(self, path: Path) -> Path:
+    def written(self, path: Path) -> Path:
+        """Return where the value known as `path` stands in the document."""
         # The last moves are the innermost.
         for known, written in reversed(self.moved.items()):
             if path[: len(known)] == known:
@@ -129,12 +131,13 @@ class Document:
 
     def _excerpt(self, place: Place) -> tuple[str, int]:
         line = self.lines[place.line - 1] if place.line <= len(self.lines) else ""
-        line, column = printable(line.replace("\t", " ")), place.column
+        column = place.column
         if len(line) > EXCERPT_CHARACTERS_MAX:
             # The caret must stay under what it points at: a window around it.
             start = max(0, min(column - 1 - EXCERPT_CHARACTERS_MAX // 2, len(line) - EXCERPT_CHARACTERS_MAX))
             line, column = line[start : start + EXCERPT_CHARACTERS_MAX], column - start
-        return (line.rstrip(), column) if line.strip() else ("", 0)
+        line = printable(line.replace("\t", " ")).rstrip()
+        return (line, column) if line else ("", 0)
 
     @staticmethod
     def _dotted(path: Path) -> str:
@@ -142,11 +145,6 @@ class Document:
         for part in path:
             text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
         return text or "spec"
-
-
-def printable(text: str) -> str:
-    """Return `text` without characters that a terminal would obey."""
-    return "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in text)
 
 
 def holds(value: object, part: str | int) -> bool:

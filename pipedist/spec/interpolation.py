@@ -23,6 +23,7 @@ from pipedist.program import Tree
 from pipedist.spec.document import Document, Path
 from pipedist.spec.problems import Problems, listing
 from pipedist.spec.scalars import ScalarError, as_text, describe, resolve_plain
+from pipedist.spec.stages import STAGES
 
 TEXT_CHARACTERS_MAX = 65_536
 NODES_MAX = 1_000_000
@@ -34,6 +35,7 @@ NAME = re.compile(r"[^\W\d][\w-]{0,99}")
 NAME_EXPECTED = "a name of letters, digits, `_` and `-`, with a letter or `_` first, at most 100"
 
 _TOKEN = re.compile(r"\$\$\{|\$\{([^{}\n]*)\}|\$\{")
+_STAGE_KEYS = {field.alias or name for model in STAGES.values() for name, field in model.model_fields.items()}
 _KINDS = ("params", "env", "spec", "stages", "state")
 _UNRESOLVED = object()
 
@@ -106,7 +108,7 @@ class Interpolation:
         self._failed: set[Path] = set()
         self._failed_params: set[str] = set()
         self.references: list[tuple[Path, StageRef | StateRef]] = []
-        self.origins: dict[Path, str] = {}
+        self._origins: dict[Path, str] = {}
 
     def read_params(
         self, declared: object, given: Mapping[str, object], sets: Sequence[str]
@@ -162,6 +164,10 @@ class Interpolation:
         )
         return False
 
+    def origin(self, path: Path) -> str:
+        """Return the reference that the value at `path` came from, "" where it was written out."""
+        return self._origins.get(self._document.written(path), "")
+
     def replace(self, value: object, path: Path) -> object:
         """Return `value` with its references replaced; what holds none stays the same object."""
         if path[:1] == ("datasets",) and path[2:] == ("arrays",):
@@ -200,16 +206,19 @@ class Interpolation:
         if lone is not None and lone[1] is not None:
             value = self._resolve(lone[1], lone[0], path, alone=True)
             if isinstance(value, Setting):
-                self.origins[path] = lone[0]
+                self._origins[self._document.written(path)] = lone[0]
                 return value.value
             return value
         parts: list[str] = []
         end = 0
+        seen: set[str] = set()
         for token in _TOKEN.finditer(text):
             parts.append(text[end : token.start()])
             end = token.end()
             if token[0] == "$${":
                 parts.append("${")
+            elif token[0] in seen and path in self._failed:
+                continue  # what has failed once is not told again
             elif token[1] is None:
                 self._fail(path, "${", "`${` is never closed", "`${...}`, or `$${` for the text `${`")
             else:
@@ -219,6 +228,7 @@ class Interpolation:
                         kind = describe(value.value)
                         self._fail(path, token[0], f"{token[0]} is {kind}, inside text", "a scalar")
                     parts.append(value.text or "")
+            seen.add(token[0])
         parts.append(text[end:])
         if sum(map(len, parts)) > TEXT_CHARACTERS_MAX:
             self._fail(
@@ -284,7 +294,8 @@ class Interpolation:
             return _UNRESOLVED
 
     def _later(self, kind: str, name: str, token: str, path: Path, *, alone: bool) -> object:
-        if len(path) < 4 or path[0] != "stages" or path[2] != "with":
+        misspelled = len(path) > 3 and path[0] == "stages" and path[2] not in _STAGE_KEYS
+        if len(path) < 4 or (path[:3:2] != ("stages", "with") and not misspelled):
             self._fail(
                 path, token, f"{token} has no value before the run", "it only in the `with` of a stage"
             )

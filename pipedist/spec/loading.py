@@ -166,7 +166,7 @@ class _Loader:
             key: value if key == "params" else interpolation.replace(value, (key,))
             for key, value in written.items()
         }
-        sections = SectionReader(problems, interpolation.origins, in_memory=not self._document.lines)
+        sections = SectionReader(problems, interpolation.origin, in_memory=not self._document.lines)
         keys = sections.read(SpecKeys, raw, ())
         raw_datasets = _mapping(raw.get("datasets"))
         datasets = {name: sections.dataset(value, ("datasets", name)) for name, value in raw_datasets.items()}

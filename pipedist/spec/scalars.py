@@ -108,5 +108,12 @@ def as_text(value: str | int | float | bool | None) -> str:
     return repr(value)
 
 
+def printable(text: str) -> str:
+    """Return `text` without characters that a terminal would obey."""
+    return "".join(
+        character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in text
+    )
+
+
 def _short(text: str, characters_max: int = 40) -> str:
     return text if len(text) <= characters_max else text[: characters_max - 3] + "..."

@@ -6,7 +6,7 @@ pydantic says which value does not fit; what a person reads is made here, of the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
@@ -29,13 +29,13 @@ class SectionReader:
 
     Args:
         problems: where mistakes are noted.
-        origins: the reference that each interpolated value came from, by path.
+        origin: returns the reference that an interpolated value came from, "" for others.
         in_memory: whether the spec is a dict, which may hold arrays.
     """
 
-    def __init__(self, problems: Problems, origins: Mapping[Path, str], *, in_memory: bool) -> None:
+    def __init__(self, problems: Problems, origin: Callable[[Path], str], *, in_memory: bool) -> None:
         self._problems = problems
-        self._origins = origins
+        self._origin = origin
         self._in_memory = in_memory
 
     def read(
@@ -57,6 +57,7 @@ class SectionReader:
         if not isinstance(raw, dict):
             self._not_fitting(path, raw, expected or f"a mapping with the keys {listing(_keys(model))}")
             return None
+        raw = self._respelled(raw, _keys(model), path, (*_keys(model), *beside))
         try:
             return model.model_validate(raw)
         except ValidationError as error:
@@ -113,7 +114,28 @@ class SectionReader:
         if verb is None:
             return None, raw
         written = next(key for key in raw if key not in rest)
-        return verb, {verb: raw[written], **rest}
+        keys = _keys(STAGES[verb])
+        return verb, self._respelled({verb: raw[written], **rest}, keys, path, [*keys, *known])
+
+    def _respelled(
+        self, raw: dict[Any, object], keys: Iterable[str], path: Path, known: Iterable[str]
+    ) -> dict[Any, object]:
+        """Return `raw` with each misspelled key, which is noted, taken for the one it must mean.
+
+        So a misspelled key is one problem, and its value is checked like any other.
+        """
+        keys, known = list(keys), list(known)
+        respelled: dict[Any, object] = {}
+        for key, value in raw.items():
+            meant = key
+            if key not in known:
+                suggestion = nearest(str(key), known)
+                if suggestion in keys and suggestion not in raw and suggestion not in respelled:
+                    meant = suggestion
+                    self._unknown((*path, key), known)
+                    self._problems.move((*path, meant), (*path, key))
+            respelled[meant] = value
+        return respelled
 
     def _one_of(
         self,
@@ -161,9 +183,7 @@ class SectionReader:
         path: Path,
         beside: tuple[str, ...],
     ) -> None:
-        details = error.errors(include_url=False)
-        unknown = [d["loc"] for d in details if d["type"] == "extra_forbidden"]
-        for detail in details:
+        for detail in error.errors(include_url=False):
             loc = tuple(part for part in detail["loc"] if part != "[key]")
             at = (*path, *loc)
             section, key = _find(model, loc)
@@ -171,13 +191,8 @@ class SectionReader:
             if detail["type"] in ("extra_forbidden", "invalid_key"):
                 self._unknown_key(at, section, beside if len(loc) == 1 else ())
             elif detail["type"] == "missing":
-                hinted = any(
-                    other[:-1] == loc[:-1] and nearest(str(other[-1]), [*_keys(section), *beside]) == name
-                    for other in unknown
-                )
-                if not hinted:
-                    expected = f"{key.expected}, as in `{key.example}`" if key else ""
-                    self._problems.add(at[:-1], f"`{name}` is missing", expected=expected, at_key=True)
+                expected = f"{key.expected}, as in `{key.example}`" if key else ""
+                self._problems.add(at[:-1], f"`{name}` is missing", expected=expected, at_key=True)
             else:
                 self._wrong_value(at, raw, loc, key, detail)
 
@@ -196,9 +211,7 @@ class SectionReader:
             allowed = context["allowed"] or allowed
         if isinstance(value, str) and value.lower() in _BOOLEANS_OF_YAML_1_1 and key is not None:
             expected += f"; in YAML 1.2 `{value}` is text"
-        origin = self._origins.get(at)
-        if origin is not None:
-            message += f" (from {origin})"
+        message += self._from(at)
         if not isinstance(value, str):
             allowed = ()
         self._problems.add(at, message, expected=expected, allowed=allowed, given=str(value))
@@ -228,11 +241,14 @@ class SectionReader:
             given=str(at[-1]),
         )
 
+    def _from(self, path: Path) -> str:
+        origin = self._origin(path)
+        return f" (from {origin})" if origin else ""
+
     def _not_fitting(self, path: Path, raw: object, expected: str) -> None:
         name = next((part for part in reversed(path) if isinstance(part, str)), "the document")
-        origin = f" (from {self._origins[path]})" if path in self._origins else ""
         shown = f"`{name}`" if path else name
-        self._problems.add(path, f"{shown} is {describe(raw)}{origin}", expected=expected)
+        self._problems.add(path, f"{shown} is {describe(raw)}{self._from(path)}", expected=expected)
 
 
 def _keys(model: type[BaseModel]) -> list[str]:

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
 
-from pipedist.spec.keys import ColumnType, Function, Key, Paths, Section, WithTree
+from pipedist.spec.keys import ColumnType, Function, Key, Paths, Section, WithTree, wrong
 
 BATCH_ELEMENTS_MAX = 2**40
 EPOCHS_MAX = 2**31 - 1
@@ -27,6 +27,12 @@ _COLUMNS = Key(
 )
 
 
+def _not_zero(value: object) -> object:
+    if type(value) is int and value == 0:
+        raise wrong("")
+    return value
+
+
 class RangeSource(Section):
     """The integers from `start` to below `stop`. A shard of n elements is int64[n]."""
 
@@ -43,7 +49,7 @@ class RangeSource(Section):
     step: Annotated[
         int,
         Key("The distance of two integers; negative counts down.", "an integer other than 0", "step: 2"),
-        BeforeValidator(lambda value: None if value == 0 else value),
+        BeforeValidator(_not_zero),
         Field(ge=-(2**63), lt=2**63),
     ] = 1
 

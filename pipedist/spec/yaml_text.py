@@ -34,7 +34,7 @@ from pipedist.spec.document import Document, Path, Place
 from pipedist.spec.problems import Problems
 from pipedist.spec.scalars import ScalarError, resolve_plain
 
-DOCUMENT_BYTES_MAX = 65_536
+DOCUMENT_BYTES_MAX = 32_768
 NODES_MAX = 2_500
 DEPTH_MAX = 32
 

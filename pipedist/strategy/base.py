@@ -60,7 +60,8 @@ class BaseStrategy(ABC):
             What it returned, in its structure, with every leaf a PerReplica; None stays None.
 
         Raises:
-            TypeError: `fn` can't be called, or `args` is no sequence.
+            TypeError: `fn` can't be called, `args` is no sequence, or an argument can't be sent to
+                workers (UnsendableError, which names its place).
             ValueError: the replicas returned different structures (the text shows two), or an
                 argument has another number of components than there are replicas.
             CallError: `fn` raised; of several replicas, the lowest one's exception is `__cause__`.

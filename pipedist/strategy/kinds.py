@@ -25,6 +25,7 @@ from pipedist.program import FunctionRef, Tree
 from pipedist.strategy.base import BaseStrategy
 from pipedist.strategy.context import NotForReplicas, default_running, require_cross_replica
 from pipedist.strategy.passes import SLOT, Passes
+from pipedist.transport.codec import encode
 from pipedist.worker.boundary import guard
 from pipedist.worker.context import ReplicaContext, current
 
@@ -89,6 +90,9 @@ class Strategy(BaseStrategy):
         require_cross_replica("Strategy.run")
         function = _reference(fn)
         arguments = self._arguments(args, kwargs)
+        for own_args, own_kwargs in arguments:
+            # Found while it is sent, it would end the pass, and with it other runs of the function.
+            encode({"args": own_args, "kwargs": own_kwargs})
         if self._passes is None:
             self._passes = Passes(self._cluster.coordinator, self._replicas, self._seed)
         with self._passes.using(function) as handle:

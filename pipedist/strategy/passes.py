@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+from pipedist.errors import CallError
 from pipedist.program import Emit, FunctionRef, Program, StageProgram
 from pipedist.scheduler import PassSettings
 
@@ -53,7 +54,10 @@ class Passes:
 
     @contextmanager
     def using(self, function: FunctionRef) -> Iterator[PassHandle]:
-        """Give a function's pass; it stays open at least as long as the `with` block."""
+        """Give a function's pass; it stays open at least as long as the `with` block.
+
+        A pass that fails as a whole is not kept: the next run of the function gets a new one.
+        """
         entry = self._open.get(function)
         if entry is None:
             entry = self._open[function] = _Open(self._new(function))
@@ -61,6 +65,13 @@ class Passes:
         entry.users += 1
         try:
             yield entry.handle
+        except CallError:  # of this step only
+            raise
+        except Exception:
+            if self._open.get(function) is entry:
+                del self._open[function]
+            entry.handle.close()
+            raise
         finally:
             entry.users -= 1
             self._shrink()

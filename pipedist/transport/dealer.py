@@ -67,7 +67,9 @@ class Dealer:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = socket = self._context.socket(zmq.DEALER)
         socket.setsockopt(zmq.ROUTING_ID, identity)
-        socket.setsockopt(zmq.IMMEDIATE, 1)
+        # Not IMMEDIATE=1: when the connection is lost, that drops messages which have arrived, and
+        # aborts the process (libzmq 4.3.5, fq.cpp: !_more) if it happens between two frames of one.
+        socket.setsockopt(zmq.IMMEDIATE, 0)
         socket.setsockopt(
             zmq.MAXMSGSIZE, max(limits.frame_bytes_max, limits.header_bytes_max, limits.head_bytes_max)
         )
@@ -118,7 +120,7 @@ class Dealer:
         copy: bool = True,
         timeout_s: float = 60.0,
     ) -> None:
-        """Send a message; waits while the queue is full or the connection not there yet.
+        """Queue a message for sending; waits while the queue is full.
 
         Args:
             payload: frames.
@@ -127,7 +129,7 @@ class Dealer:
             timeout_s: how long to wait at most; may be infinite.
 
         Raises:
-            ConnectionLost: the connection was lost, or not there in time.
+            ConnectionLost: the connection was lost, or there was no room in time.
             RemoteProtocolError: the scheduler refuses this worker.
             LocalProtocolError: the message is not allowed.
         """
@@ -195,7 +197,10 @@ class Dealer:
         """
         if self._context.closed:
             return
-        linger_ms = round((self._settings.linger_s if linger_s is None else linger_s) * 1000)
+        if linger_s is None:
+            # What a lost connection left behind must not reach the scheduler through another one.
+            linger_s = self._settings.linger_s if self._failure is None else 0.0
+        linger_ms = round(linger_s * 1000)
         self._socket.disable_monitor()
         self._monitor.close(linger=0)
         self._socket.close(linger=linger_ms)

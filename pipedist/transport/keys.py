@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import stat
+import struct
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -150,7 +151,7 @@ def _key(document: dict[str, object], key: str, name: str) -> bytes:
     text = value.encode("ascii")
     try:
         decoded = z85.decode(text)
-    except (KeyError, ValueError, IndexError, OverflowError, ArithmeticError) as error:
+    except (KeyError, ValueError, struct.error) as error:
         raise UsageError(f"key file {name}: {key} is not a key in Z85") from error
     if z85.encode(decoded) != text:
         raise UsageError(f"key file {name}: {key} is not a key in Z85")

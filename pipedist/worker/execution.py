@@ -165,7 +165,7 @@ class PassExecutor:
         call.permanent = True
         for emit, reduction in zip(self.program.emits, self._reductions, strict=True):
             if reduction is not None:
-                call.stage = self._stage_name(emit)
+                call.stage = emit.slot
                 value = values[emit.of] if emit.of >= 0 else shard
                 outcome[emit.slot], bytes_ = own([reduction.partial(value)])
                 del value

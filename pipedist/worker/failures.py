@@ -13,7 +13,7 @@ TEXT_CHARS_MAX = 16_384
 TRACEBACK_CHARS_MAX = 65_536
 """The longest formatted traceback."""
 
-_OWN_FOLDER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "")
+_OWN_FOLDER = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,13 +64,15 @@ def _formatted(error: BaseException) -> str:
 
 
 def _user_frames(tb: TracebackType | None) -> TracebackType | None:
-    """Return the traceback without the worker's own frames at its beginning."""
+    """Return the traceback without pipedist's own frames at its beginning."""
     while tb is not None and tb.tb_frame.f_code.co_filename.startswith(_OWN_FOLDER):
         tb = tb.tb_next
     return tb
 
 
 def _clipped(text: str, chars_max: int) -> str:
+    # A lone surrogate has no UTF-8 form, and must not keep the failure from being told.
+    text = text.encode("utf-8", "backslashreplace").decode("utf-8")
     if len(text) <= chars_max:
         return text
     half = chars_max // 2

@@ -23,7 +23,8 @@ from pipedist.messages import Log
 from pipedist.worker.context import current
 
 _Origin = tuple[str, int, int]
-_NOWHERE: _Origin = ("", -1, -1)
+_NOWHERE: _Origin = ("", 0, 0)
+"""Of lines that no call wrote: while a module is imported, or in a thread of the user's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +114,8 @@ class OutputCapture:
         self._tell_dropped(origin)
         if len(line) > self._limits.line_chars_max:
             line = line[: self._limits.line_chars_max] + " [the rest of the line is left out]"
+        # A lone surrogate has no UTF-8 form, and a print must not fail for that.
+        line = line.encode("utf-8", "backslashreplace").decode("utf-8")
         self._send(Log(*origin, line))
 
     def _tell_dropped(self, origin: _Origin) -> None:

@@ -111,13 +111,20 @@ def _is_nest(value: Tree) -> bool:
     return isinstance(value, tuple) or hasattr(type(value), "__dataclass_fields__")
 
 
-def _fold(fn: Callable[..., Tree], components: Sequence[Tree], kwargs: dict[str, Tree]) -> Tree:
-    """Fold components by `fn(a, b)` in the fixed tree; a None is a component that is not there."""
-    fold = FoldTree(lambda a, b: fn(a, b, **kwargs))
-    for index, component in enumerate(components):
-        if component is not None:
-            fold.push(index, component)
-    return fold.result()
+def _fold(fn: Callable[..., Tree], groups: Sequence[Sequence[Tree]], kwargs: dict[str, Tree]) -> Tree:
+    """Fold groups by `fn(a, b)` in the fixed tree: each group's components, then the groups' nodes."""
+
+    def combine(a: Tree, b: Tree) -> Tree:
+        return fn(a, b, **kwargs)
+
+    nodes: FoldTree[Tree] = FoldTree(combine)
+    for place, group in enumerate(groups):
+        node: FoldTree[Tree] = FoldTree(combine)
+        for index, component in enumerate(group):
+            node.push(index, component)
+        if group:
+            nodes.push(place, node.result())
+    return nodes.result()
 
 
 def _is_async(called: object) -> bool:

@@ -16,6 +16,7 @@ more, or when the process keeps dying before it has lived for `LIVED_S`.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import signal
@@ -70,6 +71,8 @@ def run_worker(
         threads: BLAS and OpenMP threads of the worker.
         join_s: how long the scheduler may take to answer, seconds.
 
+    Call it in the main thread: it answers SIGTERM while it runs.
+
     Returns:
         0: it was told to stop; 1: it was refused, no scheduler answered, or it kept dying; 2: the
         endpoint or the key file can't be used.
@@ -79,7 +82,11 @@ def run_worker(
     """
     path = "" if key_file is None else os.path.abspath(os.fspath(key_file))
     keys = read_key_file(path).client if path else None
-    return Supervisor(endpoint, path, keys, threads=threads, join_s=join_s).run()
+    before = signal.signal(signal.SIGTERM, _leave_on_sigterm)
+    try:
+        return Supervisor(endpoint, path, keys, threads=threads, join_s=join_s).run()
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 class Supervisor:
@@ -105,7 +112,7 @@ class Supervisor:
         self.worker = f"{os.uname().nodename}:{os.getpid()}:{secrets.token_hex(2)}"
         self._heartbeat_s = HEARTBEAT_S
         self._dealer: Dealer | None = None
-        self._heard_next = 0.0
+        self._next_at = 0.0
         """When the next heartbeat is due."""
 
     def run(self) -> int:
@@ -147,7 +154,7 @@ class Supervisor:
         """Speak for the worker process until it has ended; return its exit code."""
         try:
             while process.poll() is None:
-                order = self._listen(incarnation)
+                order = self._listen(process, incarnation)
                 if isinstance(order, Stop):
                     self._say(f"told to stop: {order.reason}")
                     _end(process, grace_s=_END_S)
@@ -155,21 +162,23 @@ class Supervisor:
                 if isinstance(order, Refuse):
                     self._say(f"the scheduler gave the worker process up: {order.reason}")
                     _end(process, grace_s=0.0)
-        finally:
+        except BaseException:  # Ctrl-C, SIGTERM: leave at once, but say so
             _end(process, grace_s=0.0)
+            self._tell_end(incarnation, process.returncode)
+            raise
         code = process.returncode
         if code != ExitCode.STOPPED:
             self._tell_end(incarnation, code)
         return code
 
-    def _listen(self, incarnation: int) -> Stop | Refuse | None:
+    def _listen(self, process: subprocess.Popen[bytes], incarnation: int) -> Stop | Refuse | None:
         """Send a heartbeat if one is due, and wait a moment for an order."""
         try:
             if self._dealer is None:
                 self._dealer = self._connect()
             now = time.monotonic()
-            if now >= self._heard_next:
-                self._heard_next = now + self._heartbeat_s
+            if now >= self._next_at:
+                self._next_at = now + self._heartbeat_s
                 self._dealer.send(Heartbeat(self.worker, incarnation), timeout_s=self._heartbeat_s)
             if not self._dealer.poll(LOOK_S):
                 return None
@@ -177,7 +186,8 @@ class Supervisor:
         except (ConnectionLost, ProtocolError):
             # The worker process notices too, and its exit code says whether to go on.
             self._disconnect()
-            time.sleep(LOOK_S)  # not to try again as fast as the machine can
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(LOOK_S)  # not to try again as fast as the machine can
             return None
         if isinstance(message, Welcome):
             self._heartbeat_s = message.heartbeat_s
@@ -205,6 +215,10 @@ class Supervisor:
     def _say(self, text: str) -> None:
         sys.stderr.write(f"pipedist worker {self.worker}: {text}\n")
         sys.stderr.flush()
+
+
+def _leave_on_sigterm(signum: int, _frame: object) -> None:
+    raise SystemExit(128 + signum)
 
 
 def _end(process: subprocess.Popen[bytes], *, grace_s: float) -> None:

@@ -11,7 +11,7 @@ import pytest
 Command = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
-@pytest.fixture()
+@pytest.fixture
 def pipedist(tmp_path: Path) -> Command:
     """Carries out `pipedist ARGS...` in a folder of its own."""
 
@@ -29,7 +29,7 @@ def pipedist(tmp_path: Path) -> Command:
     return carry_out
 
 
-@pytest.fixture()
+@pytest.fixture
 def spec(tmp_path: Path) -> Path:
     """A small spec with its functions: squares of 0..9, summed, gathered, and counted by parity."""
     (tmp_path / "squares.py").write_text(

@@ -82,13 +82,13 @@ def test_the_table(
     ]
     text = render(rows, LEDGER, {"phase 0": 0.25, "total": 75.0})
     assert text.splitlines() == [
-        "stage          verb        value              file",
-        "─" * 100,
-        "late           reduce sum  0.1                /elsewhere/late.json",
-        "rows           gather 0    x: float64[5, 2]   rows.npz",
-        "[red]by[/red]  reduce m:f       n",
-        "                           AA   1",
-        "                           UA  22",
+        "stage           verb         value              file",
+        "─" * 68,
+        "late            reduce sum   0.1                /elsewhere/late.json",
+        "rows            gather 0     x: float64[5, 2]   rows.npz",
+        "[red]by[/red]   reduce m:f        n",
+        "                             AA   1",
+        "                             UA  22",
         "",
         "4,096 elements: 4,000 committed, 96 quarantined, 0 lost",
         "phase 0 0.2 s, total 1:15",

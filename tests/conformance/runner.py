@@ -14,6 +14,7 @@ from tests.conformance import families
 from tests.conformance.cases import Case, Deviation, Json, Outcome, Skip
 from tests.conformance.compare import describe, difference
 from tests.conformance.families import Family
+from tests.conformance.namedtuples import importable, shapes
 from tests.conformance.session import Session
 
 CLOSE_S = 30.0
@@ -87,11 +88,14 @@ async def replay_all(
     """
     registry = families.registry() if registry is None else registry
     account = Account()
-    async with session or Session() as live:
-        for case in cases:
-            verdict = await replay_one(case, registry, live, timeout_s)
-            account.verdicts.append(verdict)
-            on_verdict(verdict)
+    cases = list(cases)
+    classes = {shape for case in cases for shape in shapes(dict(case.call))}
+    with importable(classes):
+        async with session or Session() as live:
+            for case in cases:
+                verdict = await replay_one(case, registry, live, timeout_s)
+                account.verdicts.append(verdict)
+                on_verdict(verdict)
     return account
 
 
@@ -106,7 +110,10 @@ async def replay_one(
         later = families.LATER.get(case.family)
         reason = f"family of a later release: {later}" if later else f"unknown family {case.family}"
         return Verdict(case, "skipped", reason)
-    expected, local_results, names = expectation(case, family.deviations)
+    try:
+        expected, local_results, names = expectation(case, family.deviations)
+    except Skip as skip:
+        return Verdict(case, "skipped", str(skip))
     # A replay that blocks the event loop can't be cancelled: then the whole run ends, and says where.
     faulthandler.dump_traceback_later(2 * timeout_s + CLOSE_S, exit=True)
     try:

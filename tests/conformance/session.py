@@ -10,9 +10,7 @@ from tests.conformance.cases import Skip, StrategySpec
 
 if TYPE_CHECKING:
     import pipedist
-
-KINDS = frozenset({"mirrored", "one_device", "default", "central_storage"})
-"""Kinds whose semantics (variables apart) is that of a `pipedist.Strategy` with as many replicas."""
+    from pipedist.strategy.base import BaseStrategy
 
 
 class Session:
@@ -36,23 +34,30 @@ class Session:
     ) -> None:
         await self.discard()
 
-    async def strategy(self, spec: StrategySpec | None) -> pipedist.Strategy:
-        """Return a new strategy with the replicas of `spec`, on the shared cluster.
+    async def strategy(self, spec: StrategySpec | None) -> BaseStrategy:
+        """Return a new strategy of the kind and with the replicas of `spec`, on the shared cluster.
+
+        "default" (and no strategy) is what `pipedist.get_strategy()` returns.
 
         Raises:
             Skip: this release has no such kind.
         """
         import pipedist
 
-        if spec is None:
-            spec = StrategySpec("default", 1)
-        if spec.kind not in KINDS:
-            raise Skip(f"strategy of a later release: {spec.kind}")
+        kind = "default" if spec is None else spec.kind
+        if spec is None or kind == "default":
+            return pipedist.get_strategy()
+        if kind not in ("mirrored", "one_device", "central_storage"):
+            raise Skip(f"strategy of a later release: {kind}")
         if self._cluster is None:
             self._stack = contextlib.AsyncExitStack()
             self._cluster = await self._stack.enter_async_context(
                 pipedist.LocalCluster(workers=self._workers)
             )
+        if kind == "one_device":
+            return pipedist.OneDeviceStrategy(self._cluster)
+        if kind == "central_storage":
+            return pipedist.CentralStorageStrategy(self._cluster, replicas=spec.replicas)
         return pipedist.Strategy(self._cluster, replicas=spec.replicas)
 
     async def discard(self) -> None:

@@ -86,7 +86,9 @@ class Playbook:
             raise
         deadline = self.scheduler.deadline()
         if isinstance(event, ev.Tick) and deadline is not None and deadline <= self.now:
-            raise self._error(f"a Tick at {self.now} leaves the deadline at {deadline}: it would ring for ever")
+            raise self._error(
+                f"a Tick at {self.now} leaves the deadline at {deadline}: it would ring for ever"
+            )
         return came
 
     def _told(self) -> str:

@@ -116,9 +116,8 @@ class IterableSource(Source):
             if self._element is None:
                 self._element = self._describe(leaves, treedef, element)
             if treedef != self._element.treedef:
-                raise self._mismatch(
-                    index, trees.describe(treedef), trees.describe(self._element.treedef), "structure"
-                )
+                there, wanted = trees.describe(treedef), trees.describe(self._element.treedef)
+                raise self._mismatch(index, there, wanted, "")
             arrays = [
                 self._leaf(leaf, path, index) for leaf, path in zip(leaves, self._element.paths, strict=True)
             ]

@@ -32,10 +32,10 @@ def readable(arrow: Any, own: Any, kind: str) -> bool:
         time = types.is_timestamp(own) or types.is_date(own) or types.is_duration(own)
         return bool(text or integer or floating or types.is_boolean(own) or time)
     if kind == "str":
-        return bool(text)
+        return bool(text or types.is_null(own))
     if kind == "bool":
         return bool(types.is_boolean(own))
-    return bool(integer or (floating and kind.startswith("float")))
+    return bool(integer or ((floating or types.is_null(own)) and kind.startswith("float")))
 
 
 def numpy_column(arrow: Any, column: Any, kind: str) -> Column:
@@ -55,6 +55,8 @@ def numpy_column(arrow: Any, column: Any, kind: str) -> Column:
     types = arrow.types
     if types.is_dictionary(column.type):
         column = column.cast(column.type.value_type)
+    if types.is_null(column.type):  # the writer saw no value, and so no type
+        column = column.cast(arrow.string() if kind == "str" else arrow.float64())
     own = column.type
     if types.is_string(own) or types.is_large_string(own):
         return np.array(["" if text is None else text for text in column.to_pylist()], np.str_)

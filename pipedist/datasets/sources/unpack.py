@@ -52,8 +52,9 @@ class Spool:
                 end += len(piece)
                 if end > UNPACKED_BYTES_MAX:
                     raise SourceError(f"{shown}: unpacks to more than {UNPACKED_BYTES_MAX} bytes", key="path")
-                file.write(piece)
-            file.flush()
+                rest = memoryview(piece)
+                while rest:
+                    rest = rest[file.write(rest) :]
         except OSError as error:
             if isinstance(error, gzip.BadGzipFile):
                 raise
@@ -73,11 +74,12 @@ class Spool:
 
     def _open(self) -> IO[bytes]:
         if self._file is None:
+            # Without a buffer: what a full disk refused would be written once more on close.
             if os.path.isdir("/proc/self/fd"):
-                self._file = tempfile.TemporaryFile(prefix="pipedist-")  # noqa: SIM115 - see close()
+                self._file = tempfile.TemporaryFile(buffering=0, prefix="pipedist-")  # noqa: SIM115 - see close()
                 self._path = f"/proc/{os.getpid()}/fd/{self._file.fileno()}"
             else:
-                self._file = tempfile.NamedTemporaryFile(prefix="pipedist-")  # noqa: SIM115
+                self._file = tempfile.NamedTemporaryFile(buffering=0, prefix="pipedist-")  # noqa: SIM115
                 self._path = self._file.name
         return self._file
 

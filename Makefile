@@ -1,0 +1,60 @@
+# Everything a newcomer needs: `make demo` and `make test`, with Python 3.11 or newer and make.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+
+.PHONY: help
+help:  ## Say what can be made.
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+# One environment for all: pip runs again only when the project's dependencies change.
+$(INSTALLED): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "pipedist needs Python 3.11 or newer; say which: make PYTHON=python3.12 ..."; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[examples,parquet,test,check]'
+	@touch $@
+
+.PHONY: install
+install: $(INSTALLED)  ## Make the virtual environment in .venv, with everything in it.
+
+.PHONY: demo
+demo: $(INSTALLED)  ## Run a pipeline over 336,776 real flights on 2 worker processes.
+	@$(BIN)/python examples/flights/fetch.py
+	$(BIN)/pipedist run examples/flights/flights.yaml --workers 2
+
+.PHONY: test
+test: $(INSTALLED)  ## Run the test suite.
+	$(BIN)/python -m pytest -q
+
+.PHONY: conformance
+conformance: $(INSTALLED)  ## Replay recorded tf.distribute cases: make conformance CASES=FOLDER.
+	$(BIN)/python -m tests.conformance $(CASES)
+
+.PHONY: lint
+lint: $(INSTALLED)  ## Check the style (ruff).
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+.PHONY: types
+types: $(INSTALLED)  ## Check the types (mypy, strict).
+	$(BIN)/mypy
+
+.PHONY: architecture
+architecture: $(INSTALLED)  ## Check that imports go down only.
+	$(BIN)/python -m pytest -q tests/architecture
+
+.PHONY: check
+check: lint types architecture  ## Style, types, architecture.
+
+.PHONY: docs
+docs: $(INSTALLED)  ## Write the parts of docs/ that are generated.
+	$(BIN)/python -m pipedist.spec.reference > docs/language.md
+
+.PHONY: clean
+clean:  ## Remove what was made.
+	rm -rf $(VENV) out build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis examples/flights/data

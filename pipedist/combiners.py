@@ -1,0 +1,341 @@
+"""Stock combine functions for `reduce: "pipedist.combiners:NAME"`.
+
+Each is two halves: `NAME.of(...)` makes the component that a replica function returns, and
+`NAME(a, b)` combines two components. A component is a plain tree, so that it travels and is written
+to a file like any other; accessors such as `moments.std(tree)` read it.
+
+    # flights.py
+    from pipedist.combiners import by_key_moments
+
+    def delays(shard):
+        return by_key_moments.of(shard["carrier"], shard["dep_delay"])
+
+    # spec.yaml
+    stages:
+      delays: {run: "flights:delays"}
+      by_carrier: {reduce: "pipedist.combiners:by_key_moments", of: delays}
+
+| name | component | combined |
+|---|---|---|
+| `counter` | {value: how often} | added |
+| `moments` | count, missing, mean, m2, min, max | as if of all rows together |
+| `top_k` | the k largest values, with their rows | the k largest of both |
+| `by_key` = `by_key_sum`, `by_key_min`, `by_key_max` | {key: number or array} | key by key |
+| `by_key_counter`, `by_key_moments` | {key: component of counter or moments} | key by key |
+
+All are associative (`moments` up to rounding; the engine's fixed tree makes its bits reproducible),
+and keys come in sorted order. To combine something else by key, name an instance of `ByKey` in a
+module of yours: `by_key_top_k = ByKey("by_key_top_k", top_k)`, `reduce: "mymodule:by_key_top_k"`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from pipedist import exact, trees
+from pipedist.program import Tree
+
+Key = str | int
+Component = Mapping[Any, Any]
+
+
+class Counter:
+    """Counts how often each value occurs: `{value: count}`."""
+
+    def of(self, values: Iterable[Key] | NDArray[Any]) -> dict[Key, int]:
+        """Return how often each value occurs.
+
+        Args:
+            values: text, integers or bools, in an array of any shape or in a list; a bool counts
+                as 0 or 1.
+
+        Raises:
+            TypeError: a value is of another kind; round floats, or make text of them, first.
+        """
+        array = _keys_array(values)
+        found, counts = np.unique(array, return_counts=True)
+        return dict(zip(found.tolist(), counts.tolist(), strict=True))
+
+    def __call__(self, a: Component, b: Component) -> dict[Key, int]:
+        """Add the counts of two components."""
+        _check_dicts("counter", a, b)
+        return {key: a.get(key, 0) + b.get(key, 0) for key in _sorted_keys(a, b)}
+
+
+class Moments:
+    """Count, mean, variance, minimum and maximum of rows, in float64, in one pass.
+
+    The component is `{"count", "missing", "mean", "m2", "min", "max"}`, with `m2` the sum of squared
+    deviations from the mean: numbers for rows of numbers, arrays[...] for rows of shape [...].
+    Components are merged by Chan's formula, which does not cancel as a sum of squares does. NaN
+    propagates into everything but the counts; with `skip_missing` it is left out and counted.
+    """
+
+    _FIELDS = frozenset({"count", "missing", "mean", "m2", "min", "max"})
+
+    def of(self, values: ArrayLike, *, skip_missing: bool = False) -> dict[str, Any]:
+        """Return the moments of rows.
+
+        Args:
+            values: real numbers [rows, ...]; no rows are allowed.
+            skip_missing: leave NaNs out, and count them in "missing".
+
+        Raises:
+            TypeError: the values are not real numbers.
+            ValueError: the values are a scalar, not rows.
+        """
+        given = np.asarray(values)
+        if given.dtype.kind not in "iuf" and given.dtype.name != "bfloat16":
+            raise TypeError(f"moments of real numbers, not of {given.dtype}")
+        if given.ndim == 0:
+            raise ValueError("moments of rows, not of a scalar: pass an array with a leading axis")
+        x = given.astype(np.float64)
+        present = ~np.isnan(x) if skip_missing else np.ones(x.shape, bool)
+        count = np.asarray(present.sum(axis=0))
+        with np.errstate(all="ignore"):
+            some = np.maximum(count, 1)
+            mean = np.asarray(np.where(present, x, 0.0).sum(axis=0) / some)
+            deviations = np.where(present, x - mean, 0.0)
+            # This sum is zero but for rounding: it takes the rounding out of the mean and out of m2.
+            drift = deviations.sum(axis=0)
+            mean = np.asarray(mean + drift / some)
+            m2 = (deviations * deviations).sum(axis=0) - drift * drift / some
+            low = np.where(present, x, np.inf).min(axis=0, initial=np.inf)
+            high = np.where(present, x, -np.inf).max(axis=0, initial=-np.inf)
+        empty = count == 0
+        return _numbers(
+            {
+                "count": count,
+                "missing": len(x) - count,
+                "mean": np.where(empty, np.nan, mean),
+                "m2": np.maximum(m2, 0.0),
+                "min": np.where(empty, np.nan, low),
+                "max": np.where(empty, np.nan, high),
+            }
+        )
+
+    def __call__(self, a: Component, b: Component) -> dict[str, Any]:
+        """Return the moments of the rows of both components."""
+        for part in (a, b):
+            if not isinstance(part, Mapping) or set(part) != self._FIELDS:
+                raise TypeError("moments combines what moments.of(values) returned")
+        if np.shape(a["mean"]) != np.shape(b["mean"]):
+            raise ValueError(
+                f"moments of rows of shapes {np.shape(a['mean'])} and {np.shape(b['mean'])} can't be combined"
+            )
+        n_a, n_b = np.asarray(a["count"]), np.asarray(b["count"])
+        count = n_a + n_b
+        with np.errstate(all="ignore"):
+            some = np.maximum(count, 1)
+            delta = np.asarray(b["mean"]) - a["mean"]
+            merged = {
+                "mean": a["mean"] + delta * (n_b / some),
+                "m2": np.asarray(a["m2"]) + b["m2"] + delta * delta * (n_a / some * n_b),
+                "min": np.minimum(a["min"], b["min"]),
+                "max": np.maximum(a["max"], b["max"]),
+            }
+        for name, value in merged.items():
+            merged[name] = np.where(n_a == 0, b[name], np.where(n_b == 0, a[name], value))
+        return _numbers({"count": count, "missing": np.asarray(a["missing"]) + b["missing"], **merged})
+
+    def mean(self, component: Component) -> Any:
+        """Return the mean, NaN of no rows."""
+        return component["mean"]
+
+    def variance(self, component: Component, *, ddof: int = 0) -> Any:
+        """Return the variance, NaN where there are not more than `ddof` rows.
+
+        Args:
+            component: what `of` or a reduction returned.
+            ddof: delta degrees of freedom: the divisor is count - ddof; 1 for a sample's variance.
+        """
+        divisor = np.asarray(component["count"]) - ddof
+        with np.errstate(all="ignore"):
+            value = np.where(divisor > 0, component["m2"] / np.maximum(divisor, 1), np.nan)
+        return value if value.ndim else float(value)
+
+    def std(self, component: Component, *, ddof: int = 0) -> Any:
+        """Return the standard deviation; see `variance`."""
+        value = np.sqrt(self.variance(component, ddof=ddof))
+        return value if value.ndim else float(value)
+
+
+class TopK:
+    """The k largest values, largest first, with the rows that they belong to.
+
+    The component is `{"k", "values", "rows"}`; of equal values the one that came first (in the order
+    of the dataset) is kept. NaNs are never among them.
+    """
+
+    def of(self, values: ArrayLike, k: int, rows: Tree = None) -> dict[str, Any]:
+        """Return the k largest values.
+
+        Args:
+            values: real numbers [rows].
+            k: how many, at least 1; the same in every component.
+            rows: a tree of arrays [rows, ...] that is kept beside the values: names, features.
+
+        Raises:
+            ValueError: k is less than 1, values has not one axis, or an array of `rows` has another
+                number of rows.
+        """
+        x = np.asarray(values)
+        if k < 1 or x.ndim != 1:
+            raise ValueError(f"top_k needs k >= 1 and values with one axis, got k={k}, shape {x.shape}")
+        leaves, treedef = trees.flatten(rows)
+        kept = [np.asarray(leaf) for leaf in leaves]
+        for path, leaf in zip(trees.treedef_paths(treedef), kept, strict=True):
+            if leaf.shape[:1] != x.shape:
+                raise ValueError(f"rows {path!r} has shape {leaf.shape} beside {len(x)} values")
+        order = _largest_first(x)[:k]
+        return {
+            "k": k,
+            "values": x[order],
+            "rows": trees.unflatten(treedef, [leaf[order] for leaf in kept]),
+        }
+
+    def __call__(self, a: Component, b: Component) -> dict[str, Any]:
+        """Return the k largest values of both components."""
+        for part in (a, b):
+            if not isinstance(part, Mapping) or set(part) != {"k", "values", "rows"}:
+                raise TypeError("top_k combines what top_k.of(values, k) returned")
+        if a["k"] != b["k"]:
+            raise ValueError(f"top_k of k={a['k']} and k={b['k']} can't be combined: use one k")
+        (left, right), treedef = trees.same_structure([a["rows"], b["rows"]])
+        rows = [np.concatenate(pair) for pair in zip(left, right, strict=True)]
+        return self.of(np.concatenate([a["values"], b["values"]]), a["k"], trees.unflatten(treedef, rows))
+
+
+class ByKey:
+    """Combines dicts key by key: `{key: component}`.
+
+    Args:
+        name: the name under which a module has this object, for errors.
+        combine: combines two components of one key.
+        of: makes the component of one key's rows; default: `combine.of`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        combine: Callable[[Any, Any], Any],
+        of: Callable[[NDArray[Any]], Any] | None = None,
+    ) -> None:
+        self._name = name
+        self._combine = combine
+        self._of: Callable[[NDArray[Any]], Any] = getattr(combine, "of", None) if of is None else of  # type: ignore[assignment]
+
+    def of(self, keys: Iterable[Key] | NDArray[Any], values: ArrayLike, **options: Any) -> dict[Key, Any]:
+        """Group rows by key and return each group's component.
+
+        Args:
+            keys: text or integers [rows].
+            values: [rows, ...].
+            options: for the component, as in `by_key_moments.of(keys, values, skip_missing=True)`.
+
+        Raises:
+            ValueError: keys and values differ in their number of rows.
+            TypeError: a key is neither text nor an integer.
+        """
+        names = _keys_array(keys)
+        rows = np.asarray(values)
+        if names.ndim != 1 or rows.shape[:1] != names.shape:
+            raise ValueError(f"{self._name}: keys of shape {names.shape} beside values of shape {rows.shape}")
+        found, inverse = np.unique(names, return_inverse=True)
+        order = np.argsort(inverse, kind="stable")
+        ends = np.cumsum(np.bincount(inverse, minlength=len(found)))
+        groups = np.split(rows[order], ends[:-1]) if len(found) else []
+        return {key: self._of(group, **options) for key, group in zip(found.tolist(), groups, strict=True)}
+
+    def __call__(self, a: Component, b: Component) -> dict[Key, Any]:
+        """Combine the components of the keys that both have, and keep the others."""
+        _check_dicts(self._name, a, b)
+        return {
+            key: self._combine(a[key], b[key]) if key in a and key in b else a[key] if key in a else b[key]
+            for key in _sorted_keys(a, b)
+        }
+
+
+def _keys_array(values: Iterable[Key] | NDArray[Any]) -> NDArray[Any]:
+    array = values if isinstance(values, np.ndarray) else np.asarray(list(values))
+    if array.size == 0:
+        return array.astype(np.int64) if array.dtype.kind == "f" else array
+    if array.dtype.kind == "b":
+        return array.astype(np.int64)
+    if array.dtype.kind not in "iuU":
+        raise TypeError(f"keys are text or integers, not {array.dtype}: round floats, or make text of them")
+    return array
+
+
+def _check_dicts(name: str, a: Any, b: Any) -> None:
+    for part in (a, b):
+        if not isinstance(part, Mapping):
+            raise TypeError(f"{name} combines dicts made by {name}.of(...), not {type(part).__name__}")
+
+
+def _sorted_keys(a: Component, b: Component) -> list[Any]:
+    return sorted({**a, **b}, key=lambda key: (isinstance(key, str), key))
+
+
+def _largest_first(x: NDArray[Any]) -> NDArray[np.intp]:
+    """Return the positions of all values but NaNs, largest first, of equal ones the first first."""
+    present = np.flatnonzero(x == x)
+    backwards = np.argsort(x[present][::-1], kind="stable")[::-1]
+    return present[len(present) - 1 - backwards]
+
+
+def _numbers(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields, with Python numbers in place of arrays without axes."""
+    return {name: value if np.ndim(value) else np.asarray(value).item() for name, value in fields.items()}
+
+
+def _add(a: Any, b: Any) -> Any:
+    with np.errstate(all="ignore"):
+        total = a + b
+    if isinstance(total, np.ndarray) and total.dtype == np.int64 and ((a ^ total) & (b ^ total) < 0).any():
+        raise OverflowError("a sum does not fit int64: add floats instead")
+    return total
+
+
+def _sum_rows(rows: NDArray[Any]) -> Any:
+    """Add rows: Python's own exact integers, or float64; arrays as int64, or at least float32."""
+    if rows.ndim == 1:
+        return sum(rows.tolist())
+    if rows.dtype.kind in "iu":
+        return exact.cast_sum(exact.sum_rows(rows, (0,))[0], np.dtype(np.int64))
+    with np.errstate(all="ignore"):
+        return rows.sum(axis=0, dtype=np.result_type(rows.dtype, np.float32))
+
+
+def _min_rows(rows: NDArray[Any]) -> Any:
+    low = rows.min(axis=0)
+    return low if low.ndim else low.item()
+
+
+def _max_rows(rows: NDArray[Any]) -> Any:
+    high = rows.max(axis=0)
+    return high if high.ndim else high.item()
+
+
+def _smaller(a: Any, b: Any) -> Any:
+    low = np.minimum(a, b)
+    return low if np.ndim(low) else low.item()
+
+
+def _larger(a: Any, b: Any) -> Any:
+    high = np.maximum(a, b)
+    return high if np.ndim(high) else high.item()
+
+
+counter = Counter()
+moments = Moments()
+top_k = TopK()
+by_key = by_key_sum = ByKey("by_key_sum", _add, _sum_rows)
+by_key_min = ByKey("by_key_min", _smaller, _min_rows)
+by_key_max = ByKey("by_key_max", _larger, _max_rows)
+by_key_counter = ByKey("by_key_counter", counter)
+by_key_moments = ByKey("by_key_moments", moments)

@@ -1,0 +1,266 @@
+from __future__ import annotations
+
+import json
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.cli.conftest import Command
+
+LEDGER = {"elements": 10, "committed": 10, "quarantined": 0, "lost": 0}
+
+
+def test_the_table_is_on_stdout_and_all_else_on_stderr(pipedist: Command, spec: Path, tmp_path: Path) -> None:
+    done = pipedist("run", "squares.yaml")
+    assert done.returncode == 0, done.stderr
+    lines = [line.split() for line in done.stdout.splitlines()]
+    assert lines[0] == ["stage", "verb", "value", "file"]
+    assert lines[2] == ["total", "reduce", "sum", "285"]
+    assert lines[3] == ["steps", "reduce", "sum", "per", "step", "[14,", "126,", "145]"]
+    assert lines[4] == ["rows", "gather", "0", "int64[10]", "out/squares/rows.npy"]
+    assert "10 elements: 10 committed, 0 quarantined, 0 lost" in done.stdout
+    assert "[squares 2 1 w0] shard of 1" in done.stderr
+    rows = np.load(tmp_path / "out/squares/rows.npy")
+    assert rows.tolist() == [n * n for n in range(10)]
+
+
+def test_json_is_exactly_one_document(pipedist: Command, spec: Path, tmp_path: Path) -> None:
+    done = pipedist("run", "squares.yaml", "--json", "--set", "factor=2", "--output", "here")
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout)
+    assert done.stdout.count("\n") == 1
+    assert set(document) == {"format", "run", "name", "results", "ledger", "timings"}
+    assert document["format"] == 1
+    assert document["name"] == "squares"
+    assert document["results"] == {
+        "total": 570,
+        "steps": [28, 252, 290],
+        "rows": {"file": str(tmp_path / "here/rows.npy")},
+    }
+    assert document["ledger"] == LEDGER
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_files_are_the_same_bytes_for_any_workers(
+    pipedist: Command, spec: Path, tmp_path: Path, workers: str
+) -> None:
+    assert pipedist("run", "squares.yaml", "--workers", workers).returncode == 0
+    np.save(tmp_path / "expected.npy", np.arange(10) ** 2)
+    assert (tmp_path / "out/squares/rows.npy").read_bytes() == (tmp_path / "expected.npy").read_bytes()
+
+
+def test_a_failing_function(pipedist: Command, spec: Path, tmp_path: Path) -> None:
+    spec.write_text(spec.read_text().replace("squares:squares", "squares:fail").replace("factor: 1}", "}", 1))
+    spec.write_text(spec.read_text().replace(', with: {factor: "${params.factor}"}', ""))
+    done = pipedist("run", "squares.yaml", "--json")
+    assert done.returncode == 1, done.stderr
+    document = json.loads(done.stdout)
+    assert document["error"] == {
+        "class": "ValueError",
+        "message": "seven is bad",
+        "stage": "squares",
+        "step": 1,
+        "replica": 0,
+    }
+    assert document["results"] == {}
+    ledger = document["ledger"]
+    assert ledger["elements"] == ledger["committed"] + ledger["quarantined"] + ledger["lost"]
+    assert "stage squares, step 1, replica 0" in done.stderr
+    assert "ValueError: seven is bad" in done.stderr
+    assert "defect" not in done.stderr
+    assert not (tmp_path / "out/squares/rows.npy").exists()
+    plain = pipedist("run", "squares.yaml", "--restart")
+    assert (plain.returncode, plain.stdout) == (1, "")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "place"),
+    [
+        ("replicas: 2", "replicaz: 2", "squares.yaml:3:1: "),
+        ("range: 10", "npy: {path: missing.npy}", "squares.yaml:5:"),
+        ("squares:squares", "squares:sqares", "squares.yaml:7:"),
+        ("rows.npy", "../rows.npy", "squares.yaml:11:"),
+    ],
+)
+def test_what_validate_and_plan_find_is_exit_2(
+    pipedist: Command, spec: Path, tmp_path: Path, old: str, new: str, place: str
+) -> None:
+    spec.write_text(spec.read_text().replace(old, new))
+    done = pipedist("run", "squares.yaml", "--json")
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith(place)
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_unknown_set_name_is_a_usage_error(pipedist: Command, spec: Path) -> None:
+    for text in ("factr=2", "factor"):
+        done = pipedist("run", "squares.yaml", "--set", text)
+        assert done.returncode == 2
+        assert text.partition("=")[0] in done.stderr
+        assert done.stdout == ""
+
+
+def test_a_finished_run_is_shown_again_by_resume_and_replaced_without(
+    pipedist: Command, spec: Path, tmp_path: Path
+) -> None:
+    first = json.loads(pipedist("run", "squares.yaml", "--json").stdout)
+    again = pipedist("run", "squares.yaml", "--json", "--resume")
+    assert again.returncode == 0, again.stderr
+    assert json.loads(again.stdout) == first
+    assert "finished before" in again.stderr
+    table = pipedist("run", "squares.yaml", "--resume")
+    assert table.returncode == 0, table.stderr
+    assert "285" in table.stdout
+    other = pipedist("run", "squares.yaml", "--resume", "--set", "factor=3")
+    assert other.returncode == 2
+    assert "another spec" in other.stderr
+    replaced = json.loads(pipedist("run", "squares.yaml", "--json").stdout)
+    assert replaced["run"] != first["run"]
+
+
+def test_a_folder_of_somebody_else_is_exit_2(pipedist: Command, spec: Path, tmp_path: Path) -> None:
+    done = pipedist("run", "squares.yaml", "--output", ".")
+    assert done.returncode == 2
+    assert "not made by pipedist" in done.stderr
+
+
+def test_a_reader_that_leaves_is_no_error(spec: Path, tmp_path: Path) -> None:
+    command = f"{sys.executable} -m pipedist run squares.yaml 2>err | true; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.stdout == "0\n"
+    assert "Traceback" not in (tmp_path / "err").read_text()
+
+
+# --- signals ------------------------------------------------------------------------------------
+
+
+@contextmanager
+def slow_run(spec: Path, grace_s: float, *args: str) -> Iterator[subprocess.Popen[str]]:
+    """A run whose calls wait for the file `go`; the first one has begun."""
+    folder = spec.parent
+    text = spec.read_text().replace("squares:squares", "squares:slow")
+    text = text.replace(', with: {factor: "${params.factor}"}', "")
+    spec.write_text(text.replace("workers: 1", f"workers: 1, grace_s: {grace_s}"))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "pipedist", "run", "squares.yaml", *args],
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        wait_for(folder / "began", process)
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def wait_for(path: Path, process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 30
+    while not path.exists():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline, f"{path} does not appear"
+        time.sleep(0.01)
+
+
+def workers_of(session: int) -> list[int]:
+    """The living processes of a session, other than its leader."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != session:
+            try:
+                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+            except OSError:
+                continue
+            if fields[3] == str(session) and fields[0] != "Z":
+                found.append(int(entry.name))
+    return found
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_drains_the_run(pipedist: Command, spec: Path, number: int, code: int) -> None:
+    with slow_run(spec, 30) as process:
+        assert process.stderr is not None
+        process.send_signal(number)
+        assert "no new calls" in process.stderr.readline()
+        (spec.parent / "go").touch()
+        out, err = process.communicate(timeout=30)
+    assert process.returncode == code, err
+    assert out == ""
+    assert "Traceback" not in err
+    assert workers_of(process.pid) == []
+    refused = pipedist("run", "squares.yaml")
+    assert refused.returncode == 2
+    assert "--restart" in refused.stderr
+    again = pipedist("run", "squares.yaml", "--resume")
+    assert again.returncode == 0, again.stderr
+    assert "starting fresh" in again.stderr
+
+
+def test_the_second_signal_ends_the_run_at_once(spec: Path) -> None:
+    with slow_run(spec, 600) as process:
+        assert process.stderr is not None
+        process.send_signal(signal.SIGINT)
+        assert "no new calls" in process.stderr.readline()
+        began = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=30)
+    assert process.returncode == 130, err
+    assert time.monotonic() - began < 10
+    assert "Traceback" not in err
+    assert workers_of(process.pid) == []
+
+
+def test_the_grace_time_ends(spec: Path) -> None:
+    with slow_run(spec, 0.1) as process:
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=30)
+    assert process.returncode == 143, err
+    assert "Traceback" not in err
+    assert workers_of(process.pid) == []
+
+
+def test_two_runs_into_one_folder(pipedist: Command, spec: Path) -> None:
+    with slow_run(spec, 0.1):
+        done = pipedist("run", "squares.yaml", "--restart")
+        assert done.returncode == 2
+        assert "another run is writing" in done.stderr
+
+
+def test_a_terminal_gets_a_bar(spec: Path, tmp_path: Path) -> None:
+    ours, theirs = pty.openpty()
+    with subprocess.Popen(
+        [sys.executable, "-m", "pipedist", "run", "squares.yaml"],
+        cwd=tmp_path,
+        env={**os.environ, "TERM": "xterm", "COLUMNS": "150"},
+        stdout=subprocess.PIPE,
+        stderr=theirs,
+        text=True,
+    ) as process:
+        os.close(theirs)
+        shown = b""
+        while select.select([ours], [], [], 30)[0]:
+            try:
+                data = os.read(ours, 65_536)
+            except OSError:  # the other end is closed
+                break
+            shown += data
+        out, _ = process.communicate(timeout=30)
+    os.close(ours)
+    assert process.returncode == 0, shown
+    assert "285" in out
+    assert b"elements/s" in shown or b"starting" in shown
+    assert b"shard of 2" in shown

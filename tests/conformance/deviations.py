@@ -1,0 +1,259 @@
+"""The rules by which pipedist answers something better than TensorFlow: reduce, gather, run.
+
+Each rule looks at what a case does, and gives pipedist's own expectation for it, which is checked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from tests.conformance import reference
+from tests.conformance.cases import Case, Deviation, Json, decode
+from tests.conformance.compare import ACCIDENTS, KINDS, value_difference
+
+
+def _agree(recorded: Json, own: Json) -> bool:
+    """Return whether TensorFlow's result is what pipedist owes anyway."""
+    if "error" in own:
+        if "error" not in recorded:
+            return False
+        name = recorded["error"]
+        return name in ACCIDENTS or KINDS.get(name, name) == KINDS.get(own["error"], own["error"])
+    return "value" in recorded and value_difference(recorded["value"], decode(own["value"])) is None
+
+
+def _by_reference(
+    name: str, row: int, op: str, concerns: Callable[[Case], bool], answer: Callable[[Case], Json]
+) -> Deviation:
+    def expected(case: Case, recorded: Json) -> Json:
+        if case.call["op"] != op or not concerns(case):
+            return recorded
+        own = answer(case)
+        return recorded if _agree(recorded, own) else own
+
+    return Deviation(name, row, expected)
+
+
+def _reduce_rule(name: str, row: int, concerns: Callable[[Case], bool]) -> Deviation:
+    return _by_reference(
+        name, row, "reduce", concerns, lambda case: reference.reduce_result(case.call, case.replicas)
+    )
+
+
+def _gather_rule(name: str, concerns: Callable[[Case], bool]) -> Deviation:
+    return _by_reference(name, 18, "gather", concerns, lambda case: reference.gather_result(case.call))
+
+
+def _dtypes(case: Case) -> set[str]:
+    return {array["dtype"] for array in reference.arrays(case.call["value"]) if "dtype" in array}
+
+
+def _has_integers(case: Case) -> bool:
+    return any(dtype in reference.INT_BITS | reference.UINT_BITS for dtype in _dtypes(case))
+
+
+def _is_mean(case: Case) -> bool:
+    op = case.call["reduce_op"]
+    return str(op if isinstance(op, str) else op.get("str")).lower() == "mean"
+
+
+def _odd_op(case: Case) -> bool:
+    op = case.call["reduce_op"]
+    return not isinstance(op, str) and str(op.get("str")).lower() not in ("sum", "mean")
+
+
+def _odd_axis(case: Case) -> bool:
+    return isinstance(case.call["axis"], Mapping)
+
+
+def _has_plain_leaf(case: Case) -> bool:
+    value = case.call["value"]
+    leaves = reference.leaves(value)
+    return case.replicas > 1 and (
+        value == {"none": True} or any("per_replica" not in leaf for leaf in leaves)
+    )
+
+
+REDUCE = (
+    _reduce_rule("reduce: operators are sum, mean, min, max, prod; others a ValueError", 15, _odd_op),
+    _reduce_rule("reduce: an axis may be a list; what is no int is a TypeError", 14, _odd_axis),
+    _reduce_rule(
+        "reduce: a tree is reduced leaf by leaf, with an axis too",
+        16,
+        lambda case: reference.is_container(case.call["value"]) and case.call["axis"] is not None,
+    ),
+    _reduce_rule(
+        "reduce: a plain value is a ValueError, but MEAN with axis None returns it", 17, _has_plain_leaf
+    ),
+    _reduce_rule(
+        "reduce: MEAN of integers is a float, with one replica too",
+        11,
+        lambda case: case.replicas == 1 and _is_mean(case) and _has_integers(case),
+    ),
+    _reduce_rule(
+        "reduce: integers are added exactly, OverflowError if the result does not fit", 12, _has_integers
+    ),
+    _reduce_rule(
+        "reduce: float16 and bfloat16 are folded in float32",
+        12,
+        lambda case: bool(_dtypes(case) & {"float16", "bfloat16"}),
+    ),
+    _reduce_rule(
+        "reduce: dtypes that differ or can't be added are a TypeError",
+        13,
+        lambda case: len(_dtypes(case)) > 1 or bool(_dtypes(case) & {"bool", "string"}),
+    ),
+)
+
+GATHER = (
+    _gather_rule(
+        "gather: a tree is gathered leaf by leaf", lambda case: reference.is_container(case.call["value"])
+    ),
+    _gather_rule(
+        "gather: an axis that is no int is a TypeError", lambda case: type(case.call["axis"]) is not int
+    ),
+    _gather_rule(
+        "gather: negative axes for every dtype",
+        lambda case: type(case.call["axis"]) is int and case.call["axis"] < 0,
+    ),
+    _gather_rule(
+        "gather: every dtype", lambda case: bool(_dtypes(case) & {"bool", "string"}) or len(_dtypes(case)) > 1
+    ),
+    _gather_rule(
+        "gather: every dtype, integers and floats of any size",
+        lambda case: not _dtypes(case) <= {"float32", "float16", "float64", "int32", "int64"},
+    ),
+)
+
+
+def _skeleton(value: Json) -> Json:
+    """Return the structure of a VALUE, with "*" for a leaf."""
+    match value:
+        case {"none": True}:
+            return None
+        case {"namedtuple": name, "fields": items}:
+            return [name, {key: _skeleton(item) for key, item in items.items()}]
+        case {"dict": items}:
+            return {key: _skeleton(item) for key, item in items.items()}
+        case {"list": items}:
+            return ["list", [_skeleton(item) for item in items]]
+        case {"tuple": items}:
+            return ["tuple", [_skeleton(item) for item in items]]
+    return "*"
+
+
+def _structures_differ(case: Case, recorded: Json) -> Json:
+    for leaf in reference.leaves(recorded.get("value", {"none": True})):
+        skeletons = [_skeleton(part) for part in leaf.get("per_replica", ())]
+        if any(skeleton != skeletons[0] for skeleton in skeletons):
+            return {"error": "ValueError"}
+    return recorded
+
+
+def values_are_plain(case: Case) -> bool:
+    """Return whether the strategy's one replica is the caller's own: its values are never PerReplica."""
+    return case.strategy is None or case.strategy.kind in ("one_device", "default")
+
+
+def _always_per_replica(case: Case, recorded: Json) -> Json:
+    if "value" not in recorded or values_are_plain(case):
+        return recorded
+
+    def leaf(value: Json) -> Json:
+        if "per_replica" not in value:
+            return {"per_replica": [value] * case.replicas}
+        return {"none": True} if all(part == {"none": True} for part in value["per_replica"]) else value
+
+    return {"value": reference.map_leaves(leaf, recorded["value"])}
+
+
+def _local_results(case: Case, changed: Json) -> Json:
+    """Return `expect_local_results` for a changed expectation of `run`."""
+    if "error" in changed:
+        return changed
+    value = changed["value"]
+    if value == {"none": True}:
+        return {"value": {"tuple": [value]}}
+
+    def component(replica: int) -> Json:
+        return reference.map_leaves(
+            lambda leaf: leaf["per_replica"][replica] if "per_replica" in leaf else leaf, value
+        )
+
+    return {"value": {"tuple": [component(replica) for replica in range(case.replicas)]}}
+
+
+def _is_plain_arithmetic(expression: Json) -> bool:
+    """Return whether an expression has only replica ids and Python numbers in it."""
+    match expression:
+        case ["replica_id"] | ["num_replicas"]:
+            return True
+        case ["py", value]:
+            return isinstance(value, (int, float)) and not isinstance(value, bool)
+        case ["add" | "sub" | "mul" | "div", a, b]:
+            return _is_plain_arithmetic(a) and _is_plain_arithmetic(b)
+        case ["neg" | "square", a]:
+            return _is_plain_arithmetic(a)
+    return False
+
+
+def _plain_numbers(value: Json) -> Json:
+    """Return a VALUE with Python numbers in place of scalars."""
+
+    def leaf(item: Json) -> Json:
+        if "per_replica" in item:
+            return {"per_replica": [_plain_numbers(part) for part in item["per_replica"]]}
+        return {"py": item["data"][0]} if item.get("shape") == [] and item["dtype"] != "string" else item
+
+    return reference.map_leaves(leaf, value)
+
+
+def _ids_in(expression: Json, value: Json) -> Json:
+    match expression, value:
+        case ["seq", [*_, last]], _:
+            return _ids_in(last, value)
+        case ["dict", fields], {"dict": items}:
+            return {"dict": {key: _ids_in(fields[key], item) for key, item in items.items()}}
+        case ["list" | "tuple" as kind, parts], {"list": items} | {"tuple": items}:
+            return {kind: [_ids_in(part, item) for part, item in zip(parts, items, strict=True)]}
+        case ["namedtuple", name, fields], {"fields": items}:
+            return {
+                "namedtuple": name,
+                "fields": {key: _ids_in(fields[key], item) for key, item in items.items()},
+            }
+        case ["by_replica", branches], {"per_replica": parts}:
+            return {"per_replica": [_ids_in(b, part) for b, part in zip(branches, parts, strict=True)]}
+    return _plain_numbers(value) if _is_plain_arithmetic(expression) else value
+
+
+def _ids_are_ints(case: Case, recorded: Json) -> Json:
+    if case.call["op"] != "run" or "value" not in recorded:
+        return recorded
+    return {"value": _ids_in(case.call["fn"], recorded["value"])}
+
+
+def _context_ids_are_ints(case: Case, recorded: Json) -> Json:
+    if "value" not in recorded:
+        return recorded
+
+    def leaf(value: Json) -> Json:
+        if "per_replica" in value:
+            return {"per_replica": [reference.map_leaves(leaf, part) for part in value["per_replica"]]}
+        return _plain_numbers(value) if value.get("dtype") == "int32" else value
+
+    return {"value": reference.map_leaves(leaf, recorded["value"])}
+
+
+_PER_REPLICA = Deviation(
+    "run: a leaf is always per replica, None stays None", 3, _always_per_replica, _local_results
+)
+RUN = (
+    Deviation("run: replica ids are Python ints", 19, _ids_are_ints, _local_results),
+    Deviation("run: structures that differ are a ValueError", 5, _structures_differ, _local_results),
+    _PER_REPLICA,
+)
+
+VALUES_FROM_FUNCTION = (
+    Deviation("values_from_function: replica ids are Python ints", 19, _context_ids_are_ints),
+    Deviation("values_from_function: a leaf is always per replica, None stays None", 3, _always_per_replica),
+)

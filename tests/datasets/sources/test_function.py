@@ -1,0 +1,147 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pipedist.datasets.sources import Source, SourceError, open_source
+from tests.datasets.sources.reading import assert_sealed
+
+
+def _open(call: Callable[..., Any] | str, code: Path | None = None, **kwargs: Any) -> Source:
+    config = {"call": call, "with": kwargs}
+    return open_source("function", config, folder=Path(), code=[str(code)] if code else [])
+
+
+def test_a_tree_of_arrays_has_random_access() -> None:
+    source = _open(lambda n: {"x": np.arange(n), "y": (np.zeros((n, 2)),)}, n=6)
+    assert (source.length, source.random_access, source.portable) == (6, True, False)
+    shard = source.read(source.locate(np.array([5, 1])))
+    assert_sealed(shard)
+    assert shard["x"].tolist() == [5, 1]
+
+
+def test_a_generator_is_stacked_and_read_anew_each_epoch() -> None:
+    begun = []
+
+    def elements(n: int) -> Iterator[Any]:
+        begun.append(n)
+        for i in range(n):
+            yield {"i": i, "f": float(i), "s": "x" * i, "a": np.full(2, i, np.int8), "b": i > 1, "n": None}
+
+    source = _open(elements, n=5)
+    assert (source.length, source.random_access, source.portable) == (None, False, False)
+    for _ in range(2):
+        blocks = list(source.blocks(3))
+        assert [block["i"].tolist() for block in blocks] == [[0, 1, 2], [3, 4]]
+        assert_sealed(blocks[0])
+        assert {k: v.dtype.str for k, v in blocks[1].items() if v is not None} == {
+            "i": "<i8",
+            "f": "<f8",
+            "s": "<U4",
+            "a": "|i1",
+            "b": "|b1",
+        }
+        assert blocks[1]["a"].tolist() == [[3, 3], [4, 4]]
+        assert blocks[1]["n"] is None
+    assert begun == [5, 5]
+
+
+def test_an_iterable_that_can_be_read_again_and_one_that_is_endless() -> None:
+    class Squares:
+        def __iter__(self) -> Iterator[int]:
+            return (i * i for i in range(4))
+
+    source = _open(Squares)
+    assert [[b.tolist() for b in source.blocks(3)] for _ in range(2)] == [[[0, 1, 4], [9]]] * 2
+
+    def endless() -> Iterator[int]:
+        i = 0
+        while True:
+            yield i
+            i += 1
+
+    blocks = _open(endless).blocks(2)
+    assert [next(blocks).tolist() for _ in range(3)] == [[0, 1], [2, 3], [4, 5]]
+
+
+def test_sequential_sources_refuse_random_access() -> None:
+    source = _open(lambda: iter([1]))
+    with pytest.raises(SourceError, match="only be read in order"):
+        source.locate(range(1))
+    with pytest.raises(SourceError, match="only be read in order"):
+        source.read(None)
+
+
+@pytest.mark.parametrize(
+    ("odd", "text"),
+    [
+        ({"a": np.zeros(3)}, r"element 4, a: float64\[3\], element 0 has float64\[2\]"),
+        ({"a": np.zeros(2, np.float32)}, r"element 4, a: float32\[2\], element 0 has float64\[2\]"),
+        ({"b": np.zeros(2)}, r"element 4: \{'b': \*\}, element 0 has \{'a': \*\}"),
+        ({"a": "x"}, r"element 4, a: str\[\], element 0 has float64\[2\]"),
+        ({"a": b"x"}, "element 4, a: a bytes can't be stacked"),
+        ({"a": 2**70}, "element 4, a: 1180591620717411303424 does not fit int64"),
+        ({"a": np.array(["x", None])}, "element 4, a: arrays of dtype object"),
+    ],
+)
+@pytest.mark.parametrize("batch", [1, 3, 100])
+def test_an_element_that_differs_is_named_by_its_index(odd: Any, text: str, batch: int) -> None:
+    source = _open(lambda: iter([{"a": np.zeros(2)}] * 4 + [odd]))
+    with pytest.raises(SourceError, match=text) as caught:
+        list(source.blocks(batch))
+    assert caught.value.key == "call"
+
+
+def test_what_the_users_code_raises_is_the_cause() -> None:
+    def broken() -> Iterator[int]:
+        yield 1
+        yield 2
+        raise KeyError("gone")
+
+    with pytest.raises(SourceError, match=r"broken, element 2: KeyError: 'gone'") as caught:
+        list(_open(broken).blocks(2))
+    assert isinstance(caught.value.__cause__, KeyError)
+
+    def refuses() -> None:
+        raise OSError("no data")
+
+    with pytest.raises(SourceError, match="refuses: OSError: no data"):
+        _open(refuses)
+
+
+@pytest.mark.parametrize(
+    ("result", "text"),
+    [
+        (3, "a int, not an array"),
+        ("text", "a str, not an array"),
+        (None, "no array in it"),
+        ([{"x": 1.0}], "0/x: a float, not an array"),
+        ({"x": np.zeros(2), "y": np.zeros(3)}, "2 rows, .* has 3"),
+    ],
+)
+def test_results_that_are_no_data_are_refused(result: Any, text: str) -> None:
+    with pytest.raises(SourceError, match=text) as caught:
+        _open(lambda: result)
+    assert caught.value.key == "call"
+
+
+def test_a_factory_must_stay_what_it_was_and_elements_must_hold_something() -> None:
+    results = [iter([1]), np.zeros(3)]
+    source = _open(lambda: results.pop(0))
+    assert [block.tolist() for block in source.blocks(4)] == [[1]]
+    with pytest.raises(SourceError, match="returned an iterable at first, and now a ndarray"):
+        list(source.blocks(4))
+    with pytest.raises(SourceError, match="element 0: there is no value"):
+        list(_open(lambda: iter([None])).blocks(1))
+
+
+def test_a_factory_is_found_by_its_name(tmp_path: Path) -> None:
+    (tmp_path / "factory_of_sources_test.py").write_text(
+        "import numpy\ndef load(n): return numpy.arange(n)\n"
+    )
+    source = _open("factory_of_sources_test:load", tmp_path, n=3)
+    assert source.read(range(3)).tolist() == [0, 1, 2]

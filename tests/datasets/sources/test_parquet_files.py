@@ -1,0 +1,157 @@
+from __future__ import annotations
+
+import datetime
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pipedist.datasets.sources import SourceError, open_source, parquet_files
+from tests.datasets.sources.reading import read_elsewhere
+
+pa = pytest.importorskip("pyarrow")
+pq = pytest.importorskip("pyarrow.parquet")
+
+
+def _write(path: Path, rows: int, first: int = 0, group: int = 7) -> None:
+    numbers = range(first, first + rows)
+    columns = {
+        "i": pa.array(numbers, pa.int64()),
+        "f": pa.array([None if n % 5 == 0 else n / 2 for n in numbers], pa.float64()),
+        "s": pa.array([None if n % 3 == 0 else f"é{n}" for n in numbers], pa.string()),
+        "d": pa.array([("x", "yy")[n % 2] for n in numbers], pa.string()).dictionary_encode(),
+        "t": pa.array([None if n == 1 else datetime.date(2013, 1, 1 + n % 28) for n in numbers], pa.date32()),
+        "b": pa.array([n % 2 == 0 for n in numbers], pa.bool_()),
+    }
+    pq.write_table(pa.table(columns), path, row_group_size=group)
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_rows_are_read_across_row_groups_and_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cached: bool
+) -> None:
+    if not cached:
+        monkeypatch.setattr(parquet_files, "ROW_GROUPS_BYTES_MAX", 0)
+    _write(tmp_path / "a.parquet", 20)
+    _write(tmp_path / "b.parquet", 0, 20)
+    _write(tmp_path / "c.parquet", 11, 20)
+    source = open_source("parquet", {"path": "*.parquet"}, folder=tmp_path)
+    assert (source.length, source.by_id) == (31, True)
+    for ids in (range(31), range(5, 9), range(18, 25), range(33, 40), np.array([30, 0, 7, 6, 21, 0])):
+        rows = np.asarray(ids) % 31
+        shard = read_elsewhere(source, ids)
+        assert shard["i"].tolist() == rows.tolist()
+        expected = np.array([np.nan if n % 5 == 0 else n / 2 for n in rows])
+        assert np.array_equal(shard["f"], expected, equal_nan=True)
+        assert shard["s"].tolist() == ["" if n % 3 == 0 else f"é{n}" for n in rows]
+        assert shard["d"].tolist() == [("x", "yy")[n % 2] for n in rows]
+        assert shard["t"].dtype == np.dtype("<M8[D]")
+        assert np.isnat(shard["t"]).tolist() == [n == 1 for n in rows]
+        assert shard["b"].tolist() == [n % 2 == 0 for n in rows]
+    empty = read_elsewhere(source, range(0))
+    assert {name: (len(column), column.dtype.kind) for name, column in empty.items()} == {
+        "i": (0, "i"),
+        "f": (0, "f"),
+        "s": (0, "U"),
+        "d": (0, "U"),
+        "t": (0, "M"),
+        "b": (0, "b"),
+    }
+    source.close()
+
+
+def test_columns_choose_and_convert(tmp_path: Path) -> None:
+    _write(tmp_path / "a.parquet", 10)
+    columns = {"s": "str", "f": "float32", "i": "float64", "b": "bool"}
+    source = open_source("parquet", {"path": "a.parquet", "columns": columns}, folder=tmp_path)
+    shard = read_elsewhere(source, range(1, 4))
+    assert {name: column.dtype.str for name, column in shard.items()} == {
+        "s": "<U2",
+        "f": "<f4",
+        "i": "<f8",
+        "b": "|b1",
+    }
+    assert shard["i"].tolist() == [1, 2, 3]
+    source.close()
+
+
+def _one(folder: Path, values: list[Any], own: Any, kind: str) -> Any:
+    pq.write_table(pa.table({"n": [0] * len(values), "x": pa.array(values, own)}), folder / "a.parquet", 2)
+    config = {"path": "a.parquet", **({"columns": {"x": kind}} if kind else {})}
+    source = open_source("parquet", config, folder=folder)
+    try:
+        return read_elsewhere(source, range(len(values)))["x"]
+    finally:
+        source.close()
+
+
+@pytest.mark.parametrize(
+    ("values", "own", "kind", "text"),
+    [
+        ([1, 2, 3, None], "int32", "int32", "a.parquet:4:1: column 'x': a value of type int32 is missing"),
+        ([1, 2, None], "int32", "", "a.parquet:3:2: column 'x': a value of type int32 is missing"),
+        ([True, None], "bool_", "bool", "a.parquet:2:1: column 'x': a value of type bool is missing"),
+        ([1, 2, 300], "int32", "int8", "a.parquet:3:1: column 'x': 300 does not fit int8"),
+        ([1, -1], "int32", "uint64", "a.parquet:2:1: column 'x': -1 does not fit uint64"),
+        ([1.0, 1e300], "float64", "float32", "a.parquet:2:1: column 'x': 1e+300 does not fit float32"),
+        (["a"], "string", "float32", "a.parquet: column 'x' is string, which can't be read as float32"),
+        ([1.0], "float64", "int32", "a.parquet: column 'x' is double, which can't be read as int32"),
+        ([1], "int32", "str", "a.parquet: column 'x' is int32, which can't be read as str"),
+    ],
+)
+def test_values_that_do_not_fit(tmp_path: Path, values: list[Any], own: str, kind: str, text: str) -> None:
+    with pytest.raises(SourceError) as caught:
+        _one(tmp_path, values, getattr(pa, own)(), kind)
+    # With `columns`, the column's number is still its number in the file.
+    assert str(caught.value).startswith(text.replace(":1: ", ":2: "))
+    assert (caught.value.key, caught.value.name) == ("columns", "x")
+
+
+@pytest.mark.parametrize(
+    ("values", "own", "kind", "expected"),
+    [
+        ([1, None], "int8", "float32", [1.0, np.nan]),
+        ([0, 2**64 - 1], "uint64", "uint64", [0, 2**64 - 1]),
+        ([2**63 - 1, 0], "int64", "int64", [2**63 - 1, 0]),
+        ([255, 0], "int64", "uint8", [255, 0]),
+        ([None, None, None], "null", "float32", [np.nan] * 3),
+        ([None, None, None], "null", "str", [""] * 3),
+        ([float("inf"), 1.0], "float64", "float32", [float("inf"), 1.0]),
+    ],
+)
+def test_values_that_fit(tmp_path: Path, values: list[Any], own: str, kind: str, expected: list[Any]) -> None:
+    found = _one(tmp_path, values, getattr(pa, own)(), kind)
+    assert found.dtype.kind == np.dtype(kind).kind
+    assert kind == "str" or found.dtype == np.dtype(kind)
+    assert np.array_equal(found, np.array(expected, kind), equal_nan=kind.startswith("float"))
+
+
+def test_files_and_columns_that_are_refused(tmp_path: Path) -> None:
+    _write(tmp_path / "a.parquet", 3)
+    with pytest.raises(SourceError, match="has no column 'ii'") as caught:
+        open_source("parquet", {"path": "a.parquet", "columns": {"ii": "int8"}}, folder=tmp_path)
+    assert caught.value.nearest == "i"
+    pq.write_table(pa.table({"i": pa.array([1])}), tmp_path / "b.parquet")
+    with pytest.raises(SourceError, match=r"b\.parquet has no column 'f'"):
+        open_source("parquet", {"path": "*.parquet"}, folder=tmp_path)
+    pq.write_table(pa.table({"i": pa.array([1.5])}), tmp_path / "b.parquet")
+    pq.write_table(pa.table({"i": pa.array([1])}), tmp_path / "c.parquet")
+    with pytest.raises(SourceError, match=r"'i' is double in b\.parquet and int64 in c\.parquet"):
+        open_source("parquet", {"path": ["b.parquet", "c.parquet"]}, folder=tmp_path)
+    pq.write_table(pa.table({"l": [[1], [2]]}), tmp_path / "d.parquet")
+    with pytest.raises(SourceError, match=r"'l' is list.*name the columns that are wanted"):
+        open_source("parquet", {"path": "d.parquet"}, folder=tmp_path)
+    (tmp_path / "e.parquet").write_bytes(b"nothing")
+    with pytest.raises(SourceError, match=r"e\.parquet: not a readable parquet file"):
+        open_source("parquet", {"path": "e.parquet"}, folder=tmp_path)
+
+
+def test_without_pyarrow_the_error_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _write(tmp_path / "a.parquet", 3)
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(SourceError, match=r"pip install 'pipedist\[parquet\]'"):
+        open_source("parquet", {"path": "a.parquet"}, folder=tmp_path)

@@ -1,0 +1,159 @@
+"""From a `path` to files, and what is unpacked on the way."""
+
+from __future__ import annotations
+
+import gzip
+import os
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from pipedist.datasets.sources import SourceError, open_source, paths, unpack
+from pipedist.datasets.sources.paths import OpenFiles, expand
+from pipedist.datasets.sources.unpack import Spool, unpacked
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for name in ("b.txt", "a.txt", "c.csv", "d/a.txt", "d/e/z.txt", ".hidden.txt", "odd[1].txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    (tmp_path / "folder.txt").mkdir()
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("path", "names"),
+    [
+        ("*.txt", ["a.txt", "b.txt", "odd[1].txt"]),
+        ("**/*.txt", ["a.txt", "b.txt", "d/a.txt", "d/e/z.txt", "odd[1].txt"]),
+        ("d/**", ["d/a.txt", "d/e/z.txt"]),
+        (["c.csv", "b.txt", "*.txt", "./b.txt"], ["a.txt", "b.txt", "c.csv", "odd[1].txt"]),
+        ("odd[1].txt", ["odd[1].txt"]),
+        ("d/../a.txt", ["d/../a.txt"]),
+    ],
+)
+def test_matches_are_sorted_and_each_once(folder: Path, path: str | list[str], names: list[str]) -> None:
+    files = expand(path, folder)
+    assert [file.shown for file in files] == names
+    assert all(os.path.isabs(file.path) and Path(file.path).read_text() for file in files)
+
+
+def test_absolute_patterns_stay_absolute(folder: Path) -> None:
+    assert [file.shown for file in expand(str(folder / "*.csv"), Path("/"))] == [str(folder / "c.csv")]
+
+
+@pytest.mark.parametrize("path", ["*.parquet", "folder.txt", "none/x.txt", ["a.txt", "*.parquet"]])
+def test_no_match_names_pattern_and_folder(folder: Path, path: str | list[str]) -> None:
+    with pytest.raises(SourceError) as caught:
+        expand(path, folder)
+    pattern = path if isinstance(path, str) else path[1]
+    assert str(caught.value) == f"no file matches {pattern!r} in {folder}"
+    assert caught.value.key == "path"
+
+
+@pytest.mark.parametrize("kind", ["npy", "npz", "csv", "parquet", "jsonl", "text", "files"])
+def test_every_kind_of_file_needs_a_path(kind: str, tmp_path: Path) -> None:
+    columns = {"columns": {"x": "str"}} if kind == "csv" else {}
+    for config in ({}, {"path": []}):
+        with pytest.raises(SourceError, match="no path is given") as caught:
+            open_source(kind, {**config, **columns}, folder=tmp_path)
+        assert caught.value.key == "path"
+
+
+def test_what_is_unpacked_has_no_name_and_is_gone_with_the_source(tmp_path: Path) -> None:
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"one\ntwo\n"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tempfile.tempdir", str(temporary))
+        source = open_source("text", {"path": "*.gz"}, folder=tmp_path)
+        assert os.listdir(temporary) == []
+        assert source.config["files"][0][1].startswith(f"/proc/{os.getpid()}/fd/")
+        assert source.read(source.locate(range(2))) == ["one", "two"]
+        before = len(os.listdir("/proc/self/fd"))
+        source.close()
+        assert len(os.listdir("/proc/self/fd")) == before - 2  # the unpacked file, and its reader's
+
+
+def test_without_proc_the_unpacked_file_has_a_name_until_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"one\ntwo\n"))
+    isdir = os.path.isdir
+    monkeypatch.setattr(os.path, "isdir", lambda path: path != "/proc/self/fd" and isdir(path))
+    source = open_source("text", {"path": "*.gz"}, folder=tmp_path)
+    name = source.config["files"][0][1]
+    assert os.path.exists(name)
+    assert os.stat(name).st_mode & 0o077 == 0
+    assert source.read(source.locate(range(1, 2))) == ["two"]
+    source.close()
+    assert not os.path.exists(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "text"),
+    [
+        ("a.gz", b"not gzip", "can't be unpacked"),
+        ("a.gz", gzip.compress(b"x" * 1000)[:-9], "can't be unpacked"),
+        ("a.gz", gzip.compress(b"x" * 100)[:12] + b"\xff\xff\xff\xff", "can't be unpacked"),
+        ("a.zip", b"not zip", "can't be unpacked"),
+    ],
+)
+def test_damaged_archives_leave_nothing_open(tmp_path: Path, name: str, data: bytes, text: str) -> None:
+    (tmp_path / name).write_bytes(data)
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(SourceError, match=rf"^{name}: {text}"):
+        open_source("text", {"path": name}, folder=tmp_path)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize("members", [[], ["a.txt", "b.txt"]])
+def test_a_zip_must_have_one_member(tmp_path: Path, members: list[str]) -> None:
+    with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
+        for member in members:
+            archive.writestr(member, "x")
+    with pytest.raises(SourceError, match=rf"the archive has {len(members)} members"):
+        open_source("text", {"path": "a.zip"}, folder=tmp_path)
+
+
+def test_a_bomb_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(unpack, "UNPACKED_BYTES_MAX", 1000)
+    (tmp_path / "a.gz").write_bytes(gzip.compress(b"x" * 100_000))
+    with pytest.raises(SourceError, match="more than 1000 bytes"):
+        open_source("text", {"path": "a.gz"}, folder=tmp_path)
+
+
+def test_a_full_disk_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.gz").write_bytes(gzip.compress(b"x" * 100_000))
+    spool = Spool()
+    spool._file = open("/dev/full", "wb", buffering=0)  # noqa: SIM115 - the spool closes it
+    with pytest.raises(SourceError, match=r"a\.gz: can't be unpacked into .*No space left.*TMPDIR"):
+        unpacked(expand("a.gz", tmp_path), spool)
+    spool.close()
+
+
+def test_few_descriptors_stay_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paths, "FILES_OPEN_MAX", 3)
+    for number in range(10):
+        (tmp_path / f"{number}.txt").write_text(str(number))
+    before = len(os.listdir("/proc/self/fd"))
+    files = OpenFiles(expand("*.txt", tmp_path))
+    for number in (*range(10), 9, 0, 5):
+        assert files.read(number, 0, 1) == str(number).encode()
+        assert len(os.listdir("/proc/self/fd")) <= before + 3
+    files.close()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_reads_larger_than_a_system_call_takes_are_put_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(paths, "READ_BYTES_MAX", 7)
+    (tmp_path / "a.txt").write_bytes(bytes(range(100)))
+    files = OpenFiles(expand("a.txt", tmp_path))
+    assert files.read(0, 3, 97) == bytes(range(3, 97))
+    with pytest.raises(SourceError, match="became shorter"):
+        files.read(0, 90, 120)
+    files.close()

@@ -1,0 +1,178 @@
+"""The sources `text`, `jsonl` and `files`."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from pipedist.datasets.sources import SourceError, open_source, row_scan
+from tests.datasets.sources.reading import read_elsewhere
+
+FILES = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+lines = st.lists(
+    st.text(st.characters(codec="utf-8", exclude_characters="\r\n\0\ufeff"), max_size=8), max_size=8
+)
+
+
+@FILES
+@given(st.lists(lines, min_size=1, max_size=3), st.sampled_from(["\n", "\r\n"]), st.booleans(), st.data())
+def test_text_is_one_line_an_element(
+    tmp_path: Path, files: list[list[str]], ending: str, last: bool, data: st.DataObject
+) -> None:
+    folder = tmp_path / str(len(os.listdir(tmp_path)))
+    folder.mkdir()
+    expected = []
+    for number, file in enumerate(files):
+        text = "".join(line + ending for line in file)
+        if last and file and file[-1]:
+            text = text.removesuffix(ending)
+        (folder / f"{number}.txt").write_bytes(text.encode())
+        expected += file
+    source = open_source("text", {"path": ["*.txt"]}, folder=folder)
+    assert source.length == len(expected)
+    assert read_elsewhere(source, range(len(expected))) == expected
+    for start in range(len(expected)):
+        assert read_elsewhere(source, range(start, len(expected))) == expected[start:]
+    if expected:
+        ids = data.draw(st.lists(st.integers(0, len(expected) - 1), min_size=1, max_size=9))
+        assert read_elsewhere(source, np.array(ids, np.int64)) == [expected[i] for i in ids]
+    source.close()
+
+
+def test_text_keeps_blank_lines_and_odd_separators(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes("\ufeffone\n\n\x0c\u2028two\r\n \nlast".encode())
+    source = open_source("text", {"path": "a.txt"}, folder=tmp_path)
+    assert read_elsewhere(source, range(5)) == ["one", "", "\x0c\u2028two", " ", "last"]
+    assert read_elsewhere(source, range(0)) == []
+    source.close()
+
+
+def test_an_empty_text_file_has_no_elements(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"")
+    source = open_source("text", {"path": "a.txt"}, folder=tmp_path)
+    assert source.length == 0
+    source.close()
+
+
+@pytest.mark.parametrize("ids", [range(3), np.array([2, 0])])
+def test_text_that_is_not_utf8_is_named(tmp_path: Path, ids: Any) -> None:
+    (tmp_path / "a.txt").write_bytes(b"one\ntwo\n\xff\n")
+    source = open_source("text", {"path": "a.txt"}, folder=tmp_path)
+    with pytest.raises(SourceError, match=r"^a\.txt:3: the line is not UTF-8"):
+        source.read(source.locate(ids))
+    source.close()
+
+
+@FILES
+@given(
+    st.lists(
+        st.dictionaries(st.text(max_size=3), st.one_of(st.integers(), st.text(), st.none())), max_size=8
+    ),
+    st.sampled_from([1, 5, 1 << 20]),
+    st.data(),
+)
+def test_objects_are_those_of_the_json_module(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    objects: list[dict[str, Any]],
+    block_bytes: int,
+    data: st.DataObject,
+) -> None:
+    monkeypatch.setattr(row_scan, "BLOCK_BYTES", block_bytes)
+    blank = data.draw(st.sampled_from(["", "\n", "\r\n"]))
+    text = "".join(json.dumps(each) + "\n" + blank for each in objects)
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(text.encode()))
+    source = open_source("jsonl", {"path": "a.jsonl.gz"}, folder=tmp_path)
+    assert source.length == len(objects)
+    assert read_elsewhere(source, range(len(objects))) == objects
+    if objects:
+        ids = data.draw(st.lists(st.integers(0, len(objects) - 1), min_size=1, max_size=9))
+        assert read_elsewhere(source, np.array(ids, np.int64)) == [objects[i] for i in ids]
+    source.close()
+
+
+def test_objects_with_columns_are_like_csv(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(
+        '{"f": 1.5, "i": 3, "s": "x", "b": true}\n{"f": null, "i": -4, "s": null, "b": false}\n'
+        '{"f": "NA", "i": 5, "s": "NA", "b": true, "more": []}\n{"f": NaN, "i": 6, "b": false}\n'
+        '{"f": 7, "i": 9007199254740993, "s": "é", "b": true}\n'
+    )
+    columns = {"f": "float32", "i": "int64", "s": "str", "b": "bool"}
+    source = open_source("jsonl", {"path": "a.jsonl", "columns": columns}, folder=tmp_path)
+    shard = read_elsewhere(source, range(5))
+    assert np.array_equal(shard["f"], np.array([1.5, np.nan, np.nan, np.nan, 7], np.float32), equal_nan=True)
+    assert shard["i"].tolist() == [3, -4, 5, 6, 9007199254740993]
+    assert shard["s"].tolist() == ["x", "", "", "", "é"]
+    assert shard["b"].tolist() == [True, False, True, False, True]
+    assert read_elsewhere(source, range(0))["f"].dtype == np.float32
+    source.close()
+
+
+@pytest.mark.parametrize(
+    ("line", "kind", "text"),
+    [
+        ('{"x": 1.5}', "int32", "1.5 is not of type int32"),
+        ('{"x": true}', "int32", "True is not of type int32"),
+        ('{"x": null}', "int32", "a value of type int32 is missing"),
+        ("{}", "int32", "a value of type int32 is missing"),
+        ('{"x": 300}', "int8", "300 does not fit int8"),
+        ('{"x": [1]}', "float32", "[1] is not of type float32"),
+        ('{"x": 1}', "str", "1 is not of type str"),
+    ],
+)
+@pytest.mark.parametrize("ids", [range(3), np.array([2, 1])])
+def test_a_bad_value_is_named_by_file_line_and_column(
+    tmp_path: Path, line: str, kind: str, text: str, ids: Any
+) -> None:
+    good = '{"x": "1"}'
+    (tmp_path / "a.jsonl").write_text(f"{good}\n\n{line}\n{good}\n")
+    source = open_source("jsonl", {"path": "a.jsonl", "columns": {"x": kind}}, folder=tmp_path)
+    with pytest.raises(SourceError) as caught:
+        source.read(source.locate(ids))
+    assert str(caught.value) == f"a.jsonl:3: column 'x': {text}" or text in str(caught.value)
+    assert str(caught.value).startswith("a.jsonl:3: column 'x': ")
+    assert (caught.value.key, caught.value.name) == ("columns", "x")
+    source.close()
+
+
+@pytest.mark.parametrize(
+    ("line", "text"),
+    [
+        ("[1]", "a.jsonl:2: a list, not an object"),
+        ('{"a": }', "a.jsonl:2:7: not valid JSON"),
+        ('{"a": 1}, {"a": 2}', "a.jsonl:2:9: not valid JSON"),
+        ("[" * 100_000, "a.jsonl:2: not valid JSON"),
+    ],
+)
+def test_lines_that_are_no_objects(tmp_path: Path, line: str, text: str) -> None:
+    (tmp_path / "a.jsonl").write_text(f"{{}}\n{line}\n")
+    source = open_source("jsonl", {"path": "a.jsonl"}, folder=tmp_path)
+    with pytest.raises(SourceError) as caught:
+        source.read(source.locate(range(2)))
+    assert str(caught.value).startswith(text)
+    source.close()
+
+
+def test_files_are_whole_elements(tmp_path: Path) -> None:
+    (tmp_path / "d" / "e").mkdir(parents=True)
+    contents = {"d/a.bin": b"\x00\x01", "d/e/b.bin": b"", "d/e/c.bin": b"\xff" * 10}
+    for name, data in contents.items():
+        (tmp_path / name).write_bytes(data)
+    source = open_source("files", {"path": "**/*.bin"}, folder=tmp_path)
+    assert (source.length, source.by_id) == (3, False)
+    assert read_elsewhere(source, range(3)) == {"path": list(contents), "bytes": list(contents.values())}
+    shard = read_elsewhere(source, np.array([2, 3]))
+    assert shard == {"path": ["d/e/c.bin", "d/a.bin"], "bytes": [b"\xff" * 10, b"\x00\x01"]}
+    assert read_elsewhere(source, range(0)) == {"path": [], "bytes": []}
+    (tmp_path / "d/a.bin").write_bytes(b"longer than before")
+    with pytest.raises(SourceError, match=r"d/a\.bin: the file has changed"):
+        source.read(source.locate(range(1)))
+    source.close()

@@ -1,0 +1,133 @@
+"""Replica functions of the tests, importable by name in workers."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import time
+from typing import Any
+
+import numpy as np
+
+
+def double(x: np.ndarray) -> np.ndarray:
+    return x * 2
+
+
+def as_float(x: np.ndarray) -> np.ndarray:
+    return x.astype(np.float32) / np.float32(3)
+
+
+def jittered(x: np.ndarray) -> np.ndarray:
+    """A float result after a random while: calls finish in another order every time."""
+    time.sleep(random.random() * 0.004)
+    return (x.astype(np.float32) + np.float32(0.1)) ** np.float32(1.5)
+
+
+def noisy(x: np.ndarray, ctx: Any) -> dict[str, Any]:
+    """Draws from the call's own generator, in whatever order calls happen to run."""
+    time.sleep(random.random() * 0.004)
+    return {"noise": ctx.rng.standard_normal(len(x)), "ids": ctx.elements}
+
+
+def component(x: np.ndarray) -> dict[str, Any]:
+    """A component for `merge`: the order of folding shows in `order`, and in float bits."""
+    time.sleep(random.random() * 0.002)
+    return {"order": np.array([x[0]]), "total": np.float32(np.sum(np.sqrt(x.astype(np.float32))))}
+
+
+def merge(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "order": np.concatenate([a["order"], b["order"]]),
+        "total": np.float32(a["total"] + b["total"]),
+    }
+
+
+def subtract(x: np.ndarray, mean: float) -> np.ndarray:
+    return x - mean
+
+
+def plus(x: np.ndarray, amount: float) -> np.ndarray:
+    return x + amount
+
+
+async def awaited(x: np.ndarray) -> np.ndarray:
+    await asyncio.sleep(0.001)
+    return x + 1
+
+
+class Model:
+    """Loaded once per worker; counts the instances made in its process."""
+
+    made = 0
+
+    def __init__(self, scale: float) -> None:
+        Model.made += 1
+        self.scale = scale
+
+    def __call__(self, x: np.ndarray, ctx: Any) -> dict[str, Any]:
+        return {"y": x * self.scale, "made": np.array([Model.made]), "replica": np.array([ctx.replica_id_in_sync_group])}
+
+
+def context(x: np.ndarray, ctx: Any) -> dict[str, Any]:
+    return {
+        "replica": np.array([ctx.replica_id_in_sync_group]),
+        "replicas": np.array([ctx.num_replicas_in_sync]),
+        "step": np.array([ctx.step]),
+        "elements": ctx.elements,
+    }
+
+
+def fails_on_13(x: np.ndarray) -> np.ndarray:
+    if 13 in x:
+        raise KeyError("thirteen")
+    return x
+
+
+def fails_slowly_on_low_steps(x: np.ndarray, ctx: Any) -> np.ndarray:
+    """Every step fails; earlier ones later: the first failure to arrive is not the lowest."""
+    time.sleep(0.02 * max(0, 4 - ctx.step))
+    raise ValueError(f"step {ctx.step} replica {ctx.replica_id_in_sync_group}")
+
+
+def fails_twice(x: np.ndarray, folder: str, ctx: Any) -> np.ndarray:
+    """Raises on the first two attempts of each call."""
+    path = os.path.join(folder, f"{ctx.step}-{ctx.replica_id_in_sync_group}")
+    with open(path, "a") as file:
+        file.write("x")
+    if os.path.getsize(path) <= 2:
+        raise RuntimeError("not yet")
+    return x
+
+
+def dies_once(x: np.ndarray, folder: str, ctx: Any) -> np.ndarray:
+    """Kills its worker at the first attempt of every fifth step."""
+    path = os.path.join(folder, f"{ctx.step}-{ctx.replica_id_in_sync_group}")
+    if ctx.step % 5 == 2 and not os.path.exists(path):
+        open(path, "w").close()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return (x.astype(np.float32) + np.float32(0.1)) ** np.float32(1.5)
+
+
+def always_dies(x: np.ndarray) -> np.ndarray:
+    os._exit(7)
+
+
+def unsendable(x: np.ndarray) -> dict[str, Any]:
+    return {"a": [1, lambda: None]}
+
+
+def prints(x: np.ndarray) -> np.ndarray:
+    print("seen", int(x[0]))
+    return x
+
+
+def empty_dict(x: np.ndarray) -> np.ndarray:
+    return np.array(["a", "b"])
+
+
+def napping(x: np.ndarray) -> np.ndarray:
+    time.sleep(0.05)
+    return x

@@ -1,0 +1,222 @@
+"""Playbooks of workers: joining, dying, being replaced, being heard."""
+
+from __future__ import annotations
+
+import pytest
+
+from pipedist.errors import LocalProtocolError
+from pipedist.scheduler import Limits, PassSettings, Scheduler
+from pipedist.scheduler import commands as cmd
+from pipedist.scheduler import events as ev
+from tests.scheduler.playbook import Playbook, PlaybookError, assigns
+
+UNASKED = PassSettings(replicas=1, pulled=False, retries=2)
+"""Steps are offered without being asked for, which keeps the stories short."""
+
+
+def test_a_playbook_that_goes_wrong_shows_the_story_and_the_difference() -> None:
+    play = Playbook()
+    with pytest.raises(PlaybookError) as caught:
+        play(ev.WorkerExpected("w0"), cmd.StartWorker("w1", 0))
+    text = str(caught.value)
+    assert ">> WorkerExpected(worker='w0')" in text
+    assert "-StartWorker(worker='w1', incarnation=0)" in text
+    assert "+StartWorker(worker='w0', incarnation=0)" in text
+
+
+def test_a_worker_is_started_joins_and_is_told_of_a_pass_once() -> None:
+    play = Playbook()
+    play(ev.WorkerExpected("w0"), cmd.StartWorker("w0", 0))
+    play(ev.PassOpened(1, UNASKED))
+    play(ev.StepsOffered(1, 0, 2, 1))
+    play(ev.WorkerJoined("w0", 0), cmd.SendBind("w0", 1), cmd.SendAssign("w0", 1, 1, 0, 1, 0))
+    play(
+        ev.CallsDone("w0", 0, 1, 0, 1, 10**9),
+        cmd.AcceptResults(1, 0, 1, "w0"),
+        cmd.StepsReady(1, 0, 1),
+        cmd.SendAssign("w0", 2, 1, 1, 2, 0),
+    )
+
+
+def test_a_worker_that_dies_is_replaced_and_only_the_running_call_is_charged() -> None:
+    play = Playbook().with_workers("w0").with_pass(UNASKED)
+    play.setup(ev.StepsOffered(1, 0, 1, 1), ev.CallsDone("w0", 0, 1, 0, 1, 1000))
+    leases = assigns(play.setup(ev.StepsOffered(1, 1, 17, 1)))
+    assert [(x.lo, x.hi) for x in leases] == [(1, 9), (9, 13)]
+    play(
+        ev.CallsDone("w0", 0, 2, 1, 3, 2000),
+        cmd.AcceptResults(1, 1, 3, "w0"),
+        cmd.StepsReady(1, 1, 3),
+    )
+    play(ev.WorkerLost("w0", 0, "signal 9 (SIGKILL)"), cmd.StartWorker("w0", 1))
+    came = play.setup(ev.WorkerJoined("w0", 1))
+    assert came[:2] == [cmd.SendBind("w0", 1), cmd.SendAssign("w0", 4, 1, 3, 4, 1)]
+    assert came[2:] == [cmd.SendAssign("w0", 5, 1, 4, 9, 0)]
+
+
+def test_a_graceful_leave_blames_nobody() -> None:
+    play = Playbook().with_workers("w0").with_pass(UNASKED)
+    play(ev.StepsOffered(1, 0, 1, 1), cmd.SendBind("w0", 1), cmd.SendAssign("w0", 1, 1, 0, 1, 0))
+    play(ev.WorkerLost("w0", 0, "it was asked to", graceful=True), cmd.StartWorker("w0", 1))
+    play(ev.WorkerJoined("w0", 1), cmd.SendBind("w0", 1), cmd.SendAssign("w0", 2, 1, 0, 1, 0))
+
+
+def test_a_death_under_a_cancelled_call_is_not_charged_to_the_next_one() -> None:
+    play = Playbook().with_workers("w0").with_pass(UNASKED, 1).with_pass(UNASKED, 2)
+    play.setup(ev.StepsOffered(1, 0, 1, 1))
+    play(ev.PassClosed(1), cmd.SendCancel("w0", 1), cmd.SendUnbind("w0", 1))
+    play(ev.StepsOffered(2, 0, 1, 1), cmd.SendBind("w0", 2), cmd.SendAssign("w0", 2, 2, 0, 1, 0))
+    play(ev.WorkerLost("w0", 0, "signal 9"), cmd.StartWorker("w0", 1))
+    play(ev.WorkerJoined("w0", 1), cmd.SendBind("w0", 2), cmd.SendAssign("w0", 3, 2, 0, 1, 0))
+    play(ev.WorkerLost("w0", 1, "signal 9"), cmd.StartWorker("w0", 2))
+    play(ev.WorkerJoined("w0", 2), cmd.SendBind("w0", 2), cmd.SendAssign("w0", 4, 2, 0, 1, 1))
+
+
+def test_a_call_under_which_workers_keep_dying_fails() -> None:
+    play = Playbook(Limits(deaths_max=2)).with_workers("w0").with_pass(UNASKED)
+    play.setup(ev.StepsOffered(1, 0, 1, 1), ev.WorkerLost("w0", 0, "signal 11"), ev.WorkerJoined("w0", 1))
+    play(
+        ev.WorkerLost("w0", 1, "signal 11"),
+        cmd.StepFailed(1, 0, (cmd.Failure(0, 2, "w0", cause="signal 11"),)),
+        cmd.StartWorker("w0", 2),
+    )
+
+
+def test_a_death_that_fails_a_call_leaves_nothing_of_later_steps_waiting() -> None:
+    """The rest of the lost lease is beyond the failed step: it must not be dealt again."""
+    play = Playbook(Limits(deaths_max=1)).with_workers("w0").with_pass(UNASKED)
+    play.setup(ev.StepsOffered(1, 0, 1, 1), ev.CallsDone("w0", 0, 1, 0, 1, 1000))
+    play.setup(ev.StepsOffered(1, 1, 9, 1))
+    play(
+        ev.WorkerLost("w0", 0, "signal 11"),
+        cmd.StepFailed(1, 1, (cmd.Failure(1, 1, "w0", cause="signal 11"),)),
+        cmd.StartWorker("w0", 1),
+    )
+    play(ev.WorkerJoined("w0", 1))
+
+
+def test_fruitless_starts_fail_the_cluster_and_a_join_forgives_them() -> None:
+    play = Playbook(Limits(starts_fruitless_max=2))
+    play.setup(ev.WorkerExpected("w0"), ev.WorkerExpected("w1"))
+    play(ev.WorkerLost("w0", 0, "exit code 1"), cmd.StartWorker("w0", 1))
+    play(ev.WorkerLost("w0", 0, "exit code 1, told twice"))
+    play(ev.WorkerJoined("w1", 0))
+    play(ev.WorkerLost("w0", 1, "exit code 1"), cmd.StartWorker("w0", 2))
+    play(
+        ev.WorkerLost("w0", 2, "exit code 1"),
+        cmd.ClusterFailed("2 workers in a row died before they joined, the last one with exit code 1"),
+    )
+
+
+def test_a_later_incarnation_replaces_a_living_one() -> None:
+    play = Playbook().with_pass(UNASKED)
+    play(ev.WorkerJoined("far", 3, supervised=True))
+    play.setup(ev.StepsOffered(1, 0, 1, 1))
+    play(
+        ev.WorkerJoined("far", 4, supervised=True),
+        cmd.ExpelWorker("far", 3, "a later incarnation has joined"),
+        cmd.SendBind("far", 1),
+        cmd.SendAssign("far", 2, 1, 0, 1, 1),
+    )
+    play(ev.CallsDone("far", 3, 1, 0, 1, 1000), cmd.DropResults("far", 1))
+    play(ev.CallsDone("far", 3, 2, 0, 1, 1000), cmd.DropResults("far", 2))
+    play(ev.WorkerLost("far", 3, "its connection is gone"))
+
+
+@pytest.mark.parametrize(
+    ("incarnation", "reason"),
+    [(0, "a later incarnation has joined"), (1, "this incarnation has joined already")],
+)
+def test_a_stale_incarnation_is_put_out(incarnation: int, reason: str) -> None:
+    play = Playbook().with_workers("w0")
+    play.setup(ev.WorkerLost("w0", 0, "signal 9"), ev.WorkerJoined("w0", 1))
+    play(ev.WorkerJoined("w0", incarnation), cmd.ExpelWorker("w0", incarnation, reason))
+
+
+def test_a_supervised_worker_that_is_not_heard_is_lost_and_may_return() -> None:
+    play = Playbook(Limits(heard_within_s=10.0)).with_pass(UNASKED)
+    play(ev.WorkerJoined("far", 0, supervised=True))
+    play.at(3.0)(ev.WorkerJoined("near", 0, supervised=True))
+    play.setup(ev.StepsOffered(1, 0, 1, 1))
+    assert play.scheduler.deadline() == 10.0
+    play.at(7.1)(ev.WorkerHeard("far", 0))
+    assert play.scheduler.deadline() == 13.0
+    play.at(13.0)(ev.Tick(), cmd.ExpelWorker("near", 0, "not heard for 10 s"))
+    play(ev.WorkerHeard("near", 0))
+    play.at(17.1)(ev.Tick(), cmd.ExpelWorker("far", 0, "not heard for 10 s"))
+    assert play.scheduler.deadline() is None
+    play(
+        ev.WorkerJoined("near", 1, supervised=True),
+        cmd.SendBind("near", 1),
+        cmd.SendAssign("near", 2, 1, 0, 1, 1),
+    )
+
+
+@pytest.mark.parametrize("heard_at", [0.1, 0.3, 1e6 + 0.7, 86399.9])
+def test_a_tick_at_the_deadline_is_late_enough(heard_at: float) -> None:
+    """Otherwise the driver's timer would ring again and again at one and the same time."""
+    play = Playbook(Limits(heard_within_s=0.7)).at(heard_at)
+    play(ev.WorkerJoined("far", 0, supervised=True))
+    deadline = play.scheduler.deadline()
+    assert deadline is not None
+    play.at(deadline)(ev.Tick(), cmd.ExpelWorker("far", 0, "not heard for 0.7 s"))
+
+
+def test_workers_of_the_launcher_are_not_supervised() -> None:
+    play = Playbook().with_workers("w0")
+    assert play.scheduler.deadline() is None
+    play.at(1e9)(ev.Tick())
+
+
+def test_a_worker_is_expected_once() -> None:
+    scheduler = Scheduler()
+    scheduler.handle(ev.WorkerExpected("w0"), 0.0)
+    with pytest.raises(LocalProtocolError, match="w0 is expected, but there is one"):
+        scheduler.handle(ev.WorkerExpected("w0"), 0.0)
+
+
+def test_an_unknown_event_is_refused() -> None:
+    with pytest.raises(LocalProtocolError, match="knows no event"):
+        Scheduler().handle("surprise", 0.0)  # type: ignore[arg-type]
+
+
+# -- reports that must not count ---------------------------------------------------------
+
+
+def test_a_report_that_comes_twice_after_its_lease_is_dropped() -> None:
+    play = Playbook().with_workers("w0").with_pass(UNASKED)
+    play.setup(ev.StepsOffered(1, 0, 1, 1), ev.CallsDone("w0", 0, 1, 0, 1, 1000))
+    play(ev.CallsDone("w0", 0, 1, 0, 1, 1000), cmd.DropResults("w0", 1))
+    play(ev.CallFailed("w0", 0, 1, 0, token=1), cmd.DropResults("w0", 1))
+    play(ev.CallsDone("w0", 0, 77, 0, 1, 1000), cmd.DropResults("w0", 77))
+
+
+def test_a_report_for_a_lease_of_another_worker_is_dropped() -> None:
+    play = Playbook().with_workers("w0", "w1").with_pass(UNASKED)
+    play.setup(ev.StepsOffered(1, 0, 2, 1))
+    play(ev.CallsDone("w1", 0, 1, 0, 1, 1000), cmd.DropResults("w1", 1))
+
+
+@pytest.mark.parametrize(
+    ("lease", "lo", "hi"),
+    [
+        pytest.param(2, 2, 3, id="a gap: a report was lost"),
+        pytest.param(2, 0, 1, id="a call before the lease"),
+        pytest.param(2, 1, 10, id="beyond the lease"),
+        pytest.param(2, 1, 1, id="no call at all"),
+        pytest.param(2, 3, 1, id="backwards"),
+        pytest.param(3, 9, 10, id="the next lease before the first one is over"),
+    ],
+)
+def test_a_report_out_of_order_costs_the_worker_its_place(lease: int, lo: int, hi: int) -> None:
+    play = Playbook().with_workers("w0").with_pass(UNASKED)
+    play.setup(ev.StepsOffered(1, 0, 1, 1), ev.CallsDone("w0", 0, 1, 0, 1, 1000))
+    play.setup(ev.StepsOffered(1, 1, 17, 1))
+    why = f"it reported calls [{lo}, {hi}) of lease {lease} where [1, 9) of lease 2 were to come"
+    play(
+        ev.CallsDone("w0", 0, lease, lo, hi, 1000),
+        cmd.DropResults("w0", lease),
+        cmd.ExpelWorker("w0", 0, why),
+        cmd.StartWorker("w0", 1),
+    )
+    play(ev.CallsDone("w0", 0, 2, 1, 9, 1000), cmd.DropResults("w0", 2))

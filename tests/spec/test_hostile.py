@@ -1,0 +1,132 @@
+from __future__ import annotations
+
+import random
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from pipedist.errors import Problem, SpecError
+from pipedist.spec import load
+from pipedist.spec.yaml_text import DOCUMENT_BYTES_MAX, read_yaml
+from tests.spec.golden import INVALID, ROOT
+
+BOMBS: dict[str, Callable[[], str]] = {
+    "aliases": lambda: (
+        "a0: &a0 [x, x, x, x, x, x, x, x, x]\n"
+        + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 40))
+    ),
+    "anchors": lambda: "".join(f"k{i}: &a{i} {i}\n" for i in range(4000)),
+    "flow lists": lambda: "[" * 60_000,
+    "flow mappings": lambda: "{" * 60_000,
+    "flow lists on lines": lambda: "[\n" * 30_000,
+    "block lists": lambda: "- " * 30_000,
+    "complex keys": lambda: "? " * 30_000,
+    "indentation": lambda: "".join(" " * i + f"k{i}:\n" for i in range(300)),
+    "values": lambda: "k: [" + "1, " * 20_000 + "1]",
+    "keys": lambda: "".join(f"k{i}: 1\n" for i in range(6_000)),
+    "the same key": lambda: "k: 1\n" * 10_000,
+    "digits": lambda: "k: " + "9" * 60_000,
+    "hexadecimal digits": lambda: "k: 0x" + "f" * 60_000,
+    "a float": lambda: "k: 1" + "0" * 60_000 + ".0",
+    "exponent": lambda: "k: 1e" + "9" * 60_000,
+    "one long text": lambda: "k: " + "a b " * 16_000,
+    "a quoted text": lambda: 'k: "' + "a b " * 16_000 + '"',
+    "a block text": lambda: "k: |\n" + "  text text text\n" * 3_800,
+    "comments": lambda: "# comment\n" * 6_500,
+    "spaces": lambda: " " * 65_000 + "a",
+    "references": lambda: "pipedist: 1\nname: '" + "${" * 30_000 + "'",
+    "too long": lambda: "k: " + "x" * 50_000_000,
+    "documents": lambda: "--- 1\n" * 10_000,
+    "tags": lambda: "k: [" + "!a 1, " * 10_000 + "]",
+    "directives": lambda: "%TAG !a! b\n" * 5_000,
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_bombs_are_refused_at_once_with_a_place(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "bomb.yaml"
+    path.write_text(BOMBS[name]())
+    load_of_anything(path)  # the first load pays for imports
+    # The best of three: the machine may be busy, the code may not.
+    seconds = min(load_of_anything(path) for _ in range(3))
+    assert seconds < 0.1
+
+
+def load_of_anything(path: Path) -> float:
+    begin = time.perf_counter()
+    with pytest.raises(SpecError) as caught:
+        load(path)
+    seconds = time.perf_counter() - begin
+    for problem in caught.value.problems:
+        assert re.fullmatch(r".*:\d+:\d+", problem.where)
+        assert len(str(problem)) < 2_000
+    return seconds
+
+
+def test_the_limit_of_bytes_counts_bytes() -> None:
+    head = b"# \xc3\xa9\nk: "
+    document, _ = read_yaml(head + b"x" * (DOCUMENT_BYTES_MAX - len(head)), "f")
+    assert isinstance(document.value, dict)
+    with pytest.raises(SpecError, match="longer than 32768 bytes"):
+        read_yaml(head + b"x" * (DOCUMENT_BYTES_MAX - len(head) + 1), "f")
+
+
+def test_aliases_are_read_within_the_limits() -> None:
+    document, problems = read_yaml(b"a: &a [1, 2]\nb: *a\nc: &a 3\nd: *a", "f")
+    problems.raise_all()
+    assert document.value == {"a": [1, 2], "b": [1, 2], "c": 3, "d": 3}
+
+
+def test_line_breaks_and_byte_order_mark() -> None:
+    document, problems = read_yaml(b"\xef\xbb\xbfa: 1\r\nb: 2\rc: 3\n", "f")
+    problems.raise_all()
+    assert document.value == {"a": 1, "b": 2, "c": 3}
+    assert [(place.line, place.column) for place in document.keys.values()] == [(1, 1), (2, 1), (3, 1)]
+
+
+SEEDS = [
+    path.read_bytes() for folder in ("specs", str(INVALID)) for path in sorted((ROOT / folder).glob("*.yaml"))
+]
+PIECES = [b"${", b"}", b"&a ", b"*a", b": ", b"\n", b"  ", b"- ", b"[", b"{", b"'", b'"', b"!!int ", b"\x00",
+          b"\xff", b"null", b"1e999", b"stages", b"of", b"|", b"#", b"%", b"\t", b"? ", b"<<: "]  # fmt: skip
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.integers(0, 2**32))
+def test_mutated_specs_load_or_give_places(seed: int) -> None:
+    generator = random.Random(seed)
+    data = bytearray(generator.choice(SEEDS))
+    for _ in range(generator.randint(1, 4)):
+        at = generator.randrange(len(data) + 1)
+        what = generator.randrange(4)
+        if what == 0:
+            data[at : at + generator.randint(1, 8)] = b""
+        elif what == 1:
+            data[at:at] = generator.choice(PIECES)
+        elif what == 2:
+            data[at : at + 1] = bytes([generator.randrange(256)])
+        else:
+            other = generator.randrange(len(data) + 1)
+            data[at:at] = data[other : other + generator.randint(1, 30)]
+    load_data(bytes(data))
+
+
+def load_data(data: bytes) -> None:
+    from pipedist.spec.loading import _Loader
+
+    found: tuple[Problem, ...] = ()
+    try:
+        document, problems = read_yaml(data, "f")
+        _Loader(document, problems, "/").load("f", {}, (), {})
+    except SpecError as error:
+        found = error.problems
+        assert found
+    for problem in found:
+        assert re.fullmatch(r"f:\d+:\d+", problem.where)
+        assert problem.message
+        assert problem.expected

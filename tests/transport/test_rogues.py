@@ -1,0 +1,291 @@
+"""Peers that are wrong, hostile or broken: they get nothing in, and honest ones don't notice."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+import tracemalloc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import zmq
+
+from pipedist.errors import RemoteProtocolError
+from pipedist.messages import Bind, Refuse
+from pipedist.transport.keys import ClusterKeys, ServerKeys, new_keys
+from pipedist.transport.limits import Limits
+from pipedist.transport.settings import Settings
+from pipedist.transport.wire import pack
+from pipedist.transport.zeromq import ConnectionLost, Dealer, Router
+
+from .sockets import WAIT_S, Inbox, blocking, dealer, is_gone, log, other_keys, router
+
+
+@contextmanager
+def raw(endpoint: str, name: bytes, keys: ClusterKeys | None = None) -> Iterator[Any]:
+    """A bare ZeroMQ client, which keeps to none of our rules."""
+    context = zmq.Context()
+    peer = context.socket(zmq.DEALER)
+    peer.linger = 0
+    peer.routing_id = name
+    peer.sndtimeo = 1000
+    peer.rcvtimeo = 10_000
+    if keys is not None:
+        peer.curve_serverkey = keys.client.server_public
+        peer.curve_publickey = keys.client.public
+        peer.curve_secretkey = keys.client.secret
+    peer.connect(endpoint)
+    try:
+        yield peer
+    finally:
+        context.destroy(linger=0)
+
+
+async def is_served(opened: Router, inbox: Inbox, worker: Dealer, name: bytes) -> None:
+    """Check that an honest peer is heard and answered, and nobody else was heard."""
+    await blocking(worker.send, log("honest"))
+    who, message, _ = await inbox.get()
+    assert (who, message) == (name, log("honest"))
+    assert opened.send(who, Bind(3))
+    assert (await blocking(worker.recv))[0] == Bind(3)
+
+
+@pytest.mark.asyncio
+async def test_plaintext_to_a_curve_endpoint() -> None:
+    keys = new_keys()
+    async with router(keys=keys) as (opened, inbox):
+        with dealer(opened, keys, b"honest") as worker, raw(opened.endpoint, b"rogue") as rogue:
+            rogue.send(pack(log("evil")))
+            await inbox.reject("does not speak the protocol", "went away")
+            await is_served(opened, inbox, worker, b"honest")
+            assert inbox.messages.empty()
+
+
+@pytest.mark.asyncio
+async def test_an_unknown_key_is_refused_and_both_ends_say_so() -> None:
+    keys = new_keys()
+    async with router(keys=keys) as (opened, inbox):
+        with dealer(opened, keys, b"honest") as worker, dealer(opened, other_keys(keys)) as rogue:
+            begin = time.monotonic()
+            with pytest.raises(RemoteProtocolError, match="refused this worker's key"):
+                await blocking(rogue.poll, WAIT_S)
+            assert time.monotonic() - begin < 10
+            with pytest.raises(RemoteProtocolError, match="refused this worker's key"):
+                await blocking(rogue.send, log("evil"))
+            assert "unknown key" in await inbox.reject("unknown key")
+            await is_served(opened, inbox, worker, b"honest")
+            assert inbox.messages.empty()
+
+
+@pytest.mark.asyncio
+async def test_a_worker_with_the_wrong_server_key_gives_up() -> None:
+    keys, others = new_keys(), new_keys()
+    wrong = ClusterKeys(
+        type(keys.client)(others.client.server_public, keys.client.public, keys.client.secret), None
+    )
+    async with router(keys=keys) as (opened, inbox):
+        with dealer(opened, wrong) as worker, pytest.raises(RemoteProtocolError, match="another one"):
+            await blocking(worker.poll, WAIT_S)
+        assert inbox.messages.empty()
+
+
+@pytest.mark.asyncio
+async def test_the_gate_fails_closed_when_its_keeper_is_gone() -> None:
+    keys = new_keys()
+    async with router(keys=keys) as (opened, inbox):
+        with dealer(opened, keys, b"early") as early:
+            await is_served(opened, inbox, early, b"early")
+            assert opened._zap is not None
+            opened._zap.close()
+            settings = Settings(handshake_s=0.5)
+            with (
+                dealer(opened, keys, b"late", settings=settings) as late,
+                pytest.raises(RemoteProtocolError),
+            ):
+                await blocking(late.poll, WAIT_S)
+            await is_served(opened, inbox, early, b"early")
+            assert inbox.messages.empty()
+
+
+def two_clients() -> tuple[ClusterKeys, ClusterKeys]:
+    """Two clients, both of whom the server lets in."""
+    first = new_keys()
+    second = other_keys(first)
+    assert first.server is not None
+    both = frozenset({first.client.public, second.client.public})
+    server = ServerKeys(first.server.public, first.server.secret, both)
+    return ClusterKeys(first.client, server), ClusterKeys(second.client, server)
+
+
+@pytest.mark.asyncio
+async def test_a_valid_key_with_another_peers_identity() -> None:
+    keys, rogue_keys = two_clients()
+    async with router(keys=keys) as (opened, inbox):
+        with dealer(opened, keys, b"w0") as worker, dealer(opened, keys, b"w1") as other:
+            await is_served(opened, inbox, worker, b"w0")
+            # While the owner is connected, and after it is gone.
+            with raw(opened.endpoint, b"w0", rogue_keys) as rogue:
+                rogue.send(pack(log("evil")))
+                await is_served(opened, inbox, worker, b"w0")
+            await blocking(worker.close)
+            await is_gone(opened, b"w0")
+            with dealer(opened, rogue_keys, b"w0") as impostor:
+                await blocking(impostor.send, log("evil"))
+                assert "another key" in await inbox.reject("another key")
+                with pytest.raises(ConnectionLost):
+                    await blocking(impostor.recv)
+            await is_served(opened, inbox, other, b"w1")
+            assert inbox.messages.empty()
+
+
+GARBAGE: dict[str, list[bytes]] = {
+    "noise": [b"\xde\xad\xbe\xef"],
+    "empty": [b""],
+    "unknown tag": [b"\x92\x63\x01"],
+    "wrong fields": [b"\x92\x06\x01"],
+    "claims": [b"\xdd\xff\xff\xff\xff"],
+    "large head": [bytes(2000)],
+    "large header": [pack(Bind(1)), bytes(3000)],
+    "many frames": [pack(Bind(1)), *[b""] * 20],
+    "large message": [pack(Bind(1)), b"", bytes(5000), bytes(5000)],
+}
+LIMITS = Limits(
+    head_bytes_max=1000, header_bytes_max=2000, frame_bytes_max=6000, frames_max=10, message_bytes_max=8000
+)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("frames", GARBAGE.values(), ids=GARBAGE.keys())
+@pytest.mark.parametrize("over", ["ipc", "tcp"])
+async def test_garbage_costs_its_sender_the_connection(frames: list[bytes], over: str) -> None:
+    keys = new_keys() if over == "tcp" else None
+    async with router(keys=keys, limits=LIMITS) as (opened, inbox):
+        with dealer(opened, keys, b"honest") as worker:
+            await is_served(opened, inbox, worker, b"honest")
+            with raw(opened.endpoint, b"rogue", keys) as rogue:
+                watch = rogue.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+                rogue.send_multipart(frames)
+                reason = await inbox.reject("peer rogue sent")
+                assert inbox.lost.get_nowait() == (b"rogue", reason)
+                assert rogue.recv() == pack(Refuse(reason))
+                rogue.send(pack(log("evil")))
+                assert await blocking(watch.poll, 10_000), "the connection was not cut"
+                watch.close()
+            await is_served(opened, inbox, worker, b"honest")
+            assert inbox.messages.empty()
+            assert inbox.lost.empty()
+
+
+@pytest.mark.asyncio
+async def test_a_frame_beyond_the_limit_is_not_even_received() -> None:
+    async with router(limits=LIMITS) as (opened, inbox):
+        with dealer(opened, name=b"honest") as worker, raw(opened.endpoint, b"rogue") as rogue:
+            watch = rogue.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+            rogue.send_multipart([pack(Bind(1)), bytes(LIMITS.frame_bytes_max + 1)])
+            assert await blocking(watch.poll, 10_000)
+            watch.close()
+            await is_served(opened, inbox, worker, b"honest")
+            assert inbox.messages.empty()
+
+
+@pytest.mark.asyncio
+async def test_a_bomb_of_empty_frames_is_read_but_not_collected() -> None:
+    count, turns, done = 100_000, 0, asyncio.Event()
+
+    async def take_turns() -> None:
+        nonlocal turns
+        while not done.is_set():
+            turns += 1
+            await asyncio.sleep(0)
+
+    async with router() as (opened, inbox):
+        with dealer(opened, name=b"honest") as worker, raw(opened.endpoint, b"rogue") as rogue:
+            await blocking(rogue.send_multipart, [pack(Bind(1)), *[b""] * count])
+            tracemalloc.start()
+            try:
+                async with asyncio.TaskGroup() as tasks:
+                    tasks.create_task(take_turns())
+                    assert "frames" in await inbox.reject("peer rogue sent")
+                    done.set()
+                assert tracemalloc.get_traced_memory()[1] < 40_000_000
+            finally:
+                tracemalloc.stop()
+            assert turns > count / Settings().frames_per_wake_up / 2
+            await is_served(opened, inbox, worker, b"honest")
+            assert inbox.messages.empty()
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("over", ["ipc", "tcp"])
+async def test_bytes_that_are_no_zeromq_at_all(over: str) -> None:
+    keys = new_keys() if over == "tcp" else None
+    noise = np.random.default_rng(0)
+    async with router(keys=keys) as (opened, inbox):
+        with dealer(opened, keys, b"honest") as worker:
+            await is_served(opened, inbox, worker, b"honest")
+            for _ in range(50):
+                kind = socket.AF_INET if over == "tcp" else socket.AF_UNIX
+                with socket.socket(kind, socket.SOCK_STREAM) as rogue:
+                    host, _, port = opened.endpoint.removeprefix("tcp://").rpartition(":")
+                    rogue.connect(
+                        (host, int(port)) if over == "tcp" else opened.endpoint.removeprefix("ipc://")
+                    )
+                    rogue.sendall(noise.bytes(int(noise.integers(1, 300))))
+            await is_served(opened, inbox, worker, b"honest")
+            assert inbox.messages.empty()
+
+
+@pytest.mark.asyncio
+async def test_ten_thousand_messages_of_noise_on_a_live_socket() -> None:
+    noise = np.random.default_rng(1)
+    honest = pack(log("evil"))
+    settings = Settings(peers_max=64)
+    # The limits are as in production: what may look honest is read as honest.
+    async with router(settings=settings) as (opened, inbox):
+        with dealer(opened, name=b"honest") as worker:
+            await is_served(opened, inbox, worker, b"honest")
+            for round_ in range(100):
+                with raw(opened.endpoint, f"rogue{round_}".encode()) as rogue:
+                    for _ in range(100):
+                        damaged = bytearray(honest)
+                        damaged[int(noise.integers(len(damaged)))] ^= 1 << int(noise.integers(8))
+                        try:
+                            rogue.send_multipart([bytes(damaged)] * int(noise.integers(1, 4)), zmq.DONTWAIT)
+                        except zmq.Again:
+                            break
+                    await asyncio.sleep(0)
+            while not inbox.messages.empty():
+                who, _, _ = inbox.messages.get_nowait()
+                assert who.startswith(b"rogue")
+            assert not inbox.rejects.empty()
+            await blocking(worker.send, log("honest"))
+            async with asyncio.timeout(WAIT_S):
+                while (await inbox.get())[:2] != (b"honest", log("honest")):
+                    pass
+
+
+@pytest.mark.asyncio
+async def test_more_identities_than_the_limit_are_refused_but_dropped_ones_make_room() -> None:
+    async with router(settings=Settings(peers_max=2)) as (opened, inbox):
+        with dealer(opened, name=b"w0") as first, dealer(opened, name=b"w1") as second:
+            await is_served(opened, inbox, first, b"w0")
+            await is_served(opened, inbox, second, b"w1")
+            with dealer(opened, name=b"w2") as third:
+                await blocking(third.send, log())
+                assert "more than 2 peers" in await inbox.reject("peers")
+            opened.drop(b"w0")
+            with dealer(opened, name=b"w3") as fourth:
+                await is_served(opened, inbox, fourth, b"w3")
+            await is_served(opened, inbox, second, b"w1")
+
+
+def test_no_secret_is_shown() -> None:
+    keys = new_keys()
+    assert keys.server is not None
+    text = repr(keys)
+    assert keys.client.secret.decode() not in text
+    assert keys.server.secret.decode() not in text

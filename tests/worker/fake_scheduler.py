@@ -1,0 +1,153 @@
+"""A scheduler of a test's own: a Router, and a script of messages."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from pipedist.launchers.base import WorkerExit
+from pipedist.messages import (
+    Assign,
+    Bind,
+    Failed,
+    Hello,
+    Log,
+    Message,
+    Results,
+    Stop,
+    Welcome,
+)
+from pipedist.program import Emit, FunctionRef, Program, ReaderConfig, StageProgram, to_tree
+from pipedist.transport.codec import decode, encode
+from pipedist.transport.rendezvous import ipc_endpoint, private_directory
+from pipedist.transport.zeromq import Router
+
+M = TypeVar("M")
+PATIENCE_S = 20.0
+
+
+class FakeScheduler:
+    """Collects what workers say, and says what the test tells it to."""
+
+    def __init__(self) -> None:
+        self.inbox: asyncio.Queue[tuple[bytes, Message, list[memoryview]]] = asyncio.Queue()
+        self.exits: asyncio.Queue[WorkerExit] = asyncio.Queue()
+        self.logs: list[Log] = []
+        self.rejected: list[str] = []
+        self.passes = 0
+        self.leases = 0
+
+    async def __aenter__(self) -> Self:
+        self._directory = private_directory()
+        self._router = Router(
+            ipc_endpoint(self._directory.__enter__()),
+            keys=None,
+            on_message=lambda *received: self.inbox.put_nowait(received),
+            on_reject=self.rejected.append,
+        )
+        await self._router.__aenter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._router.__aexit__(kind, error, trace)
+        self._directory.__exit__(None, None, None)
+
+    @property
+    def endpoint(self) -> str:
+        return self._router.endpoint
+
+    def send(self, identity: bytes, message: Message, payload: Sequence[Any] = ()) -> None:
+        assert self._router.send(identity, message, payload)
+
+    async def take(self, kind: type[M], *, aside: type = Log) -> tuple[bytes, M, list[memoryview]]:
+        """The next message, which must be of this kind; Logs are put aside."""
+        while True:
+            identity, message, frames = await asyncio.wait_for(self.inbox.get(), PATIENCE_S)
+            if isinstance(message, kind):
+                return identity, message, frames
+            assert isinstance(message, aside), f"expected {kind.__name__}, got {message}"
+            if isinstance(message, Log):
+                self.logs.append(message)
+
+    async def exit(self) -> WorkerExit:
+        return await asyncio.wait_for(self.exits.get(), PATIENCE_S)
+
+    async def welcome(self, sys_path: tuple[str, ...] | None = None) -> tuple[bytes, Hello]:
+        identity, hello, _ = await self.take(Hello)
+        path = tuple(p for p in sys.path if p) if sys_path is None else sys_path
+        self.send(identity, Welcome("c", 0.1, path))
+        return identity, hello
+
+    def bind(self, identity: bytes, program: Program) -> int:
+        self.passes += 1
+        self.send(identity, Bind(self.passes), encode(to_tree(program)))
+        return self.passes
+
+    def assign(
+        self,
+        identity: bytes,
+        pass_id: int,
+        values: list[Any] | None = None,
+        *,
+        lo: int = 0,
+        hi: int | None = None,
+        ids: list[Any] | None = None,
+        locations: list[Any] | None = None,
+    ) -> int:
+        self.leases += 1
+        if hi is None:
+            hi = lo + len(values or ids or locations or ())
+        self.send(
+            identity, Assign(self.leases, pass_id, lo, hi, 0), encode([ids, locations, values])
+        )
+        return self.leases
+
+    async def outcomes(self, count: int) -> list[dict[str, Any] | Failed]:
+        """What came of the next `count` calls, in the order of their reports."""
+        found: list[dict[str, Any] | Failed] = []
+        while len(found) < count:
+            _, message, frames = await self.take((Results, Failed))  # type: ignore[arg-type]
+            if isinstance(message, Failed):
+                found.append(message)
+            else:
+                entries = decode(frames)
+                assert len(entries) == message.hi - message.lo
+                found += entries
+        return found
+
+    def stop(self, identity: bytes) -> None:
+        self.send(identity, Stop("the test is over"))
+
+
+def program(
+    *functions: str | FunctionRef,
+    replicas: int = 1,
+    form: str = "shard",
+    kwargs: dict[str, Any] | None = None,
+    reader: ReaderConfig | None = None,
+    emits: tuple[Emit, ...] | None = None,
+    chain: bool = False,
+    threads: int = 1,
+    code: tuple[str, ...] = (),
+) -> Program:
+    """A program whose stages s0, s1, ... are these functions, each of the shard, or in a chain."""
+    stages = tuple(
+        StageProgram(
+            f"s{i}",
+            f if isinstance(f, FunctionRef) else FunctionRef(label=f, name=f),
+            i - 1 if chain else -1,
+            kwargs or {},
+            form,  # type: ignore[arg-type]
+        )
+        for i, f in enumerate(functions)
+    )
+    if emits is None:
+        emits = (Emit("y", len(stages) - 1),)
+    return Program(
+        seed=7, replicas=replicas, reader=reader, stages=stages, emits=emits, code=code, threads=threads
+    )

@@ -1,0 +1,389 @@
+"""A real worker process, driven by a scheduler of the test's own."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pipedist.launchers.base import WorkerExit
+from pipedist.launchers.local import LocalLauncher
+from pipedist.messages import Assign, Cancel, Failed, Goodbye, Hello, Refuse, Results, Unbind
+from pipedist.program import Emit, ReaderConfig
+from pipedist.transport.codec import decode
+from pipedist.worker.process import ExitCode
+from tests.worker.fake_scheduler import FakeScheduler, program
+
+FUNCTIONS = "tests.worker.replica_functions"
+
+pytestmark = pytest.mark.asyncio
+
+
+@asynccontextmanager
+async def one_worker(**settings: Any) -> AsyncIterator[tuple[FakeScheduler, bytes, LocalLauncher]]:
+    async with FakeScheduler() as scheduler:
+        launcher = LocalLauncher(scheduler.endpoint, **settings)
+        launcher.on_exit = scheduler.exits.put_nowait
+        async with launcher:
+            launcher.start("w0", 3)
+            identity, hello = await scheduler.welcome()
+            assert (hello.worker, hello.incarnation, hello.pid) == ("w0", 3, launcher.pids["w0"])
+            yield scheduler, identity, launcher
+            scheduler._router.send(identity, Refuse("the test is over"))
+
+
+async def test_a_worker_executes_a_range_and_leaves_when_it_is_told_to() -> None:
+    async with one_worker() as (scheduler, identity, launcher):
+        pass_id = scheduler.bind(identity, program(f"{FUNCTIONS}:double"))
+        lease = scheduler.assign(identity, pass_id, [np.arange(n) for n in range(5)], lo=10)
+        _, results, frames = await scheduler.take(Results)
+        assert (results.lease, results.lo, results.hi) == (lease, 10, 15)
+        assert results.busy_ns > 0
+        assert [e["y"].tolist() for e in decode(frames)] == [list(range(0, 2 * n, 2)) for n in range(5)]
+        scheduler.stop(identity)
+        _, goodbye, _ = await scheduler.take(Goodbye)
+        assert (goodbye.worker, goodbye.incarnation) == ("w0", 3)
+        assert await scheduler.exit() == WorkerExit(
+            "w0", 3, (await _pid_of(launcher, scheduler)), 0, None, "exit code 0"
+        )
+
+
+async def _pid_of(launcher: LocalLauncher, scheduler: FakeScheduler) -> int:
+    assert launcher.pids == {}
+    return _last_pid
+
+
+_last_pid = 0
+
+
+@pytest.fixture(autouse=True)
+def _remember_pid(monkeypatch: pytest.MonkeyPatch) -> None:
+    welcome = FakeScheduler.welcome
+
+    async def remembering(self: FakeScheduler, *args: Any) -> tuple[bytes, Hello]:
+        global _last_pid
+        identity, hello = await welcome(self, *args)
+        _last_pid = hello.pid
+        return identity, hello
+
+    monkeypatch.setattr(FakeScheduler, "welcome", remembering)
+
+
+async def _run(functions: Any, values: list[Any], **settings: Any) -> list[Any]:
+    async with one_worker() as (scheduler, identity, _):
+        functions = [functions] if isinstance(functions, str) else functions
+        pass_id = scheduler.bind(identity, program(*[f"{FUNCTIONS}:{f}" for f in functions], **settings))
+        scheduler.assign(identity, pass_id, values)
+        found = await scheduler.outcomes(len(values))
+        return [f if isinstance(f, Failed) else f["y"] for f in found]
+
+
+async def test_an_exception_fails_its_call_only() -> None:
+    found = await _run("fail_on_odd", [0, 1, 2, 3])
+    assert (found[0], found[2]) == (0, 2)
+    failed = found[1]
+    assert (failed.call, failed.stage, failed.module, failed.name) == (1, "s0", "builtins", "KeyError")
+    assert failed.text == "'odd 1'"
+    assert failed.retryable
+    assert "fail_on_odd" in failed.traceback
+    assert "pipedist/worker" not in failed.traceback
+    assert found[3].call == 3
+
+
+async def test_a_result_that_cannot_be_sent_names_stage_and_path_and_is_not_retried() -> None:
+    found = await _run("unsendable_on_odd", [0, 1, 2])
+    assert (found[0], found[2]) == (0, 2)
+    assert (found[1].stage, found[1].name, found[1].retryable) == ("s0", "UnsendableError", False)
+    assert "a/1/b" in found[1].text
+    assert "'s0'" in found[1].text
+
+
+async def test_the_context_says_which_call_it_is_and_the_seed_decides_its_numbers() -> None:
+    found = await _run("describe", [10, 11, 12], replicas=2, kwargs={"scale": 0.5})
+    assert [(f["step"], f["replica"]) for f in found] == [(0, 0), (0, 1), (1, 0)]
+    assert all(
+        (f["of"], f["stage"], f["epoch"], f["elements"], f["scale"]) == (2, "s0", 0, None, 0.5)
+        for f in found
+    )
+    assert all(f["same"] for f in found)
+    digest = int.from_bytes(__import__("hashlib").sha256(b"s0").digest()[:8], "big")
+    expected = np.random.Generator(np.random.PCG64(np.random.SeedSequence([7, digest, 1, 0]))).random()
+    assert found[2]["random"] == expected
+
+
+async def test_shards_and_values_between_stages_are_read_only_and_c_ordered() -> None:
+    assert await _run("flags", [np.arange(10_000.0)]) == [[False, True]]
+    assert await _run(["transposed", "flags"], [np.arange(3.0)], chain=True) == [[False, True]]
+
+
+async def test_results_are_c_ordered() -> None:
+    (found,) = await _run("transposed", [np.arange(3.0)])
+    assert found.tolist() == [[0, 3], [1, 4], [2, 5]]
+
+
+async def test_user_code_runs_in_the_main_thread_of_a_process_with_a_telling_name() -> None:
+    assert await _run("in_thread_of", [0]) == [[True, "pipedist-worker\n"]]
+
+
+async def test_what_a_worker_inherits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "json.py").write_text("shadow = True\n")
+    monkeypatch.chdir(tmp_path)
+    with open(tmp_path / "secret", "w"):
+        (found,) = await _run("environment", [0])
+    assert found["threads"] == "1"
+    assert "" not in found["path"]
+    assert str(tmp_path) not in found["path"]
+    assert not found["shadowed"]
+    assert found["stdin"] == "/dev/null"
+    assert not any("secret" in name for name in found["fds"])
+
+
+async def test_class_functions_are_made_once_with_their_arguments() -> None:
+    assert await _run("Model", [1, 2, 3], kwargs={"scale": 2}) == [[2, 1], [4, 1], [6, 1]]
+
+
+async def test_an_instance_never_serves_two_calls_at_once() -> None:
+    assert await _run("AsyncModel", [5, 6, 7]) == [[5, 0], [6, 1], [7, 2]]
+
+
+async def test_a_class_without_call_is_refused_for_good() -> None:
+    (failed,) = await _run("Uncallable", [0])
+    assert (failed.name, failed.retryable) == ("TypeError", False)
+    assert "__call__" in failed.text
+
+
+async def test_async_functions_overlap_on_one_loop_and_report_in_order() -> None:
+    assert await _run("meet", list(range(4))) == [0, 1, 2, 3]
+    assert await _run("loops", list(range(40))) == [1] * 40
+
+
+async def test_a_cancelled_error_fails_its_call_only() -> None:
+    found = await _run("cancelled_on_odd", [0, 1, 2])
+    assert (found[0], found[1].name, found[2]) == (0, "CancelledError", 2)
+
+
+async def test_a_reused_buffer_does_not_mix_results() -> None:
+    found = await _run("ReusesItsBuffer", [1.0, 2.0, 3.0])
+    assert [(f["buffer"][0], f["view"][0]) for f in found] == [(1, 1), (2, 2), (3, 3)]
+
+
+async def test_no_call_sees_what_another_did_to_its_arguments() -> None:
+    assert await _run(["append", "append"], [[0], [0]], kwargs={"more": []}) == [[0, 1], [0, 1]]
+
+
+async def test_apply_and_combine() -> None:
+    assert await _run("apply_me", [[(1, 2), {"c": 3}]], form="apply") == [[1, 2, 3, 0]]
+    found = await _run("add", [["a", "b", "c", "d", "e"], ["a"], ["a", None, "c"], []], form="combine")
+    assert found == ["(((ab)(cd))e)", "a", "(ac)", None]
+
+
+async def test_a_missing_function_fails_every_call_with_the_nearest_name() -> None:
+    found = await _run("dubble", [1, 2])
+    assert [(f.call, f.name, f.retryable) for f in found] == [
+        (0, "FunctionNotFound", False),
+        (1, "FunctionNotFound", False),
+    ]
+    assert "did you mean 'double'?" in found[0].text
+
+
+async def test_partials_and_shards_are_emitted() -> None:
+    emits = (Emit("shard", -1), Emit("sum", 0, "sum", (0,)), Emit("value", 0))
+    async with one_worker() as (scheduler, identity, _):
+        pass_id = scheduler.bind(identity, program(f"{FUNCTIONS}:double", emits=emits))
+        scheduler.assign(identity, pass_id, [np.arange(3)])
+        (found,) = await scheduler.outcomes(1)
+        assert isinstance(found, dict)
+        assert list(found) == ["shard", "sum", "value"]
+        assert found["shard"].tolist() == [0, 1, 2]
+        assert found["value"].tolist() == [0, 2, 4]
+
+
+async def test_elements_follow_from_the_division_where_ids_are_not_sent() -> None:
+    reader = ReaderConfig(None, 4, 6, False)
+    async with one_worker() as (scheduler, identity, _):
+        pass_id = scheduler.bind(
+            identity, program(f"{FUNCTIONS}:describe", replicas=2, reader=reader)
+        )
+        scheduler.assign(identity, pass_id, [0, 0, 0, 0, 0])
+        scheduler.assign(identity, pass_id, [0], lo=5, ids=[np.array([3, 1])])
+        found = [f["y"] for f in await scheduler.outcomes(6)]  # type: ignore[index]
+        assert [f["elements"].tolist() for f in found] == [[0, 1], [2, 3], [4], [5], [6, 7], [3, 1]]
+        assert [f["epoch"] for f in found] == [0, 0, 0, 0, 1, 1]
+
+
+async def test_what_functions_print_and_log_names_the_call() -> None:
+    async with one_worker() as (scheduler, identity, _):
+        pass_id = scheduler.bind(identity, program(f"{FUNCTIONS}:talk", replicas=2))
+        scheduler.assign(identity, pass_id, [5], lo=3)
+        await scheduler.outcomes(1)
+        scheduler.stop(identity)
+        await scheduler.take(Goodbye)
+        origins = [(log.stage, log.step, log.replica) for log in scheduler.logs]
+        assert origins == [("", 0, 0), *[("s0", 1, 1)] * 4]
+        assert [log.text for log in scheduler.logs] == [
+            "imported the replica functions",
+            "printed 5",
+            "to stderr 5",
+            "logged 5",
+            "unfinished",
+        ]
+
+
+async def test_finished_calls_are_reported_while_the_next_one_runs(tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    async with one_worker() as (scheduler, identity, _):
+        pass_id = scheduler.bind(identity, program(f"{FUNCTIONS}:maybe_wait"))
+        scheduler.assign(identity, pass_id, ["", "", str(gate), ""])
+        assert len(await scheduler.outcomes(2)) == 2  # the third call waits for us
+        gate.touch()
+        assert len(await scheduler.outcomes(2)) == 2
+
+
+async def test_short_calls_share_messages() -> None:
+    async with one_worker() as (scheduler, identity, _):
+        pass_id = scheduler.bind(identity, program(f"{FUNCTIONS}:identity"))
+        scheduler.assign(identity, pass_id, list(range(2000)))
+        messages = 0
+        done = 0
+        while done < 2000:
+            _, results, _ = await scheduler.take(Results)
+            assert results.lo == done
+            done = results.hi
+            messages += 1
+        assert messages < 200
+
+
+async def test_a_cancelled_lease_that_waits_is_dropped(tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    async with one_worker() as (scheduler, identity, _):
+        pass_id = scheduler.bind(identity, program(f"{FUNCTIONS}:maybe_wait"))
+        scheduler.assign(identity, pass_id, [str(gate)])
+        waiting = scheduler.assign(identity, pass_id, ["", ""])
+        last = scheduler.assign(identity, pass_id, [""])
+        scheduler.send(identity, Cancel(waiting))
+        gate.touch()
+        leases = [(await scheduler.take(Results))[1].lease for _ in range(2)]
+        assert leases == [waiting - 1, last]
+
+
+async def test_a_stop_is_seen_between_calls(tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    async with one_worker() as (scheduler, identity, _):
+        pass_id = scheduler.bind(identity, program(f"{FUNCTIONS}:maybe_wait"))
+        scheduler.assign(identity, pass_id, [str(gate), *([""] * 100)])
+        scheduler.assign(identity, pass_id, [str(tmp_path / "never")])
+        scheduler.stop(identity)
+        gate.touch()
+        await scheduler.take(Goodbye, aside=object)
+        assert (await scheduler.exit()).code == 0
+
+
+async def test_an_unbound_pass_is_let_go() -> None:
+    async with one_worker() as (scheduler, identity, _):
+        pass_id = scheduler.bind(identity, program(f"{FUNCTIONS}:Model", kwargs={"scale": 1}))
+        scheduler.assign(identity, pass_id, [1])
+        await scheduler.outcomes(1)
+        scheduler.send(identity, Unbind(pass_id))
+        again = scheduler.bind(identity, program(f"{FUNCTIONS}:Model", kwargs={"scale": 2}))
+        scheduler.assign(identity, again, [1])
+        assert await scheduler.outcomes(1) == [{"y": [2, 2]}]
+
+
+@pytest.mark.parametrize(
+    ("function", "code", "signum"),
+    [
+        ("exit_hard", 7, None),
+        ("exit_softly", 5, None),
+        ("segfault", None, signal.SIGSEGV),
+    ],
+)
+async def test_a_crash_names_the_call_and_its_code(
+    function: str, code: int | None, signum: int | None
+) -> None:
+    async with one_worker() as (scheduler, identity, launcher):
+        pass_id = scheduler.bind(identity, program(f"{FUNCTIONS}:{function}"))
+        lease = scheduler.assign(identity, pass_id, [0, 1, 2, 3], lo=40)
+        exit_ = await scheduler.exit()
+        assert (exit_.code, exit_.signal, exit_.running) == (code, signum, (lease, 42))
+        assert launcher.pids == {}
+
+
+async def test_calls_that_were_finished_before_sys_exit_are_reported() -> None:
+    async with one_worker() as (scheduler, identity, _):
+        pass_id = scheduler.bind(identity, program(f"{FUNCTIONS}:exit_softly"))
+        scheduler.assign(identity, pass_id, [0, 1, 2, 3])
+        assert await scheduler.outcomes(2) == [{"y": 0}, {"y": 1}]
+        assert (await scheduler.exit()).code == 5
+
+
+@pytest.mark.parametrize(
+    ("function", "code"), [("interrupt", 130), ("base_exception", 1), ("exit_in_loop", 5)]
+)
+async def test_what_is_no_exception_ends_the_process(function: str, code: int) -> None:
+    async with one_worker() as (scheduler, identity, _):
+        pass_id = scheduler.bind(identity, program(f"{FUNCTIONS}:{function}"))
+        scheduler.assign(identity, pass_id, [0])
+        assert (await scheduler.exit()).code == code
+
+
+async def test_ctrl_c_is_ignored_and_sigterm_is_not() -> None:
+    async with one_worker() as (scheduler, identity, launcher):
+        os.kill(launcher.pids["w0"], signal.SIGINT)
+        pass_id = scheduler.bind(identity, program(f"{FUNCTIONS}:identity"))
+        scheduler.assign(identity, pass_id, [1])
+        assert await scheduler.outcomes(1) == [{"y": 1}]
+        os.kill(launcher.pids["w0"], signal.SIGTERM)
+        assert (await scheduler.exit()).text == "signal 15 (SIGTERM)"
+
+
+async def test_another_number_of_threads_is_refused() -> None:
+    (failed,) = await _run("identity", [0], threads=2)
+    assert not failed.retryable
+    assert "threads_per_replica: 2" in failed.text
+
+
+async def test_a_worker_that_is_refused_exits_and_says_why(capfd: pytest.CaptureFixture[str]) -> None:
+    async with FakeScheduler() as scheduler:
+        launcher = LocalLauncher(scheduler.endpoint)
+        launcher.on_exit = scheduler.exits.put_nowait
+        async with launcher:
+            launcher.start("w0", 0)
+            identity, _, _ = await scheduler.take(Hello)
+            scheduler.send(identity, Refuse("it is full here"))
+            assert (await scheduler.exit()).code == ExitCode.REFUSED
+    assert "it is full here" in capfd.readouterr().err
+
+
+async def test_a_scheduler_that_breaks_the_protocol_is_left(capfd: pytest.CaptureFixture[str]) -> None:
+    async with one_worker() as (scheduler, identity, _):
+        scheduler.send(identity, Assign(1, 99, 0, 1, 0))
+        assert (await scheduler.exit()).code == ExitCode.PROTOCOL
+    assert "pass 99" in capfd.readouterr().err
+
+
+async def test_a_scheduler_that_is_gone_is_noticed(capfd: pytest.CaptureFixture[str]) -> None:
+    async with FakeScheduler() as scheduler:
+        launcher = LocalLauncher(scheduler.endpoint)
+        launcher.on_exit = scheduler.exits.put_nowait
+        async with launcher:
+            launcher.start("w0", 0)
+            await scheduler.welcome()
+            await scheduler._router.__aexit__(None, None, None)
+            assert (await scheduler.exit()).code == ExitCode.CONNECTION_LOST
+            await scheduler._router.__aenter__()
+
+
+async def test_nobody_answers(capfd: pytest.CaptureFixture[str]) -> None:
+    async with FakeScheduler() as scheduler:
+        launcher = LocalLauncher(scheduler.endpoint, join_s=0.05)
+        launcher.on_exit = scheduler.exits.put_nowait
+        async with launcher:
+            launcher.start("w0", 0)
+            assert (await scheduler.exit()).code == ExitCode.UNANSWERED
+    assert "did not answer" in capfd.readouterr().err
