@@ -46,7 +46,7 @@ def summarize(value: Tree) -> str:
 
 
 def summarize_file(path: Path) -> str:
-    """Return what is in a file of arrays, by dtype and shape; "" for other files."""
+    """Return what is in a file: of arrays by dtype and shape, else its size."""
     if path.suffix == ".npy":
         with path.open("rb") as file:
             return _header(file)
@@ -62,7 +62,7 @@ def summarize_file(path: Path) -> str:
         if len(names) > LEAVES_MAX:
             lines.append(f"... {len(names) - LEAVES_MAX:,} more")
         return "\n".join(lines)
-    return ""
+    return f"{path.stat().st_size:,} bytes"
 
 
 def records(value: Tree) -> tuple[list[str], list[list[str]]] | None:

@@ -109,16 +109,28 @@ class ReadAhead(Iterator[T]):
         self.close()
 
 
+_END: Final = object()
+
+
+def _has_room(buffer: int, shared: _Shared[T]) -> bool:
+    """Wait until one more element may be read; False: the reader was closed."""
+    with shared.changed:
+        shared.changed.wait_for(lambda: shared.closed or len(shared.items) < buffer)
+        return not shared.closed
+
+
 def _read(source: Iterable[T], buffer: int, shared: _Shared[T]) -> None:
     error: BaseException | None = None
     try:
-        for item in source:
+        iterator = iter(source)
+        while _has_room(buffer, shared):
+            item = next(iterator, _END)
+            if item is _END:
+                break
             with shared.changed:
-                shared.changed.wait_for(lambda: shared.closed or len(shared.items) < buffer)
-                if shared.closed:
-                    break
-                shared.items.append(item)
-                shared.changed.notify_all()
+                if not shared.closed:
+                    shared.items.append(item)  # type: ignore[arg-type]  # it is not _END
+                    shared.changed.notify_all()
     except BaseException as raised:  # the consumer's thread raises it again, in its place
         error = raised
     with shared.changed:

@@ -36,6 +36,7 @@ from typing import Any, Literal, Self
 from pipedist.errors import OutputError, UsageError
 from pipedist.outputs.encoding import Json, text
 from pipedist.outputs.files import AtomicFile, sync_folder, writing
+from pipedist.outputs.formats import path_problem
 
 PRIVATE = ".pipedist"
 """The folder inside an output folder that belongs to pipedist."""
@@ -185,6 +186,8 @@ def open_folder(
             of another spec and is to be resumed, or a file of somebody else is in the way.
         OutputError: the folder can't be made or read.
     """
+    for problem in filter(None, map(path_problem, outputs)):
+        raise UsageError(problem)
     if resume and restart:
         raise UsageError("--resume and --restart exclude each other")
     shown = path
@@ -331,9 +334,10 @@ def _read_record(path: Path, shown: Path) -> _Record | None:
                 f"{shown} was written by another version of pipedist (format {value['format']}, here "
                 f"{_FORMAT}): choose another folder with --output DIR"
             )
-        return _Record(
-            value["state"], value["run"], value["spec"], tuple(value["files"]), tuple(value["previous"])
-        )
+        files, previous = tuple(value["files"]), tuple(value["previous"])
+        for problem in filter(None, map(path_problem, files + previous)):
+            raise ValueError(problem)  # what is listed there is removed one day
+        return _Record(value["state"], value["run"], value["spec"], files, previous)
     except (ValueError, KeyError, TypeError) as error:
         raise UsageError(
             f"{shown}/{PRIVATE}/run.json can't be read ({error!r}): choose another folder with --output DIR"

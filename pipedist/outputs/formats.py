@@ -12,7 +12,6 @@ Rows have a column per leaf path ("value" if bare).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import PurePath
 from typing import Literal
 
@@ -38,10 +37,9 @@ def check_output(path: str, verb: Verb, per: Per, op_or_axis: str | int | None =
     Returns:
         The problem, one line without a full stop, or None.
     """
-    name = PurePath(path)
-    if problem := _escapes(path, name):
+    if problem := path_problem(path):
         return problem
-    suffix = name.suffix
+    suffix = PurePath(path).suffix
     if suffix not in SUFFIXES:
         return f"an output ends in one of {', '.join(SUFFIXES)}, not in {suffix or 'nothing'!r}"
     if suffix == ".parquet" and not _installed("pyarrow"):
@@ -60,18 +58,9 @@ def check_output(path: str, verb: Verb, per: Per, op_or_axis: str | int | None =
     return None
 
 
-def check_outputs(paths: Sequence[str]) -> str | None:
-    """Say which two outputs of one spec would be in each other's way, or None."""
-    places = [PurePath(path).parts for path in paths]
-    for index, place in enumerate(places):
-        for other in places[:index]:
-            short = min(len(place), len(other))
-            if place[:short] == other[:short]:
-                return f"the outputs {'/'.join(other)!r} and {'/'.join(place)!r} are in each other's way"
-    return None
-
-
-def _escapes(path: str, name: PurePath) -> str | None:
+def path_problem(path: str) -> str | None:
+    """Say why a path can't be that of a file below an output folder, or return None."""
+    name = PurePath(path)
     if not name.parts or "\0" in path or path.endswith("/"):
         return f"an output is the path of a file, not {path!r}"
     if name.is_absolute() or ".." in name.parts:

@@ -14,7 +14,7 @@ from pipedist.errors import Problem, SpecError
 from pipedist.program import Tree
 from pipedist.spec.checks import Checks, outline
 from pipedist.spec.document import Document, Path
-from pipedist.spec.interpolation import Interpolation
+from pipedist.spec.interpolation import DEPTH_MAX, Interpolation
 from pipedist.spec.model import ClusterSpec, SpecKeys
 from pipedist.spec.problems import Problems, listing, nearest
 from pipedist.spec.scalars import describe
@@ -200,15 +200,16 @@ class _Loader:
             )
             self._problems.raise_all()
             return {}
+        if not self._document.lines:
+            raw = self._with_text_keys(raw, ())
         allowed = list(SpecKeys.model_fields)
         canonical: dict[str, Any] = {}
         written = "dataset"
         for key, value in raw.items():
             meant = key if key in allowed else nearest(str(key), allowed)
             if meant != key:
-                at = (key,) if isinstance(key, str) else ()
                 self._problems.add(
-                    at,
+                    (key,),
                     f"unknown key `{key}`",
                     expected=listing(allowed),
                     allowed=allowed,
@@ -239,6 +240,22 @@ class _Loader:
         elif canonical["datasets"] == {}:
             self._problems.add(("datasets",), "`datasets` is empty", expected="at least one dataset")
         return canonical
+
+    def _with_text_keys(self, value: Any, path: Path) -> Any:
+        """Return a dict document without the keys that are no text, which are noted.
+
+        YAML text has none. Values of the user's own may have any keys.
+        """
+        own = (path[:1] == ("params",) and len(path) > 1) or path[-1:] in (("with",), ("init",), ("arrays",))
+        if type(value) is not dict or own or len(path) > DEPTH_MAX:
+            return value
+        kept = {}
+        for key, item in value.items():
+            if isinstance(key, str):
+                kept[key] = self._with_text_keys(item, (*path, key))
+            else:
+                self._problems.add(path, f"the key {key!r} is not text", expected="a text as key")
+        return kept
 
     def _check_nested_arguments(
         self,

@@ -57,7 +57,8 @@ class SectionReader:
         if not isinstance(raw, dict):
             self._not_fitting(path, raw, expected or f"a mapping with the keys {listing(_keys(model))}")
             return None
-        raw = self._respelled(raw, _keys(model), path, (*_keys(model), *beside))
+        elsewhere = _STAGE_KEYS if model in STAGES.values() else ()
+        raw = self._respelled(raw, _keys(model), path, beside=beside, elsewhere=elsewhere)
         try:
             return model.model_validate(raw)
         except ValidationError as error:
@@ -109,30 +110,38 @@ class SectionReader:
         if not isinstance(raw, dict):
             self._not_fitting(path, raw, f"a mapping with one of {listing(STAGES)}")
             return None, raw
-        known = {key for model in STAGES.values() for key in _keys(model)}
-        verb, rest = self._one_of(raw, STAGES, known - set(STAGES), path, "stage", "verb")
+        others = [key for key in _STAGE_KEYS if key not in STAGES]
+        verb, rest = self._one_of(raw, STAGES, others, path, "stage", "verb")
         if verb is None:
             return None, raw
         written = next(key for key in raw if key not in rest)
         keys = _keys(STAGES[verb])
-        return verb, self._respelled({verb: raw[written], **rest}, keys, path, [*keys, *known])
+        return verb, self._respelled({verb: raw[written], **rest}, keys, path, elsewhere=_STAGE_KEYS)
 
     def _respelled(
-        self, raw: dict[Any, object], keys: Iterable[str], path: Path, known: Iterable[str]
+        self,
+        raw: dict[Any, object],
+        keys: Iterable[str],
+        path: Path,
+        *,
+        beside: Iterable[str] = (),
+        elsewhere: Iterable[str] = (),
     ) -> dict[Any, object]:
         """Return `raw` with each misspelled key, which is noted, taken for the one it must mean.
 
-        So a misspelled key is one problem, and its value is checked like any other.
+        So a misspelled key is one problem, and its value is checked like any other. Keys that are
+        known `elsewhere` are no misspellings.
         """
-        keys, known = list(keys), list(known)
+        keys, elsewhere = list(keys), set(elsewhere)
+        names = [*keys, *beside]
         respelled: dict[Any, object] = {}
         for key, value in raw.items():
             meant = key
-            if key not in known:
-                suggestion = nearest(str(key), known)
+            if key not in names and key not in elsewhere:
+                suggestion = nearest(str(key), names)
                 if suggestion in keys and suggestion not in raw and suggestion not in respelled:
                     meant = suggestion
-                    self._unknown((*path, key), known)
+                    self._unknown((*path, key), names)
                     self._problems.move((*path, meant), (*path, key))
             respelled[meant] = value
         return respelled
@@ -255,6 +264,9 @@ def _keys(model: type[BaseModel]) -> list[str]:
     return [
         field.alias or name for name, field in model.model_fields.items() if name not in ("kind", "source")
     ]
+
+
+_STAGE_KEYS = tuple(dict.fromkeys(key for model in STAGES.values() for key in _keys(model)))
 
 
 def _find(model: type[Section], loc: Path) -> tuple[type[Section], Key | None]:

@@ -79,7 +79,7 @@ class Passes:
     def close(self) -> None:
         """Close every pass; what is running of them fails."""
         while self._open:
-            self._open.popitem()[1].handle.close()
+            self._open.popitem(last=False)[1].handle.close()
 
     def _new(self, function: FunctionRef) -> PassHandle:
         stage = StageProgram(name=function.label, function=function, of=-1, kwargs={}, form="apply")

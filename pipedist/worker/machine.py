@@ -50,6 +50,20 @@ from pipedist.messages import (
     Unbind,
     Welcome,
 )
+from pipedist.worker.commands import (
+    Command,
+    DropLease,
+    DropPass,
+    Ending,
+    Execute,
+    Join,
+    KeepLease,
+    Leave,
+    OpenPass,
+    Send,
+    SendResults,
+)
+from pipedist.worker.events import Event, Finished, Raised, SliceEnded, Started, Tick
 
 
 class State(enum.Enum):
@@ -59,15 +73,6 @@ class State(enum.Enum):
     READY = "ready"
     EXECUTING = "executing"
     STOPPING = "stopping"
-
-
-class Ending(enum.Enum):
-    """Why a worker leaves."""
-
-    STOPPED = "the scheduler told it to"
-    REFUSED = "the scheduler did not let it in"
-    FENCED = "the scheduler put it out; a new incarnation may join"
-    UNANSWERED = "the scheduler did not answer"
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,133 +92,6 @@ class Limits:
     flush_bytes: int = 4 * 2**20
     leases_queued_max: int = 64
     passes_max: int = 1024
-
-
-# -- events of this side -----------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Started:
-    """The process is up and can talk."""
-
-
-@dataclass(frozen=True, slots=True)
-class Finished:
-    """Calls [lo, hi) of the executing lease returned; the driver holds their encoded results."""
-
-    lease: int
-    lo: int
-    hi: int
-    busy_ns: int
-
-
-@dataclass(frozen=True, slots=True)
-class Raised:
-    """A call of the executing lease raised, or its result can't be sent; see `messages.Failed`."""
-
-    lease: int
-    call: int
-    stage: str
-    module: str
-    name: str
-    text: str
-    traceback: str
-    retryable: bool
-
-
-@dataclass(frozen=True, slots=True)
-class SliceEnded:
-    """The driver is done with an Execute, and has reported everything that it finished."""
-
-    lease: int
-
-
-@dataclass(frozen=True, slots=True)
-class Tick:
-    """Nothing happened, but time passed."""
-
-
-Event = Message | Started | Finished | Raised | SliceEnded | Tick
-
-
-# -- commands ----------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Send:
-    """Send a message that has no payload."""
-
-    message: Message
-
-
-@dataclass(frozen=True, slots=True)
-class SendResults:
-    """Send a message with the results that were reported with it."""
-
-    message: Results
-
-
-@dataclass(frozen=True, slots=True)
-class Join:
-    """The worker is in: take over what the Welcome says."""
-
-    welcome: Welcome
-
-
-@dataclass(frozen=True, slots=True)
-class OpenPass:
-    """Keep the program that came with the message."""
-
-    pass_id: int
-
-
-@dataclass(frozen=True, slots=True)
-class DropPass:
-    """Let go of a pass: its functions, instances and reader."""
-
-    pass_id: int
-
-
-@dataclass(frozen=True, slots=True)
-class KeepLease:
-    """Keep the shards that came with the message."""
-
-    lease: int
-
-
-@dataclass(frozen=True, slots=True)
-class DropLease:
-    """Let go of a lease: its shards, and whatever is finished but not reported."""
-
-    lease: int
-
-
-@dataclass(frozen=True, slots=True)
-class Execute:
-    """Execute a slice of a lease: from its first call that is not reported, at most up to `hi`.
-
-    Args:
-        slice_s: begin no call after this time, seconds.
-        slice_bytes: begin no call when this much has gathered.
-    """
-
-    lease: int
-    pass_id: int
-    lo: int
-    hi: int
-    slice_s: float
-    slice_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Leave:
-    """End the process."""
-
-    ending: Ending
-    reason: str
-
-
-Command = Send | SendResults | Join | OpenPass | DropPass | KeepLease | DropLease | Execute | Leave
 
 
 TRANSITIONS: dict[State, dict[type, frozenset[State]]] = {

@@ -34,12 +34,14 @@ from pipedist.program import Shards, from_tree
 from pipedist.transport.codec import Frame, UnsendableError, decode, encode
 from pipedist.transport.dealer import ConnectionLost, Dealer
 from pipedist.transport.keys import read_key_file
-from pipedist.worker import failures, machine
+from pipedist.worker import commands, failures
+from pipedist.worker.commands import Ending, Execute
+from pipedist.worker.events import Event, Finished, Raised, SliceEnded, Started, Tick
 from pipedist.worker.execution import Outcome, PassExecutor, PersistentLoop, RangeRun
 from pipedist.worker.failures import CallFailure
 from pipedist.worker.hello import make_hello
 from pipedist.worker.kernel import WORKER_NAME, set_process_name
-from pipedist.worker.machine import Ending, Execute, Finished, Raised, SliceEnded, Started, WorkerMachine
+from pipedist.worker.machine import Limits, State, WorkerMachine
 from pipedist.worker.output import OutputCapture
 from pipedist.worker.progress import Progress
 
@@ -199,7 +201,7 @@ class Driver:
 
     # -- the machine -------------------------------------------------------------------
 
-    def _handle(self, event: machine.Event) -> None:
+    def _handle(self, event: Event) -> None:
         for command in self._machine.handle(event, time.monotonic()):
             _CARRY_OUT[type(command)](self, command)
 
@@ -212,7 +214,7 @@ class Driver:
                 self._receive()
             else:
                 self._working.clear()
-                self._handle(machine.Tick())
+                self._handle(Tick())
             self._send_lines()
 
     def _receive(self) -> None:
@@ -235,6 +237,7 @@ class Driver:
             with self._core:
                 self._report(slice_.lease, run)
             raise
+        self._progress.idle()
         self.output.finish()
         with self._core:
             self._slice = None
@@ -246,8 +249,6 @@ class Driver:
             self._receive()
             if self._left is None:
                 self._handle(SliceEnded(slice_.lease))
-                if self._slice is None:
-                    self._progress.idle()
 
     def _begin(self, slice_: Execute) -> RangeRun:
         if self._run is None:
@@ -306,7 +307,7 @@ class Driver:
     def _report_regularly(self) -> None:
         """The reporter thread: sends what is finished while the main thread is in a long call."""
         try:
-            pause_s = machine.Limits().flush_s
+            pause_s = Limits().flush_s
             while not self._over.is_set():
                 self._working.wait()
                 if self._over.wait(pause_s):
@@ -336,31 +337,31 @@ class Driver:
 
     # -- commands ------------------------------------------------------------------------
 
-    def _do_send(self, command: machine.Send) -> None:
-        joining = self._machine.state is machine.State.JOINING
+    def _do_send(self, command: commands.Send) -> None:
+        joining = self._machine.state is State.JOINING
         self._socket.send(command.message, timeout_s=self._join_s if joining else math.inf)
 
-    def _do_send_results(self, command: machine.SendResults) -> None:
+    def _do_send_results(self, command: commands.SendResults) -> None:
         # A slow reader is back-pressure, not a fault; what is sent was made ours by `boundary.own`.
         self._socket.send(command.message, self._encoded, copy=False, timeout_s=math.inf)
 
-    def _do_join(self, command: machine.Join) -> None:
+    def _do_join(self, command: commands.Join) -> None:
         """Resolve modules as the scheduler's process on this host does."""
         theirs = [entry for entry in command.welcome.sys_path if os.path.isabs(entry)]
         if theirs:
             sys.path[:] = theirs + [entry for entry in sys.path if entry not in theirs]
 
-    def _do_open_pass(self, command: machine.OpenPass) -> None:
+    def _do_open_pass(self, command: commands.OpenPass) -> None:
         program = from_tree(decode(self._frames, may_import=True))
         self._passes[command.pass_id] = PassExecutor(program, self._loop, self._threads)
 
-    def _do_drop_pass(self, command: machine.DropPass) -> None:
+    def _do_drop_pass(self, command: commands.DropPass) -> None:
         self._passes.pop(command.pass_id).close()
 
-    def _do_keep_lease(self, command: machine.KeepLease) -> None:
+    def _do_keep_lease(self, command: commands.KeepLease) -> None:
         self._payloads[command.lease] = self._frames
 
-    def _do_drop_lease(self, command: machine.DropLease) -> None:
+    def _do_drop_lease(self, command: commands.DropLease) -> None:
         if self._payloads.pop(command.lease, None) is None and self._run is not None:
             run, self._run = self._run, None
             run.abandon()
@@ -368,20 +369,20 @@ class Driver:
     def _do_execute(self, command: Execute) -> None:
         self._slice = command
 
-    def _do_leave(self, command: machine.Leave) -> None:
+    def _do_leave(self, command: commands.Leave) -> None:
         self._left = (command.ending, command.reason)
 
 
 _CARRY_OUT: dict[type, Callable[[Driver, Any], None]] = {
-    machine.Send: Driver._do_send,
-    machine.SendResults: Driver._do_send_results,
-    machine.Join: Driver._do_join,
-    machine.OpenPass: Driver._do_open_pass,
-    machine.DropPass: Driver._do_drop_pass,
-    machine.KeepLease: Driver._do_keep_lease,
-    machine.DropLease: Driver._do_drop_lease,
-    machine.Execute: Driver._do_execute,
-    machine.Leave: Driver._do_leave,
+    commands.Send: Driver._do_send,
+    commands.SendResults: Driver._do_send_results,
+    commands.Join: Driver._do_join,
+    commands.OpenPass: Driver._do_open_pass,
+    commands.DropPass: Driver._do_drop_pass,
+    commands.KeepLease: Driver._do_keep_lease,
+    commands.DropLease: Driver._do_drop_lease,
+    Execute: Driver._do_execute,
+    commands.Leave: Driver._do_leave,
 }
 
 
@@ -425,7 +426,7 @@ def _work(settings: WorkerSettings, progress: Progress, label: str) -> int:
     dealer = Dealer(settings.endpoint, identity=identity, keys=keys)
     try:
         protocol = WorkerMachine(
-            make_hello(settings.worker, settings.incarnation), machine.Limits(join_s=settings.join_s)
+            make_hello(settings.worker, settings.incarnation), Limits(join_s=settings.join_s)
         )
         driver = Driver(dealer, protocol, threads=settings.threads, join_s=settings.join_s, progress=progress)
         driver.output.install()

@@ -37,7 +37,6 @@ class Progress:
             cells[1] = call
             cells[0] = lease
 
-        begin(_IDLE)
         return begin
 
     def read(self) -> tuple[int, int] | None:

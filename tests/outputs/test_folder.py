@@ -215,6 +215,26 @@ def test_symbolic_links_below_the_folder_are_not_followed(tmp_path: Path) -> Non
     assert os.listdir(outside) == []
 
 
+@pytest.mark.parametrize(
+    "name", ["../victim.json", "/victim.json", "a/../../victim.json", ".pipedist/run.json"]
+)
+def test_outputs_stay_inside(tmp_path: Path, name: str) -> None:
+    with pytest.raises(UsageError):
+        start(tmp_path / "x", outputs=[name])
+    assert not (tmp_path / "x").exists()
+
+
+def test_a_forged_record_removes_nothing_outside(tmp_path: Path) -> None:
+    out, victim = tmp_path / "x", tmp_path / "victim.json"
+    victim.write_text("mine")
+    complete(out)
+    record = out / ".pipedist/run.json"
+    record.write_text(record.read_text().replace('"a.json"', '"../victim.json"'))
+    with pytest.raises(UsageError, match="can't be read"):
+        complete(out)
+    assert victim.read_text() == "mine"
+
+
 def test_a_link_in_place_of_a_file_is_replaced_not_followed(tmp_path: Path) -> None:
     out, victim = tmp_path / "x", tmp_path / "victim"
     victim.write_text("mine")

@@ -3,7 +3,6 @@ from __future__ import annotations
 import pytest
 
 from pipedist.outputs import check_output
-from pipedist.outputs.formats import check_outputs
 
 
 @pytest.mark.parametrize(
@@ -46,12 +45,6 @@ def test_what_does_not_fit(path: str, verb: str, per: str, op_or_axis: str | int
     assert word in problem
     assert not problem.endswith(".")
     assert "\n" not in problem
-
-
-def test_outputs_in_each_others_way() -> None:
-    assert check_outputs(["a.json", "b/a.json", "c.json"]) is None
-    assert "a.json" in (check_outputs(["a.json", "./a.json"]) or "")
-    assert "in each other's way" in (check_outputs(["a.json", "a.json/b.json"]) or "")
 
 
 def test_missing_pyarrow_is_a_problem_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -130,3 +130,38 @@ def load_data(data: bytes) -> None:
         assert re.fullmatch(r"f:\d+:\d+", problem.where)
         assert problem.message
         assert problem.expected
+
+
+ODD = [None, True, -1, 2**70, 1.5, float("nan"), "", "x", "a:b", "${", "${params.x}", [], [1], (), {}, {1: 2},
+       {None: "x"}, {("a", 1): 2}, b"bytes", object(), len, {"run": "m:f"}, {"stop": "x"}, ["a", {"b": 1}]]  # fmt: skip
+
+
+def replaced(tree: object, generator: random.Random) -> object:
+    """Return `tree` with one of its values or keys replaced by something odd."""
+    if isinstance(tree, dict) and tree and generator.random() < 0.85:
+        key = generator.choice(list(tree))
+        if generator.random() < 0.15:
+            odd = generator.choice([None, 5, "", "x", True, ("a", 1), key])
+            return {odd if name == key else name: value for name, value in tree.items()}
+        return {**tree, key: replaced(tree[key], generator)}
+    return generator.choice(ODD)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.integers(0, 2**32))
+def test_dicts_with_odd_values_load_or_give_paths(seed: int) -> None:
+    generator = random.Random(seed)
+    shipped = [path.read_bytes() for path in sorted((ROOT / "specs").glob("*.yaml"))]
+    tree = read_yaml(generator.choice(shipped), "f")[0].value
+    for _ in range(generator.randint(1, 3)):
+        tree = replaced(tree, generator)
+    found: tuple[Problem, ...] = ()
+    try:
+        load(tree if isinstance(tree, dict) else {"x": tree}, env={})
+    except SpecError as error:
+        found = error.problems
+    for problem in found:
+        assert problem.where
+        assert problem.message
+        assert problem.expected
+        assert "object at 0x" not in str(problem)

@@ -129,7 +129,10 @@ def test_bad_settings_are_usage_errors(setting: str, message: str) -> None:
 
 
 def test_unknown_given_parameters_are_refused() -> None:
-    assert messages({}, {"rate": 1}, params={"rats": 2}) == ["the spec has no parameter `rats`"]
+    with pytest.raises(SpecError) as caught:
+        load(document({}, {"rate": 1}), params={"rats": 2})
+    (problem,) = caught.value.problems
+    assert (problem.where, problem.nearest) == ("params", "rate")
 
 
 def test_one_bad_parameter_is_one_problem() -> None:

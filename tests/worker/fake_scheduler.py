@@ -102,9 +102,7 @@ class FakeScheduler:
         self.leases += 1
         if hi is None:
             hi = lo + len(values or ids or locations or ())
-        self.send(
-            identity, Assign(self.leases, pass_id, lo, hi, 0), encode([ids, locations, values])
-        )
+        self.send(identity, Assign(self.leases, pass_id, lo, hi, 0), encode([ids, locations, values]))
         return self.leases
 
     async def outcomes(self, count: int) -> list[dict[str, Any] | Failed]:

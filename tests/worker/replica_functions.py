@@ -72,8 +72,11 @@ def environment(x: Any) -> dict[str, Any]:
         "path": [p for p in sys.path],
         "cwd": os.getcwd(),
         "stdin": os.readlink("/proc/self/fd/0"),
-        "fds": sorted(os.readlink(f"/proc/self/fd/{n}") for n in os.listdir("/proc/self/fd")
-                      if os.path.islink(f"/proc/self/fd/{n}")),
+        "fds": sorted(
+            os.readlink(f"/proc/self/fd/{n}")
+            for n in os.listdir("/proc/self/fd")
+            if os.path.islink(f"/proc/self/fd/{n}")
+        ),
         "shadowed": "shadow" in getattr(sys.modules.get("json"), "__file__", ""),
     }
 

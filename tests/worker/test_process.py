@@ -46,33 +46,12 @@ async def test_a_worker_executes_a_range_and_leaves_when_it_is_told_to() -> None
         assert (results.lease, results.lo, results.hi) == (lease, 10, 15)
         assert results.busy_ns > 0
         assert [e["y"].tolist() for e in decode(frames)] == [list(range(0, 2 * n, 2)) for n in range(5)]
+        pid = launcher.pids["w0"]
         scheduler.stop(identity)
         _, goodbye, _ = await scheduler.take(Goodbye)
         assert (goodbye.worker, goodbye.incarnation) == ("w0", 3)
-        assert await scheduler.exit() == WorkerExit(
-            "w0", 3, (await _pid_of(launcher, scheduler)), 0, None, "exit code 0"
-        )
-
-
-async def _pid_of(launcher: LocalLauncher, scheduler: FakeScheduler) -> int:
-    assert launcher.pids == {}
-    return _last_pid
-
-
-_last_pid = 0
-
-
-@pytest.fixture(autouse=True)
-def _remember_pid(monkeypatch: pytest.MonkeyPatch) -> None:
-    welcome = FakeScheduler.welcome
-
-    async def remembering(self: FakeScheduler, *args: Any) -> tuple[bytes, Hello]:
-        global _last_pid
-        identity, hello = await welcome(self, *args)
-        _last_pid = hello.pid
-        return identity, hello
-
-    monkeypatch.setattr(FakeScheduler, "welcome", remembering)
+        assert await scheduler.exit() == WorkerExit("w0", 3, pid, 0, None, "exit code 0")
+        assert launcher.pids == {}
 
 
 async def _run(functions: Any, values: list[Any], **settings: Any) -> list[Any]:
@@ -108,8 +87,7 @@ async def test_the_context_says_which_call_it_is_and_the_seed_decides_its_number
     found = await _run("describe", [10, 11, 12], replicas=2, kwargs={"scale": 0.5})
     assert [(f["step"], f["replica"]) for f in found] == [(0, 0), (0, 1), (1, 0)]
     assert all(
-        (f["of"], f["stage"], f["epoch"], f["elements"], f["scale"]) == (2, "s0", 0, None, 0.5)
-        for f in found
+        (f["of"], f["stage"], f["epoch"], f["elements"], f["scale"]) == (2, "s0", 0, None, 0.5) for f in found
     )
     assert all(f["same"] for f in found)
     digest = int.from_bytes(__import__("hashlib").sha256(b"s0").digest()[:8], "big")
@@ -179,8 +157,10 @@ async def test_no_call_sees_what_another_did_to_its_arguments() -> None:
 
 async def test_apply_and_combine() -> None:
     assert await _run("apply_me", [[(1, 2), {"c": 3}]], form="apply") == [[1, 2, 3, 0]]
-    found = await _run("add", [["a", "b", "c", "d", "e"], ["a"], ["a", None, "c"], []], form="combine")
-    assert found == ["(((ab)(cd))e)", "a", "(ac)", None]
+    found = await _run(
+        "add", [[["a", "b", "c", "d", "e"]], [["a", "b"], ["c"], [], ["d"]], [[]]], form="combine"
+    )
+    assert found == ["(((ab)(cd))e)", "(((ab)c)d)", None]
 
 
 async def test_a_missing_function_fails_every_call_with_the_nearest_name() -> None:
@@ -207,9 +187,7 @@ async def test_partials_and_shards_are_emitted() -> None:
 async def test_elements_follow_from_the_division_where_ids_are_not_sent() -> None:
     reader = ReaderConfig(None, 4, 6, False)
     async with one_worker() as (scheduler, identity, _):
-        pass_id = scheduler.bind(
-            identity, program(f"{FUNCTIONS}:describe", replicas=2, reader=reader)
-        )
+        pass_id = scheduler.bind(identity, program(f"{FUNCTIONS}:describe", replicas=2, reader=reader))
         scheduler.assign(identity, pass_id, [0, 0, 0, 0, 0])
         scheduler.assign(identity, pass_id, [0], lo=5, ids=[np.array([3, 1])])
         found = [f["y"] for f in await scheduler.outcomes(6)]  # type: ignore[index]

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
 from pipedist.datasets.sources import Source, SourceError, open_source, row_scan
@@ -92,10 +92,11 @@ def test_quotes_in_unusual_places_are_read_as_the_csv_module_reads_them(
     monkeypatch.setattr(row_scan, "BLOCK_BYTES", block_bytes)
     text = "".join(",".join(row) + "\n" for row in [["a", "b"], *rows])
     expected = list(csv.reader(io.StringIO(text, newline="")))
-    open_at_the_end = "".join(text.split('""')).count('"') % 2 == 1
-    if any(len(row) != 2 for row in expected) or open_at_the_end:
-        with contextlib.suppress(SourceError):
-            assert not _read(tmp_path, {"a": "str", "b": "str"}, text) or open_at_the_end
+    with_another = list(csv.reader(io.StringIO(text + "z,z\n", newline="")))
+    assume(with_another == [*expected, ["z", "z"]])  # no quoted field is open at the end
+    if any(len(row) != 2 for row in expected):
+        with pytest.raises(SourceError, match=r"t\.csv:\d+: the row has"):
+            _read(tmp_path, {"a": "str", "b": "str"}, text)
         return
     shard = _read(tmp_path, {"a": "str", "b": "str"}, text)
     assert list(zip(shard["a"].tolist(), shard["b"].tolist(), strict=True)) == [

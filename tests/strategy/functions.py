@@ -1,0 +1,34 @@
+"""Replica functions of these tests that travel by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pipedist
+
+
+def double(x: Any) -> Any:
+    return 2 * x
+
+
+async def double_later(x: Any) -> Any:
+    return 2 * x
+
+
+def ids(ctx: pipedist.ReplicaContext) -> tuple[int, int]:
+    return ctx.replica_id_in_sync_group, ctx.num_replicas_in_sync
+
+
+def draw(ctx: pipedist.ReplicaContext) -> float:
+    return float(ctx.rng.random())
+
+
+def where() -> tuple[bool, bool, int]:
+    strategy = pipedist.get_strategy()
+    return pipedist.has_strategy(), pipedist.in_cross_replica_context(), strategy.num_replicas_in_sync
+
+
+def fail_on(ctx: pipedist.ReplicaContext, replicas: tuple[int, ...]) -> str:
+    if ctx.replica_id_in_sync_group in replicas:
+        raise KeyError(f"replica {ctx.replica_id_in_sync_group}")
+    return "fine"

@@ -1,0 +1,111 @@
+"""What happens to values between functions, and on their way out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipedist.worker.boundary import guard, own
+
+
+class Pair(NamedTuple):
+    a: Any
+    b: Any
+
+
+@dataclass
+class Record:
+    a: Any
+    b: Any
+
+
+def address(array: np.ndarray) -> int:
+    return array.__array_interface__["data"][0]
+
+
+@pytest.mark.parametrize("wrap", [lambda x: x, lambda x: {"a": x}, lambda x: [(x,)], lambda x: Pair(1, x)])
+@pytest.mark.parametrize("shape", [(100,), (10, 10)])
+def test_a_fresh_array_is_not_copied(wrap: Any, shape: tuple[int, ...]) -> None:
+    fresh = np.arange(100.0)
+    if len(shape) > 1:
+        fresh = fresh.reshape(shape)
+    where = address(fresh)
+    box = [wrap(fresh)]
+    del fresh
+    value, size = own(box)
+    while not isinstance(value, np.ndarray):
+        value = list(value.values())[-1] if isinstance(value, dict) else value[-1]
+    assert address(value) == where
+    assert size >= 800
+
+
+def test_an_array_that_somebody_holds_is_copied() -> None:
+    held = np.zeros(10)
+    value, _ = own([{"x": held}])
+    held[:] = 1
+    assert value["x"].tolist() == [0] * 10
+
+
+def test_a_view_of_memory_that_somebody_holds_is_copied() -> None:
+    held = np.zeros(10)
+    value, _ = own([held[2:5]])
+    held[:] = 1
+    assert value.tolist() == [0] * 3
+
+
+def test_one_array_at_two_places_is_safe() -> None:
+    twice = np.zeros(3)
+    value, _ = own([[twice, twice]])
+    twice[:] = 1
+    assert [v.tolist() for v in value] == [[0] * 3] * 2
+
+
+def test_containers_and_buffers_are_own() -> None:
+    inner = [1]
+    buffer = bytearray(b"ab")
+    tree = {"a": inner, "b": (buffer, Record(inner, None))}
+    value, _ = own([tree])
+    inner.append(2)
+    buffer[0] = 0
+    tree["c"] = 1
+    assert value == {"a": [1], "b": (b"ab", Record([1], None))}
+
+
+def test_results_are_in_c_order() -> None:
+    value, _ = own([np.arange(6).reshape(2, 3).T])
+    assert value.flags.c_contiguous
+    assert value.tolist() == [[0, 3], [1, 4], [2, 5]]
+
+
+def test_a_guarded_array_is_read_only_and_the_callers_stays_writable() -> None:
+    array = np.arange(6).reshape(2, 3).T
+    tree = {"x": [array, 1]}
+    seen = guard(tree)
+    assert seen["x"][0].flags.c_contiguous
+    assert not seen["x"][0].flags.writeable
+    assert array.flags.writeable
+    seen["x"].append(2)
+    assert len(tree["x"]) == 2
+
+
+def test_zero_dimensional_arrays_stay_so() -> None:
+    assert guard(np.array(3.0)).shape == ()
+    assert own([np.array(3.0)])[0].shape == ()
+
+
+trees = st.recursive(
+    st.none() | st.integers() | st.text() | st.binary() | st.floats(allow_nan=False),
+    lambda x: st.lists(x) | st.dictionaries(st.text(), x) | st.tuples(x, x),
+    max_leaves=10,
+)
+
+
+@given(trees)
+def test_values_are_kept(tree: Any) -> None:
+    assert guard(tree) == tree
+    assert own([tree])[0] == tree

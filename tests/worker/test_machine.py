@@ -1,0 +1,264 @@
+"""Playbooks of the worker's protocol: events, and the commands that they must cause."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipedist.errors import LocalProtocolError, RemoteProtocolError
+from pipedist.messages import (
+    Assign,
+    Bind,
+    Cancel,
+    Failed,
+    Goodbye,
+    Hello,
+    Message,
+    Refuse,
+    Results,
+    Stop,
+    Unbind,
+    Welcome,
+)
+from pipedist.worker import commands, events, machine
+
+HELLO = Hello("w0", 2, 1, "h", "b", 1, "3", "2", "0", "c")
+WELCOME = Welcome("c", 1.0, ())
+LIMITS = machine.Limits(join_s=5, flush_s=0.5, flush_bytes=100, leases_queued_max=2, passes_max=2)
+
+
+class Playbook:
+    """A machine whose state is checked after each event."""
+
+    def __init__(self, *events: Any) -> None:
+        self.machine = machine.WorkerMachine(HELLO, LIMITS)
+        self.now = 100.0
+        for event in events:
+            self.handle(event)
+
+    def handle(self, event: Any) -> list[commands.Command]:
+        commands = self.machine.handle(event, self.now)
+        self.machine.validate()
+        return commands
+
+
+def ready() -> Playbook:
+    return Playbook(events.Started(), WELCOME, Bind(1))
+
+
+def execute(lease: int, lo: int, hi: int) -> commands.Execute:
+    return commands.Execute(lease, 1, lo, hi, 0.5, 100)
+
+
+def raised(lease: int, call: int) -> events.Raised:
+    return events.Raised(lease, call, "s", "builtins", "KeyError", "'x'", "tb", True)
+
+
+def test_joining() -> None:
+    play = Playbook()
+    assert play.handle(events.Started()) == [commands.Send(HELLO)]
+    assert play.machine.deadline() == 105
+    assert play.handle(events.Tick()) == []
+    assert play.handle(WELCOME) == [commands.Join(WELCOME)]
+    assert play.machine.deadline() is None
+
+
+def test_nobody_answers() -> None:
+    play = Playbook(events.Started())
+    play.now = 105.0
+    assert play.handle(events.Tick()) == [commands.Leave(commands.Ending.UNANSWERED, "no answer within 5 s")]
+
+
+@pytest.mark.parametrize(
+    ("before", "ending"), [((), commands.Ending.REFUSED), ((WELCOME,), commands.Ending.FENCED)]
+)
+def test_refused_before_and_after_joining(before: tuple[Message, ...], ending: commands.Ending) -> None:
+    assert Playbook(events.Started(), *before).handle(Refuse("no")) == [commands.Leave(ending, "no")]
+
+
+def test_a_lease_is_executed_in_slices_and_reported_in_order() -> None:
+    play = ready()
+    assert play.handle(Assign(7, 1, 10, 14, 0)) == [commands.KeepLease(7), execute(7, 10, 14)]
+    assert play.machine.deadline() == 100.5
+    assert play.handle(events.Finished(7, 10, 12, 99)) == [commands.SendResults(Results(7, 10, 12, 99))]
+    assert play.handle(raised(7, 12)) == [
+        commands.Send(Failed(7, 12, "s", "builtins", "KeyError", "'x'", "tb", True))
+    ]
+    play.now = 101.0
+    assert play.handle(events.SliceEnded(7)) == [execute(7, 13, 14)]
+    assert play.machine.deadline() == 101.5
+    play.handle(events.Finished(7, 13, 14, 1))
+    assert play.handle(events.SliceEnded(7)) == [commands.DropLease(7)]
+    assert play.machine.state is machine.State.READY
+    assert play.machine.deadline() is None
+
+
+def test_leases_wait_in_order() -> None:
+    play = ready()
+    play.handle(Assign(7, 1, 0, 1, 0))
+    assert play.handle(Assign(8, 1, 1, 2, 0)) == [commands.KeepLease(8)]
+    assert play.handle(Assign(9, 1, 2, 3, 0)) == [commands.KeepLease(9)]
+    assert play.handle(Cancel(8)) == [commands.DropLease(8)]
+    play.handle(events.Finished(7, 0, 1, 1))
+    assert play.handle(events.SliceEnded(7)) == [commands.DropLease(7), execute(9, 2, 3)]
+
+
+def test_a_report_moves_the_deadline() -> None:
+    play = ready()
+    play.handle(Assign(7, 1, 0, 3, 0))
+    play.now = 100.5
+    play.handle(events.Finished(7, 0, 1, 1))
+    assert play.machine.deadline() == 101.0
+
+
+@pytest.mark.parametrize("order", [Cancel(7), Unbind(1)])
+def test_an_executing_lease_is_dropped_between_calls(order: Message) -> None:
+    play = ready()
+    play.handle(Assign(7, 1, 0, 9, 0))
+    assert play.handle(order) == ([] if isinstance(order, Cancel) else [commands.DropPass(1)])
+    assert play.handle(events.Finished(7, 0, 1, 1)) == []
+    assert play.handle(raised(7, 1)) == []
+    assert play.handle(events.SliceEnded(7)) == [commands.DropLease(7)]
+
+
+def test_unbinding_drops_what_waits_of_that_pass_only() -> None:
+    play = ready()
+    play.handle(Bind(2))
+    play.handle(Assign(6, 2, 0, 1, 0))
+    play.handle(Assign(7, 1, 0, 1, 0))
+    play.handle(Assign(8, 2, 1, 2, 0))
+    assert play.handle(Unbind(1)) == [commands.DropLease(7), commands.DropPass(1)]
+    play.handle(events.Finished(6, 0, 1, 1))
+    assert play.handle(events.SliceEnded(6)) == [
+        commands.DropLease(6),
+        commands.Execute(8, 2, 1, 2, 0.5, 100),
+    ]
+
+
+def test_cancelling_what_is_over_is_no_fault() -> None:
+    assert ready().handle(Cancel(99)) == []
+
+
+@pytest.mark.parametrize("executing", [False, True])
+def test_stop(executing: bool) -> None:
+    play = ready()
+    if executing:
+        play.handle(Assign(7, 1, 0, 9, 0))
+        play.handle(Assign(8, 1, 9, 10, 0))
+    assert play.handle(Stop("enough")) == [
+        commands.Send(Goodbye("w0", 2, "enough")),
+        commands.Leave(commands.Ending.STOPPED, "enough"),
+    ]
+    assert play.machine.deadline() is None
+
+
+@pytest.mark.parametrize(
+    ("before", "wrong", "names"),
+    [
+        ([events.Started()], Bind(1), "joining"),
+        ([events.Started(), WELCOME], WELCOME, "ready"),
+        ([events.Started(), WELCOME], Hello("w", 0, 1, "", "", 1, "", "", "", ""), "Hello"),
+        ([events.Started(), WELCOME], Assign(1, 5, 0, 1, 0), "pass 5"),
+        ([events.Started(), WELCOME, Bind(1)], Bind(1), "bound twice"),
+        ([events.Started(), WELCOME, Bind(1), Bind(2)], Bind(3), "more than 2 passes"),
+        ([events.Started(), WELCOME], Unbind(1), "not bound"),
+        ([events.Started(), WELCOME, Bind(1)], Assign(1, 1, 3, 3, 0), r"\[3, 3\)"),
+        ([events.Started(), WELCOME, Bind(1), Assign(1, 1, 0, 1, 0)], Assign(1, 1, 1, 2, 0), "twice"),
+        (
+            [events.Started(), WELCOME, Bind(1), *[Assign(i, 1, i, i + 1, 0) for i in range(3)]],
+            Assign(9, 1, 9, 10, 0),
+            "more than 2 leases",
+        ),
+        ([events.Started(), WELCOME, Stop("x")], Bind(1), "stopping"),
+    ],
+)
+def test_the_schedulers_faults(before: list[Any], wrong: Message, names: str) -> None:
+    play = Playbook(*before)
+    with pytest.raises(RemoteProtocolError, match=names):
+        play.handle(wrong)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        events.Started(),
+        events.Finished(8, 0, 1, 1),
+        events.Finished(7, 1, 2, 1),
+        events.Finished(7, 0, 10, 1),
+        events.Finished(7, 0, 0, 1),
+        raised(7, 1),
+        events.SliceEnded(8),
+    ],
+)
+def test_our_own_faults(wrong: Any) -> None:
+    play = ready()
+    play.handle(Assign(7, 1, 0, 9, 0))
+    with pytest.raises(LocalProtocolError):
+        play.handle(wrong)
+
+
+def test_every_event_has_a_handler_and_every_handler_a_state() -> None:
+    in_table = {event for row in machine.TRANSITIONS.values() for event in row}
+    assert in_table == set(machine._HANDLERS)
+    assert set(machine.TRANSITIONS) == set(machine.State)
+
+
+def test_it_imports_errors_and_messages_only() -> None:
+    tree = ast.parse(Path(machine.__file__).read_text())
+    imported = {
+        name
+        for node in ast.walk(tree)
+        for name in (
+            [node.module]
+            if isinstance(node, ast.ImportFrom)
+            else [alias.name for alias in node.names]
+            if isinstance(node, ast.Import)
+            else []
+        )
+    }
+    ours = {name for name in imported if name and name.startswith("pipedist")}
+    assert ours <= {
+        "pipedist.errors",
+        "pipedist.messages",
+        "pipedist.worker.events",
+        "pipedist.worker.commands",
+    }
+    assert not imported & {"anyio", "asyncio", "zmq", "numpy", "time", "random", "os", "threading"}
+
+
+@given(st.data())
+def test_every_call_is_reported_once_and_in_order_unless_its_lease_is_dropped(data: st.DataObject) -> None:
+    play = ready()
+    sizes = data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=3))
+    cancelled: set[int] = set()
+    told: dict[int, list[int]] = {lease: [] for lease in range(len(sizes))}
+    wanted: list[commands.Command] = []
+    for lease, size in enumerate(sizes):
+        wanted += play.handle(Assign(lease, 1, 0, size, 0))
+        if data.draw(st.booleans()):
+            play.handle(Cancel(lease))
+            cancelled.add(lease)
+    while runs := [c for c in wanted if isinstance(c, commands.Execute)]:
+        run = runs[-1]
+        wanted = []
+        call = run.lo
+        for _ in range(data.draw(st.integers(1, run.hi - run.lo))):
+            if data.draw(st.booleans()):
+                wanted += play.handle(raised(run.lease, call))
+            else:
+                wanted += play.handle(events.Finished(run.lease, call, call + 1, 1))
+            call += 1
+        for command in wanted:
+            if isinstance(command, commands.SendResults):
+                told[run.lease] += range(command.message.lo, command.message.hi)
+            elif isinstance(command, commands.Send) and isinstance(command.message, Failed):
+                told[run.lease].append(command.message.call)
+        wanted = play.handle(events.SliceEnded(run.lease))
+    assert play.machine.state is machine.State.READY
+    for lease, size in enumerate(sizes):
+        assert told[lease] == ([] if lease in cancelled else list(range(size)))
