@@ -275,17 +275,11 @@ class SequentialFeed(Feed):
         return [range(block.first_id + a, block.first_id + b) for a, b in bounds if a < b]
 
 
-def row_count(value: Tree) -> int:
-    """Return the number of elements of a block: the leading dimension, or a list's length."""
-    leaves = trees.flatten(value)[0]
-    if isinstance(value, list):
-        return len(value)
-    first = leaves[0] if leaves else []
-    return int(first.shape[0]) if isinstance(first, np.ndarray) else len(leaves)
+def row_count(block: Tree) -> int:
+    """Return the number of elements of a sequential source's block: its arrays' leading dimension."""
+    return int(trees.flatten(block)[0][0].shape[0])
 
 
-def rows_between(value: Tree, start: int, stop: int) -> Tree:
-    """Return elements [start, stop) of a block."""
-    if isinstance(value, list):
-        return value[start:stop]
-    return trees.tree_map(lambda leaf: leaf[start:stop], value)
+def rows_between(block: Tree, start: int, stop: int) -> Tree:
+    """Return elements [start, stop) of a sequential source's block."""
+    return trees.tree_map(lambda leaf: leaf[start:stop], block)

@@ -7,6 +7,7 @@ The words and the rules are tf.distribute's (`PerReplica`, `Mirrored`, `Strategy
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import numpy as np
@@ -171,17 +172,18 @@ def reduce(op: ReduceOp | str, tree: Tree, axis: int | Sequence[int] | None, rep
     """
     reduction = Reduction.of(op, axis)
     if replicas > 1 and tree is None:
-        return _reduce_plain(reduction, tree, "")
+        return _reduce_plain(reduction, tree)
     leaves, treedef = trees.flatten(tree)
     results = []
     for index, leaf in enumerate(leaves):
-        _check_length(leaf, replicas)
-        if isinstance(leaf, PerReplica):
-            results.append(_fold(reduction, leaf.components))
-        elif replicas == 1:
-            results.append(_fold(reduction, (leaf,)))
-        else:
-            results.append(_reduce_plain(reduction, leaf, trees.treedef_paths(treedef)[index]))
+        with _place(treedef, index):
+            _check_length(leaf, replicas)
+            if isinstance(leaf, PerReplica):
+                results.append(_fold(reduction, leaf.components))
+            elif replicas == 1:
+                results.append(_fold(reduction, (leaf,)))
+            else:
+                results.append(_reduce_plain(reduction, leaf))
     return trees.unflatten(treedef, results)
 
 
@@ -202,14 +204,23 @@ def gather(tree: Tree, axis: int, replicas: int) -> Tree:
     number = axis_of(axis)
     leaves, treedef = trees.flatten(tree)
     results = []
-    for leaf in leaves:
-        _check_length(leaf, replicas)
-        if isinstance(leaf, PerReplica):
-            parts = [part for part in leaf.components if part is not None]
-            results.append(_concatenate(parts, number) if parts else None)
-        else:
-            results.append(leaf)
+    for index, leaf in enumerate(leaves):
+        with _place(treedef, index):
+            _check_length(leaf, replicas)
+            results.append(_concatenate(leaf.components, number) if isinstance(leaf, PerReplica) else leaf)
     return trees.unflatten(treedef, results)
+
+
+@contextmanager
+def _place(treedef: trees.Treedef, index: int) -> Iterator[None]:
+    """Name the leaf in errors, where there is more than one place to look."""
+    try:
+        yield
+    except (TypeError, ValueError, OverflowError) as error:
+        path = trees.treedef_paths(treedef)[index]
+        if not path:
+            raise
+        raise type(error)(f"leaf {path!r}: {error}") from None
 
 
 def _check_length(leaf: Any, replicas: int) -> None:
@@ -228,26 +239,28 @@ def _fold(reduction: Reduction, components: Sequence[Tree]) -> Tree:
     return reduction.finish(fold.result())
 
 
-def _reduce_plain(reduction: Reduction, leaf: Any, path: str) -> Any:
+def _reduce_plain(reduction: Reduction, leaf: Any) -> Any:
     if reduction.op is ReduceOp.MEAN and reduction.axis is None:
         return leaf
-    place = f"leaf {path!r}" if path else "the value"
     raise ValueError(
-        f"{place} is a plain {type(leaf).__name__}, not a per-replica value: {reduction.op.value} of it "
-        "is ambiguous with more than one replica. Reduce what `run` returned"
+        f"a plain {type(leaf).__name__} is not a per-replica value: {reduction.op.value} of it is "
+        "ambiguous with more than one replica. Reduce what `run` returned"
     )
 
 
 def _concatenate(components: Sequence[Tree], axis: int) -> Tree:
-    columns, treedef = trees.same_structure(components)
+    present = [component for component in components if component is not None]
+    if not present:
+        return None
+    columns, treedef = trees.same_structure(present)
     gathered = []
     for index, parts in enumerate(zip(*columns, strict=True)):
         try:
             gathered.append(_concatenate_leaf([np.asarray(part) for part in parts], axis))
         except (TypeError, ValueError) as error:
             path = trees.treedef_paths(treedef)[index]
-            cls = TypeError if isinstance(error, TypeError) else ValueError
-            raise cls("gather of " + (f"leaf {path!r}: " if path else "the value: ") + str(error)) from None
+            place = f"leaf {path!r}" if path else "the value"
+            raise type(error)(f"gather of {place}: {error}") from None
     return trees.unflatten(treedef, gathered)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -99,8 +100,9 @@ def _open_sources(spec: Spec, problems: list[Problem]) -> dict[str, Source]:
         try:
             source = open_source(dataset.kind, config, folder=Path(spec.folder))
         except SourceError as error:
-            key = (error.key,) if error.key else ()
-            problems.append(spec.problem((*place, dataset.kind, *key), str(error)))
+            key = [part for part in (error.key, error.name) if part]
+            problem = spec.problem((*place, dataset.kind, *key), str(error), expected=error.expected)
+            problems.append(replace(problem, nearest=error.nearest))
             continue
         sources[name] = source
         if dataset.shuffle and not source.random_access:

@@ -83,6 +83,11 @@ class TodoQueue:
     def __iter__(self) -> Iterator[Todo]:
         return iter(self._items)
 
+    @property
+    def first(self) -> Todo:
+        """The lowest range."""
+        return self._items[0]
+
     def put(self, lo: int, hi: int, attempt: int) -> None:
         """Add calls [lo, hi); they must not wait already."""
         if lo >= hi:

@@ -132,5 +132,5 @@ def listing(names: Iterable[str]) -> str:
     >>> listing(["a", "b", "c"])
     'a, b or c'
     """
-    *head, last = list(names) or [""]
+    *head, last = [name or "''" for name in names]
     return f"{', '.join(head)} or {last}" if head else last

@@ -35,7 +35,7 @@ from pipedist.spec.problems import Problems
 from pipedist.spec.scalars import ScalarError, resolve_plain
 
 DOCUMENT_BYTES_MAX = 32_768
-NODES_MAX = 2_500
+NODES_MAX = 2_000
 DEPTH_MAX = 32
 
 # The line breaks that ruamel.yaml counts.

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 import anyio.lowlevel
 
 from pipedist.datasets.input import count
-from pipedist.errors import CallError, UsageError
+from pipedist.errors import CallError, LocalProtocolError, UsageError
 from pipedist.functions import reference
 from pipedist.program import FunctionRef, Tree
 from pipedist.strategy.base import BaseStrategy
@@ -97,6 +97,10 @@ class Strategy(BaseStrategy):
             self._passes = Passes(self._cluster.coordinator, self._replicas, self._seed)
         with self._passes.using(function) as handle:
             results = await handle.call_step(arguments)
+        if len(results) != self._replicas:
+            raise LocalProtocolError(
+                f"{function.label}: {len(results)} results came back for {self._replicas} replicas"
+            )
         return self._joined([result[SLOT] for result in results])
 
     async def aclose(self) -> None:

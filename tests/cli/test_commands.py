@@ -50,6 +50,13 @@ def test_usage_errors_are_exit_2_and_say_so_on_stderr(pipedist: Command, args: l
     assert "Traceback" not in done.stderr
 
 
+def test_a_worker_without_its_keys(pipedist: Command, tmp_path: Path) -> None:
+    done = pipedist("worker", "--connect", "tcp://127.0.0.1:1", "--key-file", "missing.key")
+    assert done.returncode == 2, done.stderr
+    assert "missing.key" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_validate_tells_all_problems_of_all_files(pipedist: Command, spec: Path) -> None:
     bad = spec.with_name("bad.yaml")
     bad.write_text("pipedist: 1\nreplicaz: 2\ndataset: {range: 10, batch: 0}\nstages: {}\n")

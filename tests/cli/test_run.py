@@ -142,6 +142,31 @@ def test_a_reader_that_leaves_is_no_error(spec: Path, tmp_path: Path) -> None:
     assert "Traceback" not in (tmp_path / "err").read_text()
 
 
+def test_every_format(pipedist: Command, spec: Path, tmp_path: Path) -> None:
+    text = spec.read_text()
+    stages = "".join(f"  {name}: {{gather: 0, of: squares}}\n" for name in ("a", "b", "c", "d", "e"))
+    text = text.replace("outputs: {", stages + "  per: {gather: 0, of: squares, per: step}\noutputs: {")
+    files = "a: a.json, b: b.npz, c: c.csv, d: deep/d.parquet, e: e.jsonl, steps: steps.csv, per: per.jsonl, "
+    spec.write_text(text.replace("outputs: {", "outputs: {" + files))
+    done = pipedist("run", "squares.yaml")
+    assert done.returncode == 0, done.stderr
+    out = tmp_path / "out/squares"
+    squares = [n * n for n in range(10)]
+    assert json.loads((out / "a.json").read_text()) == squares
+    with np.load(out / "b.npz") as archive:
+        assert archive["data"].tolist() == squares
+    assert (out / "c.csv").read_text().splitlines() == ["value", *map(str, squares)]
+    assert [json.loads(line) for line in (out / "e.jsonl").read_text().splitlines()] == [
+        {"value": n} for n in squares
+    ]
+    assert (out / "steps.csv").read_text().splitlines() == ["value", "14", "126", "145"]
+    assert (out / "per.jsonl").read_text().splitlines()[2] == '{"value": [64, 81]}'
+    assert (out / "deep/d.parquet").read_bytes()[:4] == b"PAR1"
+    assert sorted(p.name for p in out.iterdir()) == sorted(
+        [".pipedist", "a.json", "b.npz", "c.csv", "deep", "e.jsonl", "per.jsonl", "rows.npy", "steps.csv"]
+    )
+
+
 # --- signals ------------------------------------------------------------------------------------
 
 
@@ -231,6 +256,28 @@ def test_the_grace_time_ends(spec: Path) -> None:
     assert process.returncode == 143, err
     assert "Traceback" not in err
     assert workers_of(process.pid) == []
+
+
+def test_a_signal_before_the_run_ends_the_process(spec: Path) -> None:
+    """While the user's module is imported nothing runs yet, and the event loop is busy."""
+    module = spec.with_name("squares.py")
+    module.write_text(module.read_text() + "open('began', 'w').close()\ntime.sleep(60)\n")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "pipedist", "run", "squares.yaml"],
+        cwd=spec.parent,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        wait_for(spec.with_name("began"), process)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=30)
+    finally:
+        process.kill()
+        process.communicate()
+    assert (process.returncode, out, err) == (130, "", "")
+    assert not (spec.parent / "out").exists()
 
 
 def test_two_runs_into_one_folder(pipedist: Command, spec: Path) -> None:

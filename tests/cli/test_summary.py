@@ -60,7 +60,7 @@ def test_records() -> None:
 
 
 @pytest.mark.parametrize(
-    ("suffix", "text"), [(".npy", "float64[5, 2]"), (".npz", "data: float64[5, 2]"), (".jsonl", "70 bytes")]
+    ("suffix", "text"), [(".npy", "float64[5, 2]"), (".npz", "data: float64[5, 2]"), (".jsonl", "110 bytes")]
 )
 def test_files_are_described_by_their_headers(tmp_path: Path, suffix: str, text: str) -> None:
     sink = open_sink(tmp_path / f"a{suffix}", shape="run", gather=True)

@@ -213,6 +213,7 @@ def _array_difference(expected: Mapping[str, Json], actual: Any) -> str | None:
 def _close(a: Any, b: Any, relative: float) -> Any:
     with np.errstate(all="ignore"):
         near = np.abs(a - b) <= relative * np.maximum(np.abs(a), np.abs(b))
+    near &= np.isfinite(a) & np.isfinite(b)
     return near | (a == b) | (np.isnan(a) & np.isnan(b))
 
 

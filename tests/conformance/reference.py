@@ -55,7 +55,11 @@ def gather_result(call: Mapping[str, Json]) -> Json:
     try:
         return {
             "value": map_leaves(
-                lambda value: _concatenate(axis, value["per_replica"]) if "per_replica" in value else value,
+                lambda value: (
+                    _concatenate(axis, value["per_replica"])
+                    if "per_replica" in value
+                    else value.get("numpy", value)
+                ),
                 call["value"],
             )
         }
@@ -165,13 +169,13 @@ def _fold(op: str, axes: tuple[int, ...] | None, components: Sequence[Json]) -> 
             raise Refused("ValueError")
         shape = kept
         count += own
-        rows += list(np.moveaxis(x, along, range(len(along))).reshape(own, *kept))
+        rows.append(np.moveaxis(x, along, range(len(along))).reshape(own, math.prod(kept)))
     assert shape is not None
-    if op in ("min", "max") and not rows:
+    table = np.concatenate(rows)
+    if op in ("min", "max") and not len(table):
         return {"none": True}
-    columns = np.stack(rows).reshape(len(rows), -1).T if rows else np.empty((math.prod(shape), 0), object)
     exact = dtype not in FLOATS
-    results = [_reduce_column(op, list(column), count, exact) for column in columns]
+    results = [_reduce_column(op, list(column), count, exact) for column in table.T]
     if exact and op != "mean":
         bits = INT_BITS.get(dtype)
         low, high = (-(1 << bits - 1), (1 << bits - 1) - 1) if bits else (0, (1 << UINT_BITS[dtype]) - 1)

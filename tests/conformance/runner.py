@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import faulthandler
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -115,7 +116,7 @@ async def replay_one(
     except Skip as skip:
         return Verdict(case, "skipped", str(skip))
     # A replay that blocks the event loop can't be cancelled: then the whole run ends, and says where.
-    faulthandler.dump_traceback_later(2 * timeout_s + CLOSE_S, exit=True)
+    faulthandler.dump_traceback_later(2 * timeout_s + CLOSE_S, exit=True, file=sys.__stderr__)
     try:
         async with asyncio.timeout(timeout_s):
             outcome = await family.replay(case, session)

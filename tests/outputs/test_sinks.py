@@ -242,6 +242,13 @@ def test_values_that_arrays_cannot_hold(tmp_path: Path) -> None:
         write(tmp_path / "a.npz", [1, 2])
 
 
+def test_a_finish_that_fails_leaves_nothing(tmp_path: Path) -> None:
+    sink = open_sink(tmp_path / "a.npy", shape="run", gather=True)
+    with pytest.raises(OutputError, match="no call"):
+        sink.finish()
+    assert os.listdir(tmp_path) == []
+
+
 # --- one value a step -----------------------------------------------------------------------------
 
 

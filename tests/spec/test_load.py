@@ -137,9 +137,9 @@ def test_problems_of_a_dict_have_paths_in_the_order_of_the_dict() -> None:
         "outputs": {"late": "a.txt"},
     }
     assert problems_of(document) == [
+        "stages.late: the key 5 is not text",
         "stages.late.reduce: `reduce` is the text 'summ'",
         "stages.late.of: there is no dataset or stage `datset`",
-        "stages.late: the key 5 is not text",
         "dataset.range: `range` is the text 'x'",
         "dataset.batch: `batch` is 0",
         "outputs.late: 'a.txt' has no known ending",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from pathlib import Path
 from typing import Any
 
 import pipedist
@@ -32,3 +34,13 @@ def fail_on(ctx: pipedist.ReplicaContext, replicas: tuple[int, ...]) -> str:
     if ctx.replica_id_in_sync_group in replicas:
         raise KeyError(f"replica {ctx.replica_id_in_sync_group}")
     return "fine"
+
+
+def wait_for(file: str) -> str:
+    """Return once the file is there, within 20 seconds."""
+    deadline = time.monotonic() + 20
+    while not Path(file).exists():
+        if time.monotonic() > deadline:
+            raise TimeoutError(file)
+        time.sleep(0.005)
+    return "found"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -153,6 +154,31 @@ async def test_the_number_of_open_passes_is_bounded(monkeypatch: pytest.MonkeyPa
         assert closed == opened
 
 
+async def test_a_pass_in_use_is_not_dropped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(passes, "PASSES_MAX", 1)
+    async with pipedist.LocalCluster(workers=2) as cluster:
+        strategy = pipedist.Strategy(cluster, replicas=1)
+        waiting = asyncio.create_task(strategy.run(functions.wait_for, args=(str(tmp_path / "go"),)))
+        await asyncio.sleep(0)
+        for number in range(3):
+            assert parts(await strategy.run(functions.double, args=(number,))) == [2 * number]
+        (tmp_path / "go").touch()
+        assert parts(await waiting) == ["found"]
+
+
+async def test_a_pass_that_failed_is_not_used_again() -> None:
+    async with pipedist.LocalCluster(workers=1) as cluster:
+        strategy = pipedist.Strategy(cluster, replicas=1)
+        opened = []
+        original = cluster.coordinator.open_pass
+        cluster.coordinator.open_pass = lambda *a, **k: opened.append(original(*a, **k)) or opened[-1]
+        assert parts(await strategy.run(functions.double, args=(1,))) == [2]
+        opened[0].fail(OSError("torn down"))
+        with pytest.raises(OSError, match="torn down"):
+            await strategy.run(functions.double, args=(2,))
+        assert parts(await strategy.run(functions.double, args=(3,))) == [6]
+
+
 async def test_randomness_follows_the_seed_and_never_repeats() -> None:
     async def numbers(seed: int, workers: int) -> list[Any]:
         async with pipedist.LocalCluster(workers=workers) as cluster:
@@ -163,6 +189,10 @@ async def test_randomness_follows_the_seed_and_never_repeats() -> None:
     assert len(set(first)) == 9
     assert await numbers(7, 2) == first
     assert set(await numbers(8, 1)).isdisjoint(first)
+    async with pipedist.LocalCluster(workers=1) as cluster:
+        strategy = pipedist.Strategy(cluster, replicas=1)
+        drawn = [parts(await strategy.run(lambda ctx, n=n: ctx.rng.random()))[0] for n in range(3)]
+        assert len(set(drawn)) == 3, "each time another function of the same name"
 
 
 async def test_a_closed_cluster_says_so() -> None:

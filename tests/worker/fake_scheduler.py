@@ -22,6 +22,7 @@ from pipedist.messages import (
 )
 from pipedist.program import Emit, FunctionRef, Program, ReaderConfig, StageProgram, to_tree
 from pipedist.transport.codec import decode, encode
+from pipedist.transport.keys import ServerKeys
 from pipedist.transport.rendezvous import ipc_endpoint, private_directory
 from pipedist.transport.zeromq import Router
 
@@ -32,7 +33,8 @@ PATIENCE_S = 20.0
 class FakeScheduler:
     """Collects what workers say, and says what the test tells it to."""
 
-    def __init__(self) -> None:
+    def __init__(self, keys: ServerKeys | None = None) -> None:
+        self._keys = keys
         self.inbox: asyncio.Queue[tuple[bytes, Message, list[memoryview]]] = asyncio.Queue()
         self.exits: asyncio.Queue[WorkerExit] = asyncio.Queue()
         self.logs: list[Log] = []
@@ -42,9 +44,10 @@ class FakeScheduler:
 
     async def __aenter__(self) -> Self:
         self._directory = private_directory()
+        path = self._directory.__enter__()
         self._router = Router(
-            ipc_endpoint(self._directory.__enter__()),
-            keys=None,
+            "tcp://127.0.0.1:0" if self._keys else ipc_endpoint(path),
+            keys=self._keys,
             on_message=lambda *received: self.inbox.put_nowait(received),
             on_reject=self.rejected.append,
         )
@@ -64,7 +67,9 @@ class FakeScheduler:
     def send(self, identity: bytes, message: Message, payload: Sequence[Any] = ()) -> None:
         assert self._router.send(identity, message, payload)
 
-    async def take(self, kind: type[M], *, aside: type = Log) -> tuple[bytes, M, list[memoryview]]:
+    async def take(
+        self, kind: type[M], *, aside: type | tuple[type, ...] = Log
+    ) -> tuple[bytes, M, list[memoryview]]:
         """The next message, which must be of this kind; Logs are put aside."""
         while True:
             identity, message, frames = await asyncio.wait_for(self.inbox.get(), PATIENCE_S)
@@ -105,11 +110,13 @@ class FakeScheduler:
         self.send(identity, Assign(self.leases, pass_id, lo, hi, 0), encode([ids, locations, values]))
         return self.leases
 
-    async def outcomes(self, count: int) -> list[dict[str, Any] | Failed]:
+    async def outcomes(
+        self, count: int, *, aside: type | tuple[type, ...] = Log
+    ) -> list[dict[str, Any] | Failed]:
         """What came of the next `count` calls, in the order of their reports."""
         found: list[dict[str, Any] | Failed] = []
         while len(found) < count:
-            _, message, frames = await self.take((Results, Failed))  # type: ignore[arg-type]
+            _, message, frames = await self.take((Results, Failed), aside=aside)  # type: ignore[arg-type]
             if isinstance(message, Failed):
                 found.append(message)
             else:

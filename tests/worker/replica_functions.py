@@ -6,6 +6,7 @@ import asyncio
 import ctypes
 import logging
 import os
+import re
 import sys
 import time
 from pathlib import Path
@@ -69,7 +70,7 @@ def in_thread_of(x: Any) -> list[Any]:
 def environment(x: Any) -> dict[str, Any]:
     return {
         "threads": os.environ["OPENBLAS_NUM_THREADS"],
-        "path": [p for p in sys.path],
+        "path": list(sys.path),
         "cwd": os.getcwd(),
         "stdin": os.readlink("/proc/self/fd/0"),
         "fds": sorted(
@@ -135,21 +136,13 @@ def segfault(x: int) -> int:
     return x
 
 
-async def nap(x: int) -> int:
-    await asyncio.sleep(0.05)
-    return x
-
-
-_waiting = 0
+_barrier = asyncio.Barrier(4)
 
 
 async def meet(x: int) -> int:
     """Returns when four calls are here at once."""
-    global _waiting
-    _waiting += 1
     async with asyncio.timeout(20):
-        while _waiting < 4:
-            await asyncio.sleep(0)
+        await _barrier.wait()
     return x
 
 
@@ -224,10 +217,12 @@ def apply_me(a: int, b: int, *, c: int, ctx: Any) -> list[int]:
     return [a, b, c, ctx.step]
 
 
-def nothing(x: Any) -> None:
-    return None
+def write_below(x: int) -> int:
+    os.write(1, b"from below\n")
+    return x
 
 
-def sleep_forever(x: Any) -> None:
-    while True:
-        time.sleep(1)
+def hold_the_interpreter(x: int) -> bool:
+    """Never gives the GIL away, for longer than any test takes."""
+    print("holding")
+    return re.match(r"(a+)+$", "a" * 40 + "b") is None

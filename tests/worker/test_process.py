@@ -112,8 +112,9 @@ async def test_user_code_runs_in_the_main_thread_of_a_process_with_a_telling_nam
 async def test_what_a_worker_inherits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "json.py").write_text("shadow = True\n")
     monkeypatch.chdir(tmp_path)
-    with open(tmp_path / "secret", "w"):
-        (found,) = await _run("environment", [0])
+    secret = os.open(tmp_path / "secret", os.O_CREAT)
+    (found,) = await _run("environment", [0])
+    os.close(secret)
     assert found["threads"] == "1"
     assert "" not in found["path"]
     assert str(tmp_path) not in found["path"]

@@ -141,7 +141,7 @@ def sealed(array: npt.NDArray[_AnyArray]) -> npt.NDArray[_AnyArray]:
     """
     if not array.dtype.isnative:
         array = array.astype(array.dtype.newbyteorder("="))
-    array = np.require(array, requirements=["C"])
+    array = np.require(array, requirements=["C", "A"])
     view = array.view(np.ndarray)
     view.flags.writeable = False
     return view

@@ -295,3 +295,9 @@ def test_numpy_datasets_want_arrays() -> None:
     assert numbers(numpy_dataset([np.arange(2), np.arange(2) + 5])) == [[0, 1], [5, 6]]
     with pytest.raises(TypeError, match="1 is 2 of type int"):
         numpy_dataset([np.arange(2), 2])
+
+
+def test_interleave_frees_a_place_in_the_turn_that_exhausts_it() -> None:
+    lengths = Dataset.from_tensor_slices([1, 4, 1])
+    parts = lengths.enumerate().interleave(lambda i, n: Dataset.range(n).map(lambda x: 10 * i + x), 2, 2)
+    assert numbers(parts) == [0, 10, 11, 20, 12, 13]

@@ -203,6 +203,7 @@ def test_truth_values(tmp_path: Path) -> None:
         ("a,b\n1,2\n3\n4,5\n", "t.csv:3: the row has 1 field, the header has 2"),
         ("a,b\n1,2\n3,4,5\n", "t.csv:3: the row has 3 fields, the header has 2"),
         ("a,b\n1\n2,3,4\n", "t.csv:2: the row has 1 field"),
+        ("a,b\n1,2\n\n3\n", "t.csv:4: the row has 1 field, the header has 2"),
         ("a,b\n1,x\ry\n", "t.csv:2: a carriage return without a line feed"),
         ('a,b\n1,2\n3,"4"5\n6\n', "t.csv:4: the row has 1 field"),
     ],

@@ -1,0 +1,322 @@
+"""The worker's driver: carries out what its machine decides, and runs user code in between.
+
+The main thread is all there is while nothing takes long: it reads messages, executes a slice of
+calls, sends what came of them, and looks for messages again. zmq's own thread fetches the next
+messages meanwhile. One helper thread, the REPORTER, sends the results of finished calls when the
+main thread is stuck in a long one; it looks every `flush_s` while there is work, and is asleep
+when there is none. Machine and socket belong to whoever holds `_core`; the main thread lets go
+of it exactly while it executes user code.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import sys
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from pipedist.errors import PipedistError
+from pipedist.messages import Log, Message
+from pipedist.program import Shards, from_tree
+from pipedist.transport.codec import Frame, UnsendableError, decode, encode
+from pipedist.worker import commands, failures
+from pipedist.worker.commands import Ending, Execute
+from pipedist.worker.events import Event, Finished, Raised, SliceEnded, Started, Tick
+from pipedist.worker.execution import Outcome, PassExecutor, PersistentLoop, RangeRun
+from pipedist.worker.failures import CallFailure
+from pipedist.worker.machine import Limits, State, WorkerMachine
+from pipedist.worker.output import OutputCapture
+from pipedist.worker.progress import Progress
+
+IDLE_POLL_S = 1.0
+"""How long an idle worker waits for a message before it looks around."""
+
+LOG_LINES_WAITING_MAX = 1000
+"""Lines printed by threads while the socket was busy; older ones are lost first."""
+
+
+class Socket(Protocol):
+    """What the driver needs of `pipedist.transport.zeromq.Dealer`."""
+
+    def send(
+        self,
+        message: Message,
+        payload: Sequence[Frame] = (),
+        *,
+        copy: bool = True,
+        timeout_s: float = 60.0,
+    ) -> None:
+        """Send a message; `copy` False: the payload's memory does not change any more."""
+
+    def poll(self, timeout_s: float) -> bool:
+        """Wait for a message; return whether there is one."""
+
+    def recv(self) -> tuple[Message, list[memoryview]]:
+        """Return the next message and its payload."""
+
+
+class Driver:
+    """Carries out the machine's commands over a socket.
+
+    Args:
+        socket: to the scheduler.
+        machine: the protocol.
+        threads: BLAS and OpenMP threads of this process.
+        join_s: how long the connection may take, seconds.
+        progress: where the call that runs is noted down.
+        die: ends the process; called with a text when the reporter thread fails.
+    """
+
+    def __init__(
+        self,
+        socket: Socket,
+        machine: WorkerMachine,
+        *,
+        threads: int,
+        join_s: float,
+        progress: Progress,
+        die: Callable[[str], None],
+    ) -> None:
+        self._socket = socket
+        self._machine = machine
+        self._threads = threads
+        self._join_s = join_s
+        self._progress = progress
+        self._die = die
+        self._core = threading.Lock()
+        """Held by whoever uses `_machine` or `_socket`."""
+        self._loop = PersistentLoop()
+        self._passes: dict[int, PassExecutor] = {}
+        self._payloads: dict[int, list[memoryview]] = {}
+        """Shards of leases that have not begun."""
+        self._frames: list[memoryview] = []
+        """Payload of the message that is being handled."""
+        self._encoded: Sequence[Frame] = ()
+        """Results that are being reported."""
+        self._slice: Execute | None = None
+        """What to execute next."""
+        self._run: RangeRun | None = None
+        """The lease that executes."""
+        self._left: tuple[Ending, str] | None = None
+        self._lines: deque[Log] = deque(maxlen=LOG_LINES_WAITING_MAX)
+        self._working = threading.Event()
+        """Set while there is work, so that the reporter looks."""
+        self._over = threading.Event()
+        self.output = OutputCapture(self._log)
+
+    def run(self) -> tuple[Ending, str]:
+        """Work until the machine says leave; return why.
+
+        Raises:
+            ProtocolError: if the scheduler breaks the protocol.
+            BaseException: what user code raised to end the process.
+        """
+        threading.Thread(target=self._report_regularly, name="pipedist-reporter", daemon=True).start()
+        try:
+            with self._core:
+                self._handle(Started())
+            while self._left is None:
+                if self._slice is None:
+                    self._wait()
+                else:
+                    self._execute(self._slice)
+        finally:
+            with self._core:
+                # If the connection is what failed, that is the error to tell, not that a line got lost.
+                with contextlib.suppress(PipedistError):
+                    self._send_lines()
+                self._run = None
+                self._over.set()
+            self._working.set()
+        return self._left
+
+    # -- the machine -------------------------------------------------------------------
+
+    def _handle(self, event: Event) -> None:
+        for command in self._machine.handle(event, time.monotonic()):
+            _CARRY_OUT[type(command)](self, command)
+
+    def _wait(self) -> None:
+        """Wait for messages while there is nothing to execute."""
+        with self._core:
+            due = self._machine.deadline()
+            left = IDLE_POLL_S if due is None else min(IDLE_POLL_S, max(0.0, due - time.monotonic()))
+            if self._socket.poll(left):
+                self._receive()
+            else:
+                self._working.clear()
+                self._handle(Tick())
+            self._send_lines()
+
+    def _receive(self) -> None:
+        """Handle every message that is there."""
+        while self._left is None and self._socket.poll(0):
+            message, self._frames = self._socket.recv()
+            try:
+                self._handle(message)
+            finally:
+                self._frames = []
+
+    def _execute(self, slice_: Execute) -> None:
+        run = self._begin(slice_)
+        if not self._working.is_set():
+            self._working.set()
+        try:
+            failure = run.advance(slice_.slice_s, slice_.slice_bytes)
+        except BaseException:
+            # User code ends the process. What was finished before it counts, and says who did it.
+            with self._core:
+                self._report(slice_.lease, run)
+            raise
+        self._progress.idle()
+        self.output.finish()
+        with self._core:
+            self._slice = None
+            self._report(slice_.lease, run)
+            if failure is not None:
+                run.skip()
+                self._report_failure(slice_.lease, failure)
+            self._send_lines()
+            self._receive()
+            if self._left is None:
+                self._handle(SliceEnded(slice_.lease))
+
+    def _begin(self, slice_: Execute) -> RangeRun:
+        if self._run is None:
+            shards = Shards(*decode(self._payloads.pop(slice_.lease), may_import=True))
+            executor = self._passes[slice_.pass_id]
+            self._run = RangeRun(
+                executor, shards, slice_.lo, slice_.hi, self._progress.of_lease(slice_.lease)
+            )
+        return self._run
+
+    # -- reporting -----------------------------------------------------------------------
+
+    def _report(self, lease: int, run: RangeRun) -> None:
+        """Report the calls that have finished; whoever calls holds `_core`."""
+        lo, outcomes, busy_ns = run.take()
+        if not outcomes:
+            return
+        hi = lo + len(outcomes)
+        try:
+            self._encoded = encode(outcomes)
+        except UnsendableError:
+            for call, outcome in enumerate(outcomes, lo):
+                self._report_one(lease, run.executor, call, outcome, busy_ns if call == lo else 0)
+        else:
+            self._handle(Finished(lease, lo, hi, busy_ns))
+        self._encoded = ()
+
+    def _report_one(
+        self, lease: int, executor: PassExecutor, call: int, outcome: Outcome, busy_ns: int
+    ) -> None:
+        for slot, value in outcome.items():
+            try:
+                encode(value)
+            except UnsendableError as error:
+                stage = executor.stage_of(slot)
+                told = UnsendableError(f"the result of stage {stage!r} can't be sent: {error}")
+                self._report_failure(lease, failures.describe(told, call=call, stage=stage, retryable=False))
+                return
+        self._encoded = encode([outcome])
+        self._handle(Finished(lease, call, call + 1, busy_ns))
+
+    def _report_failure(self, lease: int, failure: CallFailure) -> None:
+        self._handle(
+            Raised(
+                lease,
+                failure.call,
+                failure.stage,
+                failure.module,
+                failure.name,
+                failure.text,
+                failure.traceback,
+                failure.retryable,
+            )
+        )
+
+    def _report_regularly(self) -> None:
+        """The reporter thread: sends what is finished while the main thread is in a long call."""
+        try:
+            pause_s = Limits().flush_s
+            while not self._over.is_set():
+                self._working.wait()
+                if self._over.wait(pause_s):
+                    return
+                with self._core:
+                    due = self._machine.deadline()
+                    run, slice_ = self._run, self._slice
+                    if run is not None and slice_ is not None and due and time.monotonic() >= due:
+                        self._report(slice_.lease, run)
+                    self._send_lines()
+        except BaseException:  # nobody would see a thread die
+            self._die(traceback.format_exc())
+
+    def _log(self, line: Log) -> None:
+        """Send a line at once if the socket is free, else leave it to whoever uses it."""
+        self._lines.append(line)
+        if self._core.acquire(blocking=False):
+            try:
+                self._send_lines()
+            finally:
+                self._core.release()
+
+    def _send_lines(self) -> None:
+        while self._lines and not self._over.is_set():
+            self._socket.send(self._lines.popleft(), timeout_s=math.inf)
+
+    # -- commands ------------------------------------------------------------------------
+
+    def _do_send(self, command: commands.Send) -> None:
+        joining = self._machine.state is State.JOINING
+        self._socket.send(command.message, timeout_s=self._join_s if joining else math.inf)
+
+    def _do_send_results(self, command: commands.SendResults) -> None:
+        # A slow reader is back-pressure, not a fault; what is sent was made ours by `boundary.own`.
+        self._socket.send(command.message, self._encoded, copy=False, timeout_s=math.inf)
+
+    def _do_join(self, command: commands.Join) -> None:
+        """Resolve modules as the scheduler's process on this host does."""
+        theirs = [entry for entry in command.welcome.sys_path if os.path.isabs(entry)]
+        if theirs:
+            sys.path[:] = theirs + [entry for entry in sys.path if entry not in theirs]
+
+    def _do_open_pass(self, command: commands.OpenPass) -> None:
+        program = from_tree(decode(self._frames, may_import=True))
+        self._passes[command.pass_id] = PassExecutor(program, self._loop, self._threads)
+
+    def _do_drop_pass(self, command: commands.DropPass) -> None:
+        self._passes.pop(command.pass_id).close()
+
+    def _do_keep_lease(self, command: commands.KeepLease) -> None:
+        self._payloads[command.lease] = self._frames
+
+    def _do_drop_lease(self, command: commands.DropLease) -> None:
+        if self._payloads.pop(command.lease, None) is None and self._run is not None:
+            run, self._run = self._run, None
+            run.abandon()
+
+    def _do_execute(self, command: Execute) -> None:
+        self._slice = command
+
+    def _do_leave(self, command: commands.Leave) -> None:
+        self._left = (command.ending, command.reason)
+
+
+_CARRY_OUT: dict[type, Callable[[Driver, Any], None]] = {
+    commands.Send: Driver._do_send,
+    commands.SendResults: Driver._do_send_results,
+    commands.Join: Driver._do_join,
+    commands.OpenPass: Driver._do_open_pass,
+    commands.DropPass: Driver._do_drop_pass,
+    commands.KeepLease: Driver._do_keep_lease,
+    commands.DropLease: Driver._do_drop_lease,
+    Execute: Driver._do_execute,
+    commands.Leave: Driver._do_leave,
+}

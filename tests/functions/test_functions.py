@@ -1,0 +1,217 @@
+"""Functions by name and by value."""
+
+from __future__ import annotations
+
+import functools
+import os.path
+import pickle
+import subprocess
+import sys
+import threading
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipedist import functions
+from pipedist.errors import UsageError
+from pipedist.functions import FunctionNotFound, load, reference
+from pipedist.program import FunctionRef
+
+
+@pytest.fixture(autouse=True)
+def _own_import_path(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(functions, "_appended", [])
+    before = set(sys.modules)
+    yield
+    for name in set(sys.modules) - before:
+        del sys.modules[name]
+
+
+def top_level(x: int) -> int:
+    return x + 1
+
+
+class Holder:
+    @staticmethod
+    def static(x: int) -> int:
+        return x
+
+    def method(self) -> int:
+        return 1
+
+
+def by_name(name: str) -> FunctionRef:
+    return FunctionRef(label=name, name=name)
+
+
+def test_what_can_be_imported_travels_by_name() -> None:
+    assert reference(top_level) == by_name(f"{__name__}:top_level")
+    assert reference(Holder.static) == by_name(f"{__name__}:Holder.static")
+    assert reference(Holder) == by_name(f"{__name__}:Holder")
+    assert reference(os.path.join) == by_name("posixpath:join")
+    assert reference("some.module:fn") == by_name("some.module:fn")
+
+
+def test_what_has_no_name_travels_by_value() -> None:
+    def local(x: int) -> int:
+        return x + offset
+
+    offset = 2
+    candidates: list[Any] = [local, lambda x: x + 2, functools.partial(lambda x, y: x + y, 2)]
+    for fn in candidates:
+        ref = reference(fn)
+        assert ref.name == ""
+        assert ref.pickled
+        assert load(ref, ())(1) == 3
+    assert reference(Holder().method).name == ""
+    assert reference(candidates[1]).label.endswith("<lambda>")
+
+
+def test_what_another_process_would_not_find_travels_by_value() -> None:
+    made = types.ModuleType("made_up_here")
+    exec("def fn(x): return x", made.__dict__)
+    sys.modules["made_up_here"] = made
+    assert reference(made.fn).name == ""
+
+
+def test_a_scripts_main_travels_by_value() -> None:
+    script = """
+from pipedist.functions import reference, load
+def fn(x): return x * 2
+ref = reference(fn)
+assert ref.name == "" and ref.pickled, ref
+assert load(ref, ())(4) == 8
+"""
+    root = str(Path(functions.__file__).parents[1])
+    subprocess.run([sys.executable, "-c", script], check=True, env={"PYTHONPATH": root})
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "noattr",
+        "a:",
+        ":b",
+        "a:b:c",
+        "a.b:c()",
+        "__import__('os'):system",
+        "a b:c",
+        "a:1b",
+        "../x:y",
+        "a:b.",
+        "",
+    ],
+)
+def test_only_dotted_identifiers_are_names(name: str) -> None:
+    with pytest.raises(UsageError, match=r"expected 'package\.module:name'"):
+        reference(name)
+    with pytest.raises(UsageError):
+        load(by_name(name), ())
+
+
+def test_no_function_at_all() -> None:
+    with pytest.raises(UsageError, match="a function was expected"):
+        reference(3)  # type: ignore[arg-type]
+
+
+def test_what_cannot_be_pickled() -> None:
+    lock = threading.Lock()
+    with pytest.raises(UsageError, match="top level of a module"):
+        reference(lambda: lock)
+
+
+def test_what_captures_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(functions, "PICKLED_BYTES_MAX", 1000)
+    large = b"x" * 2000
+    with pytest.raises(UsageError, match="the 1000 that"):
+        reference(lambda: large)
+
+
+def test_a_value_that_cannot_be_loaded_here() -> None:
+    bad = pickle.dumps(top_level).replace(__name__.encode(), b"x" * len(__name__))
+    with pytest.raises(FunctionNotFound, match="travelled by value"):
+        load(FunctionRef("<lambda>", pickled=bad), ())
+
+
+def test_code_folders_come_last(tmp_path: Path) -> None:
+    (tmp_path / "json.py").write_text("def dumps(x): return 'shadowed'\n")
+    (tmp_path / "my_flights.py").write_text("class A:\n    def b(x): return x * 2\n")
+    assert load(by_name("my_flights:A.b"), [str(tmp_path)])(4) == 8
+    assert load(by_name("json:dumps"), [str(tmp_path)])(1) == "1"
+    assert sys.path[-1] == str(tmp_path)
+    load(by_name("my_flights:A.b"), [str(tmp_path)])
+    assert sys.path.count(str(tmp_path)) == 1
+
+
+def fault(name: str, *code: Path) -> str:
+    with pytest.raises(FunctionNotFound) as caught:
+        load(by_name(name), [str(folder) for folder in code])
+    return str(caught.value)
+
+
+def test_a_missing_module_names_the_nearest(tmp_path: Path) -> None:
+    (tmp_path / "my_flights.py").write_text("")
+    text = fault("my_flihgts:delays", tmp_path)
+    assert "no module 'my_flihgts'" in text
+    assert str(tmp_path) in text
+    assert "did you mean 'my_flights'?" in text
+
+
+def test_a_missing_submodule(tmp_path: Path) -> None:
+    assert "no module 'json.nothing'" in fault("json.nothing:fn", tmp_path)
+
+
+def test_a_missing_attribute_names_the_nearest(tmp_path: Path) -> None:
+    (tmp_path / "my_flights.py").write_text("def delays(x): return x\n")
+    text = fault("my_flights:dealys", tmp_path)
+    assert f"my_flights ({tmp_path / 'my_flights.py'}) has no attribute 'dealys'" in text
+    assert "did you mean 'delays'?" in text
+
+
+def test_a_name_that_resolves_elsewhere_names_both_places(tmp_path: Path) -> None:
+    (tmp_path / "json.py").write_text("def delays(x): return x\n")
+    text = fault("json:delays", tmp_path)
+    assert str(tmp_path / "json.py") in text
+    assert os.path.join("json", "__init__.py") in text
+
+
+def test_an_import_that_fails(tmp_path: Path) -> None:
+    (tmp_path / "broken_one.py").write_text("1 / 0\n")
+    (tmp_path / "needs_more.py").write_text("import not_there_at_all\n")
+    assert "ZeroDivisionError" in fault("broken_one:fn", tmp_path)
+    assert "needs the module 'not_there_at_all'" in fault("needs_more:fn", tmp_path)
+
+
+def test_what_is_found_must_be_callable(tmp_path: Path) -> None:
+    (tmp_path / "values_only.py").write_text("x = 3\n")
+    assert "found a int" in fault("values_only:x", tmp_path)
+
+
+def test_a_module_of_another_spec_is_never_taken_for_ones_own(tmp_path: Path) -> None:
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "same_name.py").write_text(f"def fn(): return {folder!r}\n")
+    assert load(by_name("same_name:fn"), [str(tmp_path / "a")])() == "a"
+    text = fault("same_name:fn", tmp_path / "b")
+    assert str(tmp_path / "a" / "same_name.py") in text
+    assert str(tmp_path / "b" / "same_name.py") in text
+
+
+def test_the_specs_own_folder_comes_before_those_of_earlier_specs(tmp_path: Path) -> None:
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / f"only_{folder}.py").write_text("def fn(): return 0\n")
+        (tmp_path / folder / "shared_name.py").write_text(f"def fn(): return {folder!r}\n")
+    load(by_name("only_a:fn"), [str(tmp_path / "a")])
+    assert load(by_name("shared_name:fn"), [str(tmp_path / "b")])() == "b"
+
+
+def test_the_working_directory_is_not_searched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "in_the_cwd.py").write_text("def fn(): return 0\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [p for p in sys.path if p])
+    assert "no module 'in_the_cwd'" in fault("in_the_cwd:fn")

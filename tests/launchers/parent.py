@@ -1,0 +1,42 @@
+"""A process with a launcher, to be killed by a test: prints its pids as one JSON line."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+import threading
+
+from pipedist.launchers.local import LocalLauncher
+from tests.worker.fake_scheduler import FakeScheduler, program
+
+
+async def serve() -> None:
+    async with FakeScheduler() as scheduler:
+        launcher = LocalLauncher(scheduler.endpoint)
+        async with launcher:
+            workers = []
+            for name in ("w0", "w1"):
+                launcher.start(name, 0)
+            for _ in range(2):
+                identity, hello = await scheduler.welcome()
+                workers.append(hello.pid)
+                if hello.worker == "w1" and "busy" in sys.argv:
+                    pass_id = scheduler.bind(identity, program("tests.worker.replica_functions:maybe_wait"))
+                    scheduler.assign(identity, pass_id, ["/nonexistent/never"])
+                    await scheduler.inbox.get()  # what it prints when the call has begun
+            if "fork" in sys.argv and os.fork() == 0:
+                threading.Event().wait(60)  # holds the launcher's end of the control socket
+                os._exit(0)
+            print(json.dumps({"workers": workers, "server": launcher.server_pid}), flush=True)
+            await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    if "thread" in sys.argv:
+        thread = threading.Thread(target=lambda: asyncio.run(serve()))
+        thread.start()
+        thread.join()
+    else:
+        asyncio.run(serve())

@@ -1,0 +1,220 @@
+"""The local launcher with a real fork server and real workers."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from pipedist.errors import LocalProtocolError, UsageError
+from pipedist.launchers import forkserver
+from pipedist.launchers.base import WorkerExit, describe_exit
+from pipedist.launchers.control import FRAME_BYTES_MAX, FrameBuffer, pack_frame
+from pipedist.launchers.local import LocalLauncher
+from pipedist.messages import Stop
+from tests.launchers.processes import name_of, wait_gone, wait_state
+from tests.worker.fake_scheduler import FakeScheduler, program
+
+FUNCTIONS = "tests.worker.replica_functions"
+
+
+@asynccontextmanager
+async def launched(*names: str) -> AsyncIterator[tuple[FakeScheduler, LocalLauncher, dict[str, bytes]]]:
+    async with FakeScheduler() as scheduler:
+        launcher = LocalLauncher(scheduler.endpoint)
+        launcher.on_exit = scheduler.exits.put_nowait
+        async with launcher:
+            identities: dict[str, bytes] = {}
+            for name in names:
+                launcher.start(name, 0)
+            for _ in names:
+                identity, hello = await scheduler.welcome()
+                identities[hello.worker] = identity
+            yield scheduler, launcher, identities
+            for identity in identities.values():
+                scheduler._router.send(identity, Stop("the test is over"))
+
+
+@pytest.mark.asyncio
+async def test_processes_have_names() -> None:
+    async with launched("w0", "w1") as (_, launcher, _ids):
+        assert name_of(launcher.server_pid) == "pipedist-fork"
+        assert [name_of(pid) for pid in launcher.pids.values()] == ["pipedist-worker"] * 2
+
+
+@pytest.mark.asyncio
+async def test_leaving_ends_everything() -> None:
+    async with launched("w0", "w1") as (_, launcher, _ids):
+        pids = [*launcher.pids.values(), launcher.server_pid]
+    assert wait_gone(pids, within_s=0) == []
+    assert launcher.pids == {}
+
+
+@pytest.mark.asyncio
+async def test_leaving_kills_a_worker_that_does_not_leave_in_time() -> None:
+    async with launched("w0") as (scheduler, launcher, ids):
+        pass_id = scheduler.bind(ids["w0"], program(f"{FUNCTIONS}:maybe_wait"))
+        scheduler.assign(ids["w0"], pass_id, ["/nonexistent/never"])
+        await asyncio.wait_for(scheduler.inbox.get(), 10)
+        await launcher.close(grace_s=0.01)
+        assert (await scheduler.exit()).text == "signal 9 (SIGKILL)"
+        assert wait_gone([launcher.server_pid], within_s=0) == [] if launcher.server_pid else True
+        with pytest.raises(LocalProtocolError, match="not open"):
+            launcher.start("w0", 1)
+
+
+@pytest.mark.asyncio
+async def test_kill_and_replace() -> None:
+    async with launched("w0", "w1") as (scheduler, launcher, _):
+        killed = launcher.pids["w0"]
+        launcher.kill("w0")
+        exit_ = await scheduler.exit()
+        assert exit_ == WorkerExit("w0", 0, killed, None, signal.SIGKILL, "signal 9 (SIGKILL)")
+        assert list(launcher.pids) == ["w1"]
+        launcher.kill("w0")  # gone already
+        launcher.start("w0", 1)
+        _, hello = await scheduler.welcome()
+        assert (hello.worker, hello.incarnation) == ("w0", 1)
+        assert sorted(launcher.pids) == ["w0", "w1"]
+
+
+@pytest.mark.asyncio
+async def test_a_later_incarnation_replaces_an_earlier_one_that_is_still_there() -> None:
+    async with launched("w0") as (scheduler, launcher, _):
+        launcher.start("w0", 1)
+        exit_ = await scheduler.exit()
+        assert (exit_.worker, exit_.incarnation, exit_.signal) == ("w0", 0, signal.SIGKILL)
+        _, hello = await scheduler.welcome()
+        assert hello.incarnation == 1
+        assert launcher.pids == {"w0": hello.pid}
+        with pytest.raises(LocalProtocolError, match="started twice"):
+            launcher.start("w0", 1)
+
+
+@pytest.mark.asyncio
+async def test_a_killed_fork_server_is_replaced() -> None:
+    async with launched("w0", "w1") as (scheduler, launcher, _):
+        server = launcher.server_pid
+        workers = list(launcher.pids.values())
+        os.kill(server, signal.SIGKILL)
+        exits = [await scheduler.exit() for _ in range(2)]
+        assert {e.worker for e in exits} == {"w0", "w1"}
+        assert all("fork server" in e.text and "SIGKILL" in e.text for e in exits)
+        assert wait_gone(workers) == []
+        launcher.start("w0", 1)
+        await scheduler.welcome()
+        assert launcher.server_pid not in (0, server)
+
+
+@pytest.mark.asyncio
+async def test_a_stopped_worker_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with launched("w0") as (scheduler, launcher, _):
+        pid = launcher.pids["w0"]
+        os.kill(pid, signal.SIGSTOP)
+        exit_ = await scheduler.exit()
+        assert (
+            exit_.text == f"stopped for {forkserver.STOPPED_S_MAX:g} s, then killed with signal 9 (SIGKILL)"
+        )
+
+
+@pytest.mark.asyncio
+async def test_a_worker_that_goes_on_in_time_lives() -> None:
+    async with launched("w0") as (scheduler, launcher, ids):
+        pid = launcher.pids["w0"]
+        os.kill(pid, signal.SIGSTOP)
+        wait_state(pid, "T")
+        os.kill(pid, signal.SIGCONT)
+        pass_id = scheduler.bind(ids["w0"], program(f"{FUNCTIONS}:identity"))
+        scheduler.assign(ids["w0"], pass_id, [1])
+        assert await scheduler.outcomes(1) == [{"y": 1}]
+
+
+@pytest.mark.asyncio
+async def test_ctrl_c_leaves_the_fork_server_alone() -> None:
+    async with launched("w0") as (scheduler, launcher, _):
+        os.kill(launcher.server_pid, signal.SIGINT)
+        launcher.start("w1", 0)
+        _, hello = await scheduler.welcome()
+        assert hello.worker == "w1"
+
+
+def test_it_works_in_a_thread_beside_a_running_loop() -> None:
+    seen: list[str] = []
+
+    async def inner() -> None:
+        async with launched("w0") as (_, launcher, _ids):
+            seen.extend(launcher.pids)
+
+    async def outer() -> None:
+        thread = threading.Thread(target=lambda: asyncio.run(inner()))
+        thread.start()
+        await asyncio.to_thread(thread.join, 30)
+
+    asyncio.run(outer())
+    assert seen == ["w0"]
+
+
+@pytest.mark.asyncio
+async def test_a_fork_server_that_cannot_start_is_told_as_an_exit(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    async with LocalLauncher("ipc:///nowhere/at-all") as launcher:
+        exits: asyncio.Queue[WorkerExit] = asyncio.Queue()
+        launcher.on_exit = exits.put_nowait
+        launcher.start("w0", 0)
+        exit_ = await asyncio.wait_for(exits.get(), 10)
+        assert "exit code 1" in exit_.text
+        assert exit_.pid == 0
+
+
+def test_what_a_worker_writes_below_python_does_not_reach_stdout() -> None:
+    script = """
+import asyncio, os
+from tests.launchers.test_local import launched, program, FUNCTIONS
+async def main():
+    async with launched("w0") as (scheduler, launcher, ids):
+        pass_id = scheduler.bind(ids["w0"], program(f"{FUNCTIONS}:write_below"))
+        scheduler.assign(ids["w0"], pass_id, [1])
+        await scheduler.outcomes(1)
+asyncio.run(main())
+"""
+    root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=root,
+        env={**os.environ, "PYTHONPATH": root},
+        capture_output=True,
+        timeout=60,
+        check=True,
+    )
+    assert done.stdout == b""
+    assert b"from below" in done.stderr
+
+
+@pytest.mark.parametrize("threads", [0, -1, True])
+def test_threads_are_checked(threads: int) -> None:
+    with pytest.raises(UsageError, match="at least 1 thread"):
+        LocalLauncher("ipc:///x", threads=threads)
+
+
+def test_endings_are_described() -> None:
+    assert describe_exit(3, None) == "exit code 3"
+    assert describe_exit(None, signal.SIGSEGV) == "signal 11 (SIGSEGV)"
+    assert describe_exit(None, 50) == "signal 50"
+
+
+def test_control_frames() -> None:
+    buffer = FrameBuffer()
+    stream = pack_frame("start", "w0", 1, {"a": 1}) + pack_frame("kill", "w0", 1)
+    frames = [frame for i in range(len(stream)) for frame in buffer.feed(stream[i : i + 1])]
+    assert frames == [["start", "w0", 1, {"a": 1}], ["kill", "w0", 1]]
+    with pytest.raises(ValueError, match=str(FRAME_BYTES_MAX)):
+        FrameBuffer().feed(b"\xff" * 8)

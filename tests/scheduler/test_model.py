@@ -1,0 +1,401 @@
+"""The model test: hundreds of small seeded worlds, one large one, and bugs planted to test the test."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from pipedist.scheduler import Limits, PassSettings, Scheduler
+from pipedist.scheduler import commands as cmd
+from pipedist.scheduler import events as ev
+from pipedist.scheduler.membership import Lease, Membership, Worker
+from pipedist.scheduler.passes import Pass
+from pipedist.scheduler.ranges import RangeSet, Todo, TodoQueue
+from tests.scheduler.world import Violation, World
+
+SEEDS = 300
+
+
+def play_small_worlds(first: int, last: int) -> None:
+    for seed in range(first, last):
+        World(seed).run()
+
+
+@pytest.mark.parametrize("first", range(0, SEEDS, 50))
+def test_small_worlds(first: int) -> None:
+    play_small_worlds(first, first + 50)
+
+
+# -- planted bugs ------------------------------------------------------------------------
+
+Plant = Callable[[pytest.MonkeyPatch], None]
+BUGS: dict[str, Plant] = {}
+
+
+def bug(plant: Plant) -> Plant:
+    BUGS[plant.__name__] = plant
+    return plant
+
+
+def wrapped(patch: pytest.MonkeyPatch, owner: type, name: str, new: Callable[..., Any]) -> None:
+    """Replace a method by `new(original, self, ...)`."""
+    original = getattr(owner, name)
+    patch.setattr(owner, name, lambda *a, **k: new(original, *a, **k))
+
+
+@bug
+def news_of_an_old_incarnation_count(patch: pytest.MonkeyPatch) -> None:
+    def lost(original: Any, self: Scheduler, event: ev.WorkerLost) -> None:
+        now = self._members.workers[event.worker].incarnation
+        original(self, ev.WorkerLost(event.worker, now, event.cause, event.graceful))
+
+    wrapped(patch, Scheduler, "_on_worker_lost", lost)
+    patch.setitem(_handlers(), ev.WorkerLost, Scheduler._on_worker_lost)
+
+
+@bug
+def heartbeats_of_an_old_incarnation_count(patch: pytest.MonkeyPatch) -> None:
+    def heard(self: Scheduler, event: ev.WorkerHeard) -> None:
+        self._members.hear(self._members.workers[event.worker], self._now)
+
+    patch.setitem(_handlers(), ev.WorkerHeard, heard)
+
+
+@bug
+def results_count_without_a_lease(patch: pytest.MonkeyPatch) -> None:
+    def held(
+        original: Any, self: Scheduler, name: str, inc: int, lease: int, lo: int, hi: int
+    ) -> Lease | None:
+        if lease in self._members.leases:
+            known = self.__dict__.setdefault("known", {})
+            known[lease] = self._members.leases[lease]
+            return original(self, name, inc, lease, lo, hi)
+        return self.__dict__.get("known", {}).get(lease) or original(self, name, inc, lease, lo, hi)
+
+    wrapped(patch, Scheduler, "_held_lease", held)
+
+
+@bug
+def a_report_with_a_gap_counts(patch: pytest.MonkeyPatch) -> None:
+    def held(self: Scheduler, name: str, inc: int, lease: int, lo: int, hi: int) -> Lease | None:
+        if self._members.current(name, inc) is None or lease not in self._members.leases:
+            self._out.append(cmd.DropResults(name, lease))
+            return None
+        return self._members.leases[lease]
+
+    patch.setattr(Scheduler, "_held_lease", held)
+
+
+@bug
+def a_retry_is_lost(patch: pytest.MonkeyPatch) -> None:
+    def wait(original: Any, self: Pass, lo: int, hi: int, attempt: int) -> None:
+        if attempt < 2:
+            original(self, lo, hi, attempt)
+
+    wrapped(patch, Pass, "wait", wait)
+
+
+@bug
+def one_retry_too_few(patch: pytest.MonkeyPatch) -> None:
+    def raised(original: Any, self: Scheduler, pass_: Pass, event: ev.CallFailed) -> None:
+        trouble = pass_.trouble.get(event.call)
+        last = trouble is not None and trouble.raised + 1 == pass_.settings.retries
+        original(
+            self,
+            pass_,
+            ev.CallFailed(event.worker, 0, 0, event.call, event.token, event.retryable and not last),
+        )
+
+    wrapped(patch, Scheduler, "_raised", raised)
+
+
+@bug
+def deaths_use_up_retries(patch: pytest.MonkeyPatch) -> None:
+    def raised(original: Any, self: Scheduler, pass_: Pass, event: ev.CallFailed) -> None:
+        trouble = pass_.trouble.get(event.call)
+        if trouble is not None:
+            trouble.raised, trouble.deaths = trouble.raised + trouble.deaths, 0
+        original(self, pass_, event)
+
+    wrapped(patch, Scheduler, "_raised", raised)
+
+
+@bug
+def what_can_not_be_helped_is_tried_again(patch: pytest.MonkeyPatch) -> None:
+    def raised(original: Any, self: Scheduler, pass_: Pass, event: ev.CallFailed) -> None:
+        original(self, pass_, ev.CallFailed(event.worker, 0, 0, event.call, event.token))
+
+    wrapped(patch, Scheduler, "_raised", raised)
+
+
+@bug
+def every_lease_of_a_lost_worker_is_blamed(patch: pytest.MonkeyPatch) -> None:
+    wrapped(
+        patch,
+        Scheduler,
+        "_give_back",
+        lambda o, self, lease, cause, blamed: o(self, lease, cause, blamed=True),
+    )
+
+
+@bug
+def nobody_is_blamed(patch: pytest.MonkeyPatch) -> None:
+    wrapped(
+        patch,
+        Scheduler,
+        "_give_back",
+        lambda o, self, lease, cause, blamed: o(self, lease, cause, blamed=False),
+    )
+
+
+@bug
+def a_cancelled_call_is_forgotten_in_the_blame(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Membership, "cancel", Membership.revoke)
+
+
+@bug
+def the_rest_of_a_lost_lease_is_forgotten(patch: pytest.MonkeyPatch) -> None:
+    def give_back(original: Any, self: Scheduler, lease: Lease, cause: str, *, blamed: bool) -> None:
+        if lease.hi - lease.next > 1:
+            self._passes[lease.pass_id].leased -= 1
+            lease.hi -= 1
+        original(self, lease, cause, blamed=blamed)
+
+    wrapped(patch, Scheduler, "_give_back", give_back)
+
+
+@bug
+def the_rest_of_a_lost_lease_waits_beyond_the_failed_step(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Pass, "wait", lambda self, lo, hi, attempt: self.todo.put(lo, hi, attempt))
+
+
+@bug
+def a_replacement_has_the_old_incarnation(patch: pytest.MonkeyPatch) -> None:
+    def lose(
+        original: Any, self: Scheduler, worker: Worker, cause: str, *, graceful: bool, replace: bool
+    ) -> None:
+        original(self, worker, cause, graceful=graceful, replace=False)
+        if worker.managed and replace:
+            self._out.append(cmd.StartWorker(worker.name, worker.incarnation))
+
+    wrapped(patch, Scheduler, "_lose", lose)
+
+
+@bug
+def the_valve_by_steps_is_ignored(patch: pytest.MonkeyPatch) -> None:
+    wrapped(patch, Pass, "steps_wanted", lambda o, self, limits, workers: o(self, limits, workers) and 4)
+
+
+@bug
+def the_valve_by_bytes_is_ignored(patch: pytest.MonkeyPatch) -> None:
+    def wanted(original: Any, self: Pass, limits: Limits, workers: int) -> int:
+        return original(self, Limits(steps_in_flight_max=limits.steps_in_flight_max), workers)
+
+    wrapped(patch, Pass, "steps_wanted", wanted)
+
+
+@bug
+def the_one_step_that_always_fits_does_not(patch: pytest.MonkeyPatch) -> None:
+    def wanted(original: Any, self: Pass, limits: Limits, workers: int) -> int:
+        full = self.input_bytes + self.result_bytes + self.step_bytes > limits.bytes_in_flight_max / 10
+        return 0 if full and self.offered else original(self, limits, workers)
+
+    wrapped(patch, Pass, "steps_wanted", wanted)
+
+
+@bug
+def results_that_were_consumed_weigh_for_ever(patch: pytest.MonkeyPatch) -> None:
+    def consumed(self: Scheduler, event: ev.StepsConsumed) -> None:
+        self._passes[event.pass_id].consumed = event.before
+
+    patch.setitem(_handlers(), ev.StepsConsumed, consumed)
+
+
+@bug
+def steps_show_out_of_order(patch: pytest.MonkeyPatch) -> None:
+    def end_from(self: RangeSet, x: int) -> int:
+        return max([x, *(hi for _, hi in self)])
+
+    patch.setattr(RangeSet, "end_from", end_from)
+
+
+@bug
+def a_lease_spans_the_missing_calls_of_a_short_step(patch: pytest.MonkeyPatch) -> None:
+    def offer(original: Any, self: Pass, first: int, last: int, parts: int, size: int) -> None:
+        original(self, first, last, self.settings.replicas if parts else 0, size)
+
+    wrapped(patch, Pass, "offer", offer)
+
+
+@bug
+def retries_wait_at_the_end(patch: pytest.MonkeyPatch) -> None:
+    def put(self: TodoQueue, lo: int, hi: int, attempt: int) -> None:
+        if lo < hi:
+            self._items.append(Todo(lo, hi, attempt))
+            self.calls += hi - lo
+
+    patch.setattr(TodoQueue, "put", put)
+
+
+@bug
+def the_failure_that_came_first_ends_the_pass(patch: pytest.MonkeyPatch) -> None:
+    def fail(original: Any, self: Pass, failure: cmd.Failure) -> None:
+        before = self.last_step
+        original(self, failure)
+        self.last_step = self.last_step if before is None else before
+
+    wrapped(patch, Pass, "fail", fail)
+
+
+@bug
+def a_failure_is_told_before_its_step_is_whole(patch: pytest.MonkeyPatch) -> None:
+    def fail(original: Any, self: Scheduler, pass_: Pass, failure: cmd.Failure) -> None:
+        original(self, pass_, failure)
+        step = failure.call // pass_.settings.replicas
+        if failure.call in pass_.failures:
+            self._out.append(cmd.StepFailed(pass_.id, step, (failure,)))
+
+    wrapped(patch, Scheduler, "_fail", fail)
+
+
+@bug
+def leases_outlive_their_pass(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Scheduler, "_cancel_leases", lambda self, pass_, from_call: None)
+
+
+@bug
+def a_held_pass_is_dealt(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Pass, "deals", property(lambda self: self.todo.calls > 0))
+
+
+@bug
+def quiet_is_said_too_early(patch: pytest.MonkeyPatch) -> None:
+    def held(self: Scheduler, event: ev.PassHeld) -> None:
+        self._passes[event.pass_id].held = self._passes[event.pass_id].told_quiet = True
+        self._out.append(cmd.PassQuiet(event.pass_id))
+
+    patch.setitem(_handlers(), ev.PassHeld, held)
+
+
+@bug
+def a_silent_worker_stays(patch: pytest.MonkeyPatch) -> None:
+    patch.setitem(_handlers(), ev.Tick, lambda self, event: None)
+
+
+@bug
+def a_worker_is_told_of_a_pass_once_for_all_its_lives(patch: pytest.MonkeyPatch) -> None:
+    def dismiss(original: Any, self: Membership, worker: Worker) -> list[Lease]:
+        bound = set(worker.bound)
+        held = original(self, worker)
+        worker.bound = bound
+        return held
+
+    wrapped(patch, Membership, "dismiss", dismiss)
+
+
+def _handlers() -> dict[type, Any]:
+    return sys.modules["pipedist.scheduler.machine"].__dict__["_HANDLERS"]
+
+
+@pytest.mark.parametrize("name", BUGS)
+def test_a_planted_bug_is_caught_within_300_small_worlds(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    BUGS[name](monkeypatch)
+    with pytest.raises(Violation):
+        play_small_worlds(0, SEEDS)
+
+
+# -- one large world ---------------------------------------------------------------------
+
+
+def test_an_event_costs_the_same_with_a_thousand_workers() -> None:
+    small, large = Crowd(100, 1_000), Crowd(1_000, 10_000)
+    assert small.run() == 1_000
+    assert large.run() == 10_000
+    assert large.lines_per_event < 1.3 * small.lines_per_event
+    assert large.commands_per_call < 4
+    assert large.lines_max < 4 * small.lines_max
+
+
+class Crowd:
+    """Many workers, calls of a second each, no faults; counts lines of Python instead of time."""
+
+    replicas = 10
+
+    def __init__(self, workers: int, calls: int) -> None:
+        self.scheduler = Scheduler()
+        self.calls = calls
+        self.workers = workers
+        self.lines: list[int] = []
+        self.commands = 0
+        self._leases: list[cmd.SendAssign] = []
+
+    def run(self) -> int:
+        """Return how many calls were accepted."""
+        settings = PassSettings(self.replicas, retries=1)
+        accepted = offered = 0
+        todo: list[ev.Event] = [ev.PassOpened(1, settings)]
+        for i in range(self.workers):
+            todo += [ev.WorkerExpected(f"w{i}"), ev.WorkerJoined(f"w{i}", 0)]
+        turn = 0
+        while todo or self._leases:
+            turn += 1
+            for command in self._handle(todo.pop(0) if todo else self._report(turn), counted=turn % 20 == 0):
+                match command:
+                    case cmd.SendAssign():
+                        self._leases.append(command)
+                    case cmd.AcceptResults(_, lo, hi):
+                        accepted += hi - lo
+                    case cmd.StepsReady(_, _, last):
+                        todo.append(ev.StepsConsumed(1, last))
+                    case cmd.RequestSteps(_, count):
+                        last = min(offered + count, self.calls // self.replicas)
+                        if last > offered:
+                            todo.append(ev.StepsOffered(1, offered, last, self.replicas))
+                        offered = last
+        self.scheduler.validate()
+        return accepted
+
+    def _report(self, turn: int) -> ev.Event:
+        """Let one of the running leases come back: in no order, and every tenth raises once."""
+        place = turn * 7919 % len(self._leases)
+        self._leases[place], self._leases[-1] = self._leases[-1], self._leases[place]
+        lease = self._leases.pop()
+        if lease.attempt == 0 and lease.lo % 10 == 3:
+            return ev.CallFailed(lease.worker, 0, lease.lease, lease.lo, token=0)
+        return ev.CallsDone(lease.worker, 0, lease.lease, lease.lo, lease.hi, 10**9)
+
+    def _handle(self, event: ev.Event, *, counted: bool) -> list[cmd.Command]:
+        lines = 0
+
+        def trace(frame: FrameType, what: str, argument: object) -> Any:
+            nonlocal lines
+            lines += what == "line"
+            return trace
+
+        before = sys.gettrace()
+        if counted:
+            sys.settrace(trace)
+        try:
+            commands = self.scheduler.handle(event, 0.0)
+        finally:
+            sys.settrace(before)
+        if counted and isinstance(event, ev.CallsDone | ev.CallFailed):
+            self.lines.append(lines)
+        self.commands += len(commands)
+        return commands
+
+    @property
+    def lines_per_event(self) -> float:
+        return sum(self.lines) / len(self.lines)
+
+    @property
+    def lines_max(self) -> int:
+        return max(self.lines)
+
+    @property
+    def commands_per_call(self) -> float:
+        return self.commands / self.calls

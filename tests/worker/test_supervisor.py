@@ -1,0 +1,191 @@
+"""Workers that dial in: `run_worker` in a process of its own, over TCP with keys."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from pipedist.errors import UsageError
+from pipedist.messages import Goodbye, Heartbeat, Hello, Log, Refuse, Stop, Welcome
+from pipedist.transport.keys import write_key_file
+from pipedist.worker.supervisor import run_worker
+from tests.launchers.processes import wait_gone
+from tests.worker.fake_scheduler import FakeScheduler, program
+
+FUNCTIONS = "tests.worker.replica_functions"
+ROOT = Path(__file__).parents[2]
+PATIENCE_S = 20
+
+pytestmark = pytest.mark.asyncio
+
+
+class Supervised:
+    """A scheduler, and the process under test."""
+
+    def __init__(self, scheduler: FakeScheduler, process: asyncio.subprocess.Process) -> None:
+        self.scheduler = scheduler
+        self.process = process
+
+    async def take(self, *kinds: type) -> tuple[bytes, object]:
+        """The next message of one of these kinds."""
+        while True:
+            identity, message, _ = await asyncio.wait_for(self.scheduler.inbox.get(), PATIENCE_S)
+            if isinstance(message, kinds):
+                return identity, message
+
+    async def ended(self) -> tuple[int, str]:
+        """The exit code and what it said."""
+        _, stderr = await asyncio.wait_for(self.process.communicate(), PATIENCE_S)
+        assert self.process.returncode is not None
+        return self.process.returncode, stderr.decode()
+
+
+async def dial_in(endpoint: str, key_file: Path, join_s: float = 10.0) -> asyncio.subprocess.Process:
+    script = (
+        "import sys; from pipedist.worker.supervisor import run_worker; "
+        f"sys.exit(run_worker({endpoint!r}, {str(key_file)!r}, join_s={join_s}))"
+    )
+    return await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-c",
+        script,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+    )
+
+
+@asynccontextmanager
+async def supervised(tmp_path: Path) -> AsyncIterator[Supervised]:
+    key_file = tmp_path / "keys.json"
+    async with FakeScheduler(write_key_file(key_file).server) as scheduler:
+        process = await dial_in(scheduler.endpoint, key_file)
+        try:
+            yield Supervised(scheduler, process)
+        finally:
+            if process.returncode is None:
+                process.kill()
+                await process.communicate()
+
+
+async def test_it_joins_works_and_leaves(tmp_path: Path) -> None:
+    async with supervised(tmp_path) as it:
+        identity, hello = await it.take(Hello)
+        assert isinstance(hello, Hello)
+        assert hello.worker.startswith(f"{os.uname().nodename}:{it.process.pid}:")
+        assert hello.incarnation == 0
+        it.scheduler.send(identity, Welcome("c", 0.1, (str(ROOT),)))
+        pass_id = it.scheduler.bind(identity, program(f"{FUNCTIONS}:identity"))
+        it.scheduler.assign(identity, pass_id, [3])
+        assert await it.scheduler.outcomes(1, aside=(Log, Heartbeat)) == [{"y": 3}]
+        it.scheduler.stop(identity)
+        assert (await it.ended())[0] == 0
+
+
+async def test_a_busy_worker_is_spoken_for(tmp_path: Path) -> None:
+    async with supervised(tmp_path) as it:
+        identity, _ = await it.take(Hello)
+        it.scheduler.send(identity, Welcome("c", 0.1, (str(ROOT),)))
+        supervisor, _ = await it.take(Heartbeat)
+        it.scheduler.send(supervisor, Welcome("c", 0.02, ()))
+        pass_id = it.scheduler.bind(identity, program(f"{FUNCTIONS}:hold_the_interpreter"))
+        it.scheduler.assign(identity, pass_id, [1])
+        await it.take(Log)  # the call has begun
+        for _ in range(5):
+            assert (await it.take(Heartbeat))[0] == supervisor
+
+
+async def test_a_crash_is_told_at_once_and_the_next_incarnation_joins(tmp_path: Path) -> None:
+    async with supervised(tmp_path) as it:
+        _, first = await it.take(Hello)
+        assert isinstance(first, Hello)
+        await it.take(Heartbeat)
+        os.kill(first.pid, signal.SIGKILL)
+        supervisor, goodbye = await it.take(Goodbye)
+        assert goodbye == Goodbye(first.worker, 0, "signal 9 (SIGKILL)")
+        identity, second = await it.take(Hello)
+        assert isinstance(second, Hello)
+        assert (second.worker, second.incarnation) == (first.worker, 1)
+        assert second.pid != first.pid
+
+
+async def test_the_scheduler_can_have_the_process_killed(tmp_path: Path) -> None:
+    async with supervised(tmp_path) as it:
+        _, first = await it.take(Hello)
+        supervisor, _ = await it.take(Heartbeat)
+        it.scheduler.send(supervisor, Refuse("its call takes too long"))
+        _, second = await it.take(Hello)
+        assert isinstance(first, Hello)
+        assert isinstance(second, Hello)
+        assert second.incarnation == 1
+        assert wait_gone([first.pid], within_s=0) == []
+        it.scheduler.send(supervisor, Stop("that is all"))
+        code, said = await it.ended()
+        assert code == 0
+        assert "its call takes too long" in said
+        assert "that is all" in said
+        assert wait_gone([second.pid], within_s=0) == []
+
+
+async def test_a_refused_worker_says_why_and_does_not_come_again(tmp_path: Path) -> None:
+    async with supervised(tmp_path) as it:
+        identity, _ = await it.take(Hello)
+        it.scheduler.send(identity, Refuse("it runs numpy 1.0"))
+        code, said = await it.ended()
+        assert code == 1
+        assert "it runs numpy 1.0" in said
+
+
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, None)])
+async def test_a_signal_ends_it_and_its_worker(tmp_path: Path, signum: int, code: int | None) -> None:
+    async with supervised(tmp_path) as it:
+        _, hello = await it.take(Hello)
+        await it.take(Heartbeat)
+        it.process.send_signal(signum)
+        _, goodbye = await it.take(Goodbye)
+        assert isinstance(goodbye, Goodbye)
+        ended, _ = await it.ended()
+        assert ended == (code or -signal.SIGINT)
+        assert isinstance(hello, Hello)
+        assert wait_gone([hello.pid], within_s=0) == []
+
+
+async def test_killing_the_supervisor_leaves_no_worker(tmp_path: Path) -> None:
+    async with supervised(tmp_path) as it:
+        _, hello = await it.take(Hello)
+        assert isinstance(hello, Hello)
+        it.process.kill()
+        assert wait_gone([hello.pid]) == []
+
+
+async def test_a_scheduler_that_does_not_answer_is_left(tmp_path: Path) -> None:
+    key_file = tmp_path / "keys.json"
+    write_key_file(key_file)
+    process = await dial_in("tcp://127.0.0.1:9", key_file, join_s=0.2)
+    _, said = await asyncio.wait_for(process.communicate(), PATIENCE_S)
+    assert process.returncode == 1
+    assert b"127.0.0.1:9" in said
+
+
+async def test_other_keys_are_refused_with_a_clear_message(tmp_path: Path) -> None:
+    other = tmp_path / "other.json"
+    write_key_file(other)
+    async with FakeScheduler(write_key_file(tmp_path / "keys.json").server) as scheduler:
+        process = await dial_in(scheduler.endpoint, other)
+        _, said = await asyncio.wait_for(process.communicate(), PATIENCE_S)
+    assert process.returncode == 1
+    assert b"key" in said
+    assert scheduler.inbox.empty()
+
+
+async def test_a_missing_key_file_is_a_usage_error(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="nowhere"):
+        run_worker("tcp://127.0.0.1:9", tmp_path / "nowhere")
