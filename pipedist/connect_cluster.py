@@ -12,7 +12,7 @@ from pipedist.coordinator import Coordinator
 from pipedist.errors import UsageError
 from pipedist.local_cluster import Cluster
 from pipedist.scheduler import Limits
-from pipedist.transport.keys import read_key_file, write_key_file
+from pipedist.transport.keys import ServerKeys, read_key_file, write_key_file
 from pipedist.transport.zeromq import Router
 from pipedist.worker.hello import boot_id
 
@@ -48,19 +48,14 @@ class ConnectCluster(Cluster):
         self._coordinator: Coordinator | None = None
 
     async def __aenter__(self) -> Self:
-        if os.path.exists(self._key_file):
-            keys = read_key_file(self._key_file)
-        else:
-            keys = write_key_file(self._key_file)
-        if keys.server is None:
-            raise UsageError(f"key file {self._key_file} is made for workers: it lacks `server_secret`")
+        keys = self._keys()
         await self._stack.__aenter__()
         try:
             self._coordinator = await self._stack.enter_async_context(
                 Coordinator(
                     router_factory=lambda on_message, on_reject, on_lost: Router(
                         self._listen,
-                        keys=keys.server,
+                        keys=keys,
                         on_message=on_message,
                         on_reject=on_reject,
                         on_lost=on_lost,
@@ -81,6 +76,13 @@ class ConnectCluster(Cluster):
             file=sys.stderr,
         )
         return self
+
+    def _keys(self) -> ServerKeys:
+        exists = os.path.exists(self._key_file)
+        keys = read_key_file(self._key_file) if exists else write_key_file(self._key_file)
+        if keys.server is None:
+            raise UsageError(f"key file {self._key_file} is made for workers: it lacks `server_secret`")
+        return keys.server
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

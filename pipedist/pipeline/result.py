@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pipedist.outputs.document import run_document
 from pipedist.program import Tree
 
 
@@ -99,8 +100,26 @@ class Result(Mapping[str, Tree]):
     ledger: Ledger
     timings: Mapping[str, float]
     notice: str = ""
-    document: Mapping[str, Any] = field(default_factory=dict)
-    """The results document, as `pipedist run --json` prints it."""
+    restored: Mapping[str, Any] | None = None
+    """The document of a run that was finished before, and was not run again."""
+
+    @property
+    def document(self) -> Any:
+        """The results document, as `pipedist run --json` prints it; made anew at each look.
+
+        Raises:
+            OutputError: a value has no JSON form.
+        """
+        if self.restored is not None:
+            return self.restored
+        return run_document(
+            run_id=self.run_id,
+            name=self.name,
+            results=self.by_stage,
+            files=self.files,
+            ledger=self.ledger.to_json(),
+            timings={name: round(seconds, 6) for name, seconds in self.timings.items()},
+        )
 
     def __getitem__(self, stage: str) -> Tree:
         return self.by_stage[stage]

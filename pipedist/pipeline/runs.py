@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import json
 import os
 import secrets
 import threading
@@ -21,8 +19,9 @@ import anyio.abc
 from pipedist import messages as msg
 from pipedist.errors import RunCancelled, UsageError
 from pipedist.local_cluster import Cluster, LocalCluster, usable_cores
-from pipedist.outputs import FinishedRun, RunFolder, open_folder, to_json
+from pipedist.outputs import FinishedRun, RunFolder, open_folder
 from pipedist.pipeline.execution import Execution
+from pipedist.pipeline.identity import digest
 from pipedist.pipeline.result import Ledger, Progress, Result
 from pipedist.pipeline.subscription import Part, Step, Subscription
 from pipedist.plan import Plan, compile_plan
@@ -71,6 +70,7 @@ class Run:
         self._subscription: Subscription | None = None
         self._started = False
         self._finished = anyio.Event()
+        self._main_scope = anyio.CancelScope()
         self._error: BaseException | None = None
         self._result: Result | None = None
         self._execution: Execution | None = None
@@ -118,12 +118,12 @@ class Run:
         return usable_cores() if wanted == "auto" else wanted
 
     def _open_folder(self) -> RunFolder | FinishedRun | None:
-        if self._output is None and not self._spec.outputs:
+        if self._output is None and not (self._spec.outputs or self._resume or self._restart):
             return None
         return open_folder(
             self._output if self._output is not None else Path("out") / self._spec.name,
             run_id=self.id,
-            spec_hash=identity(self._spec),
+            spec_hash=digest(self._spec),
             outputs=list(self._spec.outputs.values()),
             resume=self._resume,
             restart=self._restart,
@@ -237,16 +237,16 @@ class Run:
         self._tasks.start_soon(self._cancel_after, self._spec.cluster.grace_s)
 
     async def _cancel_after(self, grace_s: float) -> None:
-        with anyio.move_on_after(grace_s):
+        with anyio.move_on_after(grace_s) as waiting:
             await self._finished.wait()
-        self.cancel()
+        if waiting.cancelled_caught:
+            self.cancel()
 
     def cancel(self) -> None:
         """End the run at once."""
         if not self._finished.is_set():
             self._end(RunCancelled("the run was cancelled"))
-        if self._tasks is not None:
-            self._tasks.cancel_scope.cancel()
+        self._main_scope.cancel()
 
     # -- inside ----------------------------------------------------------------------------------
 
@@ -268,8 +268,9 @@ class Run:
         folder = self._folder if isinstance(self._folder, RunFolder) else None
         self._execution = Execution(self.plan, self._cluster.coordinator, folder, self._subscription)
         try:
-            await self._execution.run()
-            self._result = self._made(self._execution, folder)
+            with self._main_scope:
+                await self._execution.run()
+                self._result = self._made(self._execution, folder)
         except Exception as error:
             self._end(error)
         else:
@@ -293,35 +294,15 @@ class Run:
             timings=timings,
             notice=self.notice,
         )
-        document = as_document(result)
         if folder is not None:
-            folder.finish(document)
-        return Result(**{**_fields(result), "document": document})
-
-
-def _fields(result: Result) -> dict[str, Any]:
-    return {name: getattr(result, name) for name in result.__dataclass_fields__}
-
-
-def as_document(result: Result) -> dict[str, Any]:
-    """Return the results document of a finished run, as `pipedist run --json` prints it."""
-    return {
-        "format": 1,
-        "run": result.run_id,
-        "name": result.name,
-        "results": {
-            name: {"file": str(result.files[name])} if name in result.files else to_json(value)
-            for name, value in result.items()
-        },
-        "ledger": result.ledger.to_json(),
-        "timings": {name: round(seconds, 6) for name, seconds in result.timings.items()},
-    }
+            folder.finish(result.document)
+        return result
 
 
 def _restored(spec: Spec, finished: FinishedRun) -> Result:
     """Return the result of a run that was finished before, from its document."""
     document: Any = finished.document
-    files = {n: finished.path / o for n, o in spec.outputs.items()}
+    files = {n: finished.files[o] for n, o in spec.outputs.items() if o in finished.files}
     return Result(
         name=document["name"],
         run_id=document["run"],
@@ -330,21 +311,8 @@ def _restored(spec: Spec, finished: FinishedRun) -> Result:
         ledger=Ledger(**document["ledger"]),
         timings=document["timings"],
         notice=f"this run was finished before, in {finished.path}",
-        document=document,
+        restored=document,
     )
-
-
-def identity(spec: Spec) -> str:
-    """Return the digest that says whether two specs mean the same run; `cluster` is no part of it."""
-    shown = {
-        "replicas": spec.replicas,
-        "seed": spec.seed,
-        "threads": spec.threads_per_replica,
-        "datasets": {n: repr(d) for n, d in spec.datasets.items()},
-        "stages": {n: repr(s) for n, s in spec.stages.items()},
-        "outputs": dict(spec.outputs),
-    }
-    return hashlib.sha256(json.dumps(shown, sort_keys=True).encode()).hexdigest()
 
 
 def cluster_for(spec: Spec, *, workers: int) -> Cluster:

@@ -212,7 +212,7 @@ def _phases(spec: Spec) -> tuple[tuple[PassPlan, ...], ...]:
     groups: dict[tuple[int, str], list[str]] = {}
     for name in _topological(spec):
         groups.setdefault((phase_of[name], roots[name]), []).append(name)
-    for name, stage in spec.stages.items():
+    for stage in spec.stages.values():
         if not isinstance(stage, RunSpec) and stage.of in spec.datasets:
             groups.setdefault((0, stage.of), [])
     for (number, root), runs in sorted(groups.items()):

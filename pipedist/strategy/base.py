@@ -60,10 +60,11 @@ class BaseStrategy(ABC):
             What it returned, in its structure, with every leaf a PerReplica; None stays None.
 
         Raises:
-            TypeError: `fn` can't be called, `args` is no sequence, or an argument can't be sent to
+            TypeError: `fn` can't be called, `kwargs` is no mapping, or an argument can't be sent to
                 workers (UnsendableError, which names its place).
-            ValueError: the replicas returned different structures (the text shows two), or an
-                argument has another number of components than there are replicas.
+            ValueError: `args` is neither tuple nor list; an argument has another number of components
+                than there are replicas; or the replicas returned different structures (the text shows
+                two).
             CallError: `fn` raised; of several replicas, the lowest one's exception is `__cause__`.
             RuntimeError: called inside a replica function.
         """
@@ -247,7 +248,7 @@ class BaseStrategy(ABC):
     def _arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> list[Tree]:
         """Return what each replica is called with: (args, kwargs)."""
         if not isinstance(args, list | tuple):
-            raise TypeError(
+            raise ValueError(
                 f"args is {args!r} of type {type(args).__name__}; expected a tuple: args=(value,)"
             )
         if kwargs is not None and not isinstance(kwargs, Mapping):

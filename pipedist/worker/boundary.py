@@ -40,7 +40,8 @@ def own(box: list[Tree]) -> tuple[Tree, int]:
     value = box.pop()
     if type(value) in _IMMUTABLE:
         return value, _size(value)
-    leaves, treedef = trees.flatten(value)
+    bare = type(value) is np.ndarray
+    leaves, treedef = ([value], None) if bare else trees.flatten(value)  # the common case, cheaper
     del value
     size = 0
     for index in range(len(leaves)):
@@ -49,7 +50,7 @@ def own(box: list[Tree]) -> tuple[Tree, int]:
         elif type(leaves[index]) in (bytearray, memoryview):
             leaves[index] = bytes(leaves[index])
         size += _size(leaves[index])
-    return trees.unflatten(treedef, leaves), size
+    return leaves[0] if treedef is None else trees.unflatten(treedef, leaves), size
 
 
 def _read_only(leaf: trees.Leaf) -> trees.Leaf:

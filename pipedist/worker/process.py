@@ -21,7 +21,7 @@ from pipedist.worker.commands import Ending
 from pipedist.worker.driver import Driver
 from pipedist.worker.hello import make_hello
 from pipedist.worker.kernel import WORKER_NAME, set_process_name
-from pipedist.worker.machine import Limits, WorkerMachine
+from pipedist.worker.machine import Limits, State, WorkerMachine
 from pipedist.worker.progress import Progress
 
 LINGER_S = 2.0
@@ -115,15 +115,19 @@ def _work(settings: WorkerSettings, progress: Progress, label: str) -> int:
     keys = read_key_file(settings.key_file).client if settings.key_file else None
     identity = f"{settings.worker}.{settings.incarnation}.{secrets.token_hex(8)}".encode()
     dealer = Dealer(settings.endpoint, identity=identity, keys=keys)
+    protocol = WorkerMachine(
+        make_hello(settings.worker, settings.incarnation), Limits(join_s=settings.join_s)
+    )
     try:
-        protocol = WorkerMachine(
-            make_hello(settings.worker, settings.incarnation), Limits(join_s=settings.join_s)
-        )
         driver = Driver(
             dealer, protocol, threads=settings.threads, join_s=settings.join_s, progress=progress, die=_die
         )
         driver.output.install()
         ending, reason = driver.run()
+    except ConnectionLost as error:
+        if protocol.state is not State.JOINING:
+            raise
+        ending, reason = Ending.UNANSWERED, str(error)
     finally:
         dealer.close(LINGER_S)
     if ending is not Ending.STOPPED:

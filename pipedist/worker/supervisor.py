@@ -185,7 +185,7 @@ class Supervisor:
             message, _ = self._dealer.recv()
         except (ConnectionLost, ProtocolError):
             # The worker process notices too, and its exit code says whether to go on.
-            self._disconnect()
+            self._disconnect(linger_s=0.0)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(LOOK_S)  # not to try again as fast as the machine can
             return None
@@ -201,16 +201,16 @@ class Supervisor:
         try:
             self._dealer.send(Goodbye(self.worker, incarnation, text), timeout_s=self._heartbeat_s)
         except PipedistError:
-            self._disconnect()  # the scheduler will miss the heartbeats
+            self._disconnect(linger_s=0.0)  # the scheduler will miss the heartbeats
 
     def _connect(self) -> Dealer:
         identity = f"supervisor.{self.worker}.{secrets.token_hex(8)}".encode()[:255]
         return Dealer(self._endpoint, identity=identity, keys=self._keys)
 
-    def _disconnect(self) -> None:
+    def _disconnect(self, linger_s: float = _END_S) -> None:
         dealer, self._dealer = self._dealer, None
         if dealer is not None:
-            dealer.close(_END_S)
+            dealer.close(linger_s)
 
     def _say(self, text: str) -> None:
         sys.stderr.write(f"pipedist worker {self.worker}: {text}\n")

@@ -70,7 +70,7 @@ def _has_plain_leaf(case: Case) -> bool:
     value = case.call["value"]
     leaves = reference.leaves(value)
     return case.replicas > 1 and (
-        value == {"none": True} or any("per_replica" not in leaf for leaf in leaves)
+        value == {"none": True} or any(reference.components(leaf) is None for leaf in leaves)
     )
 
 
@@ -80,7 +80,7 @@ REDUCE = (
     _reduce_rule(
         "reduce: a tree is reduced leaf by leaf, with an axis too",
         16,
-        lambda case: reference.is_container(case.call["value"]) and case.call["axis"] is not None,
+        lambda case: reference.is_container(case.call["value"]),
     ),
     _reduce_rule(
         "reduce: a plain value is a ValueError, but MEAN with axis None returns it", 17, _has_plain_leaf
@@ -221,6 +221,8 @@ def _ids_in(expression: Json, value: Json) -> Json:
                 "namedtuple": name,
                 "fields": {key: _ids_in(fields[key], item) for key, item in items.items()},
             }
+        case ["by_replica", [first, *_]], _ if reference.is_container(value):
+            return _ids_in(first, value)
         case ["by_replica", branches], {"per_replica": parts}:
             return {"per_replica": [_ids_in(b, part) for b, part in zip(branches, parts, strict=True)]}
     return _plain_numbers(value) if _is_plain_arithmetic(expression) else value

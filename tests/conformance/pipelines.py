@@ -15,16 +15,9 @@ from pipedist.datasets.element import ArraySpec
 from pipedist.datasets.input import InputContext
 from pipedist.datasets.logical import Dataset
 from pipedist.errors import OutOfRangeError
-from pipedist.strategy import (
-    BaseStrategy,
-    CentralStorageStrategy,
-    DistributedDataset,
-    OneDeviceStrategy,
-    get_strategy,
-)
+from pipedist.strategy import DistributedDataset
 from pipedist.values import PerReplica
-from tests.conformance.cases import Case, Json, Raised, Skip, Value, decode
-from tests.conformance.session import Session
+from tests.conformance.cases import Json, Raised, Skip, Value, decode
 
 MAPS: Mapping[str, Callable[[Any], Any]] = {
     "double": lambda x: 2 * x,
@@ -41,17 +34,6 @@ FILTERS: Mapping[str, Callable[[Any], Any]] = {
     "odd": lambda t: t % 2,
     "none": lambda t: False,
 }
-
-
-async def strategy_for(case: Case, session: Session) -> BaseStrategy:
-    """Return a strategy of the very kind that the case names."""
-    strategy = await session.strategy(case.strategy)
-    kind = "default" if case.strategy is None else case.strategy.kind
-    if kind == "one_device":
-        return OneDeviceStrategy(strategy.cluster)
-    if kind == "central_storage":
-        return CentralStorageStrategy(strategy.cluster, replicas=strategy.num_replicas_in_sync)
-    return get_strategy() if kind == "default" else strategy
 
 
 @contextlib.contextmanager

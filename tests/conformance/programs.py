@@ -27,9 +27,6 @@ LATER = {
     "assign": "variables",
     "assign_add": "variables",
     "assign_sub": "variables",
-    "in_replica_context": "the current strategy and context",
-    "in_cross_replica_context": "the current strategy and context",
-    "has_strategy": "the current strategy and context",
 }
 """Operations of families of a later release, and which."""
 
@@ -131,6 +128,15 @@ class _Evaluation:
 
     def op_num_replicas(self) -> int:
         return pipedist.get_replica_context().num_replicas_in_sync
+
+    def op_in_replica_context(self) -> bool:
+        return pipedist.get_replica_context() is not None
+
+    def op_in_cross_replica_context(self) -> bool:
+        return pipedist.in_cross_replica_context()
+
+    def op_has_strategy(self) -> bool:
+        return pipedist.has_strategy()
 
     def op_by_replica(self, branches: list[Json]) -> Any:
         return self(branches[self.op_replica_id()])

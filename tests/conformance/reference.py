@@ -18,7 +18,8 @@ from tests.conformance.cases import Json
 
 INT_BITS = {"int8": 8, "int16": 16, "int32": 32, "int64": 64}
 UINT_BITS = {"uint8": 8, "uint16": 16, "uint32": 32, "uint64": 64}
-FLOATS = frozenset({"float16", "bfloat16", "float32", "float64"})
+FLOATS = frozenset({"float16", "bfloat16", "float32", "float64", "complex64", "complex128"})
+COMPONENTS = ("per_replica", "mirrored", "variable")
 CONTAINERS = ("dict", "list", "tuple", "namedtuple")
 OPS = ("sum", "mean", "min", "max", "prod")
 
@@ -36,8 +37,9 @@ def reduce_result(call: Mapping[str, Json], replicas: int) -> Json:
             return {"value": _plain(op, axes, call["value"])}
 
         def leaf(value: Json) -> Json:
-            if "per_replica" in value:
-                return _fold(op, axes, value["per_replica"])
+            parts = components(value)
+            if parts is not None:
+                return _fold(op, axes, parts)
             return _fold(op, axes, [value]) if replicas == 1 else _plain(op, axes, value)
 
         return {"value": map_leaves(leaf, call["value"])}
@@ -53,18 +55,19 @@ def gather_result(call: Mapping[str, Json]) -> Json:
     if type(axis) is not int:
         return {"error": "TypeError"}
     try:
-        return {
-            "value": map_leaves(
-                lambda value: (
-                    _concatenate(axis, value["per_replica"])
-                    if "per_replica" in value
-                    else value.get("numpy", value)
-                ),
-                call["value"],
-            )
-        }
+
+        def leaf(value: Json) -> Json:
+            parts = components(value)
+            return value.get("numpy", value) if parts is None else _concatenate(axis, parts)
+
+        return {"value": map_leaves(leaf, call["value"])}
     except Refused as refused:
         return {"error": str(refused)}
+
+
+def components(value: Json) -> list[Json] | None:
+    """Return the components of a per-replica VALUE, None for any other."""
+    return next((value[key] for key in COMPONENTS if key in value), None)
 
 
 def map_leaves(fn: Callable[[Json], Json], value: Json) -> Json:
@@ -94,7 +97,7 @@ def arrays(value: Json) -> list[Json]:
     """Return the arrays of a VALUE as `(dtype, shape, data)` objects, Python numbers included."""
     found = []
     for leaf in leaves(value):
-        for part in leaf.get("per_replica", [leaf]):
+        for part in components(leaf) or [leaf]:
             found += [_array(item) for item in leaves(part)]
     return found
 
@@ -156,10 +159,14 @@ def _fold(op: str, axes: tuple[int, ...] | None, components: Sequence[Json]) -> 
         if part["dtype"] not in INT_BITS | UINT_BITS and part["dtype"] not in FLOATS:
             raise Refused("TypeError")
     dtype = parts[0]["dtype"]
+    if dtype.startswith("complex") and op in ("min", "max"):
+        raise Refused("TypeError")
     rows: list[np.ndarray] = []
     count, shape = 0, None
     for part in parts:
-        x = np.array([_number(item, dtype) for item in part["data"]], object).reshape(part["shape"])
+        x = np.empty(len(part["data"]), object)
+        x[:] = [_number(item, dtype) for item in part["data"]]
+        x = x.reshape(part["shape"])
         along = () if axes is None else _resolve(axes, x.ndim)
         kept = tuple(n for axis, n in enumerate(x.shape) if axis not in along)
         own = math.prod(x.shape[axis] for axis in along)
@@ -184,6 +191,8 @@ def _fold(op: str, axes: tuple[int, ...] | None, components: Sequence[Json]) -> 
         return {"dtype": dtype, "shape": list(shape), "data": results}
     if exact:
         dtype = "float32" if dtype in ("int8", "uint8", "int16", "uint16") else "float64"
+    if dtype.startswith("complex"):
+        return {"dtype": dtype, "shape": list(shape), "data": [[item.real, item.imag] for item in results]}
     if dtype != "bfloat16":
         with np.errstate(all="ignore"):
             results = np.array(results, np.float64).astype(dtype).astype(np.float64).tolist()
@@ -191,6 +200,8 @@ def _fold(op: str, axes: tuple[int, ...] | None, components: Sequence[Json]) -> 
 
 
 def _number(item: Json, dtype: str) -> Any:
+    if dtype.startswith("complex"):
+        return np.complex128(complex(*item) if isinstance(item, list) else item)
     return np.float64(item) if dtype in FLOATS else item
 
 
@@ -231,6 +242,10 @@ def _concatenate(axis: int, components: Sequence[Json]) -> Json:
             if i != along
         ):
             raise Refused("ValueError")
-    blocks = [np.array(part["data"], object).reshape(part["shape"]) for part in parts]
+    blocks = []
+    for part in parts:
+        block = np.empty(len(part["data"]), object)
+        block[:] = part["data"]
+        blocks.append(block.reshape(part["shape"]))
     whole = np.concatenate(blocks, axis=along)
     return {"dtype": dtype, "shape": list(whole.shape), "data": whole.ravel().tolist()}

@@ -13,7 +13,19 @@ from tests.conformance.cases import Json, Raised, Value, decode
 from tests.conformance.compare import difference
 from tests.conformance.families.reduce import axis_of, op_of
 
-DTYPES = ("int8", "uint8", "int32", "int64", "uint64", "float16", "float32", "float64", "bool", "string")
+DTYPES = (
+    "int8",
+    "uint8",
+    "int32",
+    "int64",
+    "uint64",
+    "float16",
+    "float32",
+    "float64",
+    "complex64",
+    "bool",
+    "string",
+)
 
 
 @st.composite

@@ -292,3 +292,14 @@ def test_steps_are_offered_in_order_and_never_after_the_end() -> None:
 def test_settings_that_do_not_go_together(settings: dict[str, int]) -> None:
     with pytest.raises(LocalProtocolError):
         PassSettings(**settings)  # type: ignore[arg-type]
+
+
+def test_a_call_that_was_tried_before_travels_alone() -> None:
+    """So that the next death is charged to the call that caused it, not to one before it in its lease."""
+    play = Playbook().with_workers("w0").with_pass(dataclasses.replace(PLAIN, retries=1))
+    play.setup(ev.StepsOffered(1, 0, 1, 1), ev.CallsDone("w0", 0, 1, 0, 1, 1000))
+    play.setup(ev.StepsOffered(1, 1, 3, 1))
+    play.setup(ev.CallFailed("w0", 0, 2, 1, token=1), ev.CallFailed("w0", 0, 3, 2, token=2))
+    assert ranges(play.setup(ev.StepsOffered(1, 3, 40, 1))) == []
+    leases = play.scheduler._members.leases.values()
+    assert [(x.lo, x.hi, x.attempt) for x in leases] == [(1, 2, 1), (2, 3, 1)]

@@ -192,7 +192,7 @@ def the_valve_by_steps_is_ignored(patch: pytest.MonkeyPatch) -> None:
 
 @bug
 def the_valve_by_bytes_is_ignored(patch: pytest.MonkeyPatch) -> None:
-    def wanted(original: Any, self: Pass, limits: Limits, workers: int) -> int:
+    def wanted(original: Any, self: Pass, limits: Limits, workers: int) -> Any:
         return original(self, Limits(steps_in_flight_max=limits.steps_in_flight_max), workers)
 
     wrapped(patch, Pass, "steps_wanted", wanted)
@@ -200,7 +200,7 @@ def the_valve_by_bytes_is_ignored(patch: pytest.MonkeyPatch) -> None:
 
 @bug
 def the_one_step_that_always_fits_does_not(patch: pytest.MonkeyPatch) -> None:
-    def wanted(original: Any, self: Pass, limits: Limits, workers: int) -> int:
+    def wanted(original: Any, self: Pass, limits: Limits, workers: int) -> Any:
         full = self.input_bytes + self.result_bytes + self.step_bytes > limits.bytes_in_flight_max / 10
         return 0 if full and self.offered else original(self, limits, workers)
 
@@ -242,11 +242,11 @@ def retries_wait_at_the_end(patch: pytest.MonkeyPatch) -> None:
 
 
 @bug
-def the_failure_that_came_first_ends_the_pass(patch: pytest.MonkeyPatch) -> None:
+def a_failure_ends_earlier_steps_too(patch: pytest.MonkeyPatch) -> None:
     def fail(original: Any, self: Pass, failure: cmd.Failure) -> None:
-        before = self.last_step
         original(self, failure)
-        self.last_step = self.last_step if before is None else before
+        if self.last_step is not None:
+            self.last_step = max(0, self.last_step - 1)
 
     wrapped(patch, Pass, "fail", fail)
 
@@ -288,7 +288,7 @@ def a_silent_worker_stays(patch: pytest.MonkeyPatch) -> None:
 
 @bug
 def a_worker_is_told_of_a_pass_once_for_all_its_lives(patch: pytest.MonkeyPatch) -> None:
-    def dismiss(original: Any, self: Membership, worker: Worker) -> list[Lease]:
+    def dismiss(original: Any, self: Membership, worker: Worker) -> Any:
         bound = set(worker.bound)
         held = original(self, worker)
         worker.bound = bound
@@ -297,7 +297,7 @@ def a_worker_is_told_of_a_pass_once_for_all_its_lives(patch: pytest.MonkeyPatch)
     wrapped(patch, Membership, "dismiss", dismiss)
 
 
-def _handlers() -> dict[type, Any]:
+def _handlers() -> Any:
     return sys.modules["pipedist.scheduler.machine"].__dict__["_HANDLERS"]
 
 

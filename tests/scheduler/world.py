@@ -13,6 +13,7 @@ import heapq
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from random import Random
 
 from pipedist.scheduler import Command, Event, Limits, PassSettings, Scheduler
@@ -203,13 +204,13 @@ class World:
         calls = [step * replicas + r for step, n in enumerate(parts) for r in range(n)]
         fates = {}
         doomed = random.random() < 0.4
-        kinds = ["raises", "raises", "kills", *(["always", "never again"] if doomed else [])]
+        kinds = ["raises", "kills", "both", *(["always", "never again"] if doomed else [])]
         for call in random.sample(calls, min(len(calls), random.choice([0, 2, 6]))):
             kind = random.choice(kinds)
             if kind == "raises":
                 fates[call] = Fate(raises=random.randint(0, settings.retries))
-            elif kind == "kills":
-                fates[call] = Fate(kills=1)
+            elif kind in ("kills", "both"):
+                fates[call] = Fate(settings.retries if kind == "both" else 0, kills=1)
             else:
                 fates[call] = Fate(raises=ALWAYS, retryable=kind == "always")
         if calls and pass_id == 1 and random.random() < 0.15:
@@ -253,7 +254,7 @@ class World:
         for reading in self.readings.values():
             self.handle(ev.PassOpened(reading.id, reading.settings))
             if not reading.settings.pulled:
-                self.soon(lambda r=reading: self._offer(r, r.steps))
+                self.soon(partial(self._offer, reading, reading.steps))
         if self.random.random() < 0.3:
             reading = self.random.choice(list(self.readings.values()))
             self.soon(lambda: self._hold(reading), self.random.uniform(0, 2))
@@ -480,6 +481,9 @@ class World:
         seat.unsure = seat.unsure or held is seat.leases[0]
         seat.leases.remove(held)
         process = self.peers[name]
+        if self._upsets > 0 and self.random.random() < 0.5:
+            self._upsets -= 1
+            self.soon(lambda: self._kill(process))
         process.queue[1:] = [x for x in process.queue[1:] if x.lease != lease]
 
     def _request(self, reading: Reading, count: int) -> None:
@@ -624,6 +628,10 @@ class World:
                 self._spawn(process.name, process.incarnation + 1, supervised=True)
             else:
                 self._die(process)
+
+    def _kill(self, process: Process) -> None:
+        if process.alive:
+            self._die(process)
 
     def _die(self, process: Process) -> None:
         """Let a process die; its last messages and the news of its death may pass each other."""

@@ -20,7 +20,7 @@ BOMBS: dict[str, Callable[[], str]] = {
         "a0: &a0 [x, x, x, x, x, x, x, x, x]\n"
         + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 40))
     ),
-    "anchors": lambda: "".join(f"k{i}: &a{i} {i}\n" for i in range(2_200)),
+    "anchors": lambda: "".join(f"k{i}: &a{i} {i}\n" for i in range(1_700)),
     "flow lists": lambda: "[" * 30_000,
     "flow mappings": lambda: "{" * 30_000,
     "flow lists on lines": lambda: "[\n" * 15_000,
@@ -78,7 +78,7 @@ def test_bombs_are_refused_at_once_with_a_place(name: str, tmp_path: Path) -> No
     assert (path.stat().st_size <= DOCUMENT_BYTES_MAX) == (name != "too long"), (
         "meets the limit it is made for"
     )
-    with pytest.raises(SpecError, match=REFUSALS.get(name, "")) as caught:
+    with pytest.raises(SpecError, match=REFUSALS.get(name)) as caught:
         load(path)
     for problem in caught.value.problems:
         assert re.fullmatch(r".*:\d+:\d+", problem.where)

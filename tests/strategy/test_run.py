@@ -82,8 +82,8 @@ async def test_different_structures_show_both() -> None:
     [
         ({"fn": 3}, TypeError, "3 of type int can't be called"),
         ({"fn": None}, TypeError, "can't be called"),
-        ({"fn": functions.double, "args": 3}, TypeError, r"expected a tuple: args=\(value,\)"),
-        ({"fn": functions.double, "args": np.arange(3)}, TypeError, "expected a tuple"),
+        ({"fn": functions.double, "args": 3}, ValueError, r"expected a tuple: args=\(value,\)"),
+        ({"fn": functions.double, "args": np.arange(3)}, ValueError, "expected a tuple"),
         ({"fn": functions.double, "kwargs": [1]}, TypeError, "expected a dict"),
         ({"fn": functions.double, "args": (PerReplica([1, 2, 3]),)}, ValueError, "3 components"),
         ({"fn": functions.double, "args": ({"a": [object()]},)}, TypeError, r"an object, at args/0/a/0"),

@@ -109,9 +109,9 @@ async def test_a_crash_is_told_at_once_and_the_next_incarnation_joins(tmp_path: 
         assert isinstance(first, Hello)
         await it.take(Heartbeat)
         os.kill(first.pid, signal.SIGKILL)
-        supervisor, goodbye = await it.take(Goodbye)
+        _, goodbye = await it.take(Goodbye)
         assert goodbye == Goodbye(first.worker, 0, "signal 9 (SIGKILL)")
-        identity, second = await it.take(Hello)
+        _, second = await it.take(Hello)
         assert isinstance(second, Hello)
         assert (second.worker, second.incarnation) == (first.worker, 1)
         assert second.pid != first.pid

@@ -11,7 +11,7 @@ from pipedist.datasets.logical import Dataset
 from pipedist.strategy import BaseStrategy
 from tests.conformance import pipelines_oracle as oracle
 from tests.conformance.cases import Case, Deviation, Json, Outcome, Raised, Skip, Value, dtype_of
-from tests.conformance.pipelines import build, files_of, read, spec_json, strategy_for
+from tests.conformance.pipelines import build, files_of, read, spec_json
 from tests.conformance.programs import function
 from tests.conformance.session import Session
 
@@ -23,7 +23,7 @@ STEPS_MAX = 6
 
 async def replay(case: Case, session: Session) -> Outcome:
     """Do what the call says."""
-    strategy = await strategy_for(case, session)
+    strategy = await session.strategy(case.strategy)
     call = case.call
     try:
         match call["op"]:

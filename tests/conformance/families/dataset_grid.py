@@ -9,7 +9,7 @@ from pipedist.datasets.logical import Dataset
 from pipedist.strategy import BaseStrategy
 from tests.conformance.cases import Case, Deviation, Outcome, Raised, Skip, dtype_of
 from tests.conformance.families.dataset import one_replica_spec
-from tests.conformance.pipelines import spec_json, strategy_for
+from tests.conformance.pipelines import spec_json
 from tests.conformance.session import Session
 
 FAMILY = "dataset_grid"
@@ -19,7 +19,7 @@ async def replay(case: Case, session: Session) -> Outcome:
     """Do what the call says."""
     if case.call["op"] != "distribute_range_grid":
         raise Skip(f"unknown program {case.call['op']}")
-    strategy = await strategy_for(case, session)
+    strategy = await session.strategy(case.strategy)
     first, last = case.call["sizes"]
     result: dict[str, Any] = {"element_spec": None, "cardinality": {}, "steps_by_size": {}}
     try:

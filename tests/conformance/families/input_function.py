@@ -14,7 +14,7 @@ from pipedist.strategy import BaseStrategy
 from tests.conformance import pipelines_oracle as oracle
 from tests.conformance.cases import Case, Deviation, Json, Outcome, Raised, Skip, Value, decode
 from tests.conformance.families.dataset import divides
-from tests.conformance.pipelines import build, files_of, read, strategy_for
+from tests.conformance.pipelines import build, files_of, read
 from tests.conformance.session import Session
 
 FAMILY = "input_function"
@@ -47,7 +47,7 @@ async def replay(case: Case, session: Session) -> Outcome:
         match call["op"]:
             case "input_context":
                 return Outcome(Value(_input_context(call)))
-        strategy = await strategy_for(case, session)
+        strategy = await session.strategy(case.strategy)
         with files_of(call) as folder:
             match call["op"]:
                 case "distribute_from_function":

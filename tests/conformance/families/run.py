@@ -22,6 +22,9 @@ async def replay(case: Case, session: Session) -> Outcome:
         fn = programs.function(call["fn"])
     else:
         raise Skip(f"unknown program {call['op']}")
+    unknown = set(call) - {"op", "fn", "args", "kwargs", "args_as"}
+    if unknown:
+        raise Skip(f"unknown program {call['op']} with {', '.join(sorted(unknown))}")
     args: Any = tuple(decode(arg) for arg in call.get("args", ()))
     kwargs = {key: decode(arg) for key, arg in call.get("kwargs", {}).items()}
     match call.get("args_as", "tuple"):

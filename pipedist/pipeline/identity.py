@@ -1,0 +1,51 @@
+"""The identity of a run: two specs with the same digest mean the same results."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from pipedist.functions import reference
+from pipedist.spec import Spec
+
+
+def digest(spec: Spec) -> str:
+    """Return the digest of everything in a spec that decides its results; `cluster` is no part of it."""
+    meaning = {
+        "replicas": spec.replicas,
+        "seed": spec.seed,
+        "threads": spec.threads_per_replica,
+        "datasets": {
+            name: [d.kind, _plain(d.config), d.batch, d.drop_remainder, d.epochs, d.shuffle]
+            for name, d in spec.datasets.items()
+        },
+        "stages": {
+            name: {field: _plain(value) for field, value in stage if value is not None}
+            for name, stage in spec.stages.items()
+        },
+        "outputs": dict(spec.outputs),
+    }
+    return hashlib.sha256(json.dumps(meaning, sort_keys=True).encode()).hexdigest()
+
+
+def _plain(value: Any) -> Any:
+    """Return a value as JSON, in which functions and arrays stand as their digests."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, bytes):
+        return hashlib.sha256(value).hexdigest()
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, np.ndarray):
+        content = np.ascontiguousarray(value)
+        return [str(value.dtype), list(value.shape), hashlib.sha256(content.tobytes()).hexdigest()]
+    if callable(value):
+        ref = reference(value)
+        return ref.name or hashlib.sha256(ref.pickled).hexdigest()
+    return str(value)

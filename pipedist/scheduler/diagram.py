@@ -1,0 +1,59 @@
+"""Draws the scheduler for its docs, from the code itself: `python -m pipedist.scheduler.diagram`.
+
+What it prints stands in `docs/scheduler.md`, and a test compares the two.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import inspect
+import sys
+from collections.abc import Mapping
+from typing import TypeVar, get_args
+
+from pipedist.scheduler import commands, events
+from pipedist.scheduler.states import PASS_TRANSITIONS, WORKER_TRANSITIONS, PassState, WorkerState
+
+State = TypeVar("State", bound=enum.Enum)
+
+
+def diagram(transitions: Mapping[tuple[State, str], State], begins: State) -> str:
+    """Return a transition table as a mermaid state diagram.
+
+    Args:
+        begins: the state of what is new.
+    """
+    lines = ["```mermaid", "stateDiagram-v2", f"    [*] --> {begins.value}"]
+    lines += [f"    {state.value} --> {after.value}: {what}" for (state, what), after in transitions.items()]
+    return "\n".join([*lines, "```"])
+
+
+def table(title: str, classes: tuple[type, ...]) -> str:
+    """Return dataclasses as a markdown table: name, fields, and the first line of the docstring."""
+    lines = [f"| {title} | carries | meaning |", "|---|---|---|"]
+    for cls in classes:
+        fields = ", ".join(f.name for f in dataclasses.fields(cls))
+        meaning = (inspect.getdoc(cls) or "").partition("\n\n")[0].replace("\n", " ")
+        lines.append(f"| `{cls.__name__}` | {fields or '-'} | {meaning} |")
+    return "\n".join(lines)
+
+
+def drawn() -> str:
+    """Return everything of the docs page that follows from the code."""
+    return "\n\n".join(
+        [
+            "### A worker",
+            diagram(WORKER_TRANSITIONS, WorkerState.STARTING),
+            "### A pass",
+            diagram(PASS_TRANSITIONS, PassState.OPEN),
+            "### Events",
+            table("event", get_args(events.Event)),
+            "### Commands",
+            table("command", get_args(commands.Command)),
+        ]
+    )
+
+
+if __name__ == "__main__":
+    sys.stdout.write(drawn() + "\n")
