@@ -16,10 +16,12 @@ from pipedist.version import __version__
 
 if TYPE_CHECKING:
     from pipedist.connect_cluster import ConnectCluster
+    from pipedist.datasets.element import ArraySpec
     from pipedist.datasets.input import (
         AutoShardPolicy,
         InputContext,
         InputOptions,
+        InputReplicationMode,
         ValueContext,
     )
     from pipedist.datasets.logical import Dataset
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
     from pipedist.pipeline import Ledger, Part, Progress, Result, Run, Step, open, run
     from pipedist.strategy import (
         CentralStorageStrategy,
+        DistributedDataset,
         OneDeviceStrategy,
         Strategy,
         get_strategy,
@@ -53,7 +56,14 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "pipedist.connect_cluster": ("ConnectCluster",),
-    "pipedist.datasets.input": ("AutoShardPolicy", "InputContext", "InputOptions", "ValueContext"),
+    "pipedist.datasets.element": ("ArraySpec",),
+    "pipedist.datasets.input": (
+        "AutoShardPolicy",
+        "InputContext",
+        "InputOptions",
+        "InputReplicationMode",
+        "ValueContext",
+    ),
     "pipedist.datasets.logical": ("Dataset",),
     "pipedist.errors": (
         "CallError",
@@ -74,6 +84,7 @@ _HOMES = {
     "pipedist.pipeline": ("Ledger", "Part", "Progress", "Result", "Run", "Step", "open", "run"),
     "pipedist.strategy": (
         "CentralStorageStrategy",
+        "DistributedDataset",
         "OneDeviceStrategy",
         "Strategy",
         "get_strategy",

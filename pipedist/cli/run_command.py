@@ -192,5 +192,6 @@ def verb_of(stage: StageSpec) -> str:
     verb = type(stage).__name__.removesuffix("Spec").lower()
     what = getattr(stage, verb)
     what = what if isinstance(what, str | int) else getattr(what, "__qualname__", repr(what))
+    what = str(what).rpartition(":")[2]  # the function's own name: its module is in the spec
     per = getattr(stage, "per", "run")
     return f"{verb} {what}" if per == "run" else f"{verb} {what} per {per}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -18,6 +19,8 @@ INLINE_CHARACTERS_MAX = 120
 """Length of a tree that is shown in full."""
 LEAVES_MAX = 12
 """Leaves of a large tree that are described one by one."""
+CELL_DIGITS = 7
+"""Significant digits of a float in a table of records."""
 RECORDS_MAX = 20
 """Rows of a table of records."""
 
@@ -65,14 +68,26 @@ def summarize_file(path: Path) -> str:
     return f"{path.stat().st_size:,} bytes"
 
 
-def records(value: Tree) -> tuple[list[str], list[list[str]]] | None:
-    """Return a dict (or list) of records as a table.
+@dataclass(frozen=True, slots=True)
+class Records:
+    """A dict or list of records, as cells.
 
-    A record is an object of single values; all have the same names.
+    Args:
+        count: how many there are.
+        names: of the columns, after the key's.
+        rows: the key and the cells; at most `RECORDS_MAX`, and a last one that counts the others.
+    """
 
-    Returns:
-        The header, whose first column is the key, and at most `RECORDS_MAX` rows (a last one
-        "..." where there are more); None where the value is something else.
+    count: int
+    names: list[str]
+    rows: list[list[str]]
+
+
+def records(value: Tree) -> Records | None:
+    """Return a dict (or list) of at least two records, None where the value is something else.
+
+    A record is an object of single values; all have the same names. Floats are rounded to
+    `CELL_DIGITS` digits: the exact values are in the file, or in `--json`.
     """
     outer = encoding.node(value)
     if outer is None or len(outer[1]) < 2:
@@ -85,16 +100,23 @@ def records(value: Tree) -> tuple[list[str], list[list[str]]] | None:
         if inner is None or inner[0] != "object":
             return None
         cells = {str(name): cell for name, cell in inner[1]}
-        names = names or sorted(cells) if isinstance(record, dict) else names or list(cells)
+        names = names or list(cells)
         if set(cells) != set(names) or any(np.ndim(c) or encoding.node(c) for c in cells.values()):
             return None
         if len(rows) < RECORDS_MAX:
-            rows.append([str(key), *(summarize(cells[name]) for name in names)])
+            rows.append([str(key), *(_cell(cells[name]) for name in names)])
     if not names:
         return None
     if len(pairs) > RECORDS_MAX:
         rows.append([f"... {len(pairs) - RECORDS_MAX:,} more", *([""] * len(names))])
-    return ["", *names], rows
+    return Records(len(pairs), names, rows)
+
+
+def _cell(value: Tree) -> str:
+    plain = encoding.to_json(value)
+    if isinstance(plain, float):
+        return f"{plain:,.{CELL_DIGITS}g}"
+    return f"{plain:,}" if isinstance(plain, int) and not isinstance(plain, bool) else summarize(value)
 
 
 def _header(file: IO[bytes]) -> str:

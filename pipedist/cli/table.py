@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pipedist.cli.progress import duration
-from pipedist.cli.summary import records, summarize, summarize_file
+from pipedist.cli.summary import Records, records, summarize, summarize_file
 from pipedist.program import Tree
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+PLAIN_WIDTH = 120
+"""Characters of a line where standard output is no terminal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,42 +41,57 @@ def render(rows: Iterable[Row], ledger: Mapping[str, int], timings: Mapping[str,
     """Return the results as text for standard output, as wide and colourful as that is."""
     # rich takes 60 ms to import: only when there is something to draw
     from rich import box
-    from rich.console import Console, RenderableType
+    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     for title in ("stage", "verb"):
         table.add_column(title, overflow="fold")
-    table.add_column("value", overflow="fold", ratio=1)
+    table.add_column("value", overflow="fold")
     listed = list(rows)
     any_file = any(row.file for row in listed)
     if any_file:
         table.add_column("file", overflow="fold")
+    below: list[RenderableType] = []
     for row in listed:
         streamed = isinstance(row.value, Path)
-        value: RenderableType = Text(summarize_file(row.value) if streamed else summarize(row.value))
+        text = summarize_file(row.value) if streamed else summarize(row.value)
         found = None if streamed else records(row.value)
-        if found:
-            inner = Table(box=None, pad_edge=False)
-            for index, title in enumerate(found[0]):
-                inner.add_column(Text(title), overflow="fold", justify="left" if index == 0 else "right")
-            for cells in found[1]:
-                inner.add_row(*map(Text, cells))
-            value = inner
-        cells_of_row: list[RenderableType] = [Text(row.name), Text(row.verb), value]
+        if found is not None:
+            text = f"{found.count:,} records, below"
+            below += [Text(), _records_table(row.name, found)]
+        cells = [Text(row.name), Text(row.verb), Text(text)]
         if any_file:
-            cells_of_row.append(Text("" if row.file is None else shown(row.file)))
-        table.add_row(*cells_of_row)
-    console = Console(highlight=False)
+            cells.append(Text("" if row.file is None else shown(row.file)))
+        table.add_row(*cells)
+    console = Console(highlight=False, width=None if _has_width() else PLAIN_WIDTH)
     with console.capture() as capture:
-        console.print(table)
+        console.print(table, *below, sep="\n")
         console.print()
         console.print(Text(ledger_line(ledger)))
         if timings:
             console.print(Text(timings_line(timings)))
     # columns are padded to the table's width: nobody wants the blanks in a file
     return "\n".join(line.rstrip(" ") for line in capture.get().split("\n"))
+
+
+def _records_table(name: str, found: Records) -> RenderableType:
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    inner = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    for index, title in enumerate([name, *found.names]):
+        inner.add_column(Text(title), overflow="fold", justify="left" if index == 0 else "right")
+    for row in found.rows:
+        inner.add_row(*map(Text, row))
+    return inner
+
+
+def _has_width() -> bool:
+    """Whether standard output, or the user, says how wide it is."""
+    return sys.stdout.isatty() or "COLUMNS" in os.environ
 
 
 def ledger_line(ledger: Mapping[str, int]) -> str:

@@ -129,8 +129,7 @@ class PassHandle:
         try:
             await waiting.done.wait()
         finally:
-            self._inputs.pop(step, None)
-            self._waiting.pop(step, None)
+            self._waiting.pop(step, None)  # the inputs stay until the step is done: it may still be sent
         if waiting.error is not None:
             raise waiting.error
         return waiting.parts
@@ -217,6 +216,7 @@ class PassHandle:
     def _finish(self, step: int, error: BaseException | None) -> None:
         replicas = self.settings.replicas
         parts = [self._store.take(c)[0] for c in range(step * replicas, (step + 1) * replicas)]
+        self._inputs.pop(step, None)
         waiting = self._waiting.get(step)
         if waiting is not None:
             waiting.error = error

@@ -26,6 +26,7 @@ class Chunk:
     worker: str
     frames: Sequence[Frame]
     size: int
+    left: int = 0
     _calls: list[Slots] | None = None
 
     def calls(self) -> list[Slots]:
@@ -49,6 +50,7 @@ class ResultStore:
 
     def put(self, chunk: Chunk) -> None:
         """Keep a chunk; its calls are not there yet."""
+        chunk.left = chunk.hi - chunk.lo
         self._chunks[chunk.lo] = chunk
 
     def take(self, call: int) -> tuple[Slots | None, int]:
@@ -65,7 +67,8 @@ class ResultStore:
                 return None, 0
             self._current = chunk
         slots = chunk.calls()[call - chunk.lo]
-        if call + 1 < chunk.hi:
+        chunk.left -= 1
+        if chunk.left:
             return slots, 0
         self._chunks.pop(chunk.lo, None)
         self._current = None

@@ -5,8 +5,7 @@ msgpack's C code writes everything that it knows (None, bool, int, float, str, b
 dict), and this module only what it doesn't:
 
 - A tuple, namedtuple, dataclass, slice or range is a list that begins with a MARK (an
-  extension type of one byte). A mark anywhere else is malformed: as many must be used up by
-  lists as were read.
+  extension type of one byte). A mark anywhere else is malformed.
 - An int beyond 64 bits, a complex, a NumPy scalar and a small array are extension types that
   hold their bytes.
 - An array of more than `INLINE_BYTES_MAX` is an extension type that names a frame and an

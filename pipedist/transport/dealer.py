@@ -14,12 +14,12 @@ from types import TracebackType
 from typing import Final
 
 import zmq
-from zmq.utils.monitor import recv_monitor_message
 
 from pipedist.errors import PipedistError, RemoteProtocolError, UsageError
 from pipedist.messages import Message
 from pipedist.transport.keys import ClientKeys
 from pipedist.transport.limits import KIB, LIMITS, Limits
+from pipedist.transport.monitor import FAILURE_EVENTS, event_of
 from pipedist.transport.rendezvous import parse_endpoint
 from pipedist.transport.settings import SETTINGS, Settings
 from pipedist.transport.wire import pack, unpack
@@ -87,11 +87,7 @@ class Dealer:
             socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
             socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
         self._monitor = socket.get_monitor_socket(
-            zmq.EVENT_HANDSHAKE_SUCCEEDED
-            | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-            | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-            | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-            | zmq.EVENT_DISCONNECTED
+            zmq.EVENT_HANDSHAKE_SUCCEEDED | FAILURE_EVENTS | zmq.EVENT_DISCONNECTED
         )
         self._poller = zmq.Poller()
         self._poller.register(self._monitor, zmq.POLLIN)
@@ -219,7 +215,7 @@ class Dealer:
 
     def _look_at_monitor(self) -> None:
         while self._failure is None and int(self._monitor.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
-            self._failure = self._judge(recv_monitor_message(self._monitor)["event"])
+            self._failure = self._judge(event_of(self._monitor.recv_multipart()[0]))
         if self._failure is not None:
             raise self._failure
 

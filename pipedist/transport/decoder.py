@@ -67,7 +67,7 @@ def decode(
 class _Decoder:
     """Reads one payload; every method raises ValueError for what `encode` does not write."""
 
-    __slots__ = ("_classes", "_frames", "_header", "_marks", "_may_import", "_unused")
+    __slots__ = ("_classes", "_frames", "_header", "_may_import", "_unused")
 
     def __init__(
         self, frames: Sequence[bytes | bytearray | memoryview], may_import: bool, limits: Limits
@@ -82,7 +82,6 @@ class _Decoder:
         if self._header.nbytes > limits.header_bytes_max:
             raise ValueError(f"a header of {self._header.nbytes} bytes, limit {limits.header_bytes_max}")
         self._unused = set(range(len(self._frames)))
-        self._marks = 0
         self._may_import = may_import
         self._classes: dict[str, tuple[type, tuple[str, ...]]] = {}
 
@@ -94,10 +93,7 @@ class _Decoder:
             list_hook=self._list,
             strict_map_key=False,
             unicode_errors="surrogatepass",
-            timestamp=1,  # the one extension that msgpack handles itself: a float, so a legal leaf
         )
-        if self._marks:
-            raise ValueError("a mark which does not begin a list")
         if self._unused:
             raise ValueError(f"frame {min(self._unused)} belongs to no array")
         try:
@@ -108,20 +104,16 @@ class _Decoder:
 
     def _check_syntax(self) -> None:
         """Parse without making objects: afterwards each length in the header is known to be true."""
-        size_bytes = self._header.nbytes
-        unpacker = msgpack.Unpacker(None, max_buffer_size=max(size_bytes, 1))
+        unpacker = msgpack.Unpacker(None, max_buffer_size=max(self._header.nbytes, 1))
         unpacker.feed(self._header)
         try:
             unpacker.skip()
         except msgpack.OutOfData:
             raise ValueError("the header is cut off") from None
-        if unpacker.tell() != size_bytes:
-            raise ValueError("the header has bytes after its end")
 
     def _list(self, items: list[Any]) -> Any:
         if not items or type(items[0]) is not msgpack.ExtType:
             return items
-        self._marks -= 1
         mark = items[0]
         if mark == TUPLE:
             return tuple(items[1:])
@@ -158,7 +150,6 @@ class _Decoder:
         if code == MARK:
             if len(data) != 1 or data[0] > 3:
                 raise ValueError("an unknown mark")
-            self._marks += 1
             return msgpack.ExtType(MARK, data)
         if code == NUMPY_SCALAR:
             (dtype, shape, size_bytes), at = arrays.parse(data)

@@ -29,7 +29,8 @@ PAIR: Final = struct.Struct("<dd")
 _SCALARS: Final = frozenset({bool, int, float, complex, str, bytes, type(None)})
 _LEAVES: Final = _SCALARS | {np.ndarray, slice, range, bytearray, memoryview}
 KEYS: Final = frozenset({str, int})
-FOREIGN: Final = frozenset({msgpack.ExtType, msgpack.Timestamp})  # msgpack would write them unasked
+FOREIGN: Final = frozenset({msgpack.ExtType, msgpack.Timestamp})
+"""What msgpack would write unasked; in what was read, a mark out of place, or a timestamp."""
 
 
 class UnsuitableTree(Exception):
@@ -72,7 +73,7 @@ def check_nodes(tree: Tree) -> None:
             return
         types = set(map(type, level))
         if types & FOREIGN:
-            raise UnsuitableTree("a value of the msgpack library")
+            raise UnsuitableTree("a value of the msgpack library, or a mark out of place")
         dicts = [node for node in level if type(node) is dict] if dict in types else []
         if not KEYS.issuperset(set(map(type, chain.from_iterable(dicts)))):
             raise UnsuitableTree("a dict whose keys are not all str or int")

@@ -1,9 +1,9 @@
 """Reads a ZeroMQ socket from an asyncio loop: every frame, none late, and never for too long.
 
 ZMQ_FD is edge-triggered: it wakes up when the socket's state may have changed, not while there
-is something to read, and both sending and receiving may use up that edge. So whoever reads
-goes on until ZMQ_EVENTS says that nothing is left, and looks again after each send. (asyncio's
-own `zmq.asyncio` can lose a message when a recv is cancelled.)
+is something to read, and sending may use up that edge. So whoever reads goes on until nothing
+is left (a receive that finds nothing has looked at the socket's mailbox itself), and looks again
+after each send. `zmq.asyncio`, in contrast, can lose a message when a recv is cancelled.
 """
 
 from __future__ import annotations
@@ -77,7 +77,6 @@ class Pump:
         try:
             frame = self._socket.recv(zmq.DONTWAIT, copy=False)
         except zmq.Again:
-            # Reading may have skipped the look at the mailbox; ZMQ_EVENTS never does.
-            return bool(int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
+            return False
         self._take(frame)
         return True

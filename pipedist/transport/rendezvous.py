@@ -10,9 +10,7 @@ from __future__ import annotations
 import os
 import re
 import secrets
-import shutil
 import stat
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -66,6 +64,10 @@ def private_directory() -> Iterator[Path]:
     Raises:
         UsageError: no such directory can be made.
     """
+    # Imported here: a worker connects without them.
+    import shutil
+    import tempfile
+
     base = tempfile.gettempdir()
     if len(os.fsencode(base)) + len("/pipedist-xxxxxxxx") + _IPC_TAIL > SOCKET_PATH_BYTES_MAX:
         base = "/tmp"

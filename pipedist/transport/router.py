@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import errno
 import os
-import socket as sockets
 from collections import deque
 from collections.abc import Callable, Sequence
 from types import TracebackType
@@ -24,12 +23,13 @@ from typing import Final
 import anyio
 import anyio.to_thread
 import zmq
-from zmq.utils.monitor import parse_monitor_message
 
 from pipedist.errors import LocalProtocolError, RemoteProtocolError, UsageError
 from pipedist.messages import Message, Refuse
+from pipedist.transport.connections import address_of, hang_up, user_of
 from pipedist.transport.keys import ServerKeys
 from pipedist.transport.limits import KIB, LIMITS, Limits
+from pipedist.transport.monitor import FAILURE_EVENTS, HANDSHAKE_FAILURES, event_of
 from pipedist.transport.pump import Pump
 from pipedist.transport.rendezvous import Endpoint, parse_endpoint
 from pipedist.transport.settings import SETTINGS, Settings
@@ -38,12 +38,6 @@ from pipedist.transport.zap import ZAP_DOMAIN, ZapHandler
 
 COPY_BYTES_MAX: Final = 64 * KIB
 """Frames up to this size are copied into ZeroMQ's queue: cheaper than sharing them."""
-
-_HANDSHAKE_FAILURES: Final[dict[int, str]] = {
-    zmq.EVENT_HANDSHAKE_FAILED_AUTH: "its key was refused",
-    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "it does not speak the protocol, or has no key",
-    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "it went away",
-}
 
 
 class _Peer:
@@ -177,11 +171,7 @@ class Router:
             None if self._keys is None else ZapHandler(self._context, self._keys.clients, self._on_reject)
         )
         self._configure()
-        events = 0
-        for event in _HANDSHAKE_FAILURES:
-            events |= event
-        self._monitor = self._socket.get_monitor_socket(events)
-        self._event: list[bytes] = []
+        self._monitor = self._socket.get_monitor_socket(FAILURE_EVENTS)
         pace = self._settings.frames_per_wake_up
         self._pump = Pump(self._socket, self._take, wake=self._flush, frames_per_wake_up=pace)
         self._monitor_pump = Pump(self._monitor, self._take_event, frames_per_wake_up=pace)
@@ -225,7 +215,6 @@ class Router:
     async def _close(self) -> None:
         if not self._is_open:
             return
-        self._flush()
         self._is_open = False
         self._pump.stop()
         self._monitor_pump.stop()
@@ -277,14 +266,14 @@ class Router:
         return ""
 
     def _deliver(self, identity: bytes, parts: list[zmq.Frame], fault: str, last: zmq.Frame) -> None:
-        user = _user(last) if self._keys is not None else ""
+        user = user_of(last) if self._keys is not None else ""
         peer = self._peers.get(identity)
         if peer is None:
             peer = self._admit(identity, user)
         if peer is None:
             self._on_reject(f"more than {self._settings.peers_max} peers; {_shown(identity)} is refused")
         elif peer.user != user:
-            self._on_reject(f"the identity {_shown(identity)} of another key's peer, from {_address(last)}")
+            self._on_reject(f"the identity {_shown(identity)} of another key's peer, from {address_of(last)}")
         elif peer.is_dropped:
             pass
         else:
@@ -299,7 +288,7 @@ class Router:
             else:
                 self._on_message(identity, message, [part.buffer for part in parts[1:]])
             return
-        _hang_up(last, self._endpoint)
+        hang_up(last, self._endpoint)
 
     def _admit(self, identity: bytes, user: str) -> _Peer | None:
         if len(self._peers) >= self._settings.peers_max:
@@ -312,10 +301,8 @@ class Router:
         return peer
 
     def _take_event(self, frame: zmq.Frame) -> None:
-        self._event.append(frame.bytes)
-        if not frame.more:
-            event, self._event = parse_monitor_message(self._event), []
-            self._on_reject(f"a peer failed to join: {_HANDSHAKE_FAILURES[event['event']]}")
+        if frame.more:  # the second and last frame is our own endpoint
+            self._on_reject(f"a peer failed to join: {HANDSHAKE_FAILURES[event_of(frame.bytes)]}")
 
     # --- sending --------------------------------------------------------------------------
 
@@ -385,39 +372,3 @@ def _size(part: bytes | memoryview) -> int:
 
 def _shown(identity: bytes) -> str:
     return identity.decode("ascii") if identity.isascii() and identity.isalnum() else identity.hex()
-
-
-def _user(frame: zmq.Frame) -> str:
-    return str(frame.get("User-Id"))
-
-
-def _address(frame: zmq.Frame) -> str:
-    try:
-        return str(frame.get("Peer-Address"))
-    except zmq.ZMQError:
-        return "an unknown address"
-
-
-def _hang_up(frame: zmq.Frame, endpoint: Endpoint) -> None:
-    """Cut the connection on which a frame came; ZeroMQ has no call for it.
-
-    A descriptor may have been closed, and reused, since the frame arrived. So it is duplicated
-    first, and shut down only if it is a connection to our own endpoint; the worst case is that
-    another peer from the same address has to connect anew.
-    """
-    try:
-        descriptor = os.dup(int(frame.get(zmq.SRCFD)))
-    except (OSError, zmq.ZMQError, ValueError):
-        return  # it is gone already
-    try:
-        connection = sockets.socket(fileno=descriptor)
-    except OSError:
-        os.close(descriptor)
-        return
-    with connection:
-        try:
-            ours = connection.getsockname()
-            if ours == endpoint.path or (endpoint.is_tcp and ours[1] == endpoint.port):
-                connection.shutdown(sockets.SHUT_RDWR)
-        except OSError:
-            return  # it is gone already

@@ -51,7 +51,10 @@ class ReplicaStrategy:
             raise AttributeError(f"the strategy has no attribute {name!r} inside a replica function")
 
         def refuse(*_args: object, **_kwargs: object) -> NoReturn:
-            raise RuntimeError(
+            # Misuse of an argument, so to say: what is distributed belongs outside (tf.distribute
+            # accepts it); the others are calls at the wrong moment.
+            error = ValueError if name.startswith("distribute_") else RuntimeError
+            raise error(
                 f"Strategy.{name} requires cross-replica context, but was called in a replica "
                 f"function: {_CROSS_REPLICA[name]}"
             )

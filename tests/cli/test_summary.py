@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipedist.cli.summary import records, summarize, summarize_file
+from pipedist.cli.summary import Records, records, summarize, summarize_file
 from pipedist.cli.table import Row, render
 from pipedist.outputs import open_sink
 
@@ -44,11 +44,15 @@ def test_a_value_of_many_leaves_is_cut() -> None:
 
 def test_records() -> None:
     value = {"AA": {"n": 1, "mean": 0.5}, "UA": {"mean": np.float32(0.1), "n": 2}}
-    assert records(value) == (["", "mean", "n"], [["AA", "0.5", "1"], ["UA", "0.1", "2"]])
-    assert records([{"n": 1}, {"n": 2}]) == (["", "n"], [["0", "1"], ["1", "2"]])
+    assert records(value) == Records(2, ["n", "mean"], [["AA", "1", "0.5"], ["UA", "2", "0.1"]])
+    assert records([{"n": 1}, {"n": 2}]) == Records(2, ["n"], [["0", "1"], ["1", "2"]])
+    assert records([{"x": 1 / 3}, {"x": 1234567.89}]) == Records(
+        2, ["x"], [["0", "0.3333333"], ["1", "1,234,568"]]
+    )
     many = records({index: {"n": index} for index in range(50)})
     assert many is not None
-    assert many[1][-1] == ["... 30 more", ""]
+    assert many.rows[-1] == ["... 30 more", ""]
+    assert many.count == 50
     for other in [
         {"a": 1, "b": 2},
         {"a": {"n": 1}, "b": {"m": 1}},
@@ -86,9 +90,12 @@ def test_the_table(
         "─" * 68,
         "late            reduce sum   0.1                /elsewhere/late.json",
         "rows            gather 0     x: float64[5, 2]   rows.npz",
-        "[red]by[/red]   reduce m:f        n",
-        "                             AA   1",
-        "                             UA  22",
+        "[red]by[/red]   reduce m:f   2 records, below",
+        "",
+        "[red]by[/red]    n",
+        "──────────────────",
+        "AA               1",
+        "UA              22",
         "",
         "4,096 elements: 4,000 committed, 96 quarantined, 0 lost",
         "phase 0 0.2 s, total 1:15",

@@ -67,9 +67,7 @@ def heartbeats_of_an_old_incarnation_count(patch: pytest.MonkeyPatch) -> None:
 
 @bug
 def results_count_without_a_lease(patch: pytest.MonkeyPatch) -> None:
-    def held(
-        original: Any, self: Scheduler, name: str, inc: int, lease: int, lo: int, hi: int
-    ) -> Lease | None:
+    def held(original: Any, self: Scheduler, name: str, inc: int, lease: int, lo: int, hi: int) -> Any:
         if lease in self._members.leases:
             known = self.__dict__.setdefault("known", {})
             known[lease] = self._members.leases[lease]

@@ -314,7 +314,7 @@ def record(text: str, *values: Any) -> list[bytes]:
         ("subprocess:Popen(args)", "no namedtuple and no dataclass"),
         ("builtins:object()", "no namedtuple and no dataclass"),
         ("numpy:f2py.main(a)", "no namedtuple and no dataclass"),
-        (f"{__name__}:Frozen(other)", "fields"),
+        (f"{__name__}:Frozen(other)", "at the sender"),
         (f"{__name__}:Frozen(value)", "1 fields, 2 came"),
         (f"{__name__}:Frozen", "malformed"),
         ("__import__('os')(a)", "malformed"),
@@ -366,6 +366,8 @@ MALFORMED: dict[str, list[bytes]] = {
     "bytes as key": [b"\x81\xc4\x01a\x01"],
     "float as key": [b"\x81\xcb" + bytes(8) + b"\x01"],
     "list as key": [b"\x81\x90\x01"],
+    "timestamp": [msgpack.packb(msgpack.Timestamp(1))],
+    "timestamp in a list": [msgpack.packb([1, msgpack.Timestamp(1)])],
     "unknown extension": ext(99, b""),
     "unused frame": [b"\x01", b"abc"],
     "lone mark": [msgpack.packb(form.TUPLE)],
@@ -395,6 +397,7 @@ MALFORMED: dict[str, list[bytes]] = {
     "shape that overflows to 0": ext(form.INLINE, description(b"<f8", 1 << 32, 1 << 32)),
     "shape that wraps": ext(form.INLINE, description(b"<f8", 1 << 61)),
     "shape beyond int64": ext(form.INLINE, description(b"<f8", 0, 1 << 63)),
+    "bytes after the shape": ext(form.INLINE, description(b"<f8", 1)[:-1] + b"\1" + bytes(8)),
     "65 dimensions": ext(form.INLINE, description(b"<f8", *[1] * 65) + bytes(8)),
     "bool of 2": ext(form.INLINE, description(b"|b1", 1) + b"\x02"),
     "scalar bool of 2": ext(form.NUMPY_SCALAR, description(b"|b1") + b"\x02"),
@@ -416,6 +419,11 @@ MALFORMED: dict[str, list[bytes]] = {
 def test_malformed_frames_are_refused(frames: list[bytes]) -> None:
     with pytest.raises(RemoteProtocolError):
         decode(frames)
+
+
+def test_an_array_beyond_its_frame_is_located() -> None:
+    with pytest.raises(RemoteProtocolError, match=r"<?float64\[2\] at byte 0 of a frame of 15 bytes"):
+        decode(MALFORMED["frame too short"])
 
 
 def test_sizes_beyond_the_limits_are_refused() -> None:
