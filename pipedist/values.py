@@ -35,7 +35,6 @@ class PerReplica:
     """
 
     __slots__ = ("_components",)
-    __array_ufunc__ = None  # NumPy operators leave it alone, so that `array + value` is a TypeError
 
     def __init__(self, components: Iterable[Tree]) -> None:
         self._components = tuple(components)

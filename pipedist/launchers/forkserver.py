@@ -12,7 +12,7 @@ Nothing is left behind, whoever is killed:
   one that forks them).
 
 A worker that is stopped (SIGSTOP) can't be told from a dead one by its peers, but by its parent:
-after `STOPPED_S_MAX` it is killed.
+after `stopped_s_max` it is killed.
 """
 
 from __future__ import annotations
@@ -35,9 +35,6 @@ from pipedist.launchers.control import FrameBuffer, pack_frame
 from pipedist.worker.kernel import FORK_SERVER_NAME, die_with, set_process_name
 from pipedist.worker.process import ExitCode, WorkerSettings
 from pipedist.worker.progress import Progress
-
-STOPPED_S_MAX = 3.0
-"""How long a worker may be stopped before it counts as lost, and is killed."""
 
 _READ_BYTES = 65_536
 
@@ -65,12 +62,14 @@ class ForkServer:
     Args:
         control: the launcher's socket.
         launcher_pid: the launcher's process.
+        stopped_s_max: how long a worker may be stopped before it is killed, seconds.
     """
 
-    def __init__(self, control: socket.socket, launcher_pid: int) -> None:
+    def __init__(self, control: socket.socket, launcher_pid: int, stopped_s_max: float) -> None:
         self.pid = os.getpid()
         self._control = control
         self._launcher_pid = launcher_pid
+        self._stopped_s_max = stopped_s_max
         self._buffer = FrameBuffer()
         self._children: dict[int, _Child] = {}
         self._selector = selectors.DefaultSelector()
@@ -112,7 +111,7 @@ class ForkServer:
 
     def _patience_s(self) -> float | None:
         since = [c.stopped_at for c in self._children.values() if c.stopped_at is not None]
-        return max(0.0, min(since) + STOPPED_S_MAX - time.monotonic()) if since else None
+        return max(0.0, min(since) + self._stopped_s_max - time.monotonic()) if since else None
 
     def _on_control(self) -> bool:
         try:
@@ -172,11 +171,11 @@ class ForkServer:
                 os.kill(child.pid, signal.SIGKILL)  # not reaped yet, so the pid is still its own
 
     def _kill_stopped(self) -> None:
-        limit = time.monotonic() - STOPPED_S_MAX
+        limit = time.monotonic() - self._stopped_s_max
         for child in self._children.values():
             if child.stopped_at is not None and child.stopped_at <= limit:
                 child.stopped_at = None
-                child.note = f"stopped for {STOPPED_S_MAX:g} s, then killed with "
+                child.note = f"stopped for {self._stopped_s_max:g} s, then killed with "
                 os.kill(child.pid, signal.SIGKILL)
 
     def _reap(self) -> None:
@@ -247,7 +246,8 @@ def main(arguments: Mapping[str, Any]) -> None:
     """Be the fork server.
 
     Args:
-        arguments: `control`, the descriptor of the control socket; `launcher`, the launcher's pid.
+        arguments: `control`, the descriptor of the control socket; `launcher`, the launcher's
+            pid; `stopped_s_max`, of its workers.
     """
     set_process_name(FORK_SERVER_NAME)
     # The terminal's Ctrl-C is the scheduler's to answer; workers inherit this.
@@ -257,4 +257,4 @@ def main(arguments: Mapping[str, Any]) -> None:
     control.set_inheritable(False)
     gc.collect()
     gc.freeze()  # a collection in a worker then leaves the pages that it shares with us alone
-    ForkServer(control, int(arguments["launcher"])).serve()
+    ForkServer(control, int(arguments["launcher"]), float(arguments["stopped_s_max"])).serve()

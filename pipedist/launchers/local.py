@@ -42,6 +42,8 @@ class LocalLauncher:
         key_file: path of the cluster's keys, "" for an ipc endpoint.
         grace_s: how long leaving `async with` waits for workers that were told to stop, seconds.
         join_s: how long the scheduler may take to answer a worker, seconds.
+        stopped_s_max: how long a worker may be stopped (SIGSTOP) before it counts as lost and is
+            killed, seconds.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class LocalLauncher:
         key_file: str = "",
         grace_s: float = 1.0,
         join_s: float = 30.0,
+        stopped_s_max: float = 3.0,
     ) -> None:
         if isinstance(threads, bool) or threads < 1:
             raise UsageError(f"a worker needs at least 1 thread, not {threads!r}")
@@ -61,6 +64,7 @@ class LocalLauncher:
         self._key_file = key_file
         self._grace_s = grace_s
         self._join_s = join_s
+        self._stopped_s_max = stopped_s_max
         self._workers: dict[tuple[str, int], int] = {}
         """Process id of each (worker, incarnation) that was started; 0 until it is known."""
         self._server: _Server | None = None
@@ -161,7 +165,7 @@ class LocalLauncher:
     # -- the fork server ---------------------------------------------------------------
 
     def _start_server(self) -> _Server:
-        return _Server(self._threads, self._on_frame, self._on_server_end)
+        return _Server(self._threads, self._stopped_s_max, self._on_frame, self._on_server_end)
 
     def _on_frame(self, frame: list[Any]) -> None:
         kind, worker, incarnation, pid, *rest = frame
@@ -193,7 +197,7 @@ class _Server:
     """A running fork server, as its launcher sees it.
 
     Args:
-        threads: BLAS and OpenMP threads of its workers.
+        threads, stopped_s_max: of its workers; see LocalLauncher.
         on_frame: told what it says.
         on_end: told when it is gone.
     """
@@ -201,6 +205,7 @@ class _Server:
     def __init__(
         self,
         threads: int,
+        stopped_s_max: float,
         on_frame: Callable[[list[Any]], None],
         on_end: Callable[[_Server], None],
     ) -> None:
@@ -213,7 +218,7 @@ class _Server:
         self._socket, theirs = socket.socketpair()
         try:
             with theirs:
-                self._process = _exec(theirs, threads)
+                self._process = _exec(theirs, threads, stopped_s_max)
         except BaseException:
             self._socket.close()
             raise
@@ -288,8 +293,8 @@ class _Server:
         return describe_exit(code, None) if code >= 0 else describe_exit(None, -code)
 
 
-def _exec(control: socket.socket, threads: int) -> subprocess.Popen[bytes]:
-    arguments = {"control": control.fileno(), "launcher": os.getpid()}
+def _exec(control: socket.socket, threads: int, stopped_s_max: float) -> subprocess.Popen[bytes]:
+    arguments = {"control": control.fileno(), "launcher": os.getpid(), "stopped_s_max": stopped_s_max}
     # A Ctrl-C must not hit the server before it has said that it ignores it: it inherits the mask.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:

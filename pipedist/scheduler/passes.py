@@ -147,8 +147,8 @@ class Pass:
 
     def bundle_calls(self, limits: Limits, workers: int) -> int:
         """Return how many calls the next lease should have: about `bundle_s` of work, fairly shared."""
-        if self.call_s is None or self.todo.first.attempt > 0:  # who was near a death travels alone,
-            return 1  # so that the next one is charged to the right call
+        if self.call_s is None or self.todo.first.attempt > 0:
+            return 1  # what was tried before travels alone: the next death is charged to the right call
         fair = -(-self.todo.calls // (2 * workers))
         calls = min(self._bundle_by_time(limits), fair, self.bundle_max)
         if self.step_bytes > 0:

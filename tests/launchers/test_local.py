@@ -14,7 +14,6 @@ from contextlib import asynccontextmanager
 import pytest
 
 from pipedist.errors import LocalProtocolError, UsageError
-from pipedist.launchers import forkserver
 from pipedist.launchers.base import WorkerExit, describe_exit
 from pipedist.launchers.control import FRAME_BYTES_MAX, FrameBuffer, pack_frame
 from pipedist.launchers.local import LocalLauncher
@@ -26,9 +25,11 @@ FUNCTIONS = "tests.worker.replica_functions"
 
 
 @asynccontextmanager
-async def launched(*names: str) -> AsyncIterator[tuple[FakeScheduler, LocalLauncher, dict[str, bytes]]]:
+async def launched(
+    *names: str, **settings: float
+) -> AsyncIterator[tuple[FakeScheduler, LocalLauncher, dict[str, bytes]]]:
     async with FakeScheduler() as scheduler:
-        launcher = LocalLauncher(scheduler.endpoint)
+        launcher = LocalLauncher(scheduler.endpoint, **settings)  # type: ignore[arg-type]
         launcher.on_exit = scheduler.exits.put_nowait
         async with launcher:
             identities: dict[str, bytes] = {}
@@ -114,23 +115,16 @@ async def test_a_killed_fork_server_is_replaced() -> None:
 
 
 @pytest.mark.asyncio
-async def test_a_stopped_worker_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with launched("w0") as (scheduler, launcher, _):
-        pid = launcher.pids["w0"]
-        os.kill(pid, signal.SIGSTOP)
-        exit_ = await scheduler.exit()
-        assert (
-            exit_.text == f"stopped for {forkserver.STOPPED_S_MAX:g} s, then killed with signal 9 (SIGKILL)"
-        )
-
-
-@pytest.mark.asyncio
-async def test_a_worker_that_goes_on_in_time_lives() -> None:
-    async with launched("w0") as (scheduler, launcher, ids):
-        pid = launcher.pids["w0"]
-        os.kill(pid, signal.SIGSTOP)
-        wait_state(pid, "T")
-        os.kill(pid, signal.SIGCONT)
+async def test_a_worker_that_stays_stopped_is_killed_and_one_that_goes_on_is_not() -> None:
+    async with launched("w0", "w1", stopped_s_max=0.3) as (scheduler, launcher, ids):
+        goes_on, stays = launcher.pids["w0"], launcher.pids["w1"]
+        os.kill(goes_on, signal.SIGSTOP)
+        wait_state(goes_on, "T")
+        os.kill(goes_on, signal.SIGCONT)
+        os.kill(stays, signal.SIGSTOP)
+        exit_ = await scheduler.exit()  # w0 was stopped earlier: its time would have been up before
+        assert exit_.worker == "w1"
+        assert exit_.text == "stopped for 0.3 s, then killed with signal 9 (SIGKILL)"
         pass_id = scheduler.bind(ids["w0"], program(f"{FUNCTIONS}:identity"))
         scheduler.assign(ids["w0"], pass_id, [1])
         assert await scheduler.outcomes(1) == [{"y": 1}]

@@ -15,7 +15,8 @@ from pipedist.scheduler import events as ev
 from pipedist.scheduler.membership import Lease, Membership, Worker
 from pipedist.scheduler.passes import Pass
 from pipedist.scheduler.ranges import RangeSet, Todo, TodoQueue
-from tests.scheduler.world import Violation, World
+from tests.scheduler.books import Violation
+from tests.scheduler.world import World
 
 SEEDS = 300
 

@@ -10,143 +10,22 @@ so what must come out is known, whatever happens on the way.
 from __future__ import annotations
 
 import heapq
-from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 from random import Random
 
-from pipedist.scheduler import Command, Event, Limits, PassSettings, Scheduler
+from pipedist.scheduler import Command, Event, Limits, Scheduler
 from pipedist.scheduler import commands as cmd
 from pipedist.scheduler import events as ev
+from tests.scheduler.books import ALWAYS, Fate, Held, Process, Reading, Seat, Violation, draw_reading
+from tests.scheduler.oracle import Oracle, foreseeable
 
-ALWAYS = 1_000_000
 EVENTS_MAX = 20_000
 TIME_MAX_S = 2_000.0
 STORY_LINES = 40
 
 
-class Violation(AssertionError):
-    """The scheduler did something that it must not, or did not do what it must."""
-
-
-@dataclass(slots=True)
-class Fate:
-    """What happens when a call is executed."""
-
-    raises: int = 0
-    kills: int = 0
-    retryable: bool = True
-
-    @property
-    def hopeless(self) -> bool:
-        return self.raises >= ALWAYS or self.kills >= ALWAYS
-
-
-@dataclass(slots=True)
-class Held:
-    """The oracle's own entry of a lease."""
-
-    id: int
-    pass_id: int
-    next: int
-    hi: int
-
-
-@dataclass(slots=True)
-class Seat:
-    """What the oracle knows of a worker's name."""
-
-    managed: bool
-    incarnation: int = 0
-    ready: bool = False
-    leases: list[Held] = field(default_factory=list)
-    bound: set[int] = field(default_factory=set)
-    unsure: bool = False
-
-
-@dataclass(slots=True)
-class Process:
-    """One incarnation of a worker, executing leases in order."""
-
-    name: str
-    incarnation: int
-    supervised: bool
-    alive: bool = True
-    joined: bool = False
-    busy: bool = False
-    stalled_until: float = 0.0
-    queue: list[cmd.SendAssign] = field(default_factory=list)
-    lease: int = 0
-    next_call: int = 0
-    finished_lo: int = 0
-    """Calls [finished_lo, next_call) of `lease`, the first one, are executed and not reported."""
-    busy_ns: int = 0
-    last_arrival: float = 0.0
-    heard_at: float = 0.0
-
-
-@dataclass(slots=True)
-class Reading:
-    """One pass as the world and the oracle see it."""
-
-    id: int
-    settings: PassSettings
-    parts: list[int]
-    fates: dict[int, Fate]
-    call_s: float
-    step_bytes: int
-    call_bytes: int
-    offered: int = 0
-    requested: int = 0
-    visible: int = 0
-    consumed: int = 0
-    result_bytes: int = 0
-    waiting: set[int] = field(default_factory=set)
-    """Offered calls that no worker has; those beyond a failed step may be forgotten."""
-    accepted: set[int] = field(default_factory=set)
-    shown: set[int] = field(default_factory=set)
-    failed: set[int] = field(default_factory=set)
-    raised: Counter[int] = field(default_factory=Counter)
-    deaths: Counter[int] = field(default_factory=Counter)
-    last_call: int = ALWAYS
-    """Calls beyond this one are of no use: one of its step failed for good."""
-    ended: bool = False
-    over: str = ""
-    held: bool = False
-    quiet: bool = False
-    closed: bool = False
-
-    def tried(self, call: int) -> int:
-        return self.raised[call] + self.deaths[call]
-
-    def give_up(self, call: int) -> None:
-        if self.settings.fail_fast:
-            replicas = self.settings.replicas
-            self.last_call = min(self.last_call, (call // replicas + 1) * replicas - 1)
-
-    @property
-    def steps(self) -> int:
-        return len(self.parts)
-
-    def hopeless(self, step: int) -> list[int]:
-        first = step * self.settings.replicas
-        calls = range(first, first + self.parts[step])
-        return [c for c in calls if c in self.fates and self.fates[c].hopeless]
-
-    @property
-    def limit(self) -> int:
-        """Steps from this one on are of no use."""
-        if not self.settings.fail_fast:
-            return self.steps
-        return next((s + 1 for s in range(self.steps) if self.hopeless(s)), self.steps)
-
-    @property
-    def all_shown(self) -> bool:
-        return len(self.shown) + len(self.failed) >= self.limit
-
-
-class World:
+class World(Oracle):
     """One seeded story.
 
     Args:
@@ -157,7 +36,7 @@ class World:
     def __init__(self, seed: int, scheduler: Callable[[Limits], Scheduler] = Scheduler) -> None:
         self.seed = seed
         self.random = random = Random(seed)
-        self.limits = Limits(
+        limits = Limits(
             bundle_s=random.choice([0.01, 0.5]),
             bundle_growth=random.choice([2, 8]),
             steps_in_flight_max=random.choice([1, 3, 1000]),
@@ -166,8 +45,7 @@ class World:
             starts_fruitless_max=5,
             heard_within_s=5.0,
         )
-        self.scheduler = scheduler(self.limits)
-        self.now = 0.0
+        self.scheduler = scheduler(limits)
         self.events = 0
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._order = 0
@@ -176,54 +54,10 @@ class World:
         """Deaths that no call causes. With one of a call's own, and one of a call that was executed
         behind it in a lease, they stay below deaths_max."""
         self._stillborn = 2
-        self.seats: dict[str, Seat] = {}
         self.processes: dict[tuple[str, int], Process] = {}
-        self.peers: dict[str, Process] = {}
-        """Who is behind a name: the process that joined last."""
         self.tokens: list[tuple[int, int]] = []
-        self.readings = {i: self._reading(i) for i in range(1, random.choice([1, 2]) + 1)}
-
-    # -- how a world is drawn --------------------------------------------------------------
-
-    def _reading(self, pass_id: int) -> Reading:
-        random = self.random
-        replicas = random.randint(1, 4)
-        ordered = random.random() < 0.8
-        settings = PassSettings(
-            replicas,
-            retries=random.randint(0, 2),
-            ordered=ordered,
-            fail_fast=ordered and random.random() < 0.6,
-            pulled=ordered and random.random() < 0.8,
-            priority=random.choice([1, 1, 0]),
-        )
-        parts = [
-            replicas if random.random() < 0.8 else random.randint(0, replicas)
-            for _ in range(random.choice([0, 3, 8, 16]))
-        ]
-        calls = [step * replicas + r for step, n in enumerate(parts) for r in range(n)]
-        fates = {}
-        doomed = random.random() < 0.4
-        kinds = ["raises", "kills", "both", *(["always", "never again"] if doomed else [])]
-        for call in random.sample(calls, min(len(calls), random.choice([0, 2, 6]))):
-            kind = random.choice(kinds)
-            if kind == "raises":
-                fates[call] = Fate(raises=random.randint(0, settings.retries))
-            elif kind in ("kills", "both"):
-                fates[call] = Fate(settings.retries if kind == "both" else 0, kills=1)
-            else:
-                fates[call] = Fate(raises=ALWAYS, retryable=kind == "always")
-        if calls and pass_id == 1 and random.random() < 0.15:
-            fates[random.choice(calls)] = Fate(kills=ALWAYS)
-        return Reading(
-            pass_id,
-            settings,
-            parts,
-            fates,
-            call_s=random.choice([0.0, 0.002, 0.02, 0.04, 1.0]),
-            step_bytes=random.choice([0, 0, 60]),
-            call_bytes=random.choice([0, 10, 200]),
-        )
+        passes = range(1, random.choice([1, 2]) + 1)
+        super().__init__(limits, {i: draw_reading(i, random) for i in passes})
 
     # -- the loop --------------------------------------------------------------------------
 
@@ -281,11 +115,11 @@ class World:
         """Let oracle and scheduler handle an event, compare, and carry out the commands."""
         self.events += 1
         self._story.append((self.now, ">>", event))
-        expected = self._foresee(event)
+        expected = self.foresee(event)
         commands = self.scheduler.handle(event, self.now)
         self._story.extend((self.now, "<<", c) for c in commands)
         self.scheduler.validate()
-        came, expected = _foreseeable(commands), _foreseeable(expected)
+        came, expected = foreseeable(commands), foreseeable(expected)
         self.must(came == expected, f"{came} came, {expected} was foreseen")
         for command in commands:
             self._carry_out(command)
@@ -298,107 +132,6 @@ class World:
                 self.must(
                     reading.quiet != runs, f"pass {reading.id} is held: runs {runs}, quiet {reading.quiet}"
                 )
-
-    def must(self, holds: bool, story: str) -> None:
-        if not holds:
-            raise Violation(story)
-
-    # -- the oracle ------------------------------------------------------------------------
-
-    def _foresee(self, event: Event) -> list[Command]:
-        """Enter an event in the oracle's books, and return the commands of `_FORESEEN` it must cause."""
-        match event:
-            case ev.WorkerExpected(name):
-                return [cmd.StartWorker(name, 0)]
-            case ev.WorkerJoined(name, incarnation):
-                return self._foresee_join(name, incarnation)
-            case ev.WorkerLost(name, incarnation, _, graceful):
-                seat = self.seats[name]
-                if seat.incarnation == incarnation and (seat.ready or seat.managed):
-                    return self._lose(name, graceful=graceful)
-            case ev.CallsDone(lo=lo, hi=hi):
-                return self._foresee_report(event, lo, hi)
-            case ev.CallFailed(call=call):
-                return self._foresee_report(event, call, call + 1)
-            case ev.StepsOffered(pass_id, first, last):
-                reading = self.readings[pass_id]
-                replicas = reading.settings.replicas
-                for step in range(first, last):
-                    reading.waiting |= set(range(step * replicas, step * replicas + event.parts))
-            case ev.PassClosed(pass_id):
-                self.readings[pass_id].closed = True
-            case ev.Tick():
-                return self._foresee_tick()
-        return []
-
-    def _foresee_join(self, name: str, incarnation: int) -> list[Command]:
-        seat = self.seats[name]
-        if incarnation < seat.incarnation or (seat.ready and incarnation == seat.incarnation):
-            return [_expel(name, incarnation)]
-        out: list[Command] = []
-        if seat.ready:
-            out = [_expel(name, seat.incarnation)]
-            self._lose(name, graceful=False)
-        seat.ready, seat.incarnation = True, incarnation
-        return out
-
-    def _foresee_tick(self) -> list[Command]:
-        out: list[Command] = []
-        for name, process in self.peers.items():
-            seat = self.seats[name]
-            late = process.heard_at + self.limits.heard_within_s <= self.now
-            if process.supervised and seat.ready and late:
-                out += [_expel(name, seat.incarnation), *self._lose(name, graceful=False)]
-        self.must(len(out) > 0, "a Tick that was asked for, but changes nothing")
-        return out
-
-    def _foresee_report(self, event: ev.CallsDone | ev.CallFailed, lo: int, hi: int) -> list[Command]:
-        name, incarnation, lease = event.worker, event.incarnation, event.lease
-        seat = self.seats[name]
-        held = next((x for x in seat.leases if x.id == lease), None)
-        if held is None or incarnation != seat.incarnation or not seat.ready:
-            return [cmd.DropResults(name, lease)]
-        if held is not seat.leases[0] or lo != held.next or hi > held.hi:
-            return [
-                cmd.DropResults(name, lease),
-                _expel(name, incarnation),
-                *self._lose(name, graceful=False),
-            ]
-        seat.unsure = False
-        held.next = hi
-        if hi == held.hi:
-            seat.leases.remove(held)
-        reading = self.readings[held.pass_id]
-        if isinstance(event, ev.CallsDone):
-            reading.result_bytes += event.bytes
-            fresh = set(range(lo, hi))
-            self.must(not fresh & reading.accepted, f"calls {fresh & reading.accepted} are accepted twice")
-            reading.accepted |= fresh
-            return [cmd.AcceptResults(held.pass_id, lo, hi, name)]
-        reading.raised[lo] += 1
-        if event.retryable and reading.raised[lo] <= reading.settings.retries:
-            reading.waiting.add(lo)
-        else:
-            reading.give_up(lo)
-        return []
-
-    def _lose(self, name: str, *, graceful: bool) -> list[Command]:
-        """Give back what a worker had, charge whom it must be charged to, and replace it."""
-        seat = self.seats[name]
-        blamed = seat.leases[0] if seat.leases and not graceful and not seat.unsure else None
-        for held in seat.leases:
-            reading = self.readings[held.pass_id]
-            reading.waiting |= set(range(held.next, held.hi))
-            if held is blamed:
-                reading.deaths[held.next] += 1
-                if reading.deaths[held.next] >= self.limits.deaths_max:
-                    reading.waiting.discard(held.next)
-                    reading.give_up(held.next)
-        seat.leases, seat.bound, seat.unsure, seat.ready = [], set(), False, False
-        if not seat.managed:
-            return []
-        seat.incarnation += 1
-        return [cmd.StartWorker(name, seat.incarnation)]
 
     def _check_end(self) -> None:
         for reading in self.readings.values():
@@ -733,17 +466,3 @@ class World:
 
     def _arrive(self, event: ev.CallsDone | ev.CallFailed) -> None:
         self.handle(event)
-
-
-_FORESEEN = (cmd.StartWorker, cmd.ExpelWorker, cmd.AcceptResults, cmd.DropResults)
-
-
-def _expel(name: str, incarnation: int) -> Command:
-    return cmd.ExpelWorker(name, incarnation, "")
-
-
-def _foreseeable(commands: list[Command]) -> list[Command]:
-    """Return what the oracle foresees of some commands: without reasons, and in an order of its own."""
-    told = [c for c in commands if isinstance(c, _FORESEEN)]
-    plain = [_expel(c.worker, c.incarnation) if isinstance(c, cmd.ExpelWorker) else c for c in told]
-    return sorted(plain, key=repr) if len(plain) > 1 else plain

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from pipedist import exact
 from pipedist.reductions import FoldTree, ReduceOp, Reduction
 from tests.values.numbers import (
     FLOATS,
@@ -84,7 +85,6 @@ def test_a_mean_of_integers_is_correctly_rounded(dtype: str, data: Any) -> None:
 
 @given(st.integers(-(2**40), 2**40), st.integers(1, 2**30))
 def test_a_float32_mean_is_rounded_once(total: int, count: int) -> None:
-    from pipedist import exact
 
     dtype = np.dtype(np.float32)
     expected = rounded(Fraction(total, count), dtype)
@@ -92,30 +92,36 @@ def test_a_float32_mean_is_rounded_once(total: int, count: int) -> None:
     assert exact.mean(np.array([[total]]), count, dtype)[0] == expected
 
 
-def test_a_float32_mean_at_a_midpoint_is_rounded_once() -> None:
-    # Rounded to float64 first, this is exactly halfway between two float32, and ties to even go down.
-    from pipedist import exact
+@given(st.integers(2**53, 2**62), st.integers(1, 1000), st.booleans())
+def test_a_float64_mean_is_rounded_once(total: int, count: int, negative: bool) -> None:
 
-    midpoint = Fraction(2**24 + 1, 2**24)
-    value = midpoint + Fraction(1, 2**80)
+    total = -total if negative else total
+    assert exact.mean(np.array([[total]]), count, np.dtype(np.float64))[0] == float(Fraction(total, count))
+
+
+def test_a_float32_mean_at_a_midpoint_is_rounded_once() -> None:
+
+    count = 2**52 - 1
+    total = count + 2**28  # total / count is 1 + 2**-24, halfway between two float32, and a bit more
+    assert total / count == 1 + 2**-24
     dtype = np.dtype(np.float32)
-    assert np.float32(float(value)) == 1.0
-    assert exact.divide(value.numerator, value.denominator, dtype) == np.nextafter(
-        np.float32(1), np.float32(2)
-    )
+    above = np.nextafter(np.float32(1), np.float32(2))
+    assert exact.divide(total, count, dtype) == above
+    assert exact.divide(-total, count, dtype) == -above
+    assert exact.mean(np.array([[total, -total, count]]), count, dtype).tolist() == [above, -above, 1]
+    assert exact.divide(2**24 + 1, 2**24, dtype) == 1  # a true tie goes to even
 
 
 @given(st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1, max_size=40), st.integers(0, 2))
 def test_sums_of_any_size_stay_exact(values: list[int], unsigned: int) -> None:
-    from pipedist import exact
 
     arrays = [np.array([v + 2**63 if unsigned else v], np.uint64 if unsigned else np.int64) for v in values]
     limbs, bound = exact.sum_rows(arrays[0], ())
     for x in arrays[1:]:
         limbs, bound = exact.add(limbs, bound, *exact.sum_rows(x, ()))
-    for _ in range(20):  # far beyond two limbs
+    for _ in range(120):  # far beyond two limbs
         limbs, bound = exact.add(limbs, bound, limbs, bound)
-    total = sum(int(x[0]) for x in arrays) << 20
+    total = sum(int(x[0]) for x in arrays) << 120
     assert exact.to_integers(limbs)[0] == total
     assert abs(total) <= bound
 
@@ -219,9 +225,13 @@ def test_python_numbers_count_as_int64_and_float64() -> None:
 
 
 def test_sums_of_many_rows_do_not_stand_still() -> None:
-    ones = np.ones((2**24 + 1000, 1), np.float32)
+    ones = np.ones((2**24 + 1000, 2), np.float32)
     assert abs(reduced("sum", 0, [ones])[0] - len(ones)) <= 4
-    assert reduced("mean", 0, [ones]) == [1.0]
+    assert reduced("mean", 0, [ones]).tolist() == [1.0, 1.0]
+    # A count that is no float32 is not rounded to one before it divides.
+    count = 2**24 + 1
+    mean = Reduction.of("mean", 0).finish([0, [["f4", count, float(2**24)]]])
+    assert mean == np.float32(2**24 / count) != 1.0
 
 
 def test_complex_numbers_have_a_sum_and_no_minimum() -> None:

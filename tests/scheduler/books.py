@@ -1,0 +1,173 @@
+"""What the seeded worlds are made of, and the oracle's books about them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from random import Random
+
+from pipedist.scheduler import PassSettings
+from pipedist.scheduler import commands as cmd
+
+ALWAYS = 1_000_000
+
+
+class Violation(AssertionError):
+    """The scheduler did something that it must not, or did not do what it must."""
+
+
+@dataclass(slots=True)
+class Fate:
+    """What happens when a call is executed."""
+
+    raises: int = 0
+    kills: int = 0
+    retryable: bool = True
+
+    @property
+    def hopeless(self) -> bool:
+        return self.raises >= ALWAYS or self.kills >= ALWAYS
+
+
+@dataclass(slots=True)
+class Held:
+    """The oracle's own entry of a lease."""
+
+    id: int
+    pass_id: int
+    next: int
+    hi: int
+
+
+@dataclass(slots=True)
+class Seat:
+    """What the oracle knows of a worker's name."""
+
+    managed: bool
+    incarnation: int = 0
+    ready: bool = False
+    leases: list[Held] = field(default_factory=list)
+    bound: set[int] = field(default_factory=set)
+    unsure: bool = False
+
+
+@dataclass(slots=True)
+class Process:
+    """One incarnation of a worker, executing leases in order."""
+
+    name: str
+    incarnation: int
+    supervised: bool
+    alive: bool = True
+    joined: bool = False
+    busy: bool = False
+    stalled_until: float = 0.0
+    queue: list[cmd.SendAssign] = field(default_factory=list)
+    lease: int = 0
+    next_call: int = 0
+    finished_lo: int = 0
+    """Calls [finished_lo, next_call) of `lease`, the first one, are executed and not reported."""
+    busy_ns: int = 0
+    last_arrival: float = 0.0
+    heard_at: float = 0.0
+
+
+@dataclass(slots=True)
+class Reading:
+    """One pass as the world and the oracle see it."""
+
+    id: int
+    settings: PassSettings
+    parts: list[int]
+    fates: dict[int, Fate]
+    call_s: float
+    step_bytes: int
+    call_bytes: int
+    offered: int = 0
+    requested: int = 0
+    visible: int = 0
+    consumed: int = 0
+    result_bytes: int = 0
+    waiting: set[int] = field(default_factory=set)
+    """Offered calls that no worker has; those beyond a failed step may be forgotten."""
+    accepted: set[int] = field(default_factory=set)
+    shown: set[int] = field(default_factory=set)
+    failed: set[int] = field(default_factory=set)
+    raised: Counter[int] = field(default_factory=Counter)
+    deaths: Counter[int] = field(default_factory=Counter)
+    last_call: int = ALWAYS
+    """Calls beyond this one are of no use: one of its step failed for good."""
+    ended: bool = False
+    over: str = ""
+    held: bool = False
+    quiet: bool = False
+    closed: bool = False
+
+    def tried(self, call: int) -> int:
+        return self.raised[call] + self.deaths[call]
+
+    def give_up(self, call: int) -> None:
+        if self.settings.fail_fast:
+            replicas = self.settings.replicas
+            self.last_call = min(self.last_call, (call // replicas + 1) * replicas - 1)
+
+    @property
+    def steps(self) -> int:
+        return len(self.parts)
+
+    def hopeless(self, step: int) -> list[int]:
+        first = step * self.settings.replicas
+        calls = range(first, first + self.parts[step])
+        return [c for c in calls if c in self.fates and self.fates[c].hopeless]
+
+    @property
+    def limit(self) -> int:
+        """Steps from this one on are of no use."""
+        if not self.settings.fail_fast:
+            return self.steps
+        return next((s + 1 for s in range(self.steps) if self.hopeless(s)), self.steps)
+
+    @property
+    def all_shown(self) -> bool:
+        return len(self.shown) + len(self.failed) >= self.limit
+
+
+def draw_reading(pass_id: int, random: Random) -> Reading:
+    """Return a pass with its steps and the fates of its calls."""
+    replicas = random.randint(1, 4)
+    ordered = random.random() < 0.8
+    settings = PassSettings(
+        replicas,
+        retries=random.randint(0, 2),
+        ordered=ordered,
+        fail_fast=ordered and random.random() < 0.6,
+        pulled=ordered and random.random() < 0.8,
+        priority=random.choice([1, 1, 0]),
+    )
+    parts = [
+        replicas if random.random() < 0.8 else random.randint(0, replicas)
+        for _ in range(random.choice([0, 3, 8, 16]))
+    ]
+    calls = [step * replicas + r for step, n in enumerate(parts) for r in range(n)]
+    fates = {}
+    doomed = random.random() < 0.4
+    kinds = ["raises", "kills", "both", *(["always", "never again"] if doomed else [])]
+    for call in random.sample(calls, min(len(calls), random.choice([0, 2, 6]))):
+        kind = random.choice(kinds)
+        if kind == "raises":
+            fates[call] = Fate(raises=random.randint(0, settings.retries))
+        elif kind in ("kills", "both"):
+            fates[call] = Fate(settings.retries if kind == "both" else 0, kills=1)
+        else:
+            fates[call] = Fate(raises=ALWAYS, retryable=kind == "always")
+    if calls and pass_id == 1 and random.random() < 0.15:
+        fates[random.choice(calls)] = Fate(kills=ALWAYS)
+    return Reading(
+        pass_id,
+        settings,
+        parts,
+        fates,
+        call_s=random.choice([0.0, 0.002, 0.02, 0.04, 1.0]),
+        step_bytes=random.choice([0, 0, 60]),
+        call_bytes=random.choice([0, 10, 200]),
+    )

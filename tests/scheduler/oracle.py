@@ -1,0 +1,138 @@
+"""Foresees what the scheduler must do, from books of its own."""
+
+from __future__ import annotations
+
+from pipedist.scheduler import Command, Event, Limits
+from pipedist.scheduler import commands as cmd
+from pipedist.scheduler import events as ev
+from tests.scheduler.books import Process, Reading, Seat, Violation
+
+
+class Oracle:
+    """Keeps books of workers, leases and attempts, and compares them with what the scheduler wants.
+
+    Args:
+        limits: the scheduler's.
+        readings: the passes of the world.
+    """
+
+    def __init__(self, limits: Limits, readings: dict[int, Reading]) -> None:
+        self.limits = limits
+        self.readings = readings
+        self.now = 0.0
+        self.seats: dict[str, Seat] = {}
+        self.peers: dict[str, Process] = {}
+        """Who is behind a name: the process that joined last."""
+
+    def must(self, holds: bool, story: str) -> None:
+        if not holds:
+            raise Violation(story)
+
+    def foresee(self, event: Event) -> list[Command]:
+        """Enter an event in the oracle's books, and return the commands of `FORESEEN` it must cause."""
+        match event:
+            case ev.WorkerExpected(name):
+                return [cmd.StartWorker(name, 0)]
+            case ev.WorkerJoined(name, incarnation):
+                return self._foresee_join(name, incarnation)
+            case ev.WorkerLost(name, incarnation, _, graceful):
+                seat = self.seats[name]
+                if seat.incarnation == incarnation and (seat.ready or seat.managed):
+                    return self._lose(name, graceful=graceful)
+            case ev.CallsDone(lo=lo, hi=hi):
+                return self._foresee_report(event, lo, hi)
+            case ev.CallFailed(call=call):
+                return self._foresee_report(event, call, call + 1)
+            case ev.StepsOffered(pass_id, first, last):
+                reading = self.readings[pass_id]
+                replicas = reading.settings.replicas
+                for step in range(first, last):
+                    reading.waiting |= set(range(step * replicas, step * replicas + event.parts))
+            case ev.PassClosed(pass_id):
+                self.readings[pass_id].closed = True
+            case ev.Tick():
+                return self._foresee_tick()
+        return []
+
+    def _foresee_join(self, name: str, incarnation: int) -> list[Command]:
+        seat = self.seats[name]
+        if incarnation < seat.incarnation or (seat.ready and incarnation == seat.incarnation):
+            return [expel(name, incarnation)]
+        out: list[Command] = []
+        if seat.ready:
+            out = [expel(name, seat.incarnation)]
+            self._lose(name, graceful=False)
+        seat.ready, seat.incarnation = True, incarnation
+        return out
+
+    def _foresee_tick(self) -> list[Command]:
+        out: list[Command] = []
+        for name, process in self.peers.items():
+            seat = self.seats[name]
+            late = process.heard_at + self.limits.heard_within_s <= self.now
+            if process.supervised and seat.ready and late:
+                out += [expel(name, seat.incarnation), *self._lose(name, graceful=False)]
+        self.must(len(out) > 0, "a Tick that was asked for, but changes nothing")
+        return out
+
+    def _foresee_report(self, event: ev.CallsDone | ev.CallFailed, lo: int, hi: int) -> list[Command]:
+        name, incarnation, lease = event.worker, event.incarnation, event.lease
+        seat = self.seats[name]
+        held = next((x for x in seat.leases if x.id == lease), None)
+        if held is None or incarnation != seat.incarnation or not seat.ready:
+            return [cmd.DropResults(name, lease)]
+        if held is not seat.leases[0] or lo != held.next or hi > held.hi:
+            return [
+                cmd.DropResults(name, lease),
+                expel(name, incarnation),
+                *self._lose(name, graceful=False),
+            ]
+        seat.unsure = False
+        held.next = hi
+        if hi == held.hi:
+            seat.leases.remove(held)
+        reading = self.readings[held.pass_id]
+        if isinstance(event, ev.CallsDone):
+            reading.result_bytes += event.bytes
+            fresh = set(range(lo, hi))
+            self.must(not fresh & reading.accepted, f"calls {fresh & reading.accepted} are accepted twice")
+            reading.accepted |= fresh
+            return [cmd.AcceptResults(held.pass_id, lo, hi, name)]
+        reading.raised[lo] += 1
+        if event.retryable and reading.raised[lo] <= reading.settings.retries:
+            reading.waiting.add(lo)
+        else:
+            reading.give_up(lo)
+        return []
+
+    def _lose(self, name: str, *, graceful: bool) -> list[Command]:
+        """Give back what a worker had, charge whom it must be charged to, and replace it."""
+        seat = self.seats[name]
+        blamed = seat.leases[0] if seat.leases and not graceful and not seat.unsure else None
+        for held in seat.leases:
+            reading = self.readings[held.pass_id]
+            reading.waiting |= set(range(held.next, held.hi))
+            if held is blamed:
+                reading.deaths[held.next] += 1
+                if reading.deaths[held.next] >= self.limits.deaths_max:
+                    reading.waiting.discard(held.next)
+                    reading.give_up(held.next)
+        seat.leases, seat.bound, seat.unsure, seat.ready = [], set(), False, False
+        if not seat.managed:
+            return []
+        seat.incarnation += 1
+        return [cmd.StartWorker(name, seat.incarnation)]
+
+
+FORESEEN = (cmd.StartWorker, cmd.ExpelWorker, cmd.AcceptResults, cmd.DropResults)
+
+
+def expel(name: str, incarnation: int) -> Command:
+    return cmd.ExpelWorker(name, incarnation, "")
+
+
+def foreseeable(commands: list[Command]) -> list[Command]:
+    """Return what the oracle foresees of some commands: without reasons, and in an order of its own."""
+    told = [c for c in commands if isinstance(c, FORESEEN)]
+    plain = [expel(c.worker, c.incarnation) if isinstance(c, cmd.ExpelWorker) else c for c in told]
+    return sorted(plain, key=repr) if len(plain) > 1 else plain
