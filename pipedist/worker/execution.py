@@ -264,11 +264,11 @@ class RangeRun:
             The failure of the first call that is not among the outcomes, or None.
         """
         self._bytes = 0
-        self._worked_until_ns = self._reported_until_ns = start = time.perf_counter_ns()
-        until_ns = start + int(slice_s * 1e9)
         if self._overlaps is None:
             self._begin(self._next)  # the import of a user's module may end the process
             self._overlaps = self.executor.overlaps()
+        self._worked_until_ns = self._reported_until_ns = start = time.perf_counter_ns()
+        until_ns = start + int(slice_s * 1e9)
         if self._overlaps:
             failure: CallFailure | None = self.executor.loop.run(self._overlapping(until_ns, slice_bytes))
             return failure

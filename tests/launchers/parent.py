@@ -9,6 +9,7 @@ import sys
 import threading
 
 from pipedist.launchers.local import LocalLauncher
+from pipedist.messages import Log
 from tests.worker.fake_scheduler import FakeScheduler, program
 
 
@@ -16,16 +17,15 @@ async def serve() -> None:
     async with FakeScheduler() as scheduler:
         launcher = LocalLauncher(scheduler.endpoint)
         async with launcher:
-            workers = []
             for name in ("w0", "w1"):
                 launcher.start(name, 0)
-            for _ in range(2):
-                identity, hello = await scheduler.welcome()
-                workers.append(hello.pid)
-                if hello.worker == "w1" and "busy" in sys.argv:
-                    pass_id = scheduler.bind(identity, program("tests.worker.replica_functions:maybe_wait"))
-                    scheduler.assign(identity, pass_id, ["/nonexistent/never"])
-                    await scheduler.inbox.get()  # what it prints when the call has begun
+            joined = [await scheduler.welcome() for _ in range(2)]
+            workers = [hello.pid for _, hello in joined]
+            if "busy" in sys.argv:
+                identity, _ = joined[0]
+                pass_id = scheduler.bind(identity, program("tests.worker.replica_functions:maybe_wait"))
+                scheduler.assign(identity, pass_id, ["/nonexistent/never"])
+                await scheduler.take(Log)  # it prints when the call has begun
             if "fork" in sys.argv and os.fork() == 0:
                 threading.Event().wait(60)  # holds the launcher's end of the control socket
                 os._exit(0)

@@ -49,11 +49,16 @@ def test_other_calls_get_other_numbers(change: dict[str, object]) -> None:
     assert make(**change).rng.random() != make().rng.random()
 
 
-@pytest.mark.parametrize("method", ["run", "reduce", "gather", "scope", "distribute_dataset"])
+@pytest.mark.parametrize("method", ["run", "reduce", "gather", "scope"])
 def test_cross_replica_methods_say_what_to_do_instead(method: str) -> None:
     strategy = make().strategy
     assert strategy.num_replicas_in_sync == 4
     with pytest.raises(RuntimeError, match="cross-replica context"):
         getattr(strategy, method)("sum")
+
+
+def test_what_else_the_strategy_refuses() -> None:
+    with pytest.raises(ValueError, match="make the dataset outside"):
+        make().strategy.distribute_dataset([])
     with pytest.raises(AttributeError):
-        _ = strategy.nonsense
+        _ = make().strategy.nonsense
