@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import secrets
 import subprocess
 import sys
 import textwrap
@@ -210,27 +211,29 @@ async def test_leaving_early_cancels_and_the_cluster_goes_on() -> None:
             assert (await run.results())["t"] == 190
 
 
-def children() -> set[int]:
-    """Return the ids of pipedist's processes that descend from this one."""
-    found = set()
+def processes_with(mark: str) -> list[int]:
+    """Return the ids of living processes whose environment has a mark, whoever their parent is now."""
+    found = []
     for entry in os.listdir("/proc"):
-        if entry.isdigit():
+        if entry.isdigit() and int(entry) != os.getpid():
             try:
-                with open(f"/proc/{entry}/comm") as file:
-                    if file.read().startswith("pipedist-"):
-                        found.add(int(entry))
+                with open(f"/proc/{entry}/environ", "rb") as file:
+                    if mark.encode() in file.read():
+                        found.append(int(entry))
             except OSError:
-                continue
+                continue  # it ended meanwhile, or is somebody else's
     return found
 
 
 def test_nothing_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    before, shared, files = children(), set(os.listdir("/dev/shm")), len(os.listdir("/proc/self/fd"))
+    mark = secrets.token_hex(8)
+    monkeypatch.setenv("PIPEDIST_TEST_MARK", mark)
+    shared, files = set(os.listdir("/dev/shm")), len(os.listdir("/proc/self/fd"))
     pipedist.run(document(t={"reduce": "sum", "of": "dataset", "axis": 0}), workers=2)
     with pytest.raises(pipedist.CallError):
         pipedist.run(document(y={"run": f"{F}:fails_on_13"}), workers=2)
-    assert children() <= before
+    assert processes_with(mark) == []
     assert set(os.listdir("/dev/shm")) == shared
     assert len(os.listdir("/proc/self/fd")) <= files
     assert list(tmp_path.iterdir()) == []
