@@ -58,3 +58,19 @@ docs: $(INSTALLED)  ## Write the parts of docs/ that are generated.
 .PHONY: clean
 clean:  ## Remove what was made.
 	rm -rf $(VENV) out build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis examples/flights/data
+
+.PHONY: bench-peers
+bench-peers: $(INSTALLED)  ## Install the peers of the benchmarks in benchmarks/.venv.
+	@test -x benchmarks/.venv/bin/python || $(PYTHON) -m venv benchmarks/.venv
+	@$(BIN)/python -m pip freeze --quiet | grep -E '^(numpy|pyzmq|msgpack|pyarrow|pandas|cloudpickle)==' \
+	  > benchmarks/.venv/same-versions.txt
+	benchmarks/.venv/bin/python -m pip install --quiet --disable-pip-version-check \
+	  --constraint benchmarks/.venv/same-versions.txt --requirement benchmarks/peers/requirements.txt
+
+.PHONY: bench
+bench: $(INSTALLED)  ## Measure pipedist beside its peers: make bench ARGS="--only W1,W2 --boost".
+	$(BIN)/python -m benchmarks.run --write-docs $(ARGS)
+
+.PHONY: bench-profile
+bench-profile: $(INSTALLED)  ## Show where a call's time goes: make bench-profile ARGS="--only W1".
+	$(BIN)/python -m benchmarks.call_profile $(ARGS)

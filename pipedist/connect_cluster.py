@@ -10,7 +10,7 @@ from typing import Self
 
 from pipedist.coordinator import Coordinator
 from pipedist.errors import UsageError
-from pipedist.local_cluster import Cluster
+from pipedist.local_cluster import Cluster, checked_count
 from pipedist.scheduler import Limits
 from pipedist.transport.keys import ServerKeys, read_key_file, write_key_file
 from pipedist.transport.zeromq import Router
@@ -28,6 +28,10 @@ class ConnectCluster(Cluster):
         key_file: the cluster's keys; made (mode 0600) where there is no such file.
         workers: how many are expected, for the plan and the size of what is issued in advance.
         limits: the scheduler's bounds.
+
+    Raises:
+        UsageError: there is no key file; (on entering) it can't be used, or the endpoint can't be bound,
+            or the cluster is open already.
     """
 
     def __init__(
@@ -42,12 +46,14 @@ class ConnectCluster(Cluster):
             raise UsageError("workers that dial in need keys: say `cluster: {key_file: FILE}`")
         self._listen = listen or LISTEN
         self._key_file = os.fspath(key_file)
-        self._workers = workers
+        self._workers = checked_count(workers)
         self._limits = limits
         self._stack = AsyncExitStack()
         self._coordinator: Coordinator | None = None
 
     async def __aenter__(self) -> Self:
+        if self._coordinator is not None:
+            raise UsageError("this cluster is open already: a shared one is entered once")
         keys = self._keys()
         await self._stack.__aenter__()
         try:

@@ -9,6 +9,7 @@ is read here, block by block, in a thread, and held until its steps are visible.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
@@ -20,8 +21,12 @@ from numpy.typing import NDArray
 
 from pipedist import trees
 from pipedist.datasets.division import Division, chunk_sizes, permutation
-from pipedist.datasets.sources import Source
+from pipedist.datasets.sources import Source, SourceError
 from pipedist.program import ReaderConfig, Shards, Tree
+
+READ_S = 0.01
+READ_BYTES = 2**20
+"""A sequential source is read on, without looking up, until so much time or so many bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +70,8 @@ class Feed(Protocol):
         """Let go of everything for steps before `before`."""
         ...
 
-    def elements(self, step: int) -> int:
-        """Return the number of elements of a step that was pulled and not released."""
+    def elements(self, first: int, last: int) -> int:
+        """Return the number of elements of steps [first, last), pulled and not released."""
         ...
 
     def epoch(self, step: int) -> int:
@@ -86,7 +91,7 @@ class IndexedFeed(Feed):
         name: the dataset's name, part of the shuffle's seed.
         division: the contract's arithmetic.
         epochs: how often the dataset is read through.
-        seed: the spec's seed, None for the dataset's own order.
+        shuffle_seed: the spec's seed, None for the dataset's own order.
     """
 
     def __init__(
@@ -98,6 +103,8 @@ class IndexedFeed(Feed):
         self._shuffle_seed = shuffle_seed
         self._next = 0
         self._orders: dict[int, NDArray[np.int64]] = {}
+        self._element_bytes = 0.0
+        """Size of an element, once some were sent as values: then leases are cut by bytes too."""
         self._full_parts = sum(1 for n in chunk_sizes(division.batch, division.replicas) if n)
         self.steps_total: int | None = division.steps_per_epoch * epochs
         self.reader = ReaderConfig(
@@ -119,11 +126,12 @@ class IndexedFeed(Feed):
             if in_epoch < whole:
                 last = min(end, self._next + whole - in_epoch)
                 elements = (last - self._next) * self._division.batch
-                offers.append(Offer(self._next, last, self._full_parts, elements))
+                parts = self._full_parts
             else:
                 last = self._next + 1
-                parts, rows = self._division.parts(self._next), self._division.rows(self._next)
-                offers.append(Offer(self._next, last, parts, rows))
+                parts, elements = self._division.parts(self._next), self._division.rows(self._next)
+            size = round(elements * self._element_bytes)
+            offers.append(Offer(self._next, last, parts, elements, size))
             self._next = last
         return offers
 
@@ -157,7 +165,9 @@ class IndexedFeed(Feed):
                 ids=told,
                 locations=None if self._source.by_id else [self._source.locate(r) for r in rows],
             )
-        return Shards(ids=told, values=[self._source.read(self._source.locate(r)) for r in rows])
+        values = [self._source.read(self._source.locate(r)) for r in rows]
+        self._element_bytes = _array_bytes(values) / max(1, sum(map(len, rows)))
+        return Shards(ids=told, values=values)
 
     def release(self, before: int) -> None:
         """Forget the orders of epochs that are over."""
@@ -166,9 +176,14 @@ class IndexedFeed(Feed):
             for old in [e for e in self._orders if e < epoch]:
                 del self._orders[old]
 
-    def elements(self, step: int) -> int:
-        """Return the number of elements of a step."""
-        return self._division.rows(step)
+    def elements(self, first: int, last: int) -> int:
+        """Return the number of elements of steps [first, last)."""
+        division = self._division
+        per_epoch = division.steps_per_epoch
+        if not per_epoch:
+            return 0
+        missing = max(0, per_epoch * division.batch - division.length)  # in the last step of an epoch
+        return (last - first) * division.batch - (last // per_epoch - first // per_epoch) * missing
 
     def epoch(self, step: int) -> int:
         """Return the epoch of a step."""
@@ -182,12 +197,21 @@ class IndexedFeed(Feed):
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """One step of a sequential source: its elements, and the id of the first."""
+    """One step of a sequential source: its elements, the id of the first, and its bytes."""
 
     value: Tree
     rows: int
     epoch: int
     first_id: int
+    size: int
+
+
+def _uneven(epoch: int, what: str) -> SourceError:
+    return SourceError(
+        f"epoch {epoch} has {what} of epoch 0: element ids count on over the epochs",
+        key="call",
+        expected="the same elements each time, or epochs: 1",
+    )
 
 
 class SequentialFeed(Feed):
@@ -195,7 +219,10 @@ class SequentialFeed(Feed):
 
     Args:
         source: the opened source.
-        batch, replicas, drop_remainder, epochs: the dataset's division.
+        batch: global batch size, elements.
+        replicas: shards a step.
+        drop_remainder: whether an epoch's last step is dropped where it is short.
+        epochs: how often the source is read through; it must have as many elements each time.
     """
 
     def __init__(
@@ -207,6 +234,7 @@ class SequentialFeed(Feed):
         self._drop_remainder = drop_remainder
         self._epochs = epochs
         self._steps = self._read()
+        self._broken: Exception | None = None
         self._blocks: dict[int, _Block] = {}
         self._next = 0
         self._released = 0
@@ -219,23 +247,51 @@ class SequentialFeed(Feed):
             index = 0
             for value in self._source.blocks(self._batch):
                 rows = row_count(value)
+                if epoch and index + rows > length:
+                    raise _uneven(epoch, f"more than the {length} elements")
                 if rows == self._batch or not self._drop_remainder:
-                    yield _Block(value, rows, epoch, epoch * length + index)
+                    yield _Block(value, rows, epoch, epoch * length + index, _array_bytes(value))
                 index += rows
+            if epoch and index < length:
+                raise _uneven(epoch, f"{index} elements, not the {length}")
             length = index
 
     async def pull(self, count: int) -> list[Offer]:
-        """Read the next step, in a thread: the user's iterator may take its time."""
-        block = await anyio.to_thread.run_sync(next, self._steps, None)
-        if block is None:
+        """Read the next steps, in a thread: the user's iterator may take its time.
+
+        Raises:
+            SourceError: the iterator raised, or an epoch has another number of elements.
+        """
+        # Whoever leaves does not wait for the user's iterator: what it still reads, nobody gets.
+        blocks = await anyio.to_thread.run_sync(self._read_some, count, abandon_on_cancel=True)
+        if not blocks:
             self.steps_total = self._next
-            return []
-        step = self._next
-        self._next += 1
-        self._blocks[step] = block
-        parts = sum(1 for n in chunk_sizes(block.rows, self._replicas) if n)
-        size = sum(x.nbytes for x in trees.flatten(block.value)[0] if isinstance(x, np.ndarray))
-        return [Offer(step, step + 1, parts, block.rows, size)]
+        offers = []
+        for block in blocks:
+            step = self._next
+            self._next += 1
+            self._blocks[step] = block
+            parts = sum(1 for n in chunk_sizes(block.rows, self._replicas) if n)
+            offers.append(Offer(step, step + 1, parts, block.rows, block.size))
+        return offers
+
+    def _read_some(self, count: int) -> list[_Block]:
+        """Return the next blocks, at most `count`: a trip to a thread should be worth it."""
+        if self._broken is not None:
+            raise self._broken
+        blocks: list[_Block] = []
+        size, until = 0, time.monotonic() + READ_S
+        try:
+            for block in self._steps:
+                blocks.append(block)
+                size += block.size
+                if len(blocks) == count or size >= READ_BYTES or time.monotonic() >= until:
+                    break
+        except Exception as error:
+            self._broken = error  # what was read before it counts, and comes first
+            if not blocks:
+                raise
+        return blocks
 
     def shards(self, lo: int, hi: int, *, local: bool) -> Shards:
         """Return the values of calls [lo, hi)."""
@@ -260,9 +316,9 @@ class SequentialFeed(Feed):
             self._blocks.pop(step, None)
         self._released = max(self._released, before)
 
-    def elements(self, step: int) -> int:
-        """Return the number of elements of a step."""
-        return self._blocks[step].rows
+    def elements(self, first: int, last: int) -> int:
+        """Return the number of elements of steps [first, last)."""
+        return sum(self._blocks[step].rows for step in range(first, last))
 
     def epoch(self, step: int) -> int:
         """Return the epoch of a step."""
@@ -273,6 +329,10 @@ class SequentialFeed(Feed):
         block = self._blocks[step]
         bounds = [self._bounds(block, replica) for replica in range(self._replicas)]
         return [range(block.first_id + a, block.first_id + b) for a, b in bounds if a < b]
+
+
+def _array_bytes(tree: Tree) -> int:
+    return sum(leaf.nbytes for leaf in trees.flatten(tree)[0] if isinstance(leaf, np.ndarray))
 
 
 def row_count(block: Tree) -> int:

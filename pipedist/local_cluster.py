@@ -13,6 +13,7 @@ from pipedist.errors import UsageError
 from pipedist.launchers.local import LocalLauncher
 from pipedist.scheduler import Limits
 from pipedist.transport.rendezvous import ipc_endpoint, private_directory
+from pipedist.transport.shared_memory.settings import SharedMemory
 from pipedist.transport.zeromq import Router
 from pipedist.worker.hello import boot_id
 
@@ -22,6 +23,17 @@ WORKERS_MAX = 4096
 def usable_cores() -> int:
     """Return how many cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def checked_count(workers: object) -> int:
+    """Return a number of workers, if it is one.
+
+    Raises:
+        UsageError: it is no integer, or out of range.
+    """
+    if isinstance(workers, bool) or not isinstance(workers, int) or not 1 <= workers <= WORKERS_MAX:
+        raise UsageError(f"{workers!r} workers: expected an integer from 1 to {WORKERS_MAX}")
+    return workers
 
 
 class Cluster(Protocol):
@@ -51,6 +63,12 @@ class LocalCluster(Cluster):
         workers: how many; None: as many as this process may use cores.
         threads_per_replica: BLAS and OpenMP threads of each worker.
         limits: the scheduler's bounds.
+        shared_memory: False: arrays travel through sockets alone; the results are the same. So they
+            do where the system has no sealed memory, and where the environment variable
+            PIPEDIST_SHARED_MEMORY is 0.
+
+    Raises:
+        UsageError: a number makes no sense; (on entering) the cluster is open already.
     """
 
     def __init__(
@@ -59,23 +77,30 @@ class LocalCluster(Cluster):
         *,
         threads_per_replica: int = 1,
         limits: Limits | None = None,
+        shared_memory: bool = True,
     ) -> None:
-        count = usable_cores() if workers is None else workers
-        if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= WORKERS_MAX:
-            raise UsageError(f"{count!r} workers: expected an integer from 1 to {WORKERS_MAX}")
+        count = usable_cores() if workers is None else checked_count(workers)
         self._names = tuple(f"w{i}" for i in range(count))
         self._threads = threads_per_replica
         self._limits = limits
+        self._shared_memory = SharedMemory.of_cluster(count) if shared_memory else None
         self._stack = AsyncExitStack()
         self._coordinator: Coordinator | None = None
 
     async def __aenter__(self) -> Self:
+        if self._coordinator is not None:
+            raise UsageError("this cluster is open already: a shared one is entered once")
         await self._stack.__aenter__()
         try:
             endpoint = ipc_endpoint(self._stack.enter_context(private_directory()))
             coordinator = Coordinator(
                 router_factory=lambda on_message, on_reject, on_lost: Router(
-                    endpoint, keys=None, on_message=on_message, on_reject=on_reject, on_lost=on_lost
+                    endpoint,
+                    keys=None,
+                    on_message=on_message,
+                    on_reject=on_reject,
+                    on_lost=on_lost,
+                    shared_memory=self._shared_memory,
                 ),
                 launcher_factory=lambda at: LocalLauncher(at, threads=self._threads),
                 workers=self._names,
@@ -125,8 +150,11 @@ class LocalCluster(Cluster):
 
         Args:
             worker: its number or its name.
+
+        Raises:
+            UsageError: there is no such worker, or the cluster is not open.
         """
-        self.coordinator.kill(self._names[worker] if isinstance(worker, int) else worker)
+        self.coordinator.kill(f"w{worker}" if isinstance(worker, int) else worker)
 
     async def ready(self) -> None:
         """Return as soon as all workers have joined.

@@ -1,7 +1,7 @@
 """The only async driver of the scheduler, and the passes that it runs."""
 
 from pipedist.coordinator.driver import Coordinator, LogSink
-from pipedist.coordinator.handle import Arrival, PassHandle, StepResult
-from pipedist.coordinator.store import Slots
+from pipedist.coordinator.handle import Arrival, Batch, PassHandle
+from pipedist.coordinator.store import Chunk, Slots
 
-__all__ = ["Arrival", "Coordinator", "LogSink", "PassHandle", "Slots", "StepResult"]
+__all__ = ["Arrival", "Batch", "Chunk", "Coordinator", "LogSink", "PassHandle", "Slots"]

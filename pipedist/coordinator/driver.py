@@ -1,40 +1,40 @@
 """The only async driver of the scheduler.
 
-Theory of operation: everything happens on one event loop, in `_pump`. An event (a message
+Theory of operation: everything happens on one event loop, in `post`. An event (a message
 from a worker, a worker's exit, steps from a feed, a reader that consumed) is handled by the
-scheduler at once, and the commands that come back are carried out in order; sends never
-block. What must be awaited lives in tasks of the coordinator's own task group: one feeder a
-pass that has a feed. Payloads stay here: inputs in the feeds, results in `ResultStore`s; the
-scheduler sees their sizes.
+scheduler at once, and the commands that come back are carried out in order; nothing is ever
+awaited, sends never block. Payloads stay here: inputs in the feeds, results in `ResultStore`s;
+the scheduler sees their sizes.
+
+What a worker sends is decoded and checked before the scheduler hears of it. A message that
+breaks the protocol costs its sender the connection, and its calls go elsewhere. Should the
+scheduler or the driver itself raise, every pass ends with that: a defect must not become a hang.
 """
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from types import TracebackType
 
-import anyio
-import anyio.abc
-import numpy as np
-
 from pipedist import messages as msg
+from pipedist.coordinator.fleet import Fleet
 from pipedist.coordinator.handle import Arrival, PassHandle
-from pipedist.coordinator.remote_exceptions import revive
-from pipedist.coordinator.roster import Peer, Roster
-from pipedist.coordinator.store import Chunk
+from pipedist.coordinator.remote_exceptions import call_error
+from pipedist.coordinator.roster import Peer
+from pipedist.coordinator.store import Chunk, open_chunk
 from pipedist.coordinator.timer import Timer
 from pipedist.errors import (
-    CallError,
     LocalProtocolError,
     PipedistError,
     RemoteProtocolError,
     RunCancelled,
-    WorkerDied,
+    UsageError,
     WorkersLost,
 )
 from pipedist.feeds import Feed
@@ -43,9 +43,8 @@ from pipedist.program import Program
 from pipedist.scheduler import Limits, PassSettings, Scheduler
 from pipedist.scheduler import commands as cmd
 from pipedist.scheduler import events as ev
-from pipedist.transport.codec import Frame, encode
+from pipedist.transport.codec import encode
 from pipedist.transport.zeromq import Router
-from pipedist.version import __version__
 
 LogSink = Callable[[str, msg.Log], None]
 """Takes a line that a replica function printed: (worker, line)."""
@@ -84,35 +83,30 @@ class Coordinator:
         dial_in: bool = False,
         boot: str,
     ) -> None:
-        self.id = secrets.token_hex(8)
-        self.rejected = 0
-        """How many messages were refused."""
+        limits = limits or Limits()
         self._router = router_factory(self._on_message, self._on_reject, self._on_lost)
         self._launcher_factory = launcher_factory
-        self._launcher: Launcher | None = None
-        self._workers = tuple(workers)
-        self._limits = limits or Limits()
-        self._dial_in = dial_in
-        self._boot = boot
-        self._scheduler = Scheduler(self._limits)
+        self._fleet = Fleet(
+            self.post,
+            cluster_id=secrets.token_hex(8),
+            router=self._router,
+            names=workers,
+            dial_in=dial_in,
+            boot=boot,
+            heard_within_s=limits.heard_within_s,
+        )
+        self._rejected = 0
+        self._scheduler = Scheduler(limits)
         self._events: deque[tuple[ev.Event, Chunk | None]] = deque()
         self._pumping = False
         self._closed = False
         self._handles: dict[int, PassHandle] = {}
         self._last_pass = 0
-        self._roster = Roster()
-        self._alive: set[str] = set()
-        """Workers whose process was started here and has not ended."""
-        self._due: dict[str, int] = {}
-        """Incarnations to start when the process before has ended."""
-        self._failures: dict[int, msg.Failed] = {}
         self._last_token = 0
         self._log_sinks: list[LogSink] = []
         self._failed: PipedistError | None = None
-        self._tasks: anyio.abc.TaskGroup | None = None
         self._timer: Timer | None = None
         self._stack = AsyncExitStack()
-        self._joined = anyio.Event()
 
     # -- lifetime --------------------------------------------------------------------------
 
@@ -123,13 +117,13 @@ class Coordinator:
             self._timer = Timer(self._tick)
             self._stack.callback(self._timer.cancel)
             if self._launcher_factory is not None:
-                self._launcher = self._launcher_factory(self._router.endpoint)
-                self._launcher.on_exit = self._on_exit
-                await self._stack.enter_async_context(self._launcher)
-            self._tasks = await self._stack.enter_async_context(anyio.create_task_group())
-            for name in self._workers:
+                launcher = self._launcher_factory(self._router.endpoint)
+                launcher.on_exit = self._on_exit
+                self._fleet.launcher = await self._stack.enter_async_context(launcher)
+            for name in self._fleet.names:
                 self.post(ev.WorkerExpected(name))
         except BaseException:
+            self._closed = True
             await self._stack.__aexit__(*sys.exc_info())
             raise
         return self
@@ -140,15 +134,9 @@ class Coordinator:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        for handle in self._handles.values():
-            handle.fail(RunCancelled("the cluster was closed"))
+        self._fail_all(RunCancelled("the cluster was closed"))
         self._closed = True
-        for peer in self._roster:
-            self._router.send(peer.identity, msg.Stop("the cluster is closed"))
-        if self._tasks is not None:
-            self._tasks.cancel_scope.cancel()
-        if isinstance(error, Exception):  # it is the user's own, and leaves as it came
-            kind = error = trace = None
+        self._fleet.send_stop("the cluster is closed")
         await self._stack.__aexit__(kind, error, trace)
 
     @property
@@ -159,26 +147,38 @@ class Coordinator:
     @property
     def workers_ready(self) -> int:
         """How many workers have joined and are alive."""
-        return len(self._roster)
+        return len(self._fleet)
+
+    @property
+    def rejected(self) -> int:
+        """How many messages, results and workers were refused."""
+        return self._rejected + self._fleet.refused
 
     @property
     def pids(self) -> dict[str, int]:
         """Process ids of the workers that were started here, by name."""
-        return dict(self._launcher.pids) if self._launcher is not None else {}
+        launcher = self._fleet.launcher
+        return dict(launcher.pids) if launcher is not None else {}
 
     def kill(self, worker: str) -> None:
-        """Kill a worker's process with SIGKILL; the scheduler replaces it."""
-        if self._launcher is None:
-            raise LocalProtocolError("workers which dial in can't be killed from here")
-        self._launcher.kill(worker)
+        """Kill a worker's process with SIGKILL; the scheduler replaces it.
+
+        Raises:
+            UsageError: no worker of that name was started here.
+        """
+        launcher = self._fleet.launcher
+        if launcher is None or worker not in self._fleet.names:
+            raise UsageError(f"no worker {worker!r} was started here; only such workers can be killed")
+        launcher.kill(worker)
 
     async def wait_ready(self, count: int) -> None:
-        """Return as soon as `count` workers have joined; raise WorkersLost if they never will."""
-        while self.workers_ready < count:
-            if self._failed is not None:
-                raise self._failed
-            self._joined = anyio.Event()
-            await self._joined.wait()
+        """Return as soon as `count` workers have joined.
+
+        Raises:
+            WorkersLost: they die before they join.
+            RunCancelled: the cluster was closed.
+        """
+        await self._fleet.wait_for(count)
 
     # -- passes ----------------------------------------------------------------------------
 
@@ -188,6 +188,7 @@ class Coordinator:
         *,
         name: str,
         settings: PassSettings,
+        retries: Mapping[str, int] | None = None,
         feed: Feed | None = None,
         on_arrival: Arrival | None = None,
     ) -> PassHandle:
@@ -195,28 +196,41 @@ class Coordinator:
 
         Args:
             name: for errors about calls whose stage is not known.
-            feed: where its steps come from; None: `call_step` or `offer` bring them.
+            retries: by stage, how often a call that raised there is tried again; 0 for others.
+            feed: where its steps come from, executed by `PassHandle.run_feed`; None: from `call_step`.
             on_arrival: told of results as they arrive.
 
         Raises:
-            WorkersLost: if the cluster has failed.
+            WorkersLost: the cluster has failed.
+            RunCancelled: the cluster is not open.
+            UnsendableError: the program can't be sent; the text names the place.
         """
         if self._failed is not None:
             raise self._failed
-        if self._closed or self._tasks is None:
+        if self._timer is None:
             raise RunCancelled("the cluster is not open: use it inside `async with`")
-        self._last_pass += 1
-        handle = PassHandle(self.post, self._last_pass, name, program, settings, feed, on_arrival)
-        self._handles[handle.id] = handle
-        self.post(ev.PassOpened(handle.id, settings))
-        if feed is not None:
-            self._tasks.start_soon(handle.run_feed, name=f"feed of {name}")
+        number = self._last_pass + 1
+        handle = PassHandle(self.post, number, name, program, settings, dict(retries or {}), feed, on_arrival)
+        self._last_pass = number
+        self._handles[number] = handle
+        self.post(ev.PassOpened(number, settings))
         return handle
 
     def add_log_sink(self, sink: LogSink) -> Callable[[], None]:
-        """Tell `sink` every line that replica functions print; returns what ends that."""
+        """Tell `sink` every line that replica functions print, of all passes.
+
+        A sink that raises is told nothing more, and the event loop's exception handler is told.
+
+        Returns:
+            What ends it; harmless twice.
+        """
         self._log_sinks.append(sink)
-        return lambda: self._log_sinks.remove(sink)
+
+        def end() -> None:
+            if sink in self._log_sinks:
+                self._log_sinks.remove(sink)
+
+        return end
 
     # -- the pump --------------------------------------------------------------------------
 
@@ -235,6 +249,11 @@ class Coordinator:
                     self._forget(event.pass_id)
                 for command in self._scheduler.handle(event, time.monotonic()):
                     self._carry_out(command, chunk)
+        except Exception as error:
+            defect = LocalProtocolError(f"a defect of pipedist ended the cluster: {error}")
+            defect.__cause__ = error
+            self._fail_all(defect)
+            raise
         finally:
             self._pumping = False
         if self._timer is not None:
@@ -243,7 +262,7 @@ class Coordinator:
     def _forget(self, pass_id: int) -> None:
         handle = self._handles.pop(pass_id, None)
         if handle is not None:
-            handle.fail(RunCancelled(f"{handle.name} was closed"))
+            handle.closed(RunCancelled(f"{handle.name} was closed"))
 
     def _tick(self) -> None:
         self.post(ev.Tick())
@@ -252,209 +271,140 @@ class Coordinator:
         match command:
             case cmd.SendAssign():
                 self._assign(command)
-            case cmd.AcceptResults(pass_id, _, hi):
-                handle = self._handles.get(pass_id)
-                if handle is not None and chunk is not None:
-                    chunk.hi = min(hi, chunk.hi)
-                    handle.arrived(chunk)
+            case cmd.AcceptResults(pass_id):
+                if chunk is not None:
+                    self._handles[pass_id].arrived(chunk)
             case cmd.StepsReady(pass_id, first, last):
-                if (handle := self._handles.get(pass_id)) is not None:
-                    handle.ready(first, last)
+                self._handles[pass_id].ready(first, last)
             case cmd.RequestSteps(pass_id, count):
-                if (handle := self._handles.get(pass_id)) is not None:
-                    handle.want(count)
+                self._handles[pass_id].want(count)
             case cmd.SendBind(worker, pass_id):
-                self._send(worker, msg.Bind(pass_id), self._handles[pass_id].program_frames())
+                self._fleet.send(worker, msg.Bind(pass_id), self._handles[pass_id].program_frames)
             case cmd.SendUnbind(worker, pass_id):
-                self._send(worker, msg.Unbind(pass_id))
+                self._fleet.send(worker, msg.Unbind(pass_id))
             case cmd.SendCancel(worker, lease):
-                self._send(worker, msg.Cancel(lease))
+                self._fleet.send(worker, msg.Cancel(lease))
             case cmd.StepFailed(pass_id, step, failures):
-                if (handle := self._handles.get(pass_id)) is not None:
-                    handle.step_failed(step, self._call_error(handle, failures[0]))
-                for failure in failures:
-                    self._failures.pop(failure.token, None)
+                handle = self._handles[pass_id]
+                replicas = handle.settings.replicas
+                error = call_error(failures[0], handle.raised, name=handle.name, replicas=replicas)
+                handle.step_failed(step, error)
             case cmd.PassComplete(pass_id):
-                if (handle := self._handles.get(pass_id)) is not None:
-                    handle.completed()
+                self._handles[pass_id].completed()
             case cmd.PassQuiet(pass_id):
-                if (handle := self._handles.get(pass_id)) is not None:
-                    handle.went_quiet()
+                self._handles[pass_id].went_quiet()
             case cmd.StartWorker(worker, incarnation):
-                self._start_worker(worker, incarnation)
+                self._fleet.start(worker, incarnation)
             case cmd.ExpelWorker(worker, incarnation, reason):
-                self._expel(worker, incarnation, reason)
+                self._fleet.expel(worker, incarnation, reason)
             case cmd.ClusterFailed(reason):
                 self._fail_all(WorkersLost(reason))
             case cmd.DropResults():
-                self.rejected += 1
+                self._rejected += 1
             case _:
                 raise LocalProtocolError(f"the coordinator knows no command {command!r}")
 
     def _assign(self, command: cmd.SendAssign) -> None:
         handle = self._handles[command.pass_id]
-        peer = self._roster.of(command.worker)
         try:
-            shards = handle.shards(command.lo, command.hi, local=peer is not None and peer.local)
+            shards = handle.shards(command.lo, command.hi, local=self._fleet.shares_files(command.worker))
             payload = encode([shards.ids, shards.locations, shards.values])
         except Exception as error:  # reading the user's data may raise anything: it ends this pass
             handle.fail(error)
             self.post(ev.PassClosed(handle.id))
             return
         head = msg.Assign(command.lease, command.pass_id, command.lo, command.hi, command.attempt)
-        self._send(command.worker, head, payload)
-
-    def _send(self, worker: str, message: msg.Message, payload: Sequence[Frame] = ()) -> None:
-        peer = self._roster.of(worker)
-        if peer is not None and not self._router.send(peer.identity, message, payload):
-            cause = "its connection is gone"
-            self._expel(peer.worker, peer.incarnation, cause)
-            self.post(ev.WorkerLost(peer.worker, peer.incarnation, cause))
-
-    def _expel(self, worker: str, incarnation: int, reason: str) -> None:
-        peer = self._roster.remove(worker, incarnation)
-        if peer is None:
-            return
-        self._router.send(peer.identity, msg.Stop(reason))
-        if self._launcher is not None and worker in self._alive:
-            self._launcher.kill(worker)
-
-    def _start_worker(self, worker: str, incarnation: int) -> None:
-        if self._launcher is None:
-            return
-        if worker in self._alive:  # it was lost to us, but its process has not ended: the next life waits
-            self._due[worker] = incarnation
-            self._launcher.kill(worker)
-            return
-        self._alive.add(worker)
-        self._launcher.start(worker, incarnation)
+        self._fleet.send(command.worker, head, payload)
 
     def _fail_all(self, error: PipedistError) -> None:
-        self._failed = error
+        self._failed = self._failed or error
+        self._fleet.fail(self._failed)
         for handle in list(self._handles.values()):
             handle.fail(error)
-        self._joined.set()
-
-    def _call_error(self, handle: PassHandle, failure: cmd.Failure) -> CallError:
-        step, replica = divmod(failure.call, handle.settings.replicas)
-        told = self._failures.get(failure.token)
-        cause: BaseException
-        if told is None:
-            cause = WorkerDied(failure.worker, failure.cause)
-            stage, text, trace = handle.name, f"WorkerDied: {failure.cause}", ""
-        else:
-            cause = revive(told.module, told.name, told.text)
-            stage, text, trace = told.stage, f"{told.name}: {told.text}", told.traceback
-        error = CallError(
-            stage=stage,
-            step=step,
-            replica=replica,
-            worker=failure.worker,
-            attempts=failure.attempts,
-            cause=text,
-            remote_traceback=trace,
-        )
-        error.__cause__ = cause
-        return error
 
     # -- what workers say ------------------------------------------------------------------
 
     def _on_message(self, identity: bytes, message: msg.Message, frames: list[memoryview]) -> None:
         if self._closed:
             return
-        if isinstance(message, msg.Hello):
-            self._on_hello(identity, message)
-            return
-        peer = self._roster.behind(identity)
-        if peer is None:
-            if isinstance(message, msg.Heartbeat):
-                self.post(ev.WorkerHeard(message.worker, message.incarnation))
-            elif isinstance(message, msg.Goodbye):
-                self._leave(message.worker, message.incarnation, message.reason)
+        try:
+            peer = self._fleet.behind(identity)
+            if isinstance(message, msg.Hello):
+                self._fleet.greet(identity, message)
+            elif peer is not None:
+                self._on_word(peer, message, frames)
             else:
-                self._router.send(identity, msg.Stop("this incarnation is not a member"))
-                self.rejected += 1
-            return
+                self._on_stranger(identity, message)
+        except RemoteProtocolError as error:
+            self._router.drop(identity, f"peer {identity.hex()}: {error}")
+            self._on_lost(identity, f"it broke the protocol: {error}")
+
+    def _on_word(self, peer: Peer, message: msg.Message, frames: list[memoryview]) -> None:
         match message:
-            case msg.Results(lease, lo, hi, busy_ns):
-                size = sum(memoryview(f).nbytes for f in frames)
-                chunk = Chunk(lo, hi, peer.worker, frames, size)
-                self.post(ev.CallsDone(peer.worker, peer.incarnation, lease, lo, hi, busy_ns, size), chunk)
+            case msg.Results():
+                self._on_results(peer, message, frames)
             case msg.Failed():
-                self._last_token += 1
-                self._failures[self._last_token] = message
-                self.post(
-                    ev.CallFailed(
-                        peer.worker,
-                        peer.incarnation,
-                        message.lease,
-                        message.call,
-                        self._last_token,
-                        message.retryable,
-                    )
-                )
+                self._on_failed(peer, message)
             case msg.Log():
-                for sink in self._log_sinks:
-                    sink(peer.worker, message)
+                self._on_log(peer.worker, message)
             case msg.Heartbeat():
                 self.post(ev.WorkerHeard(peer.worker, peer.incarnation))
             case msg.Goodbye():
-                self._leave(peer.worker, peer.incarnation, message.reason)
+                self._fleet.left(peer.worker, peer.incarnation, message.reason)
             case _:
                 raise RemoteProtocolError(f"a worker may not send {type(message).__name__}")
 
-    def _on_hello(self, identity: bytes, hello: msg.Hello) -> None:
-        refusal = self._refusal(hello)
-        if refusal:
-            self._router.send(identity, msg.Refuse(refusal))
-            self.rejected += 1
-            return
-        local = hello.boot == self._boot
-        self._roster.add(Peer(identity, hello.worker, hello.incarnation, local))
-        self._router.send(
-            identity,
-            msg.Welcome(self.id, self._limits.heard_within_s / 4, tuple(sys.path) if local else ()),
-        )
-        managed = hello.worker in self._workers
-        self.post(ev.WorkerJoined(hello.worker, hello.incarnation, supervised=not managed))
-        self._joined.set()
+    def _on_stranger(self, identity: bytes, message: msg.Message) -> None:
+        """A supervisor speaks for a worker that dialled in; from others nothing counts."""
+        match message:
+            case msg.Heartbeat(worker, incarnation) if worker not in self._fleet.names:
+                self.post(ev.WorkerHeard(worker, incarnation))
+            case msg.Goodbye(worker, incarnation, reason) if worker not in self._fleet.names:
+                self._fleet.left(worker, incarnation, reason)
+            case _:
+                self._fleet.turn_away(identity)
 
-    def _refusal(self, hello: msg.Hello) -> str:
-        """Return why a worker may not join, "" if it may."""
-        if hello.worker not in self._workers and not self._dial_in:
-            return f"this cluster starts its own workers and knows no {hello.worker!r}"
-        if self._roster.of(hello.worker, hello.incarnation) is not None:
-            return f"incarnation {hello.incarnation} of {hello.worker} has joined already"
-        python = ".".join(map(str, sys.version_info[:2]))
-        ours = {"protocol": msg.WIRE_VERSION, "python": python, "numpy": np.__version__}
-        theirs = {
-            "protocol": hello.wire,
-            "python": ".".join(hello.python.split(".")[:2]),
-            "numpy": hello.numpy,
-        }
-        ours["pipedist"], theirs["pipedist"] = __version__, hello.pipedist
-        differing = [f"{k} {theirs[k]} (here {ours[k]})" for k in ours if ours[k] != theirs[k]]
-        return "it runs " + ", ".join(differing) if differing else ""
+    def _handle_of(self, peer: Peer, lease: int) -> PassHandle | None:
+        pass_id = self._scheduler.pass_of(peer.worker, lease)
+        return None if pass_id is None else self._handles.get(pass_id)
 
-    def _leave(self, worker: str, incarnation: int, reason: str) -> None:
-        self._roster.remove(worker, incarnation)
-        self.post(ev.WorkerLost(worker, incarnation, reason, graceful=True))
+    def _on_results(self, peer: Peer, told: msg.Results, frames: list[memoryview]) -> None:
+        handle = self._handle_of(peer, told.lease)
+        chunk, size = None, 0
+        if handle is not None:  # otherwise they don't count, and are not worth decoding
+            chunk = open_chunk(told.lo, told.hi, frames, handle.slots)
+            size = chunk.size
+        who, incarnation = peer.worker, peer.incarnation
+        self.post(ev.CallsDone(who, incarnation, told.lease, told.lo, told.hi, told.busy_ns, size), chunk)
+
+    def _on_failed(self, peer: Peer, told: msg.Failed) -> None:
+        handle = self._handle_of(peer, told.lease)
+        retries = 0
+        if handle is not None:
+            handle.raised[told.call] = told
+            retries = handle.retries.get(told.stage, 0) if told.retryable else 0
+        self._last_token += 1
+        who, incarnation = peer.worker, peer.incarnation
+        self.post(ev.CallFailed(who, incarnation, told.lease, told.call, self._last_token, retries))
+
+    def _on_log(self, worker: str, line: msg.Log) -> None:
+        for sink in tuple(self._log_sinks):
+            try:
+                sink(worker, line)
+            except Exception as error:  # it must not cost the others their line, nor a run its results
+                self._log_sinks.remove(sink)
+                asyncio.get_running_loop().call_exception_handler(
+                    {"message": f"the log sink {sink!r} raised, and is told nothing more", "exception": error}
+                )
 
     def _on_exit(self, exit_: WorkerExit) -> None:
-        if self._closed:
-            return
-        self._alive.discard(exit_.worker)
-        self._roster.remove(exit_.worker, exit_.incarnation)
-        due = self._due.pop(exit_.worker, None)
-        if due is not None:
-            self._start_worker(exit_.worker, due)
-        self.post(ev.WorkerLost(exit_.worker, exit_.incarnation, exit_.text))
+        if not self._closed:
+            self._fleet.exited(exit_)
 
     def _on_lost(self, identity: bytes, reason: str) -> None:
-        peer = self._roster.behind(identity)
+        peer = self._fleet.behind(identity)
         if peer is not None and not self._closed:
-            self._expel(peer.worker, peer.incarnation, reason)
-            self.post(ev.WorkerLost(peer.worker, peer.incarnation, reason))
+            self._fleet.lose(peer, reason)
 
     def _on_reject(self, _reason: str) -> None:
-        self.rejected += 1
+        self._rejected += 1

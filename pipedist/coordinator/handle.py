@@ -9,44 +9,65 @@ from dataclasses import dataclass, field
 import anyio
 import anyio.lowlevel
 
+from pipedist import messages as msg
 from pipedist.coordinator.store import Chunk, ResultStore, Slots
-from pipedist.errors import CallError, RunDrained
+from pipedist.errors import CallError, LocalProtocolError, RunDrained
 from pipedist.feeds import Feed
 from pipedist.program import Program, Shards, Tree, to_tree
 from pipedist.scheduler import Event, PassSettings
 from pipedist.scheduler import events as ev
 from pipedist.transport.codec import Frame, encode
 
-Arrival = Callable[[int, int, str, list[Slots]], None]
-"""Takes results as they arrive: (lo, hi, worker, one entry a call)."""
+BATCH_STEPS_MAX = 256
+"""Steps that a reader gets at once; the valve opens again batch by batch."""
+
+BATCH_BYTES_MAX = 4 * 2**20
+"""Results that a reader gets at once, unless a single step has more."""
+
+Arrival = Callable[[Chunk], None]
+"""Takes results as they arrive."""
 
 
 @dataclass(frozen=True, slots=True)
-class StepResult:
-    """One visible step of a pass.
+class Batch:
+    """Consecutive steps that have become visible.
 
     Args:
-        parts: one entry a replica; None where no call was made (an empty shard).
+        first: number of the first one.
+        steps: of each, what its calls sent back, in replica order. Empty shards make no call, and
+            are always those of the last replicas, so that entry r is replica r's.
+        bytes: what the batch holds.
     """
 
-    step: int
-    parts: list[Slots | None]
+    first: int
+    steps: list[list[Slots]]
+    bytes: int
 
 
 @dataclass(slots=True)
 class PassCounts:
-    """How far a pass is, for progress."""
+    """How far a pass is, for progress and the ledger."""
 
     calls_done: int = 0
-    calls_failed: int = 0
-    steps_offered: int = 0
     elements_offered: int = 0
     elements_visible: int = 0
     steps_visible: int = 0
 
 
 class PassHandle:
-    """One pass as its reader sees it. Made by `Coordinator.open_pass`."""
+    """One pass as its reader sees it. Made by `Coordinator.open_pass`.
+
+    Args:
+        post: tells the scheduler.
+        pass_id, name, program, settings: of the pass.
+        retries: by stage, how often a call that raised there is tried again.
+        feed: where its steps come from; None: from `call_step`.
+        on_arrival: told of results as they arrive.
+
+    Raises:
+        UnsendableError: the program can't be sent; the text names the place.
+        LocalProtocolError: a pass with a feed is not ordered, or one without is.
+    """
 
     def __init__(
         self,
@@ -55,60 +76,77 @@ class PassHandle:
         name: str,
         program: Program,
         settings: PassSettings,
+        retries: dict[str, int],
         feed: Feed | None,
         on_arrival: Arrival | None,
     ) -> None:
+        if settings.ordered != (feed is not None):
+            raise LocalProtocolError("a pass is read in order if it has a feed, and only then")
         self.id = pass_id
         self.name = name
-        self.program = program
         self.settings = settings
+        self.retries = retries
+        self.slots = frozenset(emit.slot for emit in program.emits)
+        """What each call sends back."""
+        self.program_frames: list[Frame] = encode(to_tree(program))
         self.counts = PassCounts()
+        self.raised: dict[int, msg.Failed] = {}
+        """The latest exception of each call that raised and whose step is not visible."""
         self._post = post
         self._feed = feed
         self._on_arrival = on_arrival
         self._store = ResultStore()
         self._visible: deque[tuple[int, int]] = deque()
+        """Ranges of steps to be read."""
         self._changed = anyio.Event()
         self._demand = 0
+        """Steps that the valve lets in, and that were not offered yet."""
         self._demanded = anyio.Event()
         self._complete = False
         self._error: BaseException | None = None
-        self._frames: list[Frame] | None = None
         self._inputs: dict[int, list[Tree]] = {}
         self._waiting: dict[int, _Waiting] = {}
         self._next_step = 0
 
     # -- for readers -------------------------------------------------------------------
 
-    async def steps(self) -> AsyncIterator[StepResult]:
+    async def batches(self) -> AsyncIterator[Batch]:
         """Yield the steps in order, as they become visible; the valve follows the reader.
 
         Raises:
             CallError: if a call failed for good; it is that of the lowest (step, replica).
             WorkersLost: if no worker can be kept alive.
+            RunDrained: if the pass was held, and what was running is finished.
             RunCancelled: if the pass was closed meanwhile.
+            Exception: whatever the feed raised.
         """
-        replicas = self.settings.replicas
+        if self._feed is None:
+            raise LocalProtocolError("a pass without a feed has no order in which it could be read")
         while True:
             while self._visible:
-                first, last = self._visible.popleft()
-                freed = 0
-                for step in range(first, last):
-                    parts: list[Slots | None] = []
-                    for call in range(step * replicas, (step + 1) * replicas):
-                        slots, size = self._store.take(call)
-                        parts.append(slots)
-                        freed += size
-                    yield StepResult(step, parts)
-                if self._feed is not None:
-                    self._feed.release(last)
-                self._post(ev.StepsConsumed(self.id, last, freed))
+                batch = self._take_batch()
+                last = batch.first + len(batch.steps)
+                yield batch
+                self._feed.release(last)
+                self._post(ev.StepsConsumed(self.id, last, batch.bytes))
+                del batch
+                await anyio.lowlevel.checkpoint()  # a reader that never waits must not starve the sockets
             if self._error is not None:
                 raise self._error
             if self._complete:
                 return
             self._changed = anyio.Event()
             await self._changed.wait()
+
+    def _take_batch(self) -> Batch:
+        first, last = self._visible.popleft()
+        replicas = self.settings.replicas
+        fitting = int(BATCH_BYTES_MAX / max(1.0, self._store.bytes_mean * replicas))
+        end = min(last, first + max(1, min(BATCH_STEPS_MAX, fitting)))
+        if end < last:
+            self._visible.appendleft((end, last))
+        steps, size = self._store.take(first, end, replicas)
+        return Batch(first, steps, size)
 
     async def call_step(self, values: Sequence[Tree]) -> list[Slots]:
         """Execute one step of given values, one call each, and return what came back.
@@ -118,6 +156,9 @@ class PassHandle:
 
         Raises:
             CallError: of the lowest replica that failed; `__cause__` is the user's exception.
+            WorkersLost: if no worker can be kept alive.
+            RunCancelled: if the pass was closed.
+            UnsendableError: a value can't be sent; the pass is closed.
         """
         if self._error is not None:
             raise self._error
@@ -134,24 +175,8 @@ class PassHandle:
             raise waiting.error
         return waiting.parts
 
-    def offer(self, values: Sequence[Tree]) -> int:
-        """Add the next step of given values; its results come from `steps`.
-
-        Returns:
-            The step's number.
-        """
-        step = self._next_step
-        self._next_step += 1
-        self._inputs[step] = list(values)
-        self._post(ev.StepsOffered(self.id, step, step + 1, len(values)))
-        return step
-
-    def end(self) -> None:
-        """Say that no more steps will be offered."""
-        self._post(ev.StepsEnded(self.id))
-
     def hold(self) -> None:
-        """Issue nothing more; when nothing of this pass is running, `steps` raises RunDrained."""
+        """Issue nothing more; when nothing of this pass is running, `batches` raises RunDrained."""
         self._post(ev.PassHeld(self.id))
 
     def close(self) -> None:
@@ -163,6 +188,36 @@ class PassHandle:
         self.close()
         await anyio.lowlevel.checkpoint()
 
+    async def run_feed(self) -> None:
+        """Offer steps as they are wanted, until the feed ends; an error of it ends the pass.
+
+        Whoever reads the pass runs this beside, in a task group of its own: what a feed reads
+        is released only when it has ended.
+        """
+        if self._feed is None:
+            return
+        try:
+            while await self._offer(self._feed):
+                while self._demand <= 0:
+                    self._demanded = anyio.Event()
+                    await self._demanded.wait()
+        except Exception as error:  # the user's own iterator may raise anything: it ends this pass
+            self.fail(error)
+
+    async def _offer(self, feed: Feed) -> bool:
+        """Offer what is wanted now; return whether there may be more."""
+        while self._demand > 0:
+            offers = await feed.pull(self._demand)
+            if not offers:
+                self._post(ev.StepsEnded(self.id))
+                return False
+            for offer in offers:
+                self._demand -= offer.last - offer.first
+                self.counts.elements_offered += offer.elements
+                self._post(ev.StepsOffered(self.id, offer.first, offer.last, offer.parts, offer.bytes))
+            await anyio.lowlevel.checkpoint()
+        return True
+
     @property
     def steps_total(self) -> int | None:
         """Number of steps, None where it is not known yet."""
@@ -171,66 +226,82 @@ class PassHandle:
     # -- for the coordinator -------------------------------------------------------------
 
     def shards(self, lo: int, hi: int, *, local: bool) -> Shards:
-        """Return what is sent for calls [lo, hi)."""
+        """Return what is sent for calls [lo, hi).
+
+        Args:
+            local: the worker shares this host's files.
+
+        Raises:
+            Exception: whatever reading the data raises.
+        """
         if self._feed is not None:
             return self._feed.shards(lo, hi, local=local)
         replicas = self.settings.replicas
         return Shards(values=[self._inputs[c // replicas][c % replicas] for c in range(lo, hi)])
-
-    def program_frames(self) -> list[Frame]:
-        """Return the program's payload, encoded once."""
-        if self._frames is None:
-            self._frames = encode(to_tree(self.program))
-        return self._frames
 
     def arrived(self, chunk: Chunk) -> None:
         """Keep results that count."""
         self.counts.calls_done += chunk.hi - chunk.lo
         self._store.put(chunk)
         if self._on_arrival is not None:
-            self._on_arrival(chunk.lo, chunk.hi, chunk.worker, chunk.calls())
+            self._on_arrival(chunk)
 
     def ready(self, first: int, last: int) -> None:
         """Steps [first, last) are visible."""
         self.counts.steps_visible += last - first
-        if not self.settings.ordered:
+        if self._feed is None:
             for step in range(first, last):
                 self._finish(step, None)
             return
-        for step in range(first, last):
-            if self._feed is not None:
-                self.counts.elements_visible += self._feed.elements(step)
-            else:
-                self._inputs.pop(step, None)
-        self._visible.append((first, last))
+        self.counts.elements_visible += self._feed.elements(first, last)
+        self._forgive(first, last)
+        if self._visible and self._visible[-1][1] == first:
+            self._visible[-1] = (self._visible[-1][0], last)
+        else:
+            self._visible.append((first, last))
         self._changed.set()
 
     def step_failed(self, step: int, error: CallError) -> None:
         """A step failed for good."""
-        self.counts.calls_failed += 1
-        if self.settings.ordered:
+        if self._feed is not None:
             self.fail(error)
         else:
             self._finish(step, error)
 
     def _finish(self, step: int, error: BaseException | None) -> None:
-        replicas = self.settings.replicas
-        parts = [self._store.take(c)[0] for c in range(step * replicas, (step + 1) * replicas)]
+        """Answer the `call_step` that waits for a step, if it still does."""
+        (parts,), _ = self._store.take(step, step + 1, self.settings.replicas)
         self._inputs.pop(step, None)
+        self._forgive(step, step + 1)
         waiting = self._waiting.get(step)
         if waiting is not None:
             waiting.error = error
-            waiting.parts = [p for p in parts if p is not None]
+            waiting.parts = parts
             waiting.done.set()
 
+    def _forgive(self, first: int, last: int) -> None:
+        """Forget the exceptions of calls that were tried again with success."""
+        replicas = self.settings.replicas
+        for call in [c for c in self.raised if first <= c // replicas < last]:
+            del self.raised[call]
+
     def fail(self, error: BaseException) -> None:
-        """End the pass with an error; the first one stays."""
+        """End the pass with an error; the first one stays, and what is done is done."""
         if self._error is None:
             self._error = error
         for waiting in self._waiting.values():
-            waiting.error = waiting.error or error
-            waiting.done.set()
+            if not waiting.done.is_set():
+                waiting.error = error
+                waiting.done.set()
         self._changed.set()
+
+    def closed(self, error: BaseException) -> None:
+        """The scheduler forgets the pass: let go of everything that is held for it."""
+        self.fail(error)
+        self._store.clear()
+        self._visible.clear()
+        self._inputs.clear()
+        self.raised.clear()
 
     def completed(self) -> None:
         """Every step was visible."""
@@ -246,32 +317,6 @@ class PassHandle:
         """The valve lets in `count` more steps."""
         self._demand += count
         self._demanded.set()
-
-    async def run_feed(self) -> None:
-        """Offer steps as they are wanted, until the feed ends."""
-        feed = self._feed
-        if feed is None:
-            return
-        try:
-            while True:
-                while self._demand > 0:
-                    offers = await feed.pull(self._demand)
-                    if not offers:
-                        self._post(ev.StepsEnded(self.id))
-                        return
-                    for offer in offers:
-                        count = offer.last - offer.first
-                        self._demand -= count
-                        self.counts.steps_offered += count
-                        self.counts.elements_offered += offer.elements
-                        self._post(
-                            ev.StepsOffered(self.id, offer.first, offer.last, offer.parts, offer.bytes)
-                        )
-                    await anyio.lowlevel.checkpoint()
-                self._demanded = anyio.Event()
-                await self._demanded.wait()
-        except Exception as error:  # the user's own iterator may raise anything: it ends this pass
-            self.fail(error)
 
 
 @dataclass(slots=True)

@@ -33,14 +33,10 @@ class Roster:
     def __iter__(self) -> Iterator[Peer]:
         return iter(list(self._by_identity.values()))
 
-    def add(self, peer: Peer) -> Peer | None:
-        """Enter a peer, and return the one that it replaces."""
-        old = self._by_worker.get(peer.worker)
-        if old is not None:
-            del self._by_identity[old.identity]
+    def add(self, peer: Peer) -> None:
+        """Enter a peer; neither its identity nor its worker is in."""
         self._by_identity[peer.identity] = peer
         self._by_worker[peer.worker] = peer
-        return old
 
     def behind(self, identity: bytes) -> Peer | None:
         """Return who speaks through a socket identity."""

@@ -1,79 +1,95 @@
-"""What came back from the calls of a pass, kept as it arrived, decoded when it is read."""
+"""What came back from the calls of a pass and is not consumed yet."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from pipedist.errors import RemoteProtocolError
 from pipedist.program import Tree
 from pipedist.transport.codec import Frame, decode
 
 Slots = dict[str, Tree]
 """What one call sent back: slot name -> tree."""
 
+CALL_BYTES = 512
+"""What one call's decoded result is taken to cost beyond its bytes: a dict, its leaves, their objects."""
 
-@dataclass(slots=True)
+
+@dataclass(frozen=True, slots=True)
 class Chunk:
     """The results of calls [lo, hi), from one message.
 
     Args:
-        frames: as received; decoded at the first look.
-        size: their bytes.
+        calls: one entry a call; arrays are views of the received frames.
+        size: the bytes that they hold, as far as the valve is concerned.
     """
 
     lo: int
     hi: int
-    worker: str
-    frames: Sequence[Frame]
+    calls: list[Slots]
     size: int
-    left: int = 0
-    _calls: list[Slots] | None = None
 
-    def calls(self) -> list[Slots]:
-        """Return one entry a call.
 
-        Raises:
-            RemoteProtocolError: if the payload is not what a worker may send.
-        """
-        if self._calls is None:
-            self._calls = decode(self.frames)
-            self.frames = ()
-        return self._calls
+def open_chunk(lo: int, hi: int, frames: Sequence[Frame], slots: frozenset[str]) -> Chunk:
+    """Decode a message's results, believing nothing.
+
+    They are decoded before they count, so that what can't be read costs the sender its
+    connection, and its calls go elsewhere.
+
+    Args:
+        slots: what the pass's program has each call send back.
+
+    Raises:
+        RemoteProtocolError: the payload is malformed, or not one entry a call with these slots.
+    """
+    calls = decode(frames)
+    if type(calls) is not list or len(calls) != hi - lo:
+        raise RemoteProtocolError(f"the results of calls [{lo}, {hi}) do not have one entry a call")
+    for call in calls:
+        if type(call) is not dict or call.keys() != slots:
+            raise RemoteProtocolError(
+                f"a result of calls [{lo}, {hi}) has not the slots that its program emits: "
+                f"{', '.join(sorted(slots)) or 'none'}"
+            )
+    size = CALL_BYTES * len(calls) + sum(memoryview(frame).nbytes for frame in frames)
+    return Chunk(lo, hi, calls, size)
 
 
 class ResultStore:
     """The results of one pass that are not consumed yet."""
 
     def __init__(self) -> None:
-        self._chunks: dict[int, Chunk] = {}
-        self._current: Chunk | None = None
+        self._results: dict[int, Slots] = {}
+        self._sizes: dict[int, int] = {}
+        """Bytes of each chunk, under its last call: they are let go with it."""
+
+    @property
+    def bytes_mean(self) -> float:
+        """Bytes that the results of one call hold, on average."""
+        return sum(self._sizes.values()) / max(1, len(self._results))
 
     def put(self, chunk: Chunk) -> None:
         """Keep a chunk; its calls are not there yet."""
-        chunk.left = chunk.hi - chunk.lo
-        self._chunks[chunk.lo] = chunk
+        self._results.update(zip(range(chunk.lo, chunk.hi), chunk.calls, strict=True))
+        self._sizes[chunk.hi - 1] = chunk.size
 
-    def take(self, call: int) -> tuple[Slots | None, int]:
-        """Remove a call's result; the calls of a chunk must be taken in order.
+    def take(self, first: int, last: int, replicas: int) -> tuple[list[list[Slots]], int]:
+        """Remove and return the results of steps [first, last).
 
         Returns:
-            The result, None if there is none (an empty shard, a failed call); and the bytes
-            that were let go with it (a chunk's bytes go with its last call).
+            For each step its results in replica order, without calls that were not made (empty
+            shards) or failed; and the bytes that are let go.
         """
-        chunk = self._current
-        if chunk is None or not chunk.lo <= call < chunk.hi:
-            chunk = self._chunks.get(call) or self._find(call)
-            if chunk is None:
-                return None, 0
-            self._current = chunk
-        slots = chunk.calls()[call - chunk.lo]
-        chunk.left -= 1
-        if chunk.left:
-            return slots, 0
-        self._chunks.pop(chunk.lo, None)
-        self._current = None
-        return slots, chunk.size
+        pop, lo, hi = self._results.pop, first * replicas, last * replicas
+        steps = [
+            [slots for call in range(at, at + replicas) if (slots := pop(call, None)) is not None]
+            for at in range(lo, hi, replicas)
+        ]
+        done = [call for call in self._sizes if lo <= call < hi]
+        return steps, sum(self._sizes.pop(call) for call in done)
 
-    def _find(self, call: int) -> Chunk | None:
-        """Return the chunk that holds a call in its middle: rare, where a chunk was left half read."""
-        return next((c for c in self._chunks.values() if c.lo <= call < c.hi), None)
+    def clear(self) -> None:
+        """Let everything go."""
+        self._results.clear()
+        self._sizes.clear()

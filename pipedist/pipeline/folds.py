@@ -1,15 +1,18 @@
 """Folds: how the components of a stage become its value, in step order, whatever arrived first.
 
 A fold takes the parts of each step, in step order, and gives one value a scope: the run, an
-epoch, or a step (`per`). Built-in ops fold partials here, with NumPy. A `combine` function is
-user code: it runs on workers, in blocks of `BLOCK_STEPS` steps, shaped so that the blocks are
-nodes of the fixed tree: node(0, n) over steps of node(0, R) over replicas.
+epoch, or a step (`per`). The parts of a step are those of its calls in replica order; empty
+shards make no call and are those of the last replicas, so part r is replica r's. Built-in ops
+fold partials here, with NumPy. A `combine` function is user code: it runs on workers, in blocks
+of `BLOCK_STEPS` steps, shaped so that the blocks are nodes of the fixed tree: node(0, n) over
+steps of node(0, R) over replicas.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from typing import Literal
 
 import anyio
@@ -28,6 +31,10 @@ Per = Literal["run", "epoch", "step"]
 BLOCK_STEPS = 16
 """Nodes that one fold call folds; a power of two, so that a block is a node of the fixed tree."""
 
+TINY_PARTS = 1024
+TINY_BYTES = 1024
+"""So many parts, of about so few bytes each, are put end to end before there are more of them."""
+
 THREAD_BYTES = 1 << 20
 """A piece larger than this is written in a thread, so that the loop stays responsive."""
 
@@ -39,48 +46,65 @@ class Fold(ABC):
         name: the stage.
         per: what gets a value of its own.
         sink: where values go; None: they are kept.
-        keep: keep the values though there is a sink: a later phase reads them.
+        keep: keep the values, though there may be a sink: a later phase reads them.
     """
 
     def __init__(self, name: str, per: Per, sink: Sink | None, *, keep: bool = True) -> None:
         self.name = name
-        self.values: list[Tree] = []
-        """The finished values, if they are kept."""
+        self.kept = keep
+        """Whether `result` holds the values; otherwise they are only in the sink."""
+        self._values: list[Tree] = []
         self._per = per
         self._sink = sink
-        self._keep = keep
-        self._epoch: int | None = None
+        self._epoch = 0
+        """The epoch that is open; those before it have their values."""
 
-    async def add(self, epoch: int, parts: Sequence[Tree | None]) -> None:
-        """Take the parts of the next step, in replica order; None where no call was made."""
-        if self._per == "epoch" and self._epoch is not None and epoch != self._epoch:
-            await self._close()
-        self._epoch = epoch
-        await self._take(parts)
+    async def add(self, epoch: int, steps: Sequence[Sequence[Tree]]) -> None:
+        """Take the parts of the next steps, all of one epoch.
+
+        Raises:
+            ValueError: the components do not fit together.
+            TypeError: a component is of a kind that can't be folded.
+            OverflowError: an integer result does not fit its dtype.
+            CallError: a `combine` function failed.
+            OutputError: the file can't be written.
+        """
+        if self._per == "epoch":
+            await self._close_epochs(epoch)
         if self._per == "step":
-            await self._close()
+            for parts in steps:
+                await self._take((parts,))
+                await self._close()
+        else:
+            await self._take(steps)
 
-    async def finish(self) -> None:
-        """Take note that there are no more steps."""
-        if self._per == "run" or (self._per == "epoch" and self._epoch is not None):
-            await self._close()
+    async def finish(self, epochs: int) -> None:
+        """Take note that there are no more steps, of so many epochs in all.
 
-    @property
-    def kept(self) -> bool:
-        """Whether `result` holds the values; otherwise they are only in the sink."""
-        return self._keep
+        Raises:
+            As `add`.
+        """
+        if self._per == "run":
+            await self._close()
+        elif self._per == "epoch":
+            await self._close_epochs(epochs)
 
     @property
     def result(self) -> Tree:
         """The stage's value: one, or a list of them in order."""
         if self._per == "run":
-            return self.values[0] if self.values else None
-        return self.values
+            return self._values[0] if self._values else None
+        return self._values
+
+    async def _close_epochs(self, before: int) -> None:
+        while self._epoch < before:
+            await self._close()
+            self._epoch += 1
 
     async def _close(self) -> None:
         value = await self._scope_value()
-        if self._keep:
-            self.values.append(value)
+        if self.kept:
+            self._values.append(value)
         await self._deliver(value)
 
     async def _deliver(self, value: Tree) -> None:
@@ -88,8 +112,8 @@ class Fold(ABC):
             await write(self._sink, value)
 
     @abstractmethod
-    async def _take(self, parts: Sequence[Tree | None]) -> None:
-        """Take a step's parts into the current scope."""
+    async def _take(self, steps: Sequence[Sequence[Tree]]) -> None:
+        """Take the parts of steps into the current scope."""
 
     @abstractmethod
     async def _scope_value(self) -> Tree:
@@ -98,11 +122,17 @@ class Fold(ABC):
 
 async def write(sink: Sink, value: Tree) -> None:
     """Append to a sink; a large value in a thread."""
-    size = sum(x.nbytes for x in trees.flatten(value)[0] if isinstance(x, np.ndarray))
-    if size > THREAD_BYTES:
+    if array_bytes(value) > THREAD_BYTES:
         await anyio.to_thread.run_sync(sink.append, value)
     else:
         sink.append(value)
+
+
+def array_bytes(value: Tree) -> int:
+    """Return the bytes of a tree's arrays."""
+    if isinstance(value, np.ndarray):
+        return value.nbytes
+    return sum(leaf.nbytes for leaf in trees.flatten(value)[0] if isinstance(leaf, np.ndarray))
 
 
 class ReduceFold(Fold):
@@ -119,11 +149,12 @@ class ReduceFold(Fold):
         self._steps: FoldTree[Partial] = FoldTree(self._reduction.combine)
         self._index = 0
 
-    async def _take(self, parts: Sequence[Tree | None]) -> None:
-        node = step_partial(self._reduction, parts)
-        if node is not None:
-            self._steps.push(self._index, node)
-        self._index += 1
+    async def _take(self, steps: Sequence[Sequence[Partial]]) -> None:
+        push, reduction = self._steps.push, self._reduction
+        for index, parts in enumerate(steps, self._index):
+            if parts:
+                push(index, parts[0] if len(parts) == 1 else step_partial(reduction, parts))
+        self._index += len(steps)
 
     async def _scope_value(self) -> Tree:
         partial = self._steps.result()
@@ -131,14 +162,11 @@ class ReduceFold(Fold):
         return self._reduction.finish(partial)
 
 
-def step_partial(reduction: Reduction, parts: Sequence[Partial | None]) -> Partial | None:
-    """Fold the partials of one step in replica order."""
-    if len(parts) == 1:
-        return parts[0]
+def step_partial(reduction: Reduction, parts: Sequence[Partial]) -> Partial | None:
+    """Fold the partials of one step in replica order; None if there are none."""
     replicas: FoldTree[Partial] = FoldTree(reduction.combine)
     for replica, part in enumerate(parts):
-        if part is not None:
-            replicas.push(replica, part)
+        replicas.push(replica, part)
     return replicas.result()
 
 
@@ -150,22 +178,42 @@ class GatherFold(Fold):
         self._axis = axis
         self._streams = sink is not None and per == "run"
         self._parts: list[Tree] = []
+        """What is kept; blocks of tiny parts are one part already."""
+        self._whole = 0
+        """How many of them are such blocks, at the front."""
         self._checked = False
 
-    async def _take(self, parts: Sequence[Tree | None]) -> None:
-        made = [p for p in parts if p is not None]
+    async def _take(self, steps: Sequence[Sequence[Tree]]) -> None:
+        made = [part for parts in steps for part in parts]
         if made and not self._checked:  # what can't be gathered at all is told at once, not at the end
-            gather(PerReplica(made), self._axis, len(made))
+            self._together(made)
             self._checked = True
         if self._streams and self._sink is not None:
             for part in made:
                 await write(self._sink, part)
-        if self._keep or not self._streams:
+        if self.kept or not self._streams:
             self._parts += made
+            if len(self._parts) - self._whole >= TINY_PARTS:
+                self._compact()
+
+    def _compact(self) -> None:
+        """Put tiny parts end to end: a million of them cost more than what is in them."""
+        tiny = self._parts[self._whole :]
+        if sum(map(array_bytes, tiny)) <= TINY_BYTES * len(tiny):
+            self._parts[self._whole :] = [self._together(tiny)]
+        self._whole = len(self._parts)
+
+    def _together(self, parts: Sequence[Tree]) -> Tree:
+        if not parts:
+            return None
+        if {type(part) for part in parts} == {np.ndarray} and len({part.dtype for part in parts}) == 1:
+            with suppress(ValueError):  # they don't fit: `gather` says why
+                return np.concatenate(parts, axis=self._axis)
+        return gather(PerReplica(parts), self._axis, len(parts))
 
     async def _scope_value(self) -> Tree:
-        parts, self._parts = self._parts, []
-        return gather(PerReplica(parts), self._axis, len(parts)) if parts else None
+        parts, self._parts, self._whole = self._parts, [], 0
+        return self._together(parts)
 
     async def _deliver(self, value: Tree) -> None:
         if not self._streams:
@@ -184,8 +232,10 @@ class CombineFold(Fold):
         calls_max: fold calls of this stage that may run at one time.
     """
 
-    def __init__(self, name: str, per: Per, call: FoldCall, sink: Sink | None, *, calls_max: int) -> None:
-        super().__init__(name, per, sink)
+    def __init__(
+        self, name: str, per: Per, call: FoldCall, sink: Sink | None, *, keep: bool = True, calls_max: int
+    ) -> None:
+        super().__init__(name, per, sink, keep=keep)
         self._call = call
         self._room = anyio.CapacityLimiter(calls_max)
         self._levels: list[_Level] = []
@@ -197,13 +247,14 @@ class CombineFold(Fold):
         """Give the task group in which fold calls run."""
         self._tasks = tasks
 
-    async def step_value(self, parts: Sequence[Tree | None]) -> Tree:
-        """Return the value of one step by itself."""
-        node = await self._fold([[p for p in parts if p is not None]])
+    async def step_value(self, parts: Sequence[Tree]) -> Tree:
+        """Return the value of one step by itself, None if it made no call."""
+        node = await self._fold([list(parts)])
         return node[0] if node else None
 
-    async def _take(self, parts: Sequence[Tree | None]) -> None:
-        await self._put(0, [p for p in parts if p is not None])
+    async def _take(self, steps: Sequence[Sequence[Tree]]) -> None:
+        for parts in steps:
+            await self._put(0, list(parts))
 
     async def _put(self, level: int, group: list[Tree]) -> None:
         """Append a node's group to a level; a full block is folded into a node of the next level."""

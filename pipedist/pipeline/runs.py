@@ -1,24 +1,25 @@
-"""Runs as the user sees them: `open`, `run`, and the handle between."""
+"""A run as the user sees it, between `open` and its results."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import secrets
-import threading
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 import anyio
 import anyio.abc
+import anyio.to_thread
 
 from pipedist import messages as msg
-from pipedist.errors import RunCancelled, UsageError
-from pipedist.local_cluster import Cluster, LocalCluster, usable_cores
+from pipedist.coordinator import LogSink
+from pipedist.errors import LocalProtocolError, RunCancelled, UsageError
+from pipedist.local_cluster import Cluster, LocalCluster, checked_count, usable_cores
 from pipedist.outputs import FinishedRun, RunFolder, open_folder
 from pipedist.pipeline.execution import Execution
 from pipedist.pipeline.identity import digest
@@ -26,19 +27,19 @@ from pipedist.pipeline.result import Ledger, Progress, Result
 from pipedist.pipeline.subscription import Part, Step, Subscription
 from pipedist.plan import Plan, compile_plan
 from pipedist.program import Tree
-from pipedist.spec import RunSpec, Spec, load
+from pipedist.spec import Spec, load
 
 SpecLike = str | os.PathLike[str] | Mapping[str, Any] | Spec
 """A path, the same document as a dict, or a spec that was loaded already."""
-
-LogSink = Callable[[str, msg.Log], None]
-"""Takes a line that a replica function printed: (worker, line)."""
 
 
 class Run:
     """A run, inside `async with pipedist.open(...)`.
 
-    It begins with the first of `steps`, `as_completed` and `results`.
+    It begins with the first of `steps`, `as_completed` and `results`. Leaving the context before its
+    end cancels it.
+
+    Args: as `open`.
     """
 
     def __init__(
@@ -56,6 +57,8 @@ class Run:
     ) -> None:
         self.id = secrets.token_hex(8)
         self._began = time.monotonic()
+        if isinstance(spec, Spec) and (params or sets):
+            raise UsageError("`params` and `sets` come too late for a spec that was loaded already")
         self._spec = spec if isinstance(spec, Spec) else load(spec, params=params, sets=sets)
         if cluster is not None and workers is not None:
             raise UsageError("say `cluster` or `workers`, not both: a cluster has its workers")
@@ -68,7 +71,7 @@ class Run:
         self._stack = AsyncExitStack()
         self._tasks: anyio.abc.TaskGroup | None = None
         self._subscription: Subscription | None = None
-        self._started = False
+        self._has_begun = False
         self._finished = anyio.Event()
         self._main_scope = anyio.CancelScope()
         self._error: BaseException | None = None
@@ -103,19 +106,17 @@ class Run:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        if not self._finished.is_set():
+            self._end(RunCancelled("the run was left before its end"))
         if self._tasks is not None:
             self._tasks.cancel_scope.cancel()
-        if isinstance(error, Exception):  # it is the user's own, and leaves as it came
+        if not isinstance(error, asyncio.CancelledError):  # the user's own error leaves as it came
             kind = error = trace = None
         await self._stack.__aexit__(kind, error, trace)
 
     def _worker_count(self) -> int:
-        if self._workers is not None:
-            if self._workers < 1:
-                raise UsageError(f"{self._workers} workers: at least one is needed")
-            return self._workers
-        wanted = self._spec.cluster.workers
-        return usable_cores() if wanted == "auto" else wanted
+        wanted = self._spec.cluster.workers if self._workers is None else self._workers
+        return usable_cores() if wanted == "auto" else checked_count(wanted)
 
     def _open_folder(self) -> RunFolder | FinishedRun | None:
         if self._output is None and not (self._spec.outputs or self._resume or self._restart):
@@ -133,8 +134,18 @@ class Run:
         self._cluster = self._given_cluster
         if self._cluster is None:
             self._cluster = await self._stack.enter_async_context(cluster_for(self._spec, workers=workers))
+        coordinator = self._cluster.coordinator  # raises if the given cluster is not open
         if self._on_log is not None:
-            self._stack.callback(self._cluster.coordinator.add_log_sink(self._on_log))
+            self._stack.callback(coordinator.add_log_sink(self._hear))
+
+    def _hear(self, worker: str, line: msg.Log) -> None:
+        """Pass a line on; if the user's function raises, that is how the run ends."""
+        try:
+            if self._on_log is not None and not self._finished.is_set():
+                self._on_log(worker, line)
+        except Exception as error:
+            self._end(error)
+            self._main_scope.cancel()
 
     # -- what the user reads ---------------------------------------------------------------------
 
@@ -174,9 +185,14 @@ class Run:
         Args:
             stages: run, reduce or gather stages that are made in one reading of one dataset.
 
+        Yields:
+            The steps; `step[NAME]` of a reduce or gather is this step's own value.
+
         Raises:
-            UsageError: the stages don't belong together, or the run has begun already.
+            UsageError: the stages don't belong together, the run has begun already, or it was
+                finished before and is not run again.
             CallError: a call failed for good; the steps before it were yielded.
+            FoldError, OutputError, WorkersLost, RunCancelled: as `results`.
         """
         async for item in self._stream("steps", stages):
             if isinstance(item, Step):
@@ -185,20 +201,31 @@ class Run:
     async def as_completed(self, *stages: str) -> AsyncIterator[Part]:
         """Yield the values of run stages, one a replica and step, in order of arrival.
 
+        A slow reader makes the run wait.
+
+        Args:
+            stages: run stages that are made in one reading of one dataset.
+
         Raises:
-            UsageError: a stage is no run, they don't belong together, or the run has begun already.
+            UsageError: a stage is no run, they don't belong together, the run has begun already, or it
+                was finished before and is not run again.
             CallError: a call failed for good.
+            FoldError, OutputError, WorkersLost, RunCancelled: as `results`.
         """
-        for name in stages:
-            if name in self._spec.stages and not isinstance(self._spec.stages[name], RunSpec):
-                raise UsageError(f"{name!r} has no value per replica: `steps` streams it")
         async for item in self._stream("parts", stages):
             if isinstance(item, Part):
                 yield item
 
-    async def _stream(self, kind: Any, stages: Sequence[str]) -> AsyncIterator[Step | Part]:
-        if self._started:
+    async def _stream(
+        self, kind: Literal["steps", "parts"], stages: Sequence[str]
+    ) -> AsyncIterator[Step | Part]:
+        if self._has_begun:
             raise UsageError("the run has begun: open one stream, before `results`")
+        if isinstance(self._folder, FinishedRun):
+            raise UsageError(
+                f"this run was finished before, in {self._folder.path}: `results` shows what it gave, and "
+                "nothing is streamed again; without `resume` it runs anew"
+            )
         subscription = self._subscription = Subscription(kind, stages, self.plan)
         self._start()
         try:
@@ -213,8 +240,13 @@ class Run:
         """Run to the end and return the results.
 
         Raises:
-            CallError, FoldError, OutputError, WorkersLost: the run failed.
-            RunDrained, RunCancelled: it was stopped.
+            CallError: a call failed for good.
+            FoldError: components do not fit together.
+            OutputError: a file can't be written.
+            WorkersLost: no worker can be kept alive.
+            RunDrained: it was drained before its end.
+            RunCancelled: it was cancelled, or left.
+            Exception: what the dataset's own iterator, or `on_log`, raised.
         """
         self._start()
         if self._subscription is not None:
@@ -223,7 +255,7 @@ class Run:
         if self._error is not None:
             raise self._error
         if self._result is None:
-            raise RunCancelled("the run was left before its end")
+            raise LocalProtocolError("the run has ended without result or error")
         return self._result
 
     # -- stopping --------------------------------------------------------------------------------
@@ -251,11 +283,11 @@ class Run:
     # -- inside ----------------------------------------------------------------------------------
 
     def _start(self) -> None:
-        if self._started:
+        if self._has_begun:
             return
         if self._tasks is None:
             raise UsageError("a run is used inside `async with pipedist.open(...)`")
-        self._started = True
+        self._has_begun = True
         if isinstance(self._folder, FinishedRun):
             self._result = _restored(self._spec, self._folder)
             self._end(None)
@@ -270,7 +302,7 @@ class Run:
         try:
             with self._main_scope:
                 await self._execution.run()
-                self._result = self._made(self._execution, folder)
+                self._result = await self._made(self._execution, folder)
         except Exception as error:
             self._end(error)
         else:
@@ -282,20 +314,20 @@ class Run:
         if self._subscription is not None:
             self._subscription.end()
 
-    def _made(self, execution: Execution, folder: RunFolder | None) -> Result:
+    async def _made(self, execution: Execution, folder: RunFolder | None) -> Result:
         timings = {**execution.timings, "total": time.monotonic() - self._began}
         files = {} if folder is None else {n: folder.final(o) for n, o in self._spec.outputs.items()}
         result = Result(
             name=self.name,
             run_id=self.id,
-            by_stage=execution.values,
+            by_stage=execution.results(),
             files=files,
             ledger=execution.ledger(),
             timings=timings,
             notice=self.notice,
         )
         if folder is not None:
-            folder.finish(result.document)
+            await anyio.to_thread.run_sync(lambda: folder.finish(result.document))
         return result
 
 
@@ -322,108 +354,3 @@ def cluster_for(spec: Spec, *, workers: int) -> Cluster:
 
         return ConnectCluster(listen=spec.cluster.listen, key_file=spec.cluster.key_file, workers=workers)
     return LocalCluster(workers=workers, threads_per_replica=spec.threads_per_replica)
-
-
-def open(
-    spec: SpecLike,
-    *,
-    cluster: Cluster | None = None,
-    workers: int | None = None,
-    params: Mapping[str, Tree] | None = None,
-    sets: Sequence[str] = (),
-    output: str | os.PathLike[str] | None = None,
-    resume: bool = False,
-    restart: bool = False,
-    on_log: LogSink | None = None,
-) -> Run:
-    """Open a run: `async with pipedist.open(spec) as run`.
-
-    Args:
-        spec: a path, or the same document as a dict, in which a function may be a callable and a
-            source may be `{"arrays": tree}`.
-        cluster: an open cluster to run on; None: one of its own, as the spec says.
-        workers: number of worker processes of its own cluster; None: as the spec says.
-        params: values for the spec's `params`.
-        sets: the same as texts, "NAME=VALUE", as on the command line.
-        output: folder for the outputs; None: `out/NAME`, if the spec has outputs.
-        resume: continue an unfinished run in the folder.
-        restart: discard it.
-        on_log: takes the lines that replica functions print.
-
-    Raises:
-        SpecError: the document has mistakes; all of them are listed.
-        PlanError: it can't be carried out here (on entering).
-        UsageError: arguments that make no sense, or the output folder is in use (on entering).
-    """
-    return Run(
-        spec,
-        cluster=cluster,
-        workers=workers,
-        params=params,
-        sets=sets,
-        output=output,
-        resume=resume,
-        restart=restart,
-        on_log=on_log,
-    )
-
-
-def run(
-    spec: SpecLike,
-    *,
-    workers: int | None = None,
-    params: Mapping[str, Tree] | None = None,
-    output: str | os.PathLike[str] | None = None,
-    resume: bool = False,
-    restart: bool = False,
-    on_log: LogSink | None = None,
-) -> Result:
-    """Run a spec to its end and return the results; works inside a running event loop too.
-
-    Args: as `open`.
-
-    Raises: as `open` and `Run.results`.
-    """
-
-    async def main() -> Result:
-        async with open(
-            spec,
-            workers=workers,
-            params=params,
-            output=output,
-            resume=resume,
-            restart=restart,
-            on_log=on_log,
-        ) as opened:
-            return await opened.results()
-
-    if _in_event_loop():
-        return _in_thread(main)
-    return anyio.run(main)
-
-
-def _in_event_loop() -> bool:
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return False
-    return True
-
-
-def _in_thread(main: Callable[[], Any]) -> Result:
-    """Run on an event loop in a thread of its own: the caller's loop is busy with the caller."""
-    outcome: list[Result] = []
-    failure: list[BaseException] = []
-
-    def work() -> None:
-        try:
-            outcome.append(anyio.run(main))
-        except BaseException as error:
-            failure.append(error)
-
-    thread = threading.Thread(target=work, name="pipedist-run")
-    thread.start()
-    thread.join()
-    if failure:
-        raise failure[0]
-    return outcome[0]

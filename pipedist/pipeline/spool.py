@@ -4,66 +4,115 @@ from __future__ import annotations
 
 import os
 import tempfile
+from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from itertools import accumulate, groupby
 
+from pipedist.errors import OutputError
 from pipedist.feeds import Feed, Offer
 from pipedist.program import ReaderConfig, Shards, Tree
 from pipedist.transport.codec import decode, encode
 
 
-@dataclass(frozen=True, slots=True)
-class _Kept:
-    """One step: where its parts are, and what is known of it."""
-
-    places: tuple[tuple[int, tuple[int, ...]], ...]
-    ids: tuple[Tree, ...]
-    elements: int
-    epoch: int
-
-
 class Spool:
     """The committed values of one run stage, step by step, in an unnamed temporary file.
 
-    The file has no name: whatever kills the process, nothing is left on disk.
+    The file has no name: whatever kills the process, nothing is left on disk. In memory there
+    are a few numbers a step.
+
+    Args:
+        stage: whose values these are, for errors.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, stage: str) -> None:
+        self._stage = stage
         self._file = tempfile.TemporaryFile(prefix="pipedist-")  # noqa: SIM115 - closed by close()
-        self._end = 0
-        self.steps: list[_Kept] = []
+        self._starts = array("q", [0])
+        """Where the record of each step begins, and where the last one ends."""
+        self._frames = array("q", [0])
+        """Number of the first frame of each step, in `_sizes`."""
+        self._sizes = array("q")
+        """Bytes of each frame."""
+        self._parts = array("l")
+        self._elements = array("q", [0])
+        """Elements before each step, and in all."""
+        self._epochs = array("l")
+        self._latest: tuple[int, list[Tree], list[Tree]] = (-1, [], [])
 
-    def append(self, parts: Sequence[Tree | None], ids: Sequence[Tree], *, elements: int, epoch: int) -> None:
-        """Keep the parts of the next step; None is an empty shard, and comes last.
+    def __len__(self) -> int:
+        """Return the number of steps."""
+        return len(self._parts)
+
+    def append(self, parts: Sequence[Tree], ids: Sequence[Tree], *, elements: int, epoch: int) -> None:
+        """Keep the values of the next step.
 
         Args:
-            ids: element ids of each part that is not None.
+            parts: those of the shards that are not empty.
+            ids: their element ids.
+
+        Raises:
+            OutputError: the disk is full, or fails.
         """
-        places = []
-        for part in parts:
-            if part is None:
-                continue
-            frames = encode(part)
-            start = self._end
+        frames = encode([list(ids), list(parts)])
+        try:
             for frame in frames:
                 self._file.write(frame)
-            sizes = tuple(memoryview(f).nbytes for f in frames)
-            self._end += sum(sizes)
-            places.append((start, sizes))
-        self.steps.append(_Kept(tuple(places), tuple(ids), elements, epoch))
+        except OSError as error:
+            raise self._unwritable(error) from error
+        sizes = [memoryview(frame).nbytes for frame in frames]
+        self._sizes.extend(sizes)
+        self._frames.append(len(self._sizes))
+        self._starts.append(self._starts[-1] + sum(sizes))
+        self._parts.append(len(parts))
+        self._elements.append(self._elements[-1] + elements)
+        self._epochs.append(epoch)
 
-    def read(self, step: int, part: int) -> Tree:
-        """Return a part again."""
-        start, sizes = self.steps[step].places[part]
-        self._file.flush()
-        frames = []
-        for size in sizes:
-            frames.append(os.pread(self._file.fileno(), size, start))
-            start += size
-        return decode(frames)
+    def finish(self) -> None:
+        """Take note that there are no more steps: they may be read now.
+
+        Raises:
+            OutputError: the disk is full, or fails.
+        """
+        try:
+            self._file.flush()
+        except OSError as error:
+            raise self._unwritable(error) from error
+
+    def _unwritable(self, error: OSError) -> OutputError:
+        return OutputError(
+            f"can't keep the values of stage {self._stage} for a later phase in {tempfile.gettempdir()} "
+            f"(TMPDIR): {error.strerror or error}"
+        )
+
+    def read(self, step: int) -> tuple[list[Tree], list[Tree]]:
+        """Return the element ids and the values of a step's parts."""
+        if self._latest[0] != step:
+            sizes = self._sizes[self._frames[step] : self._frames[step + 1]]
+            starts = accumulate(sizes, initial=self._starts[step])
+            fd = self._file.fileno()
+            ids, parts = decode([os.pread(fd, n, at) for n, at in zip(sizes, starts, strict=False)])
+            self._latest = (step, ids, parts)
+        return self._latest[1], self._latest[2]
+
+    def parts(self, step: int) -> int:
+        """Return the number of parts of a step."""
+        return self._parts[step]
+
+    def bytes(self, first: int, last: int) -> int:
+        """Return the size of steps [first, last)."""
+        return self._starts[last] - self._starts[first]
+
+    def elements(self, first: int, last: int) -> int:
+        """Return the number of elements of steps [first, last)."""
+        return self._elements[last] - self._elements[first]
+
+    def epoch(self, step: int) -> int:
+        """Return the epoch of a step."""
+        return self._epochs[step]
 
     def close(self) -> None:
         """Let the file go."""
+        self._latest = (-1, [], [])
         self._file.close()
 
 
@@ -74,35 +123,41 @@ class SpoolFeed(Feed):
         self._spool = spool
         self._replicas = replicas
         self._next = 0
-        self.steps_total: int | None = len(spool.steps)
+        self.steps_total: int | None = len(spool)
         self.reader = ReaderConfig(None, batch, -1, False)
 
     async def pull(self, count: int) -> list[Offer]:
         """Return the next steps."""
-        first = self._next
-        self._next = min(len(self._spool.steps), first + count)
-        steps = enumerate(self._spool.steps[first : self._next], first)
-        return [Offer(i, i + 1, len(kept.places), kept.elements) for i, kept in steps]
+        spool, first = self._spool, self._next
+        self._next = min(len(spool), first + count)
+        offers = []
+        for parts, same in groupby(range(first, self._next), key=spool.parts):
+            last = first + len(list(same))
+            offers.append(Offer(first, last, parts, spool.elements(first, last), spool.bytes(first, last)))
+            first = last
+        return offers
 
     def shards(self, lo: int, hi: int, *, local: bool) -> Shards:
         """Return the kept values of calls [lo, hi)."""
-        calls = [divmod(call, self._replicas) for call in range(lo, hi)]
-        return Shards(
-            ids=[self._spool.steps[step].ids[part] for step, part in calls],
-            values=[self._spool.read(step, part) for step, part in calls],
-        )
+        ids, values = [], []
+        for call in range(lo, hi):
+            step, part = divmod(call, self._replicas)
+            step_ids, step_values = self._spool.read(step)
+            ids.append(step_ids[part])
+            values.append(step_values[part])
+        return Shards(ids=ids, values=values)
 
     def release(self, before: int) -> None:
         """Nothing is held here."""
 
-    def elements(self, step: int) -> int:
-        """Return the number of elements of a step."""
-        return self._spool.steps[step].elements
+    def elements(self, first: int, last: int) -> int:
+        """Return the number of elements of steps [first, last)."""
+        return self._spool.elements(first, last)
 
     def epoch(self, step: int) -> int:
         """Return the epoch of a step."""
-        return self._spool.steps[step].epoch
+        return self._spool.epoch(step)
 
     def ids(self, step: int) -> list[Tree]:
         """Return the element ids of each shard that is not empty."""
-        return list(self._spool.steps[step].ids)
+        return list(self._spool.read(step)[0])

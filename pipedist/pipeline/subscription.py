@@ -12,21 +12,28 @@ import anyio
 from pipedist.errors import UsageError
 from pipedist.plan import PassPlan, Plan
 from pipedist.program import Tree
+from pipedist.spec import RunSpec
 
 ITEMS_MAX = 64
 """Items that wait for a slow subscriber; then the pass waits too."""
+
+ITEM_BYTES_MAX = 64 * 2**20
+"""Their bytes, unless a single item has more."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
     """One step of a run, in step order.
 
-    `step[NAME]` is a PerReplica for a run stage (None in the place of an empty shard), and this
-    step's own value for a reduce or gather.
+    `step[NAME]` is a PerReplica for a run stage (None in the place of an empty shard), and for a
+    reduce or gather THIS STEP's own value (None where the step made no call), whatever the
+    stage's `per`: the value that `per: step` would give. The value over the whole run or epoch
+    is in `Run.results`.
 
     Args:
         index: the step's number, over all epochs.
         epoch: its epoch.
+        values: the values of the stages that are streamed, by name.
     """
 
     index: int
@@ -34,12 +41,24 @@ class Step:
     values: Mapping[str, Tree]
 
     def __getitem__(self, stage: str) -> Tree:
+        """Return a stage's value of this step, see the class.
+
+        Raises:
+            KeyError: the stage is not streamed.
+        """
         return self.values[stage]
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One replica's value of one step, in order of arrival."""
+    """One replica's value of one step, in order of arrival.
+
+    Args:
+        stage: the run stage.
+        step: the step's number, over all epochs.
+        replica: its replica id.
+        value: what the function returned.
+    """
 
     stage: str
     step: int
@@ -53,33 +72,48 @@ class Subscription:
     Args:
         kind: whole steps in order, or parts as they arrive.
         stages: what is subscribed.
+        plan: of the run.
+
+    Raises:
+        UsageError: there is no such stage, or they are not made in one pass.
     """
 
     def __init__(self, kind: Literal["steps", "parts"], stages: Sequence[str], plan: Plan) -> None:
         self.kind = kind
-        self.stages = tuple(stages)
+        self.stages = tuple(dict.fromkeys(stages))
         self.pass_ = _pass_of(plan, self.stages)
-        self._items: deque[Step | Part] = deque()
+        self.streamed = {name: plan.spec.stages[name] for name in self.stages}
+        for name, stage in self.streamed.items():
+            if kind == "parts" and not isinstance(stage, RunSpec):
+                raise UsageError(f"{name!r} has no value per replica: `steps` streams it")
+        self._items: deque[tuple[Step | Part, int]] = deque()
+        self._bytes = 0
         self._changed = anyio.Event()
         self._ended = False
         self._left = False
 
-    def put(self, item: Step | Part) -> None:
-        """Add an item; dropped if nobody reads any more."""
+    def put(self, item: Step | Part, size: int) -> None:
+        """Add an item; dropped if nobody reads any more.
+
+        Args:
+            size: its bytes.
+        """
         if self._left:
             return
-        self._items.append(item)
+        self._items.append((item, size))
+        self._bytes += size
         self._wake()
 
     async def room(self) -> None:
-        """Return as soon as fewer than `ITEMS_MAX` items wait."""
-        while len(self._items) >= ITEMS_MAX:
+        """Return as soon as there is room for an item."""
+        while self._items and (len(self._items) >= ITEMS_MAX or self._bytes >= ITEM_BYTES_MAX):
             await self._changed.wait()
 
     def leave(self) -> None:
         """Nobody reads any more: the run need not wait."""
         self._left = True
         self._items.clear()
+        self._bytes = 0
         self._wake()
 
     def end(self) -> None:
@@ -93,7 +127,8 @@ class Subscription:
             if self._ended:
                 return None
             await self._changed.wait()
-        item = self._items.popleft()
+        item, size = self._items.popleft()
+        self._bytes -= size
         self._wake()
         return item
 
@@ -104,20 +139,15 @@ class Subscription:
 
 def _pass_of(plan: Plan, stages: Sequence[str]) -> PassPlan:
     """Return the pass in which all of `stages` get their values."""
-    if not stages:
-        raise UsageError("name at least one stage to stream")
-    found: PassPlan | None = None
+    homes = {name: p for p in plan.passes for name in (*p.runs, *p.folds)}
     for name in stages:
-        home = next((p for p in plan.passes if name in p.runs or name in p.folds), None)
-        if home is None:
-            known = [*(s for p in plan.passes for s in (*p.runs, *p.folds))]
-            raise UsageError(f"there is no stage {name!r} to stream; there are: {', '.join(known)}")
-        if found is not None and home is not found:
+        if name not in homes:
+            raise UsageError(f"there is no stage {name!r} to stream; there are: {', '.join(homes)}")
+        if homes[name] != homes[stages[0]]:
             raise UsageError(
                 f"stages {stages[0]!r} and {name!r} are not made in one reading of one dataset: "
                 "a stream follows one; open a second run for the other"
             )
-        found = home
-    if found is None:
+    if not stages:
         raise UsageError("name at least one stage to stream")
-    return found
+    return homes[stages[0]]

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import replace
+from graphlib import TopologicalSorter
 from pathlib import Path
 from typing import Any
 
@@ -48,14 +50,15 @@ def compile_plan(spec: Spec, *, workers: int) -> Plan:
     problems = list(_not_yet(spec))
     if problems:
         raise PlanError(problems)
-    sources = _open_sources(spec, problems)
-    functions = _import_functions(spec, problems)
-    problems += _check_outputs(spec)
-    if problems:
-        for source in sources.values():
-            source.close()
-        raise PlanError(problems)
-    return Plan(spec, workers, sources, functions, _phases(spec))
+    with ExitStack() as stack:
+        sources = _open_sources(spec, problems, stack)
+        functions = _import_functions(spec, problems)
+        problems += _check_outputs(spec)
+        if problems:
+            raise PlanError(problems)
+        plan = Plan(spec, workers, sources, functions, _phases(spec))
+        stack.pop_all()  # the sources are the plan's now
+    return plan
 
 
 def _not_yet(spec: Spec) -> Iterator[Problem]:
@@ -86,12 +89,12 @@ def _not_yet(spec: Spec) -> Iterator[Problem]:
 # -- what is there ---------------------------------------------------------------------------
 
 
-def _open_sources(spec: Spec, problems: list[Problem]) -> dict[str, Source]:
+def _open_sources(spec: Spec, problems: list[Problem], stack: ExitStack) -> dict[str, Source]:
     sources: dict[str, Source] = {}
     for name, dataset in spec.datasets.items():
         place = ("datasets", name)
         config = dict(dataset.config)
-        if dataset.kind == "function":
+        if isinstance(config.get("call"), str):  # a callable is called here, and need not travel
             try:
                 config["call"] = load(reference(config["call"]), [str(spec.code)])
             except (FunctionNotFound, UsageError) as error:
@@ -104,6 +107,7 @@ def _open_sources(spec: Spec, problems: list[Problem]) -> dict[str, Source]:
             problem = spec.problem((*place, dataset.kind, *key), str(error), expected=error.expected)
             problems.append(replace(problem, nearest=error.nearest))
             continue
+        stack.callback(source.close)
         sources[name] = source
         if dataset.shuffle and not source.random_access:
             problems.append(
@@ -190,31 +194,26 @@ def _check_outputs(spec: Spec) -> Iterator[Problem]:
 
 
 def _phases(spec: Spec) -> tuple[tuple[PassPlan, ...], ...]:
+    order = _topological(spec)
     phase_of: dict[str, int] = dict.fromkeys(spec.datasets, 0)
-    roots: dict[str, str] = {name: name for name in spec.datasets}
-
-    def phase(name: str) -> int:
-        if name in phase_of:
-            return phase_of[name]
+    root_of: dict[str, str] = {name: name for name in spec.datasets}
+    for name in order:
         stage = spec.stages[name]
-        own = phase(stage.of)
+        phase = phase_of[stage.of]
         if isinstance(stage, RunSpec):
-            waits = [x.name for x in references(stage.with_) if isinstance(x, StageRef)] + list(stage.after)
-            own = max([own, *(1 + phase(other) for other in waits)])
-            roots[name] = roots[stage.of] if phase(stage.of) == own or stage.of in spec.datasets else stage.of
-        phase_of[name] = own
-        return own
+            phase = max([phase, *(1 + phase_of[other] for other in _waits_for(stage))])
+            again = phase > phase_of[stage.of] and stage.of in spec.stages
+            root_of[name] = stage.of if again else root_of[stage.of]
+        phase_of[name] = phase
 
-    for name in spec.stages:
-        phase(name)
-
-    passes: list[PassPlan] = []
     groups: dict[tuple[int, str], list[str]] = {}
-    for name in _topological(spec):
-        groups.setdefault((phase_of[name], roots[name]), []).append(name)
-    for stage in spec.stages.values():
-        if not isinstance(stage, RunSpec) and stage.of in spec.datasets:
-            groups.setdefault((0, stage.of), [])
+    for name in order:
+        if isinstance(spec.stages[name], RunSpec):
+            groups.setdefault((phase_of[name], root_of[name]), []).append(name)
+        elif spec.stages[name].of in spec.datasets:
+            groups.setdefault((0, spec.stages[name].of), [])
+    roots = {root for _, root in groups}
+    passes: list[PassPlan] = []
     for (number, root), runs in sorted(groups.items()):
         folds = tuple(
             name
@@ -222,7 +221,7 @@ def _phases(spec: Spec) -> tuple[tuple[PassPlan, ...], ...]:
             if not isinstance(stage, RunSpec)
             and (stage.of in runs or (stage.of == root and root in spec.datasets and number == 0))
         )
-        kept = tuple(r for r in runs if any(root_ == r for _, root_ in groups))
+        kept = tuple(name for name in runs if name in roots)
         dataset = root
         while dataset in spec.stages:
             dataset = spec.stages[dataset].of
@@ -231,16 +230,15 @@ def _phases(spec: Spec) -> tuple[tuple[PassPlan, ...], ...]:
     return tuple(tuple(p for p in passes if p.phase == number) for number in range(count))
 
 
+def _waits_for(stage: RunSpec) -> list[str]:
+    """Return the stages that must be complete before a run begins."""
+    return [*(x.name for x in references(stage.with_) if isinstance(x, StageRef)), *stage.after]
+
+
 def _topological(spec: Spec) -> list[str]:
-    """Return the run stages, what is read before what reads it, otherwise as written."""
-    order: list[str] = []
-
-    def visit(name: str) -> None:
-        stage = spec.stages.get(name)
-        if isinstance(stage, RunSpec) and name not in order:
-            visit(stage.of)
-            order.append(name)
-
-    for name in spec.stages:
-        visit(name)
-    return order
+    """Return all stages, what is read or waited for before what does so, otherwise as written."""
+    graph: TopologicalSorter[str] = TopologicalSorter()
+    for name, stage in spec.stages.items():
+        needs = [stage.of, *(_waits_for(stage) if isinstance(stage, RunSpec) else ())]
+        graph.add(name, *(other for other in needs if other in spec.stages))
+    return list(graph.static_order())

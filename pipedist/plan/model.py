@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,6 +92,3 @@ class Plan:
         from pipedist.plan.view import as_json
 
         return as_json(self)
-
-
-Function = Callable[..., Any]

@@ -27,7 +27,7 @@ def as_text(plan: Plan) -> str:
     )
     if len(sizes) == 1:
         batch = sizes.pop()
-        head += f"; {plural(batch, 'element')} a step, {-(-batch // replicas):,} a replica"
+        head += f"; {batch} element{'s' * (batch != 1)} a step, {-(-batch // replicas)} a replica"
     lines = [head, "", f"{spec.name}: seed {spec.seed}, launcher {spec.cluster.launcher}"]
     for name, dataset in spec.datasets.items():
         lines += ["", f"dataset {name}: {dataset.kind}, {_extent(plan, name)}"]
@@ -45,7 +45,7 @@ def _extent(plan: Plan, name: str) -> str:
     division = plan.division(name)
     if division is None:
         return f"as many elements as it yields, {plural(dataset.epochs, 'epoch')}"
-    steps = plural(division.steps_per_epoch, "step")
+    steps = f"{plural(division.steps_per_epoch, 'step')} of {dataset.batch:,}"
     text = f"{plural(division.length, 'element')}, {steps}"
     if dataset.epochs > 1:
         text += f" an epoch, {plural(dataset.epochs, 'epoch')}"
@@ -122,9 +122,16 @@ def _stage_refs(plan: Plan, name: str) -> list[str]:
     return [ref.name for ref in references(stage.with_) if isinstance(ref, StageRef)]
 
 
+def _after(plan: Plan, name: str) -> tuple[str, ...]:
+    stage = plan.spec.stages[name]
+    return stage.after if isinstance(stage, RunSpec) else ()
+
+
 def _waits(plan: Plan, name: str) -> str:
-    refs = _stage_refs(plan, name)
-    return f", with {', '.join(refs)}" if refs else ""
+    refs, after = _stage_refs(plan, name), _after(plan, name)
+    return "".join(
+        f", {word} {', '.join(names)}" for word, names in (("with", refs), ("after", after)) if names
+    )
 
 
 def as_mermaid(plan: Plan) -> str:
@@ -148,6 +155,7 @@ def as_mermaid(plan: Plan) -> str:
     for name, stage in spec.stages.items():
         lines.append(f"  {ids[stage.of]} --> {ids[name]}")
         lines += [f"  {ids[ref]} -.->|with| {ids[name]}" for ref in _stage_refs(plan, name)]
+        lines += [f"  {ids[other]} -.->|after| {ids[name]}" for other in _after(plan, name)]
     for name, path in spec.outputs.items():
         lines += [f'  {ids[name]} --> o{ids[name]}[/"{_quoted(path)}"/]']
     return "\n".join(lines)

@@ -132,7 +132,8 @@ class CallFailed:
 
     Args:
         token: what the driver knows about the failure under this number.
-        retryable: another attempt may help.
+        retries: how often a call that raised in this stage is tried again; 0 where another attempt
+            can't help.
     """
 
     worker: str
@@ -140,7 +141,7 @@ class CallFailed:
     lease: int
     call: int
     token: int
-    retryable: bool = True
+    retries: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -86,6 +86,11 @@ class Scheduler:
             return self._unheard_at(worker)
         return None
 
+    def pass_of(self, worker: str, lease: int) -> int | None:
+        """Return the pass of a lease that a worker holds, None if it holds no such lease."""
+        held = self._members.leases.get(lease)
+        return held.pass_id if held is not None and held.worker == worker else None
+
     def _unheard_at(self, worker: Worker) -> float:
         return worker.heard_at + self._limits.heard_within_s
 
@@ -289,7 +294,7 @@ class Scheduler:
         trouble = pass_.trouble.setdefault(event.call, Trouble())
         trouble.raised += 1
         tried = trouble.raised + trouble.deaths
-        if event.retryable and trouble.raised <= pass_.settings.retries:
+        if trouble.raised <= event.retries:
             pass_.wait(event.call, event.call + 1, tried)
         else:
             self._fail(pass_, cmd.Failure(event.call, tried, event.worker, token=event.token))

@@ -42,7 +42,6 @@ class PassSettings:
 
     Args:
         replicas: R; call number = step * R + replica.
-        retries: further attempts of a call that raised.
         ordered: steps become visible in step order; otherwise as they are complete.
         fail_fast: the first step with a failed call ends the pass; otherwise only that step fails.
         pulled: the scheduler asks for steps (`RequestSteps`); otherwise they are offered unasked.
@@ -56,14 +55,13 @@ class PassSettings:
     """
 
     replicas: int
-    retries: int = 0
     ordered: bool = True
     fail_fast: bool = True
     pulled: bool = True
     priority: int = 1
 
     def __post_init__(self) -> None:
-        if self.replicas < 1 or self.retries < 0:
-            raise LocalProtocolError(f"a pass of {self.replicas} replicas and {self.retries} retries")
+        if self.replicas < 1:
+            raise LocalProtocolError(f"a pass of {self.replicas} replicas")
         if not self.ordered and (self.fail_fast or self.pulled):
             raise LocalProtocolError("an unordered pass can be neither fail_fast nor pulled")

@@ -22,6 +22,10 @@ from pipedist.transport.limits import KIB, LIMITS, Limits
 from pipedist.transport.monitor import FAILURE_EVENTS, event_of
 from pipedist.transport.rendezvous import parse_endpoint
 from pipedist.transport.settings import SETTINGS, Settings
+from pipedist.transport.shared_memory import references as tables
+from pipedist.transport.shared_memory.joining import join
+from pipedist.transport.shared_memory.link import Link
+from pipedist.transport.shared_memory.settings import SHARED_BYTES_MIN
 from pipedist.transport.wire import pack, unpack
 
 COPY_BYTES_MAX: Final = 64 * KIB
@@ -64,6 +68,7 @@ class Dealer:
         self._is_connected = False
         self._handshakes_failed = 0
         self._failure: PipedistError | None = None
+        self._link: Link | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = socket = self._context.socket(zmq.DEALER)
         socket.setsockopt(zmq.ROUTING_ID, identity)
@@ -96,6 +101,8 @@ class Dealer:
         except zmq.ZMQError as error:
             self.close(0.0)
             raise UsageError(f"can't connect to {endpoint}: {error.strerror}") from None
+        if not parsed.is_tcp:
+            self._link = join(parsed.path, identity)
 
     def __enter__(self) -> Dealer:
         return self
@@ -129,15 +136,20 @@ class Dealer:
             RemoteProtocolError: the scheduler refuses this worker.
             LocalProtocolError: the message is not allowed.
         """
-        parts: list[bytes | memoryview] = [pack(message), *payload]
+        head = pack(message)
         self._look_at_monitor()
         if not self._wait(zmq.POLLOUT, timeout_s):
             raise ConnectionLost(f"{self._endpoint} took no message for {timeout_s:g} s")
+        if self._link is not None and any(_size(frame) >= SHARED_BYTES_MIN for frame in payload[1:]):
+            self._link.read()  # a welcome, without which nothing is shared yet
+            references, payload = self._link.lend(payload)
+            if references:
+                head = tables.prepend(references, head)
+        parts: list[bytes | memoryview] = [head, *payload]
         last = len(parts) - 1
         for number, part in enumerate(parts):
             flags = zmq.SNDMORE if number < last else 0
-            size_bytes = part.nbytes if isinstance(part, memoryview) else len(part)
-            self._socket.send(part, flags, copy=copy or size_bytes <= COPY_BYTES_MAX)
+            self._socket.send(part, flags, copy=copy or _size(part) <= COPY_BYTES_MAX)
 
     def poll(self, timeout_s: float) -> bool:
         """Wait for a message.
@@ -183,7 +195,13 @@ class Dealer:
                 f"{self._endpoint} sent a message of {count} frames and {size_bytes} bytes, the limit is "
                 f"{limits.frames_max} frames and {limits.message_bytes_max} bytes"
             )
-        return unpack(frames[0]), frames[1:]
+        references, head = tables.split(frames[0], limits)
+        message, frames = unpack(head), frames[1:]
+        if references:
+            if self._link is None:
+                raise RemoteProtocolError(f"{self._endpoint} refers to memory that it does not share")
+            tables.weave(frames, references, self._link.frames(references), limits)
+        return message, frames
 
     def close(self, linger_s: float | None = None) -> None:
         """Close; may be called twice.
@@ -201,6 +219,9 @@ class Dealer:
         self._monitor.close(linger=0)
         self._socket.close(linger=linger_ms)
         self._context.term()
+        if self._link is not None:
+            self._link.close()  # not before the last message that refers to it has left
+            self._link = None
 
     def _wait(self, event: int, timeout_s: float) -> bool:
         deadline = time.monotonic() + timeout_s
@@ -209,6 +230,8 @@ class Dealer:
             left_s = deadline - time.monotonic()
             if left_s <= 0:
                 return False
+            if self._link is not None:
+                self._link.read()  # memory that is not needed any more need not stay mapped
             self._poller.register(self._socket, event)
             self._poller.poll(math.ceil(min(left_s, 60.0) * 1000))
         return True
@@ -241,3 +264,7 @@ class Dealer:
                     "its key is another one than the key file says, or it is no pipedist scheduler"
                 )
         return None
+
+
+def _size(part: bytes | memoryview) -> int:
+    return part.nbytes if isinstance(part, memoryview) else len(part)

@@ -86,19 +86,20 @@ def encode(tree: Tree) -> list[Frame]:
 class _Encoder:
     """Collects the frames of one payload while msgpack writes its header."""
 
-    __slots__ = ("_frames", "_packer", "_shared", "_shared_bytes", "_shared_number")
+    __slots__ = ("_frames", "_shared", "_shared_bytes", "_shared_number")
 
     def __init__(self) -> None:
         self._frames: list[Frame] = []
         self._shared: list[Frame] = []
         self._shared_bytes = 0
         self._shared_number = 0
-        self._packer = msgpack.Packer(
-            default=self._translate, strict_types=True, unicode_errors="surrogatepass", buf_size=4 * KIB
-        )
 
     def pack(self, tree: Tree) -> bytes:
-        header: bytes = self._packer.pack(tree)
+        # Not kept: it refers to this object, and in a cycle the arrays would outlive their frames.
+        packer = msgpack.Packer(
+            default=self._translate, strict_types=True, unicode_errors="surrogatepass", buf_size=4 * KIB
+        )
+        header: bytes = packer.pack(tree)
         return header
 
     def finish(self, header: bytes) -> list[Frame]:

@@ -22,9 +22,12 @@ from pipedist.errors import UsageError
 SOCKET_PATH_BYTES_MAX: Final = 107
 """Bytes of a unix socket's path: `sun_path` is 108, with a final zero."""
 
+SHARED_MEMORY_SUFFIX: Final = ".mem"
+"""Appended to the path of an ipc endpoint: the socket over which memory is shared."""
+
 _TCP: Final = re.compile(r"tcp://(\*|\[[0-9A-Fa-f:.%\w]+\]|[^\s:/\[\]]+):(\d{1,5}|\*)")
 _NAME_BYTES: Final = 8  # of randomness in a socket's name
-_IPC_TAIL: Final = len("/") + 2 * _NAME_BYTES
+_IPC_TAIL: Final = len("/") + 2 * _NAME_BYTES + len(SHARED_MEMORY_SUFFIX)
 
 
 @dataclass(frozen=True, slots=True)

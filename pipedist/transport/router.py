@@ -13,6 +13,7 @@ Rules
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 from collections import deque
@@ -33,6 +34,9 @@ from pipedist.transport.monitor import FAILURE_EVENTS, HANDSHAKE_FAILURES, event
 from pipedist.transport.pump import Pump
 from pipedist.transport.rendezvous import Endpoint, parse_endpoint
 from pipedist.transport.settings import SETTINGS, Settings
+from pipedist.transport.shared_memory import references as tables
+from pipedist.transport.shared_memory.listener import Listener
+from pipedist.transport.shared_memory.settings import SHARED_BYTES_MIN, SharedMemory
 from pipedist.transport.wire import pack, unpack
 from pipedist.transport.zap import ZAP_DOMAIN, ZapHandler
 
@@ -64,6 +68,8 @@ class Router:
         on_lost: called with (identity, reason) when the Router itself gives up a peer that had
             delivered messages: it broke the protocol, or its outbox is full.
         limits, settings: sizes and times.
+        shared_memory: how much memory is shared with Dealers on this host, over an ipc endpoint;
+            None: everything travels as frames.
 
     Raises:
         UsageError: on construction: the endpoint is not allowed; on entering: it can't be bound.
@@ -79,6 +85,7 @@ class Router:
         on_lost: Callable[[bytes, str], None] | None = None,
         limits: Limits = LIMITS,
         settings: Settings = SETTINGS,
+        shared_memory: SharedMemory | None = None,
     ) -> None:
         self._endpoint: Endpoint = parse_endpoint(endpoint, bind=True, has_keys=keys is not None)
         self._keys = keys
@@ -87,6 +94,8 @@ class Router:
         self._on_lost = on_lost
         self._limits = limits
         self._settings = settings
+        self._shared_memory = shared_memory
+        self._listener: Listener | None = None
         self._peers: dict[bytes, _Peer] = {}
         self._waiting: set[bytes] = set()  # identities whose outbox is not empty
         self._is_open = False
@@ -124,7 +133,7 @@ class Router:
 
         Args:
             identity: as `on_message` gave it.
-            payload: frames; those above 64 KiB are sent from their own memory, which must not
+            payload: frames; those above 64 KiB may be sent from their own memory, which must not
                 change any more.
 
         Returns:
@@ -138,7 +147,12 @@ class Router:
         peer = self._peers.get(identity)
         if peer is None or peer.is_dropped:
             return False
-        parts: list[bytes | memoryview] = [identity, pack(message), *payload]
+        head = pack(message)
+        if self._listener is not None and any(_size(frame) >= SHARED_BYTES_MIN for frame in payload[1:]):
+            references, payload = self._listener.lend(identity, payload)
+            if references:
+                head = tables.prepend(references, head)
+        parts: list[bytes | memoryview] = [identity, head, *payload]
         if not peer.outbox:
             sent = self._try_send(parts)
             if sent is not None:
@@ -159,6 +173,8 @@ class Router:
                 self._try_send([identity, pack(Refuse(reason[:1000]))])
             self._on_reject(reason)
         peer.is_dropped = True
+        if self._listener is not None:
+            self._listener.forget(identity)
         peer.outbox.clear()
         peer.outbox_bytes = 0
         self._waiting.discard(identity)
@@ -176,6 +192,15 @@ class Router:
         self._pump = Pump(self._socket, self._take, wake=self._flush, frames_per_wake_up=pace)
         self._monitor_pump = Pump(self._monitor, self._take_event, frames_per_wake_up=pace)
         self._bind()
+        if self._shared_memory is not None and not self._endpoint.is_tcp:
+            # Without a socket, a kernel or the memory for it, frames will do.
+            with contextlib.suppress(OSError):
+                self._listener = Listener(
+                    self._endpoint.path,
+                    self._shared_memory,
+                    grace_s=self._settings.linger_s,
+                    on_fault=self._on_link_fault,
+                )
 
     def _configure(self) -> None:
         settings, socket = self._settings, self._socket
@@ -216,6 +241,8 @@ class Router:
         if not self._is_open:
             return
         self._is_open = False
+        if self._listener is not None:
+            self._listener.close()
         self._pump.stop()
         self._monitor_pump.stop()
         if self._zap is not None:
@@ -279,16 +306,26 @@ class Router:
         else:
             if not fault:
                 try:
-                    message = unpack(parts[0].buffer)
+                    message, frames = self._open_message(identity, parts)
                 except RemoteProtocolError as error:
                     fault = str(error)
             if fault:
                 # It keeps its connection until it speaks again, so that it can read why.
                 self._lose(identity, f"peer {_shown(identity)} sent {fault}")
             else:
-                self._on_message(identity, message, [part.buffer for part in parts[1:]])
+                self._on_message(identity, message, frames)
             return
         hang_up(last, self._endpoint)
+
+    def _open_message(self, identity: bytes, parts: list[zmq.Frame]) -> tuple[Message, list[memoryview]]:
+        references, head = tables.split(parts[0].buffer, self._limits)
+        message = unpack(head)
+        frames = [part.buffer for part in parts[1:]]
+        if references:
+            if self._listener is None:
+                raise RemoteProtocolError("references to shared memory, which is off")
+            tables.weave(frames, references, self._listener.frames(identity, references), self._limits)
+        return message, frames
 
     def _admit(self, identity: bytes, user: str) -> _Peer | None:
         if len(self._peers) >= self._settings.peers_max:
@@ -303,6 +340,13 @@ class Router:
     def _take_event(self, frame: zmq.Frame) -> None:
         if frame.more:  # the second and last frame is our own endpoint
             self._on_reject(f"a peer failed to join: {HANDSHAKE_FAILURES[event_of(frame.bytes)]}")
+
+    def _on_link_fault(self, identity: bytes, reason: str) -> None:
+        peer = self._peers.get(identity)
+        if peer is None:
+            self._on_reject(reason)
+        elif not peer.is_dropped:
+            self._lose(identity, f"peer {_shown(identity)}: {reason}")
 
     # --- sending --------------------------------------------------------------------------
 

@@ -45,6 +45,23 @@ def merge(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def larger(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """A component whose order of folding shows: end to end."""
+    return np.concatenate([a, b])[-2:]
+
+
+def first_of(x: np.ndarray, amount: np.ndarray) -> np.ndarray:
+    return x + amount[0]
+
+
+def fails_on_eleven_once(x: np.ndarray, folder: str) -> np.ndarray:
+    path = os.path.join(folder, "failed")
+    if 11 in x and not os.path.exists(path):
+        open(path, "w").close()
+        raise ValueError("once")
+    return x
+
+
 def subtract(x: np.ndarray, mean: float) -> np.ndarray:
     return x - mean
 
@@ -68,7 +85,11 @@ class Model:
         self.scale = scale
 
     def __call__(self, x: np.ndarray, ctx: Any) -> dict[str, Any]:
-        return {"y": x * self.scale, "made": np.array([Model.made]), "replica": np.array([ctx.replica_id_in_sync_group])}
+        return {
+            "y": x * self.scale,
+            "made": np.array([Model.made]),
+            "replica": np.array([ctx.replica_id_in_sync_group]),
+        }
 
 
 def context(x: np.ndarray, ctx: Any) -> dict[str, Any]:

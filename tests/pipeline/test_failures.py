@@ -42,7 +42,9 @@ def test_the_lowest_failure_is_told_whatever_arrives_first(workers: int) -> None
 
 
 def test_retries(tmp_path: Path) -> None:
-    result = pipedist.run(document("fails_twice", retries=2, **{"with": {"folder": str(tmp_path)}}), workers=2)
+    result = pipedist.run(
+        document("fails_twice", retries=2, **{"with": {"folder": str(tmp_path)}}), workers=2
+    )
     assert result["out"].tolist() == list(range(40))
     assert {p.stat().st_size for p in tmp_path.iterdir()} == {3}
 

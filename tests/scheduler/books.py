@@ -22,7 +22,7 @@ class Fate:
 
     raises: int = 0
     kills: int = 0
-    retryable: bool = True
+    retries: int = 0
 
     @property
     def hopeless(self) -> bool:
@@ -136,9 +136,9 @@ def draw_reading(pass_id: int, random: Random) -> Reading:
     """Return a pass with its steps and the fates of its calls."""
     replicas = random.randint(1, 4)
     ordered = random.random() < 0.8
+    retries = random.randint(0, 2)
     settings = PassSettings(
         replicas,
-        retries=random.randint(0, 2),
         ordered=ordered,
         fail_fast=ordered and random.random() < 0.6,
         pulled=ordered and random.random() < 0.8,
@@ -155,11 +155,11 @@ def draw_reading(pass_id: int, random: Random) -> Reading:
     for call in random.sample(calls, min(len(calls), random.choice([0, 2, 6]))):
         kind = random.choice(kinds)
         if kind == "raises":
-            fates[call] = Fate(raises=random.randint(0, settings.retries))
+            fates[call] = Fate(raises=random.randint(0, retries), retries=retries)
         elif kind in ("kills", "both"):
-            fates[call] = Fate(settings.retries if kind == "both" else 0, kills=1)
+            fates[call] = Fate(retries if kind == "both" else 0, kills=1, retries=retries)
         else:
-            fates[call] = Fate(raises=ALWAYS, retryable=kind == "always")
+            fates[call] = Fate(raises=ALWAYS, retries=retries if kind == "always" else 0)
     if calls and pass_id == 1 and random.random() < 0.15:
         fates[random.choice(calls)] = Fate(kills=ALWAYS)
     return Reading(

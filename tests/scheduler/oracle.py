@@ -99,7 +99,7 @@ class Oracle:
             reading.accepted |= fresh
             return [cmd.AcceptResults(held.pass_id, lo, hi, name)]
         reading.raised[lo] += 1
-        if event.retryable and reading.raised[lo] <= reading.settings.retries:
+        if reading.raised[lo] <= event.retries:
             reading.waiting.add(lo)
         else:
             reading.give_up(lo)

@@ -152,11 +152,11 @@ def test_empty_steps_and_passes() -> None:
 
 
 def test_a_call_that_raises_is_tried_again_before_any_later_one() -> None:
-    play = Playbook().with_workers("w0").with_pass(dataclasses.replace(PLAIN, retries=1))
+    play = Playbook().with_workers("w0").with_pass(PLAIN)
     play.setup(ev.StepsOffered(1, 0, 1, 1), ev.CallsDone("w0", 0, 1, 0, 1, 1000))
     play.setup(ev.StepsOffered(1, 1, 41, 1))
     play.setup(ev.CallsDone("w0", 0, 2, 1, 4, 1000))
-    play(ev.CallFailed("w0", 0, 2, 4, token=1))
+    play(ev.CallFailed("w0", 0, 2, 4, token=1, retries=1))
     came = play.setup(ev.CallsDone("w0", 0, 2, 5, 9, 1000))
     assert cmd.AcceptResults(1, 5, 9, "w0") in came
     assert ranges(came) == [("w0", 4, 5, 1)]
@@ -166,11 +166,11 @@ def test_a_call_that_raises_is_tried_again_before_any_later_one() -> None:
 
 
 def test_retries_exhausted() -> None:
-    play = Playbook().with_workers("w0").with_pass(dataclasses.replace(PLAIN, retries=1))
+    play = Playbook().with_workers("w0").with_pass(PLAIN)
     play.setup(ev.StepsOffered(1, 0, 5, 1))
-    play(ev.CallFailed("w0", 0, 1, 0, token=1), cmd.SendAssign("w0", 2, 1, 0, 1, 1))
+    play(ev.CallFailed("w0", 0, 1, 0, token=1, retries=1), cmd.SendAssign("w0", 2, 1, 0, 1, 1))
     play(
-        ev.CallFailed("w0", 0, 2, 0, token=2),
+        ev.CallFailed("w0", 0, 2, 0, token=2, retries=1),
         cmd.StepFailed(1, 0, (cmd.Failure(0, 2, "w0", token=2),)),
     )
     play(ev.StepsOffered(1, 5, 9, 1))
@@ -178,21 +178,39 @@ def test_retries_exhausted() -> None:
 
 
 def test_what_another_attempt_can_not_help_is_not_tried_again() -> None:
-    play = Playbook().with_workers("w0").with_pass(dataclasses.replace(PLAIN, retries=9))
+    play = Playbook().with_workers("w0").with_pass(PLAIN)
     play.setup(ev.StepsOffered(1, 0, 5, 1))
     play(
-        ev.CallFailed("w0", 0, 1, 0, token=4, retryable=False),
+        ev.CallFailed("w0", 0, 1, 0, token=4),
         cmd.StepFailed(1, 0, (cmd.Failure(0, 1, "w0", token=4),)),
     )
 
 
+def test_a_stage_that_is_not_retried_fails_a_call_that_another_stage_had_tried_again() -> None:
+    play = Playbook().with_workers("w0").with_pass(PLAIN)
+    play.setup(ev.StepsOffered(1, 0, 5, 1))
+    play(ev.CallFailed("w0", 0, 1, 0, token=1, retries=5), cmd.SendAssign("w0", 2, 1, 0, 1, 1))
+    play(
+        ev.CallFailed("w0", 0, 2, 0, token=2, retries=0),
+        cmd.StepFailed(1, 0, (cmd.Failure(0, 2, "w0", token=2),)),
+    )
+
+
+def test_the_pass_of_a_lease_is_told_to_its_holder_only() -> None:
+    play = Playbook().with_workers("w0", "w1").with_pass(PLAIN)
+    play.setup(ev.StepsOffered(1, 0, 1, 1))
+    assert play.scheduler.pass_of("w0", 1) == 1
+    assert play.scheduler.pass_of("w1", 1) is None
+    assert play.scheduler.pass_of("w0", 2) is None
+
+
 def test_deaths_are_no_retries() -> None:
-    play = Playbook().with_workers("w0").with_pass(dataclasses.replace(PLAIN, retries=1))
+    play = Playbook().with_workers("w0").with_pass(PLAIN)
     play.setup(ev.StepsOffered(1, 0, 1, 1), ev.WorkerLost("w0", 0, "signal 9"))
     play(ev.WorkerJoined("w0", 1), cmd.SendBind("w0", 1), cmd.SendAssign("w0", 2, 1, 0, 1, 1))
-    play(ev.CallFailed("w0", 1, 2, 0, token=1), cmd.SendAssign("w0", 3, 1, 0, 1, 2))
+    play(ev.CallFailed("w0", 1, 2, 0, token=1, retries=1), cmd.SendAssign("w0", 3, 1, 0, 1, 2))
     play(
-        ev.CallFailed("w0", 1, 3, 0, token=2),
+        ev.CallFailed("w0", 1, 3, 0, token=2, retries=1),
         cmd.StepFailed(1, 0, (cmd.Failure(0, 3, "w0", token=2),)),
     )
 
@@ -229,12 +247,12 @@ def test_a_failed_step_is_told_when_all_its_calls_are_over_with_the_lowest_first
 
 
 def test_a_call_beyond_the_failed_step_is_not_tried_again() -> None:
-    play = Playbook().with_workers("w0", "w1").with_pass(dataclasses.replace(PLAIN, retries=1))
+    play = Playbook().with_workers("w0", "w1").with_pass(PLAIN)
     play.setup(ev.StepsOffered(1, 0, 2, 1), ev.CallsDone("w1", 0, 2, 1, 2, 1000))
     play.setup(ev.StepsOffered(1, 2, 40, 1))  # w1 runs [2, 10), w0 still runs call 0
     play(ev.CallsDone("w1", 0, 3, 2, 4, 1000), cmd.AcceptResults(1, 2, 4, "w1"))
-    play(ev.CallFailed("w1", 0, 3, 4, token=1, retryable=False), cmd.SendCancel("w1", 4))
-    play(ev.CallFailed("w1", 0, 3, 5, token=2))
+    play(ev.CallFailed("w1", 0, 3, 4, token=1), cmd.SendCancel("w1", 4))
+    play(ev.CallFailed("w1", 0, 3, 5, token=2, retries=1))
     play(ev.WorkerLost("w1", 0, "signal 9"), cmd.StartWorker("w1", 1))
     play(ev.WorkerJoined("w1", 1))
     play(
@@ -284,7 +302,6 @@ def test_steps_are_offered_in_order_and_never_after_the_end() -> None:
     "settings",
     [
         {"replicas": 0},
-        {"replicas": 1, "retries": -1},
         {"replicas": 1, "ordered": False, "pulled": False},
         {"replicas": 1, "ordered": False, "fail_fast": False},
     ],
@@ -296,10 +313,10 @@ def test_settings_that_do_not_go_together(settings: dict[str, int]) -> None:
 
 def test_a_call_that_was_tried_before_travels_alone() -> None:
     """So that the next death is charged to the call that caused it, not to one before it in its lease."""
-    play = Playbook().with_workers("w0").with_pass(dataclasses.replace(PLAIN, retries=1))
+    play = Playbook().with_workers("w0").with_pass(PLAIN)
     play.setup(ev.StepsOffered(1, 0, 1, 1), ev.CallsDone("w0", 0, 1, 0, 1, 1000))
     play.setup(ev.StepsOffered(1, 1, 3, 1))
-    play.setup(ev.CallFailed("w0", 0, 2, 1, token=1), ev.CallFailed("w0", 0, 3, 2, token=2))
+    play.setup(ev.CallFailed("w0", 0, 2, 1, 1, retries=1), ev.CallFailed("w0", 0, 3, 2, 2, retries=1))
     assert ranges(play.setup(ev.StepsOffered(1, 3, 40, 1))) == []
     leases = play.scheduler._members.leases.values()
     assert [(x.lo, x.hi, x.attempt) for x in leases] == [(1, 2, 1), (2, 3, 1)]

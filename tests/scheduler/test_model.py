@@ -102,12 +102,9 @@ def a_retry_is_lost(patch: pytest.MonkeyPatch) -> None:
 def one_retry_too_few(patch: pytest.MonkeyPatch) -> None:
     def raised(original: Any, self: Scheduler, pass_: Pass, event: ev.CallFailed) -> None:
         trouble = pass_.trouble.get(event.call)
-        last = trouble is not None and trouble.raised + 1 == pass_.settings.retries
-        original(
-            self,
-            pass_,
-            ev.CallFailed(event.worker, 0, 0, event.call, event.token, event.retryable and not last),
-        )
+        last = trouble is not None and trouble.raised + 1 == event.retries
+        retries = 0 if last else event.retries
+        original(self, pass_, ev.CallFailed(event.worker, 0, 0, event.call, event.token, retries))
 
     wrapped(patch, Scheduler, "_raised", raised)
 
@@ -126,7 +123,7 @@ def deaths_use_up_retries(patch: pytest.MonkeyPatch) -> None:
 @bug
 def what_can_not_be_helped_is_tried_again(patch: pytest.MonkeyPatch) -> None:
     def raised(original: Any, self: Scheduler, pass_: Pass, event: ev.CallFailed) -> None:
-        original(self, pass_, ev.CallFailed(event.worker, 0, 0, event.call, event.token))
+        original(self, pass_, ev.CallFailed(event.worker, 0, 0, event.call, event.token, 2))
 
     wrapped(patch, Scheduler, "_raised", raised)
 
@@ -334,7 +331,7 @@ class Crowd:
 
     def run(self) -> int:
         """Return how many calls were accepted."""
-        settings = PassSettings(self.replicas, retries=1)
+        settings = PassSettings(self.replicas)
         accepted = offered = 0
         todo: list[ev.Event] = [ev.PassOpened(1, settings)]
         for i in range(self.workers):
@@ -364,7 +361,7 @@ class Crowd:
         self._leases[place], self._leases[-1] = self._leases[-1], self._leases[place]
         lease = self._leases.pop()
         if lease.attempt == 0 and lease.lo % 10 == 3:
-            return ev.CallFailed(lease.worker, 0, lease.lease, lease.lo, token=0)
+            return ev.CallFailed(lease.worker, 0, lease.lease, lease.lo, token=0, retries=1)
         return ev.CallsDone(lease.worker, 0, lease.lease, lease.lo, lease.hi, 10**9)
 
     def _handle(self, event: ev.Event, *, counted: bool) -> list[cmd.Command]:

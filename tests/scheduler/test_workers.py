@@ -10,7 +10,7 @@ from pipedist.scheduler import commands as cmd
 from pipedist.scheduler import events as ev
 from tests.scheduler.playbook import Playbook, PlaybookError, assigns
 
-UNASKED = PassSettings(replicas=1, pulled=False, retries=2)
+UNASKED = PassSettings(replicas=1, pulled=False)
 """Steps are offered without being asked for, which keeps the stories short."""
 
 

@@ -435,7 +435,7 @@ class World(Oracle):
             self._deliver(
                 process,
                 ev.CallFailed(
-                    process.name, process.incarnation, lease.lease, call, len(self.tokens) - 1, fate.retryable
+                    process.name, process.incarnation, lease.lease, call, len(self.tokens) - 1, fate.retries
                 ),
                 last=last,
             )

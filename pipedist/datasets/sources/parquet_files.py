@@ -80,6 +80,8 @@ class ParquetReader(Reader):
         self._layout = Layout([rows for _, _, rows in self._groups])
         self._open: OrderedDict[int, Any] = OrderedDict()
         self._tables: OrderedDict[int, Any] = OrderedDict()
+        self._table_bytes: dict[int, int] = {}
+        """Sizes of the row groups that are kept: asking pyarrow each time takes longer than slicing."""
 
     def read(self, location: Tree) -> dict[str, Column]:
         """Return {column: array[n]} of the elements with the ids `location`.
@@ -146,8 +148,10 @@ class ParquetReader(Reader):
         # One thread: threads are the worker's to give, not pyarrow's to take.
         table = self._file(file).read_row_group(number, columns=list(self._columns), use_threads=False)
         self._tables[group] = table
-        while len(self._tables) > 1 and sum(t.nbytes for t in self._tables.values()) > ROW_GROUPS_BYTES_MAX:
-            self._tables.popitem(last=False)
+        self._table_bytes[group] = table.nbytes
+        while len(self._tables) > 1 and sum(self._table_bytes.values()) > ROW_GROUPS_BYTES_MAX:
+            dropped, _ = self._tables.popitem(last=False)
+            del self._table_bytes[dropped]
         return table
 
     def _file(self, number: int) -> Any:
@@ -163,6 +167,7 @@ class ParquetReader(Reader):
     def close(self) -> None:
         """Close the files, and forget the row groups."""
         self._tables.clear()
+        self._table_bytes.clear()
         while self._open:
             self._open.popitem()[1].close()
 

@@ -1,0 +1,99 @@
+"""Measures the parts of a worker process. Importing this module, in a worker, begins it.
+
+The replica functions of a profiled run are those of this module: so it is imported by every
+worker, and by no worker of any other run. What was measured is written when the worker leaves.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks import functions
+from benchmarks.spans import Spans
+
+FOLDER = "PIPEDIST_BENCHMARK_PROFILE"
+"""Environment variable: the folder that workers write to."""
+
+WORKER_NAME = "pipedist-worker"
+
+WAITING = "wait for messages"
+
+PARTS = {
+    "pipedist.worker.driver:Driver._wait": WAITING,
+    "pipedist.transport.dealer:Dealer.recv": "zmq: receive",
+    "pipedist.transport.dealer:Dealer.send": "zmq: send",
+    "pipedist.transport.dealer:Dealer.poll": "zmq: poll",
+    "pipedist.worker.machine:WorkerMachine.handle": "machine",
+    "pipedist.worker.driver:decode": "codec: decode",
+    "pipedist.worker.driver:encode": "codec: encode",
+    "pipedist.transport.dealer:unpack": "codec: message heads",
+    "pipedist.transport.dealer:pack": "codec: message heads",
+    "pipedist.worker.shards:ShardFinder.find": "find shard",
+    "pipedist.worker.execution:own": "make results own",
+    "pipedist.worker.execution:guard": "make results own",
+    "pipedist.reductions:Reduction.partial": "partial of a reduction",
+    "pipedist.worker.stages:Stage.call": "function",
+    "pipedist.worker.execution:RangeRun.advance": "execution, the rest",
+    "pipedist.worker.driver:Driver._execute": "driver, the rest",
+}
+
+
+def inc(x: np.ndarray) -> np.ndarray:
+    """W1."""
+    return functions.inc(x)
+
+
+def total(x: np.ndarray) -> float:
+    """W2."""
+    return functions.total(x)
+
+
+def double(x: np.ndarray) -> np.ndarray:
+    """W3."""
+    return functions.double(x)
+
+
+def mean(x: np.ndarray) -> float:
+    """W8."""
+    return functions.mean(x)
+
+
+def same(rows: Any) -> Any:
+    """FN, FP: nothing; there only to be imported."""
+    return rows
+
+
+def _begin() -> None:
+    folder = os.environ[FOLDER]
+    from pipedist.worker.driver import _CARRY_OUT, Driver  # the table holds functions, not names
+
+    spans = Spans()
+    spans.install(PARTS)
+    spans.reset()
+    began, cpu = time.perf_counter(), time.process_time()
+    leave = Driver._do_leave
+
+    def leaving(driver: Driver, command: Any) -> None:
+        record = {
+            "parts": {name: [part.calls, part.ns / 1e9] for name, part in spans.parts.items()},
+            "wall_s": time.perf_counter() - began,
+            "cpu_s": time.process_time() - cpu,
+        }
+        (Path(folder) / f"{os.getpid()}.json").write_text(json.dumps(record))
+        leave(driver, command)
+
+    table: dict[type, Callable[..., None]] = _CARRY_OUT
+    for kind, function in table.items():
+        if function is leave:
+            table[kind] = leaving
+
+
+if os.environ.get(FOLDER) and Path("/proc/self/comm").read_text().startswith(WORKER_NAME):
+    _begin()

@@ -1,0 +1,47 @@
+"""Who may join a cluster."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+
+import numpy as np
+
+from pipedist import messages as msg
+from pipedist.coordinator.roster import Peer
+from pipedist.version import __version__
+
+
+def refusal(
+    hello: msg.Hello, *, started: Mapping[str, int], managed: bool, dial_in: bool, current: Peer | None
+) -> str:
+    """Return why a worker may not join, "" if it may.
+
+    Args:
+        started: the incarnation of each worker that was started here and is alive.
+        managed: the name is one of the workers that are started here.
+        dial_in: whether others may join.
+        current: the peer of that name that has joined before, None if there is none.
+    """
+    if managed and started.get(hello.worker) != hello.incarnation:
+        return f"incarnation {hello.incarnation} of {hello.worker} was not started by this cluster"
+    if not managed and not dial_in:
+        return f"this cluster starts its own workers and knows no {hello.worker!r}"
+    if current is not None and current.incarnation == hello.incarnation:
+        return f"incarnation {hello.incarnation} of {hello.worker} has joined already"
+    if current is not None and current.incarnation > hello.incarnation:
+        return f"incarnation {current.incarnation} of {hello.worker} has joined, which is a later one"
+    ours = {
+        "protocol": msg.WIRE_VERSION,
+        "python": ".".join(map(str, sys.version_info[:2])),
+        "numpy": np.__version__,
+        "pipedist": __version__,
+    }
+    theirs = {
+        "protocol": hello.wire,
+        "python": ".".join(hello.python.split(".")[:2]),
+        "numpy": hello.numpy,
+        "pipedist": hello.pipedist,
+    }
+    differing = [f"{k} {theirs[k]} (here {ours[k]})" for k in ours if ours[k] != theirs[k]]
+    return "it runs " + ", ".join(differing) if differing else ""

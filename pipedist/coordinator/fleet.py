@@ -1,0 +1,192 @@
+"""The workers of a cluster: their processes, where they were started here, and their connections."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+
+import anyio
+
+from pipedist import messages as msg
+from pipedist.coordinator.admission import refusal
+from pipedist.coordinator.roster import Peer, Roster
+from pipedist.errors import LocalProtocolError, PipedistError, RemoteProtocolError
+from pipedist.launchers.base import Launcher, WorkerExit
+from pipedist.scheduler import Event
+from pipedist.scheduler import events as ev
+from pipedist.transport.codec import Frame
+from pipedist.transport.zeromq import Router
+
+_HEARTBEATS = 4
+"""Heartbeats that a supervisor sends in the time in which it must be heard."""
+
+
+class Fleet:
+    """Starts and ends workers, and knows who is behind which connection.
+
+    Args:
+        post: tells the scheduler.
+        cluster_id: for the welcome.
+        router: speaks with workers.
+        names: the workers that the launcher starts; others dial in.
+        dial_in: whether others may join.
+        boot: this host's boot id: workers with the same one can read our files.
+        heard_within_s: how long a supervisor may be silent.
+    """
+
+    def __init__(
+        self,
+        post: Callable[[Event], None],
+        *,
+        cluster_id: str,
+        router: Router,
+        names: Sequence[str],
+        dial_in: bool,
+        boot: str,
+        heard_within_s: float,
+    ) -> None:
+        self.names = tuple(names)
+        self.refused = 0
+        """How many workers were refused or told to leave."""
+        self.launcher: Launcher | None = None
+        """Starts the workers; None where all dial in, and before it is open."""
+        self._post = post
+        self._cluster_id = cluster_id
+        self._router = router
+        self._dial_in = dial_in
+        self._boot = boot
+        self._heartbeat_s = heard_within_s / _HEARTBEATS
+        self._roster = Roster()
+        self._started: dict[str, int] = {}
+        """The incarnation of each worker whose process was started here and has not ended."""
+        self._due: dict[str, int] = {}
+        """Incarnations to start when the process before has ended."""
+        self._changed = anyio.Event()
+        self._error: PipedistError | None = None
+
+    # -- who is there ------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        """Return how many workers have joined and are alive."""
+        return len(self._roster)
+
+    def behind(self, identity: bytes) -> Peer | None:
+        """Return who speaks through a socket identity."""
+        return self._roster.behind(identity)
+
+    def shares_files(self, worker: str) -> bool:
+        """Return whether a worker runs on this host."""
+        peer = self._roster.of(worker)
+        return peer is not None and peer.local
+
+    async def wait_for(self, count: int) -> None:
+        """Return as soon as `count` workers are there.
+
+        Raises:
+            PipedistError: what `fail` was told.
+        """
+        while len(self._roster) < count:
+            if self._error is not None:
+                raise self._error
+            await self._changed.wait()
+
+    def fail(self, error: PipedistError) -> None:
+        """End every wait for workers with an error."""
+        self._error = error
+        self._wake()
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = anyio.Event()
+
+    # -- processes -----------------------------------------------------------------------------
+
+    def start(self, worker: str, incarnation: int) -> None:
+        """Start a worker's process, as soon as the one before has ended."""
+        if self.launcher is None:
+            raise LocalProtocolError(f"worker {worker} was to be started by a cluster without a launcher")
+        if worker in self._started:  # it was lost to us, but its process is still there
+            self._due[worker] = incarnation
+            self.launcher.kill(worker)
+            return
+        self._started[worker] = incarnation
+        self.launcher.start(worker, incarnation)
+
+    def exited(self, exit_: WorkerExit) -> None:
+        """Take note that a process is gone."""
+        if self._started.get(exit_.worker) == exit_.incarnation:
+            del self._started[exit_.worker]
+            due = self._due.pop(exit_.worker, None)
+            if due is not None:
+                self.start(exit_.worker, due)
+        peer = self._roster.remove(exit_.worker, exit_.incarnation)
+        if peer is not None:
+            self._router.drop(peer.identity)
+        self._post(ev.WorkerLost(exit_.worker, exit_.incarnation, exit_.text))
+
+    # -- connections ---------------------------------------------------------------------------
+
+    def send(self, worker: str, message: msg.Message, payload: Sequence[Frame] = ()) -> None:
+        """Say something to a worker; one that can't be reached is lost."""
+        peer = self._roster.of(worker)
+        if peer is not None and not self._router.send(peer.identity, message, payload):
+            self.lose(peer, "its connection is gone")
+
+    def send_stop(self, reason: str) -> None:
+        """Tell every worker to leave."""
+        for peer in self._roster:
+            self._router.send(peer.identity, msg.Stop(reason))
+
+    def turn_away(self, identity: bytes) -> None:
+        """Tell a worker that is no member to leave."""
+        self._router.send(identity, msg.Stop("this incarnation is not a member"))
+        self.refused += 1
+
+    def lose(self, peer: Peer, cause: str) -> None:
+        """Treat a worker as dead."""
+        self.expel(peer.worker, peer.incarnation, cause)
+        self._post(ev.WorkerLost(peer.worker, peer.incarnation, cause))
+
+    def expel(self, worker: str, incarnation: int, reason: str) -> None:
+        """End an incarnation of a worker, if it is in."""
+        peer = self._roster.remove(worker, incarnation)
+        if peer is None:
+            return
+        self._router.send(peer.identity, msg.Stop(reason))
+        if self.launcher is not None and self._started.get(worker) == incarnation:
+            self._router.drop(peer.identity)
+            self.launcher.kill(worker, incarnation)
+
+    def left(self, worker: str, incarnation: int, reason: str) -> None:
+        """Take note that a worker has said Goodbye."""
+        peer = self._roster.remove(worker, incarnation)
+        if peer is not None:
+            self._router.drop(peer.identity)
+        self._post(ev.WorkerLost(worker, incarnation, reason, graceful=True))
+
+    def greet(self, identity: bytes, hello: msg.Hello) -> None:
+        """Let a worker join, or say why it may not.
+
+        Raises:
+            RemoteProtocolError: this connection's worker has joined already.
+        """
+        known = self._roster.behind(identity)
+        if known is not None:
+            raise RemoteProtocolError(f"{known.worker} said Hello twice")
+        managed = hello.worker in self.names
+        current = self._roster.of(hello.worker)
+        reason = refusal(
+            hello, started=self._started, managed=managed, dial_in=self._dial_in, current=current
+        )
+        if reason:
+            self._router.send(identity, msg.Refuse(reason))
+            self.refused += 1
+            return
+        local = hello.boot == self._boot
+        if current is not None:
+            self.expel(current.worker, current.incarnation, "a later incarnation has joined")
+        self._roster.add(Peer(identity, hello.worker, hello.incarnation, local))
+        paths = tuple(sys.path) if local else ()
+        self._router.send(identity, msg.Welcome(self._cluster_id, self._heartbeat_s, paths))
+        self._post(ev.WorkerJoined(hello.worker, hello.incarnation, supervised=not managed))
+        self._wake()

@@ -1,0 +1,143 @@
+"""The doors of the embedded API: `open` for async code, `run` for everything else."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import threading
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+
+import anyio
+
+from pipedist.coordinator import LogSink
+from pipedist.local_cluster import Cluster
+from pipedist.pipeline.result import Result
+from pipedist.pipeline.runs import Run, SpecLike
+from pipedist.program import Tree
+
+
+def open(
+    spec: SpecLike,
+    *,
+    cluster: Cluster | None = None,
+    workers: int | None = None,
+    params: Mapping[str, Tree] | None = None,
+    sets: Sequence[str] = (),
+    output: str | os.PathLike[str] | None = None,
+    resume: bool = False,
+    restart: bool = False,
+    on_log: LogSink | None = None,
+) -> Run:
+    """Open a run: `async with pipedist.open(spec) as run`.
+
+    Args:
+        spec: a path, or the same document as a dict, in which a function may be a callable and a
+            source may be `{"arrays": tree}`.
+        cluster: an open cluster to run on; None: one of its own, as the spec says.
+        workers: number of worker processes of its own cluster; None: as the spec says.
+        params: values for the spec's `params`.
+        sets: the same as texts, "NAME=VALUE", as on the command line.
+        output: folder for the outputs; None: `out/NAME`, if the spec has outputs.
+        resume: continue an unfinished run in the folder.
+        restart: discard it.
+        on_log: takes the lines that replica functions print.
+
+    Raises:
+        SpecError: the document has mistakes; all of them are listed.
+        PlanError: it can't be carried out here (on entering).
+        UsageError: arguments that make no sense, or the output folder is in use (on entering).
+    """
+    return Run(
+        spec,
+        cluster=cluster,
+        workers=workers,
+        params=params,
+        sets=sets,
+        output=output,
+        resume=resume,
+        restart=restart,
+        on_log=on_log,
+    )
+
+
+def run(
+    spec: SpecLike,
+    *,
+    workers: int | None = None,
+    params: Mapping[str, Tree] | None = None,
+    output: str | os.PathLike[str] | None = None,
+    resume: bool = False,
+    restart: bool = False,
+    on_log: LogSink | None = None,
+) -> Result:
+    """Run a spec to its end and return the results; works inside a running event loop too.
+
+    Args: as `open`.
+
+    Raises: as `open` and `Run.results`.
+    """
+
+    runs: list[Run] = []
+
+    async def main() -> Result:
+        async with open(
+            spec,
+            workers=workers,
+            params=params,
+            output=output,
+            resume=resume,
+            restart=restart,
+            on_log=on_log,
+        ) as opened:
+            runs.append(opened)
+            return await opened.results()
+
+    def cancel() -> None:
+        for opened in runs:
+            opened.cancel()
+
+    return _in_thread(main, cancel) if _in_event_loop() else anyio.run(main)
+
+
+def _in_event_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
+
+
+def _in_thread(main: Callable[[], Awaitable[Result]], cancel: Callable[[], None]) -> Result:
+    """Run on an event loop in a thread of its own: the caller's loop is busy with the caller.
+
+    Args:
+        cancel: ends the run at once; called inside its loop, should the caller be interrupted.
+    """
+    outcome: list[Result] = []
+    failure: list[BaseException] = []
+    loops: list[asyncio.AbstractEventLoop] = []
+
+    async def watched() -> Result:
+        loops.append(asyncio.get_running_loop())
+        return await main()
+
+    def work() -> None:
+        try:
+            outcome.append(anyio.run(watched))
+        except BaseException as error:
+            failure.append(error)
+
+    thread = threading.Thread(target=work, name="pipedist-run")
+    thread.start()
+    try:
+        thread.join()
+    except BaseException:  # Ctrl-C: the run must not go on without its caller
+        for loop in loops:
+            with contextlib.suppress(RuntimeError):  # it may be closed already
+                loop.call_soon_threadsafe(cancel)
+        thread.join()
+        raise
+    if failure:
+        raise failure[0]
+    return outcome[0]

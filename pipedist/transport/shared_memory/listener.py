@@ -1,0 +1,212 @@
+"""The Router's end: one pool for all workers, and a link to each."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import struct
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from pipedist.errors import RemoteProtocolError
+from pipedist.transport.rendezvous import SHARED_MEMORY_SUFFIX
+from pipedist.transport.shared_memory import notices
+from pipedist.transport.shared_memory.link import Link
+from pipedist.transport.shared_memory.pool import Pool
+from pipedist.transport.shared_memory.references import Reference
+from pipedist.transport.shared_memory.settings import SharedMemory
+
+_BACKLOG: Final = 4096
+_CREDENTIALS: Final = struct.Struct("3i")  # struct ucred: pid, uid, gid
+
+
+class _Member:
+    """A process with a link.
+
+    Args:
+        pidfd: tells of its end, also where a process that it forked holds the link; -1: none.
+    """
+
+    __slots__ = ("identity", "link", "pidfd")
+
+    def __init__(self, pidfd: int) -> None:
+        self.identity = b""
+        self.link: Link | None = None
+        self.pidfd = pidfd
+
+
+class Listener:
+    """Shares memory with the Dealers of one Router, in its event loop.
+
+    Args:
+        ipc_path: path of the Router's ipc endpoint.
+        settings: how much.
+        grace_s: for how long the frames of a process that has ended can still be referred to: its
+            last messages may be on their way.
+        on_fault: told (identity, reason) of a peer that broke the rules; identity b"": unknown.
+
+    Raises:
+        OSError: no socket can be bound, or this kernel does not share memory as we need it.
+    """
+
+    def __init__(
+        self,
+        ipc_path: str,
+        settings: SharedMemory,
+        *,
+        grace_s: float,
+        on_fault: Callable[[bytes, str], None],
+    ) -> None:
+        self._settings = settings
+        self._grace_s = grace_s
+        self._on_fault = on_fault
+        self._path = ipc_path + SHARED_MEMORY_SUFFIX
+        self._members: set[_Member] = set()
+        self._links: dict[bytes, Link] = {}
+        self._timers: dict[bytes, asyncio.TimerHandle] = {}
+        self.pool = Pool(settings.lent_bytes_max, self._retire)
+        self._loop = asyncio.get_running_loop()
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            self._socket.setblocking(False)
+            self._socket.bind(self._path)
+            self._socket.listen(_BACKLOG)
+        except BaseException:
+            self._socket.close()
+            raise
+        self._loop.add_reader(self._socket, self._accept)
+
+    def lend(
+        self, identity: bytes, payload: Sequence[bytes | memoryview]
+    ) -> tuple[list[Reference], list[bytes | memoryview]]:
+        """Put large frames for a peer into slots; see `Link.lend`."""
+        if identity not in self._links:
+            self._accept()  # a peer links before it speaks, so it is there, even if the loop did not look
+        link = self._links.get(identity)
+        return ([], list(payload)) if link is None else link.lend(payload)
+
+    def frames(self, identity: bytes, references: Sequence[Reference]) -> list[memoryview]:
+        """Return the frames that a peer's message refers to; see `Link.frames`."""
+        link = self._links.get(identity)
+        if link is None:
+            raise RemoteProtocolError("references to memory that it does not share")
+        return link.frames(references)
+
+    def forget(self, identity: bytes) -> None:
+        """Let a peer's memory go; frames that are in use stay. What it borrowed stays lent while it lives."""
+        self._links.pop(identity, None)
+        timer = self._timers.pop(identity, None)
+        if timer is not None:
+            timer.cancel()
+
+    def close(self) -> None:
+        """End all links."""
+        for timer in self._timers.values():
+            timer.cancel()
+        self._timers.clear()
+        self._loop.remove_reader(self._socket)
+        self._socket.close()
+        with contextlib.suppress(OSError):
+            os.unlink(self._path)
+        self._links.clear()
+        for member in list(self._members):
+            self._end(member)
+        self.pool.close()
+
+    def _retire(self, serial: int) -> None:
+        for member in self._members:
+            if member.link is not None:
+                member.link.retire(serial)
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._socket.accept()
+            except (BlockingIOError, ConnectionError):
+                return
+            except OSError:  # no descriptors left: newcomers get frames
+                self._loop.remove_reader(self._socket)
+                return
+            try:
+                self._admit(connection)
+            except OSError:  # no memory or descriptors: frames will do
+                connection.close()
+
+    def _admit(self, connection: socket.socket) -> None:
+        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        pid, uid, _ = _CREDENTIALS.unpack(credentials)
+        if uid != os.geteuid():
+            connection.close()
+            self._on_fault(b"", f"process {pid} of user {uid} may not share our memory")
+            return
+        connection.setblocking(False)
+        member = _Member(_pidfd(pid))
+        try:
+            member.link = Link(
+                connection,
+                borrowed_bytes_max=self._settings.borrowed_bytes_max,
+                greeting=notices.HELLO,
+                on_greeting=lambda body: self._greeted(member, body),
+            )
+        except OSError:
+            _close_descriptor(member.pidfd)
+            raise
+        self._members.add(member)
+        self._loop.add_reader(connection, self._read, member)
+        if member.pidfd >= 0:
+            self._loop.add_reader(member.pidfd, self._ended, member)
+        self._read(member)  # its greeting
+
+    def _greeted(self, member: _Member, body: bytes) -> Pool:
+        if not 1 <= len(body) <= 255 or body in self._links:
+            raise RemoteProtocolError("the identity of another process, or none")
+        assert member.link is not None  # greeted by it
+        member.identity = body
+        self._links[body] = member.link
+        with contextlib.suppress(OSError):  # it is gone: reading says so too
+            member.link.greet(notices.WELCOME, notices.BYTES.pack(self._settings.borrowed_bytes_max))
+        return self.pool
+
+    def _read(self, member: _Member) -> None:
+        assert member.link is not None  # the reader was added with it
+        try:
+            member.link.read()
+        except RemoteProtocolError as error:
+            self._end(member)
+            self._on_fault(member.identity, f"the link of a peer brought {error}")
+            return
+        if not member.link.is_open:
+            self._end(member)
+
+    def _ended(self, member: _Member) -> None:
+        """A process is gone: read its last packets, which its last messages may refer to."""
+        self._read(member)
+        self._end(member)
+
+    def _end(self, member: _Member) -> None:
+        if member not in self._members:
+            return
+        self._members.discard(member)
+        assert member.link is not None  # it is a member only with it
+        if member.pidfd >= 0:
+            self._loop.remove_reader(member.pidfd)
+            _close_descriptor(member.pidfd)
+        self._loop.remove_reader(member.link.connection)
+        member.link.close()
+        if member.identity in self._links:
+            timer = self._loop.call_later(self._grace_s, self.forget, member.identity)
+            self._timers[member.identity] = timer
+
+
+def _pidfd(pid: int) -> int:
+    try:
+        return os.pidfd_open(pid)
+    except OSError:  # another namespace, or it is gone: then the link's end tells
+        return -1
+
+
+def _close_descriptor(descriptor: int) -> None:
+    if descriptor >= 0:
+        os.close(descriptor)

@@ -1,0 +1,259 @@
+"""A lender's slots: which sizes there are, which are free, and when one comes back.
+
+Slots of one size form a SHELF. A shelf grows by segments, each as large as all before it, so that
+little data takes little memory. Slots are reused, the last one given back first: its pages are there
+and warm, while fresh ones fill at a tenth of the speed. When the pool is full, segments of other sizes
+that lie idle are retired.
+"""
+
+from __future__ import annotations
+
+import itertools
+import mmap
+import os
+import weakref
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipedist.transport.limits import MIB
+from pipedist.transport.shared_memory import segments
+from pipedist.transport.shared_memory.settings import (
+    SEGMENT_BYTES_MAX,
+    SEGMENTS_MAX,
+    SLOT_BYTES_MAX,
+    SLOTS_MAX,
+)
+
+_FIRST_SEGMENT_BYTES: Final = 1 * MIB
+_LOOKS_MAX: Final = 64  # loans that are looked at, at most, to find one that has ended
+_MISSES_MAX: Final = 64  # requests that go away empty-handed before a full pool is searched again
+_LOANS: Final = 1 << 32
+
+
+def slot_bytes_for(size_bytes: int) -> int:
+    """Return the size of the slot for a frame: the next of eight sizes per power of two."""
+    octave = 1 << ((size_bytes - 1).bit_length() - 1)
+    return -(-size_bytes // (octave >> 3)) * (octave >> 3)
+
+
+class Segment:
+    """Shared memory of a lender.
+
+    Args:
+        serial: never used twice in a pool.
+        number: place of its slots in ledgers: from `number * SLOTS_MAX` on.
+    """
+
+    __slots__ = ("__weakref__", "descriptor", "memory", "number", "serial", "slot_bytes", "slots")
+
+    def __init__(self, serial: int, number: int, slot_bytes: int, slots: int) -> None:
+        self.serial = serial
+        self.number = number
+        self.slot_bytes = slot_bytes
+        self.slots = slots
+        self.memory: mmap.mmap
+        self.memory, self.descriptor = segments.create("pipedist-data", slot_bytes * slots)
+        weakref.finalize(self, os.close, self.descriptor).atexit = False
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all slots."""
+        return self.slot_bytes * self.slots
+
+
+@dataclass(slots=True, eq=False)
+class Slot:
+    """A place for one frame.
+
+    Args:
+        index: its number in its segment.
+        entry: its number in a borrower's ledger.
+        memory: uint8[slot_bytes], writable.
+    """
+
+    segment: Segment
+    index: int
+    entry: int
+    memory: NDArray[np.uint8]
+
+
+@dataclass(slots=True, eq=False)
+class Loan:
+    """A slot that a borrower reads.
+
+    Args:
+        number: what the borrower writes into its ledger when it is done; unique in the pool.
+        ledger: the borrower's, as we see it.
+    """
+
+    slot: Slot
+    number: int
+    ledger: memoryview
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the borrower has given the slot back."""
+        return self.ledger[self.slot.entry] == self.number
+
+
+class _Shelf:
+    """The slots of one size."""
+
+    __slots__ = ("free", "lent", "slots")
+
+    def __init__(self) -> None:
+        self.slots = 0
+        self.free: list[Slot] = []
+        self.lent: deque[Loan] = deque()
+
+    def find(self) -> Slot | None:
+        """Return a slot that nobody reads; looks at a bounded number of loans."""
+        if self.lent and self.lent[0].is_over:
+            return self.lent.popleft().slot
+        if self.free:
+            return self.free.pop()
+        for _ in range(min(_LOOKS_MAX, len(self.lent))):
+            loan = self.lent.popleft()
+            if loan.is_over:
+                return loan.slot
+            self.lent.append(loan)
+        return None
+
+    def settle(self, forgiven: memoryview | None = None) -> None:
+        """Take back every slot whose loan is over, and those lent to the owner of a ledger."""
+        lent = self.lent
+        self.lent = deque(loan for loan in lent if loan.ledger is not forgiven and not loan.is_over)
+        if len(self.lent) < len(lent):
+            still = set(map(id, self.lent))
+            self.free += [loan.slot for loan in lent if id(loan) not in still]
+
+
+class Pool:
+    """Memory that a process lends to others.
+
+    Args:
+        bytes_max: of all segments.
+        on_retire: told the serial of a segment that nobody needs to map any more.
+    """
+
+    def __init__(self, bytes_max: int, on_retire: Callable[[int], None]) -> None:
+        self._bytes_max = bytes_max
+        self._on_retire = on_retire
+        self._shelves: dict[int, _Shelf] = {}
+        self._segments: dict[int, Segment] = {}
+        """By number."""
+        self._size_bytes = 0
+        self._serials = itertools.count()
+        self._loans = itertools.count(1)
+        self._misses_left = 0
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all segments, lent or not."""
+        return self._size_bytes
+
+    @property
+    def lent_bytes(self) -> int:
+        """Bytes of the slots that are out now."""
+        for shelf in self._shelves.values():
+            shelf.settle()
+        return sum(size * len(shelf.lent) for size, shelf in self._shelves.items())
+
+    def lend(self, frame: bytes | memoryview, ledger: memoryview) -> Loan | None:
+        """Copy a frame into a slot and lend it to the owner of a ledger.
+
+        Args:
+            frame: at least SHARED_BYTES_MIN bytes, contiguous.
+
+        Returns:
+            The loan; None where no slot is to be had now, or the frame is too large.
+        """
+        source = np.frombuffer(frame, np.uint8)
+        if source.size > SLOT_BYTES_MAX:
+            return None
+        slot_bytes = slot_bytes_for(source.size)
+        shelf = self._shelves.get(slot_bytes)
+        if shelf is None:
+            shelf = self._shelves[slot_bytes] = _Shelf()
+        slot = shelf.find() or self._grow(shelf, slot_bytes)
+        if slot is None:
+            return None
+        _fill(slot.memory[: source.size], source)
+        loan = Loan(slot, next(self._loans) % _LOANS or next(self._loans) % _LOANS, ledger)
+        shelf.lent.append(loan)
+        return loan
+
+    def withdraw(self, loan: Loan) -> None:
+        """Take back a loan of which the borrower was not told."""
+        shelf = self._shelves[loan.slot.segment.slot_bytes]
+        shelf.lent.remove(loan)
+        shelf.free.append(loan.slot)
+
+    def forgive(self, ledger: memoryview) -> None:
+        """Take back what was lent to the owner of a ledger: it reads no more."""
+        for shelf in self._shelves.values():
+            shelf.settle(ledger)
+
+    def close(self) -> None:
+        """Let all memory go; what was lent stays readable over there."""
+        self._shelves.clear()
+        self._segments.clear()
+        self._size_bytes = self._bytes_max = 0
+
+    def _grow(self, shelf: _Shelf, slot_bytes: int) -> Slot | None:
+        if self._misses_left:
+            self._misses_left -= 1
+            return None
+        slots = max(shelf.slots, _FIRST_SEGMENT_BYTES // slot_bytes)
+        slots = max(1, min(slots, SEGMENT_BYTES_MAX // slot_bytes))
+        if self._size_bytes + slots * slot_bytes > self._bytes_max or len(self._segments) >= SEGMENTS_MAX:
+            self._retire_idle(slot_bytes, slots)
+            if shelf.free:
+                return shelf.free.pop()
+        slots = min(slots, (self._bytes_max - self._size_bytes) // slot_bytes)
+        if slots < 1 or len(self._segments) >= SEGMENTS_MAX:
+            self._misses_left = _MISSES_MAX
+            return None
+        number = next(n for n in range(SEGMENTS_MAX) if n not in self._segments)
+        try:
+            segment = Segment(next(self._serials), number, slot_bytes, slots)
+        except (OSError, MemoryError):  # the system has none left: frames will do
+            self._misses_left = _MISSES_MAX
+            return None
+        self._segments[number] = segment
+        self._size_bytes += segment.size_bytes
+        shelf.slots += slots
+        memory = np.frombuffer(segment.memory, np.uint8)
+        for index in range(slots):
+            part = memory[index * slot_bytes : (index + 1) * slot_bytes]
+            shelf.free.append(Slot(segment, index, number * SLOTS_MAX + index, part))
+        return shelf.free.pop()
+
+    def _retire_idle(self, slot_bytes: int, slots: int) -> None:
+        """Retire segments of other sizes of which no slot is lent, until there is room."""
+        for shelf in self._shelves.values():
+            shelf.settle()
+        lent = {loan.slot.segment.serial for shelf in self._shelves.values() for loan in shelf.lent}
+        for segment in list(self._segments.values()):
+            has_room = self._size_bytes + slots * slot_bytes <= self._bytes_max
+            if has_room and len(self._segments) < SEGMENTS_MAX:
+                return
+            if segment.serial not in lent and segment.slot_bytes != slot_bytes:
+                self._retire(segment)
+
+    def _retire(self, segment: Segment) -> None:
+        shelf = self._shelves[segment.slot_bytes]
+        shelf.free = [slot for slot in shelf.free if slot.segment is not segment]
+        shelf.slots -= segment.slots
+        del self._segments[segment.number]
+        self._size_bytes -= segment.size_bytes
+        self._on_retire(segment.serial)
+
+
+def _fill(slot: NDArray[np.uint8], frame: NDArray[np.uint8]) -> None:
+    np.copyto(slot, frame)

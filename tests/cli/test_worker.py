@@ -1,0 +1,95 @@
+"""`pipedist worker` joins a running scheduler from another process, over TCP with keys."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from pipedist.transport.keys import write_key_file
+
+FUNCTIONS = (
+    "import os, signal\n"
+    "def cube(shard, ctx):\n"
+    "    if ctx.step == 3 and not os.path.exists('died'):\n"
+    "        open('died', 'w').close()\n"
+    "        os.kill(os.getpid(), signal.SIGKILL)\n"
+    "    return shard ** 3\n"
+)
+SPEC = (
+    "pipedist: 1\n"
+    "replicas: 2\n"
+    'cluster: {launcher: connect, listen: "tcp://127.0.0.1:0", key_file: cluster.key}\n'
+    "dataset: {range: 40, batch: 4}\n"
+    "stages:\n"
+    '  cubes: {run: "cubes:cube"}\n'
+    "  total: {reduce: sum, of: cubes, axis: 0}\n"
+)
+
+
+@contextmanager
+def started(*args: str | Path, cwd: Path) -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "pipedist", *map(str, args)],
+        cwd=cwd,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "cubes.py").write_text(FUNCTIONS)
+    (tmp_path / "cubes.yaml").write_text(SPEC)
+    return tmp_path
+
+
+def endpoint_of(run: subprocess.Popen[str]) -> str:
+    """Read stderr until the run says where workers may join."""
+    assert run.stderr is not None
+    for line in run.stderr:
+        found = re.search(r"--connect (tcp://\S+)", line)
+        if found:
+            return found[1]
+    raise AssertionError("the run ended without saying where to join")
+
+
+def test_workers_dial_in_and_a_killed_one_comes_back(folder: Path) -> None:
+    with started("run", "cubes.yaml", "--json", cwd=folder) as run:
+        endpoint = endpoint_of(run)
+        with started("worker", "--connect", endpoint, "--key-file", "cluster.key", cwd=folder) as worker:
+            out, err = run.communicate(timeout=60)
+            assert run.returncode == 0, err
+            assert json.loads(out)["results"]["total"] == sum(k**3 for k in range(40))
+            assert (folder / "died").exists()
+            _, said = worker.communicate(timeout=30)
+            assert worker.returncode == 0, said
+    assert (folder / "cluster.key").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_worker_with_other_keys_is_told_so(folder: Path) -> None:
+    write_key_file(folder / "other.key")
+    with started("run", "cubes.yaml", "--json", cwd=folder) as run:
+        endpoint = endpoint_of(run)
+        with started("worker", "--connect", endpoint, "--key-file", "other.key", cwd=folder) as worker:
+            _, said = worker.communicate(timeout=60)
+            assert worker.returncode != 0
+            assert "key" in said, said
+        run.send_signal(signal.SIGINT)
+        run.communicate(timeout=60)
+        assert run.returncode == 130

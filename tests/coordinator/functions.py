@@ -1,0 +1,79 @@
+"""Replica functions that make their worker break the protocol, on its real socket."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from pipedist import messages as msg
+from pipedist.transport.codec import encode
+from pipedist.transport.zeromq import Dealer
+from pipedist.worker import driver
+
+
+def once(folder: str, name: str) -> bool:
+    """Return True the first time, in whichever worker."""
+    try:
+        os.close(os.open(os.path.join(folder, name), os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return False
+    return True
+
+
+def dealer() -> Dealer:
+    return next(x for x in gc.get_objects() if isinstance(x, Dealer))
+
+
+RUBBISH: dict[str, Callable[[Any], Any]] = {
+    "not msgpack": lambda results: [b"\xc1"],
+    "no frames": lambda results: [],
+    "no list": lambda results: encode({"a": 1}),
+    "too few": lambda results: encode(results[:-1]),
+    "no dict": lambda results: encode([1] * len(results)),
+    "another slot": lambda results: encode([{"odd": 1}] * len(results)),
+}
+
+
+def rubbish(x: np.ndarray, folder: str, kind: str) -> np.ndarray:
+    """The results that its worker sends next are rubbish, once."""
+    if once(folder, kind):
+        driver.encode = RUBBISH[kind]
+    return x * 2
+
+
+def forbidden(x: np.ndarray, folder: str) -> np.ndarray:
+    """Its worker sends what only a scheduler may send, once."""
+    if once(folder, "bind"):
+        dealer().send(msg.Bind(1))
+    return x * 2
+
+
+def hello_again(x: np.ndarray, folder: str) -> np.ndarray:
+    """Its worker says Hello under another name, over the connection that it has."""
+    if once(folder, "hello"):
+        dealer().send(msg.Hello("w1", 0, os.getpid(), "h", "b", msg.WIRE_VERSION, "3", "1", "1", "c"))
+    return x * 2
+
+
+def dies_at(x: np.ndarray, folder: str, at: int) -> np.ndarray:
+    if at in x and once(folder, "death"):
+        os._exit(9)
+    return x * 2
+
+
+def scaled(x: Any) -> Any:
+    return x * 3
+
+
+def fails_for_negative(x: Any) -> Any:
+    if x < 0:
+        raise ValueError(f"negative: {x}")
+    return x
+
+
+def exits(x: Any) -> Any:
+    os._exit(3)

@@ -1,0 +1,211 @@
+"""The coordinator on real workers: deaths, defects, log sinks, waiting for workers, call_step."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import pipedist
+from pipedist import messages as msg
+from pipedist.coordinator import Coordinator, PassHandle
+from pipedist.errors import LocalProtocolError
+from pipedist.functions import reference
+from pipedist.program import Emit, Program, StageProgram
+from pipedist.scheduler import PassSettings, Scheduler
+from pipedist.transport.codec import UnsendableError
+from tests.coordinator import functions
+
+F = "tests.coordinator.functions"
+LOOSE = PassSettings(2, ordered=False, fail_fast=False, pulled=False)
+
+
+def program(fn: Any, **kwargs: Any) -> Program:
+    stage = StageProgram("s", reference(fn), -1, kwargs)
+    return Program(seed=0, replicas=2, reader=None, stages=(stage,), emits=(Emit("v", 0),))
+
+
+def opened(coordinator: Coordinator, fn: Any, **kwargs: Any) -> PassHandle:
+    return coordinator.open_pass(program(fn, **kwargs), name="p", settings=LOOSE)
+
+
+def spec_of(run: str, n: int = 40, **with_: Any) -> dict[str, Any]:
+    return {
+        "pipedist": 1,
+        "dataset": {"range": n, "batch": 2},
+        "stages": {"y": {"run": f"{F}:{run}", "with": with_}, "out": {"gather": 0, "of": "y"}},
+    }
+
+
+@pytest.mark.asyncio
+async def test_call_step_answers_each_step_by_itself() -> None:
+    async with asyncio.timeout(60), pipedist.LocalCluster(workers=2) as cluster:
+        handle = opened(cluster.coordinator, functions.fails_for_negative)
+        steps = [[i, i + 1] if i % 3 else [i, -i - 1] for i in range(30)]
+        answers = await asyncio.gather(*(handle.call_step(s) for s in steps), return_exceptions=True)
+        for step, answer in zip(steps, answers, strict=True):
+            if step[1] < 0:
+                assert isinstance(answer, pipedist.CallError)
+                assert answer.replica == 1
+                assert isinstance(answer.__cause__, ValueError)
+            else:
+                assert answer == [{"v": step[0]}, {"v": step[1]}]
+        assert handle.raised == {}
+        assert handle._inputs == {}
+        assert handle._store._results == {}
+
+        abandoned = asyncio.ensure_future(handle.call_step([1, 2]))
+        await asyncio.sleep(0)
+        abandoned.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await abandoned
+        assert await handle.call_step([3, 4]) == [{"v": 3}, {"v": 4}]
+
+        waiting = asyncio.ensure_future(handle.call_step([5, 6]))
+        await asyncio.sleep(0)
+        handle.close()
+        with pytest.raises(pipedist.RunCancelled, match="p was closed"):
+            await waiting
+        with pytest.raises(pipedist.RunCancelled):
+            await handle.call_step([7, 8])
+        await handle.aclose()
+        assert cluster.coordinator._handles == {}
+
+
+@pytest.mark.asyncio
+async def test_a_finished_step_keeps_its_answer_whatever_happens_then() -> None:
+    async with asyncio.timeout(60), pipedist.LocalCluster(workers=1) as cluster:
+        handle = opened(cluster.coordinator, functions.scaled)
+        waiting = asyncio.ensure_future(handle.call_step([1, 2]))
+        while not (handle._waiting and handle._waiting[0].done.is_set()):  # noqa: ASYNC110 - no event tells it
+            await asyncio.sleep(0)
+        handle.close()  # before the waiting task has had its turn
+        assert await waiting == [{"v": 3}, {"v": 6}]
+
+
+@pytest.mark.asyncio
+async def test_what_cannot_be_sent_is_told_at_once() -> None:
+    async with asyncio.timeout(60), pipedist.LocalCluster(workers=1) as cluster:
+        with pytest.raises(UnsendableError, match="bad"):
+            opened(cluster.coordinator, functions.scaled, bad=object())
+        handle = opened(cluster.coordinator, functions.scaled)
+        with pytest.raises(UnsendableError):
+            await handle.call_step([object(), 1])
+        other = opened(cluster.coordinator, functions.scaled)
+        assert await other.call_step([1, 2]) == [{"v": 3}, {"v": 6}]
+
+
+@pytest.mark.asyncio
+async def test_a_death_while_a_pass_is_being_bound(tmp_path: Path) -> None:
+    async with asyncio.timeout(60), pipedist.LocalCluster(workers=1) as cluster:
+        await cluster.ready()
+        cluster.kill(0)
+        async with pipedist.open(spec_of("dies_at", folder=str(tmp_path), at=7), cluster=cluster) as run:
+            cluster.kill("w0")
+            assert np.array_equal((await run.results())["out"], np.arange(40) * 2)
+        await cluster.ready()
+        assert cluster.coordinator._fleet._due == {}
+        assert len(cluster.pids) == 1
+        for wrong in (1, "w1", "x"):
+            with pytest.raises(pipedist.UsageError, match="no worker"):
+                cluster.kill(wrong)
+
+
+@pytest.mark.asyncio
+async def test_everybody_who_waits_for_workers_is_woken() -> None:
+    async with asyncio.timeout(60), pipedist.LocalCluster(workers=2) as cluster:
+        waits = [asyncio.ensure_future(cluster.coordinator.wait_ready(n)) for n in (2, 1, 2)]
+        never = asyncio.ensure_future(cluster.coordinator.wait_ready(3))
+        await asyncio.gather(*waits)
+        assert cluster.coordinator.workers_ready == 2
+    with pytest.raises(pipedist.RunCancelled):
+        await never
+
+
+@pytest.mark.asyncio
+async def test_a_cluster_that_can_not_live_fails_every_run_and_no_later_one_waits() -> None:
+    async with asyncio.timeout(60), pipedist.LocalCluster(workers=2) as cluster:
+        await cluster.ready()
+        async with (
+            pipedist.open(spec_of("scaled", n=2_000_000), cluster=cluster) as one,
+            pipedist.open(spec_of("scaled", n=2_000_000), cluster=cluster) as two,
+        ):
+            ends = [asyncio.ensure_future(run.results()) for run in (one, two)]
+            while two.progress() is None:  # noqa: ASYNC110 - no event tells it
+                await asyncio.sleep(0)
+            cluster.coordinator._fail_all(pipedist.WorkersLost("5 workers in a row died"))
+            for end in ends:
+                with pytest.raises(pipedist.WorkersLost, match="in a row"):
+                    await end
+        async with pipedist.open(spec_of("scaled"), cluster=cluster) as late:
+            with pytest.raises(pipedist.WorkersLost):
+                await late.results()
+
+
+@pytest.mark.asyncio
+async def test_one_of_two_runs_fails_and_the_other_does_not(tmp_path: Path) -> None:
+    async with asyncio.timeout(60), pipedist.LocalCluster(workers=2) as cluster:
+        async with (
+            pipedist.open(spec_of("fails_for_negative"), cluster=cluster) as bad,
+            pipedist.open(spec_of("scaled", n=4000), cluster=cluster) as good,
+        ):
+            ends = await asyncio.gather(bad.results(), good.results(), return_exceptions=True)
+        assert isinstance(ends[0], pipedist.CallError)
+        assert isinstance(ends[1], pipedist.Result)
+        assert np.array_equal(ends[1]["out"], np.arange(4000) * 3)
+        assert cluster.coordinator._handles == {}
+
+
+@pytest.mark.asyncio
+async def test_a_defect_of_the_scheduler_ends_runs_instead_of_hanging_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _loop, context: told.append(context))
+
+    def defective(self: Scheduler, event: Any) -> None:
+        raise ZeroDivisionError("oh no")
+
+    async with asyncio.timeout(60), pipedist.LocalCluster(workers=1) as cluster:
+        await cluster.ready()
+        from pipedist.scheduler import events as ev
+        from pipedist.scheduler import machine
+
+        monkeypatch.setitem(machine._HANDLERS, ev.CallsDone, defective)
+        async with pipedist.open(spec_of("scaled"), cluster=cluster) as run:
+            with pytest.raises(LocalProtocolError, match="a defect of pipedist ended the cluster: oh no"):
+                await run.results()
+        monkeypatch.undo()
+    assert any(isinstance(context.get("exception"), ZeroDivisionError) for context in told)
+
+
+@pytest.mark.asyncio
+async def test_a_log_sink_that_raises_is_left_out_and_the_others_hear() -> None:
+    told: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _loop, context: told.append(context))
+    heard: list[str] = []
+
+    def broken(worker: str, line: msg.Log) -> None:
+        raise RuntimeError("sink")
+
+    async with asyncio.timeout(60), pipedist.LocalCluster(workers=1) as cluster:
+        coordinator = cluster.coordinator
+        ends = [
+            coordinator.add_log_sink(broken),
+            coordinator.add_log_sink(lambda _worker, line: heard.append(line.text)),
+        ]
+        spec = {
+            "pipedist": 1,
+            "dataset": {"range": 4, "batch": 1},
+            "stages": {"y": {"run": "tests.pipeline.functions:prints"}},
+        }
+        async with pipedist.open(spec, cluster=cluster) as run:
+            await run.results()
+        for end in [*ends, *ends]:
+            end()
+    assert sorted(heard) == ["seen 0", "seen 1", "seen 2", "seen 3"]
+    assert len(told) == 1
+    assert isinstance(told[0]["exception"], RuntimeError)

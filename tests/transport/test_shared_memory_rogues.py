@@ -1,0 +1,343 @@
+"""Whoever breaks the rules of shared memory loses the connection, and nobody else notices."""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import socket
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+
+import numpy as np
+import pytest
+import zmq
+
+from pipedist.errors import RemoteProtocolError
+from pipedist.messages import Log, Results
+from pipedist.transport.codec import decode, encode, pack
+from pipedist.transport.limits import KIB, LIMITS, MIB, Limits
+from pipedist.transport.shared_memory import notices, segments
+from pipedist.transport.shared_memory.borrowed import LEDGER_BYTES
+from pipedist.transport.shared_memory.references import Reference, prepend, split, weave
+from pipedist.transport.zeromq import Router
+
+from .memory import SMALL, block, is_shared, until
+from .sockets import Inbox, blocking, dealer, descriptors, router
+
+SLOT = 64 * KIB
+ALL_SEALS = 0x17
+
+
+def memory(size_bytes: int = SLOT, seals: int = ALL_SEALS) -> int:
+    descriptor = os.memfd_create("rogue", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(descriptor, size_bytes)
+    fcntl.fcntl(descriptor, 1033, seals)
+    return descriptor
+
+
+class Rogue:
+    """A process with a good link and a good connection, which then does as it likes."""
+
+    def __init__(self, opened: Router, name: bytes = b"rogue") -> None:
+        self.name = name
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.socket = self.context.socket(zmq.DEALER)
+        self.socket.setsockopt(zmq.ROUTING_ID, name)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.connect(opened.endpoint)
+        self.link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.link.connect(opened.endpoint.removeprefix("ipc://") + ".mem")
+
+    def hello(self) -> None:
+        self.packet(notices.HELLO + self.name, memory(LEDGER_BYTES))
+
+    def packet(self, data: bytes, *handed: int) -> None:
+        socket.send_fds(self.link, [data], handed)
+        for descriptor in handed:
+            os.close(descriptor)
+
+    def segment(self, descriptor: int, number: int = 0, slots: int = 1, slot_bytes: int = SLOT) -> None:
+        body = notices.SEGMENT_FORM.pack(number, number, slots, slot_bytes)
+        self.packet(notices.SEGMENT + body, descriptor)
+
+    def message(self, *references: Reference, frames: Sequence[bytes] = (b"",)) -> None:
+        head = pack(Results(1, 0, 1, 5))
+        self.socket.send_multipart([prepend(references, head) if references else head, *frames])
+
+    def close(self) -> None:
+        self.link.close()
+        self.socket.close()
+        self.context.term()
+
+
+@asynccontextmanager
+async def rogue() -> AsyncIterator[tuple[Router, Inbox, Rogue]]:
+    async with router(shared_memory=SMALL) as (opened, inbox):
+        it = Rogue(opened)
+        try:
+            it.socket.send_multipart([pack(Log("", 0, 0, "")), b""])
+            await inbox.get()
+            yield opened, inbox, it
+        finally:
+            it.close()
+
+
+async def honest_peer_works(opened: Router, inbox: Inbox) -> None:
+    with dealer(opened, name=b"honest") as worker:
+        worker.send(Log("", 0, 0, ""))
+        assert (await inbox.get())[0] == b"honest"
+        listener = opened._listener
+        assert listener is not None
+        await until(lambda: b"honest" in listener._links)
+        await blocking(lambda: worker.send(Results(1, 0, 1, 5), encode(block(3))))
+        who, _, frames = await inbox.get()
+        assert who == b"honest"
+        assert is_shared(decode(frames))
+
+
+def unknown_segment(it: Rogue) -> None:
+    it.message(Reference(1, 9, 0, 1, SLOT))
+
+
+def slot_beyond_the_end(it: Rogue) -> None:
+    it.segment(memory())
+    it.message(Reference(1, 0, 1, 1, SLOT))
+
+
+def frame_beyond_the_end(it: Rogue) -> None:
+    it.segment(memory())
+    it.message(Reference(1, 0, 0, 1, SLOT + 1))
+
+
+def empty_frame(it: Rogue) -> None:
+    it.segment(memory())
+    it.message(Reference(1, 0, 0, 1, 0))
+
+
+def slot_twice(it: Rogue) -> None:
+    it.segment(memory())
+    it.message(Reference(1, 0, 0, 1, SLOT), Reference(2, 0, 0, 2, SLOT))
+
+
+def place_beyond_the_payload(it: Rogue) -> None:
+    it.segment(memory())
+    it.message(Reference(3, 0, 0, 1, SLOT))
+
+
+def places_out_of_order(it: Rogue) -> None:
+    it.segment(memory(2 * SLOT), slots=2)
+    it.message(Reference(2, 0, 0, 1, SLOT), Reference(1, 0, 1, 2, SLOT))
+
+
+def retired_segment(it: Rogue) -> None:
+    it.segment(memory())
+    it.packet(notices.RETIRED + notices.SERIAL.pack(0))
+    it.message(Reference(1, 0, 0, 1, SLOT))
+
+
+def cut_off_table(it: Rogue) -> None:
+    it.socket.send_multipart([b"\xc1\x01", b""])
+
+
+def table_that_claims_more(it: Rogue) -> None:
+    it.socket.send_multipart([b"\xc1\xff\xff\xff\xff" + bytes(24), b""])
+
+
+def empty_table(it: Rogue) -> None:
+    it.socket.send_multipart([b"\xc1\0\0\0\0" + pack(Results(1, 0, 1, 5)), b""])
+
+
+def unsealed_memory(it: Rogue) -> None:
+    it.segment(memory(seals=0))
+
+
+def memory_that_may_shrink(it: Rogue) -> None:
+    it.segment(memory(seals=ALL_SEALS & ~0x2))
+
+
+def memory_that_others_may_write(it: Rogue) -> None:
+    it.segment(memory(seals=ALL_SEALS & ~0x10))
+
+
+def smaller_memory_than_announced(it: Rogue) -> None:
+    it.segment(memory(), slots=2)
+
+
+def a_file(it: Rogue) -> None:
+    it.segment(os.open("/dev/zero", os.O_RDONLY))
+
+
+def a_pipe(it: Rogue) -> None:
+    readable, writable = os.pipe()
+    os.close(writable)
+    it.segment(readable)
+
+
+def too_much_memory(it: Rogue) -> None:
+    it.segment(memory(16 * MIB), slots=256)
+
+
+def absurd_numbers(it: Rogue) -> None:
+    it.segment(memory(), number=2**32 - 1, slots=2**32 - 1, slot_bytes=2**64 - 1)
+
+
+def a_number_twice(it: Rogue) -> None:
+    it.segment(memory())
+    it.segment(memory())
+
+
+def segment_without_memory(it: Rogue) -> None:
+    it.packet(notices.SEGMENT + notices.SEGMENT_FORM.pack(0, 0, 1, SLOT))
+
+
+def two_descriptors(it: Rogue) -> None:
+    it.packet(notices.SEGMENT + notices.SEGMENT_FORM.pack(0, 0, 1, SLOT), memory(), memory())
+
+
+def many_descriptors(it: Rogue) -> None:
+    it.packet(notices.SEGMENT + notices.SEGMENT_FORM.pack(0, 0, 1, SLOT), *(memory() for _ in range(100)))
+
+
+def an_endless_packet(it: Rogue) -> None:
+    it.packet(notices.RETIRED + bytes(10_000))
+
+
+def an_unknown_packet(it: Rogue) -> None:
+    it.packet(b"?")
+
+
+def a_second_greeting(it: Rogue) -> None:
+    it.hello()
+
+
+def retiring_what_is_not_there(it: Rogue) -> None:
+    it.packet(notices.RETIRED + notices.SERIAL.pack(5))
+
+
+KINDS: list[Callable[[Rogue], None]] = [
+    unknown_segment,
+    slot_beyond_the_end,
+    frame_beyond_the_end,
+    empty_frame,
+    slot_twice,
+    place_beyond_the_payload,
+    places_out_of_order,
+    retired_segment,
+    cut_off_table,
+    table_that_claims_more,
+    empty_table,
+    unsealed_memory,
+    memory_that_may_shrink,
+    memory_that_others_may_write,
+    smaller_memory_than_announced,
+    a_file,
+    a_pipe,
+    too_much_memory,
+    absurd_numbers,
+    a_number_twice,
+    segment_without_memory,
+    two_descriptors,
+    many_descriptors,
+    an_endless_packet,
+    an_unknown_packet,
+    a_second_greeting,
+    retiring_what_is_not_there,
+]
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("does", KINDS, ids=lambda does: does.__name__)
+async def test_a_rogue_costs_itself_the_connection(does: Callable[[Rogue], None]) -> None:
+    before = descriptors()
+    async with rogue() as (opened, inbox, it):
+        it.hello()
+        listener = opened._listener
+        assert listener is not None
+        await until(lambda: it.name in listener._links)
+        does(it)
+        reason = await inbox.reject("rogue")
+        assert inbox.lost.get_nowait()[0] == it.name, reason
+        assert inbox.messages.empty()
+        assert it.name not in listener._links
+        assert not opened.send(it.name, Log("", 0, 0, ""))
+        await honest_peer_works(opened, inbox)
+    assert descriptors() <= before + 1  # what pyzmq keeps for the process
+
+
+@pytest.mark.asyncio
+async def test_a_rogue_whose_greeting_is_wrong_gets_no_memory() -> None:
+    async with rogue() as (opened, inbox, it):
+        it.packet(notices.HELLO + it.name, memory(LEDGER_BYTES, seals=0))
+        await inbox.reject("seals")
+        await honest_peer_works(opened, inbox)
+
+
+@pytest.mark.asyncio
+async def test_nobody_takes_over_the_link_of_another() -> None:
+    async with rogue() as (opened, inbox, it):
+        it.hello()
+        listener = opened._listener
+        assert listener is not None
+        await until(lambda: it.name in listener._links)
+        first = listener._links[it.name]
+        other = Rogue(opened)
+        other.hello()
+        await inbox.reject("identity of another")
+        assert listener._links.get(it.name) is first
+        assert first.is_open
+        other.close()
+
+
+@pytest.mark.asyncio
+async def test_references_without_a_link_or_a_router_that_shares() -> None:
+    async with rogue() as (opened, inbox, it):
+        it.message(Reference(1, 0, 0, 1, SLOT))
+        await inbox.reject("does not share")
+    async with router() as (opened, inbox):
+        with dealer(opened) as worker:
+            head = prepend([Reference(1, 0, 0, 1, SLOT)], pack(Results(1, 0, 1, 5)))
+            worker._socket.send_multipart([head, b""])
+            await inbox.reject("which is off")
+            worker2 = dealer(opened, name=b"w2")
+            worker2.send(Log("", 0, 0, ""))
+            await inbox.get()
+            opened._socket.send_multipart([b"w2", head, b""])
+            with pytest.raises(RemoteProtocolError, match="does not share"):
+                await blocking(worker2.recv)
+            worker2.close()
+
+
+def test_what_is_sealed_can_neither_shrink_nor_be_written_by_others() -> None:
+    ours, descriptor = segments.create("test", SLOT)
+    try:
+        ours[:4] = b"here"
+        theirs = segments.open_received(descriptor, SLOT)
+        assert theirs[:4] == b"here"
+        ours[:4] = b"then"  # our own map stays writable: slots are used again
+        assert theirs[:4] == b"then"
+        with pytest.raises(TypeError):
+            theirs[:4] = b"nope"
+        with pytest.raises(PermissionError):
+            mmap.mmap(descriptor, SLOT)
+        with pytest.raises(PermissionError):
+            os.ftruncate(descriptor, 0)
+        with pytest.raises(PermissionError):
+            os.write(descriptor, b"nope")
+        assert not np.frombuffer(theirs, np.uint8).flags.writeable
+    finally:
+        os.close(descriptor)
+
+
+def test_the_bytes_of_shared_frames_count() -> None:
+    references, head = split(
+        memoryview(prepend([Reference(1, 0, 0, 1, 100), Reference(2, 0, 1, 2, 100)], b"head")), LIMITS
+    )
+    assert bytes(head) == b"head"
+    frames = [memoryview(b"header"), memoryview(b"last")]
+    shared = [memoryview(bytes(100))] * 2
+    weave(frames, references, shared, LIMITS)
+    assert [frame.nbytes for frame in frames] == [6, 100, 100, 4]
+    for limits in (Limits(message_bytes_max=209), Limits(frames_max=3)):
+        with pytest.raises(RemoteProtocolError, match="with shared ones"):
+            weave([memoryview(b"header"), memoryview(b"last")], references, shared, limits)
