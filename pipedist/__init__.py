@@ -96,7 +96,51 @@ _HOMES = {
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 
-__all__ = ["__version__", *_HOME]  # noqa: PLE0604 - the names are those of the table
+__all__ = [
+    "ArraySpec",
+    "AutoShardPolicy",
+    "CallError",
+    "CentralStorageStrategy",
+    "ConnectCluster",
+    "Dataset",
+    "DistributedDataset",
+    "FoldError",
+    "InputContext",
+    "InputOptions",
+    "InputReplicationMode",
+    "Ledger",
+    "LocalCluster",
+    "Mirrored",
+    "OneDeviceStrategy",
+    "OutOfRangeError",
+    "OutputError",
+    "Part",
+    "PerReplica",
+    "PipedistError",
+    "PlanError",
+    "Problem",
+    "Progress",
+    "ReduceOp",
+    "ReplicaContext",
+    "Result",
+    "Run",
+    "RunCancelled",
+    "RunDrained",
+    "SpecError",
+    "Step",
+    "Strategy",
+    "UsageError",
+    "ValueContext",
+    "WorkerDied",
+    "WorkersLost",
+    "__version__",
+    "get_replica_context",
+    "get_strategy",
+    "has_strategy",
+    "in_cross_replica_context",
+    "open",
+    "run",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -309,12 +309,26 @@ class Coordinator:
         try:
             shards = handle.shards(command.lo, command.hi, local=self._fleet.shares_files(command.worker))
             payload = encode([shards.ids, shards.locations, shards.values])
-        except Exception as error:  # reading the user's data may raise anything: it ends this pass
-            handle.fail(error)
-            self.post(ev.PassClosed(handle.id))
+        except Exception as error:  # reading the user's data may raise anything
+            self._on_unsendable(handle, command, error)
             return
         head = msg.Assign(command.lease, command.pass_id, command.lo, command.hi, command.attempt)
         self._fleet.send(command.worker, head, payload)
+
+    def _on_unsendable(self, handle: PassHandle, command: cmd.SendAssign, error: Exception) -> None:
+        """A lease can't be sent: it fails its own steps, or, where a feed made it, the pass."""
+        peer = self._fleet.of(command.worker)
+        if handle.has_feed or peer is None:
+            handle.fail(error)
+            self.post(ev.PassClosed(handle.id))
+            return
+        cls, lease = type(error), command.lease
+        for call in range(command.lo, command.hi):
+            handle.raised[call] = msg.Failed(
+                lease, call, handle.name, cls.__module__, cls.__qualname__, str(error), "", False
+            )
+            self._last_token += 1
+            self.post(ev.CallFailed(peer.worker, peer.incarnation, lease, call, self._last_token, 0))
 
     def _fail_all(self, error: PipedistError) -> None:
         self._failed = self._failed or error

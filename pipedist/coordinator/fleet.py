@@ -74,6 +74,10 @@ class Fleet:
         """Return who speaks through a socket identity."""
         return self._roster.behind(identity)
 
+    def of(self, worker: str) -> Peer | None:
+        """Return who speaks for a worker now."""
+        return self._roster.of(worker)
+
     def shares_files(self, worker: str) -> bool:
         """Return whether a worker runs on this host."""
         peer = self._roster.of(worker)

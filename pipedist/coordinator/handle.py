@@ -158,7 +158,7 @@ class PassHandle:
             CallError: of the lowest replica that failed; `__cause__` is the user's exception.
             WorkersLost: if no worker can be kept alive.
             RunCancelled: if the pass was closed.
-            UnsendableError: a value can't be sent; the pass is closed.
+                A value that can't be sent fails its step so, with UnsendableError as the cause.
         """
         if self._error is not None:
             raise self._error
@@ -217,6 +217,11 @@ class PassHandle:
                 self._post(ev.StepsOffered(self.id, offer.first, offer.last, offer.parts, offer.bytes))
             await anyio.lowlevel.checkpoint()
         return True
+
+    @property
+    def has_feed(self) -> bool:
+        """Whether its steps come from a feed, and not from `call_step`."""
+        return self._feed is not None
 
     @property
     def steps_total(self) -> int | None:

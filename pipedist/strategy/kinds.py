@@ -25,7 +25,7 @@ from pipedist.program import FunctionRef, Tree
 from pipedist.strategy.base import BaseStrategy
 from pipedist.strategy.context import NotForReplicas, default_running, require_cross_replica
 from pipedist.strategy.passes import SLOT, Passes
-from pipedist.transport.codec import encode
+from pipedist.transport.codec import UnsendableError, encode
 from pipedist.worker.boundary import guard
 from pipedist.worker.context import ReplicaContext, current
 
@@ -90,13 +90,15 @@ class Strategy(BaseStrategy):
         require_cross_replica("Strategy.run")
         function = _reference(fn)
         arguments = self._arguments(args, kwargs)
-        for own_args, own_kwargs in arguments:
-            # Found while it is sent, it would end the pass, and with it other runs of the function.
-            encode({"args": own_args, "kwargs": own_kwargs})
         if self._passes is None:
             self._passes = Passes(self._cluster.coordinator, self._replicas, self._seed)
         with self._passes.using(function) as handle:
-            results = await handle.call_step(arguments)
+            try:
+                results = await handle.call_step(arguments)
+            except CallError as error:
+                if isinstance(error.__cause__, UnsendableError):
+                    _refuse_unsendable(arguments)
+                raise
         if len(results) != self._replicas:
             raise LocalProtocolError(
                 f"{function.label}: {len(results)} results came back for {self._replicas} replicas"
@@ -120,6 +122,12 @@ class Strategy(BaseStrategy):
         trace: TracebackType | None,
     ) -> None:
         await self.aclose()
+
+
+def _refuse_unsendable(arguments: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]) -> None:
+    """Raise the UnsendableError of the first argument that can't be sent; none: it was a result."""
+    for own_args, own_kwargs in arguments:
+        encode({"args": own_args, "kwargs": own_kwargs})
 
 
 class CentralStorageStrategy(Strategy):

@@ -266,9 +266,23 @@ async def test_a_closed_router_leaves_readers_their_frames() -> None:
         array = decode(frames)
     assert is_shared(array)
     assert (array == 5).all()
-    del array, frames, worker, opened, listener
+    del array, frames
     gc.collect()
     assert memory_left() == left
+
+
+@pytest.mark.asyncio
+async def test_the_first_message_to_a_peer_is_shared_though_the_loop_has_not_seen_its_link() -> None:
+    async with router(shared_memory=SMALL) as (opened, inbox):
+        listener = opened._listener
+        assert listener is not None
+        asyncio.get_running_loop().remove_reader(listener._socket)
+        with dealer(opened, name=b"w0") as worker:
+            worker.send(Log("", 0, 0, ""))
+            await inbox.get()
+            assert opened.send(b"w0", Bind(1), encode(block(5)))
+            _, frames = await blocking(worker.recv)
+            assert is_shared(decode(frames))
 
 
 # --- settings -------------------------------------------------------------------------------
