@@ -4,7 +4,7 @@
 |---|---|
 | `document` | the one document that says how a run ended |
 | `encoding` | how a tree becomes JSON |
-| `formats` | which value fits which format, as far as that is known before a run |
+| `formats` | the formats, and what a path below the folder may be |
 | `sink` | the one interface through which values reach a file, atomically |
 | `folder` | who may write into an output folder, and what a finished one is |
 """
@@ -14,7 +14,7 @@ from __future__ import annotations
 from pipedist.outputs.document import run_document
 from pipedist.outputs.encoding import dumps, to_json
 from pipedist.outputs.folder import FinishedRun, RunFolder, open_folder
-from pipedist.outputs.formats import SUFFIXES, check_output
+from pipedist.outputs.formats import SUFFIXES, missing_package
 from pipedist.outputs.sink import Sink, open_sink
 
 __all__ = [
@@ -22,8 +22,8 @@ __all__ = [
     "FinishedRun",
     "RunFolder",
     "Sink",
-    "check_output",
     "dumps",
+    "missing_package",
     "open_folder",
     "open_sink",
     "run_document",

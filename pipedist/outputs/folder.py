@@ -173,7 +173,7 @@ def open_folder(
         path: the folder; it and its parents are made where they are missing.
         run_id: id of the run.
         spec_hash: digest of the spec, without its `cluster`.
-        outputs: the files that the run will write, relative to the folder; see `check_output`.
+        outputs: the files that the run will write, relative to the folder.
         resume: continue the run that is there; of a finished one, return it.
         restart: discard the unfinished run that is there.
 

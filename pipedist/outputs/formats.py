@@ -13,48 +13,15 @@ Rows have a column per leaf path ("value" if bare).
 from __future__ import annotations
 
 from pathlib import PurePath
-from typing import Literal
 
 SUFFIXES = (".csv", ".json", ".jsonl", ".npy", ".npz", ".parquet")
 """The endings that an output may have."""
 
-_TABLES = frozenset({".csv", ".parquet"})
-"""Formats whose cells hold one number or text each."""
 
-Verb = Literal["reduce", "gather", "update"]
-Per = Literal["run", "step", "epoch"]
-
-
-def check_output(path: str, verb: Verb, per: Per, op_or_axis: str | int | None = None) -> str | None:
-    """Say what is wrong with an output, as far as that is known before the run.
-
-    Args:
-        path: where the output goes, relative to the run's folder, as written in the spec.
-        verb: of the stage whose value it is.
-        per: how often the stage has a value.
-        op_or_axis: a gather's axis; a reduce's op; None otherwise.
-
-    Returns:
-        The problem, one line without a full stop, or None.
-    """
-    if problem := path_problem(path):
-        return problem
-    suffix = PurePath(path).suffix
-    if suffix not in SUFFIXES:
-        return f"an output ends in one of {', '.join(SUFFIXES)}, not in {suffix or 'nothing'!r}"
-    if suffix == ".parquet" and not _installed("pyarrow"):
+def missing_package(path: str) -> str | None:
+    """Say which package the format of an output needs and is not installed; None where all is there."""
+    if path.endswith(".parquet") and not _installed("pyarrow"):
         return ".parquet needs pyarrow: pip install 'pipedist[parquet]'"
-    if suffix in _TABLES and verb == "gather":
-        if per != "run":
-            return (
-                f"{suffix} holds one row for each {per}, and a gather has many rows a {per}: "
-                "write .jsonl, or .npz, or gather per: run"
-            )
-        if isinstance(op_or_axis, int) and op_or_axis > 0:
-            return (
-                f"{suffix} holds one-dimensional columns, and a gather along axis {op_or_axis} has "
-                f"{op_or_axis + 1} dimensions or more: write .npz"
-            )
     return None
 
 

@@ -19,23 +19,10 @@ from typing import Any
 from pipedist.datasets.sources import Source, SourceError, open_source
 from pipedist.errors import PlanError, Problem, UsageError
 from pipedist.functions import FunctionNotFound, load, reference
-from pipedist.outputs import check_output
+from pipedist.outputs import missing_package
 from pipedist.plan.model import PassPlan, Plan
 from pipedist.program import FunctionRef
-from pipedist.spec import (
-    GatherSpec,
-    ReduceSpec,
-    RunSpec,
-    Spec,
-    StageRef,
-    StateRef,
-    UpdateSpec,
-    references,
-)
-
-LAUNCHERS = ("local", "connect")
-"""What can start workers today."""
-
+from pipedist.spec import ReduceSpec, RunSpec, Spec, StageRef, references
 
 def compile_plan(spec: Spec, *, workers: int) -> Plan:
     """Plan a spec.
@@ -47,9 +34,7 @@ def compile_plan(spec: Spec, *, workers: int) -> Plan:
     Raises:
         PlanError: listing everything that is missing or not possible here, with its place.
     """
-    problems = list(_not_yet(spec))
-    if problems:
-        raise PlanError(problems)
+    problems: list[Problem] = []
     with ExitStack() as stack:
         sources = _open_sources(spec, problems, stack)
         functions = _import_functions(spec, problems)
@@ -59,31 +44,6 @@ def compile_plan(spec: Spec, *, workers: int) -> Plan:
         plan = Plan(spec, workers, sources, functions, _phases(spec))
         stack.pop_all()  # the sources are the plan's now
     return plan
-
-
-def _not_yet(spec: Spec) -> Iterator[Problem]:
-    """Yield what the language has and this version can't execute."""
-
-    def problem(path: tuple[str | int, ...], what: str) -> Problem:
-        return spec.problem(path, f"not yet: {what} comes with a later version of pipedist")
-
-    for name, stage in spec.stages.items():
-        place = ("stages", name)
-        if isinstance(stage, UpdateSpec):
-            yield problem((*place, "update"), "`update`, a state carried from step to step,")
-        if not isinstance(stage, RunSpec):
-            continue
-        if stage.collectives:
-            yield problem((*place, "collectives"), "`collectives: true`")
-        if stage.on_error == "quarantine":
-            yield problem((*place, "on_error"), "`on_error: quarantine`")
-        if stage.timeout_s is not None:
-            yield problem((*place, "timeout_s"), "`timeout_s`")
-        for key, value in stage.with_.items():
-            if any(isinstance(x, StateRef) for x in references(value)):
-                yield problem((*place, "with", key), "`${state.NAME}`")
-    if spec.cluster.launcher not in LAUNCHERS:
-        yield problem(("cluster", "launcher"), f"the launcher {spec.cluster.launcher!r}")
 
 
 # -- what is there ---------------------------------------------------------------------------
@@ -179,14 +139,7 @@ def _unfit(fn: Callable[..., Any], stage: RunSpec | ReduceSpec) -> str | None:
 
 def _check_outputs(spec: Spec) -> Iterator[Problem]:
     for name, path in spec.outputs.items():
-        stage = spec.stages[name]
-        if isinstance(stage, GatherSpec):
-            complaint = check_output(path, "gather", stage.per, stage.gather)
-        elif isinstance(stage, ReduceSpec):
-            complaint = check_output(path, "reduce", stage.per, stage.op)
-        else:
-            continue
-        if complaint:
+        if complaint := missing_package(path):
             yield spec.problem(("outputs", name), complaint)
 
 

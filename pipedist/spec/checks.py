@@ -26,6 +26,8 @@ _READS = {
     "update": ("reduce", "gather"),
 }
 _RESERVED_FILES = ("quarantine.jsonl",)
+_TABLES = (".csv", ".parquet")
+"""Formats whose cells hold one number or text each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,6 +262,9 @@ class Checks:
                 self._note(path, f"{written!r} is in the way of the output of `{owner}`", "a file of its own")
                 return
         files[normal] = name
+        stage = self._stages.get(name)
+        if stage is not None and (complaint := _unfit(ending, stage)):
+            self._note(path, *complaint)
 
     def _reads(self, path: Path, verb: str, of: str) -> None:
         kinds = _READS[verb]
@@ -388,3 +393,21 @@ def _one_of(names: Sequence[str], otherwise: str) -> str:
 
 def _article(kind: str) -> str:
     return f"an {kind}" if kind == "update" else f"a {kind}"
+
+
+def _unfit(ending: str, stage: Outline) -> tuple[str, str] | None:
+    """Return why a gather's value can't be in a table of single cells, and what could hold it."""
+    if ending not in _TABLES or stage.verb != "gather":
+        return None
+    if stage.per in ("step", "epoch"):
+        return (
+            f"`{ending}` holds one row for each {stage.per}, and a gather has many",
+            ".jsonl or .npz, or a gather with `per: run`",
+        )
+    axis = stage.raw.get("gather")
+    if type(axis) is int and axis > 0:
+        return (
+            f"`{ending}` holds columns of one dimension, and a gather along axis {axis} has {axis + 1} or more",
+            "a .npz or .json file",
+        )
+    return None

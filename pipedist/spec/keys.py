@@ -47,12 +47,14 @@ class Key:
         expected: a phrase for the values it can have, after the word "expected".
         example: YAML text of a mapping which holds the key.
         choices: the words it can be, where there is a list of them.
+        required: when a key without a default must be there.
     """
 
     says: str
     expected: str
     example: str
     choices: tuple[str, ...] = ()
+    required: str = "Required."
 
 
 def key_of(field: FieldInfo) -> Key | None:

@@ -13,8 +13,9 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from pipedist.spec.interpolation import DEPTH_MAX
-from pipedist.spec.keys import COLUMN_TYPES, Section, key_of
+from pipedist.spec.keys import COLUMN_TYPES, Key, Section, key_of
 from pipedist.spec.model import ClusterSpec, SpecKeys
+from pipedist.spec.not_yet import STATE, not_yet_of
 from pipedist.spec.scalars import as_text
 from pipedist.spec.sources import SOURCE_EXAMPLES, SOURCES, DatasetKeys
 from pipedist.spec.stages import OUTPUT_ENDINGS, STAGES
@@ -50,7 +51,8 @@ outputs: {late: late.json, rows: rows.npz}
 
 `pipedist validate SPEC` reads the file alone and tells every mistake at once, each with its
 line, its column, what was expected, and the nearest allowed name. `pipedist schema` prints the
-JSON Schema, for editors.
+JSON Schema, for editors. This page describes all of version 1; what this version of pipedist does
+not execute yet is marked here, and `validate` tells it with its place.
 """
 
 _DOCUMENT = f"""\
@@ -81,7 +83,7 @@ In a value,
 - `${{stages.NAME}}` is the finished value of a `reduce` or `gather` with `per: run`, only in the `with`
   of a stage, and alone; the stage then begins when that value is complete;
 - `${{state.NAME}}` is the state of an `update` as it is before the step, every earlier update
-  applied, only in the `with` of a stage, and alone;
+  applied, only in the `with` of a stage, and alone ({STATE} is not yet executed by this version);
 - `$${{` is the text `${{`.
 
 A value that is one reference and nothing else has the reference's type: `batch: ${{params.batch}}`
@@ -166,13 +168,19 @@ def _keys(model: type[Section], heading: str, prefix: str = "") -> Iterator[str]
         key = key_of(field)
         if key is not None:
             yield f"{heading} {prefix}`{field.alias or name}`"
-            yield f"{key.says} Expected: {key.expected}. {_default(field)}"
+            yield f"{key.says} Expected: {key.expected}. {_default(field, key)}"
+            if row := not_yet_of(model, field.alias or name):
+                yield _later(row.what, row.instead)
             yield _code(key.example)
 
 
-def _default(field: FieldInfo) -> str:
+def _later(what: str, instead: str) -> str:
+    return f"**Not yet executed by this version:** {what.rstrip(',')}. Until then: {instead}."
+
+
+def _default(field: FieldInfo, key: Key) -> str:
     if field.default is PydanticUndefined:
-        return "Required."
+        return key.required
     if field.default is None or isinstance(field.default, dict | tuple | Section):
         return "Optional."
     return f"Default: `{as_text(field.default)}`."

@@ -67,8 +67,10 @@ class NpzSource(Section):
 
 
 class CsvSource(Section):
-    """CSV files with a header row; `.gz` and one-member `.zip` are read. A shard of n elements is a dict
-    of columns, array[n].
+    """CSV files with a header row, whose fields are separated by commas (by nothing else) and quoted with
+    `"`; `.gz` and one-member `.zip` are read. A missing value (empty, NA, NaN) is NaN in a float column,
+    "" in a str column, and an error with file:row:column in others. A shard of n elements is a dict of
+    columns, array[n].
     """
 
     path: Annotated[Paths, _PATH]

@@ -134,10 +134,10 @@ class RunSpec(Section):
     of: Annotated[
         str,
         Key(
-            "The dataset whose shards, or the run whose values, the function gets. May be left out where "
-            "there is one dataset only.",
+            "The dataset whose shards, or the run whose values, the function gets.",
             "the name of a dataset or of a run",
             "of: dataset",
+            required="Default: the dataset, where there is one only; required where there are several.",
         ),
     ]
     with_: WithTree = Field({}, alias="with")

@@ -61,7 +61,7 @@ class KeepLease:
 
 @dataclass(frozen=True, slots=True)
 class DropLease:
-    """Let go of a lease: its shards, and whatever is finished but not reported."""
+    """Let go of a lease: its shards, and its Execute, if that has been given."""
 
     lease: int
 
@@ -69,6 +69,8 @@ class DropLease:
 @dataclass(frozen=True, slots=True)
 class Execute:
     """Execute a slice of a lease: from its first call that is not reported, at most up to `hi`.
+
+    It is begun when there is no message left to handle, and then stands until `SliceEnded`.
 
     Args:
         slice_s: begin no call after this time, seconds.

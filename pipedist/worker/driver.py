@@ -100,7 +100,7 @@ class Driver:
         self._encoded: Sequence[Frame] = ()
         """Results that are being reported."""
         self._slice: Execute | None = None
-        """What to execute next."""
+        """What executes, or is executed next."""
         self._run: RangeRun | None = None
         """The lease that executes."""
         self._left: tuple[Ending, str] | None = None
@@ -177,15 +177,13 @@ class Driver:
         self._progress.idle()
         self.output.finish()
         with self._core:
-            self._slice = None
             self._report(slice_.lease, run)
             if failure is not None:
                 run.skip()
                 self._report_failure(slice_.lease, failure)
             self._send_lines()
+            self._handle(SliceEnded(slice_.lease))
             self._receive()
-            if self._left is None:
-                self._handle(SliceEnded(slice_.lease))
 
     def _begin(self, slice_: Execute) -> RangeRun:
         if self._run is None:
@@ -298,6 +296,8 @@ class Driver:
         self._payloads[command.lease] = self._frames
 
     def _do_drop_lease(self, command: commands.DropLease) -> None:
+        if self._slice is not None and self._slice.lease == command.lease:
+            self._slice = None
         if self._payloads.pop(command.lease, None) is None and self._run is not None:
             run, self._run = self._run, None
             run.abandon()

@@ -6,9 +6,11 @@ is an async FUNCTION, and none is a class, up to `CALLS_AT_ONCE_MAX` calls of a 
 one event loop which lives as long as the process: async functions wait for the outside world,
 and their users expect that to overlap. Their results are still taken in order.
 
-A call that raises is a failure of that call. What is no `Exception` (SystemExit,
-KeyboardInterrupt) is let through: it ends the process, as it would anywhere else. The exception
-is `asyncio.CancelledError`, which async code raises by accident: it fails the call.
+A call that raises is a failure of that call, whatever it raises: like `concurrent.futures`, a
+worker outlives `sys.exit` and KeyboardInterrupt in a function. But these ask for an end, so the call
+is not tried again; asyncio's CancelledError, which async code raises by accident, is an exception like
+others. (asyncio itself stops its loop for a SystemExit in a task: one in a task that a function has
+started ends the process.)
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from pipedist.worker import failures
 from pipedist.worker.boundary import guard, own
 from pipedist.worker.context import ReplicaContext, current
 from pipedist.worker.failures import CallFailure
+from pipedist.worker.output import importer
 from pipedist.worker.shards import ShardFinder
 from pipedist.worker.stages import Stage
 
@@ -66,19 +69,21 @@ class _Call:
 
     Args:
         number: its number in the pass.
-        stage: the stage that it is in; "" while its shard is looked for.
+        stage: the stage that it is in; the first one while its shard is looked for.
         permanent: an error here and now will come again on every attempt.
-        bytes: size of its outcome.
+        reading: its shard is looked for.
+        in_user_code: it is in a stage's function.
     """
 
-    __slots__ = ("bytes", "number", "permanent", "replica", "stage", "step")
+    __slots__ = ("in_user_code", "number", "permanent", "reading", "replica", "stage", "step")
 
-    def __init__(self, number: int, replicas: int) -> None:
+    def __init__(self, number: int, replicas: int, stage: str) -> None:
         self.number = number
         self.step, self.replica = divmod(number, replicas)
-        self.stage = ""
+        self.stage = stage
         self.permanent = False
-        self.bytes = 0
+        self.reading = False
+        self.in_user_code = False
 
 
 class PassExecutor:
@@ -97,6 +102,10 @@ class PassExecutor:
         self._stages = [Stage(stage, program.code) for stage in program.stages]
         self._finder = ShardFinder(program.reader, program.replicas)
         self._reductions = [Reduction.of(e.op, e.axis) if e.op else None for e in program.emits]
+        # A pass without a function emits for its reductions: their stages, by slot.
+        self._first = next((s.name for s in (*program.stages,)), "") or next(
+            (emit.slot for emit in program.emits), ""
+        )
         readers = [stage.of for stage in program.stages]
         self._shard_is_shared = (readers + [emit.of for emit in program.emits]).count(-1) > 1
 
@@ -107,14 +116,29 @@ class PassExecutor:
     def _stage_name(self, emit: Emit) -> str:
         return self._stages[emit.of].name if emit.of >= 0 else ""
 
-    def overlaps(self) -> bool:
-        """Whether calls may overlap. Loads the functions; an error is left for the calls to meet."""
+    def call(self, number: int) -> _Call:
+        """Return a call that has not begun."""
+        return _Call(number, self.program.replicas, self._first)
+
+    def overlaps(self, call: _Call) -> bool:
+        """Whether calls may overlap. Loads the functions; an error is left for the calls to meet.
+
+        Args:
+            call: the one for whose sake they are loaded: what they print is its.
+        """
         for stage in self._stages:
             try:
-                stage.load()
-            except Exception:  # every call meets and reports it, each under its own number
+                self._load(stage, call)
+            except BaseException:  # every call meets and reports it, each under its own number
                 return False
         return any(s.is_async for s in self._stages) and not any(s.is_class for s in self._stages)
+
+    def _load(self, stage: Stage, call: _Call) -> None:
+        token = importer.set((stage.name, call.step, call.replica))
+        try:
+            stage.load()
+        finally:
+            importer.reset(token)
 
     def steps(
         self, call: _Call, shards: Shards, index: int
@@ -125,12 +149,14 @@ class PassExecutor:
             The outcome, which nobody else can change, and its size in bytes.
         """
         self._check_threads(call)
+        call.reading = True
         shard = self._finder.find(shards, index, call.number)
+        call.reading = False
         values: list[Tree] = []
         for stage in self._stages:
             call.stage = stage.name
             call.permanent = True
-            stage.load()
+            self._load(stage, call)
             call.permanent = False
             ctx = ReplicaContext(
                 replica_id_in_sync_group=call.replica,
@@ -142,6 +168,7 @@ class PassExecutor:
                 seed=self.program.seed,
             )
             token = current.set(ctx)
+            call.in_user_code = True
             try:
                 stage.make_instance()
                 if stage.of >= 0:
@@ -154,6 +181,7 @@ class PassExecutor:
                     result = (yield result).pop()
             finally:
                 current.reset(token)
+            call.in_user_code = False
             values.append(result)
             del result
         return self._emit(call, shard.value, values)
@@ -196,9 +224,13 @@ class PassExecutor:
 
     def failure(self, call: _Call, error: BaseException) -> CallFailure:
         """Return what is reported of a call that raised."""
-        reading = call.stage == "" and isinstance(error, PipedistError)
+        final = call.permanent or (call.reading and isinstance(error, PipedistError)) or not _is_plain(error)
         return failures.describe(
-            error, call=call.number, stage=call.stage, retryable=not (call.permanent or reading)
+            error,
+            call=call.number,
+            stage=call.stage,
+            retryable=not final,
+            in_user_code=call.in_user_code,
         )
 
     def close(self) -> None:
@@ -266,7 +298,7 @@ class RangeRun:
         self._bytes = 0
         if self._overlaps is None:
             self._begin(self._next)  # the import of a user's module may end the process
-            self._overlaps = self.executor.overlaps()
+            self._overlaps = self.executor.overlaps(self.executor.call(self._next))
         self._worked_until_ns = self._reported_until_ns = start = time.perf_counter_ns()
         until_ns = start + int(slice_s * 1e9)
         if self._overlaps:
@@ -296,17 +328,14 @@ class RangeRun:
             self.executor.loop.run(_cancelled([task for _, task in running]))
 
     def _one_by_one(self, until_ns: int, slice_bytes: int) -> CallFailure | None:
-        replicas = self.executor.program.replicas
         while self._next < self._hi:
-            call = _Call(self._next, replicas)
+            call = self.executor.call(self._next)
             self._begin(call.number)
             self._next += 1
             try:
                 self._finished(self._run_alone(call))
-            except BaseException as error:
-                if not _fails_the_call(error):
-                    raise
-                return self.executor.failure(call, error)
+            except BaseException as error:  # whatever user code raises is its call's failure
+                return self.executor.failure(call, error.cause if isinstance(error, _Ended) else error)
             if self._worked_until_ns >= until_ns or self._bytes >= slice_bytes:
                 break
         return None
@@ -337,7 +366,7 @@ class RangeRun:
             awaitable = next(steps)
             while True:
                 try:
-                    box = [await awaitable]
+                    box = [await _awaited(awaitable)]
                 except BaseException as error:
                     awaitable = steps.throw(error)
                 else:
@@ -348,10 +377,9 @@ class RangeRun:
     async def _overlapping(self, until_ns: int, slice_bytes: int) -> CallFailure | None:
         import asyncio  # loaded already: only async functions come here
 
-        replicas = self.executor.program.replicas
         while True:
             while len(self._running) < CALLS_AT_ONCE_MAX and self._next < self._hi:
-                call = _Call(self._next, replicas)
+                call = self.executor.call(self._next)
                 self._next += 1
                 self._running.append((call, asyncio.ensure_future(self._run_among_others(call))))
             if not self._running:
@@ -367,20 +395,30 @@ class RangeRun:
             try:
                 self._finished(task.result())
             except BaseException as error:
-                if not _fails_the_call(error):
-                    raise
-                return self.executor.failure(call, error)
+                return self.executor.failure(call, error.cause if isinstance(error, _Ended) else error)
             if self._worked_until_ns >= until_ns or self._bytes >= slice_bytes:
                 return None
 
 
-def _fails_the_call(error: BaseException) -> bool:
+class _Ended(Exception):
+    """Carries what asyncio would stop its loop for, out of an async function."""
+
+    def __init__(self, cause: BaseException) -> None:
+        super().__init__(cause)
+        self.cause = cause
+
+
+def _is_plain(error: BaseException) -> bool:
+    """Whether it is an error, and no wish to end the process."""
     asyncio = sys.modules.get("asyncio")  # without it nobody raises its CancelledError
     return isinstance(error, Exception) or (asyncio is not None and isinstance(error, asyncio.CancelledError))
 
 
 async def _awaited(awaitable: Awaitable[Any]) -> Any:
-    return await awaitable
+    try:
+        return await awaitable
+    except (SystemExit, KeyboardInterrupt) as error:
+        raise _Ended(error) from None
 
 
 async def _cancelled(tasks: list[asyncio.Task[Any]]) -> None:

@@ -1,4 +1,10 @@
-"""A replica function's exception, as text that can travel."""
+"""A replica function's exception, as text that can travel.
+
+A traceback is told of the user's own code only: it begins with the frame that a stage's function
+has, and there is none where no such frame was reached. What pipedist itself raises on purpose (data
+that can't be read, a result that can't be sent or reduced, a function that is not there) says in its
+one line what its frames could not say better.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +13,20 @@ import traceback
 from dataclasses import dataclass
 from types import TracebackType
 
+from pipedist.errors import PipedistError
+
 TEXT_CHARS_MAX = 16_384
 """The longest text of an exception; longer ones lose their middle."""
 
 TRACEBACK_CHARS_MAX = 65_536
 """The longest formatted traceback."""
 
-_OWN_FOLDER = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
+_FOLDER = os.path.dirname(os.path.abspath(__file__))
+_CALLERS = frozenset(os.path.join(_FOLDER, name) for name in ("execution.py", "stages.py"))
+"""The files whose frames call the user's code."""
+
+_TELLING = (PipedistError, TypeError, ValueError)
+"""What is raised on purpose around the user's code: by readers, reductions and the codec."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,10 +35,10 @@ class CallFailure:
 
     Args:
         call: its number in the pass.
-        stage: name of the stage; "" where the call's shard could not be had.
+        stage: name of the stage; of the first one where the call's shard could not be had.
         module, name: the exception's class.
         text: `str(exception)`.
-        traceback: formatted, from the user's first frame on; "" where no user code was involved.
+        traceback: formatted, from the user's first frame on; "" where there is no such frame.
         retryable: another attempt may help.
     """
 
@@ -38,8 +51,14 @@ class CallFailure:
     retryable: bool
 
 
-def describe(error: BaseException, *, call: int, stage: str, retryable: bool) -> CallFailure:
-    """Return what the scheduler is told of an exception."""
+def describe(
+    error: BaseException, *, call: int, stage: str, retryable: bool, in_user_code: bool
+) -> CallFailure:
+    """Return what the scheduler is told of an exception.
+
+    Args:
+        in_user_code: it came out of a stage's function.
+    """
     cls = type(error)
     try:
         text = str(error)
@@ -51,23 +70,29 @@ def describe(error: BaseException, *, call: int, stage: str, retryable: bool) ->
         module=cls.__module__,
         name=cls.__qualname__,
         text=_clipped(text, TEXT_CHARS_MAX),
-        traceback=_clipped(_formatted(error), TRACEBACK_CHARS_MAX),
+        traceback=_clipped(_formatted(error, in_user_code), TRACEBACK_CHARS_MAX),
         retryable=retryable,
     )
 
 
-def _formatted(error: BaseException) -> str:
+def _formatted(error: BaseException, in_user_code: bool) -> str:
+    frames = _user_frames(error.__traceback__) if in_user_code else error.__traceback__
+    if frames is None or (not in_user_code and isinstance(error, _TELLING)):
+        return ""
     try:
-        return "".join(traceback.format_exception(type(error), error, _user_frames(error.__traceback__)))
+        return "".join(traceback.format_exception(type(error), error, frames))
     except Exception as second:
         return f"<the traceback can't be formatted: {type(second).__name__}>\n"
 
 
 def _user_frames(tb: TracebackType | None) -> TracebackType | None:
-    """Return the traceback without pipedist's own frames at its beginning."""
-    while tb is not None and tb.tb_frame.f_code.co_filename.startswith(_OWN_FOLDER):
+    """Return the traceback from the first frame on that a stage's function has, None if it has none."""
+    first = tb
+    while tb is not None:
+        if tb.tb_frame.f_code.co_filename in _CALLERS:
+            first = tb.tb_next
         tb = tb.tb_next
-    return tb
+    return first
 
 
 def _clipped(text: str, chars_max: int) -> str:

@@ -10,21 +10,25 @@ Rules
 * A finished call waits at most `flush_s` to be reported, also while the next one runs for
   minutes; short calls share a message.
 * One lease executes; at most `leases_queued_max` wait. A lease that is cancelled, or whose
-  pass is unbound, is dropped: at once if it waits, between two calls if it executes. What
-  finishes of it afterwards is not reported.
+  pass is unbound, is dropped at once: no call runs while a message is handled (but overlapping
+  async ones, which are paused), so nothing of it can finish afterwards.
+* An `Execute` stands until its slice has ended. Until then the next `Execute` replaces it, and
+  the `DropLease` of its lease withdraws it: one that was handed out and not begun is never begun
+  once its lease, or its lease's pass, is gone.
 * A message that the state does not allow is the scheduler's fault (RemoteProtocolError), any
   other event that it does not allow is ours (LocalProtocolError).
 
 Theory of operation
 -------------------
-    joining --Welcome--> ready --Assign--> executing --last lease over--> ready
+    joining --Welcome--> ready --Assign--> executing --last lease over or dropped--> ready
        any --Stop, Refuse, no Welcome in time--> stopping
 
 A lease is executed in SLICES: `Execute` asks the driver for calls until `flush_s` has passed or
 `flush_bytes` of results have gathered. Then the driver reports what is finished (`Finished`,
-`Raised`), looks for messages, says `SliceEnded`, and gets the next `Execute`: for the rest, or
-for the next lease. So a Cancel or Stop is seen between calls, at the latest after a slice. If a
-call outlasts the slice, the driver reports what is finished of it when `deadline()` has passed.
+`Raised`), says `SliceEnded`, and gets the next `Execute`: for the rest, or for the next lease.
+Before it begins that one, it looks for messages. So a Cancel or Stop is seen between calls, at
+the latest after a slice. If a call outlasts the slice, the driver reports what is finished of it
+when `deadline()` has passed.
 """
 
 from __future__ import annotations
@@ -114,9 +118,9 @@ TRANSITIONS: dict[State, dict[type, frozenset[State]]] = {
     State.EXECUTING: {
         Tick: frozenset({State.EXECUTING}),
         Bind: frozenset({State.EXECUTING}),
-        Unbind: frozenset({State.EXECUTING}),
+        Unbind: frozenset({State.EXECUTING, State.READY}),
         Assign: frozenset({State.EXECUTING}),
-        Cancel: frozenset({State.EXECUTING}),
+        Cancel: frozenset({State.EXECUTING, State.READY}),
         Finished: frozenset({State.EXECUTING}),
         Raised: frozenset({State.EXECUTING}),
         SliceEnded: frozenset({State.EXECUTING, State.READY}),
@@ -134,14 +138,12 @@ class _Lease:
 
     Args:
         next: its first call that is not reported.
-        dropped: it was cancelled while it executed.
     """
 
     id: int
     pass_id: int
     next: int
     hi: int
-    dropped: bool = False
 
 
 class WorkerMachine:
@@ -234,7 +236,7 @@ class WorkerMachine:
         self._passes.add(event.pass_id)
         return [OpenPass(event.pass_id)]
 
-    def _on_unbind(self, event: Unbind, _now: float) -> list[Command]:
+    def _on_unbind(self, event: Unbind, now: float) -> list[Command]:
         if event.pass_id not in self._passes:
             raise RemoteProtocolError(f"pass {event.pass_id} was unbound, but is not bound")
         self._passes.discard(event.pass_id)
@@ -242,9 +244,10 @@ class WorkerMachine:
         for lease in [x for x in self._queue.values() if x.pass_id == event.pass_id]:
             del self._queue[lease.id]
             commands.append(DropLease(lease.id))
-        if self._active is not None and self._active.pass_id == event.pass_id:
-            self._active.dropped = True
-        return [*commands, DropPass(event.pass_id)]
+        drop = DropPass(event.pass_id)
+        if self._active is None or self._active.pass_id != event.pass_id:
+            return [*commands, drop]
+        return [*commands, DropLease(self._active.id), drop, *self._next(now)]
 
     def _on_assign(self, event: Assign, now: float) -> list[Command]:
         if event.pass_id not in self._passes:
@@ -263,10 +266,10 @@ class WorkerMachine:
         self._queue[lease.id] = lease
         return [KeepLease(lease.id)]
 
-    def _on_cancel(self, event: Cancel, _now: float) -> list[Command]:
+    def _on_cancel(self, event: Cancel, now: float) -> list[Command]:
         if self._active is not None and self._active.id == event.lease:
-            self._active.dropped = True
-        elif self._queue.pop(event.lease, None) is not None:
+            return [DropLease(event.lease), *self._next(now)]
+        if self._queue.pop(event.lease, None) is not None:
             return [DropLease(event.lease)]
         return []  # a lease that is over: the messages have crossed
 
@@ -278,8 +281,18 @@ class WorkerMachine:
             lease.id, lease.pass_id, lease.next, lease.hi, self._limits.flush_s, self._limits.flush_bytes
         )
 
-    def _report(self, lease_id: int, lo: int, hi: int, now: float) -> bool:
-        """Take note that calls [lo, hi) are over; return whether the scheduler is told."""
+    def _next(self, now: float) -> list[Command]:
+        """Go on to the lease that waits longest, if one does; the active one is over."""
+        if not self._queue:
+            self.state = State.READY
+            self._active = None
+            self._due = None
+            return []
+        _, self._active = self._queue.popitem(last=False)
+        return [self._execute(self._active, now)]
+
+    def _report(self, lease_id: int, lo: int, hi: int, now: float) -> None:
+        """Take note that calls [lo, hi) are over."""
         lease = self._active
         if lease is None or lease.id != lease_id:
             raise LocalProtocolError(f"calls of lease {lease_id} were reported, but {lease} executes")
@@ -287,16 +300,13 @@ class WorkerMachine:
             raise LocalProtocolError(f"calls [{lo}, {hi}) were reported of {lease}")
         lease.next = hi
         self._due = now + self._limits.flush_s
-        return not lease.dropped
 
     def _on_finished(self, event: Finished, now: float) -> list[Command]:
-        if not self._report(event.lease, event.lo, event.hi, now):
-            return []
+        self._report(event.lease, event.lo, event.hi, now)
         return [SendResults(Results(event.lease, event.lo, event.hi, event.busy_ns))]
 
     def _on_raised(self, event: Raised, now: float) -> list[Command]:
-        if not self._report(event.lease, event.call, event.call + 1, now):
-            return []
+        self._report(event.lease, event.call, event.call + 1, now)
         failed = Failed(
             event.lease,
             event.call,
@@ -313,16 +323,9 @@ class WorkerMachine:
         lease = self._active
         if lease is None or lease.id != event.lease:
             raise LocalProtocolError(f"a slice of lease {event.lease} ended, but {lease} executes")
-        if lease.next < lease.hi and not lease.dropped:
+        if lease.next < lease.hi:
             return [self._execute(lease, now)]
-        over = DropLease(lease.id)
-        if not self._queue:
-            self.state = State.READY
-            self._active = None
-            self._due = None
-            return [over]
-        _, self._active = self._queue.popitem(last=False)
-        return [over, self._execute(self._active, now)]
+        return [DropLease(lease.id), *self._next(now)]
 
     # -- checks ----------------------------------------------------------------------
 
@@ -339,7 +342,7 @@ class WorkerMachine:
         if self._active is not None:
             lease = self._active
             _check(lease.next <= lease.hi, f"{lease} is beyond its end")
-            _check(lease.dropped or lease.pass_id in self._passes, f"{lease} is of no bound pass")
+            _check(lease.pass_id in self._passes, f"{lease} is of no bound pass")
             _check(lease.id not in self._queue, f"{lease} waits and executes")
         for lease in self._queue.values():
             _check(lease.pass_id in self._passes, f"{lease} waits, but its pass is not bound")

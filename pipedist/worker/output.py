@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TextIO
 
@@ -24,7 +25,10 @@ from pipedist.worker.context import current
 
 _Origin = tuple[str, int, int]
 _NOWHERE: _Origin = ("", 0, 0)
-"""Of lines that no call wrote: while a module is imported, or in a thread of the user's."""
+"""Of lines that no call wrote: in a thread of the user's."""
+
+importer: ContextVar[_Origin] = ContextVar("pipedist_importer", default=_NOWHERE)
+"""The call for whose sake a stage's module is being imported: the lines that the module prints are its."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +78,7 @@ class OutputCapture:
     def write(self, text: str) -> None:
         """Take in text that the running call has written."""
         context = current.get()
-        origin = _NOWHERE
+        origin = importer.get()
         if context is not None:
             origin = (context.stage, context.step, context.replica_id_in_sync_group)
         with self._lock:

@@ -2,45 +2,31 @@ from __future__ import annotations
 
 import pytest
 
-from pipedist.outputs import check_output
+from pipedist.outputs import missing_package
+from pipedist.outputs.formats import path_problem
+
+
+@pytest.mark.parametrize("path", ["a.json", "sub/a.npz", "./a.csv", "..a.json"])
+def test_a_path_below_the_folder(path: str) -> None:
+    assert path_problem(path) is None
 
 
 @pytest.mark.parametrize(
-    ("path", "verb", "per", "op_or_axis"),
+    ("path", "word"),
     [
-        ("a.json", "reduce", "run", "sum"),
-        ("sub/a.npz", "gather", "step", 1),
-        ("a.csv", "gather", "run", 0),
-        ("a.csv", "gather", "run", -1),
-        ("a.parquet", "reduce", "epoch", "mean"),
-        ("a.jsonl", "update", "run", None),
-        ("..a.json", "reduce", "run", "sum"),
+        ("/etc/a.json", "below"),
+        ("../a.json", "below"),
+        ("a/../../b.json", "below"),
+        (".pipedist/run.json", "belongs"),
+        ("./.pipedist/run.json", "belongs"),
+        ("", "file"),
+        (".", "file"),
+        ("a.json/", "file"),
+        ("a\0.json", "file"),
     ],
 )
-def test_what_fits(path: str, verb: str, per: str, op_or_axis: str | int | None) -> None:
-    assert check_output(path, verb, per, op_or_axis) is None  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("path", "verb", "per", "op_or_axis", "word"),
-    [
-        ("a.txt", "reduce", "run", "sum", ".parquet"),
-        ("a", "reduce", "run", "sum", "'nothing'"),
-        ("a.csv", "gather", "run", 1, "2 dimensions"),
-        ("a.parquet", "gather", "step", 0, "many rows"),
-        ("/etc/a.json", "reduce", "run", "sum", "below"),
-        ("../a.json", "reduce", "run", "sum", "below"),
-        ("a/../../b.json", "reduce", "run", "sum", "below"),
-        (".pipedist/run.json", "reduce", "run", "sum", "belongs"),
-        ("./.pipedist/run.json", "reduce", "run", "sum", "belongs"),
-        ("", "reduce", "run", "sum", "file"),
-        (".", "reduce", "run", "sum", "file"),
-        ("a.json/", "reduce", "run", "sum", "file"),
-        ("a\0.json", "reduce", "run", "sum", "file"),
-    ],
-)
-def test_what_does_not_fit(path: str, verb: str, per: str, op_or_axis: str | int | None, word: str) -> None:
-    problem = check_output(path, verb, per, op_or_axis)  # type: ignore[arg-type]
+def test_another_path(path: str, word: str) -> None:
+    problem = path_problem(path)
     assert problem is not None
     assert word in problem
     assert not problem.endswith(".")
@@ -49,4 +35,5 @@ def test_what_does_not_fit(path: str, verb: str, per: str, op_or_axis: str | int
 
 def test_missing_pyarrow_is_a_problem_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pipedist.outputs.formats._installed", lambda module: False)
-    assert "pipedist[parquet]" in (check_output("a.parquet", "reduce", "run", "sum") or "")
+    assert "pipedist[parquet]" in (missing_package("a.parquet") or "")
+    assert missing_package("a.json") is None

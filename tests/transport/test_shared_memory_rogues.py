@@ -127,7 +127,7 @@ def place_beyond_the_payload(it: Rogue) -> None:
 
 def places_out_of_order(it: Rogue) -> None:
     it.segment(memory(2 * SLOT), slots=2)
-    it.message(Reference(2, 0, 0, 1, SLOT), Reference(1, 0, 1, 2, SLOT))
+    it.message(Reference(2, 0, 0, 1, SLOT), Reference(1, 0, 1, 2, SLOT), frames=[b"", b"x"])
 
 
 def retired_segment(it: Rogue) -> None:

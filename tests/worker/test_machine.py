@@ -117,13 +117,41 @@ def test_a_report_moves_the_deadline() -> None:
 
 
 @pytest.mark.parametrize("order", [Cancel(7), Unbind(1)])
-def test_an_executing_lease_is_dropped_between_calls(order: Message) -> None:
+def test_a_lease_is_dropped_whether_its_execution_has_begun_or_not(order: Message) -> None:
+    for reported in ([], [events.Finished(7, 0, 1, 1), events.SliceEnded(7)]):
+        play = ready()
+        play.handle(Assign(7, 1, 0, 9, 0))
+        for event in reported:
+            play.handle(event)
+        unbound = [] if isinstance(order, Cancel) else [commands.DropPass(1)]
+        assert play.handle(order) == [commands.DropLease(7), *unbound]
+        assert play.machine.state is machine.State.READY
+        assert play.machine.deadline() is None
+        with pytest.raises(LocalProtocolError):
+            play.handle(events.Finished(7, 0, 1, 1))
+
+
+def test_the_next_lease_takes_the_place_of_one_that_is_dropped_before_it_began() -> None:
     play = ready()
     play.handle(Assign(7, 1, 0, 9, 0))
-    assert play.handle(order) == ([] if isinstance(order, Cancel) else [commands.DropPass(1)])
-    assert play.handle(events.Finished(7, 0, 1, 1)) == []
-    assert play.handle(raised(7, 1)) == []
-    assert play.handle(events.SliceEnded(7)) == [commands.DropLease(7)]
+    play.handle(Assign(8, 1, 9, 10, 0))
+    play.now = 101.0
+    assert play.handle(Cancel(7)) == [commands.DropLease(7), execute(8, 9, 10)]
+    assert play.machine.deadline() == 101.5
+
+
+def test_unbinding_withdraws_what_was_handed_out_and_what_waits_of_that_pass() -> None:
+    play = ready()
+    play.handle(Bind(2))
+    play.handle(Assign(6, 1, 0, 1, 0))
+    play.handle(Assign(7, 1, 1, 2, 0))
+    play.handle(Assign(8, 2, 1, 2, 0))
+    assert play.handle(Unbind(1)) == [
+        commands.DropLease(7),
+        commands.DropLease(6),
+        commands.DropPass(1),
+        commands.Execute(8, 2, 1, 2, 0.5, 100),
+    ]
 
 
 def test_unbinding_drops_what_waits_of_that_pass_only() -> None:
@@ -237,28 +265,43 @@ def test_every_call_is_reported_once_and_in_order_unless_its_lease_is_dropped(da
     sizes = data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=3))
     cancelled: set[int] = set()
     told: dict[int, list[int]] = {lease: [] for lease in range(len(sizes))}
-    wanted: list[commands.Command] = []
-    for lease, size in enumerate(sizes):
-        wanted += play.handle(Assign(lease, 1, 0, size, 0))
-        if data.draw(st.booleans()):
-            play.handle(Cancel(lease))
+    standing: commands.Execute | None = None
+
+    def handle(event: Any) -> None:
+        nonlocal standing
+        for command in play.handle(event):
+            if isinstance(command, commands.Execute):
+                standing = command
+            elif isinstance(command, commands.DropLease) and standing and standing.lease == command.lease:
+                standing = None
+            elif isinstance(command, commands.SendResults):
+                told[command.message.lease] += range(command.message.lo, command.message.hi)
+            elif isinstance(command, commands.Send) and isinstance(command.message, Failed):
+                told[command.message.lease].append(command.message.call)
+
+    def maybe_cancel(assigned: int) -> None:
+        lease = data.draw(st.integers(-3, assigned - 1))
+        if lease >= 0:
+            handle(Cancel(lease))
             cancelled.add(lease)
-    while runs := [c for c in wanted if isinstance(c, commands.Execute)]:
-        run = runs[-1]
-        wanted = []
+
+    for lease, size in enumerate(sizes):
+        handle(Assign(lease, 1, 0, size, 0))
+        maybe_cancel(lease + 1)
+    while standing is not None:
+        run = standing
+        assert run.lease not in cancelled
         call = run.lo
         for _ in range(data.draw(st.integers(1, run.hi - run.lo))):
-            if data.draw(st.booleans()):
-                wanted += play.handle(raised(run.lease, call))
-            else:
-                wanted += play.handle(events.Finished(run.lease, call, call + 1, 1))
+            handle(raised(run.lease, call) if data.draw(st.booleans()) else _finished(run.lease, call))
             call += 1
-        for command in wanted:
-            if isinstance(command, commands.SendResults):
-                told[run.lease] += range(command.message.lo, command.message.hi)
-            elif isinstance(command, commands.Send) and isinstance(command.message, Failed):
-                told[run.lease].append(command.message.call)
-        wanted = play.handle(events.SliceEnded(run.lease))
+        handle(events.SliceEnded(run.lease))
+        maybe_cancel(len(sizes))
     assert play.machine.state is machine.State.READY
     for lease, size in enumerate(sizes):
-        assert told[lease] == ([] if lease in cancelled else list(range(size)))
+        assert told[lease] == list(range(size))[: len(told[lease])]
+        assert lease in cancelled or len(told[lease]) == size
+
+
+def _finished(lease: int, call: int) -> events.Finished:
+    return events.Finished(lease, call, call + 1, 1)

@@ -122,6 +122,14 @@ def check_types(columns: dict[str, str]) -> None:
 def no_such_column(name: str, there: Sequence[str], file: str) -> SourceError:
     """Return the error for a column that `file`, which has the columns `there`, lacks."""
     near = difflib.get_close_matches(name, there, 1)
+    for separator, word in ((";", "semicolons"), ("\t", "tabs")):
+        if any(separator in other and name in other.split(separator) for other in there):
+            return SourceError(
+                f"{file} has no column {name!r}: its header is separated by {word}, not by commas",
+                key="columns",
+                name=name,
+                expected="a file whose fields are separated by commas: convert it, or read it in a `function`",
+            )
     return SourceError(
         f"{file} has no column {name!r}",
         key="columns",

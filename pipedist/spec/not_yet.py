@@ -1,0 +1,117 @@
+"""What the language has and this version of pipedist does not execute, in one table.
+
+It is read by `load` (each use is a problem, at its place) and by the language reference (a note
+at each key). Whoever teaches the engine one of these takes its row away.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+from pipedist.spec.document import Path
+from pipedist.spec.interpolation import StateRef
+from pipedist.spec.keys import Section
+from pipedist.spec.model import LAUNCHERS, ClusterSpec
+from pipedist.spec.problems import Problems
+from pipedist.spec.stages import RunSpec, UpdateSpec
+from pipedist.version import __version__
+
+LAUNCHERS_EXECUTED = ("local", "connect")
+"""What can start workers today."""
+
+
+@dataclass(frozen=True, slots=True)
+class NotYet:
+    """A key, or some of its values, that this version does not execute.
+
+    Args:
+        section: whose key it is.
+        key: the key, as it is written.
+        what: the key or its values, for people.
+        instead: what a spec can say today.
+        applies: whether a value of the key is one of those.
+    """
+
+    section: type[Section]
+    key: str
+    what: str
+    instead: str
+    applies: Callable[[object], bool]
+
+
+_LATER = [name for name in LAUNCHERS if name not in LAUNCHERS_EXECUTED]
+
+NOT_YET = (
+    NotYet(
+        RunSpec,
+        "timeout_s",
+        "`timeout_s`",
+        "no `timeout_s`: a call may take as long as it needs",
+        lambda value: value is not None,
+    ),
+    NotYet(
+        RunSpec,
+        "on_error",
+        "`on_error: quarantine`",
+        "`on_error: fail`: the run ends with the first call that fails for good",
+        lambda value: value == "quarantine",
+    ),
+    NotYet(
+        RunSpec,
+        "collectives",
+        "`collectives: true`",
+        "a `reduce`, and `${stages.NAME}` in the `with` of a later stage",
+        lambda value: value is True,
+    ),
+    NotYet(
+        UpdateSpec,
+        "update",
+        "`update`, a state that is carried from step to step,",
+        "`run`, `reduce` and `gather` stages",
+        lambda _: True,
+    ),
+    NotYet(
+        ClusterSpec,
+        "launcher",
+        "the launchers " + ", ".join(f"`{name}`" for name in _LATER),
+        "`launcher: local`, or `connect`",
+        lambda value: value in _LATER,
+    ),
+)
+
+STATE = "`${state.NAME}`"
+_STATE_INSTEAD = "`${stages.NAME}`, the finished value of a reduce or gather"
+
+
+def sentence(what: str) -> str:
+    """Return the message of a problem: which version does not execute what."""
+    return f"not yet: pipedist {__version__} does not execute {what.rstrip(',')}"
+
+
+def not_yet_of(section: type[Section], key: str) -> NotYet | None:
+    """Return the row of a key, None for one that is executed."""
+    return next((row for row in NOT_YET if row.section is section and row.key == key), None)
+
+
+def note_not_yet(
+    problems: Problems,
+    sections: Mapping[Path, Section | None],
+    references: Iterable[tuple[Path, object]],
+) -> None:
+    """Note every use of what this version does not execute.
+
+    Args:
+        problems: where they are noted.
+        sections: the sections of the spec by path; None where one has mistakes of its own.
+        references: the references in `with`, with their places.
+    """
+    for path, section in sections.items():
+        for row in NOT_YET:
+            if isinstance(section, row.section) and row.applies(getattr(section, row.key)):
+                value = getattr(section, row.key)
+                what = f"the launcher `{value}`" if row.key == "launcher" else row.what
+                problems.add_not_yet((*path, row.key), sentence(what), expected=row.instead)
+    for path, reference in references:
+        if isinstance(reference, StateRef):
+            problems.add_not_yet(path, sentence(STATE), expected=_STATE_INSTEAD, fragment=str(reference))
