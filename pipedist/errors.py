@@ -75,7 +75,17 @@ class PlanError(SpecError):
 
 
 class OutputError(PipedistError):
-    """A result could not be written to its file, or does not fit the file's format."""
+    """A result could not be written to its file, or does not fit the file's format.
+
+    Args:
+        message: which output, and why.
+        result: the `pipedist.Result` of a run that is complete but for some of its files: it has
+            every other value and file. None where the run did not come to its end.
+    """
+
+    def __init__(self, message: str, *, result: object = None) -> None:
+        self.result = result
+        super().__init__(message)
 
 
 class FoldError(PipedistError):

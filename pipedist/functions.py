@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import inspect
 import os
 import pickle
 import re
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Sequence
 from importlib.machinery import PathFinder
 from types import ModuleType
@@ -32,7 +34,7 @@ _IDENTIFIERS = r"[^\W\d]\w*(?:\.[^\W\d]\w*)*"
 _NAME = re.compile(rf"(?P<module>{_IDENTIFIERS}):(?P<attribute>{_IDENTIFIERS})")
 
 _appended: list[str] = []
-"""The code folders at the end of sys.path that were put there by `load`."""
+"""The code folders at the end of sys.path that were put there by `append_code`."""
 
 
 class FunctionNotFound(PipedistError):
@@ -77,7 +79,7 @@ def load(ref: FunctionRef, code: Sequence[str]) -> Callable[..., Any]:
             than the spec's own of that name, or has no such attribute; or what is found can't be called.
         UsageError: if the name has another form than "package.module:name".
     """
-    _append_last(code)
+    append_code(code)
     if ref.pickled:
         return _unpickled(ref)
     module_name, attribute = _split(ref.name)
@@ -100,6 +102,21 @@ def load(ref: FunctionRef, code: Sequence[str]) -> Callable[..., Any]:
             f"{ref.name}: expected a function or class, found a {type(found).__name__} in {_place(module)}"
         )
     return found  # type: ignore[no-any-return]
+
+
+def complaint(fn: Callable[..., Any], label: str) -> str:
+    """Return why a function can't serve a run stage, whatever its arguments are; "" if it can.
+
+    Of a class, the instances are called.
+    """
+    if inspect.isclass(fn) and call_of(fn) is None:
+        return f"class {label} has no __call__ method, so its instances can't be called"
+    return ""
+
+
+def call_of(cls: type) -> object:
+    """Return what a call of a class's instances executes, as it stands in the class; None for nothing."""
+    return next((vars(base)["__call__"] for base in cls.__mro__ if "__call__" in vars(base)), None)
 
 
 def _split(name: str) -> tuple[str, str]:
@@ -151,8 +168,12 @@ def _unpickled(ref: FunctionRef) -> Callable[..., Any]:
     return found  # type: ignore[no-any-return]
 
 
-def _append_last(code: Sequence[str]) -> None:
-    """Make sys.path end with `code`, then the folders of earlier calls."""
+def append_code(code: Sequence[str]) -> None:
+    """Make sys.path end with the folders of a spec's modules, then those of earlier specs.
+
+    Args:
+        code: absolute folders.
+    """
     wanted = [folder for folder in code if folder not in sys.path or folder in _appended]
     if wanted == _appended[: len(wanted)]:
         return
@@ -180,10 +201,22 @@ def _import(name: str, module_name: str, code: Sequence[str]) -> ModuleType:
             + (_shadowed(module_name, found, code) if found is not None and missing != top else "")
             + _nearest(missing, _modules_in(code))
         ) from None
-    except Exception as error:
-        raise FunctionNotFound(
-            f"{name}: importing {module_name} failed: {type(error).__name__}: {error}"
-        ) from error
+    except (Exception, SystemExit) as error:
+        text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        raise FunctionNotFound(f"{name}: importing {module_name} failed: {text}{_where(error)}") from error
+
+
+def _where(error: BaseException) -> str:
+    """Return where the import of a module came to its end: its innermost line in a file of the user's."""
+    if isinstance(error, SyntaxError):
+        return ""  # its text says so
+    walked = traceback.extract_tb(error.__traceback__)
+    frames = [f for f in walked if f.filename != __file__ and not f.filename.startswith("<frozen importlib")]
+    own = [f for f in frames if any(_is_within(f.filename, folder) for folder in _appended)]
+    if not frames:
+        return ""
+    at = (own or frames)[-1]
+    return f" ({os.path.basename(at.filename)}, line {at.lineno})"
 
 
 def _refuse_stale(name: str, module_name: str, code: Sequence[str]) -> None:

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from pipedist.errors import PipedistError
+
 app = typer.Typer(
     name="pipedist",
     help="Declarative pipelines over per-replica values: bit-identical on any number of workers.",
@@ -49,7 +51,15 @@ class PlanFormat(enum.StrEnum):
 
 def main() -> None:
     """Carry out the command line of this process, and end the process with its exit code."""
-    app(prog_name="pipedist")
+    # what the commands do is guarded; here are the texts that come of the command line alone: --help
+    try:
+        app(prog_name="pipedist")
+    except (OSError, PipedistError) as error:
+        from pipedist.cli.exits import report
+        from pipedist.cli.streams import lost
+
+        report(lost(error) if isinstance(error, OSError) else error)
+        raise SystemExit(1) from None
 
 
 def _version(wanted: bool) -> None:
@@ -81,16 +91,26 @@ def run(
     ] = None,
     sets: Sets = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Continue the unfinished run in the output folder.")
+        bool,
+        typer.Option(
+            "--resume",
+            help="Take up the unfinished run in the output folder; this version writes no journal yet, "
+            "so it begins again. Of a finished run: print it.",
+        ),
     ] = False,
     restart: Annotated[
-        bool, typer.Option("--restart", help="Discard the unfinished run in the output folder.")
+        bool,
+        typer.Option("--restart", help="Discard the unfinished run in the folder, and begin again."),
     ] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON document instead of a table.")
     ] = False,
 ) -> None:
-    """Execute a spec and print its results."""
+    """Execute a spec and print its results.
+
+    Exit codes: 0 all elements committed; 1 the run failed; 2 the spec or the command line is wrong;
+    129, 130, 143 interrupted by SIGHUP, SIGINT, SIGTERM.
+    """
     from pipedist.cli.exits import guarded
     from pipedist.cli.run_command import RunOptions, execute
 

@@ -1,7 +1,7 @@
 """Exit codes, and what a person reads on standard error when something is wrong.
 
 0: all committed. 1: the run failed. 2: the spec or the command line is wrong. 3: finished, with
-quarantined elements. 130, 143: interrupted by SIGINT, SIGTERM.
+quarantined elements. 129, 130, 143: interrupted by SIGHUP, SIGINT, SIGTERM.
 """
 
 from __future__ import annotations
@@ -18,6 +18,18 @@ USAGE = 2
 QUARANTINED = 3
 
 
+class Interrupted(KeyboardInterrupt):
+    """A signal ends the process before anything runs; no SystemExit, which a module may raise itself.
+
+    Args:
+        exit_code: of the process.
+    """
+
+    def __init__(self, exit_code: int) -> None:
+        self.exit_code = exit_code
+        super().__init__(exit_code)
+
+
 def interrupted(signal_number: int) -> int:
     """Return the exit code of a process that ends because of a signal."""
     return 128 + signal_number
@@ -31,6 +43,8 @@ def guarded(command: Callable[[], int]) -> int:
     """
     try:
         return command()
+    except Interrupted as signalled:
+        return signalled.exit_code
     except KeyboardInterrupt:
         return interrupted(signal.SIGINT)
     except PipedistError as error:

@@ -1,4 +1,4 @@
-"""What SIGINT and SIGTERM do to a run.
+"""What SIGINT, SIGTERM and SIGHUP do to a run.
 
 Before anything runs, a signal ends the process. Then the first one drains: nothing new is
 issued, running calls have the cluster's grace time. The second one ends the run at once; should
@@ -17,9 +17,9 @@ from collections.abc import Callable, Iterator
 from types import FrameType, TracebackType
 from typing import Any, Protocol, Self
 
-from pipedist.cli.exits import interrupted
+from pipedist.cli.exits import Interrupted, interrupted
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _END_S = 5.0
 """How long the run may take to end at once, until the process is ended."""
 
@@ -54,7 +54,9 @@ class Interruption:
         self.exit_code: int | None = None
 
     def __enter__(self) -> Self:
-        self._before = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
+        # a signal that is ignored stays so: `nohup` means that the run outlives its terminal
+        handled = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+        self._before = {number: signal.signal(number, self._on_signal) for number in handled}
         return self
 
     def __exit__(
@@ -82,7 +84,7 @@ class Interruption:
             self.exit_code = interrupted(number)
         name = signal.Signals(number).name
         if self._run is None or self._loop is None:
-            raise SystemExit(self.exit_code)
+            raise Interrupted(self.exit_code)
         if self._count == 1:
             self._post(
                 self.tell,

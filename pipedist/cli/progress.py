@@ -216,7 +216,7 @@ def duration(seconds: float) -> str:
 
 
 def _title(name: str, amount: Amount) -> str:
-    return f"{name} phase {amount.phase + 1}/{amount.phases}" if amount.phases > 1 else name
+    return f"{name} phase {amount.phase + 1} of {amount.phases}" if amount.phases > 1 else name
 
 
 def _details(amount: Amount, pace: Pace) -> list[str]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from pipedist.cli import exits
 from pipedist.cli.interruption import Interruption
 from pipedist.cli.progress import Amount, Reporter, open_reporter
-from pipedist.cli.streams import write_error, write_out
+from pipedist.cli.streams import stdout_to_stderr, write_error, write_out
 from pipedist.errors import PipedistError, RunCancelled, UsageError
 
 if TYPE_CHECKING:
@@ -52,8 +52,8 @@ class Ended:
 
     Args:
         spec: what ran.
-        result: of a run that finished.
-        error: why it did not.
+        result: of a run that came to its end.
+        error: why it did not, or which of its files could not be written.
         document: the run's document, None of a run that was interrupted.
         notice: what was said about the output folder before the run.
     """
@@ -77,17 +77,22 @@ def execute(options: RunOptions) -> int:
     """
     if options.resume and options.restart:
         raise UsageError("--resume and --restart exclude each other")
-    with Interruption(tell=lambda text: write_error(text + "\n")) as interruption:
+    # modules of the user may print
+    with Interruption(tell=lambda text: write_error(text + "\n")) as interruption, stdout_to_stderr():
         ended = asyncio.run(_run(options, interruption))
-    if ended.result is not None:
-        return _finished(ended, ended.result, options)
     if isinstance(ended.error, RunCancelled):
-        again = "; --resume continues it, --restart begins again" if _has_folder(ended, options) else ""
+        again = ""
+        if _has_folder(ended, options):
+            again = "; run it again with --restart, or --resume (no journal is written yet: both begin again)"
         write_error(f"pipedist: {ended.error}{again}\n")
         return interruption.exit_code or exits.FAILED
     if ended.error is not None:
         exits.report(ended.error)
-    if options.as_json:
+    if ended.result is not None:
+        _show(ended, ended.result, options)
+        if ended.error is None:
+            return exits.QUARANTINED if ended.result.ledger.quarantined else exits.OK
+    elif options.as_json:
         _print_document(ended.document)
     return exits.FAILED
 
@@ -134,23 +139,27 @@ async def _run(options: RunOptions, interruption: Interruption) -> Ended:
 async def _outcome(run: Run) -> Ended:
     began = time.monotonic()
     try:
-        result = await run.results()
+        finished = await run.results()
     except RunCancelled as error:
         return Ended(run.spec, None, error, None)
     except PipedistError as error:
         from pipedist.outputs import run_document
+        from pipedist.pipeline.result import Result
 
+        made = getattr(error, "result", None)
+        result = made if isinstance(made, Result) else None
+        timings = {"total": time.monotonic() - began} if result is None else result.timings
         document = run_document(
             run_id=run.id,
             name=run.name,
-            results={},
-            files={},
+            results={} if result is None else result.by_stage,
+            files={} if result is None else result.files,
             ledger=run.ledger().to_json(),
-            timings={"total": round(time.monotonic() - began, 6)},
+            timings={name: round(seconds, 6) for name, seconds in timings.items()},
             error=error,
         )
-        return Ended(run.spec, None, error, document)
-    return Ended(run.spec, result, None, result.document, run.notice)
+        return Ended(run.spec, result, error, document, run.notice)
+    return Ended(run.spec, finished, None, finished.document, run.notice)
 
 
 async def _watch(run: Run, reporter: Reporter) -> None:
@@ -161,7 +170,7 @@ async def _watch(run: Run, reporter: Reporter) -> None:
         await asyncio.sleep(_REFRESH_S)
 
 
-def _finished(ended: Ended, result: Result, options: RunOptions) -> int:
+def _show(ended: Ended, result: Result, options: RunOptions) -> None:
     if result.notice and result.notice != ended.notice:
         write_error(f"pipedist: {result.notice}\n")
     if options.as_json:
@@ -171,10 +180,10 @@ def _finished(ended: Ended, result: Result, options: RunOptions) -> int:
 
         rows = [
             Row(name, verb_of(ended.spec.stages[name]), result[name], result.files.get(name))
-            for name in result
+            for name in ended.spec.stages  # a result of an earlier run may have another order
+            if name in result
         ]
         write_out(render(rows, result.ledger.to_json(), result.timings))
-    return exits.QUARANTINED if result.ledger.quarantined else exits.OK
 
 
 def _has_folder(ended: Ended, options: RunOptions) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pipedist.cli import exits
-from pipedist.cli.streams import write_error, write_out
+from pipedist.cli.streams import stdout_to_stderr, write_error, write_out
 from pipedist.errors import SpecError
 
 
@@ -48,7 +48,8 @@ def print_plan(path: str, form: str, workers: int | None, sets: Sequence[str]) -
     spec = load(path, sets=sets)
     if workers is None:
         workers = usable_cores() if spec.cluster.workers == "auto" else spec.cluster.workers
-    plan = compile_plan(spec, workers=workers)
+    with stdout_to_stderr():  # modules of the user may print
+        plan = compile_plan(spec, workers=workers)
     try:
         if form == "json":
             text = json.dumps(encoding.to_json(plan.to_json()))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+from collections.abc import Iterator
 
 from pipedist.errors import OutputError
 
@@ -28,8 +29,45 @@ def write_out(text: str) -> None:
     except BrokenPipeError:
         _drop(sys.stdout.fileno())
     except OSError as error:
-        _drop(sys.stdout.fileno())
-        raise OutputError(f"can't write to standard output: {error.strerror or error}") from error
+        raise lost(error) from error
+
+
+def lost(error: OSError) -> OutputError:
+    """Return what to say of a standard output that can't be written; what waits for it is dropped."""
+    _drop(sys.stdout.fileno())
+    return OutputError(f"can't write to standard output: {error.strerror or error}")
+
+
+@contextlib.contextmanager
+def stdout_to_stderr() -> Iterator[None]:
+    """Send to standard error what anybody prints while this context is open.
+
+    Modules of the user print when they are imported, and sources when they are read; standard
+    output is for results alone. The descriptor itself is turned, so that C libraries and child
+    processes are covered too.
+    """
+    _flush()
+    try:
+        saved = os.dup(1)
+    except OSError:  # closed by whoever started us: nobody reads it
+        yield
+        return
+    try:
+        with contextlib.suppress(OSError):  # standard error is closed: what is printed goes nowhere
+            os.dup2(2, 1)
+        try:
+            yield
+        finally:
+            _flush()
+            os.dup2(saved, 1)
+    finally:
+        os.close(saved)
+
+
+def _flush() -> None:
+    if sys.stdout is not None:
+        with contextlib.suppress(OSError, ValueError):
+            sys.stdout.flush()
 
 
 def write_error(text: str) -> None:

@@ -21,6 +21,8 @@ LEAVES_MAX = 12
 """Leaves of a large tree that are described one by one."""
 CELL_DIGITS = 7
 """Significant digits of a float in a table of records."""
+SCANNED_BYTES_MAX = 4 * 2**20
+"""A file of text up to this size is read for its number of rows."""
 RECORDS_MAX = 20
 """Rows of a table of records."""
 
@@ -49,7 +51,7 @@ def summarize(value: Tree) -> str:
 
 
 def summarize_file(path: Path) -> str:
-    """Return what is in a file: of arrays by dtype and shape, else its size."""
+    """Return what is in a file, as far as that takes no time: dtype and shape, records, else its size."""
     if path.suffix == ".npy":
         with path.open("rb") as file:
             return _header(file)
@@ -65,7 +67,42 @@ def summarize_file(path: Path) -> str:
         if len(names) > LEAVES_MAX:
             lines.append(f"... {len(names) - LEAVES_MAX:,} more")
         return "\n".join(lines)
-    return f"{path.stat().st_size:,} bytes"
+    size = path.stat().st_size
+    if path.suffix == ".parquet":
+        import pyarrow.parquet  # it wrote the file
+
+        return _counted(pyarrow.parquet.read_metadata(path).num_rows, "row")
+    if size <= SCANNED_BYTES_MAX:
+        if path.suffix in (".csv", ".jsonl"):
+            return _counted(_rows(path), "row")
+        if path.suffix == ".json":
+            return _json(path)
+    return f"{size:,} bytes"
+
+
+def _rows(path: Path) -> int:
+    if path.suffix == ".jsonl":
+        return path.read_bytes().count(b"\n")
+    import csv  # a quoted cell may hold line feeds
+
+    csv.field_size_limit(SCANNED_BYTES_MAX)
+    with path.open(newline="", errors="surrogatepass") as file:
+        return max(0, sum(1 for _ in csv.reader(file)) - 1)  # without the header
+
+
+def _json(path: Path) -> str:
+    import json
+
+    with path.open("rb") as file:
+        value = json.load(file)
+    if isinstance(value, list) and len(value) > INLINE_SIZE_MAX:
+        return _counted(len(value), "value")
+    text = summarize(value)
+    return text if len(text) <= INLINE_CHARACTERS_MAX else f"{path.stat().st_size:,} bytes"
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'s' * (count != 1)}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,10 @@ from pipedist.program import Tree
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-PLAIN_WIDTH = 120
-"""Characters of a line where standard output is no terminal."""
+PLAIN_WIDTH = 1_000_000
+"""Where standard output is no terminal a line is as long as it must be: paths stay whole."""
+PLAIN_VALUE_WIDTH = 60
+"""There, characters of the column of values, which are texts of several words."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +50,12 @@ def render(rows: Iterable[Row], ledger: Mapping[str, int], timings: Mapping[str,
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     for title in ("stage", "verb"):
         table.add_column(title, overflow="fold")
-    table.add_column("value", overflow="fold")
+    plain = not _has_width()
+    table.add_column("value", overflow="fold", max_width=PLAIN_VALUE_WIDTH if plain else None)
     listed = list(rows)
     any_file = any(row.file for row in listed)
     if any_file:
-        table.add_column("file", overflow="fold")
+        table.add_column("file", overflow="fold", no_wrap=plain)
     below: list[RenderableType] = []
     for row in listed:
         streamed = isinstance(row.value, Path)
@@ -65,7 +68,7 @@ def render(rows: Iterable[Row], ledger: Mapping[str, int], timings: Mapping[str,
         if any_file:
             cells.append(Text("" if row.file is None else shown(row.file)))
         table.add_row(*cells)
-    console = Console(highlight=False, width=None if _has_width() else PLAIN_WIDTH)
+    console = Console(highlight=False, width=PLAIN_WIDTH if plain else None)
     with console.capture() as capture:
         console.print(table, *below, sep="\n")
         console.print()

@@ -13,10 +13,11 @@ from pipedist import messages as msg
 from pipedist.coordinator.store import Chunk, ResultStore, Slots
 from pipedist.errors import CallError, LocalProtocolError, RunDrained
 from pipedist.feeds import Feed
-from pipedist.program import Program, Shards, Tree, to_tree
+from pipedist.program import Program, Shards, Tree
 from pipedist.scheduler import Event, PassSettings
 from pipedist.scheduler import events as ev
-from pipedist.transport.codec import Frame, encode
+from pipedist.transport.codec import Frame
+from pipedist.worker.binding import to_frames
 
 BATCH_STEPS_MAX = 256
 """Steps that a reader gets at once; the valve opens again batch by batch."""
@@ -88,7 +89,7 @@ class PassHandle:
         self.retries = retries
         self.slots = frozenset(emit.slot for emit in program.emits)
         """What each call sends back."""
-        self.program_frames: list[Frame] = encode(to_tree(program))
+        self.program_frames: list[Frame] = to_frames(program)
         self.counts = PassCounts()
         self.raised: dict[int, msg.Failed] = {}
         """The latest exception of each call that raised and whose step is not visible."""

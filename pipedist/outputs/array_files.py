@@ -58,22 +58,17 @@ def npy_header(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
 class NpySink(Sink):
     """One array; or the arrays of all steps or epochs, stacked."""
 
-    def __init__(self, path: Path, mode: Mode, axis: int) -> None:
-        super().__init__(path, mode, 0 if mode == "each" else axis)
-        self._leaves = Leaves(bare="data", target=str(path))
+    def __init__(self, path: Path, mode: Mode, axis: int, label: str) -> None:
+        super().__init__(path, mode, 0 if mode == "each" else axis, label)
+        self._leaves = Leaves(bare="data", target=label)
         self._array: Array | None = None
         self._spool: ArraySpool | None = None
         self._beside: IO[bytes] | None = None
 
     def _append(self, value: Tree) -> None:
-        if value is None or encoding.node(value) is not None:
-            what = "null" if value is None else f"a {type(value).__qualname__}"
-            raise OutputError(
-                f"{self.path}: .npy holds one array, and the value is {what}: write .npz or .json"
-            )
-        (array,) = self._leaves.take(value)
+        array = self._taken(value, self._leaves)
         if self._mode == "one":
-            self._array = _storable(array, str(self.path))
+            self._array = _storable(array, self.label)
             return
         if self._mode == "each":
             array = array[None]
@@ -81,8 +76,20 @@ class NpySink(Sink):
             self._spool = self._begin(array)
         self._spool.append(array)
 
+    def _fits(self, value: Tree) -> None:
+        _storable(self._taken(value, Leaves(bare="data", target=self.label)), self.label)
+
+    def _taken(self, value: Tree, leaves: Leaves) -> Array:
+        if value is None or encoding.node(value) is not None:
+            what = "null" if value is None else f"a {type(value).__qualname__}"
+            raise OutputError(
+                f"{self.label}: .npy holds one array, and the value is {what}: write .npz or .json"
+            )
+        (array,) = leaves.take(value)
+        return array
+
     def _begin(self, array: Array) -> ArraySpool:
-        label = str(self.path)
+        label = self.label
         if array.ndim and self._axis % array.ndim == 0:
             header = npy_header(array.dtype, array.shape)
             self._out.file.write(bytes(len(header)))
@@ -94,7 +101,7 @@ class NpySink(Sink):
         if self._array is not None:
             _write(self._out.file, self._array.dtype, self._array.shape, [self._array])
         elif self._spool is None:
-            raise OutputError(f"{self.path}: no call was made, so there is no array to write")
+            raise OutputError(f"{self.label}: no call was made, so there is no array to write")
         elif self._beside is None:
             self._out.file.seek(0)
             self._out.file.write(npy_header(self._spool.dtype, self._spool.shape))
@@ -109,19 +116,28 @@ class NpySink(Sink):
 class NpzSink(Sink):
     """The leaves of one tree; or of the trees of all steps or epochs, stacked leaf by leaf."""
 
-    def __init__(self, path: Path, mode: Mode, axis: int) -> None:
-        super().__init__(path, mode, 0 if mode == "each" else axis)
-        self._leaves = Leaves(bare="data", target=str(path))
+    def __init__(self, path: Path, mode: Mode, axis: int, label: str) -> None:
+        super().__init__(path, mode, 0 if mode == "each" else axis, label)
+        self._leaves = Leaves(bare="data", target=label)
         self._arrays: dict[str, Array] = {}
-        self._pieces = Piecewise(path, self._axis, "data")
+        self._pieces = Piecewise(path, self._axis, "data", label)
 
     def _append(self, value: Tree) -> None:
         if self._mode == "one":
-            arrays = self._leaves.take(value)
-            for name, array in zip(self._leaves.names, arrays, strict=True):
-                self._arrays[name] = _storable(array, f"{self.path}: leaf {name!r}")
+            self._arrays = self._storables(value, self._leaves)
         else:
             self._pieces.append(value, stack=self._mode == "each")
+
+    def _fits(self, value: Tree) -> None:
+        for name in self._storables(value, Leaves(bare="data", target=self.label)):
+            self._info(name)
+
+    def _storables(self, value: Tree, leaves: Leaves) -> dict[str, Array]:
+        arrays = leaves.take(value)
+        return {
+            name: _storable(array, f"{self.label}: leaf {name!r}")
+            for name, array in zip(leaves.names, arrays, strict=True)
+        }
 
     def _complete(self) -> None:
         members: dict[str, Array | ArraySpool] = {**self._arrays, **self._pieces.spools}
@@ -139,7 +155,7 @@ class NpzSink(Sink):
             name = "\0"
         if "\0" in name:
             raise OutputError(
-                f"{self.path}: a leaf path has a character that zip names can't hold: write .json"
+                f"{self.label}: a leaf path has a character that zip names can't hold: write .json"
             )
         return zipfile.ZipInfo(f"{name}.npy", date_time=_EPOCH)
 

@@ -20,15 +20,17 @@ class AtomicFile:
 
     Args:
         path: where the file will be; its folder exists.
+        label: what errors call it; "": its path.
 
     Raises:
         OutputError: the folder can't be written.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, label: str = "") -> None:
         self.path = path
+        self._label = label or str(path)
         self._temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
-        with writing(path):
+        with writing(self._label):
             flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
             self.file: BinaryIO = os.fdopen(os.open(self._temporary, flags, 0o666), "w+b")
 
@@ -41,7 +43,7 @@ class AtomicFile:
         Raises:
             OutputError: the disk is full, or fails.
         """
-        with writing(self.path):
+        with writing(self._label):
             self.file.flush()
             os.fsync(self.file.fileno())
             self.file.close()
@@ -58,12 +60,12 @@ class AtomicFile:
 
 
 @contextlib.contextmanager
-def writing(path: Path) -> Iterator[None]:
+def writing(label: object) -> Iterator[None]:
     """Turn the operating system's errors into an OutputError which names the file."""
     try:
         yield
     except OSError as error:
-        raise OutputError(f"can't write {path}: {error.strerror or error}") from error
+        raise OutputError(f"can't write {label}: {error.strerror or error}") from error
 
 
 def sync_folder(path: Path) -> None:

@@ -13,16 +13,24 @@ are replaced by the new ones. So a reader of the folder sees the files of a fini
 run that fails or is killed costs nothing that was there before. The states of `run.json`:
 
     (no folder) --> running --> committing --> finished --> running (a later run) ...
+                       |             '-------> failed ----> running
+                       '---------------------> failed
 
-A kill while `committing` loses nothing: all new files are on disk, and whoever opens the
-folder next completes the move. Files that pipedist did not write are neither removed nor
-replaced, and a folder that is not empty and has no `.pipedist` is not touched at all.
-Names below the folder are resolved without following symbolic links: outputs stay inside.
+`failed` is a run that ended with an error: it is over, and nothing of it is waiting to be
+continued, so a later run takes its place without being told to. It may have left files: where
+one output could not be written, the others are those of the same complete run. `running` without
+the lock is a run that was interrupted or killed: unfinished.
+
+A kill while `committing` loses nothing: all new files are on disk, and whoever opens the folder
+next completes the move. Files that pipedist did not write are neither removed nor replaced, and
+a folder that is not empty and has no `.pipedist` is not touched at all. Names below the folder
+are resolved without following symbolic links: outputs stay inside.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -43,7 +51,7 @@ PRIVATE = ".pipedist"
 
 _FORMAT = 1
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-State = Literal["running", "committing", "finished"]
+State = Literal["running", "committing", "finished", "failed"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +63,8 @@ class _Record:
         run: id of the run.
         spec: digest of its spec.
         files: the outputs of the run, relative paths.
-        previous: the outputs of the finished run before it, which are still in the folder.
+        previous: the outputs of the run before it, which are still in the folder.
+        then: the state after `committing`.
     """
 
     state: State
@@ -63,6 +72,7 @@ class _Record:
     spec: str
     files: tuple[str, ...]
     previous: tuple[str, ...] = ()
+    then: Literal["finished", "failed"] = "finished"
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,11 +135,12 @@ class RunFolder:
         self._known(output)
         return self.path / output
 
-    def finish(self, document: Json) -> dict[str, Path]:
+    def finish(self, document: Json, *, failed: bool = False) -> dict[str, Path]:
         """Replace the files of the run before by those of this one.
 
         Args:
             document: plain JSON values, kept for `--resume` of the finished run.
+            failed: the run is complete but for some of its files, which are not there.
 
         Returns:
             The outputs that were written, absolute paths by relative path.
@@ -142,10 +153,24 @@ class RunFolder:
             written = tuple(name for name in self._record.files if (new / name).is_file())
         _write_json(self.path / PRIVATE / "results.json.new", document)
         record = self._record
-        self._record = _Record("committing", record.run, record.spec, written, record.previous)
+        then: Literal["finished", "failed"] = "failed" if failed else "finished"
+        self._record = _Record("committing", record.run, record.spec, written, record.previous, then)
         _write_record(self.path, self._record)
         self._record = _commit(self.path, self._record)
         return {name: self.path / name for name in written}
+
+    def fail(self) -> None:
+        """Say that the run ended with an error: nothing of it is left; the files before it stay.
+
+        Raises:
+            OutputError: the folder can't be written; its run counts as unfinished.
+        """
+        record = self._record
+        if record.state == "running":
+            with writing(self.path):
+                shutil.rmtree(self.path / PRIVATE / "new", onerror=_gone_is_fine)
+            self._record = _Record("failed", record.run, record.spec, record.previous)
+            _write_record(self.path, self._record)
 
     def close(self) -> None:
         """Release the lock; harmless twice."""
@@ -181,10 +206,11 @@ def open_folder(
         The folder to write into; or, with `resume`, the finished run of the same spec.
 
     Raises:
-        UsageError: the folder is not pipedist's, another run is writing into it, it holds an
-            unfinished run and neither `resume` nor `restart` says what to do, it holds a run
-            of another spec and is to be resumed, or a file of somebody else is in the way.
-        OutputError: the folder can't be made or read.
+        UsageError: the folder can't be made or read, or is not pipedist's, another run is
+            writing into it, it holds an unfinished run and neither `resume` nor `restart` says
+            what to do, it holds a run of another spec and is to be resumed, or a file of
+            somebody else is in the way.
+        OutputError: the disk is full, or fails.
     """
     for problem in filter(None, map(path_problem, outputs)):
         raise UsageError(problem)
@@ -192,6 +218,8 @@ def open_folder(
         raise UsageError("--resume and --restart exclude each other")
     shown = path
     with _reading(shown):
+        if path.exists() and not path.is_dir():
+            raise UsageError(f"{shown} is a file, not an output folder: choose another --output DIR")
         path.mkdir(parents=True, exist_ok=True)
         path = path.resolve()
         _claim(path, shown)
@@ -211,7 +239,7 @@ def open_folder(
         if resume and old is not None and old.state == "finished" and old.spec == spec_hash:
             return _finished(path, old, shown)
         notice = _decide(old, shown, spec_hash=spec_hash, resume=resume, restart=restart)
-        previous = () if old is None else old.files if old.state == "finished" else old.previous
+        previous = () if old is None else old.previous if old.state == "running" else old.files
         _check_free(path, shown, outputs, previous)
         with writing(path):
             shutil.rmtree(path / PRIVATE / "new", onerror=_gone_is_fine)
@@ -233,10 +261,17 @@ def _decide(old: _Record | None, shown: Path, *, spec_hash: str, resume: bool, r
                 f"{spec_hash[:12]}), which can't be resumed: --restart discards it, --output DIR "
                 "writes elsewhere"
             )
-        return f"the unfinished run {old.run} in {shown} has no journal: starting fresh"
+        if old.state == "failed":
+            return f"the run {old.run} in {shown} failed, and left nothing to continue: starting fresh"
+        return (
+            f"the unfinished run {old.run} in {shown} left no journal (this version writes none): "
+            "starting fresh"
+        )
     if old is not None and old.state == "running" and not restart:
         raise UsageError(
-            f"{shown} holds the unfinished run {old.run}: --resume continues it, --restart discards it"
+            f"{shown} holds the unfinished run {old.run}: --restart discards it and begins again; --resume "
+            "takes it up, which in this version begins again too, because no journal is written yet; "
+            "--output DIR writes elsewhere"
         )
     return ""
 
@@ -286,7 +321,7 @@ def _commit(path: Path, record: _Record) -> _Record:
             os.replace(private / "results.json.new", private / "results.json")
         shutil.rmtree(private / "new", onerror=_gone_is_fine)
         sync_folder(path)
-    done = _Record("finished", record.run, record.spec, record.files)
+    done = _Record(record.then, record.run, record.spec, record.files)
     _write_record(path, done)
     return done
 
@@ -337,7 +372,8 @@ def _read_record(path: Path, shown: Path) -> _Record | None:
         files, previous = tuple(value["files"]), tuple(value["previous"])
         for problem in filter(None, map(path_problem, files + previous)):
             raise ValueError(problem)  # what is listed there is removed one day
-        return _Record(value["state"], value["run"], value["spec"], files, previous)
+        then = value.get("then", "finished")
+        return _Record(value["state"], value["run"], value["spec"], files, previous, then)
     except (ValueError, KeyError, TypeError) as error:
         raise UsageError(
             f"{shown}/{PRIVATE}/run.json can't be read ({error!r}): choose another folder with --output DIR"
@@ -352,6 +388,7 @@ def _write_record(path: Path, record: _Record) -> None:
         "spec": record.spec,
         "files": list(record.files),
         "previous": list(record.previous),
+        "then": record.then,
     }
     _write_json(path / PRIVATE / "run.json", value)
 
@@ -371,7 +408,9 @@ def _reading(shown: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise OutputError(f"can't use {shown} as output folder: {error.strerror or error}") from error
+        # a place that can't be used is a mistake of the command line, a disk that fails is none
+        kind = OutputError if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO) else UsageError
+        raise kind(f"can't use {shown} as output folder: {error.strerror or error}") from error
 
 
 def _gone_is_fine(_function: Any, _path: str, info: Any) -> None:

@@ -14,9 +14,9 @@ from pipedist.program import Tree
 class JsonSink(Sink):
     """One value; or a list of the values of all steps or epochs, one on a line."""
 
-    def __init__(self, path: Path, mode: Mode, axis: int) -> None:
-        super().__init__(path, mode, axis)
-        self._pieces = Piecewise(path, axis, "value")
+    def __init__(self, path: Path, mode: Mode, axis: int, label: str) -> None:
+        super().__init__(path, mode, axis, label)
+        self._pieces = Piecewise(path, axis, "value", label)
 
     def _append(self, value: Tree) -> None:
         if self._mode == "pieces":

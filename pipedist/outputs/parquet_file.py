@@ -20,19 +20,25 @@ _GROUP_BYTES_MAX = 64 * 2**20
 class ParquetSink(RowSink):
     """Row groups of 65,536 rows, or of 64 MiB where rows are large."""
 
-    def __init__(self, path: Path, mode: Mode, axis: int) -> None:
+    def __init__(self, path: Path, mode: Mode, axis: int, label: str) -> None:
         try:
             import pyarrow
             import pyarrow.parquet
         except ImportError:
-            raise OutputError(f"{path}: .parquet needs pyarrow: pip install 'pipedist[parquet]'") from None
-        super().__init__(path, mode, axis)
+            raise OutputError(f"{label}: .parquet needs pyarrow: pip install 'pipedist[parquet]'") from None
+        super().__init__(path, mode, axis, label)
         self._arrow: Any = pyarrow
         self._writer: Any = None
         self._schema: Any = None
         self._waiting: list[Any] = []
         self._rows_waiting = 0
         self._bytes_waiting = 0
+
+    def _check(self, columns: dict[str, Array], dtypes: dict[str, Any]) -> None:
+        super()._check(columns, dtypes)
+        if self._schema is None:  # what Arrow has no type for is known with the first value
+            for name, array in columns.items():
+                self._column(name, array[:1])
 
     def _rows(self, columns: dict[str, Array]) -> None:
         table = self._arrow.table({name: self._column(name, array) for name, array in columns.items()})
@@ -57,7 +63,7 @@ class ParquetSink(RowSink):
             return self._arrow.array(values, type=kinds.get(array.dtype.kind))
         except (self._arrow.ArrowException, UnicodeEncodeError) as error:
             raise OutputError(
-                f"{self.path}: leaf {name!r} of dtype {array.dtype} does not fit a parquet column: {error}"
+                f"{self.label}: leaf {name!r} of dtype {array.dtype} does not fit a parquet column: {error}"
             ) from error
 
     def _write_group(self) -> None:

@@ -22,12 +22,14 @@ class Piecewise:
             nothing survives a kill) in its folder.
         axis: along which the pieces are put end to end.
         bare: the name of the leaf of a bare array.
+        label: what errors call the file.
     """
 
-    def __init__(self, path: Path, axis: int, bare: str) -> None:
+    def __init__(self, path: Path, axis: int, bare: str, label: str) -> None:
         self._path = path
         self._axis = axis
-        self._leaves = Leaves(bare=bare, target=str(path))
+        self._label = label
+        self._leaves = Leaves(bare=bare, target=label)
         self.spools: dict[str, ArraySpool] = {}
 
     def append(self, piece: Tree, *, stack: bool = False) -> None:
@@ -44,7 +46,7 @@ class Piecewise:
             spool = self.spools.get(name)
             if spool is None:
                 file: IO[bytes] = tempfile.SpooledTemporaryFile(_IN_MEMORY_BYTES, dir=str(self._path.parent))  # noqa: SIM115
-                label = f"{self._path}: leaf {name!r}"
+                label = f"{self._label}: leaf {name!r}"
                 spool = self.spools[name] = ArraySpool(file, axis=self._axis, label=label)
             spool.append(leaf[None] if stack else leaf)
 

@@ -32,30 +32,36 @@ class RowSink(Sink):
 
     flat = True
 
-    def __init__(self, path: Path, mode: Mode, axis: int) -> None:
-        super().__init__(path, mode, axis)
-        self._leaves = Leaves(bare="value", target=str(path))
+    def __init__(self, path: Path, mode: Mode, axis: int, label: str) -> None:
+        super().__init__(path, mode, axis, label)
+        self._leaves = Leaves(bare="value", target=label)
         self._dtypes: dict[str, Any] = {}
 
     def _append(self, value: Tree) -> None:
         if value is None:
             if self._mode == "each":
                 raise OutputError(
-                    f"{self.path}: value {self._count} is null, which has no columns: write .jsonl"
+                    f"{self.label}: value {self._count} is null, which has no columns: write .jsonl"
                 )
             return
-        arrays = self._leaves.take(value)
-        names = self._leaves.names
-        if self._mode == "each" or (self._mode == "one" and all(array.ndim == 0 for array in arrays)):
-            arrays = [array[None] for array in arrays]
-        columns = dict(zip(names, arrays, strict=True))
-        self._check(columns)
+        columns = self._columns(value, self._leaves)
+        self._check(columns, self._dtypes)
         self._rows(columns)
 
-    def _check(self, columns: dict[str, Array]) -> None:
+    def _fits(self, value: Tree) -> None:
+        if value is not None:
+            self._check(self._columns(value, Leaves(bare="value", target=self.label)), {})
+
+    def _columns(self, value: Tree, leaves: Leaves) -> dict[str, Array]:
+        arrays = leaves.take(value)
+        if self._mode == "each" or (self._mode == "one" and all(array.ndim == 0 for array in arrays)):
+            arrays = [array[None] for array in arrays]
+        return dict(zip(leaves.names, arrays, strict=True))
+
+    def _check(self, columns: dict[str, Array], dtypes: dict[str, Any]) -> None:
         first = next(iter(columns), "")
         for name, array in columns.items():
-            leaf = f"{self.path}: leaf {name!r}"
+            leaf = f"{self.label}: leaf {name!r}"
             if array.ndim == 0:
                 raise OutputError(f"{leaf} is a single value beside columns: write .npz or .json")
             if self.flat and array.ndim > 1:
@@ -73,7 +79,7 @@ class RowSink(Sink):
                 raise OutputError(
                     f"{leaf} has {len(array)} rows, leaf {first!r} has {len(columns[first])}: write .npz"
                 )
-            dtype = self._dtypes.setdefault(name, array.dtype)
+            dtype = dtypes.setdefault(name, array.dtype)
             if array.dtype != dtype and not (array.dtype.kind == dtype.kind and dtype.kind in "US"):
                 raise OutputError(f"{leaf}: one column has one dtype: first {dtype}, now {array.dtype}")
 
@@ -106,14 +112,14 @@ class JsonLinesSink(RowSink):
 
     flat = False
 
-    def __init__(self, path: Path, mode: Mode, axis: int) -> None:
-        super().__init__(path, mode, axis)
-        self._pieces = Piecewise(path, axis, "value")
+    def __init__(self, path: Path, mode: Mode, axis: int, label: str) -> None:
+        super().__init__(path, mode, axis, label)
+        self._pieces = Piecewise(path, axis, "value", label)
         self._aside = False
 
     def _append(self, value: Tree) -> None:
         if self._mode == "each":
-            self._line(_columns_of_row(value, str(self.path)))
+            self._line(_columns_of_row(value, self.label))
         elif self._mode == "pieces" and value is not None:
             arrays = self._leaves.take(value)
             if self._count == 1:
@@ -125,6 +131,12 @@ class JsonLinesSink(RowSink):
         else:
             super()._append(value)
 
+    def _fits(self, value: Tree) -> None:
+        if self._mode == "each":
+            _columns_of_row(value, self.label)
+        else:
+            super()._fits(value)
+
     def _rows(self, columns: dict[str, Array]) -> None:
         cells = [encoding.array_to_json(array, (name,)) for name, array in columns.items()]
         for row in zip(*cells, strict=True):
@@ -135,7 +147,7 @@ class JsonLinesSink(RowSink):
         lengths = {name: spool.shape[0] for name, spool in spools.items()}
         if len(set(lengths.values())) > 1:
             raise OutputError(
-                f"{self.path}: the leaves have different numbers of rows: {lengths}: write .npz"
+                f"{self.label}: the leaves have different numbers of rows: {lengths}: write .npz"
             )
         for blocks in zip(*(spool.blocks(_ROWS) for spool in spools.values()), strict=True):
             self._rows(dict(zip(spools, blocks, strict=True)))

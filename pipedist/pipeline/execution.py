@@ -8,7 +8,7 @@ from contextlib import ExitStack, closing
 import anyio
 
 from pipedist.coordinator import Coordinator, PassHandle
-from pipedist.errors import RunDrained
+from pipedist.errors import OutputError, RunDrained
 from pipedist.outputs import RunFolder
 from pipedist.pipeline.reading import Reading
 from pipedist.pipeline.result import Ledger, Progress, StageCount
@@ -42,6 +42,8 @@ class Execution:
         self._coordinator = coordinator
         self._folder = folder
         self._subscription = subscription
+        self.unwritten: dict[str, OutputError] = {}
+        """Why an output has no file, of values that were finished but for their files."""
         self._values: dict[str, Tree] = {}
         self._spools: dict[str, Spool] = {}
         self._handles: dict[PassPlan, PassHandle] = {}
@@ -73,7 +75,7 @@ class Execution:
                 self._phase = number
                 start = time.monotonic()
                 await self._run_phase(phase, stack)
-                self.timings[f"phase {number}"] = time.monotonic() - start
+                self.timings[f"phase {number + 1}"] = time.monotonic() - start
             if self._subscription is not None:
                 self._subscription.end()
 
@@ -105,6 +107,7 @@ class Execution:
             self._folder,
             subscription if subscription is not None and subscription.pass_ == pass_ else None,
             values=self._values,
+            unwritten=self.unwritten,
             spools=self._spools,
             read_later=self._read_later,
         )
@@ -135,7 +138,7 @@ class Execution:
         for name, stage in self._plan.spec.stages.items():
             if name not in self._values:
                 continue
-            output = self._plan.spec.outputs.get(name)
+            output = None if name in self.unwritten else self._plan.spec.outputs.get(name)
             if output is not None and self._folder is not None and isinstance(stage, GatherSpec):
                 results[name] = self._folder.final(output)
             else:

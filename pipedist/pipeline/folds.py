@@ -21,6 +21,7 @@ import anyio.to_thread
 import numpy as np
 
 from pipedist import trees
+from pipedist.errors import OutputError
 from pipedist.outputs import Sink
 from pipedist.program import Tree
 from pipedist.reductions import FoldTree, Partial, Reduction
@@ -58,6 +59,8 @@ class Fold(ABC):
         self._sink = sink
         self._epoch = 0
         """The epoch that is open; those before it have their values."""
+        self._nothing = 0
+        """Components so far, while all of them are None; -1 from the first other one."""
 
     async def add(self, epoch: int, steps: Sequence[Sequence[Tree]]) -> None:
         """Take the parts of the next steps, all of one epoch.
@@ -69,6 +72,9 @@ class Fold(ABC):
             CallError: a `combine` function failed.
             OutputError: the file can't be written.
         """
+        if self._nothing >= 0:
+            made = [part for parts in steps for part in parts]
+            self._nothing = self._nothing + len(made) if all(map(self._is_none, made)) else -1
         if self._per == "epoch":
             await self._close_epochs(epoch)
         if self._per == "step":
@@ -88,6 +94,14 @@ class Fold(ABC):
             await self._close()
         elif self._per == "epoch":
             await self._close_epochs(epochs)
+
+    @property
+    def of_nothing(self) -> bool:
+        """Whether there were components, and every one of them was None."""
+        return self._nothing > 0
+
+    def _is_none(self, part: Tree) -> bool:
+        return part is None
 
     @property
     def result(self) -> Tree:
@@ -143,13 +157,21 @@ class ReduceFold(Fold):
     ) -> None:
         super().__init__(name, per, sink, keep=keep)
         self._reduction = reduction
+        self._fits = sink is None
+        """Whether a value like that of the first call is known to fit its file."""
         self._begin()
+
+    def _is_none(self, part: Partial) -> bool:
+        skeleton, leaves = part
+        return skeleton is None and not leaves
 
     def _begin(self) -> None:
         self._steps: FoldTree[Partial] = FoldTree(self._reduction.combine)
         self._index = 0
 
     async def _take(self, steps: Sequence[Sequence[Partial]]) -> None:
+        if not self._fits:
+            self._check_first(steps)
         push, reduction = self._steps.push, self._reduction
         for index, parts in enumerate(steps, self._index):
             if parts:
@@ -160,6 +182,15 @@ class ReduceFold(Fold):
         partial = self._steps.result()
         self._begin()
         return self._reduction.finish(partial)
+
+    def _check_first(self, steps: Sequence[Sequence[Partial]]) -> None:
+        """Tell at once what a file can't hold: a call's own value is like the final one."""
+        first = next((part for parts in steps for part in parts), None)
+        if first is None or self._sink is None:
+            return
+        self._fits = True
+        with suppress(OverflowError):  # a sum may come back into the range of its dtype
+            self._sink.check(self._reduction.finish(first))
 
 
 def step_partial(reduction: Reduction, parts: Sequence[Partial]) -> Partial | None:
@@ -182,19 +213,44 @@ class GatherFold(Fold):
         self._whole = 0
         """How many of them are such blocks, at the front."""
         self._checked = False
+        self._steps = 0
 
     async def _take(self, steps: Sequence[Sequence[Tree]]) -> None:
+        first, self._steps = self._steps, self._steps + len(steps)
         made = [part for parts in steps for part in parts]
         if made and not self._checked:  # what can't be gathered at all is told at once, not at the end
-            self._together(made)
+            try:
+                self._together(made)
+            except (TypeError, ValueError) as error:
+                raise type(error)(self._located(first, steps, error)) from error
             self._checked = True
         if self._streams and self._sink is not None:
-            for part in made:
-                await write(self._sink, part)
+            for step, parts in enumerate(steps, first):
+                for replica, part in enumerate(parts):
+                    try:
+                        await write(self._sink, part)
+                    except OutputError as error:
+                        raise OutputError(f"{error} (step {step}, replica {replica})") from error
         if self.kept or not self._streams:
             self._parts += made
             if len(self._parts) - self._whole >= TINY_PARTS:
                 self._compact()
+
+    def _located(self, first: int, steps: Sequence[Sequence[Tree]], error: Exception) -> str:
+        """Return the text of an error with the component that does not fit, alone or behind the first."""
+        seen: list[Tree] = []
+        for step, parts in enumerate(steps, first):
+            for replica, part in enumerate(parts):
+                seen = [*seen[:1], part]
+                for tried in ([part], seen):
+                    try:
+                        self._together(tried)
+                    except (TypeError, ValueError) as fault:
+                        hint = ""
+                        if isinstance(part, list | tuple):
+                            hint = "; a list is a tree of values: return np.array(...) of it for one array"
+                        return f"step {step}, replica {replica}: {fault}{hint}"
+        return str(error)
 
     def _compact(self) -> None:
         """Put tiny parts end to end: a million of them cost more than what is in them."""

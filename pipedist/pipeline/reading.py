@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Awaitable, Iterator, Mapping, MutableMapping
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 
 import anyio
 import anyio.to_thread
 
 from pipedist.coordinator import Arrival, Batch, Chunk, Coordinator, PassHandle, Slots
-from pipedist.errors import FoldError
+from pipedist.errors import CallError, FoldError, OutputError
 from pipedist.feeds import Feed, IndexedFeed, SequentialFeed
 from pipedist.outputs import RunFolder, Sink, open_sink
 from pipedist.pipeline.folds import CombineFold, Fold, FoldCall, GatherFold, ReduceFold, step_partial
@@ -46,6 +46,7 @@ class Reading:
         subscription: what the user streams of this pass, None for nothing.
         values: finished values by stage, of earlier phases; this pass adds its own. Of one that
             only its file holds, the path.
+        unwritten: why an output has no file, though the run goes on; this pass adds its own.
         spools: the kept values of runs, of earlier phases; this pass adds its own, open.
         read_later: reduce and gather stages whose values a later phase reads.
     """
@@ -59,6 +60,7 @@ class Reading:
         subscription: Subscription | None,
         *,
         values: MutableMapping[str, Tree],
+        unwritten: MutableMapping[str, OutputError],
         spools: Mapping[str, Spool],
         read_later: frozenset[str],
     ) -> None:
@@ -68,6 +70,7 @@ class Reading:
         self._folder = folder
         self._subscription = subscription
         self._values = values
+        self._unwritten = unwritten
         self._read_later = read_later
         self._replicas = plan.spec.replicas
         self._feed = _feed_of(plan, pass_, spools)
@@ -117,16 +120,44 @@ class Reading:
                         await self._take(first, epoch, steps, batch.bytes // len(batch.steps))
                 epochs = self._plan.spec.datasets[self._pass.dataset].epochs
                 for name, fold in self._folds.items():
-                    await _folding(name, fold.finish(epochs))
+                    with self._file_of(name):
+                        await self._folding(name, fold.finish(epochs))
+                    if fold.of_nothing:
+                        raise FoldError(name, self._no_value(name))
             for spool in self._spools.values():
                 await anyio.to_thread.run_sync(spool.finish)
-            for sink in sinks.values():
-                await anyio.to_thread.run_sync(sink.finish)
+            for name, sink in sinks.items():
+                if name not in self._unwritten:
+                    with self._file_of(name):
+                        await anyio.to_thread.run_sync(sink.finish)
         for name, fold in self._folds.items():
             if fold.kept or self._folder is None:
                 self._values[name] = fold.result
-            else:
+            elif name not in self._unwritten:
                 self._values[name] = self._folder.final(self._plan.spec.outputs[name])
+
+    @contextmanager
+    def _file_of(self, name: str) -> Iterator[None]:
+        """At the end of a pass: one file that can't be completed costs no other value."""
+        try:
+            yield
+        except OutputError as error:
+            self._unwritten[name] = error
+
+    def _no_value(self, name: str) -> str:
+        of = self._plan.spec.stages[name].of
+        return f"stage {of} returned None on every call: is a `return` missing?"
+
+    async def _folding(self, name: str, work: Awaitable[None]) -> None:
+        """Await a fold's work; what does not fit together is the stage's error."""
+        try:
+            await work
+        except (TypeError, ValueError, OverflowError, OutputError) as error:
+            if self._folds[name].of_nothing:  # so far, and it ends here
+                raise FoldError(name, self._no_value(name)) from error
+            if isinstance(error, OutputError):
+                raise
+            raise FoldError(name, str(error)) from error
 
     def _segments(self, batch: Batch) -> Iterator[tuple[int, int, list[list[Slots]]]]:
         """Yield (first step, epoch, steps): each of one epoch; for who streams steps, each of one step."""
@@ -141,7 +172,7 @@ class Reading:
 
     async def _take(self, first: int, epoch: int, steps: list[list[Slots]], step_bytes: int) -> None:
         for name, fold in self._folds.items():
-            await _folding(name, fold.add(epoch, parts_of(self._slots[name], steps)))
+            await self._folding(name, fold.add(epoch, parts_of(self._slots[name], steps)))
         for name, spool in self._spools.items():
             for step, parts in enumerate(parts_of(self._slots[name], steps), first):
                 elements = self._feed.elements(step, step + 1)
@@ -184,6 +215,7 @@ class Reading:
             shape="run" if getattr(stage, "per", "run") == "run" else "per",
             gather=gathers,
             axis=stage.gather if isinstance(stage, GatherSpec) else 0,
+            label=f"outputs.{name} ({output})",
         )
 
     def _fold(self, name: str, sink: Sink | None, stack: ExitStack) -> Fold:
@@ -208,7 +240,12 @@ class Reading:
         stack.callback(handle.close)
 
         async def call(groups: list[list[Tree]]) -> Tree:
-            slots = await handle.call_step([groups])
+            try:
+                slots = await handle.call_step([groups])
+            except CallError as error:
+                if all(part is None for group in groups for part in group):
+                    raise FoldError(name, self._no_value(name)) from error
+                raise
             return slots[0][COMBINED]
 
         return call
@@ -252,11 +289,3 @@ def _announcer(subscription: Subscription | None, replicas: int) -> Arrival | No
                 subscription.put(Part(name, step, replica, values[slot]), size)
 
     return announce
-
-
-async def _folding(name: str, work: Awaitable[None]) -> None:
-    """Await a fold's work; what does not fit together is the stage's error."""
-    try:
-        await work
-    except (TypeError, ValueError, OverflowError) as error:
-        raise FoldError(name, str(error)) from error

@@ -76,6 +76,13 @@ class Progress:
     elapsed_s: float
 
 
+class NoSuchValue(KeyError):
+    """A result has no value of that name; a KeyError whose text is readable."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
 @dataclass(frozen=True, slots=True)
 class Result(Mapping[str, Tree]):
     """The finished values of a run, by stage: a read-only mapping.
@@ -122,7 +129,18 @@ class Result(Mapping[str, Tree]):
         )
 
     def __getitem__(self, stage: str) -> Tree:
-        return self.by_stage[stage]
+        """Return a stage's value.
+
+        Raises:
+            KeyError: it has none; the text says which stages have.
+        """
+        try:
+            return self.by_stage[stage]
+        except KeyError:
+            raise NoSuchValue(
+                f"no value {stage!r}; there are: {', '.join(self.by_stage) or 'none'}. A run stage has no "
+                "single value: stream it with `async for step in run.steps(NAME)`, or gather it"
+            ) from None
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.by_stage)

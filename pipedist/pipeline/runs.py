@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import secrets
 import time
@@ -18,7 +19,7 @@ import anyio.to_thread
 
 from pipedist import messages as msg
 from pipedist.coordinator import LogSink
-from pipedist.errors import LocalProtocolError, RunCancelled, UsageError
+from pipedist.errors import LocalProtocolError, OutputError, RunCancelled, UsageError
 from pipedist.local_cluster import Cluster, LocalCluster, checked_count, usable_cores
 from pipedist.outputs import FinishedRun, RunFolder, open_folder
 from pipedist.pipeline.execution import Execution
@@ -242,7 +243,8 @@ class Run:
         Raises:
             CallError: a call failed for good.
             FoldError: components do not fit together.
-            OutputError: a file can't be written.
+            OutputError: a file can't be written, or can't hold its value. If that came out only at
+                the end of the run, its `result` has every other value and file.
             WorkersLost: no worker can be kept alive.
             RunDrained: it was drained before its end.
             RunCancelled: it was cancelled, or left.
@@ -305,6 +307,9 @@ class Run:
                 self._result = await self._made(self._execution, folder)
         except Exception as error:
             self._end(error)
+            if folder is not None and not isinstance(error, RunCancelled):
+                with contextlib.suppress(OutputError):  # then it counts as unfinished
+                    folder.fail()
         else:
             self._end(None)
 
@@ -316,7 +321,10 @@ class Run:
 
     async def _made(self, execution: Execution, folder: RunFolder | None) -> Result:
         timings = {**execution.timings, "total": time.monotonic() - self._began}
-        files = {} if folder is None else {n: folder.final(o) for n, o in self._spec.outputs.items()}
+        failed = execution.unwritten
+        files = {}
+        if folder is not None:
+            files = {n: folder.final(o) for n, o in self._spec.outputs.items() if n not in failed}
         result = Result(
             name=self.name,
             run_id=self.id,
@@ -327,7 +335,9 @@ class Run:
             notice=self.notice,
         )
         if folder is not None:
-            await anyio.to_thread.run_sync(lambda: folder.finish(result.document))
+            await anyio.to_thread.run_sync(lambda: folder.finish(result.document, failed=bool(failed)))
+        if failed:
+            raise OutputError("\n".join(map(str, failed.values())), result=result)
         return result
 
 

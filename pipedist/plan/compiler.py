@@ -24,6 +24,7 @@ from pipedist.plan.model import PassPlan, Plan
 from pipedist.program import FunctionRef
 from pipedist.spec import ReduceSpec, RunSpec, Spec, StageRef, references
 
+
 def compile_plan(spec: Spec, *, workers: int) -> Plan:
     """Plan a spec.
 

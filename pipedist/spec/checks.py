@@ -407,7 +407,7 @@ def _unfit(ending: str, stage: Outline) -> tuple[str, str] | None:
     axis = stage.raw.get("gather")
     if type(axis) is int and axis > 0:
         return (
-            f"`{ending}` holds columns of one dimension, and a gather along axis {axis} has {axis + 1} or more",
+            f"`{ending}` holds columns of one dimension; a gather along axis {axis} has {axis + 1} or more",
             "a .npz or .json file",
         )
     return None

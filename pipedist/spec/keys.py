@@ -35,7 +35,7 @@ FUNCTION_EXPECTED = '"package.module:name", of Python identifiers'
 class Section(BaseModel):
     """A mapping of the language: known keys only, no coercion, immutable."""
 
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", defer_build=True)
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,6 +79,11 @@ def resolve(text: str, *, may_import: bool) -> tuple[type, tuple[str, ...]]:
             module = importlib.import_module(module_name)
         except ImportError as error:
             raise Unresolvable(f"class {module_name}.{qualname}: {error}") from error
+        except (Exception, SystemExit) as error:  # a user's module may raise anything
+            raise Unresolvable(
+                f"class {module_name}.{qualname}: importing {module_name} failed: "
+                f"{type(error).__name__}: {error}"
+            ) from error
     if module is None:
         raise Unresolvable(f"class {module_name}.{qualname}: module {module_name} is not imported here")
     found: Any = module

@@ -23,12 +23,13 @@ from typing import Any, Protocol
 
 from pipedist.errors import PipedistError
 from pipedist.messages import Log, Message
-from pipedist.program import Shards, from_tree
-from pipedist.transport.codec import Frame, UnsendableError, decode, encode
+from pipedist.program import Shards
+from pipedist.transport.codec import Frame, UnsendableError, encode
 from pipedist.worker import commands, failures
+from pipedist.worker.binding import Unloadable, from_frames, load_tree
 from pipedist.worker.commands import Ending, Execute
 from pipedist.worker.events import Event, Finished, Raised, SliceEnded, Started, Tick
-from pipedist.worker.execution import Outcome, PassExecutor, PersistentLoop, RangeRun
+from pipedist.worker.execution import Outcome, PassExecutor, PersistentLoop, RangeRun, RefusedRange
 from pipedist.worker.failures import CallFailure
 from pipedist.worker.machine import Limits, State, WorkerMachine
 from pipedist.worker.output import OutputCapture
@@ -37,8 +38,15 @@ from pipedist.worker.progress import Progress
 IDLE_POLL_S = 1.0
 """How long an idle worker waits for a message before it looks around."""
 
+SILENT_S = 2.0
+"""How long a scheduler may take to answer before that is told."""
+
 LOG_LINES_WAITING_MAX = 1000
 """Lines printed by threads while the socket was busy; older ones are lost first."""
+
+
+def _tell_nobody(_text: str) -> None:
+    return
 
 
 class Socket(Protocol):
@@ -71,6 +79,7 @@ class Driver:
         join_s: how long the connection may take, seconds.
         progress: where the call that runs is noted down.
         die: ends the process; called with a text when the reporter thread fails.
+        tell: told, for people, that the worker has joined, or waits for a scheduler.
     """
 
     def __init__(
@@ -82,6 +91,7 @@ class Driver:
         join_s: float,
         progress: Progress,
         die: Callable[[str], None],
+        tell: Callable[[str], None] = _tell_nobody,
     ) -> None:
         self._socket = socket
         self._machine = machine
@@ -89,10 +99,14 @@ class Driver:
         self._join_s = join_s
         self._progress = progress
         self._die = die
+        self._tell = tell
+        self._waits_from: float | None = None
+        """Since when nobody has answered; None where that has been told, or does not matter any more."""
         self._core = threading.Lock()
         """Held by whoever uses `_machine` or `_socket`."""
         self._loop = PersistentLoop()
-        self._passes: dict[int, PassExecutor] = {}
+        self._passes: dict[int, PassExecutor | Unloadable] = {}
+        """What executes each bound pass, or why nothing can."""
         self._payloads: dict[int, list[memoryview]] = {}
         """Shards of leases that have not begun."""
         self._frames: list[memoryview] = []
@@ -101,7 +115,7 @@ class Driver:
         """Results that are being reported."""
         self._slice: Execute | None = None
         """What executes, or is executed next."""
-        self._run: RangeRun | None = None
+        self._run: RangeRun | RefusedRange | None = None
         """The lease that executes."""
         self._left: tuple[Ending, str] | None = None
         self._lines: deque[Log] = deque(maxlen=LOG_LINES_WAITING_MAX)
@@ -119,6 +133,7 @@ class Driver:
         """
         threading.Thread(target=self._report_regularly, name="pipedist-reporter", daemon=True).start()
         try:
+            self._waits_from = time.monotonic()
             with self._core:
                 self._handle(Started())
             while self._left is None:
@@ -152,6 +167,9 @@ class Driver:
             else:
                 self._working.clear()
                 self._handle(Tick())
+                if self._waits_from is not None and time.monotonic() - self._waits_from >= SILENT_S:
+                    self._waits_from = None
+                    self._tell(f"waiting for a scheduler, for at most {self._join_s:g} s")
             self._send_lines()
 
     def _receive(self) -> None:
@@ -185,21 +203,30 @@ class Driver:
             self._handle(SliceEnded(slice_.lease))
             self._receive()
 
-    def _begin(self, slice_: Execute) -> RangeRun:
+    def _begin(self, slice_: Execute) -> RangeRun | RefusedRange:
         if self._run is None:
-            shards = Shards(*decode(self._payloads.pop(slice_.lease), may_import=True))
-            executor = self._passes[slice_.pass_id]
-            self._run = RangeRun(
-                executor, shards, slice_.lo, slice_.hi, self._progress.of_lease(slice_.lease)
-            )
+            self._run = self._new_run(slice_)
         return self._run
+
+    def _new_run(self, slice_: Execute) -> RangeRun | RefusedRange:
+        frames = self._payloads.pop(slice_.lease)
+        executor = self._passes[slice_.pass_id]
+        if isinstance(executor, Unloadable):
+            return RefusedRange(executor, "", slice_.lo)
+        begin = self._progress.of_lease(slice_.lease)
+        begin(slice_.lo)  # decoding may import a user's module, which may end the process
+        try:
+            shards = Shards(*load_tree(frames, "the arguments of this call"))
+        except Unloadable as error:
+            return RefusedRange(error, executor.first_stage, slice_.lo)
+        return RangeRun(executor, shards, slice_.lo, slice_.hi, begin)
 
     # -- reporting -----------------------------------------------------------------------
 
-    def _report(self, lease: int, run: RangeRun) -> None:
+    def _report(self, lease: int, run: RangeRun | RefusedRange) -> None:
         """Report the calls that have finished; whoever calls holds `_core`."""
         lo, outcomes, busy_ns = run.take()
-        if not outcomes:
+        if not outcomes or isinstance(run, RefusedRange):
             return
         hi = lo + len(outcomes)
         try:
@@ -220,7 +247,8 @@ class Driver:
             except UnsendableError as error:
                 stage = executor.stage_of(slot)
                 told = UnsendableError(f"the result of stage {stage!r} can't be sent: {error}")
-                self._report_failure(lease, failures.describe(told, call=call, stage=stage, retryable=False))
+                failure = failures.describe(told, call=call, stage=stage, retryable=False, in_user_code=False)
+                self._report_failure(lease, failure)
                 return
         self._encoded = encode([outcome])
         self._handle(Finished(lease, call, call + 1, busy_ns))
@@ -281,16 +309,25 @@ class Driver:
 
     def _do_join(self, command: commands.Join) -> None:
         """Resolve modules as the scheduler's process on this host does."""
+        self._waits_from = None
+        threads = "1 thread" if self._threads == 1 else f"{self._threads} threads"
+        self._tell(f"joined cluster {command.welcome.cluster}, {threads}")
         theirs = [entry for entry in command.welcome.sys_path if os.path.isabs(entry)]
         if theirs:
             sys.path[:] = theirs + [entry for entry in sys.path if entry not in theirs]
 
     def _do_open_pass(self, command: commands.OpenPass) -> None:
-        program = from_tree(decode(self._frames, may_import=True))
-        self._passes[command.pass_id] = PassExecutor(program, self._loop, self._threads)
+        try:
+            program = from_frames(self._frames)
+        except Unloadable as error:
+            self._passes[command.pass_id] = error  # each of its calls tells
+        else:
+            self._passes[command.pass_id] = PassExecutor(program, self._loop, self._threads)
 
     def _do_drop_pass(self, command: commands.DropPass) -> None:
-        self._passes.pop(command.pass_id).close()
+        executor = self._passes.pop(command.pass_id)
+        if isinstance(executor, PassExecutor):
+            executor.close()
 
     def _do_keep_lease(self, command: commands.KeepLease) -> None:
         self._payloads[command.lease] = self._frames

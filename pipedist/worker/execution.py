@@ -103,22 +103,21 @@ class PassExecutor:
         self._finder = ShardFinder(program.reader, program.replicas)
         self._reductions = [Reduction.of(e.op, e.axis) if e.op else None for e in program.emits]
         # A pass without a function emits for its reductions: their stages, by slot.
-        self._first = next((s.name for s in (*program.stages,)), "") or next(
-            (emit.slot for emit in program.emits), ""
-        )
+        names = [stage.name for stage in program.stages] or [emit.slot for emit in program.emits]
+        self.first_stage = names[0] if names else ""
         readers = [stage.of for stage in program.stages]
         self._shard_is_shared = (readers + [emit.of for emit in program.emits]).count(-1) > 1
 
     def stage_of(self, slot: str) -> str:
         """Return the name of the stage whose value is emitted as `slot`."""
-        return next((self._stage_name(emit) for emit in self.program.emits if emit.slot == slot), "")
+        return next((self._stage_name(e) for e in self.program.emits if e.slot == slot), self.first_stage)
 
     def _stage_name(self, emit: Emit) -> str:
-        return self._stages[emit.of].name if emit.of >= 0 else ""
+        return self._stages[emit.of].name if emit.of >= 0 else self.first_stage
 
     def call(self, number: int) -> _Call:
         """Return a call that has not begun."""
-        return _Call(number, self.program.replicas, self._first)
+        return _Call(number, self.program.replicas, self.first_stage)
 
     def overlaps(self, call: _Call) -> bool:
         """Whether calls may overlap. Loads the functions; an error is left for the calls to meet.
@@ -361,12 +360,18 @@ class RangeRun:
             return end.value  # type: ignore[no-any-return]
 
     async def _run_among_others(self, call: _Call) -> tuple[Outcome, int]:
+        try:
+            return await self._step_by_step(call)
+        except (SystemExit, KeyboardInterrupt) as error:
+            raise _Ended(error) from None
+
+    async def _step_by_step(self, call: _Call) -> tuple[Outcome, int]:
         steps = self.executor.steps(call, self._shards, call.number - self._lo)
         try:
             awaitable = next(steps)
             while True:
                 try:
-                    box = [await _awaited(awaitable)]
+                    box = [await awaitable]
                 except BaseException as error:
                     awaitable = steps.throw(error)
                 else:
@@ -398,6 +403,38 @@ class RangeRun:
                 return self.executor.failure(call, error.cause if isinstance(error, _Ended) else error)
             if self._worked_until_ns >= until_ns or self._bytes >= slice_bytes:
                 return None
+
+
+class RefusedRange:
+    """The execution of a lease whose calls can't be made: each of them fails, for good.
+
+    Args:
+        error: why.
+        stage: whose failure it is; "" where the program is not known.
+        lo: the first call.
+    """
+
+    def __init__(self, error: Exception, stage: str, lo: int) -> None:
+        self._error = error
+        self._stage = stage
+        self._next = lo
+
+    def advance(self, _slice_s: float, _slice_bytes: int) -> CallFailure:
+        """Return the failure of the next call."""
+        return failures.describe(
+            self._error, call=self._next, stage=self._stage, retryable=False, in_user_code=False
+        )
+
+    def take(self) -> Taken:
+        """Return that no call has finished."""
+        return Taken(self._next, [], 0)
+
+    def skip(self) -> None:
+        """Take note that the next call has been reported as failed."""
+        self._next += 1
+
+    def abandon(self) -> None:
+        """Nothing is running."""
 
 
 class _Ended(Exception):

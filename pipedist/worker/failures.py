@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -24,6 +25,12 @@ TRACEBACK_CHARS_MAX = 65_536
 _FOLDER = os.path.dirname(os.path.abspath(__file__))
 _CALLERS = frozenset(os.path.join(_FOLDER, name) for name in ("execution.py", "stages.py"))
 """The files whose frames call the user's code."""
+
+_ENDS: dict[type[BaseException], Callable[[BaseException], str]] = {
+    SystemExit: lambda error: f"the function called sys.exit({getattr(error, 'code', None)!r})",
+    KeyboardInterrupt: lambda error: str(error) or "the function raised it: a worker has no Ctrl-C",
+}
+"""What is said of exceptions whose own text says nothing."""
 
 _TELLING = (PipedistError, TypeError, ValueError)
 """What is raised on purpose around the user's code: by readers, reductions and the codec."""
@@ -61,7 +68,7 @@ def describe(
     """
     cls = type(error)
     try:
-        text = str(error)
+        text = _ENDS.get(cls, str)(error)
     except Exception as second:  # an exception class of the user's, whose __str__ is broken
         text = f"<{cls.__qualname__} whose text can't be made: {type(second).__name__}>"
     return CallFailure(

@@ -67,6 +67,7 @@ class WorkerSettings:
         key_file: path of the CURVE keys, "" where the endpoint needs none.
         threads: BLAS and OpenMP threads that the environment was set to.
         join_s: how long the scheduler may take to answer, seconds.
+        tells: it says on stderr that it has joined, or waits.
     """
 
     endpoint: str
@@ -75,6 +76,7 @@ class WorkerSettings:
     key_file: str = ""
     threads: int = 1
     join_s: float = 30.0
+    tells: bool = False
 
 
 def run_process(settings: WorkerSettings, progress: Progress | None = None) -> int:
@@ -90,10 +92,8 @@ def run_process(settings: WorkerSettings, progress: Progress | None = None) -> i
     try:
         return _work(settings, progress or Progress(), label)
     except SystemExit as error:
-        if error.code is None or isinstance(error.code, int):
-            return (error.code or 0) & 0xFF
-        _print_to_stderr(f"{label}: {error.code}\n")
-        return 1
+        _print_to_stderr(f"{label} ends: a task of a replica function called sys.exit({error.code!r})\n")
+        return (error.code or 0) & 0xFF if error.code is None or isinstance(error.code, int) else 1
     except ConnectionLost as error:
         _print_to_stderr(f"{label}: {error}\n")
         return ExitCode.CONNECTION_LOST
@@ -101,13 +101,13 @@ def run_process(settings: WorkerSettings, progress: Progress | None = None) -> i
         _print_to_stderr(f"{label}: {error}\n")
         return ExitCode.PROTOCOL if isinstance(error, ProtocolError) else ExitCode.USAGE
     except KeyboardInterrupt:
-        _print_to_stderr(f"{label} ends: user code raised\n{traceback.format_exc()}")
+        _print_to_stderr(f"{label} ends: a task of a replica function raised KeyboardInterrupt\n")
         return 128 + signal.SIGINT
     except Exception:
         _print_to_stderr(f"{label} ends because of a defect in pipedist\n{traceback.format_exc()}")
         return ExitCode.DEFECT
-    except BaseException:
-        _print_to_stderr(f"{label} ends: user code raised\n{traceback.format_exc()}")
+    except BaseException as error:
+        _print_to_stderr(f"{label} ends: user code raised {type(error).__name__}: {error}\n")
         return 1
 
 
@@ -118,9 +118,20 @@ def _work(settings: WorkerSettings, progress: Progress, label: str) -> int:
     protocol = WorkerMachine(
         make_hello(settings.worker, settings.incarnation), Limits(join_s=settings.join_s)
     )
+
+    def tell(text: str) -> None:
+        if settings.tells:
+            _print_to_stderr(f"{label} at {settings.endpoint}: {text}\n")
+
     try:
         driver = Driver(
-            dealer, protocol, threads=settings.threads, join_s=settings.join_s, progress=progress, die=_die
+            dealer,
+            protocol,
+            threads=settings.threads,
+            join_s=settings.join_s,
+            progress=progress,
+            die=_die,
+            tell=tell,
         )
         driver.output.install()
         ending, reason = driver.run()

@@ -58,9 +58,9 @@ class Stage:
         called: object = fn
         if inspect.isclass(fn) and self._program.form != "apply":
             self.is_class = True
-            called = next((vars(base)["__call__"] for base in fn.__mro__ if "__call__" in vars(base)), None)
-            if called is None:
-                raise TypeError(f"class {label} has no __call__ method, so its instances can't be called")
+            if wrong := functions.complaint(fn, label):
+                raise TypeError(wrong)
+            called = functions.call_of(fn)
         self.is_async = _is_async(called)
         self._wants_ctx = _has_ctx(called)
         if self._program.form == "combine" and self.is_async:

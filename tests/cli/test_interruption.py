@@ -6,6 +6,7 @@ import signal
 
 import pytest
 
+from pipedist.cli.exits import Interrupted
 from pipedist.cli.interruption import SIGNALS, Interruption
 
 
@@ -23,7 +24,9 @@ class FakeRun:
         self.called.set()
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+)
 def test_the_first_signal_drains_and_the_second_cancels(number: int, code: int) -> None:
     told: list[str] = []
     ended: list[int] = []
@@ -48,9 +51,9 @@ def test_the_first_signal_drains_and_the_second_cancels(number: int, code: int) 
 
 
 def test_before_the_run_a_signal_ends_the_process() -> None:
-    with Interruption(lambda text: None) as interruption, pytest.raises(SystemExit) as caught:
+    with Interruption(lambda text: None) as interruption, pytest.raises(Interrupted) as caught:
         signal.raise_signal(signal.SIGTERM)
-    assert caught.value.code == 143
+    assert caught.value.exit_code == 143
     assert interruption.exit_code == 143
 
 
@@ -72,3 +75,15 @@ def test_handlers_are_given_back() -> None:
     with Interruption(lambda text: None):
         assert [signal.getsignal(number) for number in SIGNALS] != before
     assert [signal.getsignal(number) for number in SIGNALS] == before
+
+
+def test_what_is_ignored_stays_so() -> None:
+    """`nohup pipedist run ...` outlives its terminal."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Interruption(lambda text: None) as interruption:
+            signal.raise_signal(signal.SIGHUP)
+            assert interruption.exit_code is None
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)

@@ -34,7 +34,7 @@ def test_a_line_says_how_far_and_how_fast() -> None:
         "x: 50%, 500 of 1,000 elements, 100 elements/s, 0.5 calls/s, 2 workers, 5.0 s left"
     )
     assert describe("x", Amount(500, None, 5, 1, 1, 3), Pace(1e6, 12.0, None)) == (
-        "x phase 2/3: 500 elements, 1,000,000 elements/s, 12 calls/s, 1 worker"
+        "x phase 2 of 3: 500 elements, 1,000,000 elements/s, 12 calls/s, 1 worker"
     )
     assert [duration(s) for s in (0.04, 42, 65, 3905)] == ["0.0 s", "42 s", "1:05", "1:05:05"]
 

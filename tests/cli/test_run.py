@@ -79,7 +79,7 @@ def test_a_failing_function(pipedist: Command, spec: Path, tmp_path: Path) -> No
     assert "ValueError: seven is bad" in done.stderr
     assert "defect" not in done.stderr
     assert not (tmp_path / "out/squares/rows.npy").exists()
-    plain = pipedist("run", "squares.yaml", "--restart")
+    plain = pipedist("run", "squares.yaml")  # it is over, and left nothing: no --restart is asked for
     assert (plain.returncode, plain.stdout) == (1, "")
 
 
@@ -167,6 +167,120 @@ def test_every_format(pipedist: Command, spec: Path, tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    "args", [("run", "squares.yaml", "--json"), ("plan", "squares.yaml", "--format", "json")]
+)
+def test_stdout_is_the_document_whatever_modules_print(
+    pipedist: Command, spec: Path, args: tuple[str, ...]
+) -> None:
+    module = spec.with_name("squares.py")
+    module.write_text(
+        "import os\nprint('hello')\nos.system('echo from a child')\n" + module.read_text()
+        + "def rows():\n    print('reading')\n    yield from range(10)\n"
+    )  # fmt: skip
+    spec.write_text(spec.read_text().replace("range: 10", 'function: {call: "squares:rows"}'))
+    done = pipedist(*args)
+    assert done.returncode == 0, done.stderr
+    json.loads(done.stdout)
+    assert done.stdout.count("\n") == 1
+    assert "hello" in done.stderr
+    assert "from a child" in done.stderr
+
+
+def test_an_output_that_fails_at_the_end_costs_no_other_value(
+    pipedist: Command, spec: Path, tmp_path: Path
+) -> None:
+    module = spec.with_name("squares.py")
+    module.write_text(module.read_text() + "def two(a, b):\n    return {'x': np.ones(2), 'y': np.ones(3)}\n")
+    text = spec.read_text().replace("outputs: {", '  odd: {reduce: "squares:two", of: squares}\noutputs: {')
+    spec.write_text(text.replace("rows: rows.npy", "rows: rows.npy, odd: odd.csv"))
+    done = pipedist("run", "squares.yaml", "--json")
+    assert done.returncode == 1
+    document = json.loads(done.stdout)
+    assert document["results"]["total"] == 285
+    assert document["results"]["rows"] == {"file": str(tmp_path / "out/squares/rows.npy")}
+    assert document["results"]["odd"] == {"x": [1.0, 1.0], "y": [1.0, 1.0, 1.0]}
+    assert document["error"]["class"] == "OutputError"
+    assert document["ledger"] == LEDGER
+    assert done.stderr.splitlines()[-1].startswith("pipedist: outputs.odd (odd.csv): leaf 'y' has 3 rows")
+    assert (tmp_path / "out/squares/rows.npy").exists()
+    table = pipedist("run", "squares.yaml")
+    assert table.returncode == 1
+    assert "285" in table.stdout
+    assert "outputs.odd" in table.stderr
+
+
+@pytest.mark.parametrize("place", ["squares.py", "squares.py/below", "/proc/nothing"])
+def test_a_place_that_can_not_be_a_folder_is_exit_2(pipedist: Command, spec: Path, place: str) -> None:
+    done = pipedist("run", "squares.yaml", "--output", place)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("pipedist: ")
+    assert place in done.stderr
+    assert "defect" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        "run squares.yaml",
+        "run squares.yaml --json",
+        "plan squares.yaml",
+        "validate squares.yaml",
+        "schema",
+        "--version",
+        "--help",
+        "run --help",
+    ],
+)
+def test_a_full_disk_behind_stdout(spec: Path, args: str) -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "pipedist", *args.split()],
+            cwd=spec.parent, stdout=full, stderr=subprocess.PIPE, text=True, check=False,
+        )  # fmt: skip
+    assert done.returncode == 1, done.stderr
+    assert "can't write to standard output: No space left on device" in done.stderr
+    assert "defect" not in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    "file", ["rows.npy", "rows.npz", "rows.csv", "rows.json", "rows.parquet", "rows.jsonl"]
+)
+@pytest.mark.parametrize("axis", [0, 1])
+def test_a_full_disk_below_the_folder(spec: Path, file: str, axis: int) -> None:
+    if axis and file in ("rows.csv", "rows.parquet"):
+        return  # refused before it runs
+    module = spec.with_name("squares.py")
+    module.write_text(
+        module.read_text() + "def wide(shard):\n    a = np.ones((len(shard), 9)) * shard[:, None]\n"
+        f"    return {{str(n): a[:, n] for n in range(9)}} if {axis == 0} else a.T\n"
+    )
+    text = spec.read_text().replace(', with: {factor: "${params.factor}"}', "")
+    text = (
+        text.replace("squares:squares", "squares:wide")
+        .replace("rows.npy", file)
+        .replace("range: 10", "range: 20000")
+    )
+    text = text.replace("batch: 4", "batch: 4000").replace("gather: 0", f"gather: {axis}")
+    if file == "rows.npy" and not axis:
+        text = text.replace("of: squares}\noutputs", "of: dataset}\noutputs")
+    spec.write_text(text)
+    limit = (
+        "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (150_000, 150_000));"
+        "from pipedist.cli import main; sys.argv[0] = 'pipedist'; main()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", limit, "run", "squares.yaml"],
+        cwd=spec.parent, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1, done.stderr
+    assert f"can't write outputs.rows ({file}): File too large" in done.stderr
+    assert "defect" not in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (spec.parent / "out/squares" / file).exists()
+
+
 # --- signals ------------------------------------------------------------------------------------
 
 
@@ -215,7 +329,9 @@ def workers_of(session: int) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+)
 def test_a_signal_drains_the_run(pipedist: Command, spec: Path, number: int, code: int) -> None:
     with slow_run(spec, 30) as process:
         assert process.stderr is not None
@@ -226,6 +342,7 @@ def test_a_signal_drains_the_run(pipedist: Command, spec: Path, number: int, cod
     assert process.returncode == code, err
     assert out == ""
     assert "Traceback" not in err
+    assert "both begin again" in err, "nothing is promised that this version does not have"
     assert workers_of(process.pid) == []
     refused = pipedist("run", "squares.yaml")
     assert refused.returncode == 2

@@ -64,7 +64,13 @@ def test_records() -> None:
 
 
 @pytest.mark.parametrize(
-    ("suffix", "text"), [(".npy", "float64[5, 2]"), (".npz", "data: float64[5, 2]"), (".jsonl", "110 bytes")]
+    ("suffix", "text"),
+    [
+        (".npy", "float64[5, 2]"),
+        (".npz", "data: float64[5, 2]"),
+        (".jsonl", "5 rows"),
+        (".json", "[[0.0, 0.0], [0.0, 0.0], [0.0, 0.0], [0.0, 0.0], [0.0, 0.0]]"),
+    ],
 )
 def test_files_are_described_by_their_headers(tmp_path: Path, suffix: str, text: str) -> None:
     sink = open_sink(tmp_path / f"a{suffix}", shape="run", gather=True)
@@ -84,7 +90,7 @@ def test_the_table(
         Row("rows", "gather 0", sink.finish(), tmp_path / "rows.npz"),
         Row("[red]by[/red]", "reduce m:f", {"AA": {"n": 1}, "UA": {"n": 22}}),
     ]
-    text = render(rows, LEDGER, {"phase 0": 0.25, "total": 75.0})
+    text = render(rows, LEDGER, {"phase 1": 0.25, "total": 75.0})
     assert text.splitlines() == [
         "stage           verb         value              file",
         "─" * 68,
@@ -98,6 +104,23 @@ def test_the_table(
         "UA              22",
         "",
         "4,096 elements: 4,000 committed, 96 quarantined, 0 lost",
-        "phase 0 0.2 s, total 1:15",
+        "phase 1 0.2 s, total 1:15",
     ]
     assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".parquet", ".jsonl", ".json"])
+def test_a_streamed_table_shows_its_rows(tmp_path: Path, suffix: str) -> None:
+    sink = open_sink(tmp_path / f"a{suffix}", shape="run", gather=True)
+    sink.append(np.array(["a\nb", 'c"', "", *map(str, range(997))]))
+    assert summarize_file(sink.finish()) == ("1,000 values" if suffix == ".json" else "1,000 rows")
+    empty = open_sink(tmp_path / f"b{suffix}", shape="run", gather=True)
+    assert summarize_file(empty.finish()) == ("null" if suffix == ".json" else "0 rows")
+
+
+def test_long_paths_stay_whole_in_a_pipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    path = tmp_path.joinpath(*["a-long-folder"] * 12, "rows.npy")
+    text = render([Row("rows", "gather 0", "x" * 110, path)], LEDGER, {})
+    assert str(path) in text
+    assert max(len(line) for line in text.splitlines() if str(path) not in line and "─" not in line) < 100

@@ -64,7 +64,7 @@ def test_a_finished_run_is_replaced_when_the_next_one_is_complete(tmp_path: Path
 def test_an_unfinished_run_is_never_overwritten_unasked(tmp_path: Path) -> None:
     out = tmp_path / "x"
     start(out).close()
-    with pytest.raises(UsageError, match=r"unfinished run r1.*--resume.*--restart"):
+    with pytest.raises(UsageError, match=r"unfinished run r1.*--restart.*--resume.*no journal"):
         start(out, run="r2")
     with start(out, run="r3", resume=True) as folder:
         assert "no journal" in folder.notice
@@ -273,8 +273,42 @@ def test_an_unreadable_record_is_refused(tmp_path: Path, text: str) -> None:
 
 def test_a_file_in_place_of_the_folder(tmp_path: Path) -> None:
     (tmp_path / "x").write_text("mine")
-    with pytest.raises(OutputError, match="output folder"):
+    with pytest.raises(UsageError, match="is a file"):
         start(tmp_path / "x")
+    with pytest.raises(UsageError, match="output folder"):
+        start(tmp_path / "x" / "below")
+    assert (tmp_path / "x").read_text() == "mine"
+
+
+def test_a_run_that_failed_is_over(tmp_path: Path) -> None:
+    out = tmp_path / "x"
+    complete(out, "old", outputs=["a.json", "b.json"])
+    with start(out, run="r2") as folder:
+        folder.staged("a.json").write_text("half")
+        folder.fail()
+    assert visible(out) == ["a.json", "b.json"]
+    assert (out / "a.json").read_text() == "old"
+    assert not (out / ".pipedist/new").exists()
+    with start(out, run="r3", resume=True) as folder:
+        assert "r2" in folder.notice
+        assert "failed" in folder.notice
+        folder.fail()
+    complete(out, "new", run="r4")  # nobody need say --restart: there is nothing to lose
+    assert visible(out) == ["a.json"]
+
+
+def test_a_run_without_some_of_its_files_is_no_finished_one(tmp_path: Path) -> None:
+    out = tmp_path / "x"
+    with start(out, outputs=["a.json", "b.json"]) as folder:
+        folder.staged("a.json").write_text("1")
+        assert folder.finish({}, failed=True) == {"a.json": out / "a.json"}
+        folder.fail()  # it has been said: what was put in its place stays
+    assert visible(out) == ["a.json"]
+    with start(out, run="r2", outputs=["c.json"], resume=True) as folder:
+        assert "starting fresh" in folder.notice
+        folder.staged("c.json").write_text("2")
+        folder.finish({})
+    assert visible(out) == ["c.json"]
 
 
 def test_an_output_that_was_not_announced(tmp_path: Path) -> None:

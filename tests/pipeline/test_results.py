@@ -55,7 +55,7 @@ def test_one_value_is_a_value_and_what_streams_into_a_file_is_its_path(tmp_path:
     assert np.load(out / "steps.npy").tolist() == [12, 44, 76] * 2
     assert result.files == {name: out / path for name, path in outputs.items()}
     assert result.ledger == pipedist.Ledger(24, 24)
-    assert set(result.timings) == {"phase 0", "phase 1", "total"}
+    assert set(result.timings) == {"phase 1", "phase 2", "total"}
     again = pipedist.run({**spec, "outputs": outputs}, workers=1, output=out, resume=True)
     assert again.run_id == result.run_id
     assert again.document == {**result.document, "timings": again.document["timings"]}
@@ -78,19 +78,128 @@ def test_retries_are_those_of_the_stage_that_raised(first: int, tmp_path: Path) 
     assert (caught.value.stage, caught.value.attempts) == ("a", 1)
 
 
-def test_an_unfinished_folder_is_not_overwritten_unasked(tmp_path: Path) -> None:
+def test_a_run_that_failed_leaves_nothing_and_is_replaced(tmp_path: Path) -> None:
     spec = document(y={"run": f"{F}:fails_on_eleven_once", "with": {"folder": str(tmp_path)}})
     spec["stages"]["rows"] = {"gather": 0, "of": "y"}
     spec["outputs"] = {"rows": "rows.npy"}
     out = tmp_path / "out"
     with pytest.raises(pipedist.CallError):
         pipedist.run(spec, workers=1, output=out)
-    assert not (out / "rows.npy").exists()
-    assert list((out / ".pipedist" / "new").iterdir()) == []
-    with pytest.raises(pipedist.UsageError, match="unfinished"):
-        pipedist.run(spec, workers=1, output=out)
-    result = pipedist.run(spec, workers=1, output=out, restart=True)
+    assert [path.name for path in out.iterdir()] == [".pipedist"]
+    assert not (out / ".pipedist" / "new").exists()
+    result = pipedist.run(spec, workers=1, output=out)
     assert np.load(result["rows"]).tolist() == [*range(12), *range(12)]
+
+
+@pytest.mark.asyncio
+async def test_an_unfinished_folder_is_not_overwritten_unasked(tmp_path: Path) -> None:
+    spec = document(rows={"gather": 0, "of": "dataset"})
+    spec["outputs"] = {"rows": "rows.npy"}
+    out = tmp_path / "out"
+    async with pipedist.open(spec, workers=1, output=out) as run:
+        async for _ in run.steps("rows"):
+            break  # the run is left before its end
+    assert not (out / "rows.npy").exists()
+    with pytest.raises(pipedist.UsageError, match="unfinished"):
+        async with pipedist.open(spec, workers=1, output=out):
+            pass
+    async with pipedist.open(spec, workers=1, output=out, restart=True) as run:
+        result = await run.results()
+    assert np.load(result["rows"]).tolist() == [*range(12), *range(12)]
+
+
+def tree_of_arrays(shard: Any) -> dict[str, Any]:
+    return {"n": len(shard), "arr": np.ones(3)}
+
+
+def nothing(shard: Any) -> None:
+    """Forget to return."""
+
+
+def texts(shard: Any) -> list[str]:
+    return [str(n) for n in shard]
+
+
+def sums(a: Any, b: Any) -> Any:
+    return {"total": a, "list": [np.ones(2), np.ones(3)]}
+
+
+@pytest.mark.parametrize("file", ["t.csv", "t.npy", "t.parquet"])
+def test_what_a_file_can_not_hold_is_told_with_the_first_step(tmp_path: Path, file: str) -> None:
+    spec = document(
+        y={"run": tree_of_arrays},
+        g={"gather": 0, "of": "dataset"},
+        t={"reduce": "sum", "of": "y", "axis": None},
+    )
+    spec["dataset"] = {"range": 100_000, "batch": 10}
+    spec["outputs"] = {"g": "g.json", "t": file}
+    with pytest.raises(pipedist.OutputError, match=rf"outputs\.t \({file}\): ") as caught:
+        pipedist.run(spec, workers=1, output=tmp_path / "out")
+    assert ".pipedist" not in str(caught.value)
+    assert caught.value.result is None, "it did not run to its end"
+    assert [path.name for path in (tmp_path / "out").iterdir()] == [".pipedist"]
+
+
+def test_an_output_that_fails_at_the_end_costs_no_other_value(tmp_path: Path) -> None:
+    spec = document(
+        g={"gather": 0, "of": "dataset"},
+        t={"reduce": sums, "of": "dataset"},
+        inline={"reduce": "sum", "of": "dataset", "axis": 0},
+    )
+    spec["outputs"] = {"g": "g.json", "t": "t.csv"}
+    out = tmp_path / "out"
+    with pytest.raises(pipedist.OutputError, match=r"outputs\.t \(t\.csv\)") as caught:
+        pipedist.run(spec, workers=1, output=out)
+    result = caught.value.result
+    assert isinstance(result, pipedist.Result)
+    assert (result.ledger.lost, result["inline"]) == (0, 132)
+    assert result.files == {"g": out / "g.json"}
+    assert (out / "g.json").exists()
+    assert not (out / "t.csv").exists()
+    assert set(result["t"]) == {"total", "list"}, "the value itself is there"
+    with pytest.raises(pipedist.OutputError):  # it is no finished run
+        pipedist.run(spec, workers=1, output=out, resume=True)
+
+
+@pytest.mark.parametrize(
+    "stage",
+    [{"reduce": "sum", "axis": None}, {"reduce": "max", "axis": 0}, {"gather": 0}, {"reduce": sums},
+     {"gather": 0, "per": "step"}],
+)  # fmt: skip
+@pytest.mark.parametrize("file", [None, "t.npy", "t.csv"])
+def test_a_forgotten_return_is_named(stage: dict[str, Any], file: str | None, tmp_path: Path) -> None:
+    if stage.get("per") and file == "t.csv":
+        return  # refused before it runs
+    spec = document(f={"run": nothing}, t={"of": "f", **stage})
+    if file:
+        spec["outputs"] = {"t": file}
+    with pytest.raises(
+        pipedist.FoldError, match="stage t: stage f returned None on every call: is a `return` missing"
+    ):
+        pipedist.run(spec, workers=1, output=tmp_path / "out")
+
+
+def test_no_calls_give_null() -> None:
+    spec = document(f={"run": nothing}, t={"of": "f", "reduce": "sum", "axis": 0})
+    spec["dataset"] = {"range": 0, "batch": 4}
+    assert pipedist.run(spec, workers=1)["t"] is None
+
+
+def test_what_can_not_be_gathered_is_located() -> None:
+    spec = document(f={"run": texts}, t={"of": "f", "gather": 0})
+    with pytest.raises(pipedist.FoldError, match=r"stage t: step 0, replica 0: .*np\.array"):
+        pipedist.run(spec, workers=1)
+
+
+def test_a_missing_value_says_which_are_there() -> None:
+    spec = document(y={"run": f"{F}:double"}, t={"reduce": "sum", "of": "y", "axis": 0})
+    result = pipedist.run(spec, workers=1)
+    assert "y" not in result
+    assert result.get("y") is None
+    with pytest.raises(KeyError) as caught:
+        result["y"]
+    assert str(caught.value).startswith("no value 'y'; there are: t. ")
+    assert "steps" in str(caught.value)
 
 
 @pytest.mark.asyncio

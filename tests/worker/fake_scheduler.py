@@ -20,11 +20,12 @@ from pipedist.messages import (
     Stop,
     Welcome,
 )
-from pipedist.program import Emit, FunctionRef, Program, ReaderConfig, StageProgram, to_tree
+from pipedist.program import Emit, FunctionRef, Program, ReaderConfig, StageProgram
 from pipedist.transport.codec import decode, encode
 from pipedist.transport.keys import ServerKeys
 from pipedist.transport.rendezvous import ipc_endpoint, private_directory
 from pipedist.transport.zeromq import Router
+from pipedist.worker.binding import to_frames
 
 M = TypeVar("M")
 PATIENCE_S = 20.0
@@ -90,7 +91,7 @@ class FakeScheduler:
 
     def bind(self, identity: bytes, program: Program) -> int:
         self.passes += 1
-        self.send(identity, Bind(self.passes), encode(to_tree(program)))
+        self.send(identity, Bind(self.passes), to_frames(program))
         return self.passes
 
     def assign(

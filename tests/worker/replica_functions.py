@@ -119,7 +119,9 @@ def exit_softly(x: int) -> int:
 
 
 def interrupt(x: int) -> int:
-    raise KeyboardInterrupt
+    if x == 2:
+        raise KeyboardInterrupt
+    return x
 
 
 class Custom(BaseException):
@@ -127,7 +129,9 @@ class Custom(BaseException):
 
 
 def base_exception(x: int) -> int:
-    raise Custom("gone")
+    if x == 2:
+        raise Custom("gone")
+    return x
 
 
 def segfault(x: int) -> int:
@@ -156,7 +160,29 @@ async def cancelled_on_odd(x: int) -> int:
 
 async def exit_in_loop(x: int) -> int:
     await asyncio.sleep(0)
-    sys.exit(5)
+    if x == 2:
+        sys.exit(5)
+    return x
+
+
+class Exits:
+    async def __call__(self, x: int) -> int:
+        return await exit_in_loop(x)
+
+
+async def exit_in_own_task(x: int) -> None:
+    async def end() -> None:
+        sys.exit(5)
+
+    await asyncio.gather(end(), asyncio.sleep(20))
+
+
+def text_on_odd(x: int) -> object:
+    return "odd" if x % 2 else x
+
+
+def add_badly(a: object, b: object) -> object:
+    raise ValueError(f"{a} {b}")
 
 
 _seen_loops: set[int] = set()

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from pipedist.datasets.sources import open_source
 from pipedist.launchers.base import WorkerExit
 from pipedist.launchers.local import LocalLauncher
-from pipedist.messages import Assign, Cancel, Failed, Goodbye, Hello, Refuse, Results, Unbind
+from pipedist.messages import Assign, Bind, Cancel, Failed, Goodbye, Hello, Refuse, Results, Unbind
 from pipedist.program import Emit, ReaderConfig
-from pipedist.transport.codec import decode
+from pipedist.transport.codec import decode, encode
 from pipedist.worker.process import ExitCode
 from tests.worker.fake_scheduler import FakeScheduler, program
 
@@ -208,7 +211,7 @@ async def test_what_functions_print_and_log_names_the_call() -> None:
         scheduler.stop(identity)
         await scheduler.take(Goodbye)
         origins = [(log.stage, log.step, log.replica) for log in scheduler.logs]
-        assert origins == [("", 0, 0), *[("s0", 1, 1)] * 4]
+        assert origins == [("s0", 1, 1)] * 5
         assert [log.text for log in scheduler.logs] == [
             "imported the replica functions",
             "printed 5",
@@ -282,7 +285,6 @@ async def test_an_unbound_pass_is_let_go() -> None:
     ("function", "code", "signum"),
     [
         ("exit_hard", 7, None),
-        ("exit_softly", 5, None),
         ("segfault", None, signal.SIGSEGV),
     ],
 )
@@ -297,22 +299,106 @@ async def test_a_crash_names_the_call_and_its_code(
         assert launcher.pids == {}
 
 
-async def test_calls_that_were_finished_before_sys_exit_are_reported() -> None:
-    async with one_worker() as (scheduler, identity, _):
-        pass_id = scheduler.bind(identity, program(f"{FUNCTIONS}:exit_softly"))
-        scheduler.assign(identity, pass_id, [0, 1, 2, 3])
-        assert await scheduler.outcomes(2) == [{"y": 0}, {"y": 1}]
-        assert (await scheduler.exit()).code == 5
-
-
 @pytest.mark.parametrize(
-    ("function", "code"), [("interrupt", 130), ("base_exception", 1), ("exit_in_loop", 5)]
+    ("function", "name", "text"),
+    [
+        ("exit_softly", "SystemExit", "the function called sys.exit(5)"),
+        ("exit_in_loop", "SystemExit", "the function called sys.exit(5)"),
+        ("Exits", "SystemExit", "the function called sys.exit(5)"),
+        ("interrupt", "KeyboardInterrupt", "the function raised it: a worker has no Ctrl-C"),
+        ("base_exception", "Custom", "gone"),
+    ],
 )
-async def test_what_is_no_exception_ends_the_process(function: str, code: int) -> None:
+async def test_a_function_that_asks_for_an_end_fails_its_call_for_good(
+    function: str, name: str, text: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    failed, other = await _run(function, [2, 3])
+    assert (failed.name, failed.text, failed.retryable) == (name, text, False)
+    name = "__call__" if function == "Exits" else function
+    assert failed.traceback.splitlines()[1].endswith(f"in {name}")
+    assert other == 3  # in the same worker
+    assert " ends" not in capfd.readouterr().err
+
+
+async def test_sys_exit_in_a_task_of_a_function_costs_the_worker_one_line(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     async with one_worker() as (scheduler, identity, _):
-        pass_id = scheduler.bind(identity, program(f"{FUNCTIONS}:{function}"))
+        pass_id = scheduler.bind(identity, program(f"{FUNCTIONS}:exit_in_own_task"))
         scheduler.assign(identity, pass_id, [0])
-        assert (await scheduler.exit()).code == code
+        assert (await scheduler.exit()).code == 5
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.endswith("a task of a replica function called sys.exit(5)")
+
+
+async def test_errors_of_data_name_the_first_stage_and_need_no_traceback(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("x\n1\n2\nno\n4\n")
+    config = {"path": [str(tmp_path / "a.csv")], "columns": {"x": "int64"}}
+    with closing(open_source("csv", config, folder=tmp_path)) as source:
+        reader = ReaderConfig(source.config, 1, 4, False)
+        async with one_worker() as (scheduler, identity, _):
+            pass_id = scheduler.bind(identity, program(f"{FUNCTIONS}:identity", reader=reader))
+            scheduler.assign(identity, pass_id, locations=[source.locate(range(2, 3))], lo=2)
+            (failed,) = await scheduler.outcomes(1)
+    assert isinstance(failed, Failed)
+    assert (failed.stage, failed.name, failed.traceback) == ("s0", "SourceError", "")
+    assert "a.csv:4" in failed.text
+    assert not failed.retryable
+
+
+@pytest.mark.parametrize("function", ["unsendable_on_odd", "text_on_odd"])
+async def test_results_of_the_wrong_kind_need_no_traceback(function: str) -> None:
+    emits = (Emit("y", 0, *(("sum", (0,)) if function == "text_on_odd" else ())),)
+    (failed,) = await _run(function, [1], emits=emits)
+    assert (failed.traceback, failed.retryable) == ("", False)
+
+
+async def test_a_traceback_begins_with_the_function(tmp_path: Path) -> None:
+    (combined,) = await _run("add_badly", [[["a", "b"]]], form="combine")
+    assert combined.traceback.splitlines()[1].endswith("in add_badly")
+    (called,) = await _run("double", [1], kwargs={"wrong": 1})
+    assert (called.name, called.traceback) == ("TypeError", "")
+
+
+async def test_what_is_of_a_class_in_the_code_folder_arrives(tmp_path: Path) -> None:
+    (tmp_path / "shapes_of_ours.py").write_text(
+        "from dataclasses import dataclass\n@dataclass\nclass Shape:\n    a: int\n"
+        "def area(x, shape):\n    return x * shape.a\n"
+    )
+    script = (
+        "import sys; sys.path.append(sys.argv[1]); import shapes_of_ours as s; "
+        "from tests.worker.fake_scheduler import program; from pipedist.worker.binding import to_frames; "
+        "from pipedist.transport.codec import encode; "
+        "p = program('shapes_of_ours:area', kwargs={'shape': s.Shape(3)}, code=(sys.argv[1],)); "
+        "print([bytes(f).hex() for f in to_frames(p)], [bytes(f).hex() for f in encode([None, None, [s.Shape(3)]])])"
+    )
+    told = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, check=True
+    ).stdout
+    bound, sent = (
+        [bytes.fromhex(x) for x in part.strip(" []\n").replace("'", "").split(", ")] for part in told.split("] [")
+    )
+    async with one_worker() as (scheduler, identity, _):
+        scheduler.send(identity, Bind(1), bound)
+        scheduler.assign(identity, 1, [2])
+        assert await scheduler.outcomes(1) == [{"y": 6}]
+    async with one_worker() as (scheduler, identity, _):  # without the folder
+        nowhere = encode([])
+        scheduler.send(identity, Bind(1), [*nowhere, *bound[1:]])
+        scheduler.send(identity, Assign(1, 1, 0, 2, 0), encode([None, None, [2, 3]]))
+        for number, failed in enumerate(await scheduler.outcomes(2)):
+            assert isinstance(failed, Failed)
+            assert (failed.call, failed.name, failed.retryable) == (number, "Unloadable", False)
+            assert "shapes_of_ours.Shape" in failed.text
+        scheduler.passes, scheduler.leases = 1, 2
+        pass_id = scheduler.bind(identity, program(f"{FUNCTIONS}:identity"))
+        scheduler.send(identity, Assign(2, pass_id, 5, 6, 0), sent)
+        scheduler.assign(identity, pass_id, [7])
+        failed, done = await scheduler.outcomes(2)
+        assert isinstance(failed, Failed)
+        assert (failed.call, failed.stage, failed.name) == (5, "s0", "Unloadable")
+        assert "shapes_of_ours.Shape" in failed.text
+        assert done == {"y": 7}
 
 
 async def test_ctrl_c_is_ignored_and_sigterm_is_not() -> None:

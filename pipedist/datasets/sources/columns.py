@@ -128,7 +128,7 @@ def no_such_column(name: str, there: Sequence[str], file: str) -> SourceError:
                 f"{file} has no column {name!r}: its header is separated by {word}, not by commas",
                 key="columns",
                 name=name,
-                expected="a file whose fields are separated by commas: convert it, or read it in a `function`",
+                expected="fields that are separated by commas: convert the file, or read it in a `function`",
             )
     return SourceError(
         f"{file} has no column {name!r}",

@@ -1,0 +1,74 @@
+"""The driver over a socket that is a list: what a real one delivers by chance, in a fixed order."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from pipedist.errors import ProtocolError
+from pipedist.messages import Assign, Bind, Cancel, Goodbye, Message, Results, Stop, Unbind, Welcome
+from pipedist.transport.codec import encode
+from pipedist.worker.binding import to_frames
+from pipedist.worker.driver import Driver
+from pipedist.worker.hello import make_hello
+from pipedist.worker.machine import WorkerMachine
+from pipedist.worker.progress import Progress
+from tests.worker.fake_scheduler import program
+
+
+class Script:
+    """Messages that have all arrived; collects what is answered."""
+
+    def __init__(self, *messages: Any) -> None:
+        self.left = deque(messages)
+        self.said: list[Message] = []
+
+    def send(self, message: Message, payload: Sequence[Any] = (), **_how: Any) -> None:
+        self.said.append(message)
+
+    def poll(self, timeout_s: float) -> bool:
+        if not self.left and timeout_s:
+            raise ProtocolError("the script is over")
+        if self.left and self.left[0] is None:
+            if not timeout_s:
+                return False
+            self.left.popleft()
+        return bool(self.left)
+
+    def recv(self) -> tuple[Message, list[memoryview]]:
+        message = self.left.popleft()
+        message, payload = message if isinstance(message, tuple) else (message, [])
+        return message, [memoryview(frame) for frame in payload]
+
+
+def run(script: Script) -> list[Message]:
+    def die(text: str) -> None:
+        raise AssertionError(text)
+
+    machine = WorkerMachine(make_hello("w0", 0))
+    Driver(script, machine, threads=1, join_s=1, progress=Progress(), die=die).run()
+    return [message for message in script.said if isinstance(message, (Results, Goodbye))]
+
+
+@pytest.mark.parametrize("order", [Unbind(1), Cancel(1)])
+def test_a_lease_that_is_gone_before_it_began_is_not_begun(order: Message) -> None:
+    function = program("tests.worker.replica_functions:identity")
+    assign = (Assign(1, 1, 0, 2, 0), encode([None, None, [1, 2]]))
+    again = (Assign(2, 2, 5, 6, 0), encode([None, None, [1]]))
+    script = Script(
+        Welcome("c", 1.0, ()),
+        (Bind(1), to_frames(function)),
+        (Bind(2), to_frames(function)),
+        assign,
+        order,
+        again,
+        None,  # nothing more has arrived
+        Stop("over"),
+    )
+    results, goodbye = run(script)
+    assert isinstance(results, Results)
+    assert (results.lease, results.lo, results.hi) == (2, 5, 6)
+    assert isinstance(goodbye, Goodbye)
