@@ -54,6 +54,7 @@ check: lint types architecture  ## Style, types, architecture.
 .PHONY: docs
 docs: $(INSTALLED)  ## Write the parts of docs/ that are generated.
 	$(BIN)/python -m pipedist.spec.reference > docs/language.md
+	$(BIN)/python -m pipedist.cli.api_reference > docs/api.md
 
 .PHONY: clean
 clean:  ## Remove what was made.

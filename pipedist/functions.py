@@ -104,7 +104,7 @@ def load(ref: FunctionRef, code: Sequence[str]) -> Callable[..., Any]:
     return found  # type: ignore[no-any-return]
 
 
-def complaint(fn: Callable[..., Any], label: str) -> str:
+def uncallable(fn: Callable[..., Any], label: str) -> str:
     """Return why a function can't serve a run stage, whatever its arguments are; "" if it can.
 
     Of a class, the instances are called.

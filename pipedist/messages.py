@@ -173,11 +173,17 @@ class Heartbeat:
 
 @dataclass(frozen=True, slots=True)
 class Goodbye:
-    """The worker leaves; `reason` is for people. Its unfinished leases go back."""
+    """The worker leaves; its unfinished leases go back.
+
+    Args:
+        reason: for people.
+        crashed: said by its supervisor: the process died, and the call that it ran may be why.
+    """
 
     worker: str
     incarnation: int
     reason: str
+    crashed: bool = False
 
 
 Message = (

@@ -171,9 +171,13 @@ def worker(
     key_file: Annotated[
         str, typer.Option(metavar="FILE", help="The cluster's key file.", show_default=False)
     ],
+    threads: Annotated[
+        int,
+        typer.Option(metavar="N", min=1, help="BLAS and OpenMP threads: the spec's threads_per_replica."),
+    ] = 1,
 ) -> None:
     """Execute replica calls for a run on another host, until it ends."""
     from pipedist.cli.exits import guarded
     from pipedist.cli.worker_command import execute
 
-    raise typer.Exit(guarded(lambda: execute(connect, key_file)))
+    raise typer.Exit(guarded(lambda: execute(connect, key_file, threads)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import Iterable, Mapping
@@ -68,15 +69,30 @@ def render(rows: Iterable[Row], ledger: Mapping[str, int], timings: Mapping[str,
         if any_file:
             cells.append(Text("" if row.file is None else shown(row.file)))
         table.add_row(*cells)
-    console = Console(highlight=False, width=PLAIN_WIDTH if plain else None)
-    with console.capture() as capture:
-        console.print(table, *below, sep="\n")
-        console.print()
-        console.print(Text(ledger_line(ledger)))
-        if timings:
-            console.print(Text(timings_line(timings)))
+    page = _Page()
+    console = Console(
+        file=page, force_terminal=_is_terminal(), highlight=False, width=PLAIN_WIDTH if plain else None
+    )
+    console.print(table, *below, sep="\n")
+    console.print()
+    console.print(Text(ledger_line(ledger)))
+    if timings:
+        console.print(Text(timings_line(timings)))
     # columns are padded to the table's width: nobody wants the blanks in a file
-    return "\n".join(line.rstrip(" ") for line in capture.get().split("\n"))
+    return "\n".join(line.rstrip(" ") for line in page.getvalue().split("\n"))
+
+
+class _Page(io.StringIO):
+    """What is drawn, before any of it is written: drawing must not fail with a full disk."""
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        """The letters that standard output can show."""
+        return (sys.stdout.encoding if sys.stdout is not None else None) or "utf-8"
+
+
+def _is_terminal() -> bool:
+    return sys.stdout is not None and sys.stdout.isatty()
 
 
 def _records_table(name: str, found: Records) -> RenderableType:
@@ -94,7 +110,7 @@ def _records_table(name: str, found: Records) -> RenderableType:
 
 def _has_width() -> bool:
     """Whether standard output, or the user, says how wide it is."""
-    return sys.stdout.isatty() or "COLUMNS" in os.environ
+    return _is_terminal() or "COLUMNS" in os.environ
 
 
 def ledger_line(ledger: Mapping[str, int]) -> str:

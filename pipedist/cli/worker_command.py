@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 
-def execute(endpoint: str, key_file: str) -> int:
+def execute(endpoint: str, key_file: str, threads: int) -> int:
     """Execute replica calls until the run ends.
 
     Args:
         endpoint: where the run listens, "tcp://HOST:PORT".
         key_file: the cluster's keys; only who has them may join.
+        threads: BLAS and OpenMP threads of the worker; the spec's `threads_per_replica`.
 
     Returns:
         The exit code.
     """
     from pipedist.worker.supervisor import run_worker
 
-    return run_worker(endpoint, key_file)
+    return run_worker(endpoint, key_file, threads=threads)

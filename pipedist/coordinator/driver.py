@@ -19,7 +19,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from types import TracebackType
 
 from pipedist import messages as msg
@@ -219,6 +219,7 @@ class Coordinator:
     def add_log_sink(self, sink: LogSink) -> Callable[[], None]:
         """Tell `sink` every line that replica functions print, of all passes.
 
+        While there is no sink, lines go to `sys.stderr`, each led by the call that it comes from.
         A sink that raises is told nothing more, and the event loop's exception handler is told.
 
         Returns:
@@ -364,7 +365,7 @@ class Coordinator:
             case msg.Heartbeat():
                 self.post(ev.WorkerHeard(peer.worker, peer.incarnation))
             case msg.Goodbye():
-                self._fleet.left(peer.worker, peer.incarnation, message.reason)
+                self._fleet.left(peer.worker, peer.incarnation, message.reason, crashed=message.crashed)
             case _:
                 raise RemoteProtocolError(f"a worker may not send {type(message).__name__}")
 
@@ -372,9 +373,9 @@ class Coordinator:
         """A supervisor speaks for a worker that dialled in; from others nothing counts."""
         match message:
             case msg.Heartbeat(worker, incarnation) if worker not in self._fleet.names:
-                self.post(ev.WorkerHeard(worker, incarnation))
-            case msg.Goodbye(worker, incarnation, reason) if worker not in self._fleet.names:
-                self._fleet.left(worker, incarnation, reason)
+                self._fleet.heard(identity, worker, incarnation)
+            case msg.Goodbye(worker, incarnation, reason, crashed) if worker not in self._fleet.names:
+                self._fleet.left(worker, incarnation, reason, crashed=crashed)
             case _:
                 self._fleet.turn_away(identity)
 
@@ -402,6 +403,8 @@ class Coordinator:
         self.post(ev.CallFailed(who, incarnation, told.lease, told.call, self._last_token, retries))
 
     def _on_log(self, worker: str, line: msg.Log) -> None:
+        if not self._log_sinks:
+            _print_line(worker, line)
         for sink in tuple(self._log_sinks):
             try:
                 sink(worker, line)
@@ -422,3 +425,9 @@ class Coordinator:
 
     def _on_reject(self, _reason: str) -> None:
         self._rejected += 1
+
+
+def _print_line(worker: str, line: msg.Log) -> None:
+    if sys.stderr is not None:
+        with suppress(OSError, ValueError):  # nobody reads it any more
+            sys.stderr.write(f"[{line.stage} {line.step} {line.replica} {worker}] {line.text}\n")

@@ -59,6 +59,8 @@ class Fleet:
         self._roster = Roster()
         self._started: dict[str, int] = {}
         """The incarnation of each worker whose process was started here and has not ended."""
+        self._expelled: dict[str, int] = {}
+        """The last incarnation that was put out of each worker that dialled in and is not gone."""
         self._due: dict[str, int] = {}
         """Incarnations to start when the process before has ended."""
         self._changed = anyio.Event()
@@ -111,7 +113,7 @@ class Fleet:
             raise LocalProtocolError(f"worker {worker} was to be started by a cluster without a launcher")
         if worker in self._started:  # it was lost to us, but its process is still there
             self._due[worker] = incarnation
-            self.launcher.kill(worker)
+            self.launcher.kill(worker, self._started[worker])
             return
         self._started[worker] = incarnation
         self.launcher.start(worker, incarnation)
@@ -126,7 +128,7 @@ class Fleet:
         peer = self._roster.remove(exit_.worker, exit_.incarnation)
         if peer is not None:
             self._router.drop(peer.identity)
-        self._post(ev.WorkerLost(exit_.worker, exit_.incarnation, exit_.text))
+        self._post(ev.WorkerLost(exit_.worker, exit_.incarnation, exit_.text, running=exit_.running))
 
     # -- connections ---------------------------------------------------------------------------
 
@@ -142,9 +144,16 @@ class Fleet:
             self._router.send(peer.identity, msg.Stop(reason))
 
     def turn_away(self, identity: bytes) -> None:
-        """Tell a worker that is no member to leave."""
-        self._router.send(identity, msg.Stop("this incarnation is not a member"))
+        """Fence a worker that is no member: its next incarnation may join."""
+        self._router.send(identity, msg.Refuse("this incarnation is not a member"))
         self.refused += 1
+
+    def heard(self, identity: bytes, worker: str, incarnation: int) -> None:
+        """Take note that a supervisor's worker process is there; have it ended if it was put out."""
+        if incarnation <= self._expelled.get(worker, -1):
+            self.turn_away(identity)
+        else:
+            self._post(ev.WorkerHeard(worker, incarnation))
 
     def lose(self, peer: Peer, cause: str) -> None:
         """Treat a worker as dead."""
@@ -152,21 +161,24 @@ class Fleet:
         self._post(ev.WorkerLost(peer.worker, peer.incarnation, cause))
 
     def expel(self, worker: str, incarnation: int, reason: str) -> None:
-        """End an incarnation of a worker, if it is in."""
+        """End an incarnation of a worker, if it is in; the next one may join."""
         peer = self._roster.remove(worker, incarnation)
         if peer is None:
             return
-        self._router.send(peer.identity, msg.Stop(reason))
+        self._router.send(peer.identity, msg.Refuse(reason))
+        if worker not in self.names:
+            self._expelled[worker] = incarnation
         if self.launcher is not None and self._started.get(worker) == incarnation:
             self._router.drop(peer.identity)
             self.launcher.kill(worker, incarnation)
 
-    def left(self, worker: str, incarnation: int, reason: str) -> None:
-        """Take note that a worker has said Goodbye."""
+    def left(self, worker: str, incarnation: int, reason: str, *, crashed: bool = False) -> None:
+        """Take note that a worker has said Goodbye, or that its supervisor says it has crashed."""
+        self._expelled.pop(worker, None)
         peer = self._roster.remove(worker, incarnation)
         if peer is not None:
             self._router.drop(peer.identity)
-        self._post(ev.WorkerLost(worker, incarnation, reason, graceful=True))
+        self._post(ev.WorkerLost(worker, incarnation, reason, graceful=not crashed))
 
     def greet(self, identity: bytes, hello: msg.Hello) -> None:
         """Let a worker join, or say why it may not.

@@ -8,6 +8,7 @@ Nothing is left behind, whoever is killed:
 * its launcher closes the control socket or dies: the socket ends (or, where a process that the
   user forked still holds the other end, the launcher's pidfd tells), all workers are killed with
   SIGKILL, stopped ones too, and the server ends.
+  If the launcher's process did not end it in order, the directory of its sockets is removed too.
 * the server dies: the kernel kills its workers (PR_SET_PDEATHSIG; the server's only thread is the
   one that forks them).
 
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 import gc
 import os
+import select
 import selectors
 import signal
 import socket
@@ -32,11 +34,14 @@ from typing import Any
 import pipedist.worker.process as worker_process
 from pipedist.launchers.base import describe_exit
 from pipedist.launchers.control import FrameBuffer, pack_frame
+from pipedist.transport.rendezvous import remove_private_directory
 from pipedist.worker.kernel import FORK_SERVER_NAME, die_with, set_process_name
 from pipedist.worker.process import ExitCode, WorkerSettings
 from pipedist.worker.progress import Progress
 
 _READ_BYTES = 65_536
+_LAUNCHER_END_S = 2.0
+"""How long a launcher whose socket has ended may take to be dead."""
 
 
 @dataclass(slots=True)
@@ -63,13 +68,19 @@ class ForkServer:
         control: the launcher's socket.
         launcher_pid: the launcher's process.
         stopped_s_max: how long a worker may be stopped before it is killed, seconds.
+        directory: of the launcher's sockets, removed if its process dies; "" for none.
     """
 
-    def __init__(self, control: socket.socket, launcher_pid: int, stopped_s_max: float) -> None:
+    def __init__(
+        self, control: socket.socket, launcher_pid: int, stopped_s_max: float, directory: str
+    ) -> None:
         self.pid = os.getpid()
         self._control = control
         self._launcher_pid = launcher_pid
         self._stopped_s_max = stopped_s_max
+        self._directory = directory
+        self._dismissed = False
+        """The launcher has said that it is done."""
         self._buffer = FrameBuffer()
         self._children: dict[int, _Child] = {}
         self._selector = selectors.DefaultSelector()
@@ -90,6 +101,15 @@ class ForkServer:
                 pass
         finally:
             self._kill_all()
+            if self._directory and not self._dismissed and self._launcher_is_gone():
+                remove_private_directory(self._directory)
+
+    def _launcher_is_gone(self) -> bool:
+        """Whether the launcher's process is dead; it follows the end of its socket within milliseconds."""
+        if self._lifeline < 0:
+            return os.getppid() != self._launcher_pid
+        ready, _, _ = select.select([self._lifeline], [], [], _LAUNCHER_END_S)
+        return bool(ready)
 
     def _watch_launcher(self) -> None:
         if not hasattr(os, "pidfd_open"):
@@ -123,6 +143,8 @@ class ForkServer:
                 self._fork(*rest)
             elif kind == "kill":
                 self._kill(*rest)
+            elif kind == "end":
+                self._dismissed = True
             else:
                 raise ValueError(f"the launcher sent {kind!r}, which this server does not know")
         return bool(data)
@@ -247,7 +269,7 @@ def main(arguments: Mapping[str, Any]) -> None:
 
     Args:
         arguments: `control`, the descriptor of the control socket; `launcher`, the launcher's
-            pid; `stopped_s_max`, of its workers.
+            pid; `stopped_s_max`, of its workers; `directory`, of its sockets.
     """
     set_process_name(FORK_SERVER_NAME)
     # The terminal's Ctrl-C is the scheduler's to answer; workers inherit this.
@@ -257,4 +279,9 @@ def main(arguments: Mapping[str, Any]) -> None:
     control.set_inheritable(False)
     gc.collect()
     gc.freeze()  # a collection in a worker then leaves the pages that it shares with us alone
-    ForkServer(control, int(arguments["launcher"]), float(arguments["stopped_s_max"])).serve()
+    ForkServer(
+        control,
+        int(arguments["launcher"]),
+        float(arguments["stopped_s_max"]),
+        str(arguments["directory"]),
+    ).serve()

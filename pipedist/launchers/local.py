@@ -25,6 +25,7 @@ import anyio.to_thread
 from pipedist.errors import LocalProtocolError, UsageError
 from pipedist.launchers.base import WorkerExit, describe_exit
 from pipedist.launchers.control import FrameBuffer, pack_frame
+from pipedist.transport.rendezvous import private_directory_of
 from pipedist.worker import boot
 from pipedist.worker.process import WorkerSettings
 
@@ -165,7 +166,8 @@ class LocalLauncher:
     # -- the fork server ---------------------------------------------------------------
 
     def _start_server(self) -> _Server:
-        return _Server(self._threads, self._stopped_s_max, self._on_frame, self._on_server_end)
+        directory = private_directory_of(self._endpoint)
+        return _Server(self._threads, self._stopped_s_max, directory, self._on_frame, self._on_server_end)
 
     def _on_frame(self, frame: list[Any]) -> None:
         kind, worker, incarnation, pid, *rest = frame
@@ -198,6 +200,7 @@ class _Server:
 
     Args:
         threads, stopped_s_max: of its workers; see LocalLauncher.
+        directory: what it removes if this process is killed, "" for nothing.
         on_frame: told what it says.
         on_end: told when it is gone.
     """
@@ -206,6 +209,7 @@ class _Server:
         self,
         threads: int,
         stopped_s_max: float,
+        directory: str,
         on_frame: Callable[[list[Any]], None],
         on_end: Callable[[_Server], None],
     ) -> None:
@@ -218,7 +222,7 @@ class _Server:
         self._socket, theirs = socket.socketpair()
         try:
             with theirs:
-                self._process = _exec(theirs, threads, stopped_s_max)
+                self._process = _exec(theirs, threads, stopped_s_max, directory)
         except BaseException:
             self._socket.close()
             raise
@@ -268,6 +272,7 @@ class _Server:
 
     def end(self) -> None:
         """Tell it to kill its workers and end."""
+        self.send("end")
         with contextlib.suppress(OSError):  # it may be gone already
             self._socket.shutdown(socket.SHUT_WR)
 
@@ -293,8 +298,15 @@ class _Server:
         return describe_exit(code, None) if code >= 0 else describe_exit(None, -code)
 
 
-def _exec(control: socket.socket, threads: int, stopped_s_max: float) -> subprocess.Popen[bytes]:
-    arguments = {"control": control.fileno(), "launcher": os.getpid(), "stopped_s_max": stopped_s_max}
+def _exec(
+    control: socket.socket, threads: int, stopped_s_max: float, directory: str
+) -> subprocess.Popen[bytes]:
+    arguments = {
+        "control": control.fileno(),
+        "launcher": os.getpid(),
+        "stopped_s_max": stopped_s_max,
+        "directory": directory,
+    }
     # A Ctrl-C must not hit the server before it has said that it ignores it: it inherits the mask.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:

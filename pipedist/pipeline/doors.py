@@ -39,9 +39,11 @@ def open(
         params: values for the spec's `params`.
         sets: the same as texts, "NAME=VALUE", as on the command line.
         output: folder for the outputs; None: `out/NAME`, if the spec has outputs.
-        resume: continue an unfinished run in the folder.
-        restart: discard it.
-        on_log: takes the lines that replica functions print.
+        resume: take up an unfinished run in the folder; no journal is written yet, so it begins again.
+            Of a finished run of the same spec: give its result, and run nothing.
+        restart: discard an unfinished run in the folder, and begin again.
+        on_log: called with a worker's name and a line (`stage`, `step`, `replica`, `text`) that a replica
+            function printed or logged, inside the event loop.
 
     Raises:
         SpecError: the document has mistakes; all of them are listed.

@@ -18,7 +18,7 @@ from typing import Any
 
 from pipedist.datasets.sources import Source, SourceError, open_source
 from pipedist.errors import PlanError, Problem, UsageError
-from pipedist.functions import FunctionNotFound, load, reference
+from pipedist.functions import FunctionNotFound, load, reference, uncallable
 from pipedist.outputs import missing_package
 from pipedist.plan.model import PassPlan, Plan
 from pipedist.program import FunctionRef
@@ -101,6 +101,9 @@ def _import_functions(spec: Spec, problems: list[Problem]) -> dict[str, Function
             problems.append(spec.problem(("stages", name, verb), str(error)))
             continue
         functions[name] = ref
+        if isinstance(stage, RunSpec) and callable(found) and (wrong := uncallable(found, ref.label)):
+            problems.append(spec.problem(("stages", name, verb), wrong))
+            continue
         complaint = _unfit(found, stage) if callable(found) else None
         if complaint:
             key = "with" if isinstance(stage, RunSpec) and stage.with_ else verb

@@ -42,12 +42,14 @@ class WorkerLost:
     Args:
         cause: for people: "signal 9 (SIGKILL)".
         graceful: it said Goodbye: no call is blamed for it.
+        running: (lease, call) that it was executing; None where nobody knows.
     """
 
     worker: str
     incarnation: int
     cause: str
     graceful: bool = False
+    running: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -147,7 +147,7 @@ class Scheduler:
                     )
                 )
                 return
-        self._lose(worker, event.cause, graceful=event.graceful, replace=True)
+        self._lose(worker, event.cause, graceful=event.graceful, replace=True, running=event.running)
 
     def _on_tick(self, _event: ev.Tick) -> None:
         unheard = takewhile(lambda w: self._unheard_at(w) <= self._now, self._members.supervised.values())
@@ -156,28 +156,40 @@ class Scheduler:
             self._out.append(cmd.ExpelWorker(worker.name, worker.incarnation, cause))
             self._lose(worker, cause, graceful=False, replace=True)
 
-    def _lose(self, worker: Worker, cause: str, *, graceful: bool, replace: bool) -> None:
+    def _lose(
+        self,
+        worker: Worker,
+        cause: str,
+        *,
+        graceful: bool,
+        replace: bool,
+        running: tuple[int, int] | None = None,
+    ) -> None:
         known = not graceful and not worker.unsure
         for place, lease in enumerate(self._members.dismiss(worker)):
-            self._give_back(lease, cause, blamed=known and place == 0)
+            blamed = lease.next if known and place == 0 else None
+            if running is not None and not graceful:  # finished calls before it may not have been reported
+                blamed = running[1] if running[0] == lease.id else None
+            self._give_back(lease, cause, blamed)
         if worker.managed and replace:
             worker.incarnation += 1
             self._out.append(cmd.StartWorker(worker.name, worker.incarnation))
 
-    def _give_back(self, lease: Lease, cause: str, *, blamed: bool) -> None:
+    def _give_back(self, lease: Lease, cause: str, blamed: int | None) -> None:
         """Let a lost lease's calls wait again; the one that was running is charged with the death."""
         pass_ = self._passes[lease.pass_id]
         lo = lease.next
         pass_.leased -= lease.hi - lo
-        if blamed and pass_.needs(lo):
-            trouble = pass_.trouble.setdefault(lo, Trouble())
+        if blamed is not None and lo <= blamed < lease.hi and pass_.needs(blamed):
+            pass_.wait(lo, blamed, lease.attempt)
+            trouble = pass_.trouble.setdefault(blamed, Trouble())
             trouble.deaths += 1
             tried = trouble.raised + trouble.deaths
             if trouble.deaths >= self._limits.deaths_max:
-                self._fail(pass_, cmd.Failure(lo, tried, lease.worker, cause=cause))
+                self._fail(pass_, cmd.Failure(blamed, tried, lease.worker, cause=cause))
             else:
-                pass_.wait(lo, lo + 1, tried)
-            lo += 1
+                pass_.wait(blamed, blamed + 1, tried)
+            lo = blamed + 1
         pass_.wait(lo, lease.hi, lease.attempt)
         self._quiet(pass_)
 

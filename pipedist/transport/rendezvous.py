@@ -26,6 +26,7 @@ SHARED_MEMORY_SUFFIX: Final = ".mem"
 """Appended to the path of an ipc endpoint: the socket over which memory is shared."""
 
 _TCP: Final = re.compile(r"tcp://(\*|\[[0-9A-Fa-f:.%\w]+\]|[^\s:/\[\]]+):(\d{1,5}|\*)")
+_PREFIX: Final = "pipedist-"
 _NAME_BYTES: Final = 8  # of randomness in a socket's name
 _IPC_TAIL: Final = len("/") + 2 * _NAME_BYTES + len(SHARED_MEMORY_SUFFIX)
 
@@ -75,7 +76,7 @@ def private_directory() -> Iterator[Path]:
     if len(os.fsencode(base)) + len("/pipedist-xxxxxxxx") + _IPC_TAIL > SOCKET_PATH_BYTES_MAX:
         base = "/tmp"
     try:
-        directory = tempfile.mkdtemp(prefix="pipedist-", dir=base)
+        directory = tempfile.mkdtemp(prefix=_PREFIX, dir=base)
     except OSError as error:
         raise UsageError(
             f"can't make a directory for sockets in {base}: {error.strerror}; set TMPDIR"
@@ -84,6 +85,37 @@ def private_directory() -> Iterator[Path]:
         yield Path(directory)
     finally:
         shutil.rmtree(directory, ignore_errors=True)
+
+
+def private_directory_of(endpoint: str) -> str:
+    """Return the directory that `private_directory` made for an ipc endpoint, "" if it is none of those."""
+    directory = os.path.dirname(endpoint.removeprefix("ipc://")) if endpoint.startswith("ipc://") else ""
+    return directory if _is_ours(directory) else ""
+
+
+def remove_private_directory(directory: str) -> None:
+    """Remove what `private_directory` made, where its process died before it could.
+
+    Args:
+        directory: from `private_directory_of`; looked at again, and left alone if it is another one by now.
+    """
+    import shutil
+
+    if _is_ours(directory):
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def _is_ours(directory: str) -> bool:
+    """Whether it has the name, mode and owner of a private directory, and is no link to one."""
+    if not os.path.basename(directory).startswith(_PREFIX):
+        return False
+    try:
+        found = os.lstat(directory)
+    except OSError:
+        return False
+    return (
+        stat.S_ISDIR(found.st_mode) and stat.S_IMODE(found.st_mode) == 0o700 and found.st_uid == os.geteuid()
+    )
 
 
 def ipc_endpoint(directory: Path) -> str:

@@ -58,7 +58,7 @@ class Stage:
         called: object = fn
         if inspect.isclass(fn) and self._program.form != "apply":
             self.is_class = True
-            if wrong := functions.complaint(fn, label):
+            if wrong := functions.uncallable(fn, label):
                 raise TypeError(wrong)
             called = functions.call_of(fn)
         self.is_async = _is_async(called)

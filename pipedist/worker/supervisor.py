@@ -60,6 +60,10 @@ _FINAL = {
 """Exit codes of the worker process that end the supervisor too, and its own exit code then."""
 
 
+_ENDS = frozenset(ExitCode) - {ExitCode.DEFECT}
+"""Exit codes with which a worker process ends by itself, and says why; others are a crash."""
+
+
 def run_worker(
     endpoint: str, key_file: str | os.PathLike[str] | None, *, threads: int = 1, join_s: float = 30.0
 ) -> int:
@@ -120,6 +124,7 @@ class Supervisor:
         failed = 0
         incarnation = 0
         try:
+            self._dealer = self._connect()  # an endpoint that can't be used is told before anything starts
             while True:
                 began = time.monotonic()
                 process = self._start(incarnation)
@@ -142,6 +147,7 @@ class Supervisor:
             key_file=self._key_file,
             threads=self._threads,
             join_s=self._join_s,
+            tells=True,
         )
         arguments = {"parent": os.getpid(), "settings": asdict(settings)}
         return subprocess.Popen(
@@ -152,6 +158,7 @@ class Supervisor:
 
     def _watch(self, process: subprocess.Popen[bytes], incarnation: int) -> int:
         """Speak for the worker process until it has ended; return its exit code."""
+        refused = False
         try:
             while process.poll() is None:
                 order = self._listen(process, incarnation)
@@ -161,14 +168,19 @@ class Supervisor:
                     return ExitCode.STOPPED
                 if isinstance(order, Refuse):
                     self._say(f"the scheduler gave the worker process up: {order.reason}")
+                    refused = True
                     _end(process, grace_s=0.0)
         except BaseException:  # Ctrl-C, SIGTERM: leave at once, but say so
             _end(process, grace_s=0.0)
-            self._tell_end(incarnation, process.returncode)
+            self._tell_end(incarnation, "its supervisor was told to leave", crashed=False)
             raise
         code = process.returncode
-        if code != ExitCode.STOPPED:
-            self._tell_end(incarnation, code)
+        if code not in _ENDS:
+            text = _describe(code)
+            self._say(f"worker process ended: {text}")
+            self._tell_end(incarnation, text, crashed=not refused)
+        elif code != ExitCode.STOPPED:  # it has said why
+            self._tell_end(incarnation, _describe(code), crashed=False)
         return code
 
     def _listen(self, process: subprocess.Popen[bytes], incarnation: int) -> Stop | Refuse | None:
@@ -193,13 +205,12 @@ class Supervisor:
             self._heartbeat_s = message.heartbeat_s
         return message if isinstance(message, (Stop, Refuse)) else None
 
-    def _tell_end(self, incarnation: int, code: int) -> None:
-        text = _describe(code)
-        self._say(f"worker process ended: {text}")
+    def _tell_end(self, incarnation: int, reason: str, *, crashed: bool) -> None:
         if self._dealer is None:
             return
         try:
-            self._dealer.send(Goodbye(self.worker, incarnation, text), timeout_s=self._heartbeat_s)
+            goodbye = Goodbye(self.worker, incarnation, reason, crashed)
+            self._dealer.send(goodbye, timeout_s=self._heartbeat_s)
         except PipedistError:
             self._disconnect(linger_s=0.0)  # the scheduler will miss the heartbeats
 

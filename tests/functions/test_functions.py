@@ -186,6 +186,27 @@ def test_an_import_that_fails(tmp_path: Path) -> None:
     assert "needs the module 'not_there_at_all'" in fault("needs_more:fn", tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("text", "ends"),
+    [
+        ("import os\n\n1 / 0\n", "failed: ZeroDivisionError: division by zero (top.py, line 3)"),
+        ("\nint('x')\n", "(top.py, line 2)"),
+        ("import numpy\nnumpy.array([1, [2]])\n", "(top.py, line 2)"),
+        ("def f(:\n", "(top.py, line 1)"),
+        ("import sys\nsys.exit(3)\n", "failed: SystemExit: 3 (top.py, line 2)"),
+        ("import below\n", "failed: RuntimeError (below.py, line 2)"),
+    ],
+)
+def test_an_import_that_fails_names_the_place(tmp_path: Path, text: str, ends: str) -> None:
+    (tmp_path / "top.py").write_text(text)
+    (tmp_path / "below.py").write_text("\nraise RuntimeError\n")
+    with pytest.raises(FunctionNotFound) as caught:
+        load(by_name("top:f"), [str(tmp_path)])
+    assert str(caught.value).startswith("top:f: importing top failed: ")
+    assert str(caught.value).endswith(ends)
+    assert str(caught.value).count("line") == 1
+
+
 def test_what_is_found_must_be_callable(tmp_path: Path) -> None:
     (tmp_path / "values_only.py").write_text("x = 3\n")
     assert "found a int" in fault("values_only:x", tmp_path)

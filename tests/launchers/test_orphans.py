@@ -10,21 +10,27 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
+from pipedist.transport.rendezvous import private_directory_of, remove_private_directory
 from tests.launchers.processes import wait_gone, wait_state
 
 ROOT = Path(__file__).parents[2]
 
 
 @contextmanager
-def parent(*arguments: str) -> Iterator[tuple[subprocess.Popen[bytes], list[int], int]]:
+def parent(
+    *arguments: str, folder: Path | None = None
+) -> Iterator[tuple[subprocess.Popen[bytes], list[int], int]]:
+    """A process with a launcher; its ipc sockets are in a directory of its own in `folder`."""
     process = subprocess.Popen(
         [sys.executable, "-m", "tests.launchers.parent", *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         cwd=ROOT,
+        env={**os.environ, **({"TMPDIR": str(folder)} if folder else {})},
         start_new_session=True,
     )
     with process:
@@ -38,9 +44,39 @@ def parent(*arguments: str) -> Iterator[tuple[subprocess.Popen[bytes], list[int]
 
 @pytest.mark.parametrize("how", [(), ("busy",), ("thread",), ("fork",)])
 def test_a_killed_parent_leaves_nothing(how: tuple[str, ...]) -> None:
-    with parent(*how) as (process, workers, server):
-        os.kill(process.pid, signal.SIGKILL)
+    with TemporaryDirectory(dir="/tmp") as made:
+        folder = Path(made)
+        for other in ("pipedist-elsewhere", "mine"):
+            (folder / other).mkdir(mode=0o700)
+        with parent(*how, folder=folder) as (process, workers, server):
+            assert len(list(folder.iterdir())) == 3
+            os.kill(process.pid, signal.SIGKILL)
+            assert wait_gone([*workers, server]) == []
+            assert sorted(x.name for x in folder.iterdir()) == ["mine", "pipedist-elsewhere"]
+
+
+def test_a_killed_server_leaves_its_parents_sockets_alone() -> None:
+    with TemporaryDirectory(dir="/tmp") as made, parent(folder=Path(made)) as (_, workers, server):
+        os.kill(server, signal.SIGTERM)
         assert wait_gone([*workers, server]) == []
+        (left,) = Path(made).iterdir()
+        assert list(left.iterdir())
+
+
+@pytest.mark.parametrize("mode", [0o755, 0o700])
+def test_only_a_directory_of_ours_is_removed(tmp_path: Path, mode: int) -> None:
+    ours, other, link = tmp_path / "pipedist-a", tmp_path / "b", tmp_path / "pipedist-link"
+    for folder in (ours, other):
+        folder.mkdir()
+        folder.chmod(mode)
+    link.symlink_to(other)
+    for folder in (ours, other, link):
+        named = private_directory_of(f"ipc://{folder}/x")
+        assert named == (str(ours) if (folder, mode) == (ours, 0o700) else "")
+        remove_private_directory(str(folder))
+    assert ours.exists() == (mode != 0o700)
+    assert other.exists()
+    assert link.is_symlink()
 
 
 def test_stopped_workers_go_with_their_parent() -> None:

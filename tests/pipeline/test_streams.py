@@ -291,6 +291,27 @@ async def test_earlier_steps_are_yielded_before_the_error() -> None:
 
 
 @pytest.mark.asyncio
+async def test_without_a_log_function_lines_go_to_stderr_once(capsys: pytest.CaptureFixture[str]) -> None:
+    spec = {
+        "pipedist": 1,
+        "dataset": {"range": 2, "batch": 1},
+        "stages": {"y": {"run": f"{F}:prints"}, "n": {"gather": 0, "of": "y"}},
+    }
+    async with pipedist.LocalCluster(workers=1) as cluster:
+        async with pipedist.open(spec, cluster=cluster) as one, pipedist.open(spec, cluster=cluster) as two:
+            await one.results()
+            await two.results()
+        for _ in range(100):  # lines travel beside results
+            said = capsys.readouterr().err
+            if said:
+                break
+            await asyncio.sleep(0.01)
+    lines = said.splitlines()
+    assert sorted(set(lines)) == ["[y 0 0 w0] seen 0", "[y 1 0 w0] seen 1"]
+    assert len(lines) == 4
+
+
+@pytest.mark.asyncio
 async def test_a_log_function_that_raises_ends_its_own_run_only() -> None:
     def broken(worker: str, line: Any) -> None:
         raise RuntimeError("no disk for logs")

@@ -129,6 +129,15 @@ NOT_YET: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+def test_a_class_whose_instances_cannot_be_called_is_a_mistake_in_the_spec() -> None:
+    stages = {"y": {"run": "decimal:Decimal", "with": {"value": 1}}}
+    with pytest.raises(PlanError) as caught:
+        planned({"pipedist": 1, "dataset": {"range": 3, "batch": 1}, "stages": stages})
+    (problem,) = caught.value.problems
+    assert problem.where == "stages.y.run"
+    assert "class decimal:Decimal has no __call__ method" in problem.message
+
+
 @pytest.mark.parametrize("name", NOT_YET)
 def test_what_is_not_there_yet_is_said_with_its_place(name: str) -> None:
     keys, place = NOT_YET[name]

@@ -54,6 +54,33 @@ def test_a_worker_that_dies_is_replaced_and_only_the_running_call_is_charged() -
     assert came[2:] == [cmd.SendAssign("w0", 5, 1, 4, 9, 0)]
 
 
+@pytest.mark.parametrize(
+    ("running", "dealt"),
+    [
+        ((1, 2), [(0, 2, 0), (2, 3, 1), (3, 8, 0)]),  # what finished before it was not reported
+        ((1, 7), [(0, 7, 0), (7, 8, 1)]),
+        ((1, 8), [(0, 8, 0)]),  # not one of the lease's
+        ((9, 0), [(0, 8, 0)]),  # of a lease that is not held any more
+        (None, [(0, 1, 1), (1, 8, 0)]),
+    ],
+)
+def test_the_call_that_was_running_is_charged(
+    running: tuple[int, int] | None, dealt: list[tuple[int, int, int]]
+) -> None:
+    play = Playbook().with_workers("w0").with_pass(UNASKED)
+    play.setup(ev.StepsOffered(1, 0, 1, 1), ev.CallsDone("w0", 0, 1, 0, 1, 1000))
+    held = assigns(play.setup(ev.StepsOffered(1, 1, 17, 1)))[0]
+    assert (held.lo, held.hi) == (1, 9)
+    at = None if running is None else (running[0] - 1 + held.lease, held.lo + running[1])
+    play(ev.WorkerLost("w0", 0, "signal 11", running=at), cmd.StartWorker("w0", 1))
+    due = list(play.scheduler._passes[1].todo)
+    found = [(t.lo - held.lo, t.hi - held.lo, t.attempt) for t in due]
+    assert found[: len(dealt) - 1] == dealt[:-1]
+    lo, hi, attempt = found[len(dealt) - 1]
+    assert (lo, attempt) == (dealt[-1][0], dealt[-1][2])
+    assert hi >= dealt[-1][1]  # what had not been dealt follows
+
+
 def test_a_graceful_leave_blames_nobody() -> None:
     play = Playbook().with_workers("w0").with_pass(UNASKED)
     play(ev.StepsOffered(1, 0, 1, 1), cmd.SendBind("w0", 1), cmd.SendAssign("w0", 1, 1, 0, 1, 0))

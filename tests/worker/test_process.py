@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -24,6 +25,7 @@ from pipedist.worker.process import ExitCode
 from tests.worker.fake_scheduler import FakeScheduler, program
 
 FUNCTIONS = "tests.worker.replica_functions"
+ROOT = Path(__file__).parents[2]
 
 pytestmark = pytest.mark.asyncio
 
@@ -360,24 +362,32 @@ async def test_a_traceback_begins_with_the_function(tmp_path: Path) -> None:
     assert (called.name, called.traceback) == ("TypeError", "")
 
 
+def _as_sent(folder: Path) -> list[list[bytes]]:
+    """What a scheduler's process that has the class sends: a Bind's payload, and an Assign's."""
+    script = folder / "sends.py"
+    script.write_text(
+        "import json\nfrom pipedist.transport.codec import encode\n"
+        "from pipedist.worker.binding import to_frames\nfrom shapes_of_ours import Shape\n"
+        "from tests.worker.fake_scheduler import program\n"
+        f"told = program('shapes_of_ours:area', kwargs={{'shape': Shape(3)}}, code=({str(folder)!r},))\n"
+        "frames = to_frames(told), encode([None, None, [Shape(3)]])\n"
+        "print(json.dumps([[bytes(frame).hex() for frame in part] for part in frames]))\n"
+    )
+    told = subprocess.run(
+        [sys.executable, script],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        check=True,
+    ).stdout
+    return [[bytes.fromhex(frame) for frame in part] for part in json.loads(told)]
+
+
 async def test_what_is_of_a_class_in_the_code_folder_arrives(tmp_path: Path) -> None:
     (tmp_path / "shapes_of_ours.py").write_text(
         "from dataclasses import dataclass\n@dataclass\nclass Shape:\n    a: int\n"
         "def area(x, shape):\n    return x * shape.a\n"
     )
-    script = (
-        "import sys; sys.path.append(sys.argv[1]); import shapes_of_ours as s; "
-        "from tests.worker.fake_scheduler import program; from pipedist.worker.binding import to_frames; "
-        "from pipedist.transport.codec import encode; "
-        "p = program('shapes_of_ours:area', kwargs={'shape': s.Shape(3)}, code=(sys.argv[1],)); "
-        "print([bytes(f).hex() for f in to_frames(p)], [bytes(f).hex() for f in encode([None, None, [s.Shape(3)]])])"
-    )
-    told = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, check=True
-    ).stdout
-    bound, sent = (
-        [bytes.fromhex(x) for x in part.strip(" []\n").replace("'", "").split(", ")] for part in told.split("] [")
-    )
+    bound, sent = _as_sent(tmp_path)
     async with one_worker() as (scheduler, identity, _):
         scheduler.send(identity, Bind(1), bound)
         scheduler.assign(identity, 1, [2])
@@ -442,7 +452,10 @@ async def test_a_scheduler_that_is_gone_is_noticed(capfd: pytest.CaptureFixture[
         launcher.on_exit = scheduler.exits.put_nowait
         async with launcher:
             launcher.start("w0", 0)
-            await scheduler.welcome()
+            identity, _ = await scheduler.welcome()
+            pass_id = scheduler.bind(identity, program(f"{FUNCTIONS}:identity"))
+            scheduler.assign(identity, pass_id, [1])
+            assert await scheduler.outcomes(1) == [{"y": 1}]  # it has joined
             await scheduler._router.__aexit__(None, None, None)
             assert (await scheduler.exit()).code == ExitCode.CONNECTION_LOST
             await scheduler._router.__aenter__()

@@ -87,7 +87,12 @@ async def test_it_joins_works_and_leaves(tmp_path: Path) -> None:
         it.scheduler.assign(identity, pass_id, [3])
         assert await it.scheduler.outcomes(1, aside=(Log, Heartbeat)) == [{"y": 3}]
         it.scheduler.stop(identity)
-        assert (await it.ended())[0] == 0
+        code, said = await it.ended()
+        assert code == 0
+        (joined,) = said.splitlines()
+        assert joined.startswith(
+            f"pipedist worker {hello.worker} at {it.scheduler.endpoint}: joined cluster c, 1"
+        )
 
 
 async def test_a_busy_worker_is_spoken_for(tmp_path: Path) -> None:
@@ -110,7 +115,7 @@ async def test_a_crash_is_told_at_once_and_the_next_incarnation_joins(tmp_path: 
         await it.take(Heartbeat)
         os.kill(first.pid, signal.SIGKILL)
         _, goodbye = await it.take(Goodbye)
-        assert goodbye == Goodbye(first.worker, 0, "signal 9 (SIGKILL)")
+        assert goodbye == Goodbye(first.worker, 0, "signal 9 (SIGKILL)", crashed=True)
         _, second = await it.take(Hello)
         assert isinstance(second, Hello)
         assert (second.worker, second.incarnation) == (first.worker, 1)
@@ -152,8 +157,10 @@ async def test_a_signal_ends_it_and_its_worker(tmp_path: Path, signum: int, code
         it.process.send_signal(signum)
         _, goodbye = await it.take(Goodbye)
         assert isinstance(goodbye, Goodbye)
-        ended, _ = await it.ended()
-        assert ended == (code or -signal.SIGINT)
+        assert not goodbye.crashed
+        ended, said = await it.ended()
+        assert "signal 9" not in said
+        assert ended == (code or -signal.SIGINT), said
         assert isinstance(hello, Hello)
         assert wait_gone([hello.pid], within_s=0) == []
 
@@ -172,7 +179,30 @@ async def test_a_scheduler_that_does_not_answer_is_left(tmp_path: Path) -> None:
     process = await dial_in("tcp://127.0.0.1:9", key_file, join_s=0.2)
     _, said = await asyncio.wait_for(process.communicate(), PATIENCE_S)
     assert process.returncode == 1
-    assert b"127.0.0.1:9" in said
+    (line,) = said.splitlines()
+    assert b"127.0.0.1:9" in line
+
+
+async def test_that_it_waits_is_told(tmp_path: Path) -> None:
+    key_file = tmp_path / "keys.json"
+    write_key_file(key_file)
+    process = await dial_in("tcp://127.0.0.1:9", key_file, join_s=20)
+    try:
+        assert process.stderr is not None
+        line = await asyncio.wait_for(process.stderr.readline(), PATIENCE_S)
+    finally:
+        process.terminate()
+        await process.communicate()
+    assert b"at tcp://127.0.0.1:9: waiting for a scheduler" in line
+
+
+async def test_an_endpoint_that_cannot_be_used_is_told_alone(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    write_key_file(tmp_path / "keys.json")
+    with pytest.raises(UsageError, match="malformed"):
+        run_worker("nonsense", tmp_path / "keys.json")
+    assert capfd.readouterr().err == ""
 
 
 async def test_other_keys_are_refused_with_a_clear_message(tmp_path: Path) -> None:

@@ -261,6 +261,14 @@ def test_columns_that_are_not_there(
     assert (caught.value.key, caught.value.name, caught.value.nearest) == ("columns", name, nearest)
 
 
+@pytest.mark.parametrize(("separator", "word"), [(";", "semicolons"), ("\t", "tabs")])
+def test_another_separator_is_guessed(tmp_path: Path, separator: str, word: str) -> None:
+    text = separator.join(["a", "b", "c"]) + "\n" + separator.join("123") + "\n"
+    with pytest.raises(SourceError, match=f"separated by {word}, not by commas") as caught:
+        _open(tmp_path, {"b": "int8"}, text)
+    assert "commas" in caught.value.expected
+
+
 def test_each_file_has_a_header_of_its_own(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("x,y\n1,a\n2,bb\n")
     (tmp_path / "b.csv").write_text("y,z,x\nccc,0,3\n")

@@ -1,0 +1,119 @@
+"""Who is let in, who is put out, and what the scheduler hears of it; router and launcher are records."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from pipedist import messages as msg
+from pipedist.coordinator.fleet import Fleet
+from pipedist.launchers.base import WorkerExit
+from pipedist.scheduler import Event
+from pipedist.scheduler import events as ev
+from pipedist.worker.hello import make_hello
+
+
+class Record:
+    """Stands for a router and a launcher."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[bytes, msg.Message]] = []
+        self.killed: list[tuple[str, int | None]] = []
+        self.started: list[tuple[str, int]] = []
+        self.events: list[Event] = []
+
+    def send(self, identity: bytes, message: msg.Message, payload: Any = ()) -> bool:
+        self.sent.append((identity, message))
+        return True
+
+    def drop(self, identity: bytes, reason: str = "") -> None:
+        return
+
+    def start(self, worker: str, incarnation: int) -> None:
+        self.started.append((worker, incarnation))
+
+    def kill(self, worker: str, incarnation: int | None = None) -> None:
+        self.killed.append((worker, incarnation))
+
+    def told(self, identity: bytes) -> msg.Message:
+        """What was sent to this identity last."""
+        return next(message for to, message in reversed(self.sent) if to == identity)
+
+
+@pytest.fixture
+def record() -> Record:
+    return Record()
+
+
+@pytest.fixture
+def fleet(record: Record) -> Iterator[Fleet]:
+    it = Fleet(
+        record.events.append,
+        cluster_id="c",
+        router=record,  # type: ignore[arg-type]
+        names=("w0",),
+        dial_in=True,
+        boot="here",
+        heard_within_s=4.0,
+    )
+    it.launcher = record  # type: ignore[assignment]
+    return it
+
+
+def hello(worker: str, incarnation: int) -> msg.Hello:
+    return replace(make_hello(worker, incarnation), boot="there")
+
+
+def test_a_worker_that_is_put_out_is_fenced_and_its_next_incarnation_may_join(
+    fleet: Fleet, record: Record
+) -> None:
+    fleet.greet(b"a", hello("far", 0))
+    fleet.heard(b"s", "far", 0)
+    assert record.events[-1] == ev.WorkerHeard("far", 0)
+    fleet.expel("far", 0, "not heard for 4 s")
+    assert record.told(b"a") == msg.Refuse("not heard for 4 s")
+    fleet.turn_away(b"a")
+    assert isinstance(record.told(b"a"), msg.Refuse)
+    assert record.killed == []
+
+    before = len(record.events)
+    fleet.heard(b"s", "far", 0)  # its supervisor is back: it must end what hangs
+    assert isinstance(record.told(b"s"), msg.Refuse)
+    assert len(record.events) == before
+
+    fleet.heard(b"s", "far", 1)
+    assert record.events[-1] == ev.WorkerHeard("far", 1)
+    fleet.greet(b"b", hello("far", 1))
+    assert isinstance(record.told(b"b"), msg.Welcome)
+    fleet.send_stop("over")
+    assert record.told(b"b") == msg.Stop("over")
+
+
+@pytest.mark.parametrize("crashed", [False, True])
+def test_a_crash_that_a_supervisor_tells_is_no_graceful_leave(
+    fleet: Fleet, record: Record, crashed: bool
+) -> None:
+    fleet.greet(b"a", hello("far", 0))
+    fleet.left("far", 0, "signal 11 (SIGSEGV)", crashed=crashed)
+    assert record.events[-1] == ev.WorkerLost("far", 0, "signal 11 (SIGSEGV)", graceful=not crashed)
+
+
+def test_an_exit_says_which_call_was_running(fleet: Fleet, record: Record) -> None:
+    fleet.start("w0", 0)
+    fleet.exited(WorkerExit("w0", 0, 9, None, 11, "signal 11 (SIGSEGV)", (3, 41)))
+    assert record.events[-1] == ev.WorkerLost("w0", 0, "signal 11 (SIGSEGV)", running=(3, 41))
+
+
+def test_only_the_incarnation_that_is_meant_is_killed(fleet: Fleet, record: Record) -> None:
+    fleet.start("w0", 0)
+    fleet.greet(b"a", make_hello("w0", 0))
+    fleet.expel("w0", 0, "it broke the protocol")
+    assert record.killed == [("w0", 0)]
+    fleet.start("w0", 1)  # its process is still there
+    assert record.killed == [("w0", 0)] * 2
+    assert record.started == [("w0", 0)]
+    fleet.exited(WorkerExit("w0", 0, 9, None, 9, "signal 9 (SIGKILL)"))
+    assert record.started == [("w0", 0), ("w0", 1)]
