@@ -40,7 +40,7 @@ PARTS = {
     "pipedist.worker.execution:guard": "make results own",
     "pipedist.reductions:Reduction.partial": "partial of a reduction",
     "pipedist.worker.stages:Stage.call": "function",
-    "pipedist.worker.execution:RangeRun.advance": "execution, the rest",
+    "pipedist.worker.ranges:RangeRun.advance": "execution, the rest",
     "pipedist.worker.driver:Driver._execute": "driver, the rest",
 }
 

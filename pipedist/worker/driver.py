@@ -29,11 +29,12 @@ from pipedist.worker import commands, failures
 from pipedist.worker.binding import Unloadable, from_frames, load_tree
 from pipedist.worker.commands import Ending, Execute
 from pipedist.worker.events import Event, Finished, Raised, SliceEnded, Started, Tick
-from pipedist.worker.execution import Outcome, PassExecutor, PersistentLoop, RangeRun, RefusedRange
+from pipedist.worker.execution import Outcome, PassExecutor, PersistentLoop
 from pipedist.worker.failures import CallFailure
 from pipedist.worker.machine import Limits, State, WorkerMachine
 from pipedist.worker.output import OutputCapture
 from pipedist.worker.progress import Progress
+from pipedist.worker.ranges import RangeRun, RefusedRange
 
 IDLE_POLL_S = 1.0
 """How long an idle worker waits for a message before it looks around."""
