@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 import sys
 from contextlib import AsyncExitStack
-from types import TracebackType
 from typing import Self
 
 from pipedist.coordinator import Coordinator
 from pipedist.errors import UsageError
-from pipedist.local_cluster import Cluster, checked_count
+from pipedist.local_cluster import Cluster
 from pipedist.scheduler import Limits
 from pipedist.transport.keys import ServerKeys, read_key_file, write_key_file
 from pipedist.transport.zeromq import Router
@@ -44,44 +43,32 @@ class ConnectCluster(Cluster):
     ) -> None:
         if key_file is None:
             raise UsageError("workers that dial in need keys: say `cluster: {key_file: FILE}`")
+        super().__init__(workers)
         self._listen = listen or LISTEN
         self._key_file = os.fspath(key_file)
-        self._workers = checked_count(workers)
         self._limits = limits
-        self._stack = AsyncExitStack()
-        self._coordinator: Coordinator | None = None
 
     async def __aenter__(self) -> Self:
-        if self._coordinator is not None:
-            raise UsageError("this cluster is open already: a shared one is entered once")
-        keys = self._keys()
-        await self._stack.__aenter__()
-        try:
-            self._coordinator = await self._stack.enter_async_context(
-                Coordinator(
-                    router_factory=lambda on_message, on_reject, on_lost: Router(
-                        self._listen,
-                        keys=keys,
-                        on_message=on_message,
-                        on_reject=on_reject,
-                        on_lost=on_lost,
-                    ),
-                    launcher_factory=None,
-                    workers=(),
-                    limits=self._limits,
-                    dial_in=True,
-                    boot=boot_id(),
-                )
-            )
-        except BaseException as error:
-            await self._stack.__aexit__(type(error), error, error.__traceback__)
-            raise
+        await super().__aenter__()
         print(  # noqa: T201 - how to join is what the user must know now
-            f"waiting for workers: pipedist worker --connect {self._coordinator.endpoint} "
+            f"waiting for workers: pipedist worker --connect {self.coordinator.endpoint} "
             f"--key-file {self._key_file}",
             file=sys.stderr,
         )
         return self
+
+    def _make(self, stack: AsyncExitStack) -> Coordinator:
+        keys = self._keys()
+        return Coordinator(
+            router_factory=lambda on_message, on_reject, on_lost: Router(
+                self._listen, keys=keys, on_message=on_message, on_reject=on_reject, on_lost=on_lost
+            ),
+            launcher_factory=None,
+            workers=(),
+            limits=self._limits,
+            dial_in=True,
+            boot=boot_id(),
+        )
 
     def _keys(self) -> ServerKeys:
         exists = os.path.exists(self._key_file)
@@ -89,25 +76,3 @@ class ConnectCluster(Cluster):
         if keys.server is None:
             raise UsageError(f"key file {self._key_file} is made for workers: it lacks `server_secret`")
         return keys.server
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._coordinator = None
-        await self._stack.__aexit__(kind, error, trace)
-
-    @property
-    def coordinator(self) -> Coordinator:
-        """The open coordinator.
-
-        Raises:
-            UsageError: the cluster is not open.
-        """
-        if self._coordinator is None:
-            raise UsageError("a cluster is used inside `async with ConnectCluster(...) as cluster:`")
-        return self._coordinator
-
-    @property
-    def workers(self) -> int:
-        """How many workers are expected."""
-        return self._workers

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Self
 
 from pipedist.coordinator import Coordinator
 from pipedist.errors import UsageError
@@ -36,24 +37,54 @@ def checked_count(workers: object) -> int:
     return workers
 
 
-class Cluster(Protocol):
-    """What a run or a strategy is executed on."""
+class Cluster(ABC):
+    """A coordinator with its workers, for as long as `async with` lasts.
+
+    Args:
+        workers: how many there are to be.
+    """
+
+    def __init__(self, workers: int) -> None:
+        self._workers = checked_count(workers)
+        self._stack = AsyncExitStack()
+        self._coordinator: Coordinator | None = None
+
+    async def __aenter__(self) -> Self:
+        if self._coordinator is not None:
+            raise UsageError("this cluster is open already: a shared one is entered once")
+        await self._stack.__aenter__()
+        try:
+            self._coordinator = await self._stack.enter_async_context(self._make(self._stack))
+        except BaseException as error:
+            await self._stack.__aexit__(type(error), error, error.__traceback__)
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._coordinator = None
+        await self._stack.__aexit__(kind, error, trace)
+
+    @abstractmethod
+    def _make(self, stack: AsyncExitStack) -> Coordinator:
+        """Return the coordinator, not open; what it needs beside is entered into `stack`."""
 
     @property
     def coordinator(self) -> Coordinator:
-        """The open coordinator."""
-        ...
+        """The open coordinator.
+
+        Raises:
+            UsageError: the cluster is not open.
+        """
+        if self._coordinator is None:
+            raise UsageError(f"a cluster is used inside `async with {type(self).__name__}(...) as cluster:`")
+        return self._coordinator
 
     @property
     def workers(self) -> int:
         """How many workers there are to be."""
-        ...
-
-    async def __aenter__(self) -> Self: ...
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
+        return self._workers
 
 
 class LocalCluster(Cluster):
@@ -79,61 +110,28 @@ class LocalCluster(Cluster):
         limits: Limits | None = None,
         shared_memory: bool = True,
     ) -> None:
-        count = usable_cores() if workers is None else checked_count(workers)
-        self._names = tuple(f"w{i}" for i in range(count))
+        super().__init__(usable_cores() if workers is None else workers)
+        self._names = tuple(f"w{i}" for i in range(self._workers))
         self._threads = threads_per_replica
         self._limits = limits
-        self._shared_memory = SharedMemory.of_cluster(count) if shared_memory else None
-        self._stack = AsyncExitStack()
-        self._coordinator: Coordinator | None = None
+        self._shared_memory = SharedMemory.of_cluster(self._workers) if shared_memory else None
 
-    async def __aenter__(self) -> Self:
-        if self._coordinator is not None:
-            raise UsageError("this cluster is open already: a shared one is entered once")
-        await self._stack.__aenter__()
-        try:
-            endpoint = ipc_endpoint(self._stack.enter_context(private_directory()))
-            coordinator = Coordinator(
-                router_factory=lambda on_message, on_reject, on_lost: Router(
-                    endpoint,
-                    keys=None,
-                    on_message=on_message,
-                    on_reject=on_reject,
-                    on_lost=on_lost,
-                    shared_memory=self._shared_memory,
-                ),
-                launcher_factory=lambda at: LocalLauncher(at, threads=self._threads),
-                workers=self._names,
-                limits=self._limits,
-                boot=boot_id(),
-            )
-            self._coordinator = await self._stack.enter_async_context(coordinator)
-        except BaseException as error:
-            await self._stack.__aexit__(type(error), error, error.__traceback__)
-            raise
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._coordinator = None
-        await self._stack.__aexit__(kind, error, trace)
-
-    @property
-    def coordinator(self) -> Coordinator:
-        """The open coordinator.
-
-        Raises:
-            UsageError: the cluster is not open.
-        """
-        if self._coordinator is None:
-            raise UsageError("a cluster is used inside `async with LocalCluster(...) as cluster:`")
-        return self._coordinator
-
-    @property
-    def workers(self) -> int:
-        """How many workers there are to be."""
-        return len(self._names)
+    def _make(self, stack: AsyncExitStack) -> Coordinator:
+        endpoint = ipc_endpoint(stack.enter_context(private_directory()))
+        return Coordinator(
+            router_factory=lambda on_message, on_reject, on_lost: Router(
+                endpoint,
+                keys=None,
+                on_message=on_message,
+                on_reject=on_reject,
+                on_lost=on_lost,
+                shared_memory=self._shared_memory,
+            ),
+            launcher_factory=lambda at: LocalLauncher(at, threads=self._threads),
+            workers=self._names,
+            limits=self._limits,
+            boot=boot_id(),
+        )
 
     @property
     def names(self) -> Sequence[str]:
