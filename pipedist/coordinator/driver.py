@@ -60,6 +60,10 @@ RouterFactory = Callable[
 """Makes a router from (on_message, on_reject, on_lost)."""
 
 
+LEAVING_S = 2.0
+"""How long workers that dialled in may take to say Goodbye when the cluster is closed."""
+
+
 class Coordinator:
     """Drives the scheduler over one router and one launcher.
 
@@ -135,8 +139,8 @@ class Coordinator:
         trace: TracebackType | None,
     ) -> None:
         self._fail_all(RunCancelled("the cluster was closed"))
+        await self._fleet.dismiss("the cluster is closed", LEAVING_S)
         self._closed = True
-        self._fleet.send_stop("the cluster is closed")
         await self._stack.__aexit__(kind, error, trace)
 
     @property

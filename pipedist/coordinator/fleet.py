@@ -63,6 +63,8 @@ class Fleet:
         """The last incarnation that was put out of each worker that dialled in and is not gone."""
         self._due: dict[str, int] = {}
         """Incarnations to start when the process before has ended."""
+        self._supervisors: dict[str, bytes] = {}
+        """The connection of each supervisor that was heard, by its worker."""
         self._changed = anyio.Event()
         self._error: PipedistError | None = None
 
@@ -138,10 +140,22 @@ class Fleet:
         if peer is not None and not self._router.send(peer.identity, message, payload):
             self.lose(peer, "its connection is gone")
 
-    def send_stop(self, reason: str) -> None:
-        """Tell every worker to leave."""
-        for peer in self._roster:
-            self._router.send(peer.identity, msg.Stop(reason))
+    async def dismiss(self, reason: str, grace_s: float) -> None:
+        """Tell every worker to leave, and give those that dialled in time to say Goodbye.
+
+        A connection that is closed with something unread in it may take the last word with it;
+        a launcher waits for its own workers' processes anyway.
+        """
+        self._send_stop(reason)
+        if self.launcher is None:
+            with anyio.move_on_after(grace_s, shield=True):
+                while len(self._roster):
+                    await self._changed.wait()
+            self._send_stop(reason)  # to who joined meanwhile
+
+    def _send_stop(self, reason: str) -> None:
+        for identity in (*(peer.identity for peer in self._roster), *self._supervisors.values()):
+            self._router.send(identity, msg.Stop(reason))
 
     def turn_away(self, identity: bytes) -> None:
         """Fence a worker that is no member: its next incarnation may join."""
@@ -150,6 +164,7 @@ class Fleet:
 
     def heard(self, identity: bytes, worker: str, incarnation: int) -> None:
         """Take note that a supervisor's worker process is there; have it ended if it was put out."""
+        self._supervisors[worker] = identity
         if incarnation <= self._expelled.get(worker, -1):
             self.turn_away(identity)
         else:
@@ -179,6 +194,7 @@ class Fleet:
         if peer is not None:
             self._router.drop(peer.identity)
         self._post(ev.WorkerLost(worker, incarnation, reason, graceful=not crashed))
+        self._wake()
 
     def greet(self, identity: bytes, hello: msg.Hello) -> None:
         """Let a worker join, or say why it may not.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -88,8 +89,21 @@ def test_a_worker_that_is_put_out_is_fenced_and_its_next_incarnation_may_join(
     assert record.events[-1] == ev.WorkerHeard("far", 1)
     fleet.greet(b"b", hello("far", 1))
     assert isinstance(record.told(b"b"), msg.Welcome)
-    fleet.send_stop("over")
-    assert record.told(b"b") == msg.Stop("over")
+    asyncio.run(fleet.dismiss("over", 0.0))
+    assert record.told(b"b") == record.told(b"s") == msg.Stop("over")
+
+
+@pytest.mark.asyncio
+async def test_workers_that_dialled_in_have_time_to_say_goodbye(fleet: Fleet, record: Record) -> None:
+    fleet.launcher = None
+    fleet.greet(b"a", hello("far", 0))
+    async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
+        leaving = tasks.create_task(fleet.dismiss("over", 60.0))
+        await asyncio.sleep(0)
+        assert record.told(b"a") == msg.Stop("over")
+        assert not leaving.done()
+        fleet.left("far", 0, "it was told to")
+    assert len(fleet) == 0
 
 
 @pytest.mark.parametrize("crashed", [False, True])
