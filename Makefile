@@ -72,6 +72,10 @@ bench-peers: $(INSTALLED)  ## Install the peers of the benchmarks in benchmarks/
 bench: $(INSTALLED)  ## Measure pipedist beside its peers: make bench ARGS="--only W1,W2 --boost".
 	$(BIN)/python -m benchmarks.run --write-docs $(ARGS)
 
+.PHONY: bench-test
+bench-test: $(INSTALLED)  ## Run every workload in tiny sizes, for correct results only.
+	$(BIN)/python -m pytest -q benchmarks/tests
+
 .PHONY: bench-profile
 bench-profile: $(INSTALLED)  ## Show where a call's time goes: make bench-profile ARGS="--only W1".
 	$(BIN)/python -m benchmarks.call_profile $(ARGS)
