@@ -329,11 +329,10 @@ class Coordinator:
             return
         cls, lease = type(error), command.lease
         for call in range(command.lo, command.hi):
-            handle.raised[call] = msg.Failed(
+            told = msg.Failed(
                 lease, call, handle.name, cls.__module__, cls.__qualname__, str(error), "", False
             )
-            self._last_token += 1
-            self.post(ev.CallFailed(peer.worker, peer.incarnation, lease, call, self._last_token, 0))
+            self._on_failed(peer, told)
 
     def _fail_all(self, error: PipedistError) -> None:
         self._failed = self._failed or error

@@ -184,11 +184,6 @@ class PassHandle:
         """Forget the pass; what is running of it is dropped. Closing twice is no fault."""
         self._post(ev.PassClosed(self.id))
 
-    async def aclose(self) -> None:
-        """Close, for `async with`-like use."""
-        self.close()
-        await anyio.lowlevel.checkpoint()
-
     async def run_feed(self) -> None:
         """Offer steps as they are wanted, until the feed ends; an error of it ends the pass.
 

@@ -71,7 +71,7 @@ async def test_call_step_answers_each_step_by_itself() -> None:
             await waiting
         with pytest.raises(pipedist.RunCancelled):
             await handle.call_step([7, 8])
-        await handle.aclose()
+        handle.close()
         assert cluster.coordinator._handles == {}
 
 
