@@ -79,3 +79,16 @@ bench-test: $(INSTALLED)  ## Run every workload in tiny sizes, for correct resul
 .PHONY: bench-profile
 bench-profile: $(INSTALLED)  ## Show where a call's time goes: make bench-profile ARGS="--only W1".
 	$(BIN)/python -m benchmarks.call_profile $(ARGS)
+
+.PHONY: bench-torch
+bench-torch: bench-peers  ## Add torch to benchmarks/.venv: for bench-collectives and test-torch (2 GiB).
+	benchmarks/.venv/bin/python -m pip install --quiet --disable-pip-version-check \
+	  --constraint benchmarks/.venv/same-versions.txt --requirement benchmarks/peers/requirements-torch.txt
+
+.PHONY: bench-collectives
+bench-collectives: $(INSTALLED)  ## Measure all_reduce beside mpi4py and torch gloo.
+	$(BIN)/python -m benchmarks.collectives $(ARGS)
+
+.PHONY: test-torch
+test-torch:  ## Test the collectives of torch tensors (after make bench-torch).
+	benchmarks/.venv/bin/python -m pytest -q -m torch tests/collectives

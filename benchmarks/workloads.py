@@ -154,7 +154,11 @@ def _cold(kind: str) -> Callable[[Adapter, Sizes, Path], Measured]:
 
 
 def _cold_run(command: Sequence[str], folder: str) -> None:
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
+    # What is installed has its bytecode beside it; a checkout gets it with the first run, unless told not to.
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    done = subprocess.run(
+        command, cwd=folder, env=env, capture_output=True, text=True, timeout=120, check=False
+    )
     if done.returncode or str(COLD_SUM) not in done.stdout:
         raise WrongResult(f"exit code {done.returncode}: {done.stdout[-200:]} {done.stderr[-600:]}")
 

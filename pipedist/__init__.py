@@ -15,6 +15,16 @@ from typing import TYPE_CHECKING, Any
 from pipedist.version import __version__
 
 if TYPE_CHECKING:
+    from pipedist.cluster_resolvers import (
+        ClusterResolver,
+        ClusterSpec,
+        KubernetesClusterResolver,
+        SimpleClusterResolver,
+        SlurmClusterResolver,
+        TFConfigClusterResolver,
+        UnionResolver,
+    )
+    from pipedist.collectives.options import CommunicationOptions
     from pipedist.connect_cluster import ConnectCluster
     from pipedist.datasets.element import ArraySpec
     from pipedist.datasets.input import (
@@ -27,6 +37,8 @@ if TYPE_CHECKING:
     from pipedist.datasets.logical import Dataset
     from pipedist.errors import (
         CallError,
+        CollectiveMismatchError,
+        CollectiveTimeoutError,
         FoldError,
         OutOfRangeError,
         OutputError,
@@ -41,20 +53,43 @@ if TYPE_CHECKING:
         WorkersLost,
     )
     from pipedist.local_cluster import LocalCluster
-    from pipedist.pipeline import Ledger, Part, Progress, Result, Run, Step, open, run
+    from pipedist.partitioners import FixedShardsPartitioner, MaxSizePartitioner, MinSizePartitioner
+    from pipedist.pipeline.doors import open, run
+    from pipedist.pipeline.result import Ledger, Progress, Result
+    from pipedist.pipeline.runs import Run
+    from pipedist.pipeline.subscription import Part, Step
     from pipedist.strategy import (
         CentralStorageStrategy,
         DistributedDataset,
+        MirroredStrategy,
+        MultiWorkerMirroredStrategy,
         OneDeviceStrategy,
         Strategy,
+        Variable,
         get_strategy,
         has_strategy,
         in_cross_replica_context,
+        strategy_of,
     )
+    from pipedist.strategy.cluster_coordinator import ClusterCoordinator
+    from pipedist.strategy.parameter_server import ParameterServerStrategy
+    from pipedist.strategy.remote_value import ClosureCancelled, RemoteValue
     from pipedist.values import Mirrored, PerReplica, ReduceOp
     from pipedist.worker.context import ReplicaContext, get_replica_context
+    from pipedist.worker.sharded_variable import ShardedVariable
+    from pipedist.worker.variable_rules import VariableAggregation, VariableSynchronization
 
 _HOMES = {
+    "pipedist.cluster_resolvers": (
+        "ClusterResolver",
+        "ClusterSpec",
+        "KubernetesClusterResolver",
+        "SimpleClusterResolver",
+        "SlurmClusterResolver",
+        "TFConfigClusterResolver",
+        "UnionResolver",
+    ),
+    "pipedist.collectives.options": ("CommunicationOptions",),
     "pipedist.connect_cluster": ("ConnectCluster",),
     "pipedist.datasets.element": ("ArraySpec",),
     "pipedist.datasets.input": (
@@ -67,6 +102,8 @@ _HOMES = {
     "pipedist.datasets.logical": ("Dataset",),
     "pipedist.errors": (
         "CallError",
+        "CollectiveMismatchError",
+        "CollectiveTimeoutError",
         "FoldError",
         "OutOfRangeError",
         "OutputError",
@@ -81,18 +118,31 @@ _HOMES = {
         "WorkersLost",
     ),
     "pipedist.local_cluster": ("LocalCluster",),
-    "pipedist.pipeline": ("Ledger", "Part", "Progress", "Result", "Run", "Step", "open", "run"),
+    "pipedist.partitioners": ("FixedShardsPartitioner", "MaxSizePartitioner", "MinSizePartitioner"),
+    "pipedist.pipeline.doors": ("open", "run"),
+    "pipedist.pipeline.result": ("Ledger", "Progress", "Result"),
+    "pipedist.pipeline.runs": ("Run",),
+    "pipedist.pipeline.subscription": ("Part", "Step"),
     "pipedist.strategy": (
         "CentralStorageStrategy",
         "DistributedDataset",
+        "MirroredStrategy",
+        "MultiWorkerMirroredStrategy",
         "OneDeviceStrategy",
         "Strategy",
+        "Variable",
         "get_strategy",
         "has_strategy",
         "in_cross_replica_context",
+        "strategy_of",
     ),
+    "pipedist.strategy.cluster_coordinator": ("ClusterCoordinator",),
+    "pipedist.strategy.parameter_server": ("ParameterServerStrategy",),
+    "pipedist.strategy.remote_value": ("ClosureCancelled", "RemoteValue"),
     "pipedist.values": ("Mirrored", "PerReplica", "ReduceOp"),
     "pipedist.worker.context": ("ReplicaContext", "get_replica_context"),
+    "pipedist.worker.sharded_variable": ("ShardedVariable",),
+    "pipedist.worker.variable_rules": ("VariableAggregation", "VariableSynchronization"),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 
@@ -101,19 +151,33 @@ __all__ = [
     "AutoShardPolicy",
     "CallError",
     "CentralStorageStrategy",
+    "ClosureCancelled",
+    "ClusterCoordinator",
+    "ClusterResolver",
+    "ClusterSpec",
+    "CollectiveMismatchError",
+    "CollectiveTimeoutError",
+    "CommunicationOptions",
     "ConnectCluster",
     "Dataset",
     "DistributedDataset",
+    "FixedShardsPartitioner",
     "FoldError",
     "InputContext",
     "InputOptions",
     "InputReplicationMode",
+    "KubernetesClusterResolver",
     "Ledger",
     "LocalCluster",
+    "MaxSizePartitioner",
+    "MinSizePartitioner",
     "Mirrored",
+    "MirroredStrategy",
+    "MultiWorkerMirroredStrategy",
     "OneDeviceStrategy",
     "OutOfRangeError",
     "OutputError",
+    "ParameterServerStrategy",
     "Part",
     "PerReplica",
     "PipedistError",
@@ -121,16 +185,25 @@ __all__ = [
     "Problem",
     "Progress",
     "ReduceOp",
+    "RemoteValue",
     "ReplicaContext",
     "Result",
     "Run",
     "RunCancelled",
     "RunDrained",
+    "ShardedVariable",
+    "SimpleClusterResolver",
+    "SlurmClusterResolver",
     "SpecError",
     "Step",
     "Strategy",
+    "TFConfigClusterResolver",
+    "UnionResolver",
     "UsageError",
     "ValueContext",
+    "Variable",
+    "VariableAggregation",
+    "VariableSynchronization",
     "WorkerDied",
     "WorkersLost",
     "__version__",
@@ -140,6 +213,7 @@ __all__ = [
     "in_cross_replica_context",
     "open",
     "run",
+    "strategy_of",
 ]
 
 

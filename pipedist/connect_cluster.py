@@ -12,7 +12,7 @@ from pipedist.errors import UsageError
 from pipedist.local_cluster import Cluster
 from pipedist.scheduler import Limits
 from pipedist.transport.keys import ServerKeys, read_key_file, write_key_file
-from pipedist.transport.zeromq import Router
+from pipedist.transport.router import Router
 from pipedist.worker.hello import boot_id
 
 LISTEN = "tcp://127.0.0.1:*"

@@ -157,6 +157,18 @@ class CallError(PipedistError):
         super().__init__(text)
 
 
+class CollectiveMismatchError(PipedistError, ValueError):
+    """The replicas of a step did not call the same collective, or one ended while others waited.
+
+    The text says which replica called what, at which file and line. tf.distribute hangs, or lets
+    replica 0's operation win; of shapes and dtypes that differ it makes a ValueError, as this is.
+    """
+
+
+class CollectiveTimeoutError(PipedistError):
+    """A collective waited for `timeout_s`, and not every replica came."""
+
+
 class WorkersLost(PipedistError):
     """Workers die, or never come up, faster than any call is finished."""
 

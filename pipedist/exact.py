@@ -16,7 +16,6 @@ Scalars need none of this: Python's own integers are exact (`product` keeps them
 
 from __future__ import annotations
 
-from fractions import Fraction
 from math import nextafter, prod
 from typing import Any
 
@@ -133,6 +132,8 @@ def divide(total: int, count: int, dtype: np.dtype[Any]) -> Any:
         return dtype.type(np.nan)
     quotient = total / count  # Python divides integers correctly rounded
     if dtype.itemsize == 4 and _float32_midpoint(np.float64(quotient)):
+        from fractions import Fraction  # hardly ever needed, and slow to import
+
         # Rounding twice would go wrong exactly here: lean towards the true quotient first.
         true = Fraction(total, count)
         if Fraction(quotient) != true:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Protocol
 
 import anyio
@@ -23,13 +22,14 @@ from pipedist import trees
 from pipedist.datasets.division import Division, chunk_sizes, permutation
 from pipedist.datasets.sources import Source, SourceError
 from pipedist.program import ReaderConfig, Shards, Tree
+from pipedist.records import record
 
 READ_S = 0.01
 READ_BYTES = 2**20
 """A sequential source is read on, without looking up, until so much time or so many bytes."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Offer:
     """Steps [first, last), each of `parts` calls.
 
@@ -195,7 +195,7 @@ class IndexedFeed(Feed):
         return [self._ids(call) for call in range(first, first + self._division.parts(step))]
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class _Block:
     """One step of a sequential source: its elements, the id of the first, and its bytes."""
 

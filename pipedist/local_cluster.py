@@ -7,16 +7,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
-from pipedist.coordinator import Coordinator
 from pipedist.errors import UsageError
-from pipedist.launchers.local import LocalLauncher
-from pipedist.scheduler import Limits
-from pipedist.transport.rendezvous import ipc_endpoint, private_directory
+from pipedist.launchers.server import prepare
 from pipedist.transport.shared_memory.settings import SharedMemory
-from pipedist.transport.zeromq import Router
-from pipedist.worker.hello import boot_id
+
+# What a coordinator needs takes a while to import: not before the fork server is on its way.
+if TYPE_CHECKING:
+    from pipedist.coordinator import Coordinator
+    from pipedist.scheduler import Limits
 
 WORKERS_MAX = 4096
 
@@ -116,7 +116,17 @@ class LocalCluster(Cluster):
         self._limits = limits
         self._shared_memory = SharedMemory.of_cluster(self._workers) if shared_memory else None
 
+    async def __aenter__(self) -> Self:
+        with prepare(self._threads):
+            return await super().__aenter__()
+
     def _make(self, stack: AsyncExitStack) -> Coordinator:
+        from pipedist.coordinator import Coordinator
+        from pipedist.launchers.local import LocalLauncher
+        from pipedist.transport.rendezvous import ipc_endpoint, private_directory
+        from pipedist.transport.router import Router
+        from pipedist.worker.hello import boot_id
+
         endpoint = ipc_endpoint(stack.enter_context(private_directory()))
         return Coordinator(
             router_factory=lambda on_message, on_reject, on_lost: Router(
@@ -131,6 +141,7 @@ class LocalCluster(Cluster):
             workers=self._names,
             limits=self._limits,
             boot=boot_id(),
+            shared_memory=self._shared_memory is not None,
         )
 
     @property

@@ -11,21 +11,25 @@ worker; a result counts only while its lease is held.
 | Hello | worker -> scheduler | - |
 | Welcome, Refuse | scheduler -> worker | - |
 | Bind | scheduler -> worker | the pass's `Program` |
-| Assign | scheduler -> worker | shards of the range (see `pipedist.program.Shards`) |
+| Assign, AssignGang | scheduler -> worker | shards of the range (see `pipedist.program.Shards`) |
+| State | scheduler -> worker | one version of a state: a tree |
+| DropState | scheduler -> worker | - |
 | Results | worker -> scheduler | a list, one entry a call: {slot: tree} |
-| Failed, Log, Heartbeat, Goodbye | worker -> scheduler | - |
+| Exchange | worker -> scheduler | what its replicas bring to a collective |
+| Relay | scheduler -> worker | what another member of the gang brings, untouched |
+| Failed, Stalled, Log, Heartbeat, Goodbye | worker -> scheduler | - |
 | Unbind, Cancel, Stop | scheduler -> worker | - |
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from pipedist.records import record
 
 WIRE_VERSION = 1
 """The protocol's version; a peer that speaks another one is refused."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Hello:
     """A worker process asks to join.
 
@@ -52,7 +56,7 @@ class Hello:
     cpu: str
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Welcome:
     """The worker is in.
 
@@ -67,28 +71,28 @@ class Welcome:
     sys_path: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Refuse:
     """The worker may not join; it prints the reason and exits."""
 
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Bind:
     """Introduces a pass, once per worker, before its first Assign. Payload: its Program."""
 
     pass_id: int
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Unbind:
     """The pass is over: drop its functions, instances and readers."""
 
     pass_id: int
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Assign:
     """Execute calls [lo, hi) of a pass, in order. Payload: their Shards.
 
@@ -103,21 +107,93 @@ class Assign:
     attempt: int
 
 
-@dataclass(frozen=True, slots=True)
+@record
+class AssignGang:
+    """Execute calls [lo, hi) of one step at once, as member `member` of a gang. Payload: their Shards.
+
+    Args:
+        attempt: 0 for the first try; of the whole gang.
+        serial: number of this attempt of this gang; grows over the scheduler's life.
+        members: over how many worker processes the step's replicas are spread, in replica order.
+        segment: where the members' shared memory is found (`pipedist.collectives.segment`); "" where
+            they exchange through the scheduler, or there is one member.
+    """
+
+    lease: int
+    pass_id: int
+    lo: int
+    hi: int
+    attempt: int
+    serial: int
+    member: int
+    members: int
+    segment: str
+
+
+@record
+class State:
+    """One version of a state, sent before the first lease that reads it. Payload: its tree.
+
+    Args:
+        space: which state; unique in the scheduler's life.
+        version: counts its values; a worker keeps the latest two.
+    """
+
+    space: int
+    version: int
+
+
+@record
+class DropState:
+    """No lease reads this state any more."""
+
+    space: int
+
+
+@record
+class Exchange:
+    """A member's part of collective `number` of its gang, for the other members. Payload: its data.
+
+    Args:
+        number: counts the collectives of a gang attempt, from 1.
+    """
+
+    lease: int
+    number: int
+
+
+@record
+class Relay:
+    """The part that another member brought. Payload: as it came; none where that member has ended.
+
+    Args:
+        lease: the receiver's.
+        member: who brought it.
+        number: of the collective; 0: the member has ended, and brings nothing more.
+        text: how it ended, for people; "" where it has not.
+    """
+
+    lease: int
+    member: int
+    number: int
+    text: str
+
+
+@record
 class Cancel:
     """Drop what is left of a lease, if it has not begun."""
 
     lease: int
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Stop:
     """Leave: finish nothing more, say Goodbye, exit 0."""
 
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Results:
     """Calls [lo, hi) of a lease are done. Payload: a list with one entry a call.
 
@@ -131,7 +207,7 @@ class Results:
     busy_ns: int
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Failed:
     """Call `call` of a lease raised; the worker goes on with the rest of the range.
 
@@ -141,6 +217,7 @@ class Failed:
         text: `str(exception)`.
         traceback: formatted, of the worker's side.
         retryable: False where another attempt can't help (a result that can't be sent).
+        aborted: the call did nothing wrong: its gang was ended by another replica.
     """
 
     lease: int
@@ -151,9 +228,24 @@ class Failed:
     text: str
     traceback: str
     retryable: bool
+    aborted: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@record
+class Stalled:
+    """A collective has waited for `timeout_s`, and members of the gang have not come.
+
+    Args:
+        members: those that are missing, as decimal texts.
+        text: who waits for whom, where, for people.
+    """
+
+    lease: int
+    members: tuple[str, ...]
+    text: str
+
+
+@record
 class Log:
     """A line that a replica function printed or logged."""
 
@@ -163,7 +255,7 @@ class Log:
     text: str
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Heartbeat:
     """The supervisor of a worker that dialled in is there, and so is its worker process."""
 
@@ -171,7 +263,7 @@ class Heartbeat:
     incarnation: int
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Goodbye:
     """The worker leaves; its unfinished leases go back.
 
@@ -193,6 +285,12 @@ Message = (
     | Bind
     | Unbind
     | Assign
+    | AssignGang
+    | State
+    | DropState
+    | Exchange
+    | Relay
+    | Stalled
     | Cancel
     | Stop
     | Results

@@ -12,14 +12,19 @@ cloudpickle, scheduler to worker only).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, Literal
+
+from pipedist.records import record
 
 Tree = Any
 """A nest of dict, list, tuple, namedtuple, dataclass, None; leaves are arrays, numbers, str, bytes."""
 
 
-@dataclass(frozen=True, slots=True)
+OWN_STATE = ""
+"""In the arguments of an update: the state that it changes. No argument is called so."""
+
+
+@record
 class FunctionRef:
     """Where a worker finds a function.
 
@@ -34,7 +39,18 @@ class FunctionRef:
     pickled: bytes = b""
 
 
-@dataclass(frozen=True, slots=True)
+@record
+class StateValue:
+    """Stands in a stage's arguments for the value of a state, as of the version that its lease names.
+
+    Args:
+        name: of the state, in `Shards.states`.
+    """
+
+    name: str
+
+
+@record
 class StageProgram:
     """One function to execute on each call.
 
@@ -46,23 +62,28 @@ class StageProgram:
         form: how it is called. "shard": `fn(value, **kwargs)`; "apply": the value is
             `(args, kwargs)` and the call is `fn(*args, **kwargs)`; "combine": the value is a
             list of groups, each a list of components, folded by `fn(a, b)` in the fixed tree:
-            first the components of each group, then the groups' nodes.
+            first the components of each group, then the groups' nodes. "update":
+            `fn(state, value, **kwargs)`, where `kwargs` has the state under OWN_STATE.
+        collectives: the function may call collectives, and is called with empty shards too. The
+            pass is a gang (`Program.gang`).
     """
 
     name: str
     function: FunctionRef
     of: int
     kwargs: dict[str, Tree]
-    form: Literal["shard", "apply", "combine"] = "shard"
+    form: Literal["shard", "apply", "combine", "update"] = "shard"
+    collectives: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Emit:
     """One thing that each call sends back.
 
     Args:
         slot: name under which the coordinator finds it.
-        of: index of the stage whose value it is; -1: the shard itself.
+        of: index of the stage whose value it is; -1: the shard itself; -2: what the call assigned to
+            variables (`pipedist.worker.variables`), missing where that is nothing.
         op: "" for the value itself; else the reduce op whose PARTIAL of the value is sent
             (`pipedist.reductions.Reduction(op, axis).partial(value)`), so that rows stay put.
         axis: the reduction's axis: None, or a tuple of ints.
@@ -74,7 +95,7 @@ class Emit:
     axis: tuple[int, ...] | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class ReaderConfig:
     """How a call's shard is found.
 
@@ -92,7 +113,7 @@ class ReaderConfig:
     drop_remainder: bool
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Program:
     """Everything that a worker needs to execute the calls of a pass.
 
@@ -104,6 +125,10 @@ class Program:
         emits: what each call sends back.
         code: absolute folders appended last to the worker's sys.path.
         threads: BLAS and OpenMP threads of a replica.
+        gang: the calls of a step run at once (AssignGang), over as many workers as there are.
+        devices: what each replica computes on ("cpu:0", "cuda:1"), one a replica; empty: the CPU.
+        communication: what the gang's collectives do where a call says nothing: bytes_per_pack,
+            timeout_s, implementation (`pipedist.collectives.options.CommunicationOptions`).
     """
 
     seed: int
@@ -113,9 +138,12 @@ class Program:
     emits: tuple[Emit, ...]
     code: tuple[str, ...] = ()
     threads: int = 1
+    gang: bool = False
+    devices: tuple[str, ...] = ()
+    communication: tuple[int, float | None, str] = (0, None, "auto")
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Shards:
     """The payload of an Assign: where the shards of calls [lo, hi) are, one entry a call.
 
@@ -127,11 +155,13 @@ class Shards:
             (shuffled datasets).
         locations: what `Reader.read` takes, where the source needs more than ids.
         values: the shards themselves, where the worker can't read the source.
+        states: name -> [space, version] of each state that the calls read.
     """
 
     ids: list[Tree] | None = None
     locations: list[Tree] | None = None
     values: list[Tree] | None = None
+    states: dict[str, list[int]] | None = None
 
 
 def to_tree(program: Program) -> Tree:
@@ -148,12 +178,22 @@ def to_tree(program: Program) -> Tree:
             program.reader.drop_remainder,
         ],
         "stages": [
-            [s.name, [s.function.label, s.function.name, s.function.pickled], s.of, s.kwargs, s.form]
+            [
+                s.name,
+                [s.function.label, s.function.name, s.function.pickled],
+                s.of,
+                s.kwargs,
+                s.form,
+                s.collectives,
+            ]
             for s in program.stages
         ],
         "emits": [[e.slot, e.of, e.op, None if e.axis is None else list(e.axis)] for e in program.emits],
         "code": list(program.code),
         "threads": program.threads,
+        "gang": program.gang,
+        "devices": list(program.devices),
+        "communication": list(program.communication),
     }
 
 
@@ -164,12 +204,15 @@ def from_tree(tree: Tree) -> Program:
         replicas=tree["replicas"],
         reader=None if tree["reader"] is None else ReaderConfig(*tree["reader"]),
         stages=tuple(
-            StageProgram(name, FunctionRef(*function), of, kwargs, form)
-            for name, function, of, kwargs, form in tree["stages"]
+            StageProgram(name, FunctionRef(*function), of, kwargs, form, collectives)
+            for name, function, of, kwargs, form, collectives in tree["stages"]
         ),
         emits=tuple(
             Emit(slot, of, op, None if axis is None else tuple(axis)) for slot, of, op, axis in tree["emits"]
         ),
         code=tuple(tree["code"]),
         threads=tree["threads"],
+        gang=tree["gang"],
+        devices=tuple(tree["devices"]),
+        communication=tuple(tree["communication"]),
     )

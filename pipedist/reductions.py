@@ -13,7 +13,6 @@ which also has the fold rules).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -22,14 +21,17 @@ from pipedist import partials, trees
 from pipedist.partials import ReduceOp as ReduceOp
 from pipedist.partials import axes_of
 from pipedist.program import Tree
+from pipedist.records import record
 
 Partial = Any
 """What `Reduction.partial` returns: a codec-able tree, see the module's text."""
 
 T = TypeVar("T")
 
+_NUMBERS = frozenset({int, float})
 
-@dataclass(frozen=True, slots=True)
+
+@record
 class Reduction:
     """One reduction: an operator and axes. Make it with `Reduction.of`.
 
@@ -56,7 +58,6 @@ class Reduction:
         """
         return cls(ReduceOp.of(op), axes_of(axis))
 
-    @np.errstate(all="ignore")
     def partial(self, component: Tree) -> Partial:
         """Reduce one component to its partial.
 
@@ -67,6 +68,12 @@ class Reduction:
             TypeError: a leaf can't be reduced (bool, str, bytes, ...); the text names its path.
             ValueError: a leaf lacks an axis of the reduction, or has it twice; the text names its path.
         """
+        if type(component) is float and self.axis is None:
+            return [0, [partials.leaf_partial(self.op, None, component)]]
+        return self._partial(component)
+
+    @np.errstate(all="ignore")
+    def _partial(self, component: Tree) -> Partial:
         if isinstance(component, (np.ndarray, float, int, np.generic)):
             leaves, skeleton = [component], 0
         else:
@@ -80,7 +87,6 @@ class Reduction:
                 raise self._at(skeleton, len(parts), error) from None
         return [skeleton, parts]
 
-    @np.errstate(all="ignore")
     def combine(self, a: Partial, b: Partial) -> Partial:
         """Combine the partials of two neighbouring ranges of calls, `a` before `b`.
 
@@ -88,6 +94,14 @@ class Reduction:
             ValueError: they differ in structure, or a leaf in shape.
             TypeError: a leaf differs in dtype.
         """
+        if type(a[0]) is int and type(b[0]) is int and type(a[1][0][2]) in _NUMBERS:
+            joined = partials.join_numbers(self.op, a[1][0], b[1][0])
+            if joined is not None:
+                return [0, [joined]]
+        return self._combine(a, b)
+
+    @np.errstate(all="ignore")
+    def _combine(self, a: Partial, b: Partial) -> Partial:
         skeleton = a[0]
         if skeleton != b[0] and trees.structure(skeleton) != trees.structure(b[0]):
             raise ValueError(
@@ -102,7 +116,6 @@ class Reduction:
                 raise self._at(skeleton, len(joined), error) from None
         return [skeleton, joined]
 
-    @np.errstate(all="ignore")
     def finish(self, partial: Partial | None) -> Tree:
         """Return the value of the last partial.
 
@@ -118,6 +131,14 @@ class Reduction:
         """
         if partial is None:
             return None
+        if type(partial[0]) is int:
+            code, count, data = partial[1][0]
+            if type(data) is float and code == "f8" and count:
+                return partials.finish_leaf(self.op, partial[1][0])  # without NumPy, which may warn
+        return self._finish(partial)
+
+    @np.errstate(all="ignore")
+    def _finish(self, partial: Partial) -> Tree:
         skeleton, parts = partial
         values = []
         for part in parts:
@@ -155,19 +176,22 @@ class FoldTree(Generic[T]):
         # smallest aligned blocks that hold two neighbours shrink from bottom to top.
         self._pending: list[tuple[int, T]] = []
 
-    def push(self, index: int, leaf: T) -> None:
-        """Add a leaf.
+    def push(self, index: int, leaf: T, size: int = 1) -> None:
+        """Add a leaf, or the fold of an aligned run of them.
 
         Args:
             index: its place; larger than that of every leaf before it, gaps are allowed.
+            size: how many places it takes: a power of two, of which `index` is a multiple.
 
         Raises:
-            ValueError: the index is negative or not larger than the last one.
+            ValueError: the index is negative or not larger than the last one, or no multiple of `size`.
         """
         pending = self._pending
         last = pending[-1][0] if pending else -1
         if index <= last:
             raise ValueError(f"leaf {index} after leaf {last}: leaves are pushed in increasing order")
+        if size != 1 and (size < 1 or size & (size - 1) or index & (size - 1)):
+            raise ValueError(f"{size} leaves from {index} on are no node of the tree")
         while len(pending) > 1:
             # The block shared by the last two subtrees is complete once the new leaf is outside it.
             block = (pending[-2][0] ^ pending[-1][0]).bit_length()
@@ -176,7 +200,7 @@ class FoldTree(Generic[T]):
             end, right = pending.pop()
             _, left = pending.pop()
             pending.append((end, self._combine(left, right)))
-        pending.append((index, leaf))
+        pending.append((index + size - 1, leaf))
 
     def result(self) -> T | None:
         """Return the fold of all leaves so far; None where there are none. More may be pushed."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import optree
 from optree.accessors import NamedTupleEntry
@@ -29,6 +29,8 @@ Leaf = Any
 
 Treedef = optree.PyTreeSpec
 """The structure of a tree without its leaves; comparable with ==, hashable."""
+
+T = TypeVar("T")
 
 _NAMESPACE = "pipedist"
 _registering = threading.Lock()
@@ -87,6 +89,23 @@ def tree_map(fn: Callable[..., Leaf], tree: Tree, *rest: Tree) -> Tree:
         flatten(other)  # registers the dataclasses that only this tree has
         columns.append(treedef.flatten_up_to(other))
     return unflatten(treedef, map(fn, *columns))
+
+
+def replace(tree: Tree, kind: type[T], fn: Callable[[T], Tree]) -> Tree:
+    """Return the tree with `fn(node)` in place of each node of a class, wherever in it that stands.
+
+    Args:
+        tree: any tree; what is not of the class stays as it is.
+        kind: the class itself, not its subclasses. Its instances are not looked into.
+        fn: returns a tree.
+    """
+    flatten(tree)  # registers the dataclasses that it has
+    return optree.tree_map(
+        lambda leaf: fn(leaf) if type(leaf) is kind else leaf,
+        tree,
+        is_leaf=lambda node: type(node) is kind,
+        namespace=_NAMESPACE,
+    )
 
 
 def structure(tree: Tree) -> Treedef:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn
 
 import numpy as np
 
@@ -17,6 +17,9 @@ from pipedist.partials import axis_of, resolve_axes
 from pipedist.program import Tree
 from pipedist.reductions import FoldTree, Partial, Reduction
 from pipedist.reductions import ReduceOp as ReduceOp
+
+_BARE: Final = frozenset({int, float, bool, str, np.ndarray, np.float64, np.float32, np.int64})
+"""Types of components that are leaves for sure: the most frequent ones, whose structure is known."""
 
 
 class PerReplica:
@@ -87,8 +90,10 @@ def per_replica(components: Sequence[Tree], replicas: int | None = None) -> Tree
     Raises:
         ValueError: the components differ in structure (the text shows both), or there are none.
     """
-    columns, treedef = trees.same_structure(components)
     missing = (None,) * (0 if replicas is None else replicas - len(components))
+    if components and _BARE.issuperset(map(type, components)):
+        return PerReplica((*components, *missing))
+    columns, treedef = trees.same_structure(components)
     return trees.unflatten(
         treedef, [PerReplica((*leaves, *missing)) for leaves in zip(*columns, strict=True)]
     )
@@ -170,19 +175,15 @@ def reduce(op: ReduceOp | str, tree: Tree, axis: int | Sequence[int] | None, rep
         OverflowError: an integer result does not fit its dtype.
     """
     reduction = Reduction.of(op, axis)
+    if isinstance(tree, PerReplica):
+        return _reduce_leaf(reduction, tree, replicas)
     if replicas > 1 and tree is None:
         return _reduce_plain(reduction, tree)
     leaves, treedef = trees.flatten(tree)
     results = []
     for index, leaf in enumerate(leaves):
         with _place(treedef, index):
-            _check_length(leaf, replicas)
-            if isinstance(leaf, PerReplica):
-                results.append(_fold(reduction, leaf.components))
-            elif replicas == 1:
-                results.append(_fold(reduction, (leaf,)))
-            else:
-                results.append(_reduce_plain(reduction, leaf))
+            results.append(_reduce_leaf(reduction, leaf, replicas))
     return trees.unflatten(treedef, results)
 
 
@@ -201,6 +202,9 @@ def gather(tree: Tree, axis: int, replicas: int) -> Tree:
         TypeError: dtypes differ, a component is not an array, or the axis is not an int.
     """
     number = axis_of(axis)
+    if isinstance(tree, PerReplica):
+        _check_length(tree, replicas)
+        return _concatenate(tree.components, number)
     leaves, treedef = trees.flatten(tree)
     results = []
     for index, leaf in enumerate(leaves):
@@ -228,6 +232,13 @@ def _check_length(leaf: Any, replicas: int) -> None:
             f"a {type(leaf).__name__} of {len(leaf)} components where there are {replicas} replicas: "
             "it comes from a strategy with another number of replicas"
         )
+
+
+def _reduce_leaf(reduction: Reduction, leaf: Any, replicas: int) -> Tree:
+    _check_length(leaf, replicas)
+    if isinstance(leaf, PerReplica):
+        return _fold(reduction, leaf.components)
+    return _fold(reduction, (leaf,)) if replicas == 1 else _reduce_plain(reduction, leaf)
 
 
 def _fold(reduction: Reduction, components: Sequence[Tree]) -> Tree:

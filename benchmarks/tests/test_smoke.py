@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import operator
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks import functions, goals, limits, report, workloads
+from benchmarks import call_profile, functions, goals, limits, report, worker_profile, workloads
 from benchmarks.adapter import Adapter, Take
 from benchmarks.data import make_data
 from benchmarks.one import MARK
@@ -62,6 +64,12 @@ def test_limits(name: str) -> None:
     command = [sys.executable, "-m", "benchmarks.limits", "--smoke", name]
     out = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True).stdout
     assert json.loads(out)["value"] > 0
+
+
+@pytest.mark.parametrize("place", [*call_profile.PARTS, *worker_profile.PARTS])
+def test_what_the_profile_wraps_is_there(place: str) -> None:
+    module_name, _, path = place.removeprefix("async ").partition(":")
+    operator.attrgetter(path)(importlib.import_module(module_name))
 
 
 class Liar(Adapter):

@@ -13,13 +13,28 @@
 
 from __future__ import annotations
 
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+
 
 def main() -> None:
     """Carry out the command line of this process, and end the process with its exit code."""
     try:
-        # nothing is imported before it is needed: the time until a command begins is a feature
-        from pipedist.cli.app import main as carry_out
+        with _head_start(sys.argv[1:]):
+            # nothing is imported before it is needed: the time until a command begins is a feature
+            from pipedist.cli.app import main as carry_out
 
-        carry_out()
+            carry_out()
     except KeyboardInterrupt:
         raise SystemExit(130) from None
+
+
+def _head_start(words: Sequence[str]) -> AbstractContextManager[object]:
+    """Start the fork server of what looks like a run, before so much as the options are read."""
+    if words[:1] != ["run"] or {"-h", "--help"} & set(words) or not any(map(os.path.isfile, words[1:])):
+        return nullcontext()
+    from pipedist.launchers.server import prepare
+
+    return prepare()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,8 +17,8 @@ from pipedist.errors import PipedistError, RunCancelled, UsageError
 
 if TYPE_CHECKING:
     from pipedist import messages
-    from pipedist.pipeline import Run
     from pipedist.pipeline.result import Result
+    from pipedist.pipeline.runs import Run
     from pipedist.spec import Spec, StageSpec
 
 _REFRESH_S = 0.2
@@ -101,7 +102,7 @@ async def _run(options: RunOptions, interruption: Interruption) -> Ended:
     import anyio
 
     # the engine takes a tenth of a second to import: not before the command line is known to be good
-    from pipedist.pipeline import open as open_run
+    from pipedist.pipeline.doors import open as open_run
 
     reporter: Reporter | None = None
 
@@ -109,7 +110,7 @@ async def _run(options: RunOptions, interruption: Interruption) -> Ended:
         if reporter is not None:
             reporter.log(worker, log)
 
-    async with open_run(
+    opened = open_run(
         options.spec,
         workers=options.workers,
         sets=options.sets,
@@ -117,7 +118,11 @@ async def _run(options: RunOptions, interruption: Interruption) -> Ended:
         resume=options.resume,
         restart=options.restart,
         on_log=on_log,
-    ) as run:
+    )
+    # What is imported stays until the process ends: there is nothing to collect in it, neither now nor
+    # at the end, where the interpreter would look three times. Nothing of the user's is there yet.
+    gc.freeze()
+    async with opened as run:
         if run.notice:
             write_error(f"pipedist: {run.notice}\n")
         reporter = open_reporter(run.name)

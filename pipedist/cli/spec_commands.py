@@ -65,7 +65,7 @@ def print_schema() -> int:
     """Print the JSON Schema of specs."""
     import json
 
-    from pipedist.spec import schema
+    from pipedist.spec.json_schema import schema
 
     write_out(json.dumps(schema(), indent=2) + "\n")
     return exits.OK

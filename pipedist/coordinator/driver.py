@@ -13,20 +13,24 @@ scheduler or the driver itself raise, every pass ends with that: a defect must n
 
 from __future__ import annotations
 
-import asyncio
-import secrets
+import os
 import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack
 from types import TracebackType
 
 from pipedist import messages as msg
+from pipedist.coordinator.dispatch import Dispatch
 from pipedist.coordinator.fleet import Fleet
+from pipedist.coordinator.gangs import Gangs
 from pipedist.coordinator.handle import Arrival, PassHandle
+from pipedist.coordinator.log_sinks import LogSink, LogSinks
 from pipedist.coordinator.remote_exceptions import call_error
 from pipedist.coordinator.roster import Peer
+from pipedist.coordinator.segments import Segments
+from pipedist.coordinator.states import States
 from pipedist.coordinator.store import Chunk, open_chunk
 from pipedist.coordinator.timer import Timer
 from pipedist.errors import (
@@ -39,15 +43,11 @@ from pipedist.errors import (
 )
 from pipedist.feeds import Feed
 from pipedist.launchers.base import Launcher, WorkerExit
-from pipedist.program import Program
+from pipedist.program import Program, Tree
 from pipedist.scheduler import Limits, PassSettings, Scheduler
 from pipedist.scheduler import commands as cmd
 from pipedist.scheduler import events as ev
-from pipedist.transport.codec import encode
-from pipedist.transport.zeromq import Router
-
-LogSink = Callable[[str, msg.Log], None]
-"""Takes a line that a replica function printed: (worker, line)."""
+from pipedist.transport.router import Router
 
 RouterFactory = Callable[
     [
@@ -59,6 +59,9 @@ RouterFactory = Callable[
 ]
 """Makes a router from (on_message, on_reject, on_lost)."""
 
+
+_DIGITS_MAX = 9
+"""Of the number of a gang's member."""
 
 LEAVING_S = 2.0
 """How long workers that dialled in may take to say Goodbye when the cluster is closed."""
@@ -75,6 +78,7 @@ class Coordinator:
         limits: the scheduler's.
         dial_in: whether workers that were not started here may join.
         boot: this host's boot id: workers with the same one can read our files.
+        shared_memory: whether workers that were started here may share memory with each other.
     """
 
     def __init__(
@@ -86,13 +90,14 @@ class Coordinator:
         limits: Limits | None = None,
         dial_in: bool = False,
         boot: str,
+        shared_memory: bool = False,
     ) -> None:
         limits = limits or Limits()
         self._router = router_factory(self._on_message, self._on_reject, self._on_lost)
         self._launcher_factory = launcher_factory
         self._fleet = Fleet(
             self.post,
-            cluster_id=secrets.token_hex(8),
+            cluster_id=os.urandom(8).hex(),
             router=self._router,
             names=workers,
             dial_in=dial_in,
@@ -100,14 +105,20 @@ class Coordinator:
             heard_within_s=limits.heard_within_s,
         )
         self._rejected = 0
-        self._scheduler = Scheduler(limits)
+        self._scheduler = scheduler = Scheduler(limits)
+        self._states = States(self._fleet)
+        self._gangs = Gangs(
+            self._fleet,
+            Segments(self._fleet, enabled=shared_memory),
+            lambda worker, lease: scheduler.pass_of(worker, lease) is not None,
+        )
+        self._dispatch = Dispatch(self.post, self._fleet, self._states, self._gangs)
         self._events: deque[tuple[ev.Event, Chunk | None]] = deque()
         self._pumping = False
         self._closed = False
         self._handles: dict[int, PassHandle] = {}
         self._last_pass = 0
-        self._last_token = 0
-        self._log_sinks: list[LogSink] = []
+        self._log_sinks = LogSinks()
         self._failed: PipedistError | None = None
         self._timer: Timer | None = None
         self._stack = AsyncExitStack()
@@ -118,6 +129,7 @@ class Coordinator:
         await self._stack.__aenter__()
         try:
             await self._stack.enter_async_context(self._router)
+            self._stack.callback(self._gangs.close)
             self._timer = Timer(self._tick)
             self._stack.callback(self._timer.cancel)
             if self._launcher_factory is not None:
@@ -220,6 +232,27 @@ class Coordinator:
         self.post(ev.PassOpened(number, settings))
         return handle
 
+    def open_space(self) -> int:
+        """Return the number of a new state: a value that calls read, version by version."""
+        return self._states.open_space()
+
+    def put_state(self, space: int, version: int, tree: Tree) -> None:
+        """Keep a version of a state; the latest two can be read.
+
+        Args:
+            version: higher than any before.
+            tree: the value; its arrays must not change any more.
+
+        Raises:
+            UnsendableError: the value can't be sent; the text names the place.
+            LocalProtocolError: the space is not open, or has a version that is not lower.
+        """
+        self._states.put(space, version, tree)
+
+    def drop_space(self, space: int) -> None:
+        """Forget a state, here and in the workers."""
+        self._states.drop(space)
+
     def add_log_sink(self, sink: LogSink) -> Callable[[], None]:
         """Tell `sink` every line that replica functions print, of all passes.
 
@@ -229,13 +262,7 @@ class Coordinator:
         Returns:
             What ends it; harmless twice.
         """
-        self._log_sinks.append(sink)
-
-        def end() -> None:
-            if sink in self._log_sinks:
-                self._log_sinks.remove(sink)
-
-        return end
+        return self._log_sinks.add(sink)
 
     # -- the pump --------------------------------------------------------------------------
 
@@ -274,13 +301,22 @@ class Coordinator:
 
     def _carry_out(self, command: cmd.Command, chunk: Chunk | None) -> None:
         match command:
-            case cmd.SendAssign():
-                self._assign(command)
+            case cmd.StashResults(serial):
+                if chunk is not None:
+                    self._gangs.stash(serial, chunk)
+            case cmd.GangEnded():
+                pass_id, stash, peers = self._gangs.end(command)
+                if stash:
+                    self._handles[pass_id].gang_arrived(stash, peers)
             case cmd.AcceptResults(pass_id):
                 if chunk is not None:
                     self._handles[pass_id].arrived(chunk)
             case cmd.StepsReady(pass_id, first, last):
                 self._handles[pass_id].ready(first, last)
+            case cmd.SendGang(pass_id=pass_id):
+                self._dispatch.gang(self._handles[pass_id], command)
+            case cmd.SendAssign(pass_id=pass_id):
+                self._dispatch.lease(self._handles[pass_id], command)
             case cmd.RequestSteps(pass_id, count):
                 self._handles[pass_id].want(count)
             case cmd.SendBind(worker, pass_id):
@@ -308,31 +344,6 @@ class Coordinator:
                 self._rejected += 1
             case _:
                 raise LocalProtocolError(f"the coordinator knows no command {command!r}")
-
-    def _assign(self, command: cmd.SendAssign) -> None:
-        handle = self._handles[command.pass_id]
-        try:
-            shards = handle.shards(command.lo, command.hi, local=self._fleet.shares_files(command.worker))
-            payload = encode([shards.ids, shards.locations, shards.values])
-        except Exception as error:  # reading the user's data may raise anything
-            self._on_unsendable(handle, command, error)
-            return
-        head = msg.Assign(command.lease, command.pass_id, command.lo, command.hi, command.attempt)
-        self._fleet.send(command.worker, head, payload)
-
-    def _on_unsendable(self, handle: PassHandle, command: cmd.SendAssign, error: Exception) -> None:
-        """A lease can't be sent: it fails its own steps, or, where a feed made it, the pass."""
-        peer = self._fleet.of(command.worker)
-        if handle.has_feed or peer is None:
-            handle.fail(error)
-            self.post(ev.PassClosed(handle.id))
-            return
-        cls, lease = type(error), command.lease
-        for call in range(command.lo, command.hi):
-            told = msg.Failed(
-                lease, call, handle.name, cls.__module__, cls.__qualname__, str(error), "", False
-            )
-            self._on_failed(peer, told)
 
     def _fail_all(self, error: PipedistError) -> None:
         self._failed = self._failed or error
@@ -363,8 +374,12 @@ class Coordinator:
                 self._on_results(peer, message, frames)
             case msg.Failed():
                 self._on_failed(peer, message)
+            case msg.Exchange():
+                self._rejected += not self._gangs.exchange(peer, message, frames)
+            case msg.Stalled():
+                self._on_stalled(peer, message)
             case msg.Log():
-                self._on_log(peer.worker, message)
+                self._log_sinks.tell(peer.worker, message)
             case msg.Heartbeat():
                 self.post(ev.WorkerHeard(peer.worker, peer.incarnation))
             case msg.Goodbye():
@@ -390,7 +405,7 @@ class Coordinator:
         handle = self._handle_of(peer, told.lease)
         chunk, size = None, 0
         if handle is not None:  # otherwise they don't count, and are not worth decoding
-            chunk = open_chunk(told.lo, told.hi, frames, handle.slots)
+            chunk = open_chunk(told.lo, told.hi, frames, handle.slots, partial=handle.settings.gang)
             size = chunk.size
         who, incarnation = peer.worker, peer.incarnation
         self.post(ev.CallsDone(who, incarnation, told.lease, told.lo, told.hi, told.busy_ns, size), chunk)
@@ -401,21 +416,16 @@ class Coordinator:
         if handle is not None:
             handle.raised[told.call] = told
             retries = handle.retries.get(told.stage, 0) if told.retryable else 0
-        self._last_token += 1
+            self._gangs.failed(told)
         who, incarnation = peer.worker, peer.incarnation
-        self.post(ev.CallFailed(who, incarnation, told.lease, told.call, self._last_token, retries))
+        self.post(ev.CallFailed(who, incarnation, told.lease, told.call, retries, told.aborted))
+        self._gangs.reported(told.lease)
 
-    def _on_log(self, worker: str, line: msg.Log) -> None:
-        if not self._log_sinks:
-            _print_line(worker, line)
-        for sink in tuple(self._log_sinks):
-            try:
-                sink(worker, line)
-            except Exception as error:  # it must not cost the others their line, nor a run its results
-                self._log_sinks.remove(sink)
-                asyncio.get_running_loop().call_exception_handler(
-                    {"message": f"the log sink {sink!r} raised, and is told nothing more", "exception": error}
-                )
+    def _on_stalled(self, peer: Peer, told: msg.Stalled) -> None:
+        if not all(member.isdecimal() and len(member) <= _DIGITS_MAX for member in told.members):
+            raise RemoteProtocolError(f"the members {told.members} of a gang")
+        members = tuple(map(int, told.members))
+        self.post(ev.GangStalled(peer.worker, peer.incarnation, told.lease, members, told.text))
 
     def _on_exit(self, exit_: WorkerExit) -> None:
         if not self._closed:
@@ -428,9 +438,3 @@ class Coordinator:
 
     def _on_reject(self, _reason: str) -> None:
         self._rejected += 1
-
-
-def _print_line(worker: str, line: msg.Log) -> None:
-    if sys.stderr is not None:
-        with suppress(OSError, ValueError):  # nobody reads it any more
-            sys.stderr.write(f"[{line.stage} {line.step} {line.replica} {worker}] {line.text}\n")

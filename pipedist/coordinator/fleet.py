@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import anyio
 
@@ -15,7 +15,7 @@ from pipedist.launchers.base import Launcher, WorkerExit
 from pipedist.scheduler import Event
 from pipedist.scheduler import events as ev
 from pipedist.transport.codec import Frame
-from pipedist.transport.zeromq import Router
+from pipedist.transport.router import Router
 
 _HEARTBEATS = 4
 """Heartbeats that a supervisor sends in the time in which it must be heard."""
@@ -78,9 +78,18 @@ class Fleet:
         """Return who speaks through a socket identity."""
         return self._roster.behind(identity)
 
+    @property
+    def peers(self) -> Iterator[Peer]:
+        """All workers that have joined and are alive."""
+        return iter(self._roster)
+
     def of(self, worker: str) -> Peer | None:
         """Return who speaks for a worker now."""
         return self._roster.of(worker)
+
+    def is_ours(self, peer: Peer) -> bool:
+        """Return whether a worker's process was started here."""
+        return peer.worker in self._started and peer.local
 
     def shares_files(self, worker: str) -> bool:
         """Return whether a worker runs on this host."""

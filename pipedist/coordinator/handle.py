@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 
 import anyio
 import anyio.lowlevel
 
 from pipedist import messages as msg
+from pipedist.coordinator.roster import Peer
 from pipedist.coordinator.store import Chunk, ResultStore, Slots
 from pipedist.errors import CallError, LocalProtocolError, RunDrained
 from pipedist.feeds import Feed
 from pipedist.program import Program, Shards, Tree
+from pipedist.records import record
 from pipedist.scheduler import Event, PassSettings
 from pipedist.scheduler import events as ev
 from pipedist.transport.codec import Frame
@@ -25,11 +29,17 @@ BATCH_STEPS_MAX = 256
 BATCH_BYTES_MAX = 4 * 2**20
 """Results that a reader gets at once, unless a single step has more."""
 
+States = Mapping[str, Sequence[int]]
+"""Of each state that a call reads, by name, [space, version]."""
+
 Arrival = Callable[[Chunk], None]
 """Takes results as they arrive."""
 
+Answer = Callable[[list[Slots], BaseException | None], None]
+"""Takes what the calls of a step sent back, in replica order, or the error that ended it."""
 
-@dataclass(frozen=True, slots=True)
+
+@record
 class Batch:
     """Consecutive steps that have become visible.
 
@@ -105,8 +115,10 @@ class PassHandle:
         self._demanded = anyio.Event()
         self._complete = False
         self._error: BaseException | None = None
-        self._inputs: dict[int, list[Tree]] = {}
-        self._waiting: dict[int, _Waiting] = {}
+        self._inputs: dict[int, tuple[list[Tree], States | None]] = {}
+        self._waiting: dict[int, Answer] = {}
+        self._executed: dict[int, Sequence[Peer]] = {}
+        """Who executed a step, where somebody wants to know."""
         self._next_step = 0
 
     # -- for readers -------------------------------------------------------------------
@@ -149,11 +161,20 @@ class PassHandle:
         steps, size = self._store.take(first, end, replicas)
         return Batch(first, steps, size)
 
-    async def call_step(self, values: Sequence[Tree]) -> list[Slots]:
+    async def call_step(
+        self,
+        values: Sequence[Tree],
+        states: States | None = None,
+        *,
+        produced: Callable[[list[Slots]], Mapping[int, int]] | None = None,
+    ) -> list[Slots]:
         """Execute one step of given values, one call each, and return what came back.
 
         Args:
             values: R trees, one a replica.
+            states: name -> [space, version] of each state that the calls read; of gangs only.
+            produced: told what came back; returns space -> version of each state that the workers of the
+                step hold since then, so that it need not be sent to them. What it raises comes through.
 
         Raises:
             CallError: of the lowest replica that failed; `__cause__` is the user's exception.
@@ -161,20 +182,46 @@ class PassHandle:
             RunCancelled: if the pass was closed.
                 A value that can't be sent fails its step so, with UnsendableError as the cause.
         """
-        if self._error is not None:
-            raise self._error
-        step = self._next_step
-        self._next_step += 1
-        self._inputs[step] = list(values)
-        waiting = self._waiting[step] = _Waiting()
-        self._post(ev.StepsOffered(self.id, step, step + 1, len(values)))
+        answered: asyncio.Future[tuple[list[Slots], BaseException | None]]
+        answered = asyncio.get_running_loop().create_future()
+        step = self.begin_step(values, partial(_answer, answered), states)
+        if produced is not None:
+            self._executed[step] = ()
         try:
-            await waiting.done.wait()
+            parts, error = await answered
         finally:
             self._waiting.pop(step, None)  # the inputs stay until the step is done: it may still be sent
-        if waiting.error is not None:
-            raise waiting.error
-        return waiting.parts
+            peers = self._executed.pop(step, ())
+        if error is not None:
+            raise error
+        if produced is not None:
+            for space, version in produced(parts).items():
+                for peer in peers:
+                    peer.hold(space, version)
+        return parts
+
+    def begin_step(self, values: Sequence[Tree], answer: Answer, states: States | None = None) -> int:
+        """Offer one step of given values, and return its number at once.
+
+        Args:
+            values: R trees, one a replica.
+            answer: called once, on the event loop, with what `call_step` returns, or with the error
+                that it raises. It must not raise, and may be called before this returns.
+            states: as for `call_step`.
+
+        Raises:
+            WorkersLost, RunCancelled: as `call_step`, where the pass has failed already.
+        """
+        if self._error is not None:
+            raise self._error
+        if states and not self.settings.gang:
+            raise LocalProtocolError("only a gang reads states: other leases may span several steps")
+        step = self._next_step
+        self._next_step += 1
+        self._inputs[step] = (list(values), states)
+        self._waiting[step] = answer
+        self._post(ev.StepsOffered(self.id, step, step + 1, len(values)))
+        return step
 
     def hold(self) -> None:
         """Issue nothing more; when nothing of this pass is running, `batches` raises RunDrained."""
@@ -210,7 +257,8 @@ class PassHandle:
             for offer in offers:
                 self._demand -= offer.last - offer.first
                 self.counts.elements_offered += offer.elements
-                self._post(ev.StepsOffered(self.id, offer.first, offer.last, offer.parts, offer.bytes))
+                parts = self.settings.replicas if self.settings.gang else offer.parts
+                self._post(ev.StepsOffered(self.id, offer.first, offer.last, parts, offer.bytes))
             await anyio.lowlevel.checkpoint()
         return True
 
@@ -238,7 +286,28 @@ class PassHandle:
         if self._feed is not None:
             return self._feed.shards(lo, hi, local=local)
         replicas = self.settings.replicas
-        return Shards(values=[self._inputs[c // replicas][c % replicas] for c in range(lo, hi)])
+        if self.settings.gang:  # all calls of a lease are of one step
+            values, states = self._inputs[lo // replicas]
+            first = lo % replicas
+            told = None if states is None else {name: list(at) for name, at in states.items()}
+            return Shards(values=values[first : first + hi - lo], states=told)
+        return Shards(values=[self._inputs[c // replicas][0][c % replicas] for c in range(lo, hi)])
+
+    def not_sent(self, lo: int, hi: int, lease: int, error: Exception) -> None:
+        """Note why calls [lo, hi) could not be sent."""
+        cls = type(error)
+        for call in range(lo, hi):
+            self.raised[call] = msg.Failed(
+                lease, call, self.name, cls.__module__, cls.__qualname__, str(error), "", False
+            )
+
+    def gang_arrived(self, chunks: Sequence[Chunk], peers: Sequence[Peer]) -> None:
+        """Keep the results of a gang, whose members were these."""
+        step = chunks[0].lo // self.settings.replicas
+        if step in self._executed:
+            self._executed[step] = peers
+        for chunk in chunks:
+            self.arrived(chunk)
 
     def arrived(self, chunk: Chunk) -> None:
         """Keep results that count."""
@@ -274,11 +343,9 @@ class PassHandle:
         (parts,), _ = self._store.take(step, step + 1, self.settings.replicas)
         self._inputs.pop(step, None)
         self._forgive(step, step + 1)
-        waiting = self._waiting.get(step)
-        if waiting is not None:
-            waiting.error = error
-            waiting.parts = parts
-            waiting.done.set()
+        answer = self._waiting.pop(step, None)
+        if answer is not None:
+            answer(parts, error)
 
     def _forgive(self, first: int, last: int) -> None:
         """Forget the exceptions of calls that were tried again with success."""
@@ -290,10 +357,10 @@ class PassHandle:
         """End the pass with an error; the first one stays, and what is done is done."""
         if self._error is None:
             self._error = error
-        for waiting in self._waiting.values():
-            if not waiting.done.is_set():
-                waiting.error = error
-                waiting.done.set()
+        waiting = list(self._waiting.values())
+        self._waiting.clear()
+        for answer in waiting:
+            answer([], error)
         self._changed.set()
 
     def closed(self, error: BaseException) -> None:
@@ -320,10 +387,10 @@ class PassHandle:
         self._demanded.set()
 
 
-@dataclass(slots=True)
-class _Waiting:
-    """A `call_step` that waits."""
-
-    done: anyio.Event = field(default_factory=anyio.Event)
-    parts: list[Slots] = field(default_factory=list)
-    error: BaseException | None = None
+def _answer(
+    answered: asyncio.Future[tuple[list[Slots], BaseException | None]],
+    parts: list[Slots],
+    error: BaseException | None,
+) -> None:
+    if not answered.done():  # whoever waited may be gone
+        answered.set_result((parts, error))

@@ -26,7 +26,7 @@ def call_error(failure: Failure, raised: Mapping[int, msg.Failed], *, name: str,
     """
     step, replica = divmod(failure.call, replicas)
     cause: BaseException
-    if failure.token >= 0:
+    if failure.cause is None:
         told = raised[failure.call]
         cause = revive(told.module, told.name, told.text)
         name, text, trace = told.stage or name, f"{told.name}: {told.text}", told.traceback

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+VERSIONS_KEPT = 2
+"""Of each state, here and in a worker: a step that is executed again may read the one before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,12 +15,18 @@ class Peer:
 
     Args:
         local: it shares this host's files.
+        held: by space, the versions of the state that it holds.
     """
 
     identity: bytes
     worker: str
     incarnation: int
     local: bool
+    held: dict[int, tuple[int, ...]] = field(default_factory=dict, compare=False)
+
+    def hold(self, space: int, version: int) -> None:
+        """Enter a version of a state that it holds; it keeps the highest ones."""
+        self.held[space] = tuple(sorted({*self.held.get(space, ()), version})[-VERSIONS_KEPT:])
 
 
 class Roster:

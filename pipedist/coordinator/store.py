@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from pipedist.errors import RemoteProtocolError
 from pipedist.program import Tree
+from pipedist.records import record
 from pipedist.transport.codec import Frame, decode
 
 Slots = dict[str, Tree]
@@ -16,7 +16,7 @@ CALL_BYTES = 512
 """What one call's decoded result is taken to cost beyond its bytes: a dict, its leaves, their objects."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Chunk:
     """The results of calls [lo, hi), from one message.
 
@@ -31,7 +31,9 @@ class Chunk:
     size: int
 
 
-def open_chunk(lo: int, hi: int, frames: Sequence[Frame], slots: frozenset[str]) -> Chunk:
+def open_chunk(
+    lo: int, hi: int, frames: Sequence[Frame], slots: frozenset[str], *, partial: bool = False
+) -> Chunk:
     """Decode a message's results, believing nothing.
 
     They are decoded before they count, so that what can't be read costs the sender its
@@ -39,6 +41,7 @@ def open_chunk(lo: int, hi: int, frames: Sequence[Frame], slots: frozenset[str])
 
     Args:
         slots: what the pass's program has each call send back.
+        partial: a call may lack some of them: in a gang, stages are not called with empty shards.
 
     Raises:
         RemoteProtocolError: the payload is malformed, or not one entry a call with these slots.
@@ -47,7 +50,7 @@ def open_chunk(lo: int, hi: int, frames: Sequence[Frame], slots: frozenset[str])
     if type(calls) is not list or len(calls) != hi - lo:
         raise RemoteProtocolError(f"the results of calls [{lo}, {hi}) do not have one entry a call")
     for call in calls:
-        if type(call) is not dict or call.keys() != slots:
+        if type(call) is not dict or not (call.keys() == slots or (partial and call.keys() <= slots)):
             raise RemoteProtocolError(
                 f"a result of calls [{lo}, {hi}) has not the slots that its program emits: "
                 f"{', '.join(sorted(slots)) or 'none'}"

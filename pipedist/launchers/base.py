@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol, Self
 
+from pipedist.records import record
 
-@dataclass(frozen=True, slots=True)
+
+@record
 class WorkerExit:
     """A worker process is gone.
 

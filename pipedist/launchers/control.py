@@ -4,6 +4,7 @@ Frames: 4 bytes of length, big-endian, then a msgpack list whose first item is t
 
 | to the server | |
 |---|---|
+| serve, directory, stopped_s_max | said first: where the launcher's sockets are; `ForkServer` |
 | start, worker, incarnation, settings | fork a worker; settings: the fields of `WorkerSettings` |
 | kill, worker, incarnation | SIGKILL it |
 | end | the launcher is done: the end of the stream, which follows, is no accident |

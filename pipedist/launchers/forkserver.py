@@ -19,6 +19,7 @@ after `stopped_s_max` it is killed.
 from __future__ import annotations
 
 import gc
+import math
 import os
 import select
 import selectors
@@ -36,8 +37,9 @@ from pipedist.launchers.base import describe_exit
 from pipedist.launchers.control import FrameBuffer, pack_frame
 from pipedist.transport.rendezvous import remove_private_directory
 from pipedist.worker.kernel import FORK_SERVER_NAME, die_with, set_process_name
-from pipedist.worker.process import ExitCode, WorkerSettings
+from pipedist.worker.process import ExitCode
 from pipedist.worker.progress import Progress
+from pipedist.worker.settings import WorkerSettings
 
 _READ_BYTES = 65_536
 _LAUNCHER_END_S = 2.0
@@ -67,18 +69,16 @@ class ForkServer:
     Args:
         control: the launcher's socket.
         launcher_pid: the launcher's process.
-        stopped_s_max: how long a worker may be stopped before it is killed, seconds.
-        directory: of the launcher's sockets, removed if its process dies; "" for none.
     """
 
-    def __init__(
-        self, control: socket.socket, launcher_pid: int, stopped_s_max: float, directory: str
-    ) -> None:
+    def __init__(self, control: socket.socket, launcher_pid: int) -> None:
         self.pid = os.getpid()
         self._control = control
         self._launcher_pid = launcher_pid
-        self._stopped_s_max = stopped_s_max
-        self._directory = directory
+        self._stopped_s_max = math.inf
+        """How long a worker may be stopped before it is killed, seconds."""
+        self._directory = ""
+        """Of the launcher's sockets, removed if its process dies; "" for none."""
         self._dismissed = False
         """The launcher has said that it is done."""
         self._buffer = FrameBuffer()
@@ -143,6 +143,8 @@ class ForkServer:
                 self._fork(*rest)
             elif kind == "kill":
                 self._kill(*rest)
+            elif kind == "serve":
+                self._directory, self._stopped_s_max = rest
             elif kind == "end":
                 self._dismissed = True
             else:
@@ -268,8 +270,7 @@ def main(arguments: Mapping[str, Any]) -> None:
     """Be the fork server.
 
     Args:
-        arguments: `control`, the descriptor of the control socket; `launcher`, the launcher's
-            pid; `stopped_s_max`, of its workers; `directory`, of its sockets.
+        arguments: `control`, the descriptor of the control socket; `launcher`, the launcher's pid.
     """
     set_process_name(FORK_SERVER_NAME)
     # The terminal's Ctrl-C is the scheduler's to answer; workers inherit this.
@@ -277,11 +278,6 @@ def main(arguments: Mapping[str, Any]) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # the launcher had it blocked until here
     control = socket.socket(fileno=int(arguments["control"]))
     control.set_inheritable(False)
-    gc.collect()
     gc.freeze()  # a collection in a worker then leaves the pages that it shares with us alone
-    ForkServer(
-        control,
-        int(arguments["launcher"]),
-        float(arguments["stopped_s_max"]),
-        str(arguments["directory"]),
-    ).serve()
+    ForkServer(control, int(arguments["launcher"])).serve()
+    os._exit(0)  # taking the interpreter apart would only make the launcher wait

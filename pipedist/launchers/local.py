@@ -9,11 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import signal
 import socket
-import subprocess
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from types import TracebackType
@@ -25,13 +22,11 @@ import anyio.to_thread
 from pipedist.errors import LocalProtocolError, UsageError
 from pipedist.launchers.base import WorkerExit, describe_exit
 from pipedist.launchers.control import FrameBuffer, pack_frame
+from pipedist.launchers.server import END_S, ServerProcess, take
 from pipedist.transport.rendezvous import private_directory_of
-from pipedist.worker import boot
-from pipedist.worker.process import WorkerSettings
+from pipedist.worker.settings import WorkerSettings
 
 _READ_BYTES = 65_536
-_SERVER_END_S = 2.0
-"""How long a fork server may take to kill its workers and end, before it is killed itself."""
 
 
 class LocalLauncher:
@@ -153,21 +148,22 @@ class LocalLauncher:
             if self._server is not None:
                 server = self._server
                 server.end()
-                with anyio.move_on_after(_SERVER_END_S):
+                with anyio.move_on_after(END_S):
                     await server.ended.wait()
                 if not server.ended.is_set():
                     server.kill()
                     self._on_server_end(server)
             for server in self._old_servers:
-                await anyio.to_thread.run_sync(server.wait)
+                await server.reap()
             self._old_servers.clear()
             self._open = False
 
     # -- the fork server ---------------------------------------------------------------
 
     def _start_server(self) -> _Server:
-        directory = private_directory_of(self._endpoint)
-        return _Server(self._threads, self._stopped_s_max, directory, self._on_frame, self._on_server_end)
+        server = _Server(take(self._threads), self._on_frame, self._on_server_end)
+        server.send("serve", private_directory_of(self._endpoint), self._stopped_s_max)
+        return server
 
     def _on_frame(self, frame: list[Any]) -> None:
         kind, worker, incarnation, pid, *rest = frame
@@ -196,20 +192,17 @@ class LocalLauncher:
 
 
 class _Server:
-    """A running fork server, as its launcher sees it.
+    """A running fork server, as its launcher speaks with it.
 
     Args:
-        threads, stopped_s_max: of its workers; see LocalLauncher.
-        directory: what it removes if this process is killed, "" for nothing.
+        process: the server's.
         on_frame: told what it says.
         on_end: told when it is gone.
     """
 
     def __init__(
         self,
-        threads: int,
-        stopped_s_max: float,
-        directory: str,
+        process: ServerProcess,
         on_frame: Callable[[list[Any]], None],
         on_end: Callable[[_Server], None],
     ) -> None:
@@ -219,14 +212,9 @@ class _Server:
         self._loop = asyncio.get_running_loop()
         self.ended = anyio.Event()
         self._unsent = bytearray()
-        self._socket, theirs = socket.socketpair()
-        try:
-            with theirs:
-                self._process = _exec(theirs, threads, stopped_s_max, directory)
-        except BaseException:
-            self._socket.close()
-            raise
-        self.pid = self._process.pid
+        self._process = process
+        self.pid = process.pid
+        self._socket = process.socket
         self._socket.setblocking(False)
         self._loop.add_reader(self._socket, self._on_readable)
 
@@ -281,53 +269,17 @@ class _Server:
         self._close()
         self._process.kill()
 
-    def wait(self) -> None:
-        """Wait until the process is gone; its socket has ended, so that takes milliseconds."""
-        try:
-            self._process.wait(_SERVER_END_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+    async def reap(self) -> None:
+        """Wait until the process is gone."""
+        if self._process.code() is None:  # it closes its socket just before
+            await anyio.to_thread.run_sync(self._process.wait)
 
     def how_it_ended(self) -> str:
         """Return how the process ended, for people."""
-        try:
-            code = self._process.wait(0.05)  # the kernel closes its socket just before it is gone
-        except subprocess.TimeoutExpired:
+        code = self._process.code(within_s=0.05)  # the kernel closes its socket just before it is gone
+        if code is None:
             return "unknown"
         return describe_exit(code, None) if code >= 0 else describe_exit(None, -code)
-
-
-def _exec(
-    control: socket.socket, threads: int, stopped_s_max: float, directory: str
-) -> subprocess.Popen[bytes]:
-    arguments = {
-        "control": control.fileno(),
-        "launcher": os.getpid(),
-        "stopped_s_max": stopped_s_max,
-        "directory": directory,
-    }
-    # A Ctrl-C must not hit the server before it has said that it ignores it: it inherits the mask.
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
-    try:
-        return subprocess.Popen(
-            boot.command("pipedist.launchers.forkserver", arguments),
-            env=boot.environment(threads),
-            pass_fds=(control.fileno(),),
-            stdin=subprocess.DEVNULL,
-            stdout=_stderr(),  # what user code writes to descriptor 1 must not mix with our output
-        )
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-
-
-def _stderr() -> int:
-    """Return the descriptor of this process's stderr; where it has none, of nothing."""
-    stream = sys.__stderr__
-    try:
-        return stream.fileno() if stream is not None else subprocess.DEVNULL
-    except (OSError, ValueError):
-        return subprocess.DEVNULL
 
 
 def _ignore(_exit: WorkerExit) -> None:

@@ -36,7 +36,6 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path, PurePath
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -45,6 +44,7 @@ from pipedist.errors import OutputError, UsageError
 from pipedist.outputs.encoding import Json, text
 from pipedist.outputs.files import AtomicFile, sync_folder, writing
 from pipedist.outputs.formats import path_problem
+from pipedist.records import record
 
 PRIVATE = ".pipedist"
 """The folder inside an output folder that belongs to pipedist."""
@@ -54,7 +54,7 @@ _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 State = Literal["running", "committing", "finished", "failed"]
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class _Record:
     """What run.json says.
 
@@ -75,7 +75,7 @@ class _Record:
     then: Literal["finished", "failed"] = "finished"
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class FinishedRun:
     """A run that `--resume` found finished: there is nothing to do but to show it.
 

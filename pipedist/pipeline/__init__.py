@@ -1,8 +1,10 @@
-"""Pipelines: a spec in, an async stream of results out."""
+"""Pipelines: a spec in, an async stream of results out.
 
-from pipedist.pipeline.doors import open, run
-from pipedist.pipeline.result import Ledger, Progress, Result, StageCount
-from pipedist.pipeline.runs import Run
-from pipedist.pipeline.subscription import Part, Step
-
-__all__ = ["Ledger", "Part", "Progress", "Result", "Run", "StageCount", "Step", "open", "run"]
+| module | what it decides |
+|---|---|
+| `doors` | `open` and `run`; imports the rest after the fork server is on its way |
+| `runs` | a run as the user sees it, between `open` and its results |
+| `execution` | phases and passes, carried out |
+| `training`, `states`, `gating` | readings that take turns through states |
+| `result`, `subscription` | what the user reads |
+"""

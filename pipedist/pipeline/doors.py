@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import os
 import threading
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
-import anyio
+from pipedist.launchers.server import Spare, prepare
 
-from pipedist.coordinator import LogSink
-from pipedist.local_cluster import Cluster
-from pipedist.pipeline.result import Result
-from pipedist.pipeline.runs import Run, SpecLike
-from pipedist.program import Tree
+# A run needs half of pipedist: its fork server is started first, so that both load at the same time.
+if TYPE_CHECKING:
+    import asyncio
+    from collections.abc import Awaitable, Callable, Mapping, Sequence
+
+    from pipedist.coordinator import LogSink
+    from pipedist.local_cluster import Cluster
+    from pipedist.pipeline.result import Result
+    from pipedist.pipeline.runs import Run, SpecLike
+    from pipedist.program import Tree
 
 
 def open(
@@ -50,17 +53,25 @@ def open(
         PlanError: it can't be carried out here (on entering).
         UsageError: arguments that make no sense, or the output folder is in use (on entering).
     """
-    return Run(
-        spec,
-        cluster=cluster,
-        workers=workers,
-        params=params,
-        sets=sets,
-        output=output,
-        resume=resume,
-        restart=restart,
-        on_log=on_log,
-    )
+    spare = Spare() if cluster is not None else _head_start(spec)
+    try:
+        from pipedist.pipeline.runs import Run
+
+        return Run(
+            spec,
+            cluster=cluster,
+            workers=workers,
+            params=params,
+            sets=sets,
+            output=output,
+            resume=resume,
+            restart=restart,
+            on_log=on_log,
+            spare=spare,
+        )
+    except BaseException:
+        spare.end()
+        raise
 
 
 def run(
@@ -99,10 +110,22 @@ def run(
         for opened in runs:
             opened.cancel()
 
-    return _in_thread(main, cancel) if _in_event_loop() else anyio.run(main)
+    with _head_start(spec):
+        import anyio
+
+        return _in_thread(main, cancel) if _in_event_loop() else anyio.run(main)
+
+
+def _head_start(spec: SpecLike) -> Spare:
+    """Start the fork server that a run will want, unless it is clear that nothing will run."""
+    if isinstance(spec, str | os.PathLike) and not os.path.exists(spec):
+        return Spare()
+    return prepare()
 
 
 def _in_event_loop() -> bool:
+    import asyncio
+
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -116,6 +139,11 @@ def _in_thread(main: Callable[[], Awaitable[Result]], cancel: Callable[[], None]
     Args:
         cancel: ends the run at once; called inside its loop, should the caller be interrupted.
     """
+    import asyncio
+    import contextlib
+
+    import anyio
+
     outcome: list[Result] = []
     failure: list[BaseException] = []
     loops: list[asyncio.AbstractEventLoop] = []

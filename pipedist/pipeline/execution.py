@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import time
 from contextlib import ExitStack, closing
+from typing import TYPE_CHECKING
 
 import anyio
 
 from pipedist.coordinator import Coordinator, PassHandle
 from pipedist.errors import OutputError, RunDrained
-from pipedist.outputs import RunFolder
-from pipedist.pipeline.reading import Reading
+from pipedist.pipeline.reading import Reading, sink_of
 from pipedist.pipeline.result import Ledger, Progress, StageCount
 from pipedist.pipeline.spool import Spool
 from pipedist.pipeline.subscription import Subscription
+from pipedist.pipeline.training import Training
 from pipedist.plan import PassPlan, Plan
 from pipedist.program import Tree
-from pipedist.spec import GatherSpec, RunSpec, StageRef, references
+from pipedist.spec import GatherSpec, RunSpec, StageRef, UpdateSpec, references
+
+if TYPE_CHECKING:
+    from pipedist.outputs import RunFolder
 
 
 class Execution:
@@ -50,13 +54,15 @@ class Execution:
         self._phase = 0
         self._began = time.monotonic()
         self._draining = False
+        self._trained_steps: int | None = None
+        """How many steps the dataset that feeds updates had, once it has ended."""
         self._read_later = frozenset(
             ref.name
             for stage in plan.spec.stages.values()
-            if isinstance(stage, RunSpec)
+            if isinstance(stage, RunSpec | UpdateSpec)
             for ref in references(stage.with_)
             if isinstance(ref, StageRef)
-        )
+        ) | {stage.of for stage in plan.spec.stages.values() if isinstance(stage, UpdateSpec)}
 
     async def run(self) -> None:
         """Execute all phases.
@@ -82,24 +88,50 @@ class Execution:
     async def _run_phase(self, phase: tuple[PassPlan, ...], stack: ExitStack) -> None:
         failed: list[Exception] = []
 
-        async def guarded(pass_: PassPlan) -> None:
+        async def guarded(reading: Reading) -> None:
             try:
-                await self._run_pass(pass_)
+                await reading.run()
             except Exception as error:
                 failed.append(_unwrapped(error))
                 if not isinstance(failed[-1], RunDrained):  # else the others may finish what runs of them
                     tasks.cancel_scope.cancel()
+            finally:
+                reading.leave()
 
         for name in (name for pass_ in phase for name in pass_.kept):
             self._spools[name] = stack.enter_context(closing(Spool(name)))
-        async with anyio.create_task_group() as tasks:
-            for pass_ in phase:
-                tasks.start_soon(guarded, pass_, name=f"pass {pass_.name}")
-        if failed:
-            raise min(failed, key=lambda error: isinstance(error, RunDrained))
+        with ExitStack() as opened:
+            training = await self._begin_training(phase, opened)
+            readings = [self._open(pass_, training, opened) for pass_ in phase]
+            async with anyio.create_task_group() as tasks:
+                for reading in readings:
+                    tasks.start_soon(guarded, reading, name=f"pass {reading.name}")
+            if failed:
+                raise min(failed, key=lambda error: isinstance(error, RunDrained))
+            if training is not None:
+                self._values.update(await training.deliver(self.unwritten))
+                feeding = self._handles[next(pass_ for pass_ in phase if pass_.updates)]
+                self._trained_steps = feeding.counts.steps_visible
 
-    async def _run_pass(self, pass_: PassPlan) -> None:
+    async def _begin_training(self, phase: tuple[PassPlan, ...], stack: ExitStack) -> Training | None:
+        feeding = next((pass_ for pass_ in phase if pass_.updates), None)
+        if feeding is None:
+            return None
+        sinks = {}
+        for name in feeding.updates:
+            sink = sink_of(self._plan, self._folder, name)
+            if sink is not None:
+                sinks[name] = sink
+                stack.callback(sink.abort)  # which does nothing to a finished one
+        training = Training(self._plan, feeding, self._coordinator, sinks)
+        stack.callback(training.states.close)
+        await training.states.begin(self._values)
+        return training
+
+    def _open(self, pass_: PassPlan, training: Training | None, stack: ExitStack) -> Reading:
         subscription = self._subscription
+        feeding = self._plan.training
+        ended = feeding is not None and pass_.dataset == feeding.dataset and pass_.phase > feeding.phase
         reading = Reading(
             self._plan,
             pass_,
@@ -110,14 +142,14 @@ class Execution:
             unwritten=self.unwritten,
             spools=self._spools,
             read_later=self._read_later,
+            training=training if pass_.updates or pass_.follows else None,
+            steps_max=self._trained_steps if ended and pass_.root == pass_.dataset else None,
         )
+        stack.callback(reading.leave)
         self._handles[pass_] = reading.handle
-        try:
-            if self._draining:
-                reading.handle.hold()
-            await reading.run()
-        finally:
-            reading.handle.close()
+        if self._draining:
+            reading.handle.hold()
+        return reading
 
     def drain(self) -> None:
         """Issue nothing more; `run` raises RunDrained when the running calls are finished."""
@@ -150,9 +182,18 @@ class Execution:
         elements = committed = 0
         for dataset in self._plan.spec.datasets:
             passes = [p for p in self._plan.passes if p.dataset == dataset]
-            counts = [self._handles[p].counts if p in self._handles else None for p in passes]
-            elements += max((c.elements_offered for c in counts if c is not None), default=0)
-            committed += min((0 if c is None else c.elements_visible for c in counts), default=0)
+            handles = [self._handles.get(pass_) for pass_ in passes]
+            issued = max((h.counts.elements_offered for h in handles if h is not None), default=0)
+            elements += issued
+            # a reading that is complete may have had fewer steps than another: its dataset ended early
+            committed += (
+                min(
+                    (issued if _is_complete(h) else h.counts.elements_visible if h is not None else 0)
+                    for h in handles
+                )
+                if handles
+                else 0
+            )
         return Ledger(elements, committed, 0, elements - committed)
 
     def progress(self) -> Progress:
@@ -165,10 +206,9 @@ class Execution:
             division = self._plan.division(pass_.dataset)
             total = None
             if division is not None:
-                dataset = self._plan.spec.datasets[pass_.dataset]
                 whole = division.steps_per_epoch * division.batch
-                per_epoch = whole if dataset.drop_remainder else division.length
-                total = per_epoch * dataset.epochs
+                per_epoch = whole if division.drop_remainder else division.length
+                total = per_epoch * self._plan.epochs(pass_)
             passes.append(
                 StageCount(
                     name=pass_.name,
@@ -187,6 +227,10 @@ class Execution:
             self._coordinator.workers_ready,
             time.monotonic() - self._began,
         )
+
+
+def _is_complete(handle: PassHandle | None) -> bool:
+    return handle is not None and handle.steps_total == handle.counts.steps_visible
 
 
 def _unwrapped(error: Exception) -> Exception:

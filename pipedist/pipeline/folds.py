@@ -13,7 +13,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import anyio
 import anyio.abc
@@ -22,10 +22,13 @@ import numpy as np
 
 from pipedist import trees
 from pipedist.errors import OutputError
-from pipedist.outputs import Sink
 from pipedist.program import Tree
 from pipedist.reductions import FoldTree, Partial, Reduction
 from pipedist.values import PerReplica, gather
+
+if TYPE_CHECKING:
+    from pipedist.outputs import Sink
+from pipedist.partial_runs import push_steps
 
 Per = Literal["run", "epoch", "step"]
 
@@ -59,6 +62,8 @@ class Fold(ABC):
         self._sink = sink
         self._epoch = 0
         """The epoch that is open; those before it have their values."""
+        self._fresh: list[Tree] | None = None
+        """Values that `take_fresh` has not taken; None: nobody does."""
         self._nothing = 0
         """Components so far, while all of them are None; -1 from the first other one."""
 
@@ -83,6 +88,24 @@ class Fold(ABC):
                 await self._close()
         else:
             await self._take(steps)
+
+    def watch(self) -> None:
+        """Keep new values for `take_fresh`, from now on."""
+        self._fresh = []
+
+    def take_fresh(self) -> list[Tree]:
+        """Return the values since the last time, in order."""
+        fresh, self._fresh = self._fresh or [], []
+        return fresh
+
+    async def end_epoch(self, epoch: int) -> None:
+        """Take note that the epoch, to which all steps since the last one belong, is over.
+
+        Raises:
+            As `add`.
+        """
+        if self._per == "epoch":
+            await self._close_epochs(epoch + 1)
 
     async def finish(self, epochs: int) -> None:
         """Take note that there are no more steps, of so many epochs in all.
@@ -119,6 +142,8 @@ class Fold(ABC):
         value = await self._scope_value()
         if self.kept:
             self._values.append(value)
+        if self._fresh is not None:
+            self._fresh.append(value)
         await self._deliver(value)
 
     async def _deliver(self, value: Tree) -> None:
@@ -172,10 +197,7 @@ class ReduceFold(Fold):
     async def _take(self, steps: Sequence[Sequence[Partial]]) -> None:
         if not self._fits:
             self._check_first(steps)
-        push, reduction = self._steps.push, self._reduction
-        for index, parts in enumerate(steps, self._index):
-            if parts:
-                push(index, parts[0] if len(parts) == 1 else step_partial(reduction, parts))
+        push_steps(self._reduction, self._steps, self._index, steps)
         self._index += len(steps)
 
     async def _scope_value(self) -> Tree:
@@ -191,14 +213,6 @@ class ReduceFold(Fold):
         self._fits = True
         with suppress(OverflowError):  # a sum may come back into the range of its dtype
             self._sink.check(self._reduction.finish(first))
-
-
-def step_partial(reduction: Reduction, parts: Sequence[Partial]) -> Partial | None:
-    """Fold the partials of one step in replica order; None if there are none."""
-    replicas: FoldTree[Partial] = FoldTree(reduction.combine)
-    for replica, part in enumerate(parts):
-        replicas.push(replica, part)
-    return replicas.result()
 
 
 class GatherFold(Fold):

@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
 
 from pipedist.functions import reference
-from pipedist.spec import Spec
+from pipedist.spec import InitFile, InitFunction, InitLiteral, Spec
 
 
 def digest(spec: Spec) -> str:
@@ -45,6 +46,8 @@ def _plain(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         content = np.ascontiguousarray(value)
         return [str(value.dtype), list(value.shape), hashlib.sha256(content.tobytes()).hexdigest()]
+    if isinstance(value, InitLiteral | InitFile | InitFunction):
+        return [type(value).__name__, *(_plain(getattr(value, field.name)) for field in fields(value))]
     if callable(value):
         ref = reference(value)
         return ref.name or hashlib.sha256(ref.pickled).hexdigest()

@@ -6,15 +6,38 @@ from collections.abc import Mapping, Sequence
 
 from pipedist.coordinator import Slots
 from pipedist.plan import PassPlan, Plan
-from pipedist.program import Emit, Program, ReaderConfig, StageProgram, Tree
+from pipedist.program import (
+    OWN_STATE,
+    Emit,
+    FunctionRef,
+    Program,
+    ReaderConfig,
+    StageProgram,
+    StateValue,
+    Tree,
+)
 from pipedist.reductions import Reduction
-from pipedist.spec import ReduceSpec, RunSpec, StageSpec, substitute
+from pipedist.spec import (
+    ReduceSpec,
+    RunSpec,
+    StageRef,
+    StageSpec,
+    StateRef,
+    UpdateSpec,
+    substitute,
+)
 
 _VALUE = "="
 """Marks the slot of a stage's whole value; no stage's name contains it."""
 
 COMBINED = "value"
 """The slot of what a fold call sends back."""
+
+NEW = "new"
+"""The slot of the state that an update, or what makes the first one, sends back."""
+
+ENDS = "ends"
+"""The slot of what `until` returned."""
 
 
 def slot_of(name: str, stage: StageSpec) -> str:
@@ -27,8 +50,12 @@ def slot_of(name: str, stage: StageSpec) -> str:
 
 
 def parts_of(slot: str, steps: Sequence[Sequence[Slots]]) -> list[list[Tree]]:
-    """Return what the calls of some steps sent back in a slot."""
-    return [[slots[slot] for slots in step] for step in steps]
+    """Return what the calls of some steps sent back in a slot.
+
+    In a gang, empty shards are called too: what stages without collectives give is absent there. Empty
+    shards are those of the last replicas, so part r is replica r's.
+    """
+    return [[slots[slot] for slots in step if slot in slots] for step in steps]
 
 
 def reduction_of(stage: ReduceSpec) -> Reduction:
@@ -43,7 +70,7 @@ def pass_program(
 
     Args:
         reader: how its shards are found.
-        values: the finished values of earlier phases.
+        values: the finished values of earlier phases, and the states that don't change any more.
         streamed: stages that are sent back because somebody streams them.
     """
     spec = plan.spec
@@ -53,8 +80,9 @@ def pass_program(
     for name in pass_.runs:
         stage = spec.stages[name]
         if isinstance(stage, RunSpec):
-            kwargs = substitute(stage.with_, lambda ref: values[ref.name])
-            stages.append(StageProgram(name, plan.functions[name], index[stage.of], kwargs))
+            kwargs = arguments(stage.with_, values)
+            of, fn = index[stage.of], plan.functions[name]
+            stages.append(StageProgram(name, fn, of, kwargs, collectives=stage.collectives))
     emits = []
     whole = {*pass_.kept, *streamed} & {*pass_.runs}
     for name in pass_.folds:
@@ -73,7 +101,19 @@ def pass_program(
         emits=tuple(emits),
         code=(str(spec.code),),
         threads=spec.threads_per_replica,
+        gang=pass_.gang,
     )
+
+
+def arguments(with_: Mapping[str, Tree], values: Mapping[str, Tree]) -> dict[str, Tree]:
+    """Return the arguments of a stage: finished values, and places for those that still change."""
+
+    def value_of(ref: StageRef | StateRef) -> Tree:
+        return (
+            StateValue(ref.name) if isinstance(ref, StateRef) and ref.name not in values else values[ref.name]
+        )
+
+    return {name: substitute(value, value_of) for name, value in with_.items()}
 
 
 def combine_program(plan: Plan, name: str) -> Program:
@@ -86,6 +126,45 @@ def combine_program(plan: Plan, name: str) -> Program:
         emits=(Emit(COMBINED, 0),),
         code=(str(plan.spec.code),),
         threads=plan.spec.threads_per_replica,
+    )
+
+
+def init_program(plan: Plan, name: str, init: FunctionRef) -> Program:
+    """Return the program of the function that makes a state's first value."""
+    return _alone(plan, (StageProgram(name, init, -1, {}, "apply"),), (Emit(NEW, 0),))
+
+
+def update_program(plan: Plan, name: str, values: Mapping[str, Tree]) -> Program:
+    """Return the program of an update: a call makes a state of a state and a value.
+
+    Args:
+        values: the finished values of earlier phases.
+    """
+    stage = plan.spec.stages[name]
+    if not isinstance(stage, UpdateSpec):
+        raise TypeError(f"stage {name} is no update")
+    own = {OWN_STATE: StateValue(name)}
+    kwargs = {**own, **arguments(stage.with_, values)}
+    stages = [StageProgram(name, plan.functions[name], -1, kwargs, "update")]
+    emits = [Emit(NEW, 0)]
+    until = plan.states[name].until
+    if until is not None:
+        stages.append(StageProgram(name, until, 0, own, "update"))
+        emits.append(Emit(ENDS, 1))
+    return _alone(plan, tuple(stages), tuple(emits))
+
+
+def _alone(plan: Plan, stages: tuple[StageProgram, ...], emits: tuple[Emit, ...]) -> Program:
+    """Return a program whose steps are one call each, at once: so that each can read states of its own."""
+    return Program(
+        seed=plan.spec.seed,
+        replicas=1,
+        reader=None,
+        stages=stages,
+        emits=emits,
+        code=(str(plan.spec.code),),
+        threads=plan.spec.threads_per_replica,
+        gang=True,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Awaitable, Iterator, Mapping, MutableMapping
 from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING
 
 import anyio
 import anyio.to_thread
@@ -12,8 +13,9 @@ import anyio.to_thread
 from pipedist.coordinator import Arrival, Batch, Chunk, Coordinator, PassHandle, Slots
 from pipedist.errors import CallError, FoldError, OutputError
 from pipedist.feeds import Feed, IndexedFeed, SequentialFeed
-from pipedist.outputs import RunFolder, Sink, open_sink
-from pipedist.pipeline.folds import CombineFold, Fold, FoldCall, GatherFold, ReduceFold, step_partial
+from pipedist.partial_runs import step_partial
+from pipedist.pipeline.folds import CombineFold, Fold, FoldCall, GatherFold, ReduceFold
+from pipedist.pipeline.gating import GatedFeed
 from pipedist.pipeline.programs import (
     COMBINED,
     combine_program,
@@ -25,11 +27,15 @@ from pipedist.pipeline.programs import (
 )
 from pipedist.pipeline.spool import Spool, SpoolFeed
 from pipedist.pipeline.subscription import Part, Step, Subscription
+from pipedist.pipeline.training import Lane, Training
 from pipedist.plan import PassPlan, Plan
 from pipedist.program import Tree
 from pipedist.scheduler import PassSettings
 from pipedist.spec import GatherSpec, ReduceSpec, RunSpec
 from pipedist.values import PerReplica, gather
+
+if TYPE_CHECKING:
+    from pipedist.outputs import RunFolder, Sink
 
 FOLD_CALLS_MAX = 16
 """Fold calls of one stage that run at one time."""
@@ -48,7 +54,9 @@ class Reading:
             only its file holds, the path.
         unwritten: why an output has no file, though the run goes on; this pass adds its own.
         spools: the kept values of runs, of earlier phases; this pass adds its own, open.
-        read_later: reduce and gather stages whose values a later phase reads.
+        read_later: reduce and gather stages whose values a later phase reads, or an update.
+        training: that the pass takes part in; None: it is read by itself.
+        steps_max: the reading ends there; None: with its dataset.
     """
 
     def __init__(
@@ -63,6 +71,8 @@ class Reading:
         unwritten: MutableMapping[str, OutputError],
         spools: Mapping[str, Spool],
         read_later: frozenset[str],
+        training: Training | None,
+        steps_max: int | None,
     ) -> None:
         self._plan = plan
         self._pass = pass_
@@ -74,18 +84,29 @@ class Reading:
         self._read_later = read_later
         self._replicas = plan.spec.replicas
         self._feed = _feed_of(plan, pass_, spools)
+        self._lane: Lane | None = None
+        if training is not None:
+            self._lane = training.lane(pass_, self._feed)
+            self._feed = self._lane.feed
+        elif steps_max is not None:
+            self._feed = GatedFeed(self._feed, "run", steps_max=steps_max)
         self._spools = {name: spools[name] for name in pass_.kept}
         self._slots = {name: slot_of(name, plan.spec.stages[name]) for name in (*pass_.runs, *pass_.folds)}
         self._folds: dict[str, Fold] = {}
         self.handle = self._open()
-        """The pass at the coordinator; whoever made the reading closes it."""
+        """The pass at the coordinator; whoever made the reading calls `leave`."""
+
+    @property
+    def name(self) -> str:
+        """The pass, for people."""
+        return self._pass.name
 
     def _open(self) -> PassHandle:
         streamed = () if self._subscription is None else self._subscription.stages
         return self._coordinator.open_pass(
             pass_program(self._plan, self._pass, self._feed.reader, self._values, streamed),
             name=self._pass.name,
-            settings=PassSettings(self._replicas),
+            settings=PassSettings(self._replicas, gang=self._pass.gang),
             retries=retries_of(self._plan, self._pass),
             feed=self._feed,
             on_arrival=_announcer(self._subscription, self._replicas),
@@ -105,11 +126,13 @@ class Reading:
         with ExitStack() as stack:
             sinks: dict[str, Sink] = {}
             for name in self._pass.folds:
-                sink = self._open_sink(name)
+                sink = sink_of(self._plan, self._folder, name)
                 if sink is not None:
                     sinks[name] = sink
                     stack.callback(sink.abort)  # which does nothing to a finished one
                 self._folds[name] = self._fold(name, sink, stack)
+                if self._lane is not None and name in self._lane.watched:
+                    self._folds[name].watch()
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(self.handle.run_feed, name=f"feed of {self._pass.name}")
                 for fold in self._folds.values():
@@ -118,12 +141,15 @@ class Reading:
                 async for batch in self.handle.batches():
                     for first, epoch, steps in self._segments(batch):
                         await self._take(first, epoch, steps, batch.bytes // len(batch.steps))
-                epochs = self._plan.spec.datasets[self._pass.dataset].epochs
+                lane = self._lane
+                epochs = self._plan.epochs(self._pass) if lane is None else lane.epochs
                 for name, fold in self._folds.items():
                     with self._file_of(name):
                         await self._folding(name, fold.finish(epochs))
                     if fold.of_nothing:
                         raise FoldError(name, self._no_value(name))
+                if lane is not None:
+                    await lane.finished(self._fresh())
             for spool in self._spools.values():
                 await anyio.to_thread.run_sync(spool.finish)
             for name, sink in sinks.items():
@@ -178,13 +204,32 @@ class Reading:
                 elements = self._feed.elements(step, step + 1)
                 spool.append(parts, self._feed.ids(step), elements=elements, epoch=epoch)
         subscription = self._subscription
-        if subscription is None:
-            return
-        if subscription.kind == "steps":
+        if subscription is not None and subscription.kind == "steps":
             for step, slots in enumerate(steps, first):
                 values = {name: await self._step_value(name, slots) for name in subscription.stages}
                 subscription.put(Step(step, epoch, values), step_bytes)
-        await subscription.room()
+        if self._lane is not None:
+            await self._take_turns(self._lane, first + len(steps) - 1, epoch)
+        if subscription is not None:
+            await subscription.room()
+
+    async def _take_turns(self, lane: Lane, last: int, epoch: int) -> None:
+        """Say that steps up to `last` are taken; others take their turns meanwhile."""
+        ends = await lane.feed.ends_epoch(last)
+        if ends:
+            for name, fold in self._folds.items():
+                await self._folding(name, fold.end_epoch(epoch))
+        await lane.took(last, epoch, self._fresh(), ends=ends)
+
+    def _fresh(self) -> dict[str, list[Tree]]:
+        watched = self._lane.watched if self._lane is not None else ()
+        return {name: self._folds[name].take_fresh() for name in watched}
+
+    def leave(self) -> None:
+        """End the pass at the coordinator, and its part in a training."""
+        self.handle.close()
+        if self._lane is not None:
+            self._lane.leave()
 
     async def _step_value(self, name: str, slots: list[Slots]) -> Tree:
         """Return what one step is worth by itself, for a subscriber."""
@@ -203,20 +248,6 @@ class Reading:
         return reduction.finish(step_partial(reduction, parts))
 
     # -- folds -----------------------------------------------------------------------------------
-
-    def _open_sink(self, name: str) -> Sink | None:
-        output = self._plan.spec.outputs.get(name)
-        if output is None or self._folder is None:
-            return None
-        stage = self._plan.spec.stages[name]
-        gathers = isinstance(stage, GatherSpec)
-        return open_sink(
-            self._folder.staged(output),
-            shape="run" if getattr(stage, "per", "run") == "run" else "per",
-            gather=gathers,
-            axis=stage.gather if isinstance(stage, GatherSpec) else 0,
-            label=f"outputs.{name} ({output})",
-        )
 
     def _fold(self, name: str, sink: Sink | None, stack: ExitStack) -> Fold:
         stage = self._plan.spec.stages[name]
@@ -251,6 +282,23 @@ class Reading:
         return call
 
 
+def sink_of(plan: Plan, folder: RunFolder | None, name: str) -> Sink | None:
+    """Return the file of a stage's value, None where it has none."""
+    output = plan.spec.outputs.get(name)
+    if output is None or folder is None:
+        return None
+    from pipedist.outputs import open_sink  # only runs with files need the formats
+
+    stage = plan.spec.stages[name]
+    return open_sink(
+        folder.staged(output),
+        shape="run" if getattr(stage, "per", "run") == "run" else "per",
+        gather=isinstance(stage, GatherSpec),
+        axis=stage.gather if isinstance(stage, GatherSpec) else 0,
+        label=f"outputs.{name} ({output})",
+    )
+
+
 def _feed_of(plan: Plan, pass_: PassPlan, spools: Mapping[str, Spool]) -> Feed:
     spec = plan.spec
     dataset = spec.datasets[pass_.dataset]
@@ -264,13 +312,13 @@ def _feed_of(plan: Plan, pass_: PassPlan, spools: Mapping[str, Spool]) -> Feed:
             batch=dataset.batch,
             replicas=spec.replicas,
             drop_remainder=dataset.drop_remainder,
-            epochs=dataset.epochs,
+            epochs=plan.epochs(pass_),
         )
     return IndexedFeed(
         source,
         pass_.dataset,
         division,
-        epochs=dataset.epochs,
+        epochs=plan.epochs(pass_),
         shuffle_seed=spec.seed if dataset.shuffle else None,
     )
 
@@ -286,6 +334,7 @@ def _announcer(subscription: Subscription | None, replicas: int) -> Arrival | No
         for call, values in enumerate(chunk.calls, chunk.lo):
             step, replica = divmod(call, replicas)
             for name, slot in slots:
-                subscription.put(Part(name, step, replica, values[slot]), size)
+                if slot in values:  # else its shard is empty
+                    subscription.put(Part(name, step, replica, values[slot]), size)
 
     return announce

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipedist.outputs.document import run_document
 from pipedist.program import Tree
 
 
@@ -119,6 +118,8 @@ class Result(Mapping[str, Tree]):
         """
         if self.restored is not None:
             return self.restored
+        from pipedist.outputs.document import run_document  # few ask for it
+
         return run_document(
             run_id=self.run_id,
             name=self.name,

@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import secrets
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import anyio
 import anyio.abc
@@ -20,15 +19,17 @@ import anyio.to_thread
 from pipedist import messages as msg
 from pipedist.coordinator import LogSink
 from pipedist.errors import LocalProtocolError, OutputError, RunCancelled, UsageError
+from pipedist.launchers.server import Spare
 from pipedist.local_cluster import Cluster, LocalCluster, checked_count, usable_cores
-from pipedist.outputs import FinishedRun, RunFolder, open_folder
 from pipedist.pipeline.execution import Execution
-from pipedist.pipeline.identity import digest
 from pipedist.pipeline.result import Ledger, Progress, Result
 from pipedist.pipeline.subscription import Part, Step, Subscription
 from pipedist.plan import Plan, compile_plan
 from pipedist.program import Tree
 from pipedist.spec import Spec, load
+
+if TYPE_CHECKING:
+    from pipedist.outputs import FinishedRun, RunFolder
 
 SpecLike = str | os.PathLike[str] | Mapping[str, Any] | Spec
 """A path, the same document as a dict, or a spec that was loaded already."""
@@ -40,7 +41,7 @@ class Run:
     It begins with the first of `steps`, `as_completed` and `results`. Leaving the context before its
     end cancels it.
 
-    Args: as `open`.
+    Args: as `open`; and a `spare` fork server for the cluster of its own, started ahead of time.
     """
 
     def __init__(
@@ -55,8 +56,9 @@ class Run:
         resume: bool = False,
         restart: bool = False,
         on_log: LogSink | None = None,
+        spare: Spare | None = None,
     ) -> None:
-        self.id = secrets.token_hex(8)
+        self.id = os.urandom(8).hex()
         self._began = time.monotonic()
         if isinstance(spec, Spec) and (params or sets):
             raise UsageError("`params` and `sets` come too late for a spec that was loaded already")
@@ -69,6 +71,7 @@ class Run:
         self._resume = resume
         self._restart = restart
         self._on_log = on_log
+        self._spare = spare or Spare()
         self._stack = AsyncExitStack()
         self._tasks: anyio.abc.TaskGroup | None = None
         self._subscription: Subscription | None = None
@@ -78,7 +81,9 @@ class Run:
         self._error: BaseException | None = None
         self._result: Result | None = None
         self._execution: Execution | None = None
-        self._folder: RunFolder | FinishedRun | None = None
+        self._folder: RunFolder | None = None
+        self._earlier: FinishedRun | None = None
+        """A run that was finished in the folder before, and is not run again."""
         self._cluster: Cluster | None = None
         self._plan: Plan | None = None
 
@@ -86,15 +91,15 @@ class Run:
 
     async def __aenter__(self) -> Run:
         await self._stack.__aenter__()
+        self._stack.callback(self._spare.end)
         try:
             workers = self._given_cluster.workers if self._given_cluster else self._worker_count()
             self._plan = compile_plan(self._spec, workers=workers)
             self._stack.callback(self._plan.close)
-            self._folder = self._open_folder()
-            if isinstance(self._folder, RunFolder):
-                self._stack.enter_context(self._folder)
-            if not isinstance(self._folder, FinishedRun):
+            self._open_folder()
+            if self._earlier is None:
                 await self._open_cluster(workers)
+            self._spare.end()  # it was taken, or nobody will
             self._tasks = await self._stack.enter_async_context(anyio.create_task_group())
         except BaseException as error:
             await self._stack.__aexit__(type(error), error, error.__traceback__)
@@ -119,10 +124,13 @@ class Run:
         wanted = self._spec.cluster.workers if self._workers is None else self._workers
         return usable_cores() if wanted == "auto" else checked_count(wanted)
 
-    def _open_folder(self) -> RunFolder | FinishedRun | None:
+    def _open_folder(self) -> None:
         if self._output is None and not (self._spec.outputs or self._resume or self._restart):
-            return None
-        return open_folder(
+            return
+        from pipedist.outputs import FinishedRun, open_folder  # most embedded runs write no files
+        from pipedist.pipeline.identity import digest
+
+        opened = open_folder(
             self._output if self._output is not None else Path("out") / self._spec.name,
             run_id=self.id,
             spec_hash=digest(self._spec),
@@ -130,6 +138,10 @@ class Run:
             resume=self._resume,
             restart=self._restart,
         )
+        if isinstance(opened, FinishedRun):
+            self._earlier = opened
+        else:
+            self._folder = self._stack.enter_context(opened)
 
     async def _open_cluster(self, workers: int) -> None:
         self._cluster = self._given_cluster
@@ -170,7 +182,7 @@ class Run:
     @property
     def notice(self) -> str:
         """What the user should know about the output folder, or ""."""
-        return self._folder.notice if isinstance(self._folder, RunFolder) else ""
+        return "" if self._folder is None else self._folder.notice
 
     def ledger(self) -> Ledger:
         """Return where every element went until now."""
@@ -222,9 +234,9 @@ class Run:
     ) -> AsyncIterator[Step | Part]:
         if self._has_begun:
             raise UsageError("the run has begun: open one stream, before `results`")
-        if isinstance(self._folder, FinishedRun):
+        if self._earlier is not None:
             raise UsageError(
-                f"this run was finished before, in {self._folder.path}: `results` shows what it gave, and "
+                f"this run was finished before, in {self._earlier.path}: `results` shows what it gave, and "
                 "nothing is streamed again; without `resume` it runs anew"
             )
         subscription = self._subscription = Subscription(kind, stages, self.plan)
@@ -290,8 +302,8 @@ class Run:
         if self._tasks is None:
             raise UsageError("a run is used inside `async with pipedist.open(...)`")
         self._has_begun = True
-        if isinstance(self._folder, FinishedRun):
-            self._result = _restored(self._spec, self._folder)
+        if self._earlier is not None:
+            self._result = _restored(self._spec, self._earlier)
             self._end(None)
             return
         self._tasks.start_soon(self._main, name=f"run {self.name}")
@@ -299,7 +311,7 @@ class Run:
     async def _main(self) -> None:
         if self._cluster is None:
             raise UsageError("a run is used inside `async with pipedist.open(...)`")
-        folder = self._folder if isinstance(self._folder, RunFolder) else None
+        folder = self._folder
         self._execution = Execution(self.plan, self._cluster.coordinator, folder, self._subscription)
         try:
             with self._main_scope:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from array import array
 from collections.abc import Sequence
 from itertools import accumulate, groupby
 
-from pipedist.errors import OutputError
+from pipedist.errors import FoldError, OutputError
 from pipedist.feeds import Feed, Offer
 from pipedist.program import ReaderConfig, Shards, Tree
 from pipedist.transport.codec import decode, encode
@@ -25,7 +24,9 @@ class Spool:
     """
 
     def __init__(self, stage: str) -> None:
-        self._stage = stage
+        self.stage = stage
+        import tempfile  # few specs keep values
+
         self._file = tempfile.TemporaryFile(prefix="pipedist-")  # noqa: SIM115 - closed by close()
         self._starts = array("q", [0])
         """Where the record of each step begins, and where the last one ends."""
@@ -47,8 +48,8 @@ class Spool:
         """Keep the values of the next step.
 
         Args:
-            parts: those of the shards that are not empty.
-            ids: their element ids.
+            parts: those of the shards that are not empty, and maybe of empty ones behind them.
+            ids: the element ids of the shards that are not empty.
 
         Raises:
             OutputError: the disk is full, or fails.
@@ -63,7 +64,7 @@ class Spool:
         self._sizes.extend(sizes)
         self._frames.append(len(self._sizes))
         self._starts.append(self._starts[-1] + sum(sizes))
-        self._parts.append(len(parts))
+        self._parts.append(len(ids))
         self._elements.append(self._elements[-1] + elements)
         self._epochs.append(epoch)
 
@@ -79,13 +80,15 @@ class Spool:
             raise self._unwritable(error) from error
 
     def _unwritable(self, error: OSError) -> OutputError:
+        import tempfile
+
         return OutputError(
-            f"can't keep the values of stage {self._stage} for a later phase in {tempfile.gettempdir()} "
+            f"can't keep the values of stage {self.stage} for a later phase in {tempfile.gettempdir()} "
             f"(TMPDIR): {error.strerror or error}"
         )
 
     def read(self, step: int) -> tuple[list[Tree], list[Tree]]:
-        """Return the element ids and the values of a step's parts."""
+        """Return the element ids and the values of a step's parts, as they were given."""
         if self._latest[0] != step:
             sizes = self._sizes[self._frames[step] : self._frames[step + 1]]
             starts = accumulate(sizes, initial=self._starts[step])
@@ -95,7 +98,7 @@ class Spool:
         return self._latest[1], self._latest[2]
 
     def parts(self, step: int) -> int:
-        """Return the number of parts of a step."""
+        """Return the number of shards of a step that are not empty."""
         return self._parts[step]
 
     def bytes(self, first: int, last: int) -> int:
@@ -131,19 +134,31 @@ class SpoolFeed(Feed):
         spool, first = self._spool, self._next
         self._next = min(len(spool), first + count)
         offers = []
-        for parts, same in groupby(range(first, self._next), key=spool.parts):
+        kinds = groupby(range(first, self._next), key=lambda step: (spool.parts(step), spool.epoch(step)))
+        for (parts, _), same in kinds:
             last = first + len(list(same))
             offers.append(Offer(first, last, parts, spool.elements(first, last), spool.bytes(first, last)))
             first = last
         return offers
 
     def shards(self, lo: int, hi: int, *, local: bool) -> Shards:
-        """Return the kept values of calls [lo, hi)."""
-        ids, values = [], []
+        """Return the kept values of calls [lo, hi).
+
+        Raises:
+            FoldError: an empty shard has none, because the stage was not called with it.
+        """
+        ids: list[Tree] = []
+        values = []
         for call in range(lo, hi):
             step, part = divmod(call, self._replicas)
             step_ids, step_values = self._spool.read(step)
-            ids.append(step_ids[part])
+            if part >= len(step_values):
+                raise FoldError(
+                    self._spool.stage,
+                    f"step {step} has no shard for replica {part}, so there is no value for it to join a "
+                    "collective with: add `collectives: true` here too, or `drop_remainder: true`",
+                )
+            ids.append(step_ids[part] if part < len(step_ids) else range(0))
             values.append(step_values[part])
         return Shards(ids=ids, values=values)
 

@@ -88,7 +88,8 @@ class Subscription:
                 raise UsageError(f"{name!r} has no value per replica: `steps` streams it")
         self._items: deque[tuple[Step | Part, int]] = deque()
         self._bytes = 0
-        self._changed = anyio.Event()
+        self._changed: anyio.Event | None = None
+        """What somebody waits for; None while nobody does."""
         self._ended = False
         self._left = False
 
@@ -107,7 +108,7 @@ class Subscription:
     async def room(self) -> None:
         """Return as soon as there is room for an item."""
         while self._items and (len(self._items) >= ITEMS_MAX or self._bytes >= ITEM_BYTES_MAX):
-            await self._changed.wait()
+            await self._change()
 
     def leave(self) -> None:
         """Nobody reads any more: the run need not wait."""
@@ -126,21 +127,29 @@ class Subscription:
         while not self._items:
             if self._ended:
                 return None
-            await self._changed.wait()
+            await self._change()
         item, size = self._items.popleft()
         self._bytes -= size
         self._wake()
         return item
 
+    async def _change(self) -> None:
+        if self._changed is None:
+            self._changed = anyio.Event()
+        await self._changed.wait()
+
     def _wake(self) -> None:
-        self._changed.set()
-        self._changed = anyio.Event()
+        if self._changed is not None:
+            self._changed.set()
+            self._changed = None
 
 
 def _pass_of(plan: Plan, stages: Sequence[str]) -> PassPlan:
     """Return the pass in which all of `stages` get their values."""
     homes = {name: p for p in plan.passes for name in (*p.runs, *p.folds)}
     for name in stages:
+        if name in plan.states:
+            raise UsageError(f"{name!r} is a state: its last value is in `results`; stream what feeds it")
         if name not in homes:
             raise UsageError(f"there is no stage {name!r} to stream; there are: {', '.join(homes)}")
         if homes[name] != homes[stages[0]]:

@@ -1,28 +1,23 @@
-"""Spec -> Plan: opens the sources, imports the functions, orders the phases, and checks it all.
-
-A phase is forced by a value that must be finished before it is read (`${stages.NAME}` in a
-`with`, or `after`). A run stage is in the phase of what it reads, or later if its `with` or
-`after` say so; then the values of the run it reads are kept, and read again, rather than
-computed twice: what was committed first is what every reader sees.
-"""
+"""Spec -> Plan: opens the sources, imports the functions, orders the phases, and checks it all."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
-from graphlib import TopologicalSorter
 from pathlib import Path
-from typing import Any
 
 from pipedist.datasets.sources import Source, SourceError, open_source
 from pipedist.errors import PlanError, Problem, UsageError
-from pipedist.functions import FunctionNotFound, load, reference, uncallable
-from pipedist.outputs import missing_package
+from pipedist.functions import FunctionNotFound, load, reference
+from pipedist.plan.callables import Callables, CallForm
 from pipedist.plan.model import PassPlan, Plan
+from pipedist.plan.phases import TwoReadings, links_of, phases
+from pipedist.plan.states import plan_states
+from pipedist.plan.view import plural
 from pipedist.program import FunctionRef
-from pipedist.spec import ReduceSpec, RunSpec, Spec, StageRef, references
+from pipedist.spec import ReduceSpec, RunSpec, Spec
+from pipedist.spec.training import Training, training_of
 
 
 def compile_plan(spec: Spec, *, workers: int) -> Plan:
@@ -38,11 +33,18 @@ def compile_plan(spec: Spec, *, workers: int) -> Plan:
     problems: list[Problem] = []
     with ExitStack() as stack:
         sources = _open_sources(spec, problems, stack)
-        functions = _import_functions(spec, problems)
+        callables = Callables(spec, problems)
+        functions = _import_functions(spec, callables)
+        states = plan_states(spec, callables, functions, problems)
         problems += _check_outputs(spec)
+        training = training_of(tuple(spec.datasets), links_of(spec))
+        ordered = _phases(spec, training, problems)
         if problems:
             raise PlanError(problems)
-        plan = Plan(spec, workers, sources, functions, _phases(spec))
+        plan = Plan(spec, workers, sources, functions, states, ordered)
+        problems += _check_gangs(plan)
+        if problems:
+            raise PlanError(problems)
         stack.pop_all()  # the sources are the plan's now
     return plan
 
@@ -81,121 +83,59 @@ def _open_sources(spec: Spec, problems: list[Problem], stack: ExitStack) -> dict
     return sources
 
 
-def _import_functions(spec: Spec, problems: list[Problem]) -> dict[str, FunctionRef]:
+def _import_functions(spec: Spec, callables: Callables) -> dict[str, FunctionRef]:
+    """Return how the functions of runs and the combine functions travel."""
     functions: dict[str, FunctionRef] = {}
-    code = [str(spec.code)]
     for name, stage in spec.stages.items():
-        fn: str | Callable[..., Any] | None
+        place = ("stages", name)
+        ref = None
         if isinstance(stage, RunSpec):
-            verb, fn = "run", stage.run
-        elif isinstance(stage, ReduceSpec):
-            verb, fn = "reduce", stage.combine
-        else:
-            continue
-        if fn is None:
-            continue
-        try:
-            ref = reference(fn)
-            found = load(ref, code) if ref.name else fn
-        except (FunctionNotFound, UsageError) as error:
-            problems.append(spec.problem(("stages", name, verb), str(error)))
-            continue
-        functions[name] = ref
-        if isinstance(stage, RunSpec) and callable(found) and (wrong := uncallable(found, ref.label)):
-            problems.append(spec.problem(("stages", name, verb), wrong))
-            continue
-        complaint = _unfit(found, stage) if callable(found) else None
-        if complaint:
-            key = "with" if isinstance(stage, RunSpec) and stage.with_ else verb
-            problems.append(spec.problem(("stages", name, key), complaint))
+            form = CallForm(("shard",), tuple(stage.with_), serves_calls=True)
+            ref = callables.find(stage.run, form, (*place, "run"), (*place, "with"))
+        elif isinstance(stage, ReduceSpec) and stage.combine is not None:
+            at = (*place, "reduce")
+            ref = callables.find(stage.combine, CallForm(("a", "b"), name="combine"), at, at)
+        if ref is not None:
+            functions[name] = ref
     return functions
 
 
-def _unfit(fn: Callable[..., Any], stage: RunSpec | ReduceSpec) -> str | None:
-    """Return why a function can't be called as its stage does, None if it can."""
-    try:
-        signature = inspect.signature(fn)
-    except (TypeError, ValueError):  # some built-in functions do not tell
-        return None
-    kwargs: dict[str, object] = {}
-    args: tuple[object, ...] = (None,)
-    if isinstance(stage, ReduceSpec):
-        args = (None, None)
-    else:
-        kwargs = dict.fromkeys(stage.with_)
-        if inspect.isclass(fn):
-            args = ()
-        elif "ctx" in signature.parameters and "ctx" not in kwargs:
-            kwargs["ctx"] = None
-    try:
-        signature.bind(*args, **kwargs)
-    except TypeError as error:
-        label = getattr(fn, "__name__", str(fn))
-        if isinstance(stage, ReduceSpec):
-            return f"{label}{signature} can't be called as combine(a, b): {error}"
-        shown = ", ".join(f"{key}=..." for key in stage.with_)
-        given = (
-            f"{label}({shown})" if inspect.isclass(fn) else f"{label}(shard{', ' if shown else ''}{shown})"
-        )
-        return f"{label}{signature} can't be called as {given}: {error}"
-    return None
-
-
 def _check_outputs(spec: Spec) -> Iterator[Problem]:
+    if spec.outputs:
+        from pipedist.outputs import missing_package  # most embedded runs write no files
     for name, path in spec.outputs.items():
         if complaint := missing_package(path):
             yield spec.problem(("outputs", name), complaint)
 
 
-# -- phases ------------------------------------------------------------------------------------
+def _phases(
+    spec: Spec, training: Training | None, problems: list[Problem]
+) -> tuple[tuple[PassPlan, ...], ...]:
+    try:
+        return phases(spec, training)
+    except TwoReadings as error:
+        problems.append(spec.problem(("stages", error.stage, "of"), str(error), expected="one reading"))
+        return ()
 
 
-def _phases(spec: Spec) -> tuple[tuple[PassPlan, ...], ...]:
-    order = _topological(spec)
-    phase_of: dict[str, int] = dict.fromkeys(spec.datasets, 0)
-    root_of: dict[str, str] = {name: name for name in spec.datasets}
-    for name in order:
-        stage = spec.stages[name]
-        phase = phase_of[stage.of]
-        if isinstance(stage, RunSpec):
-            phase = max([phase, *(1 + phase_of[other] for other in _waits_for(stage))])
-            again = phase > phase_of[stage.of] and stage.of in spec.stages
-            root_of[name] = stage.of if again else root_of[stage.of]
-        phase_of[name] = phase
-
-    groups: dict[tuple[int, str], list[str]] = {}
-    for name in order:
-        if isinstance(spec.stages[name], RunSpec):
-            groups.setdefault((phase_of[name], root_of[name]), []).append(name)
-        elif spec.stages[name].of in spec.datasets:
-            groups.setdefault((0, spec.stages[name].of), [])
-    roots = {root for _, root in groups}
-    passes: list[PassPlan] = []
-    for (number, root), runs in sorted(groups.items()):
-        folds = tuple(
-            name
-            for name, stage in spec.stages.items()
-            if not isinstance(stage, RunSpec)
-            and (stage.of in runs or (stage.of == root and root in spec.datasets and number == 0))
-        )
-        kept = tuple(name for name in runs if name in roots)
-        dataset = root
-        while dataset in spec.stages:
-            dataset = spec.stages[dataset].of
-        passes.append(PassPlan(number, dataset, root, tuple(runs), folds, kept))
-    count = max((p.phase for p in passes), default=-1) + 1
-    return tuple(tuple(p for p in passes if p.phase == number) for number in range(count))
-
-
-def _waits_for(stage: RunSpec) -> list[str]:
-    """Return the stages that must be complete before a run begins."""
-    return [*(x.name for x in references(stage.with_) if isinstance(x, StageRef)), *stage.after]
-
-
-def _topological(spec: Spec) -> list[str]:
-    """Return all stages, what is read or waited for before what does so, otherwise as written."""
-    graph: TopologicalSorter[str] = TopologicalSorter()
-    for name, stage in spec.stages.items():
-        needs = [stage.of, *(_waits_for(stage) if isinstance(stage, RunSpec) else ())]
-        graph.add(name, *(other for other in needs if other in spec.stages))
-    return list(graph.static_order())
+def _check_gangs(plan: Plan) -> Iterator[Problem]:
+    """A run in a gang is called with empty shards too: then what it reads must be there."""
+    for pass_ in plan.passes:
+        division = plan.division(pass_.dataset)
+        if not pass_.gang or division is None or not division.steps_per_epoch:
+            continue
+        last = division.steps_per_epoch - 1
+        parts = division.parts(last)
+        for name in pass_.runs if parts < division.replicas else ():
+            stage = plan.spec.stages[name]
+            source = plan.spec.stages.get(stage.of)
+            if not getattr(stage, "collectives", False) or source is None:
+                continue
+            if not getattr(source, "collectives", False):
+                yield plan.spec.problem(
+                    ("stages", name, "of"),
+                    f"step {last} of an epoch has {plural(parts, 'shard')} for "
+                    f"{plural(division.replicas, 'replica')}, and an empty shard has no value of "
+                    f"`{stage.of}`, for `{name}` to join the collectives with",
+                    expected=f"`collectives: true` on `{stage.of}` too, or `drop_remainder: true`",
+                )

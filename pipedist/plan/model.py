@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from pipedist.datasets.division import Division
 from pipedist.datasets.sources import Source
-from pipedist.program import FunctionRef
-from pipedist.spec import Spec
+from pipedist.program import FunctionRef, Tree
+from pipedist.records import record
+from pipedist.spec import RunSpec, Spec, StateRef, references
+
+Rhythm = Literal["step", "epoch", "run"]
+"""How often something changes, or how much of a reading may begin at a time."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class PassPlan:
     """One reading of one dataset in one phase: every call executes all of `runs`.
 
@@ -24,6 +27,9 @@ class PassPlan:
         runs: the run stages, in the order of execution.
         folds: the reduce and gather stages of the root and the runs.
         kept: runs whose values a later phase reads.
+        updates: the updates that its steps feed, in the order in which they are applied.
+        follows: the dataset after each of whose epochs this one is read once; "" for a reading of its own.
+        gang: the calls of a step run at once.
     """
 
     phase: int
@@ -32,6 +38,9 @@ class PassPlan:
     runs: tuple[str, ...]
     folds: tuple[str, ...]
     kept: tuple[str, ...]
+    updates: tuple[str, ...] = ()
+    follows: str = ""
+    gang: bool = False
 
     @property
     def name(self) -> str:
@@ -39,7 +48,26 @@ class PassPlan:
         return " -> ".join(self.runs) if self.runs else self.root
 
 
-@dataclass(frozen=True, slots=True)
+@record
+class StatePlan:
+    """How a state begins and ends; its update is in `Plan.functions`.
+
+    Args:
+        per: run, epoch or step: how often it changes.
+        init: the function that makes its first value; None where that is known.
+        arguments: of `init`.
+        value: its first value, where `init` is None.
+        until: the function that says when the epochs end; None where none does.
+    """
+
+    per: Rhythm
+    init: FunctionRef | None
+    arguments: Mapping[str, Tree]
+    value: Tree
+    until: FunctionRef | None
+
+
+@record
 class Plan:
     """A spec that can be carried out here.
 
@@ -47,7 +75,8 @@ class Plan:
         spec: what was planned.
         workers: how many worker processes there will be; never part of the result.
         sources: the opened source of each dataset.
-        functions: how each function of a run, and each combine function, travels to workers.
+        functions: how each function of a run or an update, and each combine function, travels to workers.
+        states: by the name of their update.
         phases: the passes of each phase; those of one phase run together.
     """
 
@@ -55,6 +84,7 @@ class Plan:
     workers: int
     sources: Mapping[str, Source]
     functions: Mapping[str, FunctionRef]
+    states: Mapping[str, StatePlan]
     phases: tuple[tuple[PassPlan, ...], ...]
 
     @property
@@ -69,6 +99,38 @@ class Plan:
             return None
         d = self.spec.datasets[dataset]
         return Division(length, d.batch, self.spec.replicas, d.drop_remainder)
+
+    def epochs(self, pass_: PassPlan) -> int:
+        """Return how often a pass reads its dataset, at most."""
+        return self.spec.datasets[pass_.follows or pass_.dataset].epochs
+
+    def states_read(self, pass_: PassPlan) -> tuple[str, ...]:
+        """Return the states that the calls of a pass read while they change."""
+        if not (pass_.updates or pass_.follows):
+            return ()
+        found = [
+            ref.name
+            for name in pass_.runs
+            if isinstance(stage := self.spec.stages[name], RunSpec)
+            for ref in references(stage.with_)
+            if isinstance(ref, StateRef)
+        ]
+        return tuple(dict.fromkeys(found))
+
+    def rhythm(self, pass_: PassPlan) -> Rhythm:
+        """Return how much of a pass may begin before the updates that it feeds are applied.
+
+        A step or an epoch at a time, if a stage reads a state that changes so often, or an `until` is
+        asked so often; everything ("run"), where nothing of it hangs on them.
+        """
+        asked = [name for name in pass_.updates if self.states[name].until is not None]
+        pers = {self.states[name].per for name in (*self.states_read(pass_), *asked)}
+        return "step" if "step" in pers else "epoch" if "epoch" in pers else "run"
+
+    @property
+    def training(self) -> PassPlan | None:
+        """The pass whose steps feed the updates, None where the spec has none."""
+        return next((p for p in self.passes if p.updates), None)
 
     def close(self) -> None:
         """Close the sources."""

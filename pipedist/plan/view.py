@@ -6,7 +6,18 @@ from typing import Any
 
 from pipedist.plan.model import PassPlan, Plan
 from pipedist.program import Tree
-from pipedist.spec import GatherSpec, ReduceSpec, RunSpec, StageRef, references
+from pipedist.spec import (
+    GatherSpec,
+    ReduceSpec,
+    RunSpec,
+    StageRef,
+    StateRef,
+    UpdateSpec,
+    references,
+)
+
+_WHEN = {"step": "after each step", "epoch": "after each epoch", "run": "once, at the end"}
+"""When a state changes."""
 
 
 def plural(count: int, noun: str) -> str:
@@ -89,7 +100,13 @@ def _road(plan: Plan, name: str) -> str:
 
 def _pass_lines(plan: Plan, pass_: PassPlan) -> list[str]:
     again = "" if pass_.root == pass_.dataset else f" (the kept values of {pass_.root})"
-    lines = [f"reads {pass_.dataset}{again}"]
+    once = f" once after each epoch of {pass_.follows}" if pass_.follows else ""
+    turns = ""
+    if pass_.updates and (rhythm := plan.rhythm(pass_)) != "run":
+        turns = f", one {rhythm} at a time: each waits for the updates before it"
+    lines = [f"reads {pass_.dataset}{again}{once}{turns}"]
+    if pass_.gang:
+        lines.append(f"  {_gang(plan)}")
     for name in pass_.runs:
         lines.append(
             f"  run     {name}: {plan.functions[name].label} of {_of(plan, name)}{_waits(plan, name)}"
@@ -103,7 +120,26 @@ def _pass_lines(plan: Plan, pass_: PassPlan) -> list[str]:
             how = plan.functions[name].label + " (on workers)" if stage.op is None else stage.op
             axis = "" if stage.op is None else f", axis {_axis(stage)}"
             lines.append(f"  reduce  {name}: {how} of {stage.of}{axis}, per {stage.per}{target}")
+    for name in pass_.updates:
+        lines.append(f"  update  {name}: {_update(plan, name)}")
     return lines
+
+
+def _gang(plan: Plan) -> str:
+    replicas = plan.spec.replicas
+    workers = plural(min(replicas, plan.workers), "worker")
+    return f"a gang of {plural(replicas, 'replica')}: at once, on {workers}"
+
+
+def _update(plan: Plan, name: str) -> str:
+    state = plan.states[name]
+    text = f"{plan.functions[name].label} of {_of(plan, name)}, {_WHEN[state.per]}{_waits(plan, name)}"
+    if state.init is not None:
+        text += f", from {state.init.label}"
+    if state.until is not None:
+        text += f", until {state.until.label}"
+    target = plan.spec.outputs.get(name)
+    return text if target is None else f"{text} -> {target}"
 
 
 def _axis(stage: ReduceSpec) -> str:
@@ -115,11 +151,10 @@ def _of(plan: Plan, name: str) -> str:
     return str(plan.spec.stages[name].of)
 
 
-def _stage_refs(plan: Plan, name: str) -> list[str]:
+def _refs(plan: Plan, name: str, kind: type[StageRef] | type[StateRef]) -> list[str]:
     stage = plan.spec.stages[name]
-    if not isinstance(stage, RunSpec):
-        return []
-    return [ref.name for ref in references(stage.with_) if isinstance(ref, StageRef)]
+    with_ = stage.with_ if isinstance(stage, RunSpec | UpdateSpec) else {}
+    return [ref.name for ref in references(with_) if isinstance(ref, kind)]
 
 
 def _after(plan: Plan, name: str) -> tuple[str, ...]:
@@ -128,10 +163,12 @@ def _after(plan: Plan, name: str) -> tuple[str, ...]:
 
 
 def _waits(plan: Plan, name: str) -> str:
-    refs, after = _stage_refs(plan, name), _after(plan, name)
-    return "".join(
-        f", {word} {', '.join(names)}" for word, names in (("with", refs), ("after", after)) if names
+    parts = (
+        ("with", _refs(plan, name, StageRef)),
+        ("with state", _refs(plan, name, StateRef)),
+        ("after", _after(plan, name)),
     )
+    return "".join(f", {word} {', '.join(names)}" for word, names in parts if names)
 
 
 def as_mermaid(plan: Plan) -> str:
@@ -145,16 +182,21 @@ def as_mermaid(plan: Plan) -> str:
         lines.append(f'  subgraph phase{number + 1}["phase {number + 1}"]')
         for pass_ in phase:
             for name in pass_.runs:
-                label = f"{name}<br/>{plan.functions[name].label}<br/>x {spec.replicas}"
+                at_once = " at once" if pass_.gang else ""
+                label = f"{name}<br/>{plan.functions[name].label}<br/>x {spec.replicas}{at_once}"
                 lines.append(f'    {ids[name]}["{_quoted(label)}"]')
             for name in pass_.folds:
                 stage = spec.stages[name]
                 verb = "gather" if isinstance(stage, GatherSpec) else "reduce"
                 lines.append(f'    {ids[name]}{{{{"{name}<br/>{verb}"}}}}')
+            for name in pass_.updates:
+                label = f"{name}<br/>{plan.functions[name].label}<br/>{_WHEN[plan.states[name].per]}"
+                lines.append(f'    {ids[name]}[["{_quoted(label)}"]]')
         lines.append("  end")
     for name, stage in spec.stages.items():
         lines.append(f"  {ids[stage.of]} --> {ids[name]}")
-        lines += [f"  {ids[ref]} -.->|with| {ids[name]}" for ref in _stage_refs(plan, name)]
+        lines += [f"  {ids[ref]} -.->|with| {ids[name]}" for ref in _refs(plan, name, StageRef)]
+        lines += [f"  {ids[ref]} -.->|state| {ids[name]}" for ref in _refs(plan, name, StateRef)]
         lines += [f"  {ids[other]} -.->|after| {ids[name]}" for other in _after(plan, name)]
     for name, path in spec.outputs.items():
         lines += [f'  {ids[name]} --> o{ids[name]}[/"{_quoted(path)}"/]']
@@ -199,10 +241,23 @@ def as_json(plan: Plan) -> dict[str, Any]:
                     "runs": list(p.runs),
                     "folds": list(p.folds),
                     "kept": list(p.kept),
+                    "updates": list(p.updates),
+                    "follows": p.follows or None,
+                    "gang": {"replicas": spec.replicas, "workers": min(spec.replicas, plan.workers)}
+                    if p.gang
+                    else None,
                 }
                 for p in phase
             ]
             for phase in plan.phases
         ],
+        "states": {
+            name: {
+                "per": state.per,
+                "init": None if state.init is None else state.init.label,
+                "until": None if state.until is None else state.until.label,
+            }
+            for name, state in plan.states.items()
+        },
         "outputs": dict(spec.outputs),
     }

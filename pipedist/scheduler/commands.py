@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
+
+from pipedist.records import record
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class StartWorker:
     """Start a worker process."""
 
@@ -13,7 +15,7 @@ class StartWorker:
     incarnation: int
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class ExpelWorker:
     """End this incarnation: it is lost, stale or broke the protocol."""
 
@@ -22,7 +24,7 @@ class ExpelWorker:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class SendBind:
     """Send the pass's program to a worker, before its first Assign of that pass."""
 
@@ -30,7 +32,7 @@ class SendBind:
     pass_id: int
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class SendUnbind:
     """Tell a worker to drop a pass."""
 
@@ -38,7 +40,7 @@ class SendUnbind:
     pass_id: int
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class SendAssign:
     """Send calls [lo, hi) with their shards."""
 
@@ -50,7 +52,55 @@ class SendAssign:
     attempt: int
 
 
-@dataclass(frozen=True, slots=True)
+class GangPart(NamedTuple):
+    """What one member of a gang is sent: calls [lo, hi)."""
+
+    worker: str
+    lease: int
+    lo: int
+    hi: int
+
+
+@record
+class SendGang:
+    """Send each member of a gang its calls with their shards.
+
+    Args:
+        serial: number of this attempt; grows over the scheduler's life.
+        parts: one a member, in order; together the calls of one step.
+    """
+
+    serial: int
+    pass_id: int
+    attempt: int
+    parts: tuple[GangPart, ...]
+
+
+@record
+class StashResults:
+    """Results of a gang came: keep them apart until its GangEnded."""
+
+    serial: int
+    lo: int
+    hi: int
+    worker: str
+
+
+@record
+class GangEnded:
+    """A gang is over.
+
+    Args:
+        counts: what was stashed counts; otherwise it is dropped.
+        aborted: calls of it may run still: whatever they wait for will not come.
+    """
+
+    serial: int
+    counts: bool
+    aborted: bool
+
+
+@record
 class SendCancel:
     """Tell a worker to drop what it has not begun of a lease."""
 
@@ -58,7 +108,7 @@ class SendCancel:
     lease: int
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class AcceptResults:
     """The results of calls [lo, hi) count: keep them, let their inputs go."""
 
@@ -68,7 +118,7 @@ class AcceptResults:
     worker: str
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class DropResults:
     """A result does not count: its lease is not held any more."""
 
@@ -76,7 +126,7 @@ class DropResults:
     lease: int
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class RequestSteps:
     """Offer `count` more steps, beyond all that were requested before."""
 
@@ -84,7 +134,7 @@ class RequestSteps:
     count: int
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class StepsReady:
     """Every call of steps [first, last) is done: they are visible."""
 
@@ -93,7 +143,7 @@ class StepsReady:
     last: int
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Failure:
     """Why a call failed for good.
 
@@ -101,18 +151,16 @@ class Failure:
         call: its number in the pass.
         attempts: how many times it was tried.
         worker: where it ran last.
-        token: the driver's number of the exception; -1 where the worker died.
-        cause: how the worker died, "" otherwise.
+        cause: how the worker died; None where the call raised.
     """
 
     call: int
     attempts: int
     worker: str
-    token: int = -1
-    cause: str = ""
+    cause: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class StepFailed:
     """A step is complete, but calls of it failed for good; lowest call first."""
 
@@ -121,21 +169,21 @@ class StepFailed:
     failures: tuple[Failure, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class PassComplete:
     """All steps of the pass were visible."""
 
     pass_id: int
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class PassQuiet:
     """Nothing of a held pass is running any more."""
 
     pass_id: int
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class ClusterFailed:
     """Workers die faster than they join."""
 
@@ -148,8 +196,11 @@ Command = (
     | SendBind
     | SendUnbind
     | SendAssign
+    | SendGang
     | SendCancel
     | AcceptResults
+    | StashResults
+    | GangEnded
     | DropResults
     | RequestSteps
     | StepsReady

@@ -13,7 +13,14 @@ from collections.abc import Mapping
 from typing import TypeVar, get_args
 
 from pipedist.scheduler import commands, events
-from pipedist.scheduler.states import PASS_TRANSITIONS, WORKER_TRANSITIONS, PassState, WorkerState
+from pipedist.scheduler.states import (
+    GANG_TRANSITIONS,
+    PASS_TRANSITIONS,
+    WORKER_TRANSITIONS,
+    GangState,
+    PassState,
+    WorkerState,
+)
 
 State = TypeVar("State", bound=enum.Enum)
 
@@ -47,6 +54,8 @@ def drawn() -> str:
             diagram(WORKER_TRANSITIONS, WorkerState.STARTING),
             "### A pass",
             diagram(PASS_TRANSITIONS, PassState.OPEN),
+            "### A gang",
+            diagram(GANG_TRANSITIONS, GangState.RUNNING),
             "### Events",
             table("event", get_args(events.Event)),
             "### Commands",

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from pipedist.records import record
 from pipedist.scheduler.settings import PassSettings
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class WorkerExpected:
     """A worker slot of the launcher exists; the scheduler starts it, and replaces it when it dies."""
 
     worker: str
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class WorkerJoined:
     """A worker said Hello and speaks our protocol.
 
@@ -27,7 +26,7 @@ class WorkerJoined:
     supervised: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class WorkerHeard:
     """The supervisor of a worker sent a heartbeat."""
 
@@ -35,7 +34,7 @@ class WorkerHeard:
     incarnation: int
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class WorkerLost:
     """A worker process is gone, or must be treated so.
 
@@ -52,7 +51,7 @@ class WorkerLost:
     running: tuple[int, int] | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class PassOpened:
     """A pass begins; its steps will be offered in order."""
 
@@ -60,7 +59,7 @@ class PassOpened:
     settings: PassSettings
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class StepsOffered:
     """Steps [first, last) are there to be executed.
 
@@ -76,14 +75,14 @@ class StepsOffered:
     bytes: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class StepsEnded:
     """No more steps will be offered."""
 
     pass_id: int
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class StepsConsumed:
     """The readers are done with all steps before `before`.
 
@@ -96,21 +95,21 @@ class StepsConsumed:
     bytes: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class PassHeld:
     """Issue nothing more of this pass; say PassQuiet when nothing of it is running."""
 
     pass_id: int
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class PassClosed:
     """Forget the pass; what is running of it is dropped."""
 
     pass_id: int
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class CallsDone:
     """Calls [lo, hi) of a lease came back.
 
@@ -128,25 +127,49 @@ class CallsDone:
     bytes: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class CallFailed:
     """A call of a lease raised.
 
     Args:
-        token: what the driver knows about the failure under this number.
         retries: how often a call that raised in this stage is tried again; 0 where another attempt
             can't help.
+        aborted: of a gang's call: it did nothing wrong, but waited for a replica that had ended.
     """
 
     worker: str
     incarnation: int
     lease: int
     call: int
-    token: int
     retries: int = 0
+    aborted: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@record
+class LeaseNotSent:
+    """A lease could not be sent to its worker, nor can it be to any other: its calls failed for good."""
+
+    lease: int
+
+
+@record
+class GangStalled:
+    """A member of a gang has waited too long for others: they hang.
+
+    Args:
+        lease: the one that waits.
+        members: for whom.
+        text: who waits for whom, where, for people.
+    """
+
+    worker: str
+    incarnation: int
+    lease: int
+    members: tuple[int, ...]
+    text: str
+
+
+@record
 class Tick:
     """Nothing happened, but a deadline passed."""
 
@@ -164,5 +187,7 @@ Event = (
     | PassClosed
     | CallsDone
     | CallFailed
+    | LeaseNotSent
+    | GangStalled
     | Tick
 )

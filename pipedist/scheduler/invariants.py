@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from itertools import pairwise
 
 from pipedist.errors import LocalProtocolError
+from pipedist.scheduler.gangs import Group
 from pipedist.scheduler.membership import Lease, Membership
 from pipedist.scheduler.passes import Pass
-from pipedist.scheduler.states import PassState, WorkerState
+from pipedist.scheduler.states import GangState, PassState, WorkerState
 
 
-def check(passes: Mapping[int, Pass], members: Membership) -> None:
+def check(passes: Mapping[int, Pass], members: Membership, waiting: Mapping[int, Pass]) -> None:
     """Check every invariant.
 
     Raises:
@@ -29,7 +31,9 @@ def check(passes: Mapping[int, Pass], members: Membership) -> None:
         held[lease.pass_id].append(lease)
     for pass_ in passes.values():
         _check_calls(pass_, held[pass_.id])
+        _check_gangs(pass_, held[pass_.id])
         _check_counts(pass_)
+        _hold(not pass_.deals or waiting.get(pass_.id) is pass_, f"pass {pass_.id} waits, but is not dealt")
 
 
 def _check_workers(members: Membership) -> None:
@@ -71,10 +75,11 @@ def _check_calls(pass_: Pass, held: list[Lease]) -> None:
     """Check that every call is in exactly one place, and that attempts are counted right."""
     replicas = pass_.settings.replicas
     waiting = [(t.lo, t.hi, t.attempt) for t in pass_.todo]
-    leased = [(x.next, x.hi, x.attempt) for x in held]
+    leased = [(x.next, x.hi, x.attempt) for x in held if x.gang is None]
+    leased += [(gang.lo, gang.hi, gang.attempt) for gang in pass_.gangs.values()]
     spans = sorted([(lo, hi) for lo, hi, _ in waiting + leased] + list(pass_.done))
     _hold(
-        pass_.leased == sum(x[1] - x[0] for x in leased),
+        pass_.leased == sum(x.hi - x.next for x in held),
         f"pass {pass_.id} counts {pass_.leased} leased calls",
     )
     _hold(
@@ -100,12 +105,52 @@ def _check_calls(pass_: Pass, held: list[Lease]) -> None:
     if pass_.state is PassState.FAILED:
         _hold(not (waiting or leased), f"pass {pass_.id} has failed, but calls wait or run")
     tried = {call: t.raised + t.deaths for call, t in pass_.trouble.items()}
+    if pass_.settings.gang:  # the first call of a step stands for all of it
+        tried = {first + r: n for first, n in tried.items() for r in range(replicas)}
     for lo, hi, attempt in waiting + leased:
         calls = [c for c in tried if lo <= c < hi] if len(tried) < hi - lo else range(lo, hi)
         _hold(
             all(tried.get(c, 0) == attempt for c in calls) and (attempt == 0 or len(calls) == hi - lo),
             f"pass {pass_.id}: calls [{lo}, {hi}) are at attempt {attempt}, tried {tried}",
         )
+
+
+def _check_gangs(pass_: Pass, held: list[Lease]) -> None:
+    """Check that gangs are whole: every call of theirs was reported, or is under a lease of theirs."""
+    replicas = pass_.settings.replicas
+    counted: Counter[Group] = Counter()
+    for serial, gang in pass_.gangs.items():
+        counted[gang.group] += 1
+        own = [x for x in held if x.gang is gang]
+        _hold(
+            gang.serial == serial and gang.state in (GangState.RUNNING, GangState.ENDING),
+            f"gang {serial} is {gang.state.value}, but not over",
+        )
+        _hold(
+            gang.hi - gang.lo == replicas and gang.lo % replicas == 0,
+            f"gang {serial} has the calls [{gang.lo}, {gang.hi}), which are no step",
+        )
+        _hold(
+            0 < gang.due == sum(x.hi - x.next for x in own),
+            f"gang {serial} waits for {gang.due} calls, but not all of them are under a lease",
+        )
+        _hold(
+            (gang.state is GangState.ENDING) == bool(gang.raised),
+            f"gang {serial} is {gang.state.value}, {len(gang.raised)} calls raised",
+        )
+    for lease in held:
+        _hold(
+            (lease.gang is not None) == pass_.settings.gang,
+            f"lease {lease.id} is of a gang, or of a gang pass, but not of both",
+        )
+        _hold(
+            lease.gang is None or lease.gang.serial in pass_.gangs,
+            f"lease {lease.id} is of a gang that is over",
+        )
+    _hold(
+        set(counted) == set(pass_.groups) and all(group.gangs == n for group, n in counted.items()),
+        f"pass {pass_.id}: its groups count other gangs than there are",
+    )
 
 
 def _check_counts(pass_: Pass) -> None:

@@ -11,18 +11,28 @@ Rules
   what comes later is dropped (`DropResults`), so no call is committed twice.
 * Steps of an ordered pass become visible in step order. So the first failure that is told is
   that of the lowest step, whatever the order of arrival.
+* The calls of a gang are issued at once or not at all, over as many workers as there are (at most
+  R). They count at once or not at all: a gang that loses a member, or whose calls are to be tried
+  again, starts again as a whole, under a new serial. What a call of a gang raised is told when all
+  its calls have reported, and is that of the lowest replica that was not just aborted.
 * One valve per pass: steps are requested only while `steps_in_flight_max` and
   `bytes_in_flight_max` leave room, but one step always fits.
 
 Theory of operation
 -------------------
-A pass offers steps; their calls wait in its `todo`. `_deal` gives ranges of waiting calls to
-workers that have room: one lease runs, and where leases are short a second one waits at the
+This module takes in what happens; `dealing` decides whose calls go where, `outcomes` what becomes
+of them. A pass offers steps; their calls wait in its `todo`. Ranges of them are dealt to workers
+that have room: one lease runs, and where leases are short a second one waits at the
 worker, so that it never idles between them. The size of a lease follows the measured time of
 the calls. A worker executes a lease in order and reports ranges, so what has not come back is
 known to be [lease.next, lease.hi). When a worker is lost, the call that it was running is
 charged with the death; the others just wait again. Since reports come in order, one that
 leaves a gap means that another was lost: the worker is expelled, or the gap would wait for ever.
+
+A gang needs several idle workers. While a gang pass has its turn and too few are idle, nothing
+else is dealt; so they become idle, and nobody starves. Short gangs are queued in advance at the
+workers of an earlier one, which hold the pass's state and share memory. All members get the lease
+of a gang before that of a later one, so gangs wait in one and the same order everywhere.
 """
 
 from __future__ import annotations
@@ -34,11 +44,12 @@ from typing import Any
 from pipedist.errors import LocalProtocolError
 from pipedist.scheduler import commands as cmd
 from pipedist.scheduler import events as ev
-from pipedist.scheduler.invariants import check
+from pipedist.scheduler.dealing import Dealing
 from pipedist.scheduler.membership import Lease, Membership, Worker
-from pipedist.scheduler.passes import Pass, Trouble
+from pipedist.scheduler.outcomes import Outcomes
+from pipedist.scheduler.passes import Pass
 from pipedist.scheduler.settings import Limits
-from pipedist.scheduler.states import PassState, WorkerState
+from pipedist.scheduler.states import WorkerState
 
 
 class Scheduler:
@@ -52,12 +63,16 @@ class Scheduler:
         self._limits = limits or Limits()
         self._members = Membership(self._limits.prefetch_below_s)
         self._passes: dict[int, Pass] = {}
+        self._pulled: dict[int, Pass] = {}
+        """Those whose steps are asked for."""
+        self._waiting: dict[int, Pass] = {}
+        """Those that have calls waiting; others may be among them."""
         self._fruitless = 0
         """Workers that died in a row without joining."""
-        self._turn = 0
-        """The pass that was dealt last, so that passes of one priority take turns."""
         self._out: list[cmd.Command] = []
         """Commands of the event that is being handled."""
+        self._outcomes = Outcomes(self._limits, self._members, self._passes, self._out)
+        self._dealing = Dealing(self._limits, self._members, self._waiting, self._out)
         self._now = 0.0
 
     def handle(self, event: ev.Event, now: float) -> list[cmd.Command]:
@@ -75,9 +90,12 @@ class Scheduler:
         if handler is None:
             raise LocalProtocolError(f"the scheduler knows no event {event!r}")
         handler(self, event)
-        self._deal()
-        self._pull()
-        out, self._out = self._out, []
+        if self._waiting:
+            self._dealing.deal()
+        if self._pulled:
+            self._pull()
+        out = self._out[:]
+        self._out.clear()
         return out
 
     def deadline(self) -> float | None:
@@ -170,35 +188,19 @@ class Scheduler:
             blamed = lease.next if known and place == 0 else None
             if running is not None and not graceful:  # finished calls before it may not have been reported
                 blamed = running[1] if running[0] == lease.id else None
-            self._give_back(lease, cause, blamed)
+            self._outcomes.lost(lease, cause, blamed)
         if worker.managed and replace:
             worker.incarnation += 1
             self._out.append(cmd.StartWorker(worker.name, worker.incarnation))
-
-    def _give_back(self, lease: Lease, cause: str, blamed: int | None) -> None:
-        """Let a lost lease's calls wait again; the one that was running is charged with the death."""
-        pass_ = self._passes[lease.pass_id]
-        lo = lease.next
-        pass_.leased -= lease.hi - lo
-        if blamed is not None and lo <= blamed < lease.hi and pass_.needs(blamed):
-            pass_.wait(lo, blamed, lease.attempt)
-            trouble = pass_.trouble.setdefault(blamed, Trouble())
-            trouble.deaths += 1
-            tried = trouble.raised + trouble.deaths
-            if trouble.deaths >= self._limits.deaths_max:
-                self._fail(pass_, cmd.Failure(blamed, tried, lease.worker, cause=cause))
-            else:
-                pass_.wait(blamed, blamed + 1, tried)
-            lo = blamed + 1
-        pass_.wait(lo, lease.hi, lease.attempt)
-        self._quiet(pass_)
 
     # -- passes ----------------------------------------------------------------------
 
     def _on_pass_opened(self, event: ev.PassOpened) -> None:
         if event.pass_id in self._passes:
             raise LocalProtocolError(f"pass {event.pass_id} was opened twice")
-        self._passes[event.pass_id] = Pass(event.pass_id, event.settings)
+        pass_ = self._passes[event.pass_id] = Pass(event.pass_id, event.settings, self._waiting)
+        if event.settings.pulled:
+            self._pulled[pass_.id] = pass_
 
     def _on_steps_offered(self, event: ev.StepsOffered) -> None:
         pass_ = self._passes.get(event.pass_id)
@@ -207,14 +209,15 @@ class Scheduler:
         pass_.offer(event.first, event.last, event.parts, event.bytes)
         if event.parts == 0:
             replicas = pass_.settings.replicas
-            self._show_from(pass_, event.first * replicas, event.last * replicas)
+            self._outcomes.show(pass_, event.first * replicas, event.last * replicas)
 
     def _on_steps_ended(self, event: ev.StepsEnded) -> None:
         pass_ = self._passes.get(event.pass_id)
         if pass_ is None:
             return
         pass_.become("ended")
-        self._show(pass_)
+        if pass_.settings.ordered:
+            self._outcomes.show_in_order(pass_)
 
     def _on_steps_consumed(self, event: ev.StepsConsumed) -> None:
         pass_ = self._passes.get(event.pass_id)
@@ -228,29 +231,19 @@ class Scheduler:
         if pass_ is None:
             return
         pass_.held = True
-        self._quiet(pass_)
+        self._outcomes.quiet(pass_)
 
     def _on_pass_closed(self, event: ev.PassClosed) -> None:
         pass_ = self._passes.pop(event.pass_id, None)
         if pass_ is None:
             return
-        self._cancel_leases(pass_, from_call=0)
+        self._pulled.pop(pass_.id, None)
+        self._waiting.pop(pass_.id, None)
+        self._outcomes.cancel(pass_, from_call=0)
         for worker in self._members.workers.values():
             if event.pass_id in worker.bound:
                 worker.bound.discard(event.pass_id)
                 self._out.append(cmd.SendUnbind(worker.name, event.pass_id))
-
-    def _cancel_leases(self, pass_: Pass, *, from_call: int) -> None:
-        for lease in [x for x in self._members.leases.values() if x.pass_id == pass_.id]:
-            if lease.lo >= from_call:
-                self._members.cancel(lease)
-                pass_.leased -= lease.hi - lease.next
-                self._out.append(cmd.SendCancel(lease.worker, lease.id))
-
-    def _quiet(self, pass_: Pass) -> None:
-        if pass_.held and not pass_.told_quiet and pass_.leased == 0:
-            pass_.told_quiet = True
-            self._out.append(cmd.PassQuiet(pass_.id))
 
     # -- calls -----------------------------------------------------------------------
 
@@ -275,129 +268,39 @@ class Scheduler:
         self._lose(worker, f"it broke the protocol: {cause}", graceful=False, replace=True)
         return None
 
-    def _advance(self, lease: Lease, to: int) -> None:
-        lease.next = to
-        if to >= lease.hi:
-            self._members.revoke(lease)
-
     def _on_calls_done(self, event: ev.CallsDone) -> None:
         lease = self._held_lease(event.worker, event.incarnation, event.lease, event.lo, event.hi)
-        if lease is None:
-            return
-        pass_ = self._passes[lease.pass_id]
-        self._out.append(cmd.AcceptResults(pass_.id, event.lo, event.hi, event.worker))
-        pass_.came_back(event.lo, event.hi, event.busy_ns / 1e9, event.bytes, self._limits)
-        self._advance(lease, event.hi)
-        self._show_from(pass_, event.lo, event.hi)
-        self._quiet(pass_)
+        if lease is not None:
+            self._outcomes.done(lease, event)
 
     def _on_call_failed(self, event: ev.CallFailed) -> None:
         lease = self._held_lease(event.worker, event.incarnation, event.lease, event.call, event.call + 1)
-        if lease is None:
+        if lease is not None:
+            self._outcomes.raised(lease, event)
+
+    def _on_lease_not_sent(self, event: ev.LeaseNotSent) -> None:
+        lease = self._members.leases.get(event.lease)
+        if lease is not None:
+            self._outcomes.not_sent(lease)
+
+    def _on_gang_stalled(self, event: ev.GangStalled) -> None:
+        lease = self._members.leases.get(event.lease)
+        waits = self._members.current(event.worker, event.incarnation)
+        if lease is None or lease.gang is None or waits is None or lease.worker != event.worker:
             return
-        pass_ = self._passes[lease.pass_id]
-        pass_.leased -= 1
-        self._advance(lease, event.call + 1)
-        if pass_.needs(event.call):
-            self._raised(pass_, event)
-        self._quiet(pass_)
+        leases = lease.gang.leases
+        missing = [leases[m] for m in event.members if 0 <= m < len(leases)]  # the reporter's own, perhaps
+        hung = [self._members.workers[x.worker] for x in missing if x.id in self._members.leases]
+        for worker in hung:
+            cause = f"it did not come to a collective of its gang: {event.text}"
+            self._out.append(cmd.ExpelWorker(worker.name, worker.incarnation, cause))
+            self._lose(worker, cause, graceful=False, replace=True)
 
-    def _raised(self, pass_: Pass, event: ev.CallFailed) -> None:
-        trouble = pass_.trouble.setdefault(event.call, Trouble())
-        trouble.raised += 1
-        tried = trouble.raised + trouble.deaths
-        if trouble.raised <= event.retries:
-            pass_.wait(event.call, event.call + 1, tried)
-        else:
-            self._fail(pass_, cmd.Failure(event.call, tried, event.worker, token=event.token))
-
-    def _fail(self, pass_: Pass, failure: cmd.Failure) -> None:
-        pass_.fail(failure)
-        if pass_.last_step is not None:
-            self._cancel_leases(pass_, from_call=(pass_.last_step + 1) * pass_.settings.replicas)
-        self._show_from(pass_, failure.call, failure.call + 1)
-
-    # -- what is visible ---------------------------------------------------------------
-
-    def _show_from(self, pass_: Pass, lo: int, hi: int) -> None:
-        if pass_.settings.ordered:
-            self._show(pass_)
-            return
-        replicas = pass_.settings.replicas
-        for step in range(lo // replicas, (hi - 1) // replicas + 1):
-            first = step * replicas
-            if pass_.done.covers(first, first + replicas):
-                pass_.done.discard(first, first + replicas)
-                self._tell(pass_, step, step + 1)
-
-    def _show(self, pass_: Pass) -> None:
-        """Tell of every step that has become visible, in order; then of the pass's end."""
-        if not pass_.settings.ordered:
-            return
-        first, end = pass_.visible, pass_.take_visible()
-        pass_.visible = end
-        self._tell(pass_, first, end)
-        if pass_.state is PassState.ENDED and pass_.visible == pass_.offered:
-            pass_.become("all visible")
-            self._out.append(cmd.PassComplete(pass_.id))
-
-    def _tell(self, pass_: Pass, first: int, end: int) -> None:
-        if first == end:
-            return
-        replicas = pass_.settings.replicas
-        for step in sorted({c // replicas for c in pass_.failures if first <= c // replicas < end}):
-            if step > first:
-                self._out.append(cmd.StepsReady(pass_.id, first, step))
-            calls = range(step * replicas, (step + 1) * replicas)
-            causes = tuple(pass_.failures.pop(c) for c in calls if c in pass_.failures)
-            self._out.append(cmd.StepFailed(pass_.id, step, causes))
-            if pass_.settings.fail_fast:
-                pass_.become("failure told")
-                self._cancel_leases(pass_, from_call=0)
-                return
-            first = step + 1
-        if first < end:
-            self._out.append(cmd.StepsReady(pass_.id, first, end))
-
-    # -- dealing -----------------------------------------------------------------------
-
-    def _deal(self) -> None:
-        """Give waiting calls to workers that have room: first to the idle, then in advance."""
-        while self._members.idle and (pass_ := self._next_pass(in_advance=False)) is not None:
-            self._assign(next(iter(self._members.idle.values())), pass_)
-        while self._members.thirsty and (pass_ := self._next_pass(in_advance=True)) is not None:
-            self._assign(next(iter(self._members.thirsty.values())), pass_)
-
-    def _next_pass(self, *, in_advance: bool) -> Pass | None:
-        """Return the pass whose turn it is, of those of the best priority; None: nothing is dealt now.
-
-        Only short calls are sent in advance. If others have their turn, nothing is, so that workers
-        become idle for them; and looking is no turn, or another pass would have it every time.
-        """
-        dealing = [p for p in self._passes.values() if p.deals]
-        if not dealing:
-            return None
-        best = min(p.settings.priority for p in dealing)
-        ids = [p.id for p in dealing if p.settings.priority == best]
-        pass_ = self._passes[next((i for i in ids if i > self._turn), ids[0])]
-        if in_advance and not pass_.is_short(self._limits):
-            return None
-        self._turn = pass_.id
-        return pass_
-
-    def _assign(self, worker: Worker, pass_: Pass) -> None:
-        todo = pass_.todo.take(pass_.bundle_calls(self._limits, self._members.ready))
-        if pass_.id not in worker.bound:
-            worker.bound.add(pass_.id)
-            self._out.append(cmd.SendBind(worker.name, pass_.id))
-        expected_s = (pass_.call_s or 0.0) * (todo.hi - todo.lo)
-        lease = self._members.grant(worker, pass_.id, todo.lo, todo.hi, todo.attempt, expected_s)
-        pass_.leased += todo.hi - todo.lo
-        self._out.append(cmd.SendAssign(worker.name, lease.id, pass_.id, todo.lo, todo.hi, todo.attempt))
+    # -- the valve ---------------------------------------------------------------------
 
     def _pull(self) -> None:
         workers = max(1, self._members.ready)
-        for pass_ in self._passes.values():
+        for pass_ in self._pulled.values():
             wanted = pass_.steps_wanted(self._limits, workers)
             if wanted > 0:
                 pass_.requested += wanted
@@ -411,7 +314,9 @@ class Scheduler:
         Raises:
             LocalProtocolError: naming the invariant that does not hold.
         """
-        check(self._passes, self._members)
+        from pipedist.scheduler.invariants import check  # in tests alone
+
+        check(self._passes, self._members, self._waiting)
 
 
 _HANDLERS: dict[type, Callable[[Scheduler, Any], None]] = {
@@ -427,5 +332,7 @@ _HANDLERS: dict[type, Callable[[Scheduler, Any], None]] = {
     ev.PassClosed: Scheduler._on_pass_closed,
     ev.CallsDone: Scheduler._on_calls_done,
     ev.CallFailed: Scheduler._on_call_failed,
+    ev.LeaseNotSent: Scheduler._on_lease_not_sent,
+    ev.GangStalled: Scheduler._on_gang_stalled,
     ev.Tick: Scheduler._on_tick,
 }

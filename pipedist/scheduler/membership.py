@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from pipedist.scheduler.states import WorkerState, next_worker_state
 
+if TYPE_CHECKING:
+    from pipedist.scheduler.gangs import Gang
 
-@dataclass(slots=True)
+
+@dataclass(slots=True, eq=False)
 class Lease:
     """One assignment of calls [lo, hi) to one incarnation of one worker."""
 
@@ -22,9 +26,11 @@ class Lease:
     """The lowest call that has not come back; the worker works in order, so it runs this one."""
     expected_s: float
     """How long the whole lease should take; 0.0 where nothing is known."""
+    gang: Gang | None = None
+    """The gang whose calls these are."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Worker:
     """One worker slot."""
 
@@ -108,14 +114,29 @@ class Membership:
         self._sort(worker)
         return held
 
-    def grant(self, worker: Worker, pass_id: int, lo: int, hi: int, attempt: int, expected_s: float) -> Lease:
+    def grant(
+        self,
+        worker: Worker,
+        pass_id: int,
+        lo: int,
+        hi: int,
+        attempt: int,
+        expected_s: float,
+        gang: Gang | None = None,
+    ) -> Lease:
         """Make a lease and note it with its worker."""
         self._last_lease += 1
-        lease = Lease(self._last_lease, worker.name, pass_id, lo, hi, attempt, lo, expected_s)
+        lease = Lease(self._last_lease, worker.name, pass_id, lo, hi, attempt, lo, expected_s, gang)
         self.leases[lease.id] = lease
         worker.leases.append(lease.id)
         self._sort(worker)
         return lease
+
+    def advance(self, lease: Lease, to: int) -> None:
+        """Take note that a lease's calls before `to` were reported; with the last one it ends."""
+        lease.next = to
+        if to >= lease.hi:
+            self.revoke(lease)
 
     def revoke(self, lease: Lease) -> None:
         """Take a lease away; results for it do not count any more."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from pipedist.errors import LocalProtocolError
 from pipedist.scheduler.commands import Failure
+from pipedist.scheduler.gangs import Gang, Groups
 from pipedist.scheduler.ranges import RangeSet, TodoQueue
 from pipedist.scheduler.settings import Limits, PassSettings
 from pipedist.scheduler.states import PassState, next_pass_state
@@ -20,6 +22,11 @@ class Trouble:
     deaths: int = 0
     """How many workers died while running it."""
 
+    @property
+    def tried(self) -> int:
+        """How many attempts are over."""
+        return self.raised + self.deaths
+
 
 @dataclass(slots=True)
 class Pass:
@@ -27,6 +34,8 @@ class Pass:
 
     id: int
     settings: PassSettings
+    dealing: dict[int, Pass] = field(repr=False)
+    """Where it enters itself when it has calls waiting."""
     state: PassState = PassState.OPEN
     held: bool = False
     """Nothing of it is issued any more."""
@@ -46,8 +55,12 @@ class Pass:
     """Calls that came back or failed for good, and empty shards; only of steps that are not visible."""
     leased: int = 0
     """Calls under a lease that have not come back."""
+    gangs: dict[int, Gang] = field(default_factory=dict)
+    """Gangs that are not over, by serial."""
+    groups: Groups = field(default_factory=Groups)
+    """The workers that they were given to."""
     trouble: dict[int, Trouble] = field(default_factory=dict)
-    """Calls that failed at least once and are not done."""
+    """Calls that failed at least once and are not done; of a gang, its first call stands for it."""
     failures: dict[int, Failure] = field(default_factory=dict)
     """Calls that failed for good, of steps that are not visible."""
     last_step: int | None = None
@@ -61,7 +74,7 @@ class Pass:
     result_call_bytes: float = 0.0
     """Result bytes of a call, a moving mean."""
     call_s: float | None = None
-    """How long a call takes, a moving mean; None before the first result."""
+    """How long a call, or a gang as a whole, takes, a moving mean; None before the first result."""
     bundle_max: int = 1
     """Calls in the next lease at most; grows with what came back."""
 
@@ -83,10 +96,11 @@ class Pass:
         replicas = self.settings.replicas
         if self.state in (PassState.ENDED, PassState.COMPLETE):
             raise LocalProtocolError(f"pass {self.id}: steps were offered after its end")
-        if first != self.offered or last < first or not 0 <= parts <= replicas:
+        parts_min, least = (replicas, "") if self.settings.gang else (0, "at most ")
+        if first != self.offered or last < first or not parts_min <= parts <= replicas:
             raise LocalProtocolError(
                 f"pass {self.id}: steps [{first}, {last}) of {parts} calls were offered, "
-                f"expected them to begin at {self.offered} with at most {replicas} calls"
+                f"expected them to begin at {self.offered} with {least}{replicas} calls"
             )
         self.offered = last
         self.requested = max(self.requested, last)
@@ -94,6 +108,7 @@ class Pass:
             return
         self.input_bytes += size
         self.step_bytes = size / (last - first)
+        self.dealing[self.id] = self
         if parts == replicas:
             self.todo.put(first * replicas, last * replicas, 0)
             return
@@ -111,31 +126,53 @@ class Pass:
         if self.last_step is not None:
             hi = min(hi, (self.last_step + 1) * self.settings.replicas)
         self.todo.put(lo, hi, attempt)
+        self.dealing[self.id] = self
+
+    def muster(self, gang: Gang) -> None:
+        """Note that a gang was issued."""
+        self.gangs[gang.serial] = gang
+        self.groups.begin(gang.group)
+        self.leased += gang.hi - gang.lo
+
+    def dismiss(self, gang: Gang) -> None:
+        """Note that a gang is over."""
+        del self.gangs[gang.serial]
+        self.groups.end(gang.group)
 
     def came_back(self, lo: int, hi: int, busy_s: float, size: int, limits: Limits) -> None:
         """Note that calls [lo, hi) are done, and learn from how long they took."""
-        self.done.add(lo, hi)
         self.leased -= hi - lo
-        self.result_bytes += size
-        few = range(lo, hi) if hi - lo < len(self.trouble) else list(self.trouble)
-        for call in few:
-            if lo <= call < hi:
-                self.trouble.pop(call, None)
-        first = self.call_s is None
-        mean_s, mean_bytes = max(0.0, busy_s) / (hi - lo), size / (hi - lo)
-        self.call_s = mean_s if self.call_s is None else 0.7 * self.call_s + 0.3 * mean_s
-        self.result_call_bytes = mean_bytes if first else 0.7 * self.result_call_bytes + 0.3 * mean_bytes
         self.bundle_max = min(limits.bundle_calls_max, max(self.bundle_max, (hi - lo) * limits.bundle_growth))
+        self._done(lo, hi, max(0.0, busy_s) / (hi - lo), size)
 
-    def fail(self, failure: Failure) -> None:
-        """Note that a call failed for good."""
-        self.failures[failure.call] = failure
-        self.trouble.pop(failure.call, None)
-        self.done.add(failure.call, failure.call + 1)
+    def gang_came_back(self, gang: Gang) -> None:
+        """Note that all calls of a gang are done, and learn from how long they took."""
+        self._done(gang.lo, gang.hi, gang.took_s, gang.bytes)
+
+    def _done(self, lo: int, hi: int, took_s: float, size: int) -> None:
+        self.done.add(lo, hi)
+        self.result_bytes += size
+        if self.trouble:
+            few = range(lo, hi) if hi - lo < len(self.trouble) else list(self.trouble)
+            for call in few:
+                if lo <= call < hi:
+                    self.trouble.pop(call, None)
+        mean_bytes = size / (hi - lo)
+        if self.call_s is None:
+            self.call_s, self.result_call_bytes = took_s, mean_bytes
+        else:
+            self.call_s = 0.7 * self.call_s + 0.3 * took_s
+            self.result_call_bytes = 0.7 * self.result_call_bytes + 0.3 * mean_bytes
+
+    def fail(self, lo: int, hi: int, failures: Sequence[Failure]) -> None:
+        """Note that calls [lo, hi) of one step are over, because some of them failed for good."""
+        self.failures.update((failure.call, failure) for failure in failures)
+        self.trouble.pop(lo, None)
+        self.done.add(lo, hi)
         if not self.settings.fail_fast:
             return
         self.become("call failed")
-        step = failure.call // self.settings.replicas
+        step = lo // self.settings.replicas
         self.last_step = step if self.last_step is None else min(step, self.last_step)
         self.todo.drop_from((self.last_step + 1) * self.settings.replicas)
 
@@ -155,18 +192,33 @@ class Pass:
             calls = min(calls, int(limits.bundle_bytes_max * self.settings.replicas / self.step_bytes))
         return max(1, calls)
 
+    def gangs_queued(self, limits: Limits) -> int:
+        """Return how many gangs a group may have: as many in advance as take `prefetch_below_s`."""
+        if not self.is_short(limits):
+            return 1
+        if not self.call_s:
+            return limits.gangs_queued_max
+        return int(min(limits.gangs_queued_max, 1 + limits.prefetch_below_s / self.call_s))
+
+    def _calls_ahead(self, limits: Limits, workers: int) -> int:
+        """Return how many calls should be known, so that no worker waits for the next step."""
+        replicas = self.settings.replicas
+        if self.settings.gang:
+            return (workers // min(replicas, workers)) * (1 + self.gangs_queued(limits)) * replicas
+        if self.call_s is None:
+            return 4 * workers
+        return 4 * workers * max(1, min(self._bundle_by_time(limits), self.bundle_max))
+
     def steps_wanted(self, limits: Limits, workers: int) -> int:
         """Return how many more steps the valve lets in now."""
         if not self.settings.pulled or self.state is not PassState.OPEN or self.held:
             return 0
-        calls = 4 * workers
-        if self.call_s is not None:
-            calls *= max(1, min(self._bundle_by_time(limits), self.bundle_max))
         in_flight = self.requested - self.consumed
         least = 1 if in_flight == 0 else 0  # one step must always fit, or nothing would ever move
         if self.offered == 0:  # how large a step is, is known only once the first one is there
             return least
         replicas = self.settings.replicas
+        calls = self._calls_ahead(limits, workers)
         room = min(-(-calls // replicas) + 1, limits.steps_in_flight_max) - in_flight
         promised = self.requested - self.offered
         to_come = self.todo.calls + self.leased + promised * replicas

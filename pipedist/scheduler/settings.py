@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from pipedist.errors import LocalProtocolError
+from pipedist.records import record
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Limits:
     """The limits of a cluster's scheduler.
 
@@ -16,7 +15,9 @@ class Limits:
         bundle_growth: a lease has at most this many times the calls of the largest one that came back.
         bundle_calls_max: calls in one lease.
         bundle_bytes_max: input bytes in one lease that travel with it, unless a single call has more.
-        prefetch_below_s: a worker whose leases take less than this gets a second one in advance.
+        prefetch_below_s: a worker whose leases take less than this gets a second one in advance; a
+            group of workers gets as many gangs in advance as take about this long.
+        gangs_queued_max: gangs that are sent to a group of workers and not over.
         steps_in_flight_max: steps of one pass that are issued and not yet consumed.
         bytes_in_flight_max: bytes of one pass, inputs and results, that are held at one time.
         deaths_max: workers that may die under one and the same call before it counts as failed.
@@ -29,6 +30,7 @@ class Limits:
     bundle_calls_max: int = 8192
     bundle_bytes_max: int = 4 * 2**20
     prefetch_below_s: float = 0.05
+    gangs_queued_max: int = 16
     steps_in_flight_max: int = 65_536
     bytes_in_flight_max: int = 256 * 2**20
     deaths_max: int = 5
@@ -36,7 +38,7 @@ class Limits:
     heard_within_s: float = 16.0
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class PassSettings:
     """How the calls of one pass are treated.
 
@@ -46,6 +48,7 @@ class PassSettings:
         fail_fast: the first step with a failed call ends the pass; otherwise only that step fails.
         pulled: the scheduler asks for steps (`RequestSteps`); otherwise they are offered unasked.
         priority: passes with a lower number are dealt first.
+        gang: the calls of a step are executed at once or not at all; each step has all R of them.
 
     An unordered pass is neither `fail_fast` (which step is the first to fail would depend on the
     order of arrival) nor `pulled` (its steps are not consumed in order), and it ends by being closed.
@@ -59,6 +62,7 @@ class PassSettings:
     fail_fast: bool = True
     pulled: bool = True
     priority: int = 1
+    gang: bool = False
 
     def __post_init__(self) -> None:
         if self.replicas < 1:

@@ -1,4 +1,4 @@
-"""The states of workers and passes, and the only ways between them.
+"""The states of workers, passes and gangs, and the only ways between them.
 
 The tables ARE the protocol: the docs' diagrams are drawn from them, and a step that is not
 in them is a `LocalProtocolError` that tells its story.
@@ -59,6 +59,31 @@ PASS_TRANSITIONS: Mapping[tuple[PassState, str], PassState] = {
 }
 
 
+class GangState(enum.Enum):
+    """Where an attempt of a gang stands."""
+
+    RUNNING = "running"
+    """Its calls are under leases; none has raised."""
+    ENDING = "ending"
+    """A call raised: the others are waited for, so that what is told never depends on timing."""
+    COMPLETE = "complete"
+    """All calls are done: their results count."""
+    RAISED = "raised"
+    """All calls were reported, and some raised: no result counts."""
+    BROKEN = "broken"
+    """A member was lost, or the step is of no use any more: no result counts, leases are cancelled."""
+
+
+GANG_TRANSITIONS: Mapping[tuple[GangState, str], GangState] = {
+    (GangState.RUNNING, "call raised"): GangState.ENDING,
+    (GangState.RUNNING, "all reported"): GangState.COMPLETE,
+    (GangState.RUNNING, "broken up"): GangState.BROKEN,
+    (GangState.ENDING, "call raised"): GangState.ENDING,
+    (GangState.ENDING, "all reported"): GangState.RAISED,
+    (GangState.ENDING, "broken up"): GangState.BROKEN,
+}
+
+
 def next_worker_state(worker: str, state: WorkerState, what: str) -> WorkerState:
     """Return the state that follows, or raise LocalProtocolError if there is none."""
     try:
@@ -73,3 +98,11 @@ def next_pass_state(pass_id: int, state: PassState, what: str) -> PassState:
         return PASS_TRANSITIONS[state, what]
     except KeyError:
         raise LocalProtocolError(f"pass {pass_id}: {what!r} can't happen while {state.value}") from None
+
+
+def next_gang_state(serial: int, state: GangState, what: str) -> GangState:
+    """Return the state that follows, or raise LocalProtocolError if there is none."""
+    try:
+        return GANG_TRANSITIONS[state, what]
+    except KeyError:
+        raise LocalProtocolError(f"gang {serial}: {what!r} can't happen while {state.value}") from None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pipedist.spec.interpolation import StageRef, StateRef, references, substitute
-from pipedist.spec.json_schema import schema
 from pipedist.spec.loading import Spec, load
 from pipedist.spec.model import ClusterSpec
 from pipedist.spec.sources import DatasetSpec
@@ -34,6 +33,5 @@ __all__ = [
     "UpdateSpec",
     "load",
     "references",
-    "schema",
     "substitute",
 ]

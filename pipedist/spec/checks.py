@@ -9,15 +9,17 @@ from __future__ import annotations
 import keyword
 import posixpath
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
+from pipedist.records import record
 from pipedist.spec.document import Path
 from pipedist.spec.graph import cycles
 from pipedist.spec.interpolation import NAME, NAME_EXPECTED, StageRef, StateRef
 from pipedist.spec.problems import Problems, listing
 from pipedist.spec.scalars import describe
 from pipedist.spec.stages import OPS, OUTPUT_ENDINGS
+from pipedist.spec.state_checks import StateChecks
+from pipedist.spec.training import Links
 
 _READS = {
     "run": ("dataset", "run"),
@@ -30,7 +32,7 @@ _TABLES = (".csv", ".parquet")
 """Formats whose cells hold one number or text each."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Outline:
     """What other stages have to know of a stage.
 
@@ -84,6 +86,7 @@ class Checks:
         self._stages = stages
         self._references = references
         self._problems = problems
+        self._acyclic = True
 
     def names(self) -> None:
         """Names are names, and no stage is called like a dataset."""
@@ -121,7 +124,11 @@ class Checks:
                 self._reads_state(path, reference)
 
     def cycles(self) -> None:
-        """No stage waits for itself. Reading a state is no waiting: it is that of the step before."""
+        """No stage waits for itself.
+
+        Reading a state is no waiting, it is that of the step before; but of the updates of one step,
+        one that reads another's state comes after it.
+        """
         edges: dict[str, list[tuple[str, Path]]] = {name: [] for name in self._stages}
         for name, stage in self._stages.items():
             if stage.of in edges and stage.of not in self._datasets:
@@ -129,9 +136,11 @@ class Checks:
             edges[name] += [(other, ("stages", name, "after")) for other in stage.after if other in edges]
         for path, reference in self._references:
             target = self._stages.get(reference.name)
-            if isinstance(reference, StageRef) and target is not None and target.verb != "update":
+            waits = isinstance(reference, StageRef) and target is not None and target.verb != "update"
+            if waits or self._is_chained(str(path[1]), reference.name):
                 edges[str(path[1])].append((reference.name, path))
         for cycle, path in cycles(edges):
+            self._acyclic = False
             chain = " -> ".join([*cycle, cycle[0]])
             self._note(path, f"these stages wait for each other: {chain}", "stages without a cycle")
 
@@ -180,37 +189,35 @@ class Checks:
                     at_key=True,
                 )
 
-    def states(self) -> None:
-        """One dataset feeds all updates; what others read of a state is counted per epoch."""
-        feeders = {
-            name: root
-            for name, stage in self._stages.items()
-            if stage.verb == "update" and (root := self._root(name)) is not None
-        }
-        first = next(iter(feeders), None)
-        for name, root in feeders.items():
-            if first is not None and root != feeders[first]:
-                self._note(
-                    ("stages", name, "of"),
-                    f"`{name}` is fed by the dataset `{root}`, and `{first}` by `{feeders[first]}`",
-                    "one dataset that feeds all updates",
-                )
-        readers = {str(path[1]) for path, reference in self._references if isinstance(reference, StateRef)}
-        evaluated = {self._root(name) for name in readers} - set(feeders.values()) - {None}
+    def states(self, datasets: Mapping[str, object]) -> None:
+        """States are fed and read as the language says.
+
+        Args:
+            datasets: as they are written, by name.
+        """
+        waits: list[tuple[Path, str, str, str]] = [
+            (path, str(path[1]), reference.name, str(reference))
+            for path, reference in self._references
+            if isinstance(reference, StageRef)
+        ]
         for name, stage in self._stages.items():
-            if (
-                stage.verb in ("reduce", "gather")
-                and stage.per != "epoch"
-                and self._root(name) in evaluated
-                and self._descends_from(name, readers)
-            ):
-                at: Path = ("stages", name, "per") if "per" in stage.raw else ("stages", name)
-                self._note(
-                    at,
-                    f"`{name}` depends on a state that its dataset does not feed: it has a value per epoch",
-                    "`per: epoch`",
-                    at_key="per" not in stage.raw,
-                )
+            waits += [(("stages", name, "after"), name, other, "") for other in stage.after]
+        links = {
+            name: Links(
+                stage.verb,
+                stage.of,
+                tuple(other for _, waiting, other, _ in waits if waiting == name),
+                tuple(
+                    reference.name
+                    for path, reference in self._references
+                    if isinstance(reference, StateRef) and path[1] == name
+                ),
+                stage.per,
+            )
+            for name, stage in self._stages.items()
+        }
+        written = {name: stage.raw for name, stage in self._stages.items()}
+        StateChecks(datasets, links, waits, written, self._problems).check(acyclic=self._acyclic)
 
     def outputs(self, outputs: Mapping[object, object]) -> None:
         """Outputs are of stages that have a value, and are different files below the output folder."""
@@ -325,6 +332,14 @@ class Checks:
                 fragment=str(reference),
             )
 
+    def _is_chained(self, name: str, other: str) -> bool:
+        """Return whether both are updates that are applied at the same times."""
+        pair = [self._stages.get(update) for update in (name, other)]
+        if any(stage is None or stage.verb != "update" for stage in pair):
+            return False
+        sources = [self._stages.get(stage.of or "") for stage in pair if stage is not None]
+        return len({source.per if source is not None else "" for source in sources}) == 1
+
     def _axis(self, path: Path, raw: Mapping[str, object]) -> None:
         op = raw.get("reduce")
         if op in OPS and "axis" not in raw:
@@ -342,24 +357,6 @@ class Checks:
                 "no `axis`",
                 at_key=True,
             )
-
-    def _root(self, name: str) -> str | None:
-        """Return the dataset that the stage descends from, None where there is none."""
-        root = self._ancestry(name)[-1]
-        return root if root in self._datasets else None
-
-    def _descends_from(self, name: str, ancestors: Iterable[str]) -> bool:
-        return not set(ancestors).isdisjoint(self._ancestry(name))
-
-    def _ancestry(self, name: str) -> list[str]:
-        """Return the stage, what it reads, what that reads, and so on; a cycle is followed once."""
-        chain = [name]
-        while chain[-1] in self._stages:
-            of = self._stages[chain[-1]].of
-            if of is None or of in chain:
-                break
-            chain.append(of)
-        return chain
 
     def _unknown(self, path: Path, kind: str, given: str, allowed: Iterable[str]) -> None:
         allowed = list(allowed)

@@ -17,9 +17,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 from pipedist.program import Tree
+from pipedist.records import record
 from pipedist.spec.document import Document, Path
 from pipedist.spec.problems import Problems, listing
 from pipedist.spec.scalars import ScalarError, as_text, describe, resolve_plain
@@ -35,12 +35,12 @@ NAME = re.compile(r"[^\W\d][\w-]{0,99}")
 NAME_EXPECTED = "a name of letters, digits, `_` and `-`, with a letter or `_` first, at most 100"
 
 _TOKEN = re.compile(r"\$\$\{|\$\{([^{}\n]*)\}|\$\{")
-_STAGE_KEYS = {field.alias or name for model in STAGES.values() for name, field in model.model_fields.items()}
+_STAGE_KEYS = {name for model in STAGES.values() for name in model.fields}
 _KINDS = ("params", "env", "spec", "stages", "state")
 _UNRESOLVED = object()
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class StageRef:
     """Stands for the finished value of the reduce or gather `name`."""
 
@@ -50,7 +50,7 @@ class StageRef:
         return f"${{stages.{self.name}}}"
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class StateRef:
     """Stands for the state of the update `name`, as it is before the step."""
 
@@ -60,7 +60,7 @@ class StateRef:
         return f"${{state.{self.name}}}"
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Setting:
     """A value together with what it reads as inside text."""
 

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic.json_schema import models_json_schema
-
-from pipedist.spec.keys import Key, Section, key_of
 from pipedist.spec.model import ClusterSpec, SpecKeys
+from pipedist.spec.section import REQUIRED, Field, Key, Section
 from pipedist.spec.sources import SOURCE_EXAMPLES, SOURCES, DatasetKeys
 from pipedist.spec.stages import STAGES
 
@@ -24,10 +22,7 @@ def schema() -> dict[str, Any]:
     """Return the JSON Schema (draft 2020-12) of version 1 of the language."""
     files = {name: model for name, model in SOURCES.items() if name != "arrays"}
     models: list[type[Section]] = [SpecKeys, ClusterSpec, DatasetKeys, *STAGES.values(), *files.values()]
-    _, generated = models_json_schema([(model, "validation") for model in models], by_alias=True)
-    definitions: dict[str, Any] = generated["$defs"]
-    for model in models:
-        _describe(definitions[model.__name__], model)
+    definitions = {model.__name__: _section(model) for model in models}
     definitions["Reference"] = {
         "type": "string",
         "pattern": r"\$\{",
@@ -59,25 +54,33 @@ def schema() -> dict[str, Any]:
     }
 
 
-def _describe(definition: dict[str, Any], model: type[Section]) -> None:
-    """Put each key's account into its schema, and allow references where a value may stand."""
-    definition.pop("title", None)
-    definition["description"] = " ".join((model.__doc__ or "").split())
-    for name, field in model.model_fields.items():
-        alias = field.alias or name
-        key = key_of(field)
-        if key is None:
-            continue
-        inner = definition["properties"][alias]
-        inner.pop("title", None)
-        default = inner.pop("default", None)
-        described: dict[str, Any] = {
-            "description": f"{key.says} Expected: {key.expected}.",
-            "examples": [example_value(key, alias)],
-        }
-        if default is not None and not isinstance(default, dict):
-            described["default"] = default
-        definition["properties"][alias] = {**_or_reference(_leaves(inner)), **described}
+def _section(model: type[Section]) -> dict[str, Any]:
+    """Return the schema of a section, with each key's account."""
+    required = [name for name, field in model.fields.items() if field.default is REQUIRED]
+    return {
+        "type": "object",
+        "description": " ".join((model.__doc__ or "").split()),
+        "additionalProperties": False,
+        "properties": {name: _property(name, field) for name, field in model.fields.items()},
+        **({"required": required} if required else {}),
+    }
+
+
+def _property(name: str, field: Field) -> dict[str, Any]:
+    """Return the schema of a key; references are allowed where a value may stand."""
+    schema = field.kind.schema()
+    key = field.account
+    if key is None:
+        return schema
+    described: dict[str, Any] = {
+        "description": f"{key.says} Expected: {key.expected}.",
+        "examples": [example_value(key, name)],
+    }
+    if isinstance(field.default, str | int | float):
+        described["default"] = field.default
+    elif isinstance(field.default, tuple):
+        described["default"] = list(field.default)
+    return {**_or_reference(_leaves(schema)), **described}
 
 
 def example_value(key: Key, name: str) -> Any:

@@ -15,11 +15,11 @@ from pipedist.program import Tree
 from pipedist.spec.checks import Checks, outline
 from pipedist.spec.document import Document, Path
 from pipedist.spec.interpolation import DEPTH_MAX, Interpolation
-from pipedist.spec.keys import Section
 from pipedist.spec.model import ClusterSpec, SpecKeys
 from pipedist.spec.not_yet import note_not_yet
 from pipedist.spec.problems import Problems, listing, nearest
 from pipedist.spec.scalars import describe
+from pipedist.spec.section import Section
 from pipedist.spec.sections import SectionReader
 from pipedist.spec.sources import DatasetSpec
 from pipedist.spec.stages import InitFunction, StageSpec, UpdateSpec
@@ -191,14 +191,14 @@ class _Loader:
         checks.keys()
         checks.edges()
         checks.cycles()
-        checks.states()
+        checks.states(raw_datasets)
         checks.outputs(_mapping(raw.get("outputs")))
         checks.cluster(_mapping(raw.get("cluster")))
         self._check_nested_arguments(checks, datasets, stages)
         if not self._language_only:
             written_sections: dict[Path, Section | None] = {("stages", name): s for name, s in stages.items()}
             written_sections["cluster",] = None if keys is None else keys.cluster
-            note_not_yet(problems, written_sections, interpolation.references)
+            note_not_yet(problems, written_sections)
         problems.raise_all()
         assert keys is not None, "a section without a model has a problem"
         return self._spec(stem, keys, datasets, stages, values)
@@ -214,7 +214,7 @@ class _Loader:
             return {}
         if not self._document.lines:
             raw = self._with_text_keys(raw, ())
-        allowed = list(SpecKeys.model_fields)
+        allowed = list(SpecKeys.fields)
         canonical: dict[str, Any] = {}
         written = "dataset"
         for key, value in raw.items():
@@ -292,7 +292,7 @@ class _Loader:
     ) -> Spec:
         cluster = keys.cluster
         if cluster.key_file is not None:
-            cluster = cluster.model_copy(update={"key_file": self._below(cluster.key_file)})
+            cluster = cluster.replaced(key_file=self._below(cluster.key_file))
         return Spec(
             name=keys.name or stem,
             replicas=keys.replicas,

@@ -7,11 +7,22 @@ execute yet: that is for the plan to say.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import BeforeValidator, Field, PlainValidator, WithJsonSchema
-
-from pipedist.spec.keys import Endpoint, Key, PathText, Section, wrong
+from pipedist.spec.keys import Endpoint, PathText
+from pipedist.spec.kinds import (
+    Anything,
+    Checked,
+    Choice,
+    Either,
+    Integer,
+    MappingOf,
+    Nullable,
+    Number,
+    Text,
+    Wrong,
+)
+from pipedist.spec.section import Key, Section, SectionOf, key
 
 REPLICAS_MAX = 65_536
 WORKERS_MAX = 65_536
@@ -24,9 +35,9 @@ LAUNCHERS = ("local", "connect", "ray", "dask", "slurm", "kubernetes")
 
 def _version(value: object) -> object:
     if type(value) is int and value != 1:
-        raise wrong(f"the spec is written in version {value} of the language")
+        raise Wrong(f"the spec is written in version {value} of the language")
     if type(value) is not int:
-        raise wrong("")
+        raise Wrong
     return value
 
 
@@ -38,15 +49,15 @@ def _run_name(value: object) -> object:
         or "/" in value
         or not value.isprintable()
     ):
-        raise wrong("")
+        raise Wrong
     return value
 
 
 class ClusterSpec(Section):
     """Where workers come from; it never changes a result."""
 
-    launcher: Annotated[
-        Literal["local", "connect", "ray", "dask", "slurm", "kubernetes"],
+    launcher: Literal["local", "connect", "ray", "dask", "slurm", "kubernetes"] = key(
+        Choice(*LAUNCHERS),
         Key(
             "What starts the workers: processes on this host (`local`), hosts that dial in (`connect`), or a "
             "system that places them.",
@@ -54,56 +65,57 @@ class ClusterSpec(Section):
             "launcher: local",
             choices=LAUNCHERS,
         ),
-    ] = "local"
-    workers: Annotated[
-        Annotated[int, Field(ge=1, le=WORKERS_MAX)] | Literal["auto"],
+        default="local",
+    )
+    workers: int | Literal["auto"] = key(
+        Either(Integer(1, WORKERS_MAX), Choice("auto")),
         Key(
             "How many worker processes there are; `auto`: as many as usable cores. `--workers` overrides it.",
             "a positive number of processes, or auto",
             "workers: 4",
             choices=("auto",),
         ),
-    ] = "auto"
-    grace_s: Annotated[
-        float,
+        default="auto",
+    )
+    grace_s: float = key(
+        Number(GRACE_S_MAX),
         Key(
             "How long running calls may go on after the first SIGINT or SIGTERM, in seconds.",
             "a number of seconds, 0 or more",
             "grace_s: 10",
         ),
-        Field(ge=0, le=GRACE_S_MAX, allow_inf_nan=False),
-    ] = 10.0
-    listen: Annotated[
-        Endpoint | None,
+        default=10.0,
+    )
+    listen: str | None = key(
+        Nullable(Endpoint),
         Key(
             "Where workers dial in, with `launcher: connect`: an address of this host and a port.",
             '"tcp://ADDRESS:PORT"',
             'listen: "tcp://10.0.0.1:5555"',
         ),
-    ] = None
-    key_file: Annotated[
-        PathText | None,
+        default=None,
+    )
+    key_file: str | None = key(
+        Nullable(PathText),
         Key(
             "The file with the cluster's keys, with `launcher: connect`, relative to the spec's folder: only "
             "workers which have it may join.",
             "a path",
             "key_file: cluster.key",
         ),
-    ] = None
+        default=None,
+    )
 
 
 class SpecKeys(Section):
     """The keys at the top of a spec."""
 
-    pipedist: Annotated[
-        int,
-        PlainValidator(_version),
-        WithJsonSchema({"const": 1}),
+    pipedist: int = key(
+        Checked(_version, {"const": 1}),
         Key("The version of the language that the spec is written in.", "1", "pipedist: 1"),
-    ]
-    name: Annotated[
-        str | None,
-        BeforeValidator(_run_name),
+    )
+    name: str | None = key(
+        Checked(_run_name, {"type": "string"}),
         Key(
             "What the run is called, in tables and in the default output folder. Default: the file's name "
             "without its ending.",
@@ -111,90 +123,96 @@ class SpecKeys(Section):
             "begin with `.` or `-`",
             "name: flight-delays",
         ),
-    ] = None
-    params: Annotated[
-        dict[str, Any],
+        default=None,
+    )
+    params: dict[str, Any] = key(
+        MappingOf(Anything()),
         Key(
             "Parameters and their defaults, read as `${params.NAME}`, overridden with `--set NAME=VALUE`.",
             "a mapping of names to values",
             "params: {late_after_min: 15}",
         ),
-    ] = Field({})
-    replicas: Annotated[
-        int,
+        default={},
+    )
+    replicas: int = key(
+        Integer(1, REPLICAS_MAX),
         Key(
             "Shards per step: logical, part of the result, and NOT the number of processes.",
             f"an integer from 1 to {REPLICAS_MAX}",
             "replicas: 4",
         ),
-        Field(ge=1, le=REPLICAS_MAX),
-    ] = 1
-    seed: Annotated[
-        int,
+        default=1,
+    )
+    seed: int = key(
+        Integer(0, 2**64 - 1),
         Key(
             "Where all randomness comes from: shuffling, and `ctx.rng` of each call.",
             "an integer from 0 to 2**64 - 1",
             "seed: 7",
         ),
-        Field(ge=0, lt=2**64),
-    ] = 0
-    code: Annotated[
+        default=0,
+    )
+    code: str = key(
         PathText,
         Key(
             "The folder of your modules, relative to the spec's own, which `.` is; it is searched last.",
             "a folder",
             "code: src",
         ),
-    ] = "."
-    threads_per_replica: Annotated[
-        int,
+        default=".",
+    )
+    threads_per_replica: int = key(
+        Integer(1, THREADS_MAX),
         Key(
             "BLAS and OpenMP threads of each replica call; part of the result, because they change its last "
             "bits.",
             f"an integer from 1 to {THREADS_MAX}",
             "threads_per_replica: 2",
         ),
-        Field(ge=1, le=THREADS_MAX),
-    ] = 1
-    cluster: Annotated[
-        ClusterSpec,
+        default=1,
+    )
+    cluster: ClusterSpec = key(
+        SectionOf(ClusterSpec),
         Key(
             "Where workers come from; it never changes a result.",
             "a mapping of cluster keys",
             "cluster: {launcher: local, workers: 4}",
         ),
-    ] = ClusterSpec()
-    dataset: Annotated[
-        dict[str, Any] | None,
+        default=ClusterSpec.read({}, []),
+    )
+    dataset: dict[str, Any] | None = key(
+        Nullable(MappingOf(Anything())),
         Key(
             "The only dataset of the spec; short for `datasets: {dataset: {...}}`.",
             "a mapping with one source key and `batch`",
             "dataset: {range: 10, batch: 4}",
         ),
-    ] = None
-    datasets: Annotated[
-        dict[str, Any] | None,
+        default=None,
+    )
+    datasets: dict[str, Any] | None = key(
+        Nullable(MappingOf(Anything())),
         Key(
             "The datasets, by name. They share their names with the stages.",
             "a mapping of names to datasets",
             "datasets: {train: {range: 10, batch: 4}, test: {range: 5, batch: 5}}",
         ),
-    ] = None
-    stages: Annotated[
-        dict[str, Any],
+        default=None,
+    )
+    stages: dict[str, Any] = key(
+        MappingOf(Anything(), items_min=1),
         Key(
             "The stages, by name. Names connect them; the order of writing means nothing.",
             "a mapping of names to stages",
             "stages: {total: {reduce: sum, of: dataset, axis: 0}}",
         ),
-        Field(min_length=1),
-    ]
-    outputs: Annotated[
-        dict[str, str],
+    )
+    outputs: dict[str, str] = key(
+        MappingOf(Text()),
         Key(
             "The files that finished values are written to, below the output folder: the name of a reduce, "
             "gather or update, and a path whose ending chooses the format.",
             "a mapping of stage names to relative paths",
             "outputs: {total: total.json}",
         ),
-    ] = Field({})
+        default={},
+    )

@@ -6,22 +6,21 @@ at each key). Whoever teaches the engine one of these takes its row away.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 
+from pipedist.records import record
 from pipedist.spec.document import Path
-from pipedist.spec.interpolation import StateRef
-from pipedist.spec.keys import Section
 from pipedist.spec.model import LAUNCHERS, ClusterSpec
 from pipedist.spec.problems import Problems
-from pipedist.spec.stages import RunSpec, UpdateSpec
+from pipedist.spec.section import Section
+from pipedist.spec.stages import RunSpec
 from pipedist.version import __version__
 
 LAUNCHERS_EXECUTED = ("local", "connect")
 """What can start workers today."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class NotYet:
     """A key, or some of its values, that this version does not execute.
 
@@ -58,20 +57,6 @@ NOT_YET = (
         lambda value: value == "quarantine",
     ),
     NotYet(
-        RunSpec,
-        "collectives",
-        "`collectives: true`",
-        "a `reduce`, and `${stages.NAME}` in the `with` of a later stage",
-        lambda value: value is True,
-    ),
-    NotYet(
-        UpdateSpec,
-        "update",
-        "`update`, a state that is carried from step to step,",
-        "`run`, `reduce` and `gather` stages",
-        lambda _: True,
-    ),
-    NotYet(
         ClusterSpec,
         "launcher",
         "the launchers " + ", ".join(f"`{name}`" for name in _LATER),
@@ -80,13 +65,10 @@ NOT_YET = (
     ),
 )
 
-STATE = "`${state.NAME}`"
-_STATE_INSTEAD = "`${stages.NAME}`, the finished value of a reduce or gather"
-
 
 def sentence(what: str) -> str:
     """Return the message of a problem: which version does not execute what."""
-    return f"not yet: pipedist {__version__} does not execute {what.rstrip(',')}"
+    return f"not yet: pipedist {__version__} does not execute {what}"
 
 
 def not_yet_of(section: type[Section], key: str) -> NotYet | None:
@@ -94,17 +76,12 @@ def not_yet_of(section: type[Section], key: str) -> NotYet | None:
     return next((row for row in NOT_YET if row.section is section and row.key == key), None)
 
 
-def note_not_yet(
-    problems: Problems,
-    sections: Mapping[Path, Section | None],
-    references: Iterable[tuple[Path, object]],
-) -> None:
+def note_not_yet(problems: Problems, sections: Mapping[Path, Section | None]) -> None:
     """Note every use of what this version does not execute.
 
     Args:
         problems: where they are noted.
         sections: the sections of the spec by path; None where one has mistakes of its own.
-        references: the references in `with`, with their places.
     """
     for path, section in sections.items():
         for row in NOT_YET:
@@ -112,6 +89,3 @@ def note_not_yet(
                 value = getattr(section, row.key)
                 what = f"the launcher `{value}`" if row.key == "launcher" else row.what
                 problems.add_not_yet((*path, row.key), sentence(what), expected=row.instead)
-    for path, reference in references:
-        if isinstance(reference, StateRef):
-            problems.add_not_yet(path, sentence(STATE), expected=_STATE_INSTEAD, fragment=str(reference))

@@ -1,6 +1,6 @@
 """The language reference, generated from the model: `python -m pipedist.spec.reference`.
 
-What is said of a key stands in its `Key` (`pipedist.spec.keys`); only what is about no single
+What is said of a key stands in its `Key` (`pipedist.spec.section`); only what is about no single
 key stands here.
 """
 
@@ -9,14 +9,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 
-from pydantic.fields import FieldInfo
-from pydantic_core import PydanticUndefined
-
 from pipedist.spec.interpolation import DEPTH_MAX
-from pipedist.spec.keys import COLUMN_TYPES, Key, Section, key_of
+from pipedist.spec.keys import COLUMN_TYPES
 from pipedist.spec.model import ClusterSpec, SpecKeys
-from pipedist.spec.not_yet import STATE, not_yet_of
+from pipedist.spec.not_yet import not_yet_of
 from pipedist.spec.scalars import as_text
+from pipedist.spec.section import REQUIRED, Field, Key, Section
 from pipedist.spec.sources import SOURCE_EXAMPLES, SOURCES, DatasetKeys
 from pipedist.spec.stages import OUTPUT_ENDINGS, STAGES
 from pipedist.spec.yaml_text import DOCUMENT_BYTES_MAX, NODES_MAX
@@ -83,7 +81,7 @@ In a value,
 - `${{stages.NAME}}` is the finished value of a `reduce` or `gather` with `per: run`, only in the `with`
   of a stage, and alone; the stage then begins when that value is complete;
 - `${{state.NAME}}` is the state of an `update` as it is before the step, every earlier update
-  applied, only in the `with` of a stage, and alone ({STATE} is not yet executed by this version);
+  applied, only in the `with` of a stage, and alone;
 - `$${{` is the text `${{`.
 
 A value that is one reference and nothing else has the reference's type: `batch: ${{params.batch}}`
@@ -123,9 +121,13 @@ names; cycles are errors. What a stage reads:
 
 A function is named "package.module:name" and found on the import path, to which the folder `code`
 is appended last. It is called `fn(shard, **with)`. A shard has at least one element: an empty one
-makes no call (but see `collectives`). One dataset feeds all updates of a spec. A dataset whose
-stages read a state but feed no update is read once after each epoch of the one which does, and
-its reductions say `per: epoch`.
+makes no call (but see `collectives`).
+
+One dataset feeds all updates of a spec, step by step: a step begins when the updates before it are
+applied, as far as its stages read their states. A dataset whose stages read a state but feed no
+update is read once after each epoch of the one which does, with the states as they are then; it has
+no `epochs` of its own, and its reductions and gathers say `per: epoch`. A stage that also waits for
+the end of all this (`after: weights`, or `${stages.NAME}` of a value made there) reads the last states.
 """
 
 _OUTPUTS = f"""\
@@ -164,22 +166,22 @@ def reference() -> str:
 
 
 def _keys(model: type[Section], heading: str, prefix: str = "") -> Iterator[str]:
-    for name, field in model.model_fields.items():
-        key = key_of(field)
+    for name, field in model.fields.items():
+        key = field.account
         if key is not None:
-            yield f"{heading} {prefix}`{field.alias or name}`"
+            yield f"{heading} {prefix}`{name}`"
             yield f"{key.says} Expected: {key.expected}. {_default(field, key)}"
-            if row := not_yet_of(model, field.alias or name):
+            if row := not_yet_of(model, name):
                 yield _later(row.what, row.instead)
             yield _code(key.example)
 
 
 def _later(what: str, instead: str) -> str:
-    return f"**Not yet executed by this version:** {what.rstrip(',')}. Until then: {instead}."
+    return f"**Not yet executed by this version:** {what}. Until then: {instead}."
 
 
-def _default(field: FieldInfo, key: Key) -> str:
-    if field.default is PydanticUndefined:
+def _default(field: Field, key: Key) -> str:
+    if field.default is REQUIRED:
         return key.required
     if field.default is None or isinstance(field.default, dict | tuple | Section):
         return "Optional."

@@ -1,20 +1,19 @@
 """Values -> models, one section at a time, so that one mistake hides no other.
 
-pydantic says which value does not fit; what a person reads is made here, of the value, its
-`Key` and the names that are allowed.
+A section says which value does not fit; what a person reads is made here, of the value, its `Key`
+and the names that are allowed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar
 
-from pydantic import BaseModel, ValidationError
-
-from pipedist.spec.document import Path, holds
-from pipedist.spec.keys import WRONG, Key, Section, key_of
+from pipedist.spec.document import Path
+from pipedist.spec.kinds import Misfits, Wrong
 from pipedist.spec.problems import Problems, listing, nearest
 from pipedist.spec.scalars import describe
+from pipedist.spec.section import Key, Missing, Misspelled, Section, SectionOf
 from pipedist.spec.sources import SOURCES, DatasetKeys, DatasetSpec
 from pipedist.spec.stages import STAGES, StageSpec
 
@@ -59,11 +58,11 @@ class SectionReader:
             return None
         elsewhere = _STAGE_KEYS if model in STAGES.values() else ()
         raw = self._respelled(raw, _keys(model), path, beside=beside, elsewhere=elsewhere)
-        try:
-            return model.model_validate(raw)
-        except ValidationError as error:
-            self._translate(error, model, raw, path, tuple(beside))
-        return None
+        misfits: Misfits = []
+        section = model.read(raw, misfits)
+        for at, value, why in misfits:
+            self._tell(model, path, at, value, why, tuple(beside))
+        return section
 
     def dataset(self, raw: object, path: Path) -> DatasetSpec | None:
         """Return a dataset, or None where it has mistakes."""
@@ -93,7 +92,7 @@ class SectionReader:
         keys = self.read(DatasetKeys, rest, path, beside=sources)
         if keys is None or source is None or kind is None:
             return None
-        return DatasetSpec.model_construct(kind=kind, source=source, **dict(keys))
+        return DatasetSpec(kind=kind, source=source, **vars(keys))
 
     def stage(self, raw: object, path: Path, verb: str | None) -> StageSpec | None:
         """Return a stage, or None where it has mistakes; `verb` comes from `verb_of`."""
@@ -184,40 +183,25 @@ class SectionReader:
         )
         return None, dict(raw)
 
-    def _translate(
-        self,
-        error: ValidationError,
-        model: type[Section],
-        raw: dict[Any, Any],
-        path: Path,
-        beside: tuple[str, ...],
+    def _tell(
+        self, model: type[Section], path: Path, loc: Path, value: object, why: Wrong, beside: tuple[str, ...]
     ) -> None:
-        for detail in error.errors(include_url=False):
-            loc = tuple(part for part in detail["loc"] if part != "[key]")
-            at = (*path, *loc)
-            section, key = _find(model, loc)
-            name = loc[-1] if loc else ""
-            if detail["type"] in ("extra_forbidden", "invalid_key"):
-                self._unknown_key(at, section, beside if len(loc) == 1 else ())
-            elif detail["type"] == "missing":
-                expected = f"{key.expected}, as in `{key.example}`" if key else ""
-                self._problems.add(at[:-1], f"`{name}` is missing", expected=expected, at_key=True)
-            else:
-                self._wrong_value(at, raw, loc, key, detail)
+        """Note what did not fit at `loc` of the section at `path`."""
+        at = (*path, *loc)
+        section, key = _find(model, loc)
+        if isinstance(why, Misspelled):
+            self._unknown_key(at, section, beside if len(loc) == 1 else ())
+        elif isinstance(why, Missing):
+            expected = f"{key.expected}, as in `{key.example}`" if key else ""
+            self._problems.add(at[:-1], f"`{loc[-1]}` is missing", expected=expected, at_key=True)
+        else:
+            self._wrong_value(at, loc, value, key, why)
 
-    def _wrong_value(self, at: Path, raw: dict[Any, Any], loc: Path, key: Key | None, detail: Any) -> None:
-        depth = _depth(raw, loc)
-        at = at[: len(at) - len(loc) + depth]
-        name = next((part for part in reversed(loc[:depth]) if isinstance(part, str)), "")
-        value = detail["input"] if depth == len(loc) else _at(raw, loc[:depth])
-        message = f"`{name}` is {describe(value)}"
-        expected = key.expected if key else ""
-        allowed: Iterable[str] = key.choices if key else ()
-        if detail["type"] == WRONG:
-            context = detail["ctx"]
-            message = context["message"] or message
-            expected = context["expected"] or expected
-            allowed = context["allowed"] or allowed
+    def _wrong_value(self, at: Path, loc: Path, value: object, key: Key | None, why: Wrong) -> None:
+        name = next((part for part in reversed(loc) if isinstance(part, str)), "")
+        message = why.message or f"`{name}` is {describe(value)}"
+        expected = why.expected or (key.expected if key else "")
+        allowed: Iterable[str] = why.allowed or (key.choices if key else ())
         if isinstance(value, str) and value.lower() in _BOOLEANS_OF_YAML_1_1 and key is not None:
             expected += f"; in YAML 1.2 `{value}` is text"
         message += self._from(at)
@@ -260,10 +244,8 @@ class SectionReader:
         self._problems.add(path, f"{shown} is {describe(raw)}{self._from(path)}", expected=expected)
 
 
-def _keys(model: type[BaseModel]) -> list[str]:
-    return [
-        field.alias or name for name, field in model.model_fields.items() if name not in ("kind", "source")
-    ]
+def _keys(model: type[Section]) -> list[str]:
+    return list(model.fields)
 
 
 _STAGE_KEYS = tuple(dict.fromkeys(key for model in STAGES.values() for key in _keys(model)))
@@ -273,29 +255,11 @@ def _find(model: type[Section], loc: Path) -> tuple[type[Section], Key | None]:
     """Return the section that holds the last key of `loc` which is a key of the language, and its `Key`."""
     section, key = model, None
     for part in loc:
-        fields = {field.alias or name: field for name, field in section.model_fields.items()}
-        if part not in fields:
+        field = section.fields.get(str(part))
+        if field is None:
             break
-        key = key_of(fields[str(part)])
-        kinds = (fields[str(part)].annotation, *get_args(fields[str(part)].annotation))
-        inner = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)), None)
-        if inner is None:
+        key = field.account
+        if not isinstance(field.kind, SectionOf):
             break
-        section = inner
+        section = field.kind.section
     return section, key
-
-
-def _depth(raw: object, loc: Path) -> int:
-    """Return how many parts of `loc` lead to values of `raw`: pydantic appends names of its own."""
-    value: Any = raw
-    for depth, part in enumerate(loc):
-        if not holds(value, part):
-            return depth
-        value = value[part]
-    return len(loc)
-
-
-def _at(raw: Any, loc: Path) -> object:
-    for part in loc:
-        raw = raw[part]
-    return raw

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any
+from collections.abc import Callable, Mapping
+from typing import Any
 
-from pydantic import BeforeValidator, Field
-
-from pipedist.spec.keys import ColumnType, Function, Key, Paths, Section, WithTree, wrong
+from pipedist.spec.keys import WITH, Arguments, ColumnType, Function, Paths
+from pipedist.spec.kinds import INT64, Anything, Checked, Flag, Integer, MappingOf, Nullable, Wrong
+from pipedist.spec.section import Key, Section, key
 
 BATCH_ELEMENTS_MAX = 2**40
 EPOCHS_MAX = 2**31 - 1
@@ -27,43 +27,37 @@ _COLUMNS = Key(
 )
 
 
-def _not_zero(value: object) -> object:
-    if type(value) is int and value == 0:
-        raise wrong("")
+def _step(value: object) -> object:
+    if not INT64.fits(value) or value == 0:
+        raise Wrong
     return value
 
 
 class RangeSource(Section):
     """The integers from `start` to below `stop`. A shard of n elements is int64[n]."""
 
-    start: Annotated[
-        int,
-        Key("The first integer.", "an integer of at most 64 bits", "start: 0"),
-        Field(ge=-(2**63), lt=2**63),
-    ] = 0
-    stop: Annotated[
-        int,
+    start: int = key(INT64, Key("The first integer.", "an integer of at most 64 bits", "start: 0"), default=0)
+    stop: int = key(
+        INT64,
         Key("Where the integers end; it is not among them.", "an integer of at most 64 bits", "stop: 10"),
-        Field(ge=-(2**63), lt=2**63),
-    ]
-    step: Annotated[
-        int,
+    )
+    step: int = key(
+        Checked(_step, INT64.schema()),
         Key("The distance of two integers; negative counts down.", "an integer other than 0", "step: 2"),
-        BeforeValidator(_not_zero),
-        Field(ge=-(2**63), lt=2**63),
-    ] = 1
+        default=1,
+    )
 
 
 class NpySource(Section):
     """`.npy` files, cut along the first axis. A shard of n elements is array[n, ...]."""
 
-    path: Annotated[Paths, _PATH]
+    path: tuple[str, ...] = key(Paths, _PATH)
 
 
 class NpzSource(Section):
     """`.npz` files, arrays of one length. A shard of n elements is a dict of array[n, ...]."""
 
-    path: Annotated[Paths, _PATH]
+    path: tuple[str, ...] = key(Paths, _PATH)
 
 
 class CsvSource(Section):
@@ -73,15 +67,15 @@ class CsvSource(Section):
     columns, array[n].
     """
 
-    path: Annotated[Paths, _PATH]
-    columns: Annotated[dict[str, ColumnType], _COLUMNS, Field(min_length=1)]
+    path: tuple[str, ...] = key(Paths, _PATH)
+    columns: dict[str, str] = key(MappingOf(ColumnType, items_min=1), _COLUMNS)
 
 
 class ParquetSource(Section):
     """Parquet files. A shard of n elements is a dict of columns, array[n]."""
 
-    path: Annotated[Paths, _PATH]
-    columns: Annotated[dict[str, ColumnType] | None, _COLUMNS] = None
+    path: tuple[str, ...] = key(Paths, _PATH)
+    columns: dict[str, str] | None = key(Nullable(MappingOf(ColumnType)), _COLUMNS, default=None)
 
 
 class JsonlSource(Section):
@@ -89,40 +83,40 @@ class JsonlSource(Section):
     of columns, array[n].
     """
 
-    path: Annotated[Paths, _PATH]
-    columns: Annotated[dict[str, ColumnType] | None, _COLUMNS] = None
+    path: tuple[str, ...] = key(Paths, _PATH)
+    columns: dict[str, str] | None = key(Nullable(MappingOf(ColumnType)), _COLUMNS, default=None)
 
 
 class TextSource(Section):
     """Text files, one line an element. A shard of n elements is a list of n texts."""
 
-    path: Annotated[Paths, _PATH]
+    path: tuple[str, ...] = key(Paths, _PATH)
 
 
 class FilesSource(Section):
     """Whole files, one file an element. A shard of n elements is `{path: list[str], bytes: list[bytes]}`."""
 
-    path: Annotated[Paths, _PATH]
+    path: tuple[str, ...] = key(Paths, _PATH)
 
 
 class FunctionSource(Section):
     """A function's tree of arrays, cut along the first axis, or its iterable of elements, stacked."""
 
-    call: Annotated[
+    call: str | Callable[..., Any] = key(
         Function,
         Key(
             "The function that makes the data; it is called once.",
             '"package.module:name", of Python identifiers',
             "call: digits:load",
         ),
-    ]
-    with_: WithTree = Field({}, alias="with")
+    )
+    with_: dict[str, Any] = key(Arguments, WITH, default={})
 
 
 class ArraysSource(Section):
     """A tree of arrays in memory, cut along the first axis; only in a spec given as a dict."""
 
-    arrays: Any
+    arrays: Any = key(Anything(), None)
 
 
 Source = (
@@ -166,41 +160,42 @@ SOURCE_EXAMPLES = {
 class DatasetKeys(Section):
     """The keys of a dataset beside its source."""
 
-    batch: Annotated[
-        int,
+    batch: int = key(
+        Integer(1, BATCH_ELEMENTS_MAX),
         Key(
             "The GLOBAL batch size, in elements: a step is this many elements, divided among the replicas.",
             "a positive number of elements",
             "batch: 4096",
         ),
-        Field(ge=1, le=BATCH_ELEMENTS_MAX),
-    ]
-    drop_remainder: Annotated[
-        bool,
+    )
+    drop_remainder: bool = key(
+        Flag(),
         Key(
             "Whether a last step of an epoch with fewer than `batch` elements is left out.",
             "true or false",
             "drop_remainder: true",
         ),
-    ] = False
-    epochs: Annotated[
-        int,
+        default=False,
+    )
+    epochs: int = key(
+        Integer(1, EPOCHS_MAX),
         Key(
             "How often the batched dataset is read; a step never crosses an epoch.",
             "a positive number of epochs",
             "epochs: 3",
         ),
-        Field(ge=1, le=EPOCHS_MAX),
-    ] = 1
-    shuffle: Annotated[
-        bool,
+        default=1,
+    )
+    shuffle: bool = key(
+        Flag(),
         Key(
             "Whether each epoch has the elements in an order of its own, from (seed, dataset, epoch). "
             "Refused for sources without random access.",
             "true or false",
             "shuffle: true",
         ),
-    ] = False
+        default=False,
+    )
 
 
 class DatasetSpec(DatasetKeys):
@@ -215,12 +210,9 @@ class DatasetSpec(DatasetKeys):
     @property
     def config(self) -> dict[str, Any]:
         """The source's keys and values, as plain dicts, lists and scalars; keys without a value left out."""
-        values = {
-            field.alias or name: getattr(self.source, name)
-            for name, field in type(self.source).model_fields.items()
-        }
+        values = {name: getattr(self.source, field.attribute) for name, field in self.source.fields.items()}
         return {
-            key: list(value) if key == "path" else value
-            for key, value in values.items()
-            if value is not None or key == "arrays"
+            name: list(value) if name == "path" else value
+            for name, value in values.items()
+            if value is not None or name == "arrays"
         }

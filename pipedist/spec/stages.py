@@ -3,22 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Annotated, Any, Literal
-
-from pydantic import Field, PlainValidator, WithJsonSchema
+from typing import Any, Literal
 
 from pipedist.program import Tree
-from pipedist.spec.keys import (
-    FUNCTION_PATTERN,
-    Function,
-    Key,
-    Names,
-    Section,
-    WithTree,
-    function_name,
-    wrong,
-)
+from pipedist.records import record
+from pipedist.spec.keys import FUNCTION_PATTERN, WITH, Arguments, Function, Names, function_name
+from pipedist.spec.kinds import Checked, Choice, Flag, Integer, Nullable, Number, Text, Wrong
+from pipedist.spec.section import Key, Section, key
 
 RETRIES_MAX = 1_000
 TIMEOUT_S_MAX = 10_000_000
@@ -31,10 +22,10 @@ def _axis(value: object) -> object:
     axes = value if isinstance(value, list | tuple) else () if value is None else (value,)
     for axis in axes:
         if type(axis) is not int or not -AXIS_MAX - 1 <= axis <= AXIS_MAX:
-            raise wrong("")
+            raise Wrong
     if isinstance(value, list | tuple):
         if not axes or len(set(axes)) < len(axes):
-            raise wrong("the list of axes is empty or repeats an axis")
+            raise Wrong("the list of axes is empty or repeats an axis")
         return tuple(axes)
     return value
 
@@ -42,28 +33,28 @@ def _axis(value: object) -> object:
 def _op(value: object) -> object:
     if isinstance(value, str) and ":" not in value:
         if value not in OPS:
-            raise wrong("", allowed=OPS)
+            raise Wrong(allowed=OPS)
         return value
     if not isinstance(value, str) and not callable(value):
-        raise wrong("")
+        raise Wrong
     return function_name(value)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class InitLiteral:
     """A state that begins as a value of the spec."""
 
     value: Tree
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class InitFile:
     """A state that begins as the content of a file, relative to the spec's folder."""
 
     path: str
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class InitFunction:
     """A state that begins as what a function returns."""
 
@@ -75,36 +66,28 @@ def _init(value: object) -> object:
     if isinstance(value, dict) and set(value) == {"file"}:
         path = value["file"]
         if not isinstance(path, str) or not path.endswith((".npy", ".npz", ".json")):
-            raise wrong("the file of `init` has no known ending", expected="a .npy, .npz or .json file")
+            raise Wrong("the file of `init` has no known ending", expected="a .npy, .npz or .json file")
         return InitFile(path)
     if isinstance(value, dict) and "function" in value and set(value) <= {"function", "with"}:
         with_ = value.get("with", {})
         if not isinstance(with_, dict):
-            raise wrong("the `with` of `init` is no mapping", expected="a mapping of names to values")
+            raise Wrong("the `with` of `init` is no mapping", expected="a mapping of names to values")
         return InitFunction(function_name(value["function"]), with_)
     return InitLiteral(value)
 
 
-_Retries = Annotated[int, Field(ge=0, le=RETRIES_MAX)]
-_Seconds = Annotated[float, Field(gt=0, le=TIMEOUT_S_MAX, allow_inf_nan=False)]
-_Axis = Annotated[
-    int | tuple[int, ...] | None,
-    PlainValidator(_axis),
-    WithJsonSchema(
-        {
-            "anyOf": [
-                {"type": "integer"},
-                {"type": "array", "items": {"type": "integer"}, "minItems": 1, "uniqueItems": True},
-                {"type": "null"},
-            ]
-        }
-    ),
-]
-_Op = Annotated[
-    str | Callable[..., Any],
-    PlainValidator(_op),
-    WithJsonSchema({"anyOf": [{"enum": list(OPS)}, {"type": "string", "pattern": FUNCTION_PATTERN}]}),
-]
+_Axis = Checked(
+    _axis,
+    {
+        "anyOf": [
+            {"type": "integer"},
+            {"type": "array", "items": {"type": "integer"}, "minItems": 1, "uniqueItems": True},
+            {"type": "null"},
+        ]
+    },
+)
+_Op = Checked(_op, {"anyOf": [{"enum": list(OPS)}, {"type": "string", "pattern": FUNCTION_PATTERN}]})
+_Init = Checked(_init, {})
 _OF = Key(
     "What the stage reads: the name of a dataset or of a run.",
     expected="the name of a dataset or of a run",
@@ -116,13 +99,12 @@ _PER = Key(
     example="per: step",
     choices=("run", "epoch", "step"),
 )
-_Per = Annotated[Literal["run", "epoch", "step"], _PER]
 
 
 class RunSpec(Section):
     """A replica function, called once on each shard."""
 
-    run: Annotated[
+    run: str | Callable[..., Any] = key(
         Function,
         Key(
             "The replica function or class: `fn(shard, **with)`, sync or async; with a parameter named `ctx` "
@@ -130,36 +112,38 @@ class RunSpec(Section):
             '"package.module:name", of Python identifiers',
             "run: flights:delays",
         ),
-    ]
-    of: Annotated[
-        str,
+    )
+    of: str = key(
+        Text(),
         Key(
             "The dataset whose shards, or the run whose values, the function gets.",
             "the name of a dataset or of a run",
             "of: dataset",
             required="Default: the dataset, where there is one only; required where there are several.",
         ),
-    ]
-    with_: WithTree = Field({}, alias="with")
-    timeout_s: Annotated[
-        _Seconds | None,
+    )
+    with_: dict[str, Any] = key(Arguments, WITH, default={})
+    timeout_s: float | None = key(
+        Nullable(Number(TIMEOUT_S_MAX, positive=True)),
         Key(
             "How long one call may take, in seconds; then its worker is killed. `null`: for ever.",
             "a positive number of seconds, or null",
             "timeout_s: 60",
         ),
-    ] = None
-    retries: Annotated[
-        _Retries,
+        default=None,
+    )
+    retries: int = key(
+        Integer(0, RETRIES_MAX),
         Key(
             "How often a call is tried again after an exception or a timeout. A worker's death is always "
             "retried and does not count.",
             f"an integer from 0 to {RETRIES_MAX}",
             "retries: 2",
         ),
-    ] = 0
-    on_error: Annotated[
-        Literal["fail", "quarantine"],
+        default=0,
+    )
+    on_error: Literal["fail", "quarantine"] = key(
+        Choice("fail", "quarantine"),
         Key(
             "What happens after the last retry: the run fails, or the guilty elements are set aside and "
             "listed.",
@@ -167,30 +151,33 @@ class RunSpec(Section):
             "on_error: quarantine",
             choices=("fail", "quarantine"),
         ),
-    ] = "fail"
-    collectives: Annotated[
-        bool,
+        default="fail",
+    )
+    collectives: bool = key(
+        Flag(),
         Key(
             "Whether the function calls `ctx.all_reduce` and the like: then all replica calls of a step run "
             "at once, or not at all, and empty shards are called too.",
             "true or false",
             "collectives: true",
         ),
-    ] = False
-    after: Annotated[
+        default=False,
+    )
+    after: tuple[str, ...] = key(
         Names,
         Key(
             "Stages that must be complete before this one begins, though it reads nothing of theirs.",
             "the name of a stage, or a list of them",
             "after: [warm-up]",
         ),
-    ] = ()
+        default=(),
+    )
 
 
 class ReduceSpec(Section):
     """The components of all calls, folded into one value in a fixed order."""
 
-    reduce: Annotated[
+    reduce: str | Callable[..., Any] = key(
         _Op,
         Key(
             "How two values become one: a built-in op, or an associative `combine(a, b)` of yours, which "
@@ -199,9 +186,9 @@ class ReduceSpec(Section):
             "reduce: sum",
             choices=OPS,
         ),
-    ]
-    of: Annotated[str, _OF]
-    axis: Annotated[
+    )
+    of: str = key(Text(), _OF)
+    axis: int | tuple[int, ...] | None = key(
         _Axis,
         Key(
             "The axes of the components that are folded away, over all calls together; `null`: element by "
@@ -209,8 +196,9 @@ class ReduceSpec(Section):
             "an integer, a list of different integers, or null",
             "axis: 0",
         ),
-    ] = None
-    per: _Per = "run"
+        default=None,
+    )
+    per: Literal["run", "epoch", "step"] = key(Choice("run", "epoch", "step"), _PER, default="run")
 
     @property
     def op(self) -> str | None:
@@ -226,54 +214,55 @@ class ReduceSpec(Section):
 class GatherSpec(Section):
     """The components of all calls, end to end, in element order."""
 
-    gather: Annotated[
-        int,
+    gather: int = key(
+        Integer(-AXIS_MAX - 1, AXIS_MAX),
         Key("The axis along which the components are put together.", "an integer", "gather: 0"),
-        Field(ge=-AXIS_MAX - 1, le=AXIS_MAX),
-    ]
-    of: Annotated[str, _OF]
-    per: _Per = "run"
+    )
+    of: str = key(Text(), _OF)
+    per: Literal["run", "epoch", "step"] = key(Choice("run", "epoch", "step"), _PER, default="run")
 
 
 class UpdateSpec(Section):
     """A state that is carried from step to step."""
 
-    update: Annotated[
+    update: str | Callable[..., Any] = key(
         Function,
         Key(
-            "`fn(state, value, **with) -> state`, called once for each value of `of`.",
+            "`fn(state, value, **with) -> state`, called once for each value of `of`, on a worker; its "
+            "arrays are read-only. Of updates with values at the same time, one that reads another's state "
+            "comes after it; those of an epoch come after its last step.",
             '"package.module:name", of Python identifiers',
             "update: regression:descend",
         ),
-    ]
-    of: Annotated[
-        str,
+    )
+    of: str = key(
+        Text(),
         Key(
             "The reduce or gather whose values change the state.",
             "the name of a reduce or gather",
             "of: gradient",
         ),
-    ]
-    init: Annotated[
-        InitLiteral | InitFile | InitFunction,
-        PlainValidator(_init),
-        WithJsonSchema({}),
+    )
+    init: InitLiteral | InitFile | InitFunction = key(
+        _Init,
         Key(
             "The state before the first step: a literal, `{file: w.npy}`, or "
             '`{function: "module:name", with: {...}}`.',
             'a value, {file: NAME}, or {function: "module:name", with: {...}}',
             "init: 0.0",
         ),
-    ]
-    with_: WithTree = Field({}, alias="with")
-    until: Annotated[
-        Function | None,
+    )
+    with_: dict[str, Any] = key(Arguments, WITH, default={})
+    until: str | Callable[..., Any] | None = key(
+        Nullable(Function),
         Key(
-            "`fn(old, new) -> bool`: true ends the epochs of the dataset that feeds the state.",
+            "`fn(old, new) -> bool`, asked after each update: true ends the dataset that feeds the state "
+            "there, and no later step is visible.",
             '"package.module:name", of Python identifiers',
             "until: regression:converged",
         ),
-    ] = None
+        default=None,
+    )
 
 
 OUTPUT_ENDINGS = (".json", ".npy", ".npz", ".csv", ".parquet", ".jsonl")

@@ -2,8 +2,18 @@
 
 from pipedist.strategy.base import BaseStrategy
 from pipedist.strategy.context import get_strategy, has_strategy, in_cross_replica_context
+from pipedist.strategy.default import DefaultStrategy
 from pipedist.strategy.distributed import DistributedDataset, DistributedIterator, OptionalStep
-from pipedist.strategy.kinds import CentralStorageStrategy, DefaultStrategy, OneDeviceStrategy, Strategy
+from pipedist.strategy.kinds import (
+    CentralStorageStrategy,
+    MirroredStrategy,
+    MultiWorkerMirroredStrategy,
+    OneDeviceStrategy,
+    strategy_of,
+)
+from pipedist.strategy.replicated import Strategy
+from pipedist.strategy.step_runs import StepRuns
+from pipedist.strategy.variables import Variable
 
 __all__ = [
     "BaseStrategy",
@@ -11,10 +21,15 @@ __all__ = [
     "DefaultStrategy",
     "DistributedDataset",
     "DistributedIterator",
+    "MirroredStrategy",
+    "MultiWorkerMirroredStrategy",
     "OneDeviceStrategy",
     "OptionalStep",
+    "StepRuns",
     "Strategy",
+    "Variable",
     "get_strategy",
     "has_strategy",
     "in_cross_replica_context",
+    "strategy_of",
 ]

@@ -1,45 +1,62 @@
-"""What all strategies can do: distribute data, combine values, be current."""
+"""What all strategies can do: run functions, combine values, change variables, be current."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import anyio.lowlevel
 import anyio.to_thread
+import numpy as np
 
 from pipedist import trees, values
-from pipedist.datasets.input import InputContext, InputOptions, InputReplicationMode, ValueContext
-from pipedist.datasets.logical import Dataset, numpy_dataset
-from pipedist.datasets.sharding import divide
 from pipedist.program import Tree
-from pipedist.strategy.context import require_cross_replica, require_outside, scope_of
-from pipedist.strategy.distributed import DistributedDataset
-from pipedist.values import PerReplica, ReduceOp
+from pipedist.strategy import variables
+from pipedist.strategy.context import require_cross_replica, scope_of
+from pipedist.strategy.inputs import InputStrategy
+from pipedist.strategy.variables import Variable
+from pipedist.values import Mirrored, PerReplica, ReduceOp
 from pipedist.worker.context import ReplicaStrategy
 
 _INLINE_BYTES_MAX: Final = 2**20
 """Larger values are combined in a thread: the loop that feeds the workers must not stand still."""
 
 
-class BaseStrategy(ABC):
+class BaseStrategy(InputStrategy):
     """Owns R replicas: runs functions on them, and combines what they return."""
 
-    def __init__(self, replicas: int) -> None:
-        self._replicas = replicas
+    pickled_alike: ClassVar = True
+    """In a function it is pickled to the same bytes at any time."""
+
+    _is_default: ClassVar = False
+    """The strategy outside of every scope: nothing of it leaves this process."""
+
+    def __init__(self, replicas: int, devices: tuple[str, ...] = ()) -> None:
+        super().__init__(replicas)
+        self._devices = devices
+        self._forgotten: deque[int] = deque()
+        """Spaces of variables that nobody has any more."""
 
     @property
-    def num_replicas_in_sync(self) -> int:
-        """R: how many replicas a global batch is divided among."""
-        return self._replicas
+    def devices(self) -> tuple[str, ...]:
+        """What each replica computes on, in order of replica id: `ctx.device` of its functions."""
+        return self._devices or ("cpu",) * self._replicas
+
+    def _make_variable(self, *_args: Any, **_options: Any) -> object | None:
+        """Return a variable of the strategy's own kind; None: it has none but `pipedist.Variable`.
+
+        Args: those of `pipedist.Variable`.
+        """
+        return None
 
     @property
-    @abstractmethod
-    def _identity(self) -> bool:
-        """Whether values are the one replica's own, and not PerReplica."""
+    def _variables_in_one_place(self) -> bool:
+        """Whether there is one copy of every variable, an on_read one too."""
+        return self._identity
 
     @abstractmethod
     async def run(
@@ -82,7 +99,8 @@ class BaseStrategy(ABC):
 
         Args:
             reduce_op: a ReduceOp or its name.
-            value: a tree with PerReplica leaves.
+            value: a tree with PerReplica leaves. An on_write variable counts as its value, an on_read
+                one as what each replica has.
             axis: None: across replicas, element by element; an int, or several: also along these
                 axes of every component. It must be said; MEAN with an axis divides by the true
                 number of rows, with None by the number of replicas, empty ones included.
@@ -97,8 +115,94 @@ class BaseStrategy(ABC):
             RuntimeError: called inside a replica function.
         """
         require_cross_replica("Strategy.reduce")
-        whole = values.per_replica([self._own(value)]) if self._identity else value
+        given = self._components(value, mirrored=False)
+        whole = values.per_replica([self._own(given)]) if self._identity else given
         return await _computed(partial(values.reduce, reduce_op, whole, axis, self._replicas), whole)
+
+    async def reduce_to(self, reduce_op: ReduceOp | str, value: Tree) -> Tree:
+        """Combine the replicas' values, and give the result to every replica (`extended.reduce_to`).
+
+        Args:
+            reduce_op, value: as for `reduce`, with axis None.
+
+        Returns:
+            A tree of the same structure whose leaves are Mirrored; of a strategy whose values are its
+            one replica's own, plain.
+
+        Raises:
+            ValueError, TypeError, OverflowError, RuntimeError: as for `reduce`.
+        """
+        return self.broadcast(await self.reduce(reduce_op, value, axis=None))
+
+    async def batch_reduce_to(self, reduce_op: ReduceOp | str, batch: Sequence[Tree]) -> list[Tree]:
+        """Combine several values at once (`extended.batch_reduce_to`).
+
+        Args:
+            reduce_op: for all of them.
+            batch: the values, each as for `reduce_to`.
+
+        Returns:
+            What `reduce_to` gives for each.
+
+        Raises:
+            ValueError, TypeError, OverflowError, RuntimeError: as for `reduce`; the text names the place.
+        """
+        reduced: list[Tree] = await self.reduce_to(reduce_op, list(batch))
+        return reduced
+
+    def broadcast(self, value: Tree) -> Tree:
+        """Give every replica the same value (`extended.broadcast_to`).
+
+        Args:
+            value: a tree without PerReplica leaves.
+
+        Returns:
+            A tree of the same structure whose leaves are Mirrored; of a strategy whose values are its
+            one replica's own, the value.
+
+        Raises:
+            ValueError: there is a PerReplica in it: it has a value for each replica already.
+            RuntimeError: called inside a replica function.
+        """
+        require_cross_replica("Strategy.broadcast")
+        leaves, treedef = trees.flatten(value)
+        if any(isinstance(leaf, PerReplica) for leaf in leaves):
+            raise ValueError(
+                "broadcast of a per-replica value: every replica has one already; reduce it first"
+            )
+        if self._identity:
+            return value
+        return trees.unflatten(treedef, [Mirrored([leaf] * self._replicas) for leaf in leaves])
+
+    async def update(
+        self,
+        variable: Variable,
+        fn: Callable[..., Tree],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Tree:
+        """Let a function change a variable outside of replica functions (`extended.update`).
+
+        Args:
+            variable: made in this strategy's scope.
+            fn: called here as `fn(copy, *args, **kwargs)`, once for each value that the variable has:
+                once for all replicas, or, if it is on_read, for each. `copy` has `value`, `assign`,
+                `assign_add` and `assign_sub`.
+            args, kwargs: of a PerReplica in them each replica's copy gets its component.
+
+        Returns:
+            What it returned, per replica.
+
+        Raises:
+            ValueError: the replicas have one value, and an argument has one for each, which is not
+                Mirrored; or it does not fit.
+            TypeError: `variable` is no variable, or `fn` can't be called.
+            RuntimeError: called inside a replica function, or while a run uses the variable.
+        """
+        require_cross_replica("Strategy.update")
+        await anyio.lowlevel.checkpoint()
+        result = variables.update(variable, fn, args, kwargs)
+        return self._own(result) if self._identity else result
 
     async def gather(self, value: Tree, axis: int) -> Tree:
         """Put the replicas' values end to end (tf.distribute.Strategy.gather).
@@ -116,114 +220,22 @@ class BaseStrategy(ABC):
             RuntimeError: called inside a replica function.
         """
         require_cross_replica("Strategy.gather")
+        given = self._components(value, mirrored=True)
         if self._identity:
             await anyio.lowlevel.checkpoint()
-            return self._own(value)
-        return await _computed(partial(values.gather, value, axis, self._replicas), value)
+            return self._own(given)
+        return await _computed(partial(values.gather, given, axis, self._replicas), given)
 
     def local_results(self, value: Tree) -> tuple[Tree, ...]:
         """Return what each replica has, as a tuple in order of replica id.
 
         Args:
-            value: a PerReplica, or a tree of them; a plain value gives a tuple of one.
+            value: a PerReplica, a variable, or a tree of them; a plain value gives a tuple of one.
 
         Raises:
             ValueError: a PerReplica has another number of components.
         """
-        return values.local_results(value, self._replicas)
-
-    def distribute_dataset(self, dataset: Dataset, options: InputOptions | None = None) -> DistributedDataset:
-        """Divide a dataset among the replicas.
-
-        Each global batch of m rows is one step: replica 0 gets the first ceil(m / R) rows, and so on;
-        the last replicas get fewer, or empty arrays of the right dtype and trailing shape. Batch
-        boundaries are kept, and nothing is dropped.
-
-        Args:
-            dataset: batched by the GLOBAL batch size.
-            options: how to read it.
-
-        Raises:
-            TypeError: `dataset` is no Dataset (a distributed one neither).
-            ValueError: `dataset` is None or not batched; or called inside a replica function.
-        """
-        require_outside("distributing a dataset", "distribute it outside and pass its steps as arguments")
-        if dataset is None:
-            raise ValueError("distribute_dataset needs a pipedist.Dataset, got None")
-        if not isinstance(dataset, Dataset):
-            raise TypeError(
-                f"distribute_dataset needs a pipedist.Dataset, got {dataset!r} of type "
-                f"{type(dataset).__name__}; Dataset.from_tensor_slices makes one of arrays"
-            )
-        chosen = _options(options)
-        if chosen.replication_mode is InputReplicationMode.PER_REPLICA:
-            raise ValueError("replication mode PER_REPLICA is for distribute_datasets_from_function only")
-        pipelines = [dataset] if self._identity else divide(dataset, 1, self._replicas)
-        return self._distributed(pipelines, self._replicas, chosen)
-
-    def distribute_datasets_from_function(
-        self, dataset_fn: Callable[[InputContext], Dataset], options: InputOptions | None = None
-    ) -> DistributedDataset:
-        """Distribute what a function makes for each input pipeline; nothing is batched or sharded here.
-
-        Consecutive elements of a pipeline go to consecutive replicas. Where the elements don't suffice
-        for the last step, the rest of the replicas get empty arrays (None in place of a scalar).
-
-        Args:
-            dataset_fn: called at once, for each pipeline, with its InputContext; its Dataset is batched
-                by the PER-REPLICA batch size, if at all.
-            options: PER_REPLICA makes every replica a pipeline of its own.
-
-        Raises:
-            TypeError: `dataset_fn` can't be called, or returns no Dataset.
-            ValueError: called inside a replica function. What `dataset_fn` raises comes through.
-        """
-        require_outside("distributing a dataset", "distribute it outside and pass its steps as arguments")
-        if not callable(dataset_fn):
-            raise TypeError(f"distribute_datasets_from_function needs a function, not {dataset_fn!r}")
-        chosen = _options(options)
-        each = 1 if chosen.replication_mode is InputReplicationMode.PER_REPLICA else self._replicas
-        total = self._replicas // each
-        pipelines = []
-        for index in range(total):
-            dataset = dataset_fn(InputContext(total, index, self._replicas))
-            if not isinstance(dataset, Dataset):
-                raise TypeError(
-                    f"the dataset function returned {dataset!r} of type {type(dataset).__name__}; "
-                    "expected a pipedist.Dataset"
-                )
-            pipelines.append(dataset)
-        return self._distributed(pipelines, each, chosen)
-
-    def distribute_values_from_function(self, value_fn: Callable[[ValueContext], Tree]) -> Tree:
-        """Make a per-replica value by calling a function once for each replica, here.
-
-        Args:
-            value_fn: called with a ValueContext, replica 0 first.
-
-        Raises:
-            TypeError: `value_fn` can't be called.
-            ValueError: its results differ in structure; or called inside a replica function. What
-                `value_fn` raises comes through.
-        """
-        require_outside("distributing values", "make them outside and pass them as arguments")
-        if not callable(value_fn):
-            raise TypeError(f"distribute_values_from_function needs a function, not {value_fn!r}")
-        return self._joined(
-            [value_fn(ValueContext(replica, self._replicas)) for replica in range(self._replicas)]
-        )
-
-    def make_numpy_dataset(self, numpy_input: Tree) -> Dataset:
-        """Return the slices of a tree of NumPy arrays along their first axis, undistributed.
-
-        Args:
-            numpy_input: arrays [n, ...]; a list of arrays is stacked to one.
-
-        Raises:
-            TypeError: a leaf is no NumPy array.
-            ValueError: a leaf is a scalar, or lengths differ.
-        """
-        return numpy_dataset(numpy_input)
+        return values.local_results(self._components(value, mirrored=True), self._replicas)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A strategy that a replica function has captured arrives there as its replica's side of it."""
@@ -232,52 +244,102 @@ class BaseStrategy(ABC):
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {self._replicas} replicas>"
 
-    def _distributed(
-        self, pipelines: Sequence[Dataset], each: int, options: InputOptions
-    ) -> DistributedDataset:
-        return DistributedDataset(
-            pipelines, each, identity=self._identity, buffer_steps=options.per_replica_buffer_size
-        )
-
     def _joined(self, components: Sequence[Tree]) -> Tree:
-        return components[0] if self._identity else values.per_replica(components)
+        if self._identity:
+            return components[0]
+        if all(type(component) in _LEAVES for component in components):
+            return PerReplica(components)  # the common case, cheaper
+        return values.per_replica(components)
 
     def _own(self, value: Tree) -> Tree:
         return values.select(value, 0)
 
-    def _arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> list[Tree]:
-        """Return what each replica is called with: (args, kwargs)."""
+    def _components(self, value: Tree, *, mirrored: bool) -> Tree:
+        """Return a value with what the replicas have in place of variables.
+
+        Args:
+            mirrored: also where all have the same, which is a plain value otherwise.
+        """
+        if type(value) is PerReplica:
+            return value
+
+        def leaf(item: Any) -> Any:
+            if not isinstance(item, Variable):
+                return item
+            copies = item.local_values
+            if item.has_copies:
+                return PerReplica(copies)
+            return Mirrored(copies) if mirrored else copies[0]
+
+        return trees.tree_map(leaf, value)
+
+    def _arguments(
+        self,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any] | None,
+        argument: Callable[[Variable], Any] | None = None,
+    ) -> list[Tree]:
+        """Return what each replica is called with: (args, kwargs).
+
+        Args:
+            argument: what travels in place of a variable; None: the variable.
+        """
         if not isinstance(args, list | tuple):
             raise ValueError(
                 f"args is {args!r} of type {type(args).__name__}; expected a tuple: args=(value,)"
             )
         if kwargs is not None and not isinstance(kwargs, Mapping):
             raise TypeError(f"kwargs is {kwargs!r} of type {type(kwargs).__name__}; expected a dict")
-        given = (tuple(args), dict(kwargs or {}))
-        for leaf in trees.flatten(given)[0]:
+        if not kwargs and all(type(arg) in _ARGUMENTS for arg in args):  # the common case, cheaper
+            self._check_components(args)
+            return [
+                (tuple([arg[replica] if type(arg) is PerReplica else arg for arg in args]), {})
+                for replica in range(self._replicas)
+            ]
+        leaves, treedef = trees.flatten((tuple(args), dict(kwargs or {})))
+        self._check_components(leaves)
+        split = False
+        for place, leaf in enumerate(leaves):
+            if isinstance(leaf, PerReplica):
+                split = True
+            elif argument is not None and isinstance(leaf, Variable):
+                leaves[place] = argument(leaf)
+        if not split:
+            return [trees.unflatten(treedef, leaves)] * self._replicas
+        return [
+            trees.unflatten(
+                treedef, [leaf[replica] if isinstance(leaf, PerReplica) else leaf for leaf in leaves]
+            )
+            for replica in range(self._replicas)
+        ]
+
+    def _check_components(self, leaves: Sequence[Any]) -> None:
+        for leaf in leaves:
             if isinstance(leaf, PerReplica) and len(leaf) != self._replicas:
                 raise ValueError(
                     f"an argument has {len(leaf)} components, but this strategy has {self._replicas} "
                     "replicas: it comes from another strategy"
                 )
-        return [values.select(given, replica) for replica in range(self._replicas)]
 
 
-def _options(options: InputOptions | None) -> InputOptions:
-    if options is None:
-        return InputOptions()
-    if not isinstance(options, InputOptions):
-        raise TypeError(f"options is {options!r}; expected a pipedist.InputOptions")
-    return options
+_LEAVES: Final = frozenset({np.ndarray, int, float, bool, str, bytes, complex})
+"""Types of results that are leaves, and not None."""
+
+_ARGUMENTS: Final = _LEAVES | {PerReplica}
+"""Types of arguments that are leaves, and travel as they are."""
 
 
 async def _computed(compute: Callable[[], Tree], value: Tree) -> Tree:
     """Compute on the loop if the value is small, else in a thread."""
-    size = 0
-    for leaf in trees.flatten(value)[0]:
-        for component in leaf if isinstance(leaf, PerReplica) else (leaf,):
-            size += getattr(component, "nbytes", 0)
-    if size <= _INLINE_BYTES_MAX:
+    if _bytes_of(value) <= _INLINE_BYTES_MAX:
         await anyio.lowlevel.checkpoint()
         return compute()
     return await anyio.to_thread.run_sync(compute)
+
+
+def _bytes_of(value: Tree) -> int:
+    size = 0
+    for leaf in (value,) if type(value) is PerReplica else trees.flatten(value)[0]:
+        for component in leaf if isinstance(leaf, PerReplica) else (leaf,):
+            size += getattr(component, "nbytes", 0)
+    return size

@@ -5,6 +5,7 @@
 | outside of any scope | False | False | the default strategy |
 | inside `with strategy.scope():` | True | True | the strategy |
 | in a replica function of a strategy | True | False | its side of the strategy: `ctx.strategy` |
+| in a function that `ctx.merge_call` runs | True | True | the strategy, as far as it is there |
 | in a function that the default strategy runs | False | False | the default strategy |
 """
 
@@ -16,6 +17,8 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
 from pipedist.worker.context import ReplicaStrategy, get_replica_context
+from pipedist.worker.merging import MergeStrategy
+from pipedist.worker.merging import current_strategy as _merging
 
 if TYPE_CHECKING:
     from pipedist.strategy.base import BaseStrategy
@@ -31,15 +34,20 @@ class NotForReplicas(ValueError):
     """Something that feeds all replicas was about to be used inside a replica function."""
 
 
-def get_strategy() -> BaseStrategy | ReplicaStrategy:
+def get_strategy() -> BaseStrategy | ReplicaStrategy | MergeStrategy:
     """Return the current strategy; outside of any scope, the default one."""
     context = get_replica_context()
     if context is not None and not _default_runs.get():
         return context.strategy
+    return _merging.get() or current_strategy()
+
+
+def current_strategy() -> BaseStrategy:
+    """Return the strategy whose scope this is; outside of any scope, the default one."""
     current = _current.get()
     if current is not None:
         return current
-    from pipedist.strategy.kinds import DEFAULT  # it is made of classes that import this module
+    from pipedist.strategy.default import DEFAULT  # it is made of classes that import this module
 
     return DEFAULT
 
@@ -48,12 +56,14 @@ def has_strategy() -> bool:
     """Return whether another strategy than the default one is current."""
     if get_replica_context() is not None:
         return not _default_runs.get()
-    return _current.get() is not None
+    return _merging.get() is not None or _current.get() is not None
 
 
 def in_cross_replica_context() -> bool:
-    """Return whether the caller is inside a scope and outside of replica functions."""
-    return get_replica_context() is None and _current.get() is not None
+    """Return whether the caller is inside a scope, or a merge_call, and outside of replica functions."""
+    if get_replica_context() is not None:
+        return False
+    return _merging.get() is not None or _current.get() is not None
 
 
 def require_cross_replica(method: str) -> None:
@@ -75,7 +85,7 @@ def require_outside(what: str, advice: str) -> None:
     Raises:
         NotForReplicas: there is a replica context.
     """
-    if get_replica_context() is not None:
+    if get_replica_context() is not None or _merging.get() is not None:
         raise NotForReplicas(f"{what} inside a replica function: {advice}")
 
 

@@ -1,140 +1,136 @@
-"""The kinds of strategies (tf.distribute: Mirrored, OneDevice, CentralStorage, the default one).
+"""The kinds of strategies (tf.distribute: Mirrored, MultiWorkerMirrored, OneDevice, CentralStorage).
 
-| kind | replicas | their calls run in | values |
-|---|---|---|---|
-| `Strategy` | R | the cluster's workers | PerReplica, also where R is 1 |
-| `CentralStorageStrategy` | R | the cluster's workers | PerReplica |
-| `OneDeviceStrategy` | 1 | the cluster's workers | plain: gather and distribution are the identity |
-| the default one, `get_strategy()` | 1 | this process | plain |
+| name | kind | replicas | variables | values |
+|---|---|---|---|---|
+| | `Strategy` | R | a copy each | PerReplica, also where R is 1 |
+| mirrored | `MirroredStrategy` | one for each worker of one host | a copy each | PerReplica |
+| multi_worker_mirrored | `MultiWorkerMirroredStrategy` | W workers x R | a copy each | PerReplica |
+| central_storage | `CentralStorageStrategy` | R | one copy | PerReplica |
+| one_device | `OneDeviceStrategy` | 1 | one copy | plain: gather and distribution are the identity |
+| default | the default one, `get_strategy()` | 1, in this process | one copy | plain |
+
+All but the default one run functions in the workers of a cluster: the calls of a step at once, over as
+many workers as there are. Neither their number nor what happens to them changes a result.
+
+A worker gets several steps in advance wherever there are several to do (tf.distribute: steps_per_run):
+start runs as tasks, or use `run_steps`. Results come back step by step, in order.
 """
 
 from __future__ import annotations
 
-import inspect
-import traceback
+import difflib
 from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import Any, Final
 
-import anyio.lowlevel
-
+from pipedist.collectives.options import CommunicationOptions
 from pipedist.datasets.input import count
-from pipedist.errors import CallError, LocalProtocolError, UsageError
-from pipedist.functions import reference
-from pipedist.program import FunctionRef, Tree
-from pipedist.strategy.base import BaseStrategy
-from pipedist.strategy.context import NotForReplicas, default_running, require_cross_replica
-from pipedist.strategy.passes import SLOT, Passes
-from pipedist.transport.codec import UnsendableError, encode
-from pipedist.worker.boundary import guard
-from pipedist.worker.context import ReplicaContext, current
-
-if TYPE_CHECKING:
-    from pipedist.coordinator import Coordinator
-
-
-class Cluster(Protocol):
-    """What a strategy needs of a cluster (`pipedist.LocalCluster` is one)."""
-
-    @property
-    def coordinator(self) -> Coordinator:
-        """What executes the calls."""
-        ...
-
-
-class Strategy(BaseStrategy):
-    """R replicas whose calls are executed by a cluster's workers (tf.distribute.MirroredStrategy).
-
-        async with pipedist.LocalCluster(workers=2) as cluster:
-            strategy = pipedist.Strategy(cluster, replicas=4)
-            y = await strategy.run(fn, args=(x,))
-
-    Replicas are logical: neither the number of workers nor what happens to them changes a result.
-
-    Args:
-        cluster: an open cluster; strategies may share one.
-        replicas: R, at least 1.
-        seed: together with the function's turn, step and replica it decides what `ctx.rng` draws.
-
-    Raises:
-        ValueError: `replicas` or `seed` is out of range.
-        TypeError: one of them is no int, or `cluster` is no cluster.
-    """
-
-    def __init__(self, cluster: Cluster, replicas: int = 1, *, seed: int = 0) -> None:
-        super().__init__(count("replicas", replicas, at_least=1))
-        if not hasattr(type(cluster), "coordinator") and not hasattr(cluster, "coordinator"):
-            raise TypeError(
-                f"a strategy needs an open cluster, such as pipedist.LocalCluster, not {cluster!r}"
-            )
-        self._cluster = cluster
-        self._seed = count("seed", seed, at_least=0)
-        self._passes: Passes | None = None
-
-    @property
-    def cluster(self) -> Cluster:
-        """The cluster whose workers execute the calls."""
-        return self._cluster
-
-    @property
-    def _identity(self) -> bool:
-        return False
-
-    async def run(
-        self,
-        fn: Callable[..., Any],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Tree:
-        """Call `fn` on every replica: see `BaseStrategy.run`."""
-        require_cross_replica("Strategy.run")
-        function = _reference(fn)
-        arguments = self._arguments(args, kwargs)
-        if self._passes is None:
-            self._passes = Passes(self._cluster.coordinator, self._replicas, self._seed)
-        with self._passes.using(function) as handle:
-            try:
-                results = await handle.call_step(arguments)
-            except CallError as error:
-                if isinstance(error.__cause__, UnsendableError):
-                    _refuse_unsendable(arguments)
-                raise
-        if len(results) != self._replicas:
-            raise LocalProtocolError(
-                f"{function.label}: {len(results)} results came back for {self._replicas} replicas"
-            )
-        return self._joined([result[SLOT] for result in results])
-
-    async def aclose(self) -> None:
-        """Let the workers forget this strategy's functions; leaving the cluster does it too."""
-        if self._passes is not None:
-            self._passes.close()
-            self._passes = None
-        await anyio.lowlevel.checkpoint()
-
-    async def __aenter__(self) -> Strategy:
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        await self.aclose()
-
-
-def _refuse_unsendable(arguments: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]) -> None:
-    """Raise the UnsendableError of the first argument that can't be sent; none: it was a result."""
-    for own_args, own_kwargs in arguments:
-        encode({"args": own_args, "kwargs": own_kwargs})
+from pipedist.local_cluster import Cluster as OpenedCluster
+from pipedist.local_cluster import LocalCluster
+from pipedist.strategy.replicated import Cluster, Strategy
 
 
 class CentralStorageStrategy(Strategy):
     """R replicas whose variables are kept in one place (tf.distribute's CentralStorageStrategy).
 
-    Arguments: as for `Strategy`. Without variables there is no difference to it.
+    Arguments: as for `Strategy`. There is one copy of every variable: an on_read one is aggregated when
+    it is assigned, too.
     """
+
+    @property
+    def _variables_in_one_place(self) -> bool:
+        return True
+
+
+class MirroredStrategy(Strategy):
+    """Replicas on one host, with a copy of every variable each (tf.distribute's MirroredStrategy).
+
+    Args:
+        cluster: an open `LocalCluster`.
+        replicas: R; None: one for each of `devices`, or else for each worker.
+        seed, devices, communication_options: as for `Strategy`.
+
+    Raises:
+        ValueError, TypeError: as for `Strategy`; or the cluster is one whose workers dial in.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        replicas: int | None = None,
+        *,
+        seed: int = 0,
+        devices: Sequence[str] | None = None,
+        communication_options: CommunicationOptions | None = None,
+    ) -> None:
+        if isinstance(cluster, OpenedCluster) and not isinstance(cluster, LocalCluster):
+            raise ValueError(
+                f"mirrored replicas share one host, but the workers of a {type(cluster).__name__} may be "
+                "anywhere: use multi_worker_mirrored, or a LocalCluster"
+            )
+        super().__init__(
+            cluster, replicas, seed=seed, devices=devices, communication_options=communication_options
+        )
+
+    @staticmethod
+    def _default_replicas(cluster: Cluster) -> int:
+        return workers_of(cluster)
+
+
+class MultiWorkerMirroredStrategy(Strategy):
+    """Replicas on several workers (tf.distribute's MultiWorkerMirroredStrategy).
+
+    The program runs once, here, and not in every worker: what tf.distribute does in each of them for
+    its own replicas is done for all. A worker is a logical one, with an input pipeline of its own:
+    datasets are sharded among them as their auto-shard policy says. The processes are the cluster's.
+
+    Args:
+        cluster: an open cluster.
+        workers: W, at least 1; None: as many as the cluster has.
+        replicas_per_worker: at least 1.
+        cluster_resolver: kept for those who ask for it.
+        seed, devices, communication_options: as for `Strategy`.
+
+    Raises:
+        ValueError, TypeError: as for `Strategy`.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        workers: int | None = None,
+        *,
+        replicas_per_worker: int = 1,
+        cluster_resolver: object = None,
+        seed: int = 0,
+        devices: Sequence[str] | None = None,
+        communication_options: CommunicationOptions | None = None,
+    ) -> None:
+        self._logical_workers = count(
+            "workers", workers_of(cluster) if workers is None else workers, at_least=1
+        )
+        each = count("replicas_per_worker", replicas_per_worker, at_least=1)
+        self._resolver = cluster_resolver
+        super().__init__(
+            cluster,
+            self._logical_workers * each,
+            seed=seed,
+            devices=devices,
+            communication_options=communication_options,
+        )
+
+    @property
+    def workers(self) -> int:
+        """W: how many logical workers there are."""
+        return self._logical_workers
+
+    @property
+    def cluster_resolver(self) -> object:
+        """What it was given; None: the cluster's workers are known already."""
+        return self._resolver
+
+    @property
+    def _input_pipelines(self) -> int:
+        return self._logical_workers
 
 
 class OneDeviceStrategy(Strategy):
@@ -142,96 +138,49 @@ class OneDeviceStrategy(Strategy):
 
     Args:
         cluster: an open cluster.
+        device: what the replica computes on, for `ctx.device`.
         seed: as for `Strategy`.
     """
 
-    def __init__(self, cluster: Cluster, *, seed: int = 0) -> None:
-        super().__init__(cluster, 1, seed=seed)
+    def __init__(self, cluster: Cluster, device: str | None = None, *, seed: int = 0) -> None:
+        super().__init__(cluster, 1, seed=seed, devices=None if device is None else [device])
 
     @property
     def _identity(self) -> bool:
         return True
 
 
-class DefaultStrategy(BaseStrategy):
-    """No strategy: one replica in this process, whose values stay plain; what `get_strategy` returns.
+NAMES: Final[Mapping[str, Callable[..., Strategy]]] = {
+    "mirrored": MirroredStrategy,
+    "multi_worker_mirrored": MultiWorkerMirroredStrategy,
+    "central_storage": CentralStorageStrategy,
+    "one_device": OneDeviceStrategy,
+}
+"""Strategies that can be asked for by name, and their classes."""
 
-    The same code runs with it and with a strategy. It is one object for all, and needs no cluster.
+
+def strategy_of(name: str, cluster: Cluster, **options: Any) -> Strategy:
+    """Return a new strategy of a kind: `strategy_of("mirrored", cluster, replicas=2)`.
+
+    Args:
+        name: mirrored, multi_worker_mirrored, central_storage or one_device.
+        cluster: an open cluster.
+        options: of the kind's class.
+
+    Raises:
+        ValueError: there is no such kind, or as the class does.
+        TypeError: the class has no such option, or as it does.
     """
-
-    def __init__(self) -> None:
-        super().__init__(1)
-
-    @property
-    def _identity(self) -> bool:
-        return True
-
-    async def run(
-        self,
-        fn: Callable[..., Any],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Tree:
-        """Call `fn` here and now; as `Strategy.run`, but what it returns stays as it is."""
-        _callable(fn)
-        [(own_args, own_kwargs)] = guard(self._arguments(args, kwargs))
-        label = getattr(fn, "__qualname__", type(fn).__qualname__)
-        context = ReplicaContext(
-            replica_id_in_sync_group=0,
-            num_replicas_in_sync=1,
-            step=0,
-            epoch=0,
-            stage=label,
-            elements=None,
-            seed=0,
+    kind = NAMES.get(name)
+    if kind is None:
+        close = difflib.get_close_matches(str(name), NAMES, n=1)
+        raise ValueError(
+            f"there is no strategy {name!r}; expected one of {', '.join(NAMES)}"
+            + (f": did you mean {close[0]!r}?" if close else "")
         )
-        if _has_ctx(fn):
-            own_kwargs.setdefault("ctx", context)
-        token = current.set(context)
-        try:
-            with default_running():
-                result = fn(*own_args, **own_kwargs)
-                if inspect.isawaitable(result):
-                    result = await result
-        except Exception as error:
-            raise CallError(
-                stage=label,
-                step=0,
-                replica=0,
-                worker="this process",
-                attempts=1,
-                cause=f"{type(error).__name__}: {error}",
-                remote_traceback="".join(traceback.format_exception(error)),
-            ) from error
-        finally:
-            current.reset(token)
-        return result
-
-    def __repr__(self) -> str:
-        return "<DefaultStrategy>"
+    return kind(cluster, **options)
 
 
-DEFAULT: Final = DefaultStrategy()
-"""The one default strategy."""
-
-
-def _callable(fn: Callable[..., Any]) -> None:
-    if not callable(fn):
-        raise TypeError(f"run needs a function, but {fn!r} of type {type(fn).__name__} can't be called")
-
-
-def _reference(fn: Callable[..., Any]) -> FunctionRef:
-    _callable(fn)
-    try:
-        return reference(fn)
-    except UsageError as error:
-        if isinstance(error.__cause__, NotForReplicas):
-            raise error.__cause__ from None
-        raise
-
-
-def _has_ctx(fn: Callable[..., Any]) -> bool:
-    try:
-        return "ctx" in inspect.signature(fn).parameters
-    except (TypeError, ValueError):  # a built-in without a signature
-        return False
+def workers_of(cluster: Cluster) -> int:
+    """Return how many workers a cluster is to have; 1 where it does not say."""
+    return getattr(cluster, "workers", 1)

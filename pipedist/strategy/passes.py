@@ -8,9 +8,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+from pipedist.collectives.options import CommunicationOptions
 from pipedist.errors import CallError
 from pipedist.program import Emit, FunctionRef, Program, StageProgram
 from pipedist.scheduler import PassSettings
+from pipedist.worker import variables
 
 if TYPE_CHECKING:
     from pipedist.coordinator import Coordinator, PassHandle
@@ -43,12 +45,28 @@ class Passes:
         replicas: R.
         seed: pass number p gets the seed `seed * 2**32 + p`, so that `ctx.rng` differs between
             functions, and between the runs of one.
+        gang: the calls of a step run at once, and may call collectives.
+        devices: of the replicas, for `ctx.device`; empty: not said.
+        communication: the options of collectives that say none themselves.
     """
 
-    def __init__(self, coordinator: Coordinator, replicas: int, seed: int) -> None:
-        self._coordinator = coordinator
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        replicas: int,
+        seed: int,
+        *,
+        gang: bool = False,
+        devices: tuple[str, ...] = (),
+        communication: CommunicationOptions | None = None,
+    ) -> None:
+        options = communication or CommunicationOptions()
+        self.coordinator = coordinator
         self._replicas = replicas
         self._seed = seed
+        self._gang = gang
+        self._devices = devices
+        self._communication = (options.bytes_per_pack, options.timeout_s, options.implementation.value)
         self._opened = 0
         self._open: OrderedDict[FunctionRef, _Open] = OrderedDict()
 
@@ -74,7 +92,8 @@ class Passes:
             raise
         finally:
             entry.users -= 1
-            self._shrink()
+            if len(self._open) > PASSES_MAX:
+                self._shrink()
 
     def close(self) -> None:
         """Close every pass; what is running of them fails."""
@@ -82,19 +101,31 @@ class Passes:
             self._open.popitem(last=False)[1].handle.close()
 
     def _new(self, function: FunctionRef) -> PassHandle:
-        stage = StageProgram(name=function.label, function=function, of=-1, kwargs={}, form="apply")
+        stage = StageProgram(
+            name=function.label, function=function, of=-1, kwargs={}, form="apply", collectives=self._gang
+        )
+        emits = (
+            (Emit(SLOT, of=0), Emit(variables.SLOT, of=variables.EMIT_OF))
+            if self._gang
+            else (Emit(SLOT, of=0),)
+        )
         program = Program(
             seed=(self._seed << _SEED_SHIFT) + self._opened,
             replicas=self._replicas,
             reader=None,
             stages=(stage,),
-            emits=(Emit(SLOT, of=0),),
+            emits=emits,
+            gang=self._gang,
+            devices=self._devices,
+            communication=self._communication,
         )
         self._opened += 1
-        settings = PassSettings(replicas=self._replicas, ordered=False, fail_fast=False, pulled=False)
-        return self._coordinator.open_pass(program, name=function.label, settings=settings)
+        settings = PassSettings(
+            replicas=self._replicas, ordered=False, fail_fast=False, pulled=False, gang=self._gang
+        )
+        return self.coordinator.open_pass(program, name=function.label, settings=settings)
 
     def _shrink(self) -> None:
         idle = [function for function, entry in self._open.items() if entry.users == 0]
-        for function in idle[: max(len(self._open) - PASSES_MAX, 0)]:
+        for function in idle[: len(self._open) - PASSES_MAX]:
             self._open.pop(function).handle.close()

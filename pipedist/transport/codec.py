@@ -8,6 +8,8 @@ dict), and this module only what it doesn't:
   extension type of one byte). A mark anywhere else is malformed.
 - An int beyond 64 bits, a complex, a NumPy scalar and a small array are extension types that
   hold their bytes.
+- A list of like items (the results of a range of calls) is written as columns, so that one array
+  stands for the arrays at one place of all items: `pipedist.transport.columns`.
 - An array of more than `INLINE_BYTES_MAX` is an extension type that names a frame and an
   offset. From `FRAME_BYTES_MIN` on it has a frame of its own, which IS the array's memory;
   those between are copied together into shared frames, since a frame costs more than a copy.

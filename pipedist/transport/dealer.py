@@ -11,24 +11,35 @@ import math
 import time
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Final
+from typing import TYPE_CHECKING, Any, Final
 
 import zmq
 
 from pipedist.errors import PipedistError, RemoteProtocolError, UsageError
 from pipedist.messages import Message
-from pipedist.transport.keys import ClientKeys
+from pipedist.transport import envelope
 from pipedist.transport.limits import KIB, LIMITS, Limits
 from pipedist.transport.monitor import FAILURE_EVENTS, event_of
 from pipedist.transport.rendezvous import parse_endpoint
 from pipedist.transport.settings import SETTINGS, Settings
-from pipedist.transport.shared_memory import references as tables
 from pipedist.transport.shared_memory.joining import join
 from pipedist.transport.shared_memory.link import Link
+from pipedist.transport.shared_memory.references import Reference, weave
 from pipedist.transport.shared_memory.settings import SHARED_BYTES_MIN
 from pipedist.transport.wire import pack, unpack
 
+if TYPE_CHECKING:
+    from pipedist.transport.keys import ClientKeys
+
 COPY_BYTES_MAX: Final = 64 * KIB
+# Plain ints: the enumerations of pyzmq cost more than the calls that get them.
+_POLLIN: Final = int(zmq.POLLIN)
+_POLLOUT: Final = int(zmq.POLLOUT)
+_SNDMORE: Final = int(zmq.SNDMORE)
+
+_POLL_S_MAX: Final = 60.0
+"""ZeroMQ counts milliseconds in an int; a longer wait is made of several."""
+
 RECONNECT_MS: Final = 100
 RECONNECT_MS_MAX: Final = 1000
 
@@ -75,9 +86,7 @@ class Dealer:
         # Not IMMEDIATE=1: when the connection is lost, that drops messages which have arrived, and
         # aborts the process (libzmq 4.3.5, fq.cpp: !_more) if it happens between two frames of one.
         socket.setsockopt(zmq.IMMEDIATE, 0)
-        socket.setsockopt(
-            zmq.MAXMSGSIZE, max(limits.frame_bytes_max, limits.header_bytes_max, limits.head_bytes_max)
-        )
+        socket.setsockopt(zmq.MAXMSGSIZE, max(limits.frame_bytes_max, envelope.bytes_max(limits)))
         socket.setsockopt(zmq.HANDSHAKE_IVL, round(settings.handshake_s * 1000))
         socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MS_MAX)
@@ -94,8 +103,6 @@ class Dealer:
         self._monitor = socket.get_monitor_socket(
             zmq.EVENT_HANDSHAKE_SUCCEEDED | FAILURE_EVENTS | zmq.EVENT_DISCONNECTED
         )
-        self._poller = zmq.Poller()
-        self._poller.register(self._monitor, zmq.POLLIN)
         try:
             socket.connect(endpoint)
         except zmq.ZMQError as error:
@@ -103,6 +110,8 @@ class Dealer:
             raise UsageError(f"can't connect to {endpoint}: {error.strerror}") from None
         if not parsed.is_tcp:
             self._link = join(parsed.path, identity)
+        self._link_fd = -1 if self._link is None else self._link.connection.fileno()
+        self._watch()
 
     def __enter__(self) -> Dealer:
         return self
@@ -137,18 +146,20 @@ class Dealer:
             LocalProtocolError: the message is not allowed.
         """
         head = pack(message)
-        self._look_at_monitor()
-        if not self._wait(zmq.POLLOUT, timeout_s):
+        if not self._wait(_POLLOUT, timeout_s):
             raise ConnectionLost(f"{self._endpoint} took no message for {timeout_s:g} s")
-        if self._link is not None and any(_size(frame) >= SHARED_BYTES_MIN for frame in payload[1:]):
-            self._link.read()  # a welcome, without which nothing is shared yet
-            references, payload = self._link.lend(payload)
-            if references:
-                head = tables.prepend(references, head)
-        parts: list[bytes | memoryview] = [head, *payload]
+        references: Sequence[Reference] = ()
+        if len(payload) > 1:
+            link = self._link
+            if link is not None and any(_size(frame) >= SHARED_BYTES_MIN for frame in payload[1:]):
+                if not link.is_greeted:
+                    link.read()  # a welcome, without which nothing is shared yet
+                references, payload = link.lend(payload)
+        header = payload[0] if payload else b""
+        parts: list[bytes | memoryview] = [envelope.seal(head, header, references), *payload[1:]]
         last = len(parts) - 1
         for number, part in enumerate(parts):
-            flags = zmq.SNDMORE if number < last else 0
+            flags = _SNDMORE if number < last else 0
             self._socket.send(part, flags, copy=copy or _size(part) <= COPY_BYTES_MAX)
 
     def poll(self, timeout_s: float) -> bool:
@@ -164,7 +175,7 @@ class Dealer:
             ConnectionLost: the connection was lost.
             RemoteProtocolError: the scheduler refuses this worker.
         """
-        return self._wait(zmq.POLLIN, timeout_s)
+        return self._wait(_POLLIN, timeout_s)
 
     def recv(self, timeout_s: float = 60.0) -> tuple[Message, list[memoryview]]:
         """Receive the next message.
@@ -176,7 +187,7 @@ class Dealer:
             ConnectionLost: the connection was lost, or nothing came in time.
             RemoteProtocolError: what came is malformed, or the scheduler refuses this worker.
         """
-        if not self._wait(zmq.POLLIN, timeout_s):
+        if not self._wait(_POLLIN, timeout_s):
             raise ConnectionLost(f"{self._endpoint} sent no message for {timeout_s:g} s")
         limits = self._limits
         frames: list[memoryview] = []
@@ -195,12 +206,17 @@ class Dealer:
                 f"{self._endpoint} sent a message of {count} frames and {size_bytes} bytes, the limit is "
                 f"{limits.frames_max} frames and {limits.message_bytes_max} bytes"
             )
-        references, head = tables.split(frames[0], limits)
-        message, frames = unpack(head), frames[1:]
+        head, header, references = envelope.unseal(frames[0], limits)
+        message = unpack(head)
+        if not header.nbytes:
+            if count > 1 or references:
+                raise RemoteProtocolError(f"{self._endpoint} sent frames without a header")
+            return message, []
+        frames[0] = header
         if references:
             if self._link is None:
                 raise RemoteProtocolError(f"{self._endpoint} refers to memory that it does not share")
-            tables.weave(frames, references, self._link.frames(references), limits)
+            weave(frames, references, self._link.frames(references), limits)
         return message, frames
 
     def close(self, linger_s: float | None = None) -> None:
@@ -224,20 +240,46 @@ class Dealer:
             self._link = None
 
     def _wait(self, event: int, timeout_s: float) -> bool:
-        deadline = time.monotonic() + timeout_s
-        while not int(self._socket.getsockopt(zmq.EVENTS)) & event:
-            self._look_at_monitor()
-            left_s = deadline - time.monotonic()
+        """Wait until the socket has an event. What has arrived is read before a lost connection is told."""
+        left_s, deadline = timeout_s, time.monotonic() + timeout_s
+        while True:
+            wait_ms = math.ceil(min(left_s, _POLL_S_MAX) * 1000) if left_s > 0 else 0
+            is_ready = has_news = has_packets = False
+            for who, _ in zmq.zmq_poll(self._watched[event], wait_ms):
+                if who is self._socket:
+                    is_ready = True
+                elif who is self._monitor:
+                    has_news = True
+                else:
+                    has_packets = True
+            if is_ready and event == _POLLIN:
+                return True
+            if has_news or self._failure is not None:
+                self._look_at_monitor()
+            if is_ready:
+                return True
+            if has_packets and self._link is not None:
+                self._read_link(self._link)
             if left_s <= 0:
                 return False
-            if self._link is not None:
-                self._link.read()  # memory that is not needed any more need not stay mapped
-            self._poller.register(self._socket, event)
-            self._poller.poll(math.ceil(min(left_s, 60.0) * 1000))
-        return True
+            left_s = deadline - time.monotonic()
+
+    def _watch(self) -> None:
+        """Say what is waited for along with each event of the socket."""
+        others: list[tuple[Any, int]] = [(self._monitor, _POLLIN)]
+        if self._link_fd >= 0:
+            others.append((self._link_fd, _POLLIN))
+        self._watched = {event: [(self._socket, event), *others] for event in (_POLLIN, _POLLOUT)}
+
+    def _read_link(self, link: Link) -> None:
+        """Take what the link brought: memory that is not needed any more need not stay mapped."""
+        link.read()
+        if not link.is_open:
+            self._link_fd = -1
+            self._watch()
 
     def _look_at_monitor(self) -> None:
-        while self._failure is None and int(self._monitor.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+        while self._failure is None and self._monitor.poll(0):
             self._failure = self._judge(event_of(self._monitor.recv_multipart()[0]))
         if self._failure is not None:
             raise self._failure

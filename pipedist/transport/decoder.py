@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import msgpack
 import numpy as np
@@ -12,8 +12,10 @@ import numpy as np
 from pipedist.errors import RemoteProtocolError
 from pipedist.program import Tree
 from pipedist.transport import arrays, classes
+from pipedist.transport.columns import fits, items_of, nodes_of
 from pipedist.transport.form import (
     BIG_INT,
+    COLUMNS,
     COMPLEX,
     IN_FRAME,
     INLINE,
@@ -31,6 +33,13 @@ from pipedist.transport.form import (
     check_nodes,
 )
 from pipedist.transport.limits import INT_BYTES_MAX, LIMITS, Limits
+
+_UNSEEN_BYTES_MAX: Final = 512
+"""A header of so few bytes is not parsed in advance: what it may claim falsely is 2 MiB at most
+(msgpack makes room for as many elements as there are bytes, on each of at most 511 levels)."""
+
+_MARK_START: Final = msgpack.packb(TUPLE)[:2]
+"""How a mark begins, however it is written by `encode`: without one, no list is a tuple or a record."""
 
 
 def decode(
@@ -86,11 +95,22 @@ class _Decoder:
         self._classes: dict[str, tuple[type, tuple[str, ...]]] = {}
 
     def tree(self) -> Tree:
-        self._check_syntax()
+        header = self._header
+        if header.nbytes and header[0] == COLUMNS:
+            return self._items(self._unpacked(header[1:]))
+        return self._unpacked(header)
+
+    def _unpacked(self, header: memoryview) -> Tree:
+        if header.nbytes <= _UNSEEN_BYTES_MAX:
+            packed: bytes | memoryview = bytes(header)
+            has_marks = _MARK_START in packed
+        else:
+            _check_syntax(header)
+            packed, has_marks = header, True
         tree = msgpack.unpackb(
-            self._header,
+            packed,
             ext_hook=self._extension,
-            list_hook=self._list,
+            list_hook=self._list if has_marks else None,
             strict_map_key=False,
             unicode_errors="surrogatepass",
         )
@@ -102,14 +122,14 @@ class _Decoder:
             raise ValueError(str(error)) from None
         return tree
 
-    def _check_syntax(self) -> None:
-        """Parse without making objects: afterwards each length in the header is known to be true."""
-        unpacker = msgpack.Unpacker(None, max_buffer_size=max(self._header.nbytes, 1))
-        unpacker.feed(self._header)
-        try:
-            unpacker.skip()
-        except msgpack.OutOfData:
-            raise ValueError("the header is cut off") from None
+    def _items(self, columns: Tree) -> list[Any]:
+        if type(columns) is not list or len(columns) != 2 or type(columns[0]) is not int or columns[0] < 0:
+            raise ValueError("malformed columns")
+        count, column = columns
+        nodes = nodes_of(column)
+        if not fits(nodes, count, self._header.nbytes + sum(frame.nbytes for frame in self._frames)):
+            raise ValueError(f"columns of {count} items of {nodes} nodes, more than there are bytes for")
+        return items_of(column, count)
 
     def _list(self, items: list[Any]) -> Any:
         if not items or type(items[0]) is not msgpack.ExtType:
@@ -189,6 +209,16 @@ class _Decoder:
             array = array.copy()
             array.flags.writeable = False
         return _checked(array)
+
+
+def _check_syntax(header: memoryview) -> None:
+    """Parse without making objects: afterwards each length in the header is known to be true."""
+    unpacker = msgpack.Unpacker(None, max_buffer_size=max(header.nbytes, 1))
+    unpacker.feed(header)
+    try:
+        unpacker.skip()
+    except msgpack.OutOfData:
+        raise ValueError("the header is cut off") from None
 
 
 def _checked(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

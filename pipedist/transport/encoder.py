@@ -12,8 +12,10 @@ import numpy as np
 from pipedist.errors import PipedistError
 from pipedist.program import Tree
 from pipedist.transport import arrays, classes
+from pipedist.transport.columns import ITEMS_MIN, Unlike, columns_of, fits, nodes_of
 from pipedist.transport.form import (
     BIG_INT,
+    COLUMNS,
     COMPLEX,
     FOREIGN,
     FRAME_BYTES_MIN,
@@ -40,6 +42,7 @@ from pipedist.transport.form import (
 )
 from pipedist.transport.limits import DEPTH_MAX, INT_BYTES_MAX, KIB, LIMITS
 
+_COLUMNS_START: Final = bytes([COLUMNS])
 _ADVICE: Final = "send arrays, numbers, str, bytes, None, or dict, list, tuple, dataclass of them"
 
 
@@ -63,6 +66,10 @@ def encode(tree: Tree) -> list[Frame]:
         UnsendableError: a value that does not travel (an object array, a set, a function, ...),
             a nest deeper than DEPTH_MAX, or a frame beyond the limits.
     """
+    if type(tree) is list and len(tree) >= ITEMS_MIN:
+        frames = _encode_columns(tree)
+        if frames is not None:
+            return frames
     encoder = _Encoder()
     try:
         check_nodes(tree)
@@ -81,6 +88,21 @@ def encode(tree: Tree) -> list[Frame]:
             "send fewer, or smaller steps"
         )
     return frames
+
+
+def _encode_columns(items: list[Any]) -> list[Frame] | None:
+    """Return the frames of a list of like items, as columns; None where that is not how it travels."""
+    encoder = _Encoder()
+    try:
+        column = columns_of(items)
+        check_nodes(column)
+        header = _COLUMNS_START + encoder.pack([len(items), column])
+        frames = encoder.finish(header)
+    except (Unlike, UnsuitableTree, ValueError, OverflowError, RecursionError):
+        return None  # an error is told by whoever encodes the list as it is
+    size_bytes = sum(frame.nbytes if type(frame) is memoryview else len(frame) for frame in frames)
+    is_within = len(header) <= LIMITS.header_bytes_max and len(frames) < LIMITS.frames_max
+    return frames if is_within and fits(nodes_of(column), len(items), size_bytes) else None
 
 
 class _Encoder:
@@ -143,7 +165,9 @@ class _Encoder:
             raise UnsuitableTree(f"an array of {size_bytes} bytes, the limit is {LIMITS.frame_bytes_max}")
         if not array.flags.c_contiguous:
             array = array.copy(order="C")
-        view = array.reshape(-1).view(np.uint8).data.toreadonly()
+        if array.ndim != 1:
+            array = array.reshape(-1)
+        view = array.view(np.uint8).data.toreadonly()
         if size_bytes >= FRAME_BYTES_MIN:
             place = PLACE.pack(len(self._frames), 0)
             self._frames.append(view)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from pipedist.records import record
 
 KIB = 1 << 10
 MIB = 1 << 20
@@ -21,14 +21,14 @@ STRING_BYTES_MAX = 1 * MIB
 """UTF-8 bytes of one str field of a message: a traceback, an exception's text."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Limits:
     """What one multi-frame message may hold at most.
 
     Args:
-        head_bytes_max: bytes of the first frame, the packed message.
-        header_bytes_max: bytes of the second frame, the payload's header, which holds all
-            that is no large array. Decoding it takes at most about 80 times its size in memory.
+        head_bytes_max: bytes of the packed message in the first frame.
+        header_bytes_max: bytes of the payload's header in the first frame, which holds all
+            that is no large array. Decoding it takes at most about 200 times its size in memory.
         frame_bytes_max: bytes of any other frame, so of one array.
         frames_max: number of frames.
         message_bytes_max: bytes of all frames together.

@@ -1,17 +1,23 @@
 """Reads a ZeroMQ socket from an asyncio loop: every frame, none late, and never for too long.
 
 ZMQ_FD is edge-triggered: it wakes up when the socket's state may have changed, not while there
-is something to read, and sending may use up that edge. So whoever reads goes on until nothing
-is left (a receive that finds nothing has looked at the socket's mailbox itself), and looks again
-after each send. `zmq.asyncio`, in contrast, can lose a message when a recv is cancelled.
+is something to read, and whatever is done with the socket may use up that edge. So whoever reads
+goes on until ZMQ_EVENTS, which looks at the socket's mailbox, says that nothing is left, and asks
+again after each send. `zmq.asyncio`, in contrast, can lose a message when a recv is cancelled.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from typing import Final
 
 import zmq
+
+# Plain ints: the enumerations of pyzmq cost more than the calls that get them. For the same reason,
+# `zmq_poll` is asked for a socket's events, and not `getsockopt`.
+_POLLIN: Final = int(zmq.POLLIN)
+_DONTWAIT: Final = int(zmq.DONTWAIT)
 
 
 class Pump:
@@ -19,7 +25,7 @@ class Pump:
 
     Args:
         socket: the socket; the pump does not close it.
-        take: called with each frame, in the loop.
+        take: called with each frame, and whether more frames of its message follow, in the loop.
         wake: called first at each wake-up: the socket may be writable again.
         frames_per_wake_up: after so many frames, other callbacks have their turn.
     """
@@ -27,7 +33,7 @@ class Pump:
     def __init__(
         self,
         socket: zmq.Socket[bytes],
-        take: Callable[[zmq.Frame], None],
+        take: Callable[[zmq.Frame, bool], None],
         *,
         wake: Callable[[], None] | None = None,
         frames_per_wake_up: int,
@@ -35,17 +41,21 @@ class Pump:
         self._socket = socket
         self._take = take
         self._wake = wake
+        self._readable = [(socket, _POLLIN)]
         self._frames_per_wake_up = frames_per_wake_up
         self._loop: asyncio.AbstractEventLoop | None = None
         self._fd = -1
         self._is_due = False
+        self._is_running = False
+        self._is_within = False
+        """Whether the last frame was not the last one of its message."""
 
     def start(self) -> None:
         """Begin, in the running loop."""
         self._loop = asyncio.get_running_loop()
         self._fd = int(self._socket.getsockopt(zmq.FD))
         self._loop.add_reader(self._fd, self._run)
-        self.look_again()
+        self._run_soon()
 
     def stop(self) -> None:
         """End; frames that were not read stay in the socket."""
@@ -54,13 +64,20 @@ class Pump:
             self._loop = None
 
     def look_again(self) -> None:
-        """Ask for a wake-up: needed after each send, which may have used up the edge."""
+        """Look for what has come: needed after each send, which may have used up the edge."""
+        if self._loop is None or self._is_due or self._is_running:
+            return  # it will look anyway
+        if zmq.zmq_poll(self._readable, 0):
+            self._run_soon()
+
+    def _run_soon(self) -> None:
         if self._loop is not None and not self._is_due:
             self._is_due = True
             self._loop.call_soon(self._run)
 
     def _run(self) -> None:
         self._is_due = False
+        self._is_running = True
         try:
             if self._loop is not None and self._wake is not None:
                 self._wake()
@@ -69,14 +86,17 @@ class Pump:
                     return
         except BaseException:
             # A failing function is reported by the loop; the frames after it must not wait for it.
-            self.look_again()
+            self._run_soon()
             raise
-        self.look_again()
+        finally:
+            self._is_running = False
+        self._run_soon()
 
     def _read(self) -> bool:
-        try:
-            frame = self._socket.recv(zmq.DONTWAIT, copy=False)
-        except zmq.Again:
+        # The frames of a message arrive together, so that only its first one can be missing.
+        if not self._is_within and not zmq.zmq_poll(self._readable, 0):
             return False
-        self._take(frame)
+        frame = self._socket.recv(_DONTWAIT, copy=False)
+        self._is_within = more = frame.more
+        self._take(frame, more)
         return True

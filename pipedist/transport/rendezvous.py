@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import os
 import re
-import secrets
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from pipedist.errors import UsageError
+from pipedist.records import record
 
 SOCKET_PATH_BYTES_MAX: Final = 107
 """Bytes of a unix socket's path: `sun_path` is 108, with a final zero."""
@@ -31,7 +30,7 @@ _NAME_BYTES: Final = 8  # of randomness in a socket's name
 _IPC_TAIL: Final = len("/") + 2 * _NAME_BYTES + len(SHARED_MEMORY_SUFFIX)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Endpoint:
     """A parsed endpoint.
 
@@ -62,21 +61,19 @@ class Endpoint:
 def private_directory() -> Iterator[Path]:
     """Make a directory that only this user can enter, for ipc sockets; removed at the end.
 
-    It is made in the temporary directory (TMPDIR), or in /tmp if paths there were too long for
-    a unix socket.
+    It is made in TMPDIR, or in /tmp if paths there were too long for a unix socket, or nothing can be
+    written there.
 
     Raises:
         UsageError: no such directory can be made.
     """
-    # Imported here: a worker connects without them.
-    import shutil
-    import tempfile
-
-    base = tempfile.gettempdir()
-    if len(os.fsencode(base)) + len("/pipedist-xxxxxxxx") + _IPC_TAIL > SOCKET_PATH_BYTES_MAX:
+    base = os.path.abspath(os.environ.get("TMPDIR") or "/tmp")
+    is_long = len(os.fsencode(base)) + len("/pipedist-xxxxxxxx") + _IPC_TAIL > SOCKET_PATH_BYTES_MAX
+    if is_long or not os.access(base, os.W_OK | os.X_OK):
         base = "/tmp"
+    directory = f"{base}/{_PREFIX}{os.urandom(4).hex()}"
     try:
-        directory = tempfile.mkdtemp(prefix=_PREFIX, dir=base)
+        os.mkdir(directory, 0o700)
     except OSError as error:
         raise UsageError(
             f"can't make a directory for sockets in {base}: {error.strerror}; set TMPDIR"
@@ -84,7 +81,7 @@ def private_directory() -> Iterator[Path]:
     try:
         yield Path(directory)
     finally:
-        shutil.rmtree(directory, ignore_errors=True)
+        _remove(directory)
 
 
 def private_directory_of(endpoint: str) -> str:
@@ -99,9 +96,19 @@ def remove_private_directory(directory: str) -> None:
     Args:
         directory: from `private_directory_of`; looked at again, and left alone if it is another one by now.
     """
-    import shutil
-
     if _is_ours(directory):
+        _remove(directory)
+
+
+def _remove(directory: str) -> None:
+    """Remove a directory of sockets, and whatever else is in it."""
+    try:
+        for entry in os.scandir(directory):
+            os.unlink(entry.path)
+        os.rmdir(directory)
+    except OSError:
+        import shutil  # takes milliseconds to import, and is never needed where sockets are all there is
+
         shutil.rmtree(directory, ignore_errors=True)
 
 
@@ -120,7 +127,7 @@ def _is_ours(directory: str) -> bool:
 
 def ipc_endpoint(directory: Path) -> str:
     """Return a new endpoint with a random name in a private directory."""
-    return f"ipc://{directory}/{secrets.token_hex(_NAME_BYTES)}"
+    return f"ipc://{directory}/{os.urandom(_NAME_BYTES).hex()}"
 
 
 def parse_endpoint(text: str, *, bind: bool, has_keys: bool) -> Endpoint:

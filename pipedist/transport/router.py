@@ -13,13 +13,14 @@ Rules
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import os
 from collections import deque
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import anyio
 import anyio.to_thread
@@ -27,21 +28,28 @@ import zmq
 
 from pipedist.errors import LocalProtocolError, RemoteProtocolError, UsageError
 from pipedist.messages import Message, Refuse
+from pipedist.transport import envelope
 from pipedist.transport.connections import address_of, hang_up, user_of
-from pipedist.transport.keys import ServerKeys
 from pipedist.transport.limits import KIB, LIMITS, Limits
 from pipedist.transport.monitor import FAILURE_EVENTS, HANDSHAKE_FAILURES, event_of
 from pipedist.transport.pump import Pump
 from pipedist.transport.rendezvous import Endpoint, parse_endpoint
 from pipedist.transport.settings import SETTINGS, Settings
-from pipedist.transport.shared_memory import references as tables
 from pipedist.transport.shared_memory.listener import Listener
+from pipedist.transport.shared_memory.references import Reference, weave
 from pipedist.transport.shared_memory.settings import SHARED_BYTES_MIN, SharedMemory
 from pipedist.transport.wire import pack, unpack
 from pipedist.transport.zap import ZAP_DOMAIN, ZapHandler
 
+if TYPE_CHECKING:
+    from pipedist.transport.keys import ServerKeys
+
 COPY_BYTES_MAX: Final = 64 * KIB
 """Frames up to this size are copied into ZeroMQ's queue: cheaper than sharing them."""
+
+# Plain ints: the enumerations of pyzmq cost more than the calls that get them.
+_LAST: Final = int(zmq.DONTWAIT)
+_MORE: Final = int(zmq.DONTWAIT | zmq.SNDMORE)
 
 
 class _Peer:
@@ -93,11 +101,13 @@ class Router:
         self._on_reject = on_reject
         self._on_lost = on_lost
         self._limits = limits
+        self._first_bytes_max = envelope.bytes_max(limits)
         self._settings = settings
         self._shared_memory = shared_memory
         self._listener: Listener | None = None
         self._peers: dict[bytes, _Peer] = {}
         self._waiting: set[bytes] = set()  # identities whose outbox is not empty
+        self._retry: asyncio.TimerHandle | None = None
         self._is_open = False
         self._begin_message()
 
@@ -147,12 +157,14 @@ class Router:
         peer = self._peers.get(identity)
         if peer is None or peer.is_dropped:
             return False
-        head = pack(message)
-        if self._listener is not None and any(_size(frame) >= SHARED_BYTES_MIN for frame in payload[1:]):
-            references, payload = self._listener.lend(identity, payload)
-            if references:
-                head = tables.prepend(references, head)
-        parts: list[bytes | memoryview] = [identity, head, *payload]
+        references: Sequence[Reference] = ()
+        if len(payload) > 1:
+            listener = self._listener
+            if listener is not None and any(_size(frame) >= SHARED_BYTES_MIN for frame in payload[1:]):
+                references, payload = listener.lend(identity, payload)
+        header = payload[0] if payload else b""
+        parts: list[bytes | memoryview] = [identity, envelope.seal(pack(message), header, references)]
+        parts += payload[1:]
         if not peer.outbox:
             sent = self._try_send(parts)
             if sent is not None:
@@ -170,7 +182,7 @@ class Router:
             return
         if reason:
             if self._is_open:
-                self._try_send([identity, pack(Refuse(reason[:1000]))])
+                self._try_send([identity, envelope.seal(pack(Refuse(reason[:1000])))])
             self._on_reject(reason)
         peer.is_dropped = True
         if self._listener is not None:
@@ -206,7 +218,7 @@ class Router:
         settings, socket = self._settings, self._socket
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         socket.setsockopt(zmq.ROUTER_HANDOVER, 0)
-        socket.setsockopt(zmq.MAXMSGSIZE, _frame_bytes_max(self._limits))
+        socket.setsockopt(zmq.MAXMSGSIZE, max(self._limits.frame_bytes_max, self._first_bytes_max))
         socket.setsockopt(zmq.HANDSHAKE_IVL, round(settings.handshake_s * 1000))
         socket.setsockopt(zmq.LINGER, round(settings.linger_s * 1000))
         socket.setsockopt(zmq.SNDHWM, settings.queue_messages_max)
@@ -243,6 +255,8 @@ class Router:
         self._is_open = False
         if self._listener is not None:
             self._listener.close()
+        if self._retry is not None:
+            self._retry.cancel()
         self._pump.stop()
         self._monitor_pump.stop()
         if self._zap is not None:
@@ -262,10 +276,10 @@ class Router:
         self._parts_bytes = 0
         self._fault = ""  # why the rest of the message is thrown away, unread
 
-    def _take(self, frame: zmq.Frame) -> None:
+    def _take(self, frame: zmq.Frame, more: bool) -> None:
         if self._identity is None:
             self._identity = frame.bytes
-            if frame.more:
+            if more:
                 return
             self._fault = "a message without frames"
         elif not self._fault:
@@ -274,7 +288,7 @@ class Router:
                 self._parts = []
             else:
                 self._parts.append(frame)
-        if not frame.more:
+        if not more:
             identity, parts, fault = self._identity, self._parts, self._fault
             self._begin_message()
             self._deliver(identity, parts, fault, frame)
@@ -284,10 +298,8 @@ class Router:
         self._parts_bytes += size_bytes
         if number >= limits.frames_max:
             return f"a message of more than {limits.frames_max} frames"
-        if number == 0 and size_bytes > limits.head_bytes_max:
-            return f"a first frame of {size_bytes} bytes, the limit is {limits.head_bytes_max}"
-        if number == 1 and size_bytes > limits.header_bytes_max:
-            return f"a header of {size_bytes} bytes, the limit is {limits.header_bytes_max}"
+        if number == 0 and size_bytes > self._first_bytes_max:
+            return f"a first frame of {size_bytes} bytes, the limit is {self._first_bytes_max}"
         if self._parts_bytes > limits.message_bytes_max:
             return f"a message of more than {limits.message_bytes_max} bytes"
         return ""
@@ -318,13 +330,19 @@ class Router:
         hang_up(last, self._endpoint)
 
     def _open_message(self, identity: bytes, parts: list[zmq.Frame]) -> tuple[Message, list[memoryview]]:
-        references, head = tables.split(parts[0].buffer, self._limits)
+        head, header, references = envelope.unseal(parts[0].buffer, self._limits)
         message = unpack(head)
-        frames = [part.buffer for part in parts[1:]]
+        if not header.nbytes:
+            if len(parts) > 1 or references:
+                raise RemoteProtocolError("frames without a header")
+            return message, []
+        frames = [header]
+        if len(parts) > 1:
+            frames += [part.buffer for part in parts[1:]]
         if references:
             if self._listener is None:
                 raise RemoteProtocolError("references to shared memory, which is off")
-            tables.weave(frames, references, self._listener.frames(identity, references), self._limits)
+            weave(frames, references, self._listener.frames(identity, references), self._limits)
         return message, frames
 
     def _admit(self, identity: bytes, user: str) -> _Peer | None:
@@ -337,8 +355,8 @@ class Router:
         peer = self._peers[identity] = _Peer(user)
         return peer
 
-    def _take_event(self, frame: zmq.Frame) -> None:
-        if frame.more:  # the second and last frame is our own endpoint
+    def _take_event(self, frame: zmq.Frame, more: bool) -> None:
+        if more:  # the second and last frame is our own endpoint
             self._on_reject(f"a peer failed to join: {HANDSHAKE_FAILURES[event_of(frame.bytes)]}")
 
     def _on_link_fault(self, identity: bytes, reason: str) -> None:
@@ -355,7 +373,7 @@ class Router:
         last = len(parts) - 1
         try:
             for number, part in enumerate(parts):
-                flags = zmq.DONTWAIT | zmq.SNDMORE if number < last else zmq.DONTWAIT
+                flags = _MORE if number < last else _LAST
                 self._socket.send(part, flags, copy=_size(part) <= COPY_BYTES_MAX)
         except zmq.Again:
             return None
@@ -383,9 +401,17 @@ class Router:
         peer.outbox.append(parts)
         peer.outbox_bytes += size_bytes
         self._waiting.add(identity)
+        self._retry_soon()
         return True
 
     def _flush(self) -> None:
+        """Send what waits, as far as there is room.
+
+        Looking for messages may use up the edge that says that there is room again: so while something
+        waits, it is tried again also without a wake-up.
+        """
+        if not self._waiting:
+            return
         for identity in list(self._waiting):
             peer = self._peers[identity]
             while peer.outbox:
@@ -399,15 +425,23 @@ class Router:
                     peer.outbox_bytes = 0
             if not peer.outbox:
                 self._waiting.discard(identity)
+        self._retry_soon()
+
+    def _retry_soon(self) -> None:
+        if self._waiting and self._retry is None:
+            loop = asyncio.get_running_loop()
+            self._retry = loop.call_later(self._settings.flush_retry_s, self._retry_now)
+
+    def _retry_now(self) -> None:
+        self._retry = None
+        if self._is_open:
+            self._flush()
+            self._pump.look_again()
 
     def _lose(self, identity: bytes, reason: str) -> None:
         self.drop(identity, reason)
         if self._on_lost is not None:
             self._on_lost(identity, reason)
-
-
-def _frame_bytes_max(limits: Limits) -> int:
-    return max(limits.frame_bytes_max, limits.header_bytes_max, limits.head_bytes_max)
 
 
 def _size(part: bytes | memoryview) -> int:

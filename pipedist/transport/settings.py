@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from pipedist.records import record
 from pipedist.transport.limits import GIB, KIB
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Settings:
     """The times and queue lengths of a socket.
 
@@ -22,6 +21,7 @@ class Settings:
             went away without a word. Hung workers are the scheduler's business.
         handshakes_failed_max: failed handshakes without a stated reason, after which a Dealer
             gives up.
+        flush_retry_s: how often what waits for a full queue is tried again, at the least.
         frames_per_wake_up: frames that a Router handles before other tasks have their turn.
         peers_max: identities that a Router remembers.
     """
@@ -34,6 +34,7 @@ class Settings:
     heartbeat_s: float = 5.0
     heartbeat_timeout_s: float = 30.0
     handshakes_failed_max: int = 3
+    flush_retry_s: float = 0.005
     frames_per_wake_up: int = 256
     peers_max: int = 64 * KIB
 

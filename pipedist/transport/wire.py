@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import operator
 import typing
-from collections.abc import Callable
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Sequence
+from dataclasses import fields
 from typing import Any, Final
 
 import msgpack
@@ -14,7 +14,8 @@ import msgpack
 from pipedist import messages
 from pipedist.errors import LocalProtocolError, RemoteProtocolError
 from pipedist.messages import Message
-from pipedist.transport.limits import LIMITS, STRING_BYTES_MAX
+from pipedist.records import record
+from pipedist.transport.limits import KIB, LIMITS, STRING_BYTES_MAX
 
 _TAGS: Final[dict[int, type[Any]]] = {
     1: messages.Hello,
@@ -30,11 +31,20 @@ _TAGS: Final[dict[int, type[Any]]] = {
     11: messages.Log,
     12: messages.Heartbeat,
     13: messages.Goodbye,
+    14: messages.AssignGang,
+    15: messages.State,
+    16: messages.DropState,
+    17: messages.Exchange,
+    18: messages.Relay,
+    19: messages.Stalled,
 }
 """The number of each message class on the wire; a number is never used for another one."""
 
 if set(_TAGS.values()) != set(typing.get_args(Message)):
     raise ImportError("the wire's table of tags and pipedist.messages.Message have drifted apart")
+
+
+_INT_END: Final = 1 << 63
 
 
 def _str(value: Any) -> str:
@@ -47,7 +57,7 @@ def _str(value: Any) -> str:
 
 
 def _int(value: Any) -> int:
-    if type(value) is not int or not 0 <= value < 1 << 63:
+    if type(value) is not int or not 0 <= value < _INT_END:
         raise ValueError("an int from 0 to 2**63 - 1")
     return value
 
@@ -81,7 +91,7 @@ _CHECKS: Final[dict[Any, Callable[[Any], Any]]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class _Form:
     """How one message class is written, compiled from its annotations."""
 
@@ -90,6 +100,8 @@ class _Form:
     names: tuple[str, ...]
     checks: tuple[Callable[[Any], Any], ...]
     get: Callable[[Any], Any]
+    ints: tuple[type, ...] | None
+    """The types of the fields, where all of them are ints: of the messages that there are most of."""
 
     @classmethod
     def of(cls, message_class: type[Any], tag: int) -> _Form:
@@ -102,9 +114,12 @@ class _Form:
             names,
             tuple(_CHECKS[types[name]] for name in names),
             get if len(names) > 1 else lambda message: (get(message),),
+            (int,) * len(names) if all(types[name] is int for name in names) else None,
         )
 
-    def check(self, values: tuple[Any, ...]) -> list[Any]:
+    def check(self, values: tuple[Any, ...]) -> Sequence[Any]:
+        if tuple(map(type, values)) == self.ints and min(values) >= 0 and max(values) < _INT_END:
+            return values
         if len(values) != len(self.names):
             raise ValueError(f"{self.cls.__name__} has {len(self.names)} fields, not {len(values)}")
         checked = []
@@ -120,6 +135,10 @@ _BY_TAG: Final = {tag: _Form.of(cls, tag) for tag, cls in _TAGS.items()}
 _BY_CLASS: Final = {form.cls: form for form in _BY_TAG.values()}
 
 
+# One for all messages and threads: with plain types it runs no Python code, and so in one go.
+_PACKER: Final = msgpack.Packer(unicode_errors="surrogatepass", buf_size=4 * KIB)
+
+
 def pack(message: Message) -> bytes:
     """Turn a message into the bytes of its frame.
 
@@ -130,9 +149,7 @@ def pack(message: Message) -> bytes:
     if form is None:
         raise LocalProtocolError(f"{type(message).__qualname__} is no message")
     try:
-        head: bytes = msgpack.packb(
-            [form.tag, *form.check(form.get(message))], unicode_errors="surrogatepass"
-        )
+        head: bytes = _PACKER.pack([form.tag, *form.check(form.get(message))])
     except ValueError as error:
         raise LocalProtocolError(f"can't send: {error}") from None
     if len(head) > LIMITS.head_bytes_max:

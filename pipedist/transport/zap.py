@@ -51,10 +51,10 @@ class ZapHandler:
         self._pump.stop()
         self._socket.close()
 
-    def _take(self, frame: zmq.Frame) -> None:
+    def _take(self, frame: zmq.Frame, more: bool) -> None:
         if len(self._request) < _FRAMES_MAX:
             self._request.append(frame.bytes)
-        if not frame.more:
+        if not more:
             request, self._request = self._request, []
             self._socket.send_multipart(self._answer(request), zmq.DONTWAIT)
             self._pump.look_again()

@@ -13,13 +13,16 @@ import sys
 from collections.abc import Mapping
 
 _BOOT = """\
-import importlib.util, json, sys
+import gc, importlib.util, json, sys
+gc.disable()  # what is being imported is no garbage
 init, folder, module, arguments = sys.argv[1:]
 spec = importlib.util.spec_from_file_location("pipedist", init, submodule_search_locations=[folder])
 package = importlib.util.module_from_spec(spec)
 sys.modules["pipedist"] = package
 spec.loader.exec_module(package)
-importlib.import_module(module).main(json.loads(arguments))
+main = importlib.import_module(module).main
+gc.enable()
+main(json.loads(arguments))
 """
 
 _THREAD_VARIABLES = (

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
 
-from pipedist.messages import Message, Results, Welcome
+from pipedist.messages import AssignGang, Exchange, Message, Relay, Results, Welcome
+from pipedist.records import record
 
 
 class Ending(enum.Enum):
@@ -17,56 +17,90 @@ class Ending(enum.Enum):
     UNANSWERED = "the scheduler did not answer"
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Send:
     """Send a message that has no payload."""
 
     message: Message
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class SendResults:
     """Send a message with the results that were reported with it."""
 
     message: Results
 
 
-@dataclass(frozen=True, slots=True)
+@record
+class SendExchange:
+    """Send a message with what the replicas of a gang's lease bring to a collective."""
+
+    message: Exchange
+
+
+@record
 class Join:
     """The worker is in: take over what the Welcome says."""
 
     welcome: Welcome
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class OpenPass:
     """Keep the program that came with the message."""
 
     pass_id: int
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class DropPass:
     """Let go of a pass: its functions, instances and reader."""
 
     pass_id: int
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class KeepLease:
-    """Keep the shards that came with the message."""
+    """Keep the shards that came with the message.
+
+    Args:
+        gang: the assignment, where the lease is a member's part of a gang.
+    """
 
     lease: int
+    gang: AssignGang | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@record
+class KeepRelay:
+    """Keep what another member of the gang brought, until its lease waits for it or is dropped."""
+
+    relay: Relay
+
+
+@record
+class KeepState:
+    """Keep the value that came with the message; see `pipedist.worker.state_store`."""
+
+    space: int
+    version: int
+
+
+@record
+class ForgetState:
+    """Let go of every version of a state."""
+
+    space: int
+
+
+@record
 class DropLease:
-    """Let go of a lease: its shards, and its Execute, if that has been given."""
+    """Let go of a lease: its shards, what was relayed for it, and its Execute, if that has been given."""
 
     lease: int
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Execute:
     """Execute a slice of a lease: from its first call that is not reported, at most up to `hi`.
 
@@ -85,7 +119,7 @@ class Execute:
     slice_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Leave:
     """End the process."""
 
@@ -93,4 +127,18 @@ class Leave:
     reason: str
 
 
-Command = Send | SendResults | Join | OpenPass | DropPass | KeepLease | DropLease | Execute | Leave
+Command = (
+    Send
+    | SendResults
+    | SendExchange
+    | Join
+    | OpenPass
+    | DropPass
+    | KeepLease
+    | KeepRelay
+    | KeepState
+    | ForgetState
+    | DropLease
+    | Execute
+    | Leave
+)

@@ -1,4 +1,4 @@
-"""What a replica function can know about the call that it is executing.
+"""What a replica function can know about the call that it is executing, and do with the others'.
 
 `ctx.rng` is the only source of randomness that keeps results reproducible: a PCG64 generator
 whose `numpy.random.SeedSequence` has the entropy
@@ -11,16 +11,28 @@ so it depends on nothing else: not on the worker, the attempt, or the calls befo
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+import inspect
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from functools import lru_cache
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from pipedist.program import Tree
+
 if TYPE_CHECKING:
     from numpy.random import Generator
+
+    from pipedist.collectives.options import CommunicationOptions
+    from pipedist.collectives.requests import Place, Request
+    from pipedist.values import ReduceOp
+    from pipedist.worker.variables import ReplicaVariables
+
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 _CROSS_REPLICA = {
     "run": "call the other function directly, or make it a stage of its own",
@@ -62,8 +74,27 @@ class ReplicaStrategy:
         return refuse
 
 
+class Collectives(Protocol):
+    """How one replica reaches the others of its step."""
+
+    is_async: bool
+    """Whether the function is async: then a collective is something to await."""
+
+    def call(self, request: Request) -> Any:
+        """Make a collective: its result, or what awaits it."""
+        ...
+
+
 class ReplicaContext:
     """The call that a replica function is executing (tf.distribute.ReplicaContext).
+
+    Its collectives (`all_reduce`, `all_gather`, `broadcast`, `barrier`, `merge_call`) meet the other
+    replicas of the step. Every replica must call the same ones in the same order; they are numbered,
+    and where two replicas differ, or one returns while others wait, all of them get a
+    CollectiveMismatchError that says who called what, at which file and line (tf.distribute hangs,
+    or takes replica 0's word). In a plain function they block; in an async one they are awaited, and
+    several that overlap are made in the order in which they were first awaited. They need
+    `collectives: true` at the stage; what `Strategy.run` calls always has it.
 
     Args:
         replica_id_in_sync_group: this replica's number, 0..num_replicas_in_sync-1.
@@ -74,22 +105,26 @@ class ReplicaContext:
         elements: int64[n], ids of the shard's elements (epoch * N + index), or None where the
             call's value is no shard of a dataset, or its length is not known.
         seed: the spec's seed.
+        collectives: how it meets the other replicas; None where it can't.
+        device: where its arrays belong, for libraries with devices: "cpu", "cuda:0".
     """
 
     __slots__ = (
+        "_collectives",
         "_elements",
         "_rng",
         "_seed",
+        "device",
         "epoch",
         "num_replicas_in_sync",
         "replica_id_in_sync_group",
         "stage",
         "step",
+        "variables",
     )
 
     def __init__(
         self,
-        *,
         replica_id_in_sync_group: int,
         num_replicas_in_sync: int,
         step: int,
@@ -97,15 +132,20 @@ class ReplicaContext:
         stage: str,
         elements: NDArray[np.int64] | range | None,
         seed: int,
+        collectives: Collectives | None = None,
+        device: str = "cpu",
     ) -> None:
         self.replica_id_in_sync_group = replica_id_in_sync_group
         self.num_replicas_in_sync = num_replicas_in_sync
         self.step = step
         self.epoch = epoch
         self.stage = stage
+        self.device = device
         self._elements = elements
         self._seed = seed
+        self._collectives = collectives
         self._rng: Generator | None = None
+        self.variables: ReplicaVariables | None = None
 
     @property
     def elements(self) -> NDArray[np.int64] | None:
@@ -131,11 +171,183 @@ class ReplicaContext:
         """The strategy, as far as one replica may use it."""
         return ReplicaStrategy(self.num_replicas_in_sync)
 
+    @property
+    def is_async(self) -> bool:
+        """Whether collectives must be awaited, because the function is async."""
+        return self._collectives is not None and self._collectives.is_async
+
+    def all_reduce(
+        self, reduce_op: ReduceOp | str, value: Tree, options: CommunicationOptions | None = None
+    ) -> Any:
+        """Fold all replicas' values, element by element (tf.distribute.ReplicaContext.all_reduce).
+
+        The fold is that of `Strategy.reduce(reduce_op, value, axis=None)`, to the bit: in the order of
+        replica ids, as a fixed tree. A value is always reduced, also where all replicas have the same
+        object (tf.distribute then returns it as it is), and a tree may mix dtypes.
+
+        Args:
+            reduce_op: sum, mean, min, max or prod.
+            value: a tree of numeric arrays and numbers, of one structure, shapes and dtypes in all replicas.
+            options: of this call; a field that is not at its default overrides the strategy's.
+
+        Returns:
+            The tree with an array in place of each leaf, or a NumPy scalar for a number; the same in
+            every replica. In an async function: an awaitable of it.
+
+        Raises:
+            RuntimeError: the stage has no `collectives: true`.
+            ValueError: there is no such op, or a leaf can't be reduced so.
+            TypeError: a leaf is not numeric (bool, str).
+            OverflowError: an integer result does not fit its dtype.
+            CollectiveMismatchError: another replica called something else, or ended.
+            CollectiveTimeoutError: a replica did not come within `timeout_s`.
+        """
+        from pipedist.collectives import requests  # most functions call no collectives
+
+        return self._call(requests.all_reduce(reduce_op, value, options, _place()))
+
+    def all_gather(self, value: Tree, axis: int, options: CommunicationOptions | None = None) -> Any:
+        """Put all replicas' arrays end to end, in replica order (tf.distribute.ReplicaContext.all_gather).
+
+        Args:
+            value: a tree of arrays of rank >= 1 and any dtype; sizes may differ along `axis` only.
+            axis: which one; a negative one counts from the end.
+            options: of this call.
+
+        Returns:
+            The tree of the gathered arrays, the same in every replica. In an async function: an awaitable.
+
+        Raises:
+            RuntimeError: the stage has no `collectives: true`.
+            ValueError: a scalar, an axis out of range, or sizes that differ along another axis.
+            TypeError: a leaf is no array, or the axis no int.
+            CollectiveMismatchError, CollectiveTimeoutError: as for `all_reduce`.
+        """
+        from pipedist.collectives import requests
+
+        return self._call(requests.all_gather(value, axis, options, _place()))
+
+    def broadcast(self, value: Tree, source: int = 0, options: CommunicationOptions | None = None) -> Any:
+        """Give every replica the value of one of them.
+
+        Args:
+            value: a tree; that of the other replicas is not looked at.
+            source: whose value all get.
+            options: of this call.
+
+        Returns:
+            Replica `source`'s tree, its arrays read-only. In an async function: an awaitable.
+
+        Raises:
+            RuntimeError: the stage has no `collectives: true`.
+            ValueError: there is no such replica.
+            CollectiveMismatchError, CollectiveTimeoutError: as for `all_reduce`.
+        """
+        from pipedist.collectives import requests
+
+        return self._call(requests.broadcast(value, source, options, _place()))
+
+    def barrier(self, options: CommunicationOptions | None = None) -> Any:
+        """Go on when every replica has come here.
+
+        Args:
+            options: of this call.
+
+        Returns:
+            None. In an async function: an awaitable.
+
+        Raises:
+            RuntimeError: the stage has no `collectives: true`.
+            CollectiveMismatchError, CollectiveTimeoutError: as for `all_reduce`.
+        """
+        from pipedist.collectives import requests
+
+        return self._call(requests.barrier(options, _place()))
+
+    def merge_call(
+        self, fn: Callable[..., Tree], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Call a function once for all replicas (tf.distribute.ReplicaContext.merge_call).
+
+        It meets all replicas, and runs in replica 0's worker, in cross-replica context:
+        `fn(strategy, *args, **kwargs)`. There is no replica context inside; `strategy` has `reduce`,
+        `gather`, `local_results` and `update`, which are not awaited here, and `num_replicas_in_sync`.
+
+        Args:
+            fn: a plain function.
+            args, kwargs: trees of one structure in all replicas; fn gets them with PerReplica leaves.
+
+        Returns:
+            What fn returned, with this replica's component wherever a PerReplica stands in it. In an
+            async function: an awaitable.
+
+        Raises:
+            RuntimeError: the stage has no `collectives: true`.
+            TypeError: `fn` can't be called, or is async; `kwargs` is no mapping.
+            ValueError: `args` is neither tuple nor list; or structures differ.
+            Exception: what `fn` raised, in every replica.
+            CollectiveMismatchError, CollectiveTimeoutError: as for `all_reduce`.
+        """
+        from pipedist.collectives import requests
+        from pipedist.worker.merging import merging
+
+        if not callable(fn):
+            raise TypeError(f"merge_call needs a function, not {fn!r} of type {type(fn).__name__}")
+        if inspect.iscoroutinefunction(fn):
+            raise TypeError("merge_call needs a plain function, not an async one: nothing in it is awaited")
+        if not isinstance(args, (list, tuple)):
+            raise ValueError(f"args is {args!r} of type {type(args).__name__}; expected a tuple: args=(x,)")
+        if kwargs is not None and not isinstance(kwargs, Mapping):
+            raise TypeError(f"kwargs is {kwargs!r} of type {type(kwargs).__name__}; expected a dict")
+        given, named = tuple(args), dict(kwargs or {})
+        if self.variables is not None:
+            fn, given, named = self.variables.merge(fn, given, named)
+        request = requests.merge_call(merging(fn, self.num_replicas_in_sync), given, named, None, _place())
+        result = self._call(request)
+        if self.variables is None:
+            return result
+        return _merged(result, self.variables) if self.is_async else self.variables.merged(result)
+
+    def _collective(
+        self, kind: str, tree: Tree, op: ReduceOp | str = "sum", source: int = 0, label: str = ""
+    ) -> Any:
+        """Make a collective for what the user called by another name ("assign_add of variable 'w'")."""
+        from pipedist.collectives import requests
+
+        if kind == requests.ALL_REDUCE:
+            request = requests.all_reduce(op, tree, None, _place())
+        else:
+            request = requests.broadcast(tree, source, None, _place())
+        request.label = label
+        return self._call(request)
+
+    def _call(self, request: Request) -> Any:
+        if self._collectives is None:
+            raise RuntimeError(
+                "a collective needs every replica of the step at once: add `collectives: true` to stage "
+                f"{self.stage}"
+            )
+        return self._collectives.call(request)
+
     def __repr__(self) -> str:
         return (
             f"ReplicaContext(stage={self.stage!r}, step={self.step}, "
             f"replica {self.replica_id_in_sync_group} of {self.num_replicas_in_sync})"
         )
+
+
+async def _merged(result: Any, variables: ReplicaVariables) -> Tree:
+    return variables.merged(await result)
+
+
+def _place() -> Place:
+    """Return where user code made the call that is going on."""
+    from pipedist.collectives.requests import Place
+
+    frame = sys._getframe(2)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+        frame = frame.f_back
+    return Place(frame.f_code, frame.f_lasti)
 
 
 @lru_cache(maxsize=1024)

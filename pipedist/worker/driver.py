@@ -5,7 +5,8 @@ calls, sends what came of them, and looks for messages again. zmq's own thread f
 messages meanwhile. One helper thread, the REPORTER, sends the results of finished calls when the
 main thread is stuck in a long one; it looks every `flush_s` while there is work, and is asleep
 when there is none. Machine and socket belong to whoever holds `_core`; the main thread lets go
-of it exactly while it executes user code.
+of it exactly while it executes user code. In a gang whose members meet through the scheduler, a
+replica that waits for another member holds it, and handles messages (`bring`, `listen`).
 """
 
 from __future__ import annotations
@@ -18,26 +19,31 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 from pipedist.errors import PipedistError
 from pipedist.messages import Log, Message
-from pipedist.program import Shards
 from pipedist.transport.codec import Frame, UnsendableError, encode
 from pipedist.worker import commands, failures
-from pipedist.worker.binding import Unloadable, from_frames, load_tree
 from pipedist.worker.commands import Ending, Execute
-from pipedist.worker.events import Event, Finished, Raised, SliceEnded, Started, Tick
-from pipedist.worker.execution import Outcome, PassExecutor, PersistentLoop
+from pipedist.worker.events import Brought, Event, Finished, Missed, Raised, SliceEnded, Started, Tick
+from pipedist.worker.execution import Outcome, PassExecutor
 from pipedist.worker.failures import CallFailure
+from pipedist.worker.leases import Leases
 from pipedist.worker.machine import Limits, State, WorkerMachine
 from pipedist.worker.output import OutputCapture
 from pipedist.worker.progress import Progress
-from pipedist.worker.ranges import RangeRun, RefusedRange
+from pipedist.worker.ranges import RefusedRange
+
+if TYPE_CHECKING:
+    from pipedist.worker.leases import Run
 
 IDLE_POLL_S = 1.0
 """How long an idle worker waits for a message before it looks around."""
+
+LISTEN_S = 0.1
+"""How long a replica waits for another member before lines that were printed meanwhile are sent."""
 
 SILENT_S = 2.0
 """How long a scheduler may take to answer before that is told."""
@@ -105,18 +111,16 @@ class Driver:
         """Since when nobody has answered; None where that has been told, or does not matter any more."""
         self._core = threading.Lock()
         """Held by whoever uses `_machine` or `_socket`."""
-        self._loop = PersistentLoop()
-        self._passes: dict[int, PassExecutor | Unloadable] = {}
-        """What executes each bound pass, or why nothing can."""
-        self._payloads: dict[int, list[memoryview]] = {}
-        """Shards of leases that have not begun."""
+        self._leases = Leases(self, threads)
+        self._fault: BaseException | None = None
+        """What went wrong with the scheduler while a replica was listening."""
         self._frames: list[memoryview] = []
         """Payload of the message that is being handled."""
         self._encoded: Sequence[Frame] = ()
         """Results that are being reported."""
         self._slice: Execute | None = None
         """What executes, or is executed next."""
-        self._run: RangeRun | RefusedRange | None = None
+        self._run: Run | None = None
         """The lease that executes."""
         self._left: tuple[Ending, str] | None = None
         self._lines: deque[Log] = deque(maxlen=LOG_LINES_WAITING_MAX)
@@ -150,6 +154,7 @@ class Driver:
                 self._run = None
                 self._over.set()
             self._working.set()
+            self._leases.close()
         return self._left
 
     # -- the machine -------------------------------------------------------------------
@@ -196,6 +201,10 @@ class Driver:
         self._progress.idle()
         self.output.finish()
         with self._core:
+            if self._fault is not None:
+                raise self._fault
+            if self._run is not run or self._left is not None:
+                return  # a gang, whose lease was dropped while its replicas listened
             self._report(slice_.lease, run)
             if failure is not None:
                 run.skip()
@@ -204,27 +213,53 @@ class Driver:
             self._handle(SliceEnded(slice_.lease))
             self._receive()
 
-    def _begin(self, slice_: Execute) -> RangeRun | RefusedRange:
+    def _begin(self, slice_: Execute) -> Run:
         if self._run is None:
-            self._run = self._new_run(slice_)
+            self._run = self._leases.begin(slice_, self._progress.of_lease(slice_.lease))
         return self._run
 
-    def _new_run(self, slice_: Execute) -> RangeRun | RefusedRange:
-        frames = self._payloads.pop(slice_.lease)
-        executor = self._passes[slice_.pass_id]
-        if isinstance(executor, Unloadable):
-            return RefusedRange(executor, "", slice_.lo)
-        begin = self._progress.of_lease(slice_.lease)
-        begin(slice_.lo)  # decoding may import a user's module, which may end the process
-        try:
-            shards = Shards(*load_tree(frames, "the arguments of this call"))
-        except Unloadable as error:
-            return RefusedRange(error, executor.first_stage, slice_.lo)
-        return RangeRun(executor, shards, slice_.lo, slice_.hi, begin)
+    # -- gangs: called by replicas, in their threads ----------------------------------------
+
+    def bring(self, lease: int, number: int, payload: Sequence[Frame]) -> None:
+        """Send a gang's part of an exchange; see `pipedist.worker.hub_channel.Hub`."""
+        with self._listening(lease):
+            self._encoded = payload
+            self._handle(Brought(lease, number))
+            self._encoded = ()
+
+    def listen(self, lease: int, timeout_s: float) -> None:
+        """Handle what the scheduler says meanwhile; see `pipedist.worker.hub_channel.Hub`."""
+        with self._listening(lease):
+            if self._socket.poll(min(timeout_s, LISTEN_S)):
+                self._receive()
+            self._send_lines()
+
+    def miss(self, lease: int, members: tuple[int, ...], text: str) -> None:
+        """Tell that a collective has waited too long; see `pipedist.worker.gangs.Scheduler`."""
+        with self._listening(lease):
+            self._handle(Missed(lease, tuple(map(str, members)), text))
+
+    @contextlib.contextmanager
+    def _listening(self, lease: int) -> Iterator[None]:
+        """Use machine and socket in a replica's thread, as long as its lease stands."""
+        from pipedist.collectives.channel import GangAborted  # loaded already
+
+        with self._core:
+            if self._fault is None and self._holds(lease):
+                try:
+                    yield
+                except BaseException as error:  # it ends the process, but not in the middle of user code
+                    self._fault = error
+                if self._fault is None:
+                    return
+            raise GangAborted("the scheduler has cancelled the step")
+
+    def _holds(self, lease: int) -> bool:
+        return self._left is None and self._leases.is_gangs(lease)
 
     # -- reporting -----------------------------------------------------------------------
 
-    def _report(self, lease: int, run: RangeRun | RefusedRange) -> None:
+    def _report(self, lease: int, run: Run) -> None:
         """Report the calls that have finished; whoever calls holds `_core`."""
         lo, outcomes, busy_ns = run.take()
         if not outcomes or isinstance(run, RefusedRange):
@@ -265,6 +300,7 @@ class Driver:
                 failure.text,
                 failure.traceback,
                 failure.retryable,
+                failure.aborted,
             )
         )
 
@@ -308,6 +344,10 @@ class Driver:
         # A slow reader is back-pressure, not a fault; what is sent was made ours by `boundary.own`.
         self._socket.send(command.message, self._encoded, copy=False, timeout_s=math.inf)
 
+    def _do_send_exchange(self, command: commands.SendExchange) -> None:
+        # A copy: its memory is the replicas', who go on when the others have answered.
+        self._socket.send(command.message, self._encoded, timeout_s=math.inf)
+
     def _do_join(self, command: commands.Join) -> None:
         """Resolve modules as the scheduler's process on this host does."""
         self._waits_from = None
@@ -318,25 +358,27 @@ class Driver:
             sys.path[:] = theirs + [entry for entry in sys.path if entry not in theirs]
 
     def _do_open_pass(self, command: commands.OpenPass) -> None:
-        try:
-            program = from_frames(self._frames)
-        except Unloadable as error:
-            self._passes[command.pass_id] = error  # each of its calls tells
-        else:
-            self._passes[command.pass_id] = PassExecutor(program, self._loop, self._threads)
+        self._leases.open_pass(command.pass_id, self._frames)
 
     def _do_drop_pass(self, command: commands.DropPass) -> None:
-        executor = self._passes.pop(command.pass_id)
-        if isinstance(executor, PassExecutor):
-            executor.close()
+        self._leases.drop_pass(command.pass_id)
 
     def _do_keep_lease(self, command: commands.KeepLease) -> None:
-        self._payloads[command.lease] = self._frames
+        self._leases.keep(command.lease, self._frames, command.gang)
+
+    def _do_keep_relay(self, command: commands.KeepRelay) -> None:
+        self._leases.keep_relay(command.relay, self._frames)
+
+    def _do_keep_state(self, command: commands.KeepState) -> None:
+        self._leases.states.receive(command.space, command.version, self._frames)
+
+    def _do_forget_state(self, command: commands.ForgetState) -> None:
+        self._leases.states.forget(command.space)
 
     def _do_drop_lease(self, command: commands.DropLease) -> None:
         if self._slice is not None and self._slice.lease == command.lease:
             self._slice = None
-        if self._payloads.pop(command.lease, None) is None and self._run is not None:
+        if not self._leases.drop(command.lease) and self._run is not None:
             run, self._run = self._run, None
             run.abandon()
 
@@ -350,10 +392,14 @@ class Driver:
 _CARRY_OUT: dict[type, Callable[[Driver, Any], None]] = {
     commands.Send: Driver._do_send,
     commands.SendResults: Driver._do_send_results,
+    commands.SendExchange: Driver._do_send_exchange,
     commands.Join: Driver._do_join,
     commands.OpenPass: Driver._do_open_pass,
     commands.DropPass: Driver._do_drop_pass,
     commands.KeepLease: Driver._do_keep_lease,
+    commands.KeepRelay: Driver._do_keep_relay,
+    commands.KeepState: Driver._do_keep_state,
+    commands.ForgetState: Driver._do_forget_state,
     commands.DropLease: Driver._do_drop_lease,
     Execute: Driver._do_execute,
     commands.Leave: Driver._do_leave,

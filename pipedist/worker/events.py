@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from pipedist.messages import Message
+from pipedist.records import record
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Started:
     """The process is up and can talk."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Finished:
     """Calls [lo, hi) of the executing lease returned; the driver holds their encoded results."""
 
@@ -22,7 +21,7 @@ class Finished:
     busy_ns: int
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Raised:
     """A call of the executing lease raised, or its result can't be sent; see `messages.Failed`."""
 
@@ -34,18 +33,36 @@ class Raised:
     text: str
     traceback: str
     retryable: bool
+    aborted: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@record
+class Brought:
+    """The executing lease's replicas have come to collective `number`; the driver holds what they bring."""
+
+    lease: int
+    number: int
+
+
+@record
+class Missed:
+    """A collective of the executing lease has waited for its `timeout_s`; see `messages.Stalled`."""
+
+    lease: int
+    members: tuple[str, ...]
+    text: str
+
+
+@record
 class SliceEnded:
     """The driver is done with an Execute, and has reported everything that it finished."""
 
     lease: int
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Tick:
     """Nothing happened, but time passed."""
 
 
-Event = Message | Started | Finished | Raised | SliceEnded | Tick
+Event = Message | Started | Finished | Raised | Brought | Missed | SliceEnded | Tick

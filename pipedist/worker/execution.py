@@ -1,53 +1,51 @@
 """Executing calls: a pass's program, applied to one shard at a time.
 
 Every call runs the program's stages in order and collects what it emits; how the calls of a lease
-follow each other is `pipedist.worker.ranges`'s.
+follow each other is `pipedist.worker.ranges`'s, and `pipedist.worker.gang_run`'s where they belong to
+a gang. There, a shard may be empty: only stages that call collectives are called with it, and what the
+others would have given is absent from the outcome.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Awaitable, Generator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Awaitable, Callable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pipedist.errors import PipedistError
-from pipedist.program import Emit, Program, Shards, Tree
+from pipedist.program import Emit, Program, Tree
 from pipedist.reductions import Reduction
 from pipedist.worker import failures
 from pipedist.worker.boundary import guard, own
-from pipedist.worker.context import ReplicaContext, current
+from pipedist.worker.context import Collectives, ReplicaContext, current
 from pipedist.worker.failures import CallFailure
 from pipedist.worker.output import importer
-from pipedist.worker.shards import ShardFinder
+from pipedist.worker.shards import LeaseShards, Shard, ShardFinder
 from pipedist.worker.stages import Stage
+from pipedist.worker.state_store import States
 
 if TYPE_CHECKING:
-    import asyncio
+    from pipedist.worker.variables import ReplicaVariables
 
 Outcome = dict[str, Tree]
 """What one call sends back: {slot: tree}."""
 
+Result = tuple[Outcome, int]
+"""An outcome, and its size in bytes."""
 
-class PersistentLoop:
-    """The worker's event loop: made when the first async function needs it, then kept."""
 
-    def __init__(self) -> None:
-        self._loop: asyncio.AbstractEventLoop | None = None
+class Seat(NamedTuple):
+    """What a call in a gang has, and others have not.
 
-    def run(self, awaitable: Awaitable[Any]) -> Any:
-        """Run until `awaitable` is done and return its result."""
-        import asyncio  # only async functions need it
+    Args:
+        meet: what its collectives go through, by whether the function that calls them is async.
+        device: see `ReplicaContext.device`.
+        variables: what its functions read and assign; None where the step has no variables.
+    """
 
-        if self._loop is None:
-            self._loop = asyncio.new_event_loop()
-            asyncio.set_event_loop(self._loop)
-        return self._loop.run_until_complete(awaitable)
-
-    def close(self) -> None:
-        """Close the loop, if there ever was one."""
-        if self._loop is not None:
-            self._loop.close()
-            self._loop = None
+    meet: Callable[[bool], Collectives]
+    device: str
+    variables: ReplicaVariables | None
 
 
 class Call:
@@ -56,17 +54,19 @@ class Call:
     Args:
         number: its number in the pass.
         stage: the stage that it is in; the first one while its shard is looked for.
+        seat: its replica's in a gang; None outside of one.
         permanent: an error here and now will come again on every attempt.
         reading: its shard is looked for.
         in_user_code: it is in a stage's function.
     """
 
-    __slots__ = ("in_user_code", "number", "permanent", "reading", "replica", "stage", "step")
+    __slots__ = ("in_user_code", "number", "permanent", "reading", "replica", "seat", "stage", "step")
 
-    def __init__(self, number: int, replicas: int, stage: str) -> None:
+    def __init__(self, number: int, replicas: int, stage: str, seat: Seat | None = None) -> None:
         self.number = number
         self.step, self.replica = divmod(number, replicas)
         self.stage = stage
+        self.seat = seat
         self.permanent = False
         self.reading = False
         self.in_user_code = False
@@ -77,17 +77,20 @@ class PassExecutor:
 
     Args:
         program: the pass's program.
-        loop: where async functions run.
         threads: BLAS and OpenMP threads that this process was started with.
     """
 
-    def __init__(self, program: Program, loop: PersistentLoop, threads: int) -> None:
+    def __init__(self, program: Program, threads: int) -> None:
         self.program = program
-        self.loop = loop
         self._threads = threads
         self._stages = [Stage(stage, program.code) for stage in program.stages]
-        self._finder = ShardFinder(program.reader, program.replicas)
-        self._reductions = [Reduction.of(e.op, e.axis) if e.op else None for e in program.emits]
+        self.finder = ShardFinder(program.reader, program.replicas)
+        emits = [emit for emit in program.emits if emit.of >= -1]
+        self._slots = [emit.slot for emit in emits]
+        self._reduced = [(e, Reduction.of(e.op, e.axis)) for e in emits if e.op]
+        self._whole = [e for e in emits if not e.op]
+        self._assigned = [emit.slot for emit in program.emits if emit.of < -1]
+        """Under which names a call sends back what it has assigned to variables."""
         # A pass without a function emits for its reductions: their stages, by slot.
         names = [stage.name for stage in program.stages] or [emit.slot for emit in program.emits]
         self.first_stage = names[0] if names else ""
@@ -101,9 +104,22 @@ class PassExecutor:
     def _stage_name(self, emit: Emit) -> str:
         return self._stages[emit.of].name if emit.of >= 0 else self.first_stage
 
-    def call(self, number: int) -> Call:
+    def call(self, number: int, seat: Seat | None = None) -> Call:
         """Return a call that has not begun."""
-        return Call(number, self.program.replicas, self.first_stage)
+        return Call(number, self.program.replicas, self.first_stage, seat)
+
+    def use(self, states: States, values: Mapping[str, Tree]) -> None:
+        """Take over the states that the next lease reads.
+
+        Args:
+            states: their versions.
+            values: what stands for each in the functions' arguments, by name.
+
+        Raises:
+            RemoteProtocolError: the lease lacks a state that a stage reads.
+        """
+        for stage in self._stages:
+            stage.use(states, values)
 
     def overlaps(self, call: Call) -> bool:
         """Whether calls may overlap. Loads the functions; an error is left for the calls to meet.
@@ -125,90 +141,159 @@ class PassExecutor:
         finally:
             importer.reset(token)
 
-    def steps(
-        self, call: Call, shards: Shards, index: int
-    ) -> Generator[Awaitable[Any], list[Any], tuple[Outcome, int]]:
-        """Execute one call; yields what must be awaited, expects a list that holds its result.
+    def run(self, call: Call, shards: LeaseShards, wait: Callable[[Awaitable[Any]], Any]) -> Result:
+        """Execute one call, in this thread.
+
+        Args:
+            wait: waits for what an async function returned; gives its result.
 
         Returns:
             The outcome, which nobody else can change, and its size in bytes.
         """
-        self._check_threads(call)
-        call.reading = True
-        shard = self._finder.find(shards, index, call.number)
-        call.reading = False
+        shard = self._find(call, shards)
+        empty = call.seat is not None and shards.is_empty(shard)
         values: list[Tree] = []
         for stage in self._stages:
-            call.stage = stage.name
+            if empty and (not stage.collectives or (stage.of >= 0 and values[stage.of] is _ABSENT)):
+                values.append(_ABSENT)
+                continue
+            ctx = self._enter(stage, call, shard)
+            token = current.set(ctx)
+            try:
+                result = self._begin(stage, call, shard, values, ctx)
+                if hasattr(type(result), "__await__"):
+                    result = wait(result)
+                values.append(self._end(call, result))
+                del result  # or `own` would see it as somebody else's
+            finally:
+                current.reset(token)
+        return self._emit(call, shard.value, values, empty)
+
+    async def run_among_others(self, call: Call, shards: LeaseShards) -> Result:
+        """Execute one call, of no gang, as a task of the running loop; see `run`."""
+        shard = self._find(call, shards)
+        values: list[Tree] = []
+        for stage in self._stages:
+            ctx = self._enter(stage, call, shard)
+            token = current.set(ctx)
+            try:
+                result = self._begin(stage, call, shard, values, ctx)
+                if hasattr(type(result), "__await__"):
+                    result = await result
+                values.append(self._end(call, result))
+                del result
+            finally:
+                current.reset(token)
+        return self._emit(call, shard.value, values, False)
+
+    def _find(self, call: Call, shards: LeaseShards) -> Shard:
+        if self.program.threads != self._threads:
+            self._refuse_threads(call)
+        call.reading = True
+        shard = shards.find(call.number)
+        call.reading = False
+        return shard
+
+    def _enter(self, stage: Stage, call: Call, shard: Shard) -> ReplicaContext:
+        """Make ready for a stage's function; return its context."""
+        call.stage = stage.name
+        if not stage.is_loaded:
             call.permanent = True
             self._load(stage, call)
             call.permanent = False
-            ctx = ReplicaContext(
-                replica_id_in_sync_group=call.replica,
-                num_replicas_in_sync=self.program.replicas,
-                step=call.step,
-                epoch=shard.epoch,
-                stage=stage.name,
-                elements=shard.elements,
-                seed=self.program.seed,
-            )
-            token = current.set(ctx)
-            call.in_user_code = True
-            try:
-                stage.make_instance()
-                if stage.of >= 0:
-                    value = guard(values[stage.of])
-                else:
-                    value = guard(shard.value) if self._shard_is_shared else shard.value
-                result = stage.call(value, ctx)
-                del value
-                if hasattr(type(result), "__await__"):
-                    result = (yield result).pop()
-            finally:
-                current.reset(token)
-            call.in_user_code = False
-            values.append(result)
-            del result
-        return self._emit(call, shard.value, values)
+        seat = call.seat
+        ctx = ReplicaContext(
+            call.replica,
+            self.program.replicas,
+            call.step,
+            shard.epoch,
+            stage.name,
+            shard.elements,
+            self.program.seed,
+            seat.meet(stage.is_async) if seat is not None and stage.collectives else None,
+        )
+        if seat is not None:
+            ctx.device = seat.device
+            ctx.variables = seat.variables
+        return ctx
 
-    def _emit(self, call: Call, shard: Tree, values: list[Tree]) -> tuple[Outcome, int]:
+    def _begin(self, stage: Stage, call: Call, shard: Shard, values: list[Tree], ctx: ReplicaContext) -> Any:
+        """Call a stage's function in its context; return its result, or what must be awaited for it."""
+        call.in_user_code = True
+        owner = 0 if call.seat is None else call.replica
+        if stage.is_class:
+            stage.make_instance(owner)
+        if stage.of >= 0:
+            value = guard(values[stage.of])
+        else:
+            value = guard(shard.value) if self._shard_is_shared else shard.value
+        return stage.call(value, ctx, owner)
+
+    def _end(self, call: Call, result: Tree) -> Tree:
+        call.in_user_code = False
+        if call.seat is None or call.seat.variables is None:
+            return result
+        from pipedist.worker.variable_access import plain  # loaded already: there are variables
+
+        return plain(result)
+
+    def _emit(self, call: Call, shard: Tree, values: list[Tree], empty: bool) -> Result:
         """Collect what the call sends back. Empties `values`, so that fresh arrays need no copy."""
-        outcome: Outcome = dict.fromkeys(emit.slot for emit in self.program.emits)
+        outcome: Outcome = dict.fromkeys(self._slots)
         size = 0
         call.permanent = True
-        for emit, reduction in zip(self.program.emits, self._reductions, strict=True):
-            if reduction is not None:
-                call.stage = emit.slot
-                value = values[emit.of] if emit.of >= 0 else shard
-                outcome[emit.slot], bytes_ = own([reduction.partial(value)])
-                del value
-                size += bytes_
-        owned: dict[int, Tree] = {}
-        for emit in self.program.emits:
-            if emit.op:
+        for emit, reduction in self._reduced:
+            call.stage = emit.slot
+            value = values[emit.of] if emit.of >= 0 else _ABSENT if empty else shard
+            if value is _ABSENT:
+                del outcome[emit.slot]
                 continue
+            outcome[emit.slot], bytes_ = own([reduction.partial(value)])
+            del value
+            size += bytes_
+        owned: dict[int, Tree] = {}
+        for emit in self._whole:
+            of = emit.of
             call.stage = self._stage_name(emit)
-            if emit.of < 0:
+            if (values[of] is _ABSENT) if of >= 0 else empty:
+                del outcome[emit.slot]
+                continue
+            if of < 0:
                 outcome[emit.slot] = shard
                 continue
-            if emit.of not in owned:
-                box = [values[emit.of]]
-                values[emit.of] = None
-                owned[emit.of], bytes_ = own(box)
+            if of not in owned:
+                box = [values[of]]
+                values[of] = None
+                owned[of], bytes_ = own(box)
                 size += bytes_
-            outcome[emit.slot] = owned[emit.of]
+            outcome[emit.slot] = owned[of]
+        if call.seat is not None and call.seat.variables is not None:
+            size += self._emit_assigned(call.seat.variables, outcome)
         return outcome, size
 
-    def _check_threads(self, call: Call) -> None:
-        if self.program.threads != self._threads:
-            call.permanent = True
-            raise PipedistError(
-                f"the spec wants threads_per_replica: {self.program.threads}, but this worker was started "
-                f"with {self._threads}, which can change bits: start workers with the spec's number"
-            )
+    def _emit_assigned(self, side: ReplicaVariables, outcome: Outcome) -> int:
+        from pipedist.worker.variables import size_of
 
-    def failure(self, call: Call, error: BaseException) -> CallFailure:
-        """Return what is reported of a call that raised."""
+        assigned = side.assigned()
+        if assigned is None:
+            return 0
+        for slot in self._assigned:
+            outcome[slot] = assigned  # nobody else's, and read-only
+        return size_of(assigned)
+
+    def _refuse_threads(self, call: Call) -> None:
+        call.permanent = True
+        raise PipedistError(
+            f"the spec wants threads_per_replica: {self.program.threads}, but this worker was started "
+            f"with {self._threads}, which can change bits: start workers with the spec's number"
+        )
+
+    def failure(self, call: Call, error: BaseException, *, aborted: bool = False) -> CallFailure:
+        """Return what is reported of a call that raised.
+
+        Args:
+            aborted: it did nothing wrong: its gang was ended.
+        """
         final = call.permanent or (call.reading and isinstance(error, PipedistError)) or not _is_plain(error)
         return failures.describe(
             error,
@@ -216,12 +301,17 @@ class PassExecutor:
             stage=call.stage,
             retryable=not final,
             in_user_code=call.in_user_code,
+            aborted=aborted,
         )
 
     def close(self) -> None:
         """Let go of functions, instances and the reader's files."""
         self._stages.clear()
-        self._finder.close()
+        self.finder.close()
+
+
+_ABSENT = object()
+"""Stands for the value of a stage that was not called."""
 
 
 def _is_plain(error: BaseException) -> bool:

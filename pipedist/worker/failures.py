@@ -11,10 +11,10 @@ from __future__ import annotations
 import os
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
 from types import TracebackType
 
 from pipedist.errors import PipedistError
+from pipedist.records import record
 
 TEXT_CHARS_MAX = 16_384
 """The longest text of an exception; longer ones lose their middle."""
@@ -36,7 +36,7 @@ _TELLING = (PipedistError, TypeError, ValueError)
 """What is raised on purpose around the user's code: by readers, reductions and the codec."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class CallFailure:
     """Why a call failed; the fields of `pipedist.messages.Failed`.
 
@@ -47,6 +47,7 @@ class CallFailure:
         text: `str(exception)`.
         traceback: formatted, from the user's first frame on; "" where there is no such frame.
         retryable: another attempt may help.
+        aborted: the call did nothing wrong: its gang was ended.
     """
 
     call: int
@@ -56,15 +57,23 @@ class CallFailure:
     text: str
     traceback: str
     retryable: bool
+    aborted: bool = False
 
 
 def describe(
-    error: BaseException, *, call: int, stage: str, retryable: bool, in_user_code: bool
+    error: BaseException,
+    *,
+    call: int,
+    stage: str,
+    retryable: bool,
+    in_user_code: bool,
+    aborted: bool = False,
 ) -> CallFailure:
     """Return what the scheduler is told of an exception.
 
     Args:
         in_user_code: it came out of a stage's function.
+        aborted: it is no fault of the call.
     """
     cls = type(error)
     try:
@@ -79,6 +88,7 @@ def describe(
         text=_clipped(text, TEXT_CHARS_MAX),
         traceback=_clipped(_formatted(error, in_user_code), TRACEBACK_CHARS_MAX),
         retryable=retryable,
+        aborted=aborted,
     )
 
 

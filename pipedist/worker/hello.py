@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import platform
 
 import numpy as np
 
@@ -13,6 +12,8 @@ from pipedist.version import __version__
 
 def make_hello(worker: str, incarnation: int) -> Hello:
     """Return this process's Hello."""
+    import platform
+
     return Hello(
         worker=worker,
         incarnation=incarnation,

@@ -10,11 +10,16 @@ Rules
 * A finished call waits at most `flush_s` to be reported, also while the next one runs for
   minutes; short calls share a message.
 * One lease executes; at most `leases_queued_max` wait. A lease that is cancelled, or whose
-  pass is unbound, is dropped at once: no call runs while a message is handled (but overlapping
-  async ones, which are paused), so nothing of it can finish afterwards.
+  pass is unbound, is dropped at once, and nothing of it is reported afterwards. No call runs while a
+  message is handled, except those that are paused: overlapping async ones, and the replicas of a
+  gang, which end where they wait for a collective.
 * An `Execute` stands until its slice has ended. Until then the next `Execute` replaces it, and
   the `DropLease` of its lease withdraws it: one that was handed out and not begun is never begun
   once its lease, or its lease's pass, is gone.
+* A lease of a gang is reported when all of its calls are over. Meanwhile its replicas take part in
+  collectives, numbered from 1 without gaps; what other members bring is kept for a lease that
+  executes or waits, and dropped where the lease is over: the messages have crossed.
+* A state's values are kept until it is dropped; which versions, is the driver's matter.
 * A message that the state does not allow is the scheduler's fault (RemoteProtocolError), any
   other event that it does not allow is ours (LocalProtocolError).
 
@@ -29,6 +34,10 @@ A lease is executed in SLICES: `Execute` asks the driver for calls until `flush_
 Before it begins that one, it looks for messages. So a Cancel or Stop is seen between calls, at
 the latest after a slice. If a call outlasts the slice, the driver reports what is finished of it
 when `deadline()` has passed.
+
+A gang's lease takes one slice to execute, however long, and may take more to be reported. While its
+replicas wait for other members, the driver goes on handling messages: one `Brought` for each
+collective that goes through the scheduler, `Missed` where one has waited too long.
 """
 
 from __future__ import annotations
@@ -42,32 +51,43 @@ from typing import Any
 from pipedist.errors import LocalProtocolError, RemoteProtocolError
 from pipedist.messages import (
     Assign,
+    AssignGang,
     Bind,
     Cancel,
+    DropState,
+    Exchange,
     Failed,
     Goodbye,
     Hello,
     Message,
     Refuse,
+    Relay,
     Results,
+    Stalled,
     Stop,
     Unbind,
     Welcome,
 )
+from pipedist.messages import State as StateMessage
+from pipedist.records import record
 from pipedist.worker.commands import (
     Command,
     DropLease,
     DropPass,
     Ending,
     Execute,
+    ForgetState,
     Join,
     KeepLease,
+    KeepRelay,
+    KeepState,
     Leave,
     OpenPass,
     Send,
+    SendExchange,
     SendResults,
 )
-from pipedist.worker.events import Event, Finished, Raised, SliceEnded, Started, Tick
+from pipedist.worker.events import Brought, Event, Finished, Missed, Raised, SliceEnded, Started, Tick
 
 
 class State(enum.Enum):
@@ -79,7 +99,7 @@ class State(enum.Enum):
     STOPPING = "stopping"
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Limits:
     """The limits of a worker.
 
@@ -89,6 +109,7 @@ class Limits:
         flush_bytes: how many bytes of results may gather before they are reported.
         leases_queued_max: leases that may wait behind the one that executes.
         passes_max: passes that may be bound at a time.
+        states_max: states of which values may be kept at a time.
     """
 
     join_s: float = 30.0
@@ -96,6 +117,7 @@ class Limits:
     flush_bytes: int = 4 * 2**20
     leases_queued_max: int = 64
     passes_max: int = 1024
+    states_max: int = 4096
 
 
 TRANSITIONS: dict[State, dict[type, frozenset[State]]] = {
@@ -111,6 +133,10 @@ TRANSITIONS: dict[State, dict[type, frozenset[State]]] = {
         Bind: frozenset({State.READY}),
         Unbind: frozenset({State.READY}),
         Assign: frozenset({State.EXECUTING}),
+        AssignGang: frozenset({State.EXECUTING}),
+        StateMessage: frozenset({State.READY}),
+        DropState: frozenset({State.READY}),
+        Relay: frozenset({State.READY}),
         Cancel: frozenset({State.READY}),
         Refuse: frozenset({State.STOPPING}),
         Stop: frozenset({State.STOPPING}),
@@ -120,9 +146,15 @@ TRANSITIONS: dict[State, dict[type, frozenset[State]]] = {
         Bind: frozenset({State.EXECUTING}),
         Unbind: frozenset({State.EXECUTING, State.READY}),
         Assign: frozenset({State.EXECUTING}),
+        AssignGang: frozenset({State.EXECUTING}),
+        StateMessage: frozenset({State.EXECUTING}),
+        DropState: frozenset({State.EXECUTING}),
+        Relay: frozenset({State.EXECUTING}),
         Cancel: frozenset({State.EXECUTING, State.READY}),
         Finished: frozenset({State.EXECUTING}),
         Raised: frozenset({State.EXECUTING}),
+        Brought: frozenset({State.EXECUTING}),
+        Missed: frozenset({State.EXECUTING}),
         SliceEnded: frozenset({State.EXECUTING, State.READY}),
         Refuse: frozenset({State.STOPPING}),
         Stop: frozenset({State.STOPPING}),
@@ -138,12 +170,16 @@ class _Lease:
 
     Args:
         next: its first call that is not reported.
+        members: of its gang; 0 where it is of none.
+        collectives: those that it has brought its part to.
     """
 
     id: int
     pass_id: int
     next: int
     hi: int
+    members: int = 0
+    collectives: int = 0
 
 
 class WorkerMachine:
@@ -160,6 +196,8 @@ class WorkerMachine:
         self._limits = limits or Limits()
         self._passes: set[int] = set()
         """Bound passes."""
+        self._spaces: set[int] = set()
+        """States of which values are kept."""
         self._active: _Lease | None = None
         """The lease that executes; exactly in EXECUTING."""
         self._queue: OrderedDict[int, _Lease] = OrderedDict()
@@ -224,6 +262,7 @@ class WorkerMachine:
         self._active = None
         self._queue.clear()
         self._passes.clear()
+        self._spaces.clear()
         return [Leave(ending, reason)]
 
     # -- passes and leases -----------------------------------------------------------
@@ -250,21 +289,43 @@ class WorkerMachine:
         return [*commands, DropLease(self._active.id), drop, *self._next(now)]
 
     def _on_assign(self, event: Assign, now: float) -> list[Command]:
-        if event.pass_id not in self._passes:
-            raise RemoteProtocolError(f"lease {event.lease} is of pass {event.pass_id}, which is not bound")
-        if not 0 <= event.lo < event.hi:
-            raise RemoteProtocolError(f"lease {event.lease} has the calls [{event.lo}, {event.hi})")
-        lease = _Lease(event.lease, event.pass_id, event.lo, event.hi)
+        return self._take(_Lease(event.lease, event.pass_id, event.lo, event.hi), None, now)
+
+    def _on_assign_gang(self, event: AssignGang, now: float) -> list[Command]:
+        if not 0 <= event.member < event.members:
+            raise RemoteProtocolError(
+                f"lease {event.lease} is of member {event.member} of a gang of {event.members}"
+            )
+        return self._take(_Lease(event.lease, event.pass_id, event.lo, event.hi, event.members), event, now)
+
+    def _take(self, lease: _Lease, gang: AssignGang | None, now: float) -> list[Command]:
+        if lease.pass_id not in self._passes:
+            raise RemoteProtocolError(f"lease {lease.id} is of pass {lease.pass_id}, which is not bound")
+        if not 0 <= lease.next < lease.hi:
+            raise RemoteProtocolError(f"lease {lease.id} has the calls [{lease.next}, {lease.hi})")
         if self._active is None:
             self.state = State.EXECUTING
             self._active = lease
-            return [KeepLease(lease.id), self._execute(lease, now)]
+            return [KeepLease(lease.id, gang), self._execute(lease, now)]
         if lease.id in self._queue or lease.id == self._active.id:
-            raise RemoteProtocolError(f"lease {event.lease} was assigned twice")
+            raise RemoteProtocolError(f"lease {lease.id} was assigned twice")
         if len(self._queue) >= self._limits.leases_queued_max:
             raise RemoteProtocolError(f"more than {self._limits.leases_queued_max} leases wait")
         self._queue[lease.id] = lease
-        return [KeepLease(lease.id)]
+        return [KeepLease(lease.id, gang)]
+
+    def _on_relay(self, event: Relay, _now: float) -> list[Command]:
+        lease = self._queue.get(event.lease)
+        if lease is None and self._active is not None and self._active.id == event.lease:
+            lease = self._active
+        if lease is None:
+            return []  # a lease that is over: the messages have crossed
+        if not 0 <= event.member < lease.members:
+            raise RemoteProtocolError(
+                f"member {event.member} brings something to lease {event.lease}, which has "
+                + (f"{lease.members} members" if lease.members else "no gang")
+            )
+        return [KeepRelay(event)]
 
     def _on_cancel(self, event: Cancel, now: float) -> list[Command]:
         if self._active is not None and self._active.id == event.lease:
@@ -272,6 +333,18 @@ class WorkerMachine:
         if self._queue.pop(event.lease, None) is not None:
             return [DropLease(event.lease)]
         return []  # a lease that is over: the messages have crossed
+
+    # -- states ----------------------------------------------------------------------
+
+    def _on_state(self, event: StateMessage, _now: float) -> list[Command]:
+        if event.space not in self._spaces and len(self._spaces) >= self._limits.states_max:
+            raise RemoteProtocolError(f"more than {self._limits.states_max} states are kept")
+        self._spaces.add(event.space)
+        return [KeepState(event.space, event.version)]
+
+    def _on_drop_state(self, event: DropState, _now: float) -> list[Command]:
+        self._spaces.discard(event.space)  # it may never have come here: whoever drops it need not know
+        return [ForgetState(event.space)]
 
     # -- execution -------------------------------------------------------------------
 
@@ -316,8 +389,27 @@ class WorkerMachine:
             event.text,
             event.traceback,
             event.retryable,
+            event.aborted,
         )
         return [Send(failed)]
+
+    def _gang(self, lease_id: int) -> _Lease:
+        """Return the executing lease, of which something was said that only a gang's can do."""
+        lease = self._active
+        if lease is None or lease.id != lease_id or not lease.members:
+            raise LocalProtocolError(f"collectives of lease {lease_id} were reported, but {lease} executes")
+        return lease
+
+    def _on_brought(self, event: Brought, _now: float) -> list[Command]:
+        lease = self._gang(event.lease)
+        if event.number != lease.collectives + 1:
+            raise LocalProtocolError(f"collective {event.number} was reported of {lease}")
+        lease.collectives += 1
+        return [SendExchange(Exchange(event.lease, event.number))]
+
+    def _on_missed(self, event: Missed, _now: float) -> list[Command]:
+        self._gang(event.lease)
+        return [Send(Stalled(event.lease, event.members, event.text))]
 
     def _on_slice_ended(self, event: SliceEnded, now: float) -> list[Command]:
         lease = self._active
@@ -344,8 +436,13 @@ class WorkerMachine:
             _check(lease.next <= lease.hi, f"{lease} is beyond its end")
             _check(lease.pass_id in self._passes, f"{lease} is of no bound pass")
             _check(lease.id not in self._queue, f"{lease} waits and executes")
+            _check(lease.members > 0 or not lease.collectives, f"{lease} is of no gang, but has collectives")
         for lease in self._queue.values():
             _check(lease.pass_id in self._passes, f"{lease} waits, but its pass is not bound")
+            _check(not lease.collectives, f"{lease} waits, but has collectives")
+        _check(len(self._spaces) <= self._limits.states_max, "too many states are kept")
+        left = self.state is State.STOPPING
+        _check(not left or not (self._passes or self._spaces), "a worker that leaves keeps nothing")
         _check(not executing or self._due is not None, "an executing worker has a report due")
 
 
@@ -363,8 +460,14 @@ _HANDLERS: dict[type, Callable[[WorkerMachine, Any, float], list[Command]]] = {
     Bind: WorkerMachine._on_bind,
     Unbind: WorkerMachine._on_unbind,
     Assign: WorkerMachine._on_assign,
+    AssignGang: WorkerMachine._on_assign_gang,
+    StateMessage: WorkerMachine._on_state,
+    DropState: WorkerMachine._on_drop_state,
+    Relay: WorkerMachine._on_relay,
     Cancel: WorkerMachine._on_cancel,
     Finished: WorkerMachine._on_finished,
     Raised: WorkerMachine._on_raised,
+    Brought: WorkerMachine._on_brought,
+    Missed: WorkerMachine._on_missed,
     SliceEnded: WorkerMachine._on_slice_ended,
 }

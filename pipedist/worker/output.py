@@ -17,10 +17,10 @@ import threading
 import time
 from collections.abc import Callable
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import TextIO
 
 from pipedist.messages import Log
+from pipedist.records import record
 from pipedist.worker.context import current
 
 _Origin = tuple[str, int, int]
@@ -31,7 +31,7 @@ importer: ContextVar[_Origin] = ContextVar("pipedist_importer", default=_NOWHERE
 """The call for whose sake a stage's module is being imported: the lines that the module prints are its."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class OutputLimits:
     """How much a worker may print.
 

@@ -8,21 +8,19 @@ from __future__ import annotations
 
 import enum
 import os
-import secrets
 import signal
 import sys
 import traceback
-from dataclasses import dataclass
 
 from pipedist.errors import ProtocolError, UsageError
 from pipedist.transport.dealer import ConnectionLost, Dealer
-from pipedist.transport.keys import read_key_file
 from pipedist.worker.commands import Ending
 from pipedist.worker.driver import Driver
 from pipedist.worker.hello import make_hello
 from pipedist.worker.kernel import WORKER_NAME, set_process_name
 from pipedist.worker.machine import Limits, State, WorkerMachine
 from pipedist.worker.progress import Progress
+from pipedist.worker.settings import WorkerSettings
 
 LINGER_S = 2.0
 """How long the last messages may take to leave."""
@@ -54,29 +52,6 @@ _EXIT_CODES = {
     Ending.FENCED: ExitCode.FENCED,
     Ending.UNANSWERED: ExitCode.UNANSWERED,
 }
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerSettings:
-    """What a worker process is started with.
-
-    Args:
-        endpoint: the scheduler's.
-        worker: the worker's name in the cluster.
-        incarnation: counts its lives.
-        key_file: path of the CURVE keys, "" where the endpoint needs none.
-        threads: BLAS and OpenMP threads that the environment was set to.
-        join_s: how long the scheduler may take to answer, seconds.
-        tells: it says on stderr that it has joined, or waits.
-    """
-
-    endpoint: str
-    worker: str
-    incarnation: int
-    key_file: str = ""
-    threads: int = 1
-    join_s: float = 30.0
-    tells: bool = False
 
 
 def run_process(settings: WorkerSettings, progress: Progress | None = None) -> int:
@@ -112,8 +87,12 @@ def run_process(settings: WorkerSettings, progress: Progress | None = None) -> i
 
 
 def _work(settings: WorkerSettings, progress: Progress, label: str) -> int:
-    keys = read_key_file(settings.key_file).client if settings.key_file else None
-    identity = f"{settings.worker}.{settings.incarnation}.{secrets.token_hex(8)}".encode()
+    keys = None
+    if settings.key_file:
+        from pipedist.transport.keys import read_key_file  # most workers are local, and need none
+
+        keys = read_key_file(settings.key_file).client
+    identity = f"{settings.worker}.{settings.incarnation}.{os.urandom(8).hex()}".encode()
     dealer = Dealer(settings.endpoint, identity=identity, keys=keys)
     protocol = WorkerMachine(
         make_hello(settings.worker, settings.incarnation), Limits(join_s=settings.join_s)

@@ -21,8 +21,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pipedist.program import Shards
 from pipedist.worker import failures
-from pipedist.worker.execution import Call, Outcome, PassExecutor
+from pipedist.worker.execution import Call, Outcome, PassExecutor, Result
 from pipedist.worker.failures import CallFailure
+from pipedist.worker.loops import PersistentLoop
 
 if TYPE_CHECKING:
     import asyncio
@@ -47,6 +48,7 @@ class RangeRun:
 
     Args:
         executor: of the lease's pass.
+        loop: where async functions run.
         shards: of calls [lo, hi), from `lo` on.
         begin: told the number of the call that will be reported next, before it runs.
     """
@@ -54,14 +56,15 @@ class RangeRun:
     def __init__(
         self,
         executor: PassExecutor,
+        loop: PersistentLoop,
         shards: Shards,
         lo: int,
         hi: int,
         begin: Callable[[int], None],
     ) -> None:
         self.executor = executor
-        self._shards = shards
-        self._lo = lo
+        self._loop = loop
+        self._shards = executor.finder.of_lease(shards, lo, hi)
         self._hi = hi
         self._begin = begin
         self._next = lo
@@ -74,7 +77,7 @@ class RangeRun:
         """Size of `_outcomes`, and of those taken since the slice began."""
         self._worked_until_ns = self._reported_until_ns = time.perf_counter_ns()
         self._overlaps: bool | None = None
-        self._running: deque[tuple[Call, asyncio.Task[tuple[Outcome, int]]]] = deque()
+        self._running: deque[tuple[Call, asyncio.Task[Result]]] = deque()
         """Overlapping calls that have begun, in order."""
 
     def advance(self, slice_s: float, slice_bytes: int) -> CallFailure | None:
@@ -94,7 +97,7 @@ class RangeRun:
         self._worked_until_ns = self._reported_until_ns = start = time.perf_counter_ns()
         until_ns = start + int(slice_s * 1e9)
         if self._overlaps:
-            failure: CallFailure | None = self.executor.loop.run(self._overlapping(until_ns, slice_bytes))
+            failure: CallFailure | None = self._loop.run(self._overlapping(until_ns, slice_bytes))
             return failure
         return self._one_by_one(until_ns, slice_bytes)
 
@@ -117,7 +120,7 @@ class RangeRun:
         """Give up what is running."""
         if self._running:
             running, self._running = self._running, deque()
-            self.executor.loop.run(_cancelled([task for _, task in running]))
+            self._loop.run(_cancelled([task for _, task in running]))
 
     def _one_by_one(self, until_ns: int, slice_bytes: int) -> CallFailure | None:
         while self._next < self._hi:
@@ -125,52 +128,27 @@ class RangeRun:
             self._begin(call.number)
             self._next += 1
             try:
-                self._finished(self._run_alone(call))
+                self._finished(self.executor.run(call, self._shards, self._wait))
             except BaseException as error:  # whatever user code raises is its call's failure
-                return self.executor.failure(call, error.cause if isinstance(error, _Ended) else error)
+                return self.executor.failure(call, error.cause if isinstance(error, Ended) else error)
             if self._worked_until_ns >= until_ns or self._bytes >= slice_bytes:
                 break
         return None
 
-    def _finished(self, result: tuple[Outcome, int]) -> None:
+    def _wait(self, awaitable: Awaitable[Any]) -> Any:
+        return self._loop.run(awaited(awaitable))
+
+    def _finished(self, result: Result) -> None:
         outcome, size = result
         self._bytes += size
         self._worked_until_ns = time.perf_counter_ns()
         self._outcomes.append(outcome)
 
-    def _run_alone(self, call: Call) -> tuple[Outcome, int]:
-        steps = self.executor.steps(call, self._shards, call.number - self._lo)
+    async def _run_among_others(self, call: Call) -> Result:
         try:
-            awaitable = next(steps)
-            while True:
-                try:
-                    box = [self.executor.loop.run(_awaited(awaitable))]
-                except BaseException as error:
-                    awaitable = steps.throw(error)
-                else:
-                    awaitable = steps.send(box)
-        except StopIteration as end:
-            return end.value  # type: ignore[no-any-return]
-
-    async def _run_among_others(self, call: Call) -> tuple[Outcome, int]:
-        try:
-            return await self._step_by_step(call)
+            return await self.executor.run_among_others(call, self._shards)
         except (SystemExit, KeyboardInterrupt) as error:
-            raise _Ended(error) from None
-
-    async def _step_by_step(self, call: Call) -> tuple[Outcome, int]:
-        steps = self.executor.steps(call, self._shards, call.number - self._lo)
-        try:
-            awaitable = next(steps)
-            while True:
-                try:
-                    box = [await awaitable]
-                except BaseException as error:
-                    awaitable = steps.throw(error)
-                else:
-                    awaitable = steps.send(box)
-        except StopIteration as end:
-            return end.value  # type: ignore[no-any-return]
+            raise Ended(error) from None
 
     async def _overlapping(self, until_ns: int, slice_bytes: int) -> CallFailure | None:
         import asyncio  # loaded already: only async functions come here
@@ -193,7 +171,7 @@ class RangeRun:
             try:
                 self._finished(task.result())
             except BaseException as error:
-                return self.executor.failure(call, error.cause if isinstance(error, _Ended) else error)
+                return self.executor.failure(call, error.cause if isinstance(error, Ended) else error)
             if self._worked_until_ns >= until_ns or self._bytes >= slice_bytes:
                 return None
 
@@ -230,19 +208,24 @@ class RefusedRange:
         """Nothing is running."""
 
 
-class _Ended(Exception):
-    """Carries what asyncio would stop its loop for, out of an async function."""
+class Ended(Exception):
+    """Carries what asyncio would stop its loop for, out of an async function.
+
+    Args:
+        cause: SystemExit or KeyboardInterrupt.
+    """
 
     def __init__(self, cause: BaseException) -> None:
         super().__init__(cause)
         self.cause = cause
 
 
-async def _awaited(awaitable: Awaitable[Any]) -> Any:
+async def awaited(awaitable: Awaitable[Any]) -> Any:
+    """Await what an async function returned; a wish to end the process is carried past the loop."""
     try:
         return await awaitable
     except (SystemExit, KeyboardInterrupt) as error:
-        raise _Ended(error) from None
+        raise Ended(error) from None
 
 
 async def _cancelled(tasks: list[asyncio.Task[Any]]) -> None:

@@ -1,19 +1,29 @@
-"""How a call's shard is found in the worker: sent along, located, or read by arithmetic."""
+"""How a call's shard is found in the worker: sent along, located, or read by arithmetic.
+
+Shards that are read by arithmetic follow each other in the source, so short ones are read some
+hundred calls at a time, as one BLOCK, and are slices of it. That shows in nothing: a slice has the
+bytes, dtype, order and flags of what would have been read alone, or no block is made of it.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from pipedist import trees
 from pipedist.errors import RemoteProtocolError
 from pipedist.program import ReaderConfig, Shards, Tree
 
+BLOCK_BYTES_MAX = 2**20
+"""The most that is read at once for more than one call."""
 
-@dataclass(frozen=True, slots=True)
-class Shard:
+_WIDTH_VARIES = "USO"
+"""Kinds of arrays whose dtype depends on which rows are read."""
+
+
+class Shard(NamedTuple):
     """What a call works on.
 
     Args:
@@ -40,13 +50,19 @@ class ShardFinder:
         self._replicas = replicas
         self._division: Any = None
         self._reader: Any = None
+        self._row_bytes: float | None = None
+        """Size of a row of the last shard that was read alone; None where a block would not be the same."""
         if config is not None and config.length > 0:
             from pipedist.datasets.division import Division  # passes without a dataset need none
 
             self._division = Division(config.length, config.batch, replicas, config.drop_remainder)
 
+    def of_lease(self, shards: Shards, lo: int, hi: int) -> LeaseShards:
+        """Return the shards of a lease's calls [lo, hi)."""
+        return LeaseShards(self, shards, lo, hi)
+
     def find(self, shards: Shards, index: int, call: int) -> Shard:
-        """Return the shard of call `call`, the `index`-th of its Assign.
+        """Return the shard of call `call`, the `index`-th of its lease.
 
         Raises:
             RemoteProtocolError: if the scheduler sent nothing to find it with.
@@ -66,7 +82,50 @@ class ShardFinder:
             return Shard(self._open().read(shards.locations[index]), elements, epoch)
         if elements is None or self._config is None:
             raise RemoteProtocolError(f"call {call} came without a shard, and can't be read by its number")
-        return Shard(self._open().read(self._rows(elements)), elements, epoch)
+        value = self._open().read(self._rows(elements))
+        self._row_bytes = _row_bytes(value, len(elements))
+        return Shard(value, elements, epoch)
+
+    def block(self, call: int, hi: int) -> list[Shard]:
+        """Return the shards of calls from `call` on, before `hi`, that are worth being read at once.
+
+        Nothing is returned where they are not, or can't be read: then each call reads its own, and
+        meets its own error.
+        """
+        division = self._division
+        if division is None or not self._row_bytes or self._config is None:
+            return []
+        rows_max = int(BLOCK_BYTES_MAX / self._row_bytes)
+        step, replica = divmod(call, self._replicas)
+        epoch, first, stop = division.bounds(step, replica)
+        bounds: list[tuple[int, int]] = []
+        last = min(hi, (epoch + 1) * division.steps_per_epoch * self._replicas)
+        while call < last and stop - first <= rows_max:
+            _, start, end = division.bounds(step, replica)
+            if bounds and end - first > rows_max:
+                break
+            bounds.append((start, end))
+            call += 1
+            replica += 1
+            if replica == self._replicas:
+                step, replica = step + 1, 0
+        if len(bounds) < 2:
+            return []
+        last_row = bounds[-1][1]
+        try:
+            rows = self._open().read(range(first, last_row))
+        except Exception:
+            return []
+        base = epoch * self._config.length
+        if type(rows) is np.ndarray:
+            return [Shard(rows[a - first : b - first], range(base + a, base + b), epoch) for a, b in bounds]
+        if type(rows) is not dict:
+            return []
+        columns = list(rows.items())
+        return [
+            Shard({k: c[a - first : b - first] for k, c in columns}, range(base + a, base + b), epoch)
+            for a, b in bounds
+        ]
 
     def _rows(self, elements: range | NDArray[np.int64]) -> range | NDArray[np.int64]:
         """Return the row numbers of elements; a shard never crosses an epoch."""
@@ -86,9 +145,69 @@ class ShardFinder:
             self._reader = open_reader(self._config.source)
         return self._reader
 
+    def is_empty(self, shard: Shard) -> bool:
+        """Whether there is no element in it; what is no shard of a dataset is never empty."""
+        if self._config is None:
+            return False
+        if shard.elements is not None:
+            return len(shard.elements) == 0
+        leaves = trees.flatten(shard.value)[0]
+        return not leaves or (isinstance(leaves[0], np.ndarray) and leaves[0].shape[:1] == (0,))
+
     def close(self) -> None:
         """Let go of the reader and its files."""
         reader, self._reader = self._reader, None
         close = getattr(reader, "close", None)
         if close is not None:
             close()
+
+
+class LeaseShards:
+    """The shards of one lease's calls.
+
+    Args:
+        finder: of the pass.
+        shards: as they came.
+        lo, hi: the calls.
+    """
+
+    def __init__(self, finder: ShardFinder, shards: Shards, lo: int, hi: int) -> None:
+        self._finder = finder
+        self._shards = shards
+        self._lo = lo
+        self._hi = hi
+        self._by_number = shards.ids is None and shards.values is None and shards.locations is None
+        self._block: list[Shard] = []
+        self._block_lo = lo
+
+    def find(self, call: int) -> Shard:
+        """Return the shard of a call; whoever asks in order is served from blocks.
+
+        Raises:
+            RemoteProtocolError: if the scheduler sent nothing to find it with.
+            Exception: whatever the reader raises.
+        """
+        index = call - self._block_lo
+        if 0 <= index < len(self._block):
+            return self._block[index]
+        if self._by_number:
+            self._block, self._block_lo = self._finder.block(call, self._hi), call
+            if self._block:
+                return self._block[0]
+        return self._finder.find(self._shards, call - self._lo, call)
+
+    def is_empty(self, shard: Shard) -> bool:
+        """Whether there is no element in a shard of a dataset."""
+        return self._finder.is_empty(shard)
+
+
+def _row_bytes(value: Tree, rows: int) -> float | None:
+    """Return the size of a row, bytes; None where slices of more rows would not be the same arrays."""
+    columns = [value] if type(value) is np.ndarray else list(value.values()) if type(value) is dict else []
+    if (
+        not rows
+        or not columns
+        or any(type(c) is not np.ndarray or c.dtype.kind in _WIDTH_VARIES for c in columns)
+    ):
+        return None
+    return sum(c.nbytes for c in columns) / rows

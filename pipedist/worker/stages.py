@@ -7,10 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from pipedist import functions
-from pipedist.program import StageProgram, Tree
+from pipedist.errors import RemoteProtocolError
+from pipedist.program import OWN_STATE, StageProgram, Tree
 from pipedist.reductions import FoldTree
 from pipedist.worker.boundary import guard
 from pipedist.worker.context import ReplicaContext
+from pipedist.worker.state_store import States, filled, names_in
 
 
 class Stage:
@@ -24,13 +26,23 @@ class Stage:
     def __init__(self, program: StageProgram, code: Sequence[str]) -> None:
         self.name = program.name
         self.of = program.of
+        self.collectives = program.collectives
         self._program = program
         self._code = code
         self._error: Exception | None = None
-        self._kwargs = _Kwargs(program.kwargs)
+        self._reads = sorted(names_in(program.kwargs)) if program.kwargs else []
+        """The states in the stage's arguments."""
+        self._read: list[tuple[int, int]] = []
+        """Space and version of each of them, that `_kwargs` is filled with."""
+        self._values: Mapping[str, Tree] = {}
+        """Of the states that the calls read."""
+        self._kwargs = _Kwargs({} if self._reads else program.kwargs)
         self._fn: Callable[..., Any] | None = None
-        self._instance: Callable[..., Any] | None = None
+        self._instances: dict[int, Callable[..., Any]] = {}
+        """By replica in a gang, else one, under 0."""
         self._wants_ctx = False
+        self.is_loaded = False
+        """The function is found, and can be called."""
         self.is_class = False
         """Calls go to an instance, which serves one call at a time."""
         self.is_async = False
@@ -45,7 +57,7 @@ class Stage:
         """
         if self._error is not None:
             raise self._error.with_traceback(None)
-        if self._fn is not None:
+        if self.is_loaded:
             return
         try:
             self._prepare(functions.load(self._program.function, self._code))
@@ -56,7 +68,7 @@ class Stage:
     def _prepare(self, fn: Callable[..., Any]) -> None:
         label = self._program.function.label
         called: object = fn
-        if inspect.isclass(fn) and self._program.form != "apply":
+        if inspect.isclass(fn) and self._program.form not in ("apply", "update"):
             self.is_class = True
             if wrong := functions.uncallable(fn, label):
                 raise TypeError(wrong)
@@ -66,29 +78,59 @@ class Stage:
         if self._program.form == "combine" and self.is_async:
             raise TypeError(f"{label} combines values, so it must be a plain function, not an async one")
         self._fn = fn
+        self.is_loaded = True
 
-    def make_instance(self) -> None:
-        """Construct the stage's instance, where its function is a class and it has none yet."""
-        if self.is_class and self._instance is None:
+    def use(self, states: States, values: Mapping[str, Tree]) -> None:
+        """Take over the states that the next lease reads; other versions make another instance.
+
+        Args:
+            states: their versions.
+            values: by name.
+
+        Raises:
+            RemoteProtocolError: the lease does not name a state of the stage's arguments.
+        """
+        self._values = values
+        if not self._reads:
+            return
+        if missing := [name for name in self._reads if name not in states]:
+            raise RemoteProtocolError(f"stage {self.name} reads {missing}, which its lease does not name")
+        read = [(states[name][0], states[name][1]) for name in self._reads]
+        if read != self._read:
+            self._kwargs = _Kwargs(filled(self._program.kwargs, values))
+            self._instances.clear()
+            self._read = read
+
+    def make_instance(self, owner: int = 0) -> None:
+        """Construct an instance, where the stage's function is a class and there is none yet.
+
+        Args:
+            owner: whose it is: in a gang each replica has its own, as their calls overlap.
+        """
+        if self.is_class and owner not in self._instances:
             assert self._fn is not None  # load() came first
-            self._instance = self._fn(**self._kwargs.fresh())
+            self._instances[owner] = self._fn(**self._kwargs.fresh())
 
-    def call(self, value: Tree, ctx: ReplicaContext) -> Any:
+    def call(self, value: Tree, ctx: ReplicaContext, owner: int = 0) -> Any:
         """Call the function, after `load` and `make_instance`.
 
         Returns:
             What it returned; something to await, where it is async.
         """
-        fn = self._instance if self.is_class else self._fn
+        fn = self._instances[owner] if self.is_class else self._fn
         assert fn is not None  # load() came first
         kwargs = {} if self.is_class else self._kwargs.fresh()
-        if self._program.form == "combine":
+        form = self._program.form
+        if form == "shard":
+            if self._wants_ctx and "ctx" not in kwargs:
+                kwargs["ctx"] = ctx
+            return fn(value, **kwargs)
+        if form == "combine":
             return _fold(fn, value, kwargs)
-        if self._program.form == "apply":
-            args, own = value
-            kwargs = {**kwargs, **own}
-        else:
-            args = (value,)
+        if form == "update":
+            return fn(kwargs.pop(OWN_STATE), value, **kwargs)
+        args, own = guard(filled(value, self._values)) if self._values else value
+        kwargs = {**kwargs, **own}
         if self._wants_ctx and "ctx" not in kwargs:
             kwargs["ctx"] = ctx
         return fn(*args, **kwargs)

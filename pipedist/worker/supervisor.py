@@ -33,7 +33,8 @@ from pipedist.transport.dealer import ConnectionLost, Dealer
 from pipedist.transport.keys import ClientKeys, read_key_file
 from pipedist.worker import boot
 from pipedist.worker.kernel import die_with
-from pipedist.worker.process import ExitCode, WorkerSettings, run_process
+from pipedist.worker.process import ExitCode, run_process
+from pipedist.worker.settings import WorkerSettings
 
 HEARTBEAT_S = 1.0
 """How often the scheduler hears of the worker, until it asks for something else."""

@@ -14,30 +14,59 @@ def test_every_public_name_is_there() -> None:
         assert getattr(pipedist, name) is not None
 
 
-def test_importing_the_package_imports_nothing_heavy() -> None:
-    code = "import sys, pipedist; print(*sorted(m.split('.')[0] for m in sys.modules))"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
-    )
-    heavy = {
-        "numpy",
-        "zmq",
-        "anyio",
-        "pydantic",
-        "ruamel",
-        "typer",
-        "rich",
-        "optree",
-        "pyarrow",
-        "cloudpickle",
+HEAVY = frozenset(
+    {
+        "anyio", "asyncio", "cloudpickle", "numpy", "optree", "psutil", "pyarrow", "pydantic", "rich",
+        "ruamel", "secrets", "tempfile", "typer", "zmq",
     }
-    assert not heavy & set(done.stdout.split())
+)  # fmt: skip
+"""What takes more than a few milliseconds to import."""
+
+
+def loaded_by(code: str) -> set[str]:
+    """The modules of a fresh process that has executed `code`; of other packages their first names."""
+    code += "\nimport sys; print('modules', *(m for m in sys.modules if m != 'sys'))"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    names = done.stdout.rpartition("modules")[2].split()
+    return {name if name.startswith("pipedist") else name.partition(".")[0] for name in names}
+
+
+def test_importing_the_package_imports_nothing_heavy() -> None:
+    assert not HEAVY & loaded_by("import pipedist")
+
+
+def test_the_doors_import_nothing_heavy_before_they_are_opened() -> None:
+    """They start a fork server first: whatever they import before that, it can't do meanwhile."""
+    doors = "pipedist.run, pipedist.open, pipedist.LocalCluster, pipedist.LocalCluster(workers=1)"
+    assert not HEAVY & loaded_by(f"import pipedist; {doors}")
+    assert not {*HEAVY, "dataclasses", "inspect"} & loaded_by("import pipedist.pipeline.doors")
+    assert not {*HEAVY, "dataclasses", "inspect"} & loaded_by(
+        "from pipedist import cli; from pipedist.launchers import server"
+    )
+
+
+def test_a_run_imports_only_what_it_uses() -> None:
+    spec = {
+        "pipedist": 1,
+        "dataset": {"range": 4, "batch": 2},
+        "stages": {"total": {"reduce": "sum", "of": "dataset", "axis": 0}},
+    }
+    loaded = loaded_by(f"import pipedist; assert pipedist.run({spec}, workers=1)['total'] == 6")
+    assert not loaded & (HEAVY - {"anyio", "asyncio", "numpy", "optree", "zmq"})
+    assert not {name for name in loaded if name.startswith(("pipedist.outputs", "pipedist.cli"))}
+    assert not loaded & {
+        "pipedist.scheduler.invariants",
+        "pipedist.spec.json_schema",
+        "pipedist.spec.yaml_text",
+        "pipedist.transport.dealer",
+        "pipedist.worker.driver",
+        "pipedist.worker.process",
+    }
 
 
 def test_a_worker_imports_nothing_that_it_does_not_use() -> None:
-    code = "import sys, pipedist.launchers.forkserver;print(*sorted(m.split('.')[0] for m in sys.modules))"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
-    )
-    heavy = {"pydantic", "ruamel", "typer", "rich", "pyarrow", "cloudpickle", "psutil", "asyncio"}
-    assert not heavy & set(done.stdout.split())
+    loaded = loaded_by("import pipedist.launchers.forkserver")
+    assert not loaded & (HEAVY - {"numpy", "optree", "zmq"})
+    ours = ("coordinator", "scheduler", "spec", "plan", "pipeline", "outputs", "strategy", "cli", "feeds")
+    assert not {name for name in loaded if name.startswith(tuple(f"pipedist.{room}" for room in ours))}

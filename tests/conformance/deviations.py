@@ -12,7 +12,7 @@ from tests.conformance.cases import Case, Deviation, Json, decode
 from tests.conformance.compare import ACCIDENTS, KINDS, value_difference
 
 
-def _agree(recorded: Json, own: Json) -> bool:
+def agree(recorded: Json, own: Json) -> bool:
     """Return whether TensorFlow's result is what pipedist owes anyway."""
     if "error" in own:
         if "error" not in recorded:
@@ -29,7 +29,7 @@ def _by_reference(
         if case.call["op"] != op or not concerns(case):
             return recorded
         own = answer(case)
-        return recorded if _agree(recorded, own) else own
+        return recorded if agree(recorded, own) else own
 
     return Deviation(name, row, expected)
 
@@ -167,7 +167,7 @@ def _always_per_replica(case: Case, recorded: Json) -> Json:
     return {"value": reference.map_leaves(leaf, recorded["value"])}
 
 
-def _local_results(case: Case, changed: Json) -> Json:
+def local_results_of(case: Case, changed: Json) -> Json:
     """Return `expect_local_results` for a changed expectation of `run`."""
     if "error" in changed:
         return changed
@@ -247,11 +247,11 @@ def _context_ids_are_ints(case: Case, recorded: Json) -> Json:
 
 
 _PER_REPLICA = Deviation(
-    "run: a leaf is always per replica, None stays None", 3, _always_per_replica, _local_results
+    "run: a leaf is always per replica, None stays None", 3, _always_per_replica, local_results_of
 )
 RUN = (
-    Deviation("run: replica ids are Python ints", 19, _ids_are_ints, _local_results),
-    Deviation("run: structures that differ are a ValueError", 5, _structures_differ, _local_results),
+    Deviation("run: replica ids are Python ints", 19, _ids_are_ints, local_results_of),
+    Deviation("run: structures that differ are a ValueError", 5, _structures_differ, local_results_of),
     _PER_REPLICA,
 )
 

@@ -18,29 +18,25 @@ import pipedist
 from tests.conformance.cases import Json, Skip, decode, dtype_of
 from tests.conformance.namedtuples import namedtuple_class
 
-LATER = {
-    "all_reduce": "collectives in replica functions",
-    "all_gather": "collectives in replica functions",
-    "merge_call": "merge_call",
-    "marg": "merge_call",
-    "read": "variables",
-    "assign": "variables",
-    "assign_add": "variables",
-    "assign_sub": "variables",
-}
-"""Operations of families of a later release, and which."""
+VARIABLE_OPS = ("read", "assign", "assign_add", "assign_sub")
 
 
-def function(expression: Json) -> Callable[..., Any]:
+def function(
+    expression: Json, variables: Mapping[str, pipedist.Variable] | None = None
+) -> Callable[..., Any]:
     """Return the replica function of an expression.
 
+    Args:
+        variables: those that it reads and assigns, by name; it captures them.
+
     Raises:
-        Skip: it uses an operation of a later release, or one that is not known.
+        Skip: it uses an operation that is not known.
     """
     check(expression)
+    captured = dict(variables or {})
 
     def replica_function(*args: Any, **kwargs: Any) -> Any:
-        return _Evaluation(args, kwargs)(expression)
+        return _Evaluation(args, kwargs, captured)(expression)
 
     return replica_function
 
@@ -49,7 +45,7 @@ def check(expression: Json) -> None:
     """Look at the whole expression for what can't be executed.
 
     Raises:
-        Skip: it uses an operation of a later release, or one that is not known.
+        Skip: it uses an operation that is not known.
     """
     match expression:
         case ["const" | "shared", value]:
@@ -66,9 +62,10 @@ def check(expression: Json) -> None:
         case ["list" | "tuple" | "seq" | "by_replica", list(items)]:
             for item in items:
                 check(item)
+        case ["merge_call", body, list(arguments)]:
+            for item in (body, *arguments):
+                check(item)
         case [str(op), *operands]:
-            if op in LATER:
-                raise Skip(f"family of a later release: {LATER[op]} ({op})")
             if not hasattr(_Evaluation, f"op_{op}"):
                 raise Skip(f"unknown program {op}")
             for operand in operands:
@@ -76,6 +73,30 @@ def check(expression: Json) -> None:
                     check(operand)
         case _:
             raise Skip(f"unknown program {str(expression)[:80]}")
+
+
+def op_of(op: Json) -> Any:
+    """Return the operator of a call: "SUM" is the enum member, {"str": s} a string, {"py": x} an object."""
+    match op:
+        case str():
+            return pipedist.ReduceOp[op]
+        case {"str": text}:
+            return text
+        case {"py": plain}:
+            return plain
+    raise Skip(f"unknown program reduce_op {op}")
+
+
+def axis_of(axis: Json) -> Any:
+    """Return the axis of a call: [0] is a tuple, {"list": [0]} a list, {"py": x} an object."""
+    match axis:
+        case list():
+            return tuple(axis)
+        case {"list": items}:
+            return items
+        case {"py": plain}:
+            return plain
+    return axis
 
 
 def operations(expression: Json) -> set[str]:
@@ -95,11 +116,25 @@ def operations(expression: Json) -> set[str]:
 
 
 class _Evaluation:
-    """Evaluates one expression in one replica; `op_NAME` is the operation NAME."""
+    """Evaluates one expression in one replica; `op_NAME` is the operation NAME.
 
-    def __init__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    Args:
+        args, kwargs: of the function.
+        variables: by name.
+        merging: the strategy, in a function that merge_call runs.
+    """
+
+    def __init__(
+        self,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        variables: Mapping[str, Any],
+        merging: Any = None,
+    ) -> None:
         self._args = args
         self._kwargs = kwargs
+        self._variables = variables
+        self._merging = merging
 
     def __call__(self, expression: Json) -> Any:
         op, *operands = expression
@@ -215,15 +250,48 @@ class _Evaluation:
 
     def op_reduce(self, op: Json, a: Json, axis: Json) -> Any:
         value = self(a)
-        return pipedist.get_replica_context().strategy.reduce(op, value, axis=axis)
+        return self._strategy.reduce(op_of(op), value, axis=axis_of(axis))
 
     def op_gather(self, a: Json, axis: Json) -> Any:
         value = self(a)
-        return pipedist.get_replica_context().strategy.gather(value, axis=axis)
+        return self._strategy.gather(value, axis=axis_of(axis))
 
     def op_local_results(self, a: Json) -> Any:
         value = self(a)
-        return pipedist.get_replica_context().strategy.local_results(value)
+        return self._strategy.local_results(value)
+
+    @property
+    def _strategy(self) -> Any:
+        return self._merging or pipedist.get_replica_context().strategy
+
+    def op_all_reduce(self, op: Json, a: Json) -> Any:
+        value = self(a)
+        return pipedist.get_replica_context().all_reduce(op_of(op), value)
+
+    def op_all_gather(self, a: Json, axis: Json) -> Any:
+        value = self(a)
+        return pipedist.get_replica_context().all_gather(value, axis=axis_of(axis))
+
+    def op_merge_call(self, body: Json, arguments: list[Json]) -> Any:
+        def merge_fn(strategy: Any, *args: Any) -> Any:
+            return _Evaluation(args, {}, self._variables, strategy)(body)
+
+        return pipedist.get_replica_context().merge_call(merge_fn, args=tuple(map(self, arguments)))
+
+    def op_marg(self, index: int) -> Any:
+        return self._args[index]
+
+    def op_read(self, name: str) -> Any:
+        return self._variables[name].value()
+
+    def op_assign(self, name: str, a: Json) -> Any:
+        return self._variables[name].assign(self(a))
+
+    def op_assign_add(self, name: str, a: Json) -> Any:
+        return self._variables[name].assign_add(self(a))
+
+    def op_assign_sub(self, name: str, a: Json) -> Any:
+        return self._variables[name].assign_sub(self(a))
 
 
 def _is_python(x: Any) -> bool:

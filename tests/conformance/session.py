@@ -47,7 +47,7 @@ class Session:
         kind = "default" if spec is None else spec.kind
         if spec is None or kind == "default":
             return pipedist.get_strategy()
-        if kind not in ("mirrored", "one_device", "central_storage"):
+        if kind not in ("mirrored", "one_device", "central_storage", "multi_worker_mirrored"):
             raise Skip(f"strategy of a later release: {kind}")
         if self._cluster is None:
             self._stack = contextlib.AsyncExitStack()
@@ -58,7 +58,10 @@ class Session:
             return pipedist.OneDeviceStrategy(self._cluster)
         if kind == "central_storage":
             return pipedist.CentralStorageStrategy(self._cluster, replicas=spec.replicas)
-        return pipedist.Strategy(self._cluster, replicas=spec.replicas)
+        if kind == "multi_worker_mirrored":
+            each = spec.replicas // spec.workers
+            return pipedist.MultiWorkerMirroredStrategy(self._cluster, spec.workers, replicas_per_worker=each)
+        return pipedist.MirroredStrategy(self._cluster, replicas=spec.replicas)
 
     async def discard(self) -> None:
         """Close the cluster, hanging workers included; the next case gets a fresh one."""

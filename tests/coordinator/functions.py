@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from pipedist import get_replica_context
 from pipedist import messages as msg
 from pipedist.transport.codec import encode
 from pipedist.transport.zeromq import Dealer
@@ -63,6 +64,15 @@ def dies_at(x: np.ndarray, folder: str, at: int) -> np.ndarray:
     if at in x and once(folder, "death"):
         os._exit(9)
     return x * 2
+
+
+def summed(x: Any, folder: str = "") -> Any:
+    """The sum over all replicas; the second one dies before it, once, where there is a folder."""
+    context = get_replica_context()
+    assert context is not None
+    if folder and context.replica_id_in_sync_group == 1 and once(folder, "death"):
+        os._exit(9)
+    return context.all_reduce("sum", x)
 
 
 def scaled(x: Any) -> Any:

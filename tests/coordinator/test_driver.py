@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,12 @@ def program(fn: Any, **kwargs: Any) -> Program:
 
 def opened(coordinator: Coordinator, fn: Any, **kwargs: Any) -> PassHandle:
     return coordinator.open_pass(program(fn, **kwargs), name="p", settings=LOOSE)
+
+
+def gang(coordinator: Coordinator, fn: Any, **kwargs: Any) -> PassHandle:
+    stage = StageProgram("s", reference(fn), -1, kwargs, collectives=True)
+    made = replace(program(fn), stages=(stage,), gang=True)
+    return coordinator.open_pass(made, name="p", settings=replace(LOOSE, gang=True))
 
 
 def spec_of(run: str, n: int = 40, **with_: Any) -> dict[str, Any]:
@@ -80,7 +87,7 @@ async def test_a_finished_step_keeps_its_answer_whatever_happens_then() -> None:
     async with asyncio.timeout(60), pipedist.LocalCluster(workers=1) as cluster:
         handle = opened(cluster.coordinator, functions.scaled)
         waiting = asyncio.ensure_future(handle.call_step([1, 2]))
-        while not (handle._waiting and handle._waiting[0].done.is_set()):  # noqa: ASYNC110 - no event tells it
+        while not handle.counts.steps_visible:  # noqa: ASYNC110 - no event tells it
             await asyncio.sleep(0)
         handle.close()  # before the waiting task has had its turn
         assert await waiting == [{"v": 3}, {"v": 6}]
@@ -96,6 +103,25 @@ async def test_what_cannot_be_sent_is_told_at_once() -> None:
             await handle.call_step([object(), 1])
         assert isinstance(caught.value.__cause__, UnsendableError)
         assert await handle.call_step([1, 2]) == [{"v": 3}, {"v": 6}]  # it failed its own step only
+
+
+@pytest.mark.parametrize("shared_memory", [True, False])
+@pytest.mark.asyncio
+async def test_a_gang_meets_over_either_road_and_restarts_when_a_member_dies(
+    tmp_path: Path, shared_memory: bool
+) -> None:
+    async with (
+        asyncio.timeout(60),
+        pipedist.LocalCluster(workers=2, shared_memory=shared_memory) as cluster,
+    ):
+        await cluster.ready()
+        handle = gang(cluster.coordinator, functions.summed, folder=str(tmp_path))
+        steps = [[np.float64(i), np.float64(2 * i)] for i in range(60)]
+        answers = await asyncio.gather(*(handle.call_step(step) for step in steps))
+        assert answers == [[{"v": 3.0 * i}] * 2 for i in range(60)]
+        assert cluster.coordinator._gangs._gangs == {}
+        await cluster.ready()
+        assert await handle.call_step([1, 2]) == [{"v": 3}] * 2
 
 
 @pytest.mark.asyncio

@@ -47,3 +47,19 @@ def wait_state(pid: int, letter: str, within_s: float = 10.0) -> None:
         if time.monotonic() > end:
             raise TimeoutError(f"process {pid} is {state_of(pid)!r}, not {letter!r}")
         os.sched_yield()
+
+
+def children_of(pid: int) -> dict[int, str]:
+    """The processes that this one started and that still run: name by pid."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            name, _, rest = (entry / "stat").read_text().rpartition(")")
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        state, parent = rest.split()[:2]
+        if int(parent) == pid and state != "Z":
+            found[int(entry.name)] = name.partition("(")[2]
+    return found

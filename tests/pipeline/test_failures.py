@@ -82,7 +82,7 @@ def test_a_reduction_of_texts_names_the_stage() -> None:
 
 
 def test_what_is_not_there_yet_is_said_before_anything_runs() -> None:
-    spec = document("double", collectives=True)
+    spec = document("double", on_error="quarantine")
     spec["stages"]["y"]["timeout_s"] = 3
     with pytest.raises(pipedist.PlanError) as caught:
         pipedist.run(spec, workers=1)

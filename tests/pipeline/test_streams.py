@@ -42,7 +42,7 @@ async def still_works(cluster: pipedist.LocalCluster) -> None:
     async with pipedist.open(TOTAL, cluster=cluster) as run:
         assert (await run.results())["t"] == 780
     assert cluster.coordinator._handles == {}
-    assert cluster.coordinator._log_sinks == []
+    assert not cluster.coordinator._log_sinks
 
 
 async def standstill(run: pipedist.Run) -> int:

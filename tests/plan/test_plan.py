@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from pipedist.datasets.sources import Source
@@ -41,23 +42,74 @@ TWO_PHASES: dict[str, Any] = {
 }
 
 
+G = "tests.pipeline.training_functions"
+TRAINING: dict[str, Any] = {
+    "pipedist": 1,
+    "name": "training",
+    "replicas": 4,
+    "datasets": {
+        "train": {
+            "function": {"call": f"{G}:rows", "with": {"count": 64, "seed": 1}},
+            "batch": 16,
+            "epochs": 5,
+        },
+        "held_out": {"function": {"call": f"{G}:rows", "with": {"count": 8, "seed": 2}}, "batch": 8},
+    },
+    "stages": {
+        "centred": {"run": f"{G}:normalized", "of": "train", "collectives": True},
+        "mean": {"reduce": "mean", "of": "centred", "axis": 0},
+        "gradients": {"run": f"{G}:gradients", "of": "train", "with": {"weights": "${state.weights}"}},
+        "sums": {"reduce": "sum", "of": "gradients", "axis": None, "per": "step"},
+        "weights": {
+            "update": f"{G}:descend",
+            "of": "sums",
+            "init": {"function": f"{G}:first", "with": {"bias": "${params.bias}"}},
+            "with": {"rate": "${state.rate}"},
+            "until": f"{G}:at_least_20",
+        },
+        "whole": {"reduce": "sum", "of": "gradients", "axis": None, "per": "epoch"},
+        "rate": {"update": f"{G}:add", "of": "whole", "init": 0.5, "with": {"mean": "${stages.scale}"}},
+        "scale": {"reduce": "max", "of": "labels", "axis": 0},
+        "labels": {"run": f"{G}:labels", "of": "train"},
+        "errors": {
+            "run": f"{G}:squared_errors",
+            "of": "held_out",
+            "with": {"weights": "${state.weights}"},
+        },
+        "error": {"reduce": "mean", "of": "errors", "axis": 0, "per": "epoch"},
+        "residuals": {
+            "run": f"{G}:squared_errors",
+            "of": "train",
+            "with": {"weights": "${state.weights}"},
+            "after": "weights",
+        },
+        "residual": {"reduce": "max", "of": "residuals", "axis": 0},
+    },
+    "params": {"bias": 0.0},
+    "outputs": {"weights": "weights.npz", "error": "error.csv"},
+}
+
+
 def planned(document: dict[str, Any], workers: int = 2) -> Plan:
     return compile_plan(load(document), workers=workers)
 
 
 def shown(plan: Plan) -> dict[str, str]:
     """Return each view; `python -m tests.plan.test_plan` writes them anew, and the diff is read."""
+    name = plan.spec.name
     return {
-        "two.txt": plan.text() + "\n",
-        "two.mmd": plan.mermaid() + "\n",
-        "two.json": json.dumps(plan.to_json(), indent=1) + "\n",
+        f"{name}.txt": plan.text() + "\n",
+        f"{name}.mmd": plan.mermaid() + "\n",
+        f"{name}.json": json.dumps(plan.to_json(), indent=1) + "\n",
     }
 
 
-@pytest.mark.parametrize("name", ["two.txt", "two.mmd", "two.json"])
-def test_views(name: str) -> None:
-    plan = planned(TWO_PHASES)
+@pytest.mark.parametrize("document", [TWO_PHASES, TRAINING], ids=["two", "training"])
+@pytest.mark.parametrize("ending", ["txt", "mmd", "json"])
+def test_views(document: dict[str, Any], ending: str) -> None:
+    plan = planned(document)
     try:
+        name = f"{document['name']}.{ending}"
         assert shown(plan)[name] == (GOLDEN / name).read_text()
     finally:
         plan.close()
@@ -102,30 +154,9 @@ def test_a_chain_longer_than_the_stack() -> None:
 
 
 NOT_YET: dict[str, tuple[dict[str, Any], str]] = {
-    "collectives": ({"stages": {"y": {"run": f"{F}:double", "collectives": True}}}, "stages.y.collectives"),
     "quarantine": ({"stages": {"y": {"run": f"{F}:double", "on_error": "quarantine"}}}, "stages.y.on_error"),
     "timeout": ({"stages": {"y": {"run": f"{F}:double", "timeout_s": 1}}}, "stages.y.timeout_s"),
     "launcher": ({"cluster": {"launcher": "ray"}}, "cluster.launcher"),
-    "update": (
-        {
-            "stages": {
-                "y": {"run": f"{F}:double"},
-                "t": {"reduce": "sum", "of": "y", "axis": 0, "per": "step"},
-                "w": {"update": f"{F}:plus", "of": "t", "init": 0},
-            }
-        },
-        "stages.w.update",
-    ),
-    "state": (
-        {
-            "stages": {
-                "y": {"run": f"{F}:plus", "with": {"amount": "${state.w}"}},
-                "t": {"reduce": "sum", "of": "y", "axis": 0, "per": "step"},
-                "w": {"update": f"{F}:plus", "of": "t", "init": 0},
-            }
-        },
-        "stages.y.with.amount",
-    ),
 }
 
 
@@ -151,6 +182,97 @@ def test_what_is_not_there_yet_is_said_with_its_place(name: str) -> None:
     told = {p.where: p.message for p in caught.value.problems}
     assert any(where.endswith(place) for where in told), told
     assert all("not yet" in message for message in told.values())
+
+
+def with_update(**keys: Any) -> dict[str, Any]:
+    return {
+        "pipedist": 1,
+        "replicas": 4,
+        "dataset": {"range": 10, "batch": 4},
+        "stages": {
+            "total": {"reduce": "sum", "of": "dataset", "axis": 0, "per": "step"},
+            "w": {"update": f"{G}:add", "of": "total", "init": 0, **keys},
+        },
+    }
+
+
+@pytest.mark.parametrize(
+    ("keys", "place", "text"),
+    [
+        ({"update": f"{G}:no_such"}, "stages.w.update", "has no attribute 'no_such'"),
+        ({"update": f"{G}:plus"}, "", ""),
+        (
+            {"update": f"{G}:nothing", "with": {"x": 1}},
+            "stages.w.with",
+            "called as nothing(state, value, x=...)",
+        ),
+        ({"until": f"{G}:labels"}, "stages.w.until", "called as labels(old, new)"),
+        ({"until": f"{G}:no_such"}, "stages.w.until", "has no attribute 'no_such'"),
+        ({"init": {"function": f"{G}:first"}}, "stages.w.init.function", "called as first()"),
+        (
+            {"init": {"function": f"{G}:first", "with": {"b": 1}}},
+            "stages.w.init.with",
+            "called as first(b=...)",
+        ),
+        ({"init": {"file": "no/such.npy"}}, "stages.w.init.file", "no/such.npy: No such file"),
+        ({"init": {"file": "pyproject.json"}}, "stages.w.init.file", "No such file"),
+    ],
+)
+def test_what_a_state_lacks_is_told_with_its_place(keys: dict[str, Any], place: str, text: str) -> None:
+    if not place:
+        planned(with_update(**keys)).close()
+        return
+    with pytest.raises(PlanError) as caught:
+        planned(with_update(**keys))
+    (problem,) = caught.value.problems
+    assert problem.where == place
+    assert text in problem.message
+
+
+def test_a_file_that_holds_objects_begins_no_state(tmp_path: Path) -> None:
+    np.save(tmp_path / "w.npy", np.array([{}], object))
+    with pytest.raises(PlanError, match="the state can't begin as"):
+        planned(with_update(init={"file": str(tmp_path / "w.npy")}))
+
+
+def test_an_empty_shard_has_something_to_join_a_collective_with() -> None:
+    stages: dict[str, Any] = {
+        "a": {"run": f"{F}:double"},
+        "b": {"run": f"{G}:normalized", "of": "a", "collectives": True},
+    }
+    document = {
+        "pipedist": 1,
+        "replicas": 4,
+        "dataset": {"range": 10, "batch": 8},
+        "stages": stages,
+    }
+    with pytest.raises(PlanError) as caught:
+        planned(document)
+    (problem,) = caught.value.problems
+    assert problem.where == "stages.b.of"
+    assert "step 1 of an epoch has 2 shards for 4 replicas, and an empty shard has no value of `a`" in str(
+        problem
+    )
+    stages["a"]["collectives"] = True
+    planned(document).close()
+    del stages["a"]["collectives"]
+    planned({**document, "dataset": {"range": 10, "batch": 8, "drop_remainder": True}}).close()
+
+
+def test_updates_are_fed_by_one_reading() -> None:
+    document = with_update()
+    document["stages"] |= {
+        "a": {"run": f"{F}:double"},
+        "largest": {"reduce": "max", "of": "a", "axis": 0},
+        "b": {"run": f"{F}:subtract", "of": "a", "with": {"mean": "${stages.largest}"}},
+        "bs": {"reduce": "sum", "of": "b", "axis": 0, "per": "step"},
+        "v": {"update": f"{G}:add", "of": "bs", "init": 0},
+    }
+    with pytest.raises(
+        PlanError, match="the updates are fed by 'a' here and by 'dataset' elsewhere"
+    ) as caught:
+        planned(document)
+    assert caught.value.problems[0].where == "stages.b.of"
 
 
 @pytest.mark.parametrize("fault", ["problem", "crash"])
@@ -181,5 +303,6 @@ def test_sources_are_closed_where_a_plan_fails(fault: str, monkeypatch: pytest.M
 
 if __name__ == "__main__":
     GOLDEN.mkdir(exist_ok=True)
-    for file, text in shown(planned(TWO_PHASES)).items():
-        (GOLDEN / file).write_text(text)
+    for document in (TWO_PHASES, TRAINING):
+        for file, text in shown(planned(document)).items():
+            (GOLDEN / file).write_text(text)

@@ -8,6 +8,7 @@ from random import Random
 
 from pipedist.scheduler import PassSettings
 from pipedist.scheduler import commands as cmd
+from pipedist.scheduler import events as ev
 
 ALWAYS = 1_000_000
 
@@ -23,6 +24,7 @@ class Fate:
     raises: int = 0
     kills: int = 0
     retries: int = 0
+    hangs: int = 0
 
     @property
     def hopeless(self) -> bool:
@@ -37,6 +39,43 @@ class Held:
     pass_id: int
     next: int
     hi: int
+    serial: int = 0
+    """Of its gang."""
+
+
+@dataclass(slots=True)
+class GangBook:
+    """The oracle's own entry of a gang that is not over."""
+
+    pass_id: int
+    lo: int
+    hi: int
+    parts: tuple[cmd.GangPart, ...]
+    reported: set[int] = field(default_factory=set)
+    raised: list[ev.CallFailed] = field(default_factory=list)
+    bytes: int = 0
+    doomed: bool = False
+    """Too many workers have died under it."""
+
+    @property
+    def calls(self) -> set[int]:
+        return set(range(self.lo, self.hi))
+
+    @property
+    def workers(self) -> tuple[str, ...]:
+        return tuple(part.worker for part in self.parts)
+
+
+@dataclass(slots=True)
+class Errand:
+    """A lease as its worker sees it."""
+
+    lease: int
+    pass_id: int
+    lo: int
+    hi: int
+    serial: int = 0
+    members: int = 0
 
 
 @dataclass(slots=True)
@@ -62,7 +101,10 @@ class Process:
     joined: bool = False
     busy: bool = False
     stalled_until: float = 0.0
-    queue: list[cmd.SendAssign] = field(default_factory=list)
+    hung: bool = False
+    waits: bool = False
+    """In a gang, for other members."""
+    queue: list[Errand] = field(default_factory=list)
     lease: int = 0
     next_call: int = 0
     finished_lo: int = 0
@@ -83,6 +125,10 @@ class Reading:
     call_s: float
     step_bytes: int
     call_bytes: int
+    meets: bool = False
+    """A gang's replicas wait for each other before they end."""
+    passed_over: int = 0
+    """How often another pass was dealt while this one waited."""
     offered: int = 0
     requested: int = 0
     visible: int = 0
@@ -104,7 +150,13 @@ class Reading:
     closed: bool = False
 
     def tried(self, call: int) -> int:
+        if self.settings.gang:
+            call -= call % self.settings.replicas
         return self.raised[call] + self.deaths[call]
+
+    @property
+    def deals(self) -> bool:
+        return not self.held and not self.closed and any(c <= self.last_call for c in self.waiting)
 
     def give_up(self, call: int) -> None:
         if self.settings.fail_fast:
@@ -143,25 +195,34 @@ def draw_reading(pass_id: int, random: Random) -> Reading:
         fail_fast=ordered and random.random() < 0.6,
         pulled=ordered and random.random() < 0.8,
         priority=random.choice([1, 1, 0]),
+        gang=random.random() < 0.4,
     )
+    meets = settings.gang and random.random() < 0.7
     parts = [
-        replicas if random.random() < 0.8 else random.randint(0, replicas)
+        replicas if settings.gang or random.random() < 0.8 else random.randint(0, replicas)
         for _ in range(random.choice([0, 3, 8, 16]))
     ]
     calls = [step * replicas + r for step, n in enumerate(parts) for r in range(n)]
-    fates = {}
+    fates: dict[int, Fate] = {}
     doomed = random.random() < 0.4
     kinds = ["raises", "kills", "both", *(["always", "never again"] if doomed else [])]
     for call in random.sample(calls, min(len(calls), random.choice([0, 2, 6]))):
-        kind = random.choice(kinds)
-        if kind == "raises":
+        kind = random.choice([*kinds, *(["hangs"] if meets else [])])
+        if settings.gang and any(c // replicas == call // replicas for c in fates):
+            continue  # with one of a step it is known which errors there are
+        if kind == "hangs":
+            fates[call] = Fate(hangs=1)
+        elif kind == "raises":
             fates[call] = Fate(raises=random.randint(0, retries), retries=retries)
         elif kind in ("kills", "both"):
             fates[call] = Fate(retries if kind == "both" else 0, kills=1, retries=retries)
         else:
             fates[call] = Fate(raises=ALWAYS, retries=retries if kind == "always" else 0)
     if calls and pass_id == 1 and random.random() < 0.15:
-        fates[random.choice(calls)] = Fate(kills=ALWAYS)
+        call = random.choice(calls)
+        if settings.gang:
+            fates = {c: fate for c, fate in fates.items() if c // replicas != call // replicas}
+        fates[call] = Fate(kills=ALWAYS)
     return Reading(
         pass_id,
         settings,
@@ -170,4 +231,5 @@ def draw_reading(pass_id: int, random: Random) -> Reading:
         call_s=random.choice([0.0, 0.002, 0.02, 0.04, 1.0]),
         step_bytes=random.choice([0, 0, 60]),
         call_bytes=random.choice([0, 10, 200]),
+        meets=meets,
     )

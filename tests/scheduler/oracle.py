@@ -5,7 +5,7 @@ from __future__ import annotations
 from pipedist.scheduler import Command, Event, Limits
 from pipedist.scheduler import commands as cmd
 from pipedist.scheduler import events as ev
-from tests.scheduler.books import Process, Reading, Seat, Violation
+from tests.scheduler.books import GangBook, Process, Reading, Seat, Violation
 
 
 class Oracle:
@@ -21,6 +21,7 @@ class Oracle:
         self.readings = readings
         self.now = 0.0
         self.seats: dict[str, Seat] = {}
+        self.gangs: dict[int, GangBook] = {}
         self.peers: dict[str, Process] = {}
         """Who is behind a name: the process that joined last."""
 
@@ -50,6 +51,8 @@ class Oracle:
                     reading.waiting |= set(range(step * replicas, step * replicas + event.parts))
             case ev.PassClosed(pass_id):
                 self.readings[pass_id].closed = True
+            case ev.GangStalled():
+                return self._foresee_stall(event)
             case ev.Tick():
                 return self._foresee_tick()
         return []
@@ -91,6 +94,8 @@ class Oracle:
         held.next = hi
         if hi == held.hi:
             seat.leases.remove(held)
+        if held.serial:
+            return self._foresee_part(held.serial, event, lo, hi)
         reading = self.readings[held.pass_id]
         if isinstance(event, ev.CallsDone):
             reading.result_bytes += event.bytes
@@ -105,12 +110,64 @@ class Oracle:
             reading.give_up(lo)
         return []
 
+    def _foresee_part(
+        self, serial: int, event: ev.CallsDone | ev.CallFailed, lo: int, hi: int
+    ) -> list[Command]:
+        """A member of a gang reports; with the last report it is known what becomes of the gang."""
+        gang = self.gangs[serial]
+        reading = self.readings[gang.pass_id]
+        gang.reported |= set(range(lo, hi))
+        out: list[Command] = []
+        if isinstance(event, ev.CallsDone):
+            gang.bytes += event.bytes
+            out.append(cmd.StashResults(serial, lo, hi, event.worker))
+        else:
+            gang.raised.append(event)
+        if gang.reported != gang.calls:
+            return out
+        del self.gangs[serial]
+        if not gang.raised:
+            self.must(not gang.calls & reading.accepted, f"calls {gang.calls} are accepted twice")
+            reading.accepted |= gang.calls
+            reading.result_bytes += gang.bytes
+        else:
+            guilty = min((x for x in gang.raised if not x.aborted), key=lambda x: x.call)
+            reading.raised[gang.lo] += 1
+            if reading.raised[gang.lo] <= guilty.retries:
+                reading.waiting |= gang.calls
+            else:
+                reading.give_up(gang.lo)
+        return [*out, cmd.GangEnded(serial, counts=not gang.raised, aborted=False)]
+
+    def _foresee_stall(self, event: ev.GangStalled) -> list[Command]:
+        seat = self.seats[event.worker]
+        held = next((x for x in seat.leases if x.id == event.lease), None)
+        if held is None or not held.serial or not seat.ready or seat.incarnation != event.incarnation:
+            return []
+        out: list[Command] = []
+        for member in event.members:
+            _, lease, *_ = part = self.gangs[held.serial].parts[member]
+            missing = self.seats[part.worker]
+            if part.worker != event.worker and any(x.id == lease for x in missing.leases):
+                out += [
+                    expel(part.worker, missing.incarnation),
+                    *self._lose(part.worker, graceful=False),
+                ]
+        return out
+
     def _lose(self, name: str, *, graceful: bool) -> list[Command]:
         """Give back what a worker had, charge whom it must be charged to, and replace it."""
         seat = self.seats[name]
         blamed = seat.leases[0] if seat.leases and not graceful and not seat.unsure else None
         for held in seat.leases:
             reading = self.readings[held.pass_id]
+            if held.serial:  # its calls wait again when the gang has ended
+                gang = self.gangs[held.serial]
+                reading.deaths[gang.lo] += held is blamed
+                if held is blamed and reading.deaths[gang.lo] >= self.limits.deaths_max:
+                    gang.doomed = True
+                    reading.give_up(gang.lo)
+                continue
             reading.waiting |= set(range(held.next, held.hi))
             if held is blamed:
                 reading.deaths[held.next] += 1
@@ -124,7 +181,14 @@ class Oracle:
         return [cmd.StartWorker(name, seat.incarnation)]
 
 
-FORESEEN = (cmd.StartWorker, cmd.ExpelWorker, cmd.AcceptResults, cmd.DropResults)
+FORESEEN = (
+    cmd.StartWorker,
+    cmd.ExpelWorker,
+    cmd.AcceptResults,
+    cmd.StashResults,
+    cmd.GangEnded,
+    cmd.DropResults,
+)
 
 
 def expel(name: str, incarnation: int) -> Command:
@@ -134,5 +198,6 @@ def expel(name: str, incarnation: int) -> Command:
 def foreseeable(commands: list[Command]) -> list[Command]:
     """Return what the oracle foresees of some commands: without reasons, and in an order of its own."""
     told = [c for c in commands if isinstance(c, FORESEEN)]
+    told = [c for c in told if not (isinstance(c, cmd.GangEnded) and c.aborted)]  # checked one by one
     plain = [expel(c.worker, c.incarnation) if isinstance(c, cmd.ExpelWorker) else c for c in told]
     return sorted(plain, key=repr) if len(plain) > 1 else plain

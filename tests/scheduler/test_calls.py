@@ -128,12 +128,12 @@ def test_an_unordered_pass_shows_each_step_when_it_is_done() -> None:
     play.setup(ev.StepsOffered(1, 0, 1, 2), ev.StepsOffered(1, 1, 2, 1))
     play(ev.CallsDone("w2", 0, 3, 2, 3, SECOND), cmd.AcceptResults(1, 2, 3, "w2"), cmd.StepsReady(1, 1, 2))
     play(
-        ev.CallFailed("w1", 0, 2, 1, token=7),
+        ev.CallFailed("w1", 0, 2, 1),
     )
     play(
         ev.CallsDone("w0", 0, 1, 0, 1, SECOND),
         cmd.AcceptResults(1, 0, 1, "w0"),
-        cmd.StepFailed(1, 0, (cmd.Failure(1, 1, "w1", token=7),)),
+        cmd.StepFailed(1, 0, (cmd.Failure(1, 1, "w1"),)),
     )
     play(ev.StepsOffered(1, 2, 4, 0), cmd.StepsReady(1, 2, 3), cmd.StepsReady(1, 3, 4))
     play(ev.PassClosed(1), cmd.SendUnbind("w0", 1), cmd.SendUnbind("w1", 1), cmd.SendUnbind("w2", 1))
@@ -156,7 +156,7 @@ def test_a_call_that_raises_is_tried_again_before_any_later_one() -> None:
     play.setup(ev.StepsOffered(1, 0, 1, 1), ev.CallsDone("w0", 0, 1, 0, 1, 1000))
     play.setup(ev.StepsOffered(1, 1, 41, 1))
     play.setup(ev.CallsDone("w0", 0, 2, 1, 4, 1000))
-    play(ev.CallFailed("w0", 0, 2, 4, token=1, retries=1))
+    play(ev.CallFailed("w0", 0, 2, 4, retries=1))
     came = play.setup(ev.CallsDone("w0", 0, 2, 5, 9, 1000))
     assert cmd.AcceptResults(1, 5, 9, "w0") in came
     assert ranges(came) == [("w0", 4, 5, 1)]
@@ -168,10 +168,10 @@ def test_a_call_that_raises_is_tried_again_before_any_later_one() -> None:
 def test_retries_exhausted() -> None:
     play = Playbook().with_workers("w0").with_pass(PLAIN)
     play.setup(ev.StepsOffered(1, 0, 5, 1))
-    play(ev.CallFailed("w0", 0, 1, 0, token=1, retries=1), cmd.SendAssign("w0", 2, 1, 0, 1, 1))
+    play(ev.CallFailed("w0", 0, 1, 0, retries=1), cmd.SendAssign("w0", 2, 1, 0, 1, 1))
     play(
-        ev.CallFailed("w0", 0, 2, 0, token=2, retries=1),
-        cmd.StepFailed(1, 0, (cmd.Failure(0, 2, "w0", token=2),)),
+        ev.CallFailed("w0", 0, 2, 0, retries=1),
+        cmd.StepFailed(1, 0, (cmd.Failure(0, 2, "w0"),)),
     )
     play(ev.StepsOffered(1, 5, 9, 1))
     play(ev.StepsEnded(1))
@@ -181,18 +181,18 @@ def test_what_another_attempt_can_not_help_is_not_tried_again() -> None:
     play = Playbook().with_workers("w0").with_pass(PLAIN)
     play.setup(ev.StepsOffered(1, 0, 5, 1))
     play(
-        ev.CallFailed("w0", 0, 1, 0, token=4),
-        cmd.StepFailed(1, 0, (cmd.Failure(0, 1, "w0", token=4),)),
+        ev.CallFailed("w0", 0, 1, 0),
+        cmd.StepFailed(1, 0, (cmd.Failure(0, 1, "w0"),)),
     )
 
 
 def test_a_stage_that_is_not_retried_fails_a_call_that_another_stage_had_tried_again() -> None:
     play = Playbook().with_workers("w0").with_pass(PLAIN)
     play.setup(ev.StepsOffered(1, 0, 5, 1))
-    play(ev.CallFailed("w0", 0, 1, 0, token=1, retries=5), cmd.SendAssign("w0", 2, 1, 0, 1, 1))
+    play(ev.CallFailed("w0", 0, 1, 0, retries=5), cmd.SendAssign("w0", 2, 1, 0, 1, 1))
     play(
-        ev.CallFailed("w0", 0, 2, 0, token=2, retries=0),
-        cmd.StepFailed(1, 0, (cmd.Failure(0, 2, "w0", token=2),)),
+        ev.CallFailed("w0", 0, 2, 0, retries=0),
+        cmd.StepFailed(1, 0, (cmd.Failure(0, 2, "w0"),)),
     )
 
 
@@ -208,10 +208,10 @@ def test_deaths_are_no_retries() -> None:
     play = Playbook().with_workers("w0").with_pass(PLAIN)
     play.setup(ev.StepsOffered(1, 0, 1, 1), ev.WorkerLost("w0", 0, "signal 9"))
     play(ev.WorkerJoined("w0", 1), cmd.SendBind("w0", 1), cmd.SendAssign("w0", 2, 1, 0, 1, 1))
-    play(ev.CallFailed("w0", 1, 2, 0, token=1, retries=1), cmd.SendAssign("w0", 3, 1, 0, 1, 2))
+    play(ev.CallFailed("w0", 1, 2, 0, retries=1), cmd.SendAssign("w0", 3, 1, 0, 1, 2))
     play(
-        ev.CallFailed("w0", 1, 3, 0, token=2, retries=1),
-        cmd.StepFailed(1, 0, (cmd.Failure(0, 3, "w0", token=2),)),
+        ev.CallFailed("w0", 1, 3, 0, retries=1),
+        cmd.StepFailed(1, 0, (cmd.Failure(0, 3, "w0"),)),
     )
 
 
@@ -219,7 +219,7 @@ def test_deaths_are_no_retries() -> None:
 def test_the_lowest_failing_step_is_told_whatever_came_first(first: str) -> None:
     play = Playbook().with_workers("w0", "w1", "w2", "w3").with_pass(PLAIN)
     play.setup(ev.StepsOffered(1, 0, 6, 1))
-    lower, higher = ev.CallFailed("w1", 0, 2, 1, token=1), ev.CallFailed("w2", 0, 3, 2, token=2)
+    lower, higher = ev.CallFailed("w1", 0, 2, 1), ev.CallFailed("w2", 0, 3, 2)
     if first == "lower":
         play(lower, cmd.SendCancel("w2", 3), cmd.SendCancel("w3", 4))
         play(higher, cmd.DropResults("w2", 3))
@@ -230,19 +230,19 @@ def test_the_lowest_failing_step_is_told_whatever_came_first(first: str) -> None
         ev.CallsDone("w0", 0, 1, 0, 1, SECOND),
         cmd.AcceptResults(1, 0, 1, "w0"),
         cmd.StepsReady(1, 0, 1),
-        cmd.StepFailed(1, 1, (cmd.Failure(1, 1, "w1", token=1),)),
+        cmd.StepFailed(1, 1, (cmd.Failure(1, 1, "w1"),)),
     )
 
 
 def test_a_failed_step_is_told_when_all_its_calls_are_over_with_the_lowest_first() -> None:
     play = Playbook().with_workers("w0", "w1", "w2").with_pass(PassSettings(replicas=3, pulled=False))
     play.setup(ev.StepsOffered(1, 0, 1, 3))
-    play(ev.CallFailed("w2", 0, 3, 2, token=1))
-    play(ev.CallFailed("w0", 0, 1, 0, token=2))
+    play(ev.CallFailed("w2", 0, 3, 2))
+    play(ev.CallFailed("w0", 0, 1, 0))
     play(
         ev.CallsDone("w1", 0, 2, 1, 2, SECOND),
         cmd.AcceptResults(1, 1, 2, "w1"),
-        cmd.StepFailed(1, 0, (cmd.Failure(0, 1, "w0", token=2), cmd.Failure(2, 1, "w2", token=1))),
+        cmd.StepFailed(1, 0, (cmd.Failure(0, 1, "w0"), cmd.Failure(2, 1, "w2"))),
     )
 
 
@@ -251,32 +251,50 @@ def test_a_call_beyond_the_failed_step_is_not_tried_again() -> None:
     play.setup(ev.StepsOffered(1, 0, 2, 1), ev.CallsDone("w1", 0, 2, 1, 2, 1000))
     play.setup(ev.StepsOffered(1, 2, 40, 1))  # w1 runs [2, 10), w0 still runs call 0
     play(ev.CallsDone("w1", 0, 3, 2, 4, 1000), cmd.AcceptResults(1, 2, 4, "w1"))
-    play(ev.CallFailed("w1", 0, 3, 4, token=1), cmd.SendCancel("w1", 4))
-    play(ev.CallFailed("w1", 0, 3, 5, token=2, retries=1))
+    play(ev.CallFailed("w1", 0, 3, 4), cmd.SendCancel("w1", 4))
+    play(ev.CallFailed("w1", 0, 3, 5, retries=1))
     play(ev.WorkerLost("w1", 0, "signal 9"), cmd.StartWorker("w1", 1))
     play(ev.WorkerJoined("w1", 1))
     play(
         ev.CallsDone("w0", 0, 1, 0, 1, SECOND),
         cmd.AcceptResults(1, 0, 1, "w0"),
         cmd.StepsReady(1, 0, 4),
-        cmd.StepFailed(1, 4, (cmd.Failure(4, 1, "w1", token=1),)),
+        cmd.StepFailed(1, 4, (cmd.Failure(4, 1, "w1"),)),
     )
 
 
 def test_without_fail_fast_only_the_failing_steps_fail() -> None:
     play = Playbook().with_workers("w0", "w1", "w2", "w3").with_pass(LENIENT)
     play.setup(ev.StepsOffered(1, 0, 4, 1), ev.StepsEnded(1))
-    play(ev.CallFailed("w3", 0, 4, 3, token=1))
-    play(ev.CallFailed("w1", 0, 2, 1, token=2))
+    play(ev.CallFailed("w3", 0, 4, 3))
+    play(ev.CallFailed("w1", 0, 2, 1))
     play(ev.CallsDone("w2", 0, 3, 2, 3, SECOND), cmd.AcceptResults(1, 2, 3, "w2"))
     play(
         ev.CallsDone("w0", 0, 1, 0, 1, SECOND),
         cmd.AcceptResults(1, 0, 1, "w0"),
         cmd.StepsReady(1, 0, 1),
-        cmd.StepFailed(1, 1, (cmd.Failure(1, 1, "w1", token=2),)),
+        cmd.StepFailed(1, 1, (cmd.Failure(1, 1, "w1"),)),
         cmd.StepsReady(1, 2, 3),
-        cmd.StepFailed(1, 3, (cmd.Failure(3, 1, "w3", token=1),)),
+        cmd.StepFailed(1, 3, (cmd.Failure(3, 1, "w3"),)),
         cmd.PassComplete(1),
+    )
+
+
+def test_a_lease_that_can_not_be_sent_fails_its_calls_and_costs_nobody_anything() -> None:
+    settings = PassSettings(replicas=2, ordered=False, fail_fast=False, pulled=False)
+    play = Playbook().with_workers("w0").with_pass(settings)
+    play.setup(ev.StepsOffered(1, 0, 1, 2), ev.CallsDone("w0", 0, 1, 0, 1, 1000))
+    play.setup(ev.StepsOffered(1, 1, 3, 2))  # lease 2: call 1, lease 3 in advance: calls 2 and 3
+    assert [(x.id, x.lo, x.hi) for x in play.scheduler._members.leases.values()] == [(2, 1, 2), (3, 2, 4)]
+    came = play.setup(ev.LeaseNotSent(3))
+    assert came[0] == cmd.StepFailed(1, 1, (cmd.Failure(2, 1, "w0"), cmd.Failure(3, 1, "w0")))
+    assert ranges(came) == [("w0", 4, 5, 0)]
+    play(ev.LeaseNotSent(3))
+    play(
+        ev.CallsDone("w0", 0, 2, 1, 2, 1000),
+        cmd.AcceptResults(1, 1, 2, "w0"),
+        cmd.StepsReady(1, 0, 1),
+        cmd.SendAssign("w0", 5, 1, 5, 6, 0),
     )
 
 
@@ -316,7 +334,7 @@ def test_a_call_that_was_tried_before_travels_alone() -> None:
     play = Playbook().with_workers("w0").with_pass(PLAIN)
     play.setup(ev.StepsOffered(1, 0, 1, 1), ev.CallsDone("w0", 0, 1, 0, 1, 1000))
     play.setup(ev.StepsOffered(1, 1, 3, 1))
-    play.setup(ev.CallFailed("w0", 0, 2, 1, 1, retries=1), ev.CallFailed("w0", 0, 3, 2, 2, retries=1))
+    play.setup(ev.CallFailed("w0", 0, 2, 1, retries=1), ev.CallFailed("w0", 0, 3, 2, retries=1))
     assert ranges(play.setup(ev.StepsOffered(1, 3, 40, 1))) == []
     leases = play.scheduler._members.leases.values()
     assert [(x.lo, x.hi, x.attempt) for x in leases] == [(1, 2, 1), (2, 3, 1)]

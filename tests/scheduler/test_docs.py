@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from pipedist.scheduler.diagram import drawn
-from pipedist.scheduler.states import PASS_TRANSITIONS, WORKER_TRANSITIONS
+from pipedist.scheduler.states import GANG_TRANSITIONS, PASS_TRANSITIONS, WORKER_TRANSITIONS
 
 PAGE = Path(__file__).parents[2] / "docs" / "scheduler.md"
 BEGIN, END = "<!-- drawn: python -m pipedist.scheduler.diagram -->\n", "<!-- end of what is drawn -->\n"
@@ -23,4 +23,4 @@ def test_every_transition_is_drawn() -> None:
     out = subprocess.run(
         [sys.executable, "-m", "pipedist.scheduler.diagram"], capture_output=True, text=True, check=True
     ).stdout
-    assert out.count("-->") == len(WORKER_TRANSITIONS) + len(PASS_TRANSITIONS) + 2
+    assert out.count("-->") == len(WORKER_TRANSITIONS) + len(PASS_TRANSITIONS) + len(GANG_TRANSITIONS) + 3

@@ -109,7 +109,7 @@ def test_a_held_and_failing_pass_becomes_quiet_too() -> None:
     play.setup(ev.StepsOffered(1, 2, 4, 1))  # w1 runs [2, 3) and has [3, 4) in advance
     play(ev.PassHeld(1))
     play(ev.WorkerLost("w0", 0, "it was asked to", graceful=True), cmd.StartWorker("w0", 1))
-    play(ev.CallFailed("w1", 0, 3, 2, token=1), cmd.SendCancel("w1", 4), cmd.PassQuiet(1))
+    play(ev.CallFailed("w1", 0, 3, 2), cmd.SendCancel("w1", 4), cmd.PassQuiet(1))
 
 
 def test_a_worker_lost_beyond_the_failed_step_of_a_held_pass_makes_it_quiet() -> None:
@@ -117,7 +117,7 @@ def test_a_worker_lost_beyond_the_failed_step_of_a_held_pass_makes_it_quiet() ->
     play.setup(ev.StepsOffered(1, 0, 2, 1), ev.CallsDone("w1", 0, 2, 1, 2, 1000))
     play.setup(ev.StepsOffered(1, 2, 40, 1))  # w1 runs [2, 10)
     play.setup(ev.WorkerLost("w0", 0, "it was asked to", graceful=True), ev.PassHeld(1))
-    play.setup(ev.CallFailed("w1", 0, 3, 2, token=1))
+    play.setup(ev.CallFailed("w1", 0, 3, 2))
     play(ev.WorkerLost("w1", 0, "signal 9"), cmd.PassQuiet(1), cmd.StartWorker("w1", 1))
 
 
@@ -132,7 +132,7 @@ def test_a_pass_closed_in_mid_flight_leaves_nothing_behind() -> None:
         cmd.SendUnbind("w1", 1),
     )
     play(ev.CallsDone("w0", 0, 1, 0, 1, SECOND), cmd.DropResults("w0", 1))
-    play(ev.CallFailed("w1", 0, 2, 1, token=1), cmd.DropResults("w1", 2))
+    play(ev.CallFailed("w1", 0, 2, 1), cmd.DropResults("w1", 2))
     for late in (
         ev.PassClosed(1),
         ev.PassHeld(1),

@@ -214,7 +214,7 @@ def test_a_report_that_comes_twice_after_its_lease_is_dropped() -> None:
     play = Playbook().with_workers("w0").with_pass(UNASKED)
     play.setup(ev.StepsOffered(1, 0, 1, 1), ev.CallsDone("w0", 0, 1, 0, 1, 1000))
     play(ev.CallsDone("w0", 0, 1, 0, 1, 1000), cmd.DropResults("w0", 1))
-    play(ev.CallFailed("w0", 0, 1, 0, token=1), cmd.DropResults("w0", 1))
+    play(ev.CallFailed("w0", 0, 1, 0), cmd.DropResults("w0", 1))
     play(ev.CallsDone("w0", 0, 77, 0, 1, 1000), cmd.DropResults("w0", 77))
 
 

@@ -12,12 +12,25 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 from random import Random
 
 from pipedist.scheduler import Command, Event, Limits, Scheduler
 from pipedist.scheduler import commands as cmd
 from pipedist.scheduler import events as ev
-from tests.scheduler.books import ALWAYS, Fate, Held, Process, Reading, Seat, Violation, draw_reading
+from tests.scheduler.books import (
+    ALWAYS,
+    Errand,
+    Fate,
+    GangBook,
+    Held,
+    Process,
+    Reading,
+    Seat,
+    Violation,
+    draw_reading,
+)
+from tests.scheduler.meetings import Meeting, begin_part
 from tests.scheduler.oracle import Oracle, foreseeable
 
 EVENTS_MAX = 20_000
@@ -40,6 +53,7 @@ class World(Oracle):
             bundle_s=random.choice([0.01, 0.5]),
             bundle_growth=random.choice([2, 8]),
             steps_in_flight_max=random.choice([1, 3, 1000]),
+            gangs_queued_max=random.choice([1, 3, 16]),
             bytes_in_flight_max=random.choice([500, 100_000]),
             deaths_max=5,
             starts_fruitless_max=5,
@@ -55,7 +69,8 @@ class World(Oracle):
         behind it in a lease, they stay below deaths_max."""
         self._stillborn = 2
         self.processes: dict[tuple[str, int], Process] = {}
-        self.tokens: list[tuple[int, int]] = []
+        self.meetings: dict[int, Meeting] = {}
+        self.last_gang = 0
         passes = range(1, random.choice([1, 2]) + 1)
         super().__init__(limits, {i: draw_reading(i, random) for i in passes})
 
@@ -126,7 +141,10 @@ class World(Oracle):
         heard = [p.heard_at for p in self.peers.values() if p.supervised and self.seats[p.name].ready]
         deadline = min(heard) + self.limits.heard_within_s if heard else None
         self.must(self.scheduler.deadline() == deadline, f"the deadline is not {deadline}")
+        self._check_gangs()
         for reading in self.readings.values():
+            if not reading.deals:
+                reading.passed_over = 0
             if reading.held and not reading.closed:
                 runs = any(x.pass_id == reading.id for s in self.seats.values() for x in s.leases)
                 self.must(
@@ -161,6 +179,11 @@ class World(Oracle):
                 self.seats[name].bound.discard(pass_id)
             case cmd.SendAssign():
                 self._assign(command)
+            case cmd.SendGang():
+                self._assign_gang(command)
+            case cmd.GangEnded(serial, _, aborted):
+                if aborted:
+                    self._break_up(serial)
             case cmd.SendCancel(name, lease):
                 self._cancel(name, lease)
             case cmd.RequestSteps(pass_id, count):
@@ -199,14 +222,93 @@ class World(Oracle):
             f"attempt {command.attempt} of calls that were tried {[reading.tried(c) for c in calls]} times",
         )
         self.must(len(seat.leases) < 2, "a third lease for one worker")
+        self.must(not any(x.serial for x in seat.leases), "a call waits behind a gang")
+        self._dealt(reading)
         self.must(not seat.leases or reading.call_s < self.limits.prefetch_below_s, "a long call in advance")
         reading.waiting -= calls
         seat.leases.append(Held(command.lease, command.pass_id, command.lo, command.hi))
-        process = self.peers[command.worker]
-        if process.alive and process.incarnation == seat.incarnation:
-            process.queue.append(command)
+        self._send(command.worker, Errand(command.lease, command.pass_id, command.lo, command.hi))
+
+    def _assign_gang(self, command: cmd.SendGang) -> None:
+        reading = self.readings[command.pass_id]
+        gang = GangBook(command.pass_id, command.parts[0].lo, command.parts[-1].hi, command.parts)
+        ready = sum(seat.ready for seat in self.seats.values())
+        sizes = [part.hi - part.lo for part in gang.parts]
+        replicas = reading.settings.replicas
+        self.must(command.serial > max(self.gangs, default=self.last_gang), "serials do not grow")
+        self.last_gang = command.serial
+        self.must(gang.lo % replicas == 0 and sum(sizes) == replicas, f"{gang.parts} are not one step")
+        self.must(all(a.hi == b.lo for a, b in pairwise(gang.parts)), f"{gang.parts} have gaps")
+        self.must(max(sizes) - min(sizes) < 2, f"replicas are spread unevenly: {sizes}")
+        self.must(len(sizes) == min(replicas, ready), f"{len(sizes)} members of {ready} workers")
+        self.must(len(set(gang.workers)) == len(sizes), f"a worker is two members of {gang.parts}")
+        self.must(not reading.held, "a held pass is dealt")
+        self.must(gang.calls <= reading.waiting, f"calls {gang.calls - reading.waiting} do not wait")
+        self.must(gang.hi - 1 <= reading.last_call, f"calls beyond {reading.last_call} are of no use")
+        self.must(gang.lo == min(reading.waiting), f"call {min(reading.waiting)} waits longer")
+        self.must(
+            command.attempt == reading.tried(gang.lo),
+            f"attempt {command.attempt} of a gang that was tried {reading.tried(gang.lo)} times",
+        )
+        self._dealt(reading)
+        seats = [self.seats[name] for name in gang.workers]
+        if any(seat.leases for seat in seats):
+            ahead = [
+                x for x in self.gangs.values() if x.pass_id == gang.pass_id and x.workers == gang.workers
+            ]
+            self.must(len(ahead) < self.limits.gangs_queued_max, f"{len(ahead)} gangs wait already")
+            self.must(reading.call_s < self.limits.prefetch_below_s, "a long gang in advance")
+            known = {part.lease for x in ahead for part in x.parts}
+            self.must(
+                all(x.id in known for seat in seats for x in seat.leases),
+                "others wait where a gang is queued",
+            )
+        reading.waiting -= gang.calls
+        self.gangs[command.serial] = gang
+        for (_, lease, lo, hi), seat in zip(command.parts, seats, strict=True):
+            self.must(
+                seat.ready and command.pass_id in seat.bound, "a gang for a worker that is not ready for it"
+            )
+            seat.leases.append(Held(lease, command.pass_id, lo, hi, command.serial))
+        for name, lease, lo, hi in command.parts:
+            self._send(name, Errand(lease, command.pass_id, lo, hi, command.serial, len(sizes)))
+
+    def _send(self, name: str, errand: Errand) -> None:
+        process = self.peers[name]
+        if process.alive and process.incarnation == self.seats[name].incarnation:
+            process.queue.append(errand)
             if not process.busy:
                 self._next_call(process)
+
+    def _dealt(self, reading: Reading) -> None:
+        """Passes of the best priority take turns: nobody is dealt twice while another one waits."""
+        for other in self.readings.values():
+            if other is reading or not other.deals:
+                continue
+            self.must(
+                reading.settings.priority <= other.settings.priority, f"pass {other.id} should go first"
+            )
+            if reading.settings.priority == other.settings.priority:
+                other.passed_over += 1
+                self.must(other.passed_over < len(self.readings), f"pass {other.id} has no turn")
+        reading.passed_over = 0
+
+    def _break_up(self, serial: int) -> None:
+        gang = self.gangs.pop(serial)
+        reading = self.readings[gang.pass_id]
+        if not gang.doomed and not reading.closed:
+            reading.waiting |= gang.calls
+
+    def _check_gangs(self) -> None:
+        """Every call of a gang was reported or is held, and nothing is held of a gang that is over."""
+        held: dict[int, set[int]] = {serial: set() for serial in self.gangs}
+        for seat in self.seats.values():
+            for lease in seat.leases:
+                if lease.serial:
+                    self.must(lease.serial in held, f"lease {lease.id} of gang {lease.serial}, which is over")
+                    held[lease.serial] |= set(range(lease.next, lease.hi))
+        for serial, gang in self.gangs.items():
+            self.must(held[serial] == gang.calls - gang.reported, f"gang {serial} is not whole")
 
     def _cancel(self, name: str, lease: int) -> None:
         seat = self.seats[name]
@@ -214,6 +316,8 @@ class World(Oracle):
         seat.unsure = seat.unsure or held is seat.leases[0]
         seat.leases.remove(held)
         process = self.peers[name]
+        if process.hung or (process.waits and process.lease == lease):
+            self._interrupt(process)
         if self._upsets > 0 and self.random.random() < 0.5:
             self._upsets -= 1
             self.soon(lambda: self._kill(process))
@@ -247,18 +351,18 @@ class World(Oracle):
         first = step * reading.settings.replicas
         calls = set(range(first, first + reading.parts[step]))
         hopeless = reading.hopeless(step)
+        causes = [f.call for f in failures]
+        if reading.settings.gang and hopeless and reading.fates[hopeless[0]].kills:
+            causes = hopeless[: len([c for c in causes if c // reading.settings.replicas == step])]
         self.must(step not in reading.shown | reading.failed, f"step {step} is shown twice")
-        self.must([f.call for f in failures] == hopeless, f"{failures} failed, should be {hopeless}")
-        self.must(calls - set(hopeless) <= reading.accepted, f"step {step} is shown before it is whole")
+        self.must(causes == hopeless, f"{failures} failed, should be {hopeless}")
+        came = set() if failures and reading.settings.gang else calls - set(hopeless)
+        self.must(came <= reading.accepted, f"step {step} is shown before it is whole")
         self.must(not reading.over, f"step {step} is shown after the end")
         for failure in failures:
             self.must(failure.attempts == reading.tried(failure.call), f"{failure}: attempts counted wrong")
-            raised = failure.token >= 0
-            self.must(
-                not raised or self.tokens[failure.token] == (reading.id, failure.call),
-                f"{failure}: not its token",
-            )
-            self.must(raised or bool(failure.cause), f"{failure}: no cause")
+            died = reading.fates[hopeless[0] if reading.settings.gang else failure.call].kills > 0
+            self.must((failure.cause is not None) == died, f"{failure}: how did it fail?")
         (reading.failed if failures else reading.shown).add(step)
         if not reading.settings.ordered:
             if reading.all_shown and reading.ended:
@@ -270,7 +374,7 @@ class World(Oracle):
             reading.over = "failed"
             self.soon(lambda: self._close(reading), 1.0)
             return
-        size = len(calls - set(hopeless)) * reading.call_bytes
+        size = len(came) * reading.call_bytes
         self.soon(lambda: self._consume(reading, step, size), 1.0)
 
     def _consume(self, reading: Reading, step: int, size: int) -> None:
@@ -401,6 +505,9 @@ class World(Oracle):
         if not process.alive or not process.queue:
             return
         lease = process.queue[0]
+        if lease.serial:
+            begin_part(self, process, lease)
+            return
         if lease.lease != process.lease:
             process.lease = lease.lease
             process.next_call = process.finished_lo = lease.lo
@@ -412,7 +519,20 @@ class World(Oracle):
         process.busy_ns += int(took * 1e9)
         self.at(start + took, lambda: self._call_over(process, lease, reading))
 
-    def _call_over(self, process: Process, lease: cmd.SendAssign, reading: Reading) -> None:
+    def _interrupt(self, process: Process) -> None:
+        """A gang's lease is cancelled while its process waits for others, or hangs: that is noticed."""
+        if process.hung:
+            self.soon(lambda: self._kill(process), 5.0)
+            return
+        process.waits = process.busy = False
+        process.queue.pop(0)
+        self.soon(lambda: self._unless_busy(process))
+
+    def _unless_busy(self, process: Process) -> None:
+        if not process.busy:
+            self._next_call(process)
+
+    def _call_over(self, process: Process, lease: Errand, reading: Reading) -> None:
         process.busy = False
         if not process.alive:
             return
@@ -431,14 +551,8 @@ class World(Oracle):
         if fate.raises > 0:
             fate.raises -= fate.raises < ALWAYS
             self._report(process, lease, process.finished_lo, call, reading)
-            self.tokens.append((reading.id, call))
-            self._deliver(
-                process,
-                ev.CallFailed(
-                    process.name, process.incarnation, lease.lease, call, len(self.tokens) - 1, fate.retries
-                ),
-                last=last,
-            )
+            failed = ev.CallFailed(process.name, process.incarnation, lease.lease, call, fate.retries)
+            self._deliver(process, failed, last=last)
             process.finished_lo = call + 1
         elif last or self.random.random() < 0.3:
             self._report(process, lease, process.finished_lo, call + 1, reading)
@@ -447,7 +561,7 @@ class World(Oracle):
             process.queue.pop(0)
         self._next_call(process)
 
-    def _report(self, process: Process, lease: cmd.SendAssign, lo: int, hi: int, reading: Reading) -> None:
+    def _report(self, process: Process, lease: Errand, lo: int, hi: int, reading: Reading) -> None:
         if lo >= hi:
             return
         busy_ns, process.busy_ns = process.busy_ns, 0

@@ -7,9 +7,7 @@ import sys
 import pytest
 from jsonschema import Draft202012Validator
 
-from pipedist.spec import schema
-from pipedist.spec.json_schema import example_value
-from pipedist.spec.keys import key_of
+from pipedist.spec.json_schema import example_value, schema
 from pipedist.spec.model import ClusterSpec, SpecKeys
 from pipedist.spec.reference import reference
 from pipedist.spec.sources import SOURCE_EXAMPLES, SOURCES, DatasetKeys
@@ -67,11 +65,10 @@ def test_every_key_has_an_account_and_an_example_that_holds(section: type) -> No
         "SpecKeys": schema()["properties"],
         "DatasetKeys": definitions["Dataset"]["properties"],
     }.get(name) or definitions.get(name, {}).get("properties", {})
-    for field_name, field in section.model_fields.items():  # type: ignore[attr-defined]
-        alias = field.alias or field_name
+    for alias, field in section.fields.items():  # type: ignore[attr-defined]
         if name == "ArraysSource":
             continue
-        key = key_of(field)
+        key = field.account
         assert key is not None, alias
         assert key.says.endswith((".", ")"))
         assert not key.expected.endswith(".")

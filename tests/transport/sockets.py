@@ -10,8 +10,10 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from pipedist.messages import Bind, Log, Message
+from pipedist.transport.envelope import seal
 from pipedist.transport.keys import ClusterKeys, new_keys
 from pipedist.transport.rendezvous import ipc_endpoint, private_directory
+from pipedist.transport.wire import pack
 from pipedist.transport.zeromq import Dealer, Router
 
 WAIT_S = 20.0
@@ -74,6 +76,11 @@ async def is_gone(opened: Router, who: bytes) -> None:
     async with asyncio.timeout(WAIT_S):
         while opened.send(who, Bind(0)):  # noqa: ASYNC110
             await asyncio.sleep(0)
+
+
+def first_frame(message: Message, header: bytes = b"") -> bytes:
+    """The first frame of an honest message."""
+    return seal(pack(message), header)
 
 
 def log(text: str = "hello") -> Log:

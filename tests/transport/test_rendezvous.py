@@ -30,7 +30,7 @@ def test_a_private_directory_is_private_and_goes_away() -> None:
 def test_a_long_temporary_directory_is_avoided(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     long = tmp_path / ("x" * 100)
     long.mkdir()
-    monkeypatch.setattr("tempfile.tempdir", str(long))
+    monkeypatch.setenv("TMPDIR", str(long))
     with private_directory() as directory:
         assert directory.parent == Path("/tmp")
         path = ipc_endpoint(directory).removeprefix("ipc://")

@@ -16,13 +16,14 @@ import zmq
 
 from pipedist.errors import RemoteProtocolError
 from pipedist.messages import Bind, Refuse
+from pipedist.transport.envelope import START, seal
 from pipedist.transport.keys import ClusterKeys, ServerKeys, new_keys
 from pipedist.transport.limits import Limits
 from pipedist.transport.settings import Settings
 from pipedist.transport.wire import pack
 from pipedist.transport.zeromq import ConnectionLost, Dealer, Router
 
-from .sockets import WAIT_S, Inbox, blocking, dealer, is_gone, log, other_keys, router
+from .sockets import WAIT_S, Inbox, blocking, dealer, first_frame, is_gone, log, other_keys, router
 
 
 @contextmanager
@@ -59,7 +60,7 @@ async def test_plaintext_to_a_curve_endpoint() -> None:
     keys = new_keys()
     async with router(keys=keys) as (opened, inbox):
         with dealer(opened, keys, b"honest") as worker, raw(opened.endpoint, b"rogue") as rogue:
-            rogue.send(pack(log("evil")))
+            rogue.send(first_frame(log("evil")))
             await inbox.reject("does not speak the protocol", "went away")
             await is_served(opened, inbox, worker, b"honest")
             assert inbox.messages.empty()
@@ -132,7 +133,7 @@ async def test_a_valid_key_with_another_peers_identity() -> None:
                 watch = rogue.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
                 assert await blocking(watch.poll, 10_000)
                 watch.close()
-                rogue.send(pack(log("evil")))
+                rogue.send(first_frame(log("evil")))
                 for _ in range(20):
                     await is_served(opened, inbox, worker, b"w0")
             await blocking(worker.close)
@@ -148,15 +149,21 @@ async def test_a_valid_key_with_another_peers_identity() -> None:
 
 GARBAGE: dict[str, list[bytes]] = {
     # what the reason says -> frames
-    "exceeds max_map_len": [b"\xde\xad\xbe\xef"],
-    "malformed message: Unpack failed": [b""],
-    "unknown tag 99": [b"\x92\x63\x01"],
-    "Assign has 5 fields": [b"\x92\x06\x01"],
-    "malformed message": [b"\xdd\xff\xff\xff\xff"],
-    "a first frame of 2000 bytes": [bytes(2000)],
-    "a header of 3000 bytes": [pack(Bind(1)), bytes(3000)],
-    "more than 10 frames": [pack(Bind(1)), *[b""] * 20],
-    "more than 8000 bytes": [pack(Bind(1)), b"", bytes(5000), bytes(5000)],
+    "exceeds max_map_len": [seal(b"\xde\xad\xbe\xef")],
+    "malformed message: Unpack failed": [seal(b"")],
+    "a first frame of 0 bytes": [b""],
+    "a first frame of 7 bytes": [bytes(7)],
+    "a head of 4294967295 bytes": [START.pack(2**32 - 1, 0) + pack(Bind(1))],
+    "and 4294967295 references": [START.pack(2, 2**32 - 1) + bytes(100)],
+    "unknown tag 99": [seal(b"\x92\x63\x01")],
+    "Assign has 5 fields": [seal(b"\x92\x06\x01")],
+    "malformed message": [seal(b"\xdd\xff\xff\xff\xff")],
+    "a head of 1500 bytes": [seal(bytes(1500))],
+    "a first frame of 4000 bytes": [bytes(4000)],
+    "a header of 2500 bytes": [seal(pack(Bind(1)), bytes(2500))],
+    "frames without a header": [first_frame(Bind(1)), bytes(100)],
+    "more than 10 frames": [first_frame(Bind(1)), *[b""] * 20],
+    "more than 8000 bytes": [first_frame(Bind(1), b"x"), bytes(5000), bytes(5000)],
 }
 LIMITS = Limits(
     head_bytes_max=1000, header_bytes_max=2000, frame_bytes_max=6000, frames_max=10, message_bytes_max=8000
@@ -177,8 +184,8 @@ async def test_garbage_costs_its_sender_the_connection(words: str, frames: list[
                 reason = await inbox.reject("peer rogue sent")
                 assert words in reason
                 assert inbox.lost.get_nowait() == (b"rogue", reason)
-                assert rogue.recv() == pack(Refuse(reason))
-                rogue.send(pack(log("evil")))
+                assert rogue.recv() == first_frame(Refuse(reason))
+                rogue.send(first_frame(log("evil")))
                 assert await blocking(watch.poll, 10_000), "the connection was not cut"
                 watch.close()
             await is_served(opened, inbox, worker, b"honest")
@@ -191,7 +198,7 @@ async def test_a_frame_beyond_the_limit_is_not_even_received() -> None:
     async with router(limits=LIMITS) as (opened, inbox):
         with dealer(opened, name=b"honest") as worker, raw(opened.endpoint, b"rogue") as rogue:
             watch = rogue.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-            rogue.send_multipart([pack(Bind(1)), bytes(LIMITS.frame_bytes_max + 1)])
+            rogue.send_multipart([first_frame(Bind(1), b"x"), bytes(LIMITS.frame_bytes_max + 1)])
             assert await blocking(watch.poll, 10_000)
             watch.close()
             await is_served(opened, inbox, worker, b"honest")
@@ -210,7 +217,7 @@ async def test_a_bomb_of_empty_frames_is_read_but_not_collected() -> None:
 
     async with router() as (opened, inbox):
         with dealer(opened, name=b"honest") as worker, raw(opened.endpoint, b"rogue") as rogue:
-            await blocking(rogue.send_multipart, [pack(Bind(1)), *[b""] * count])
+            await blocking(rogue.send_multipart, [first_frame(Bind(1)), *[b""] * count])
             tracemalloc.start()
             try:
                 async with asyncio.TaskGroup() as tasks:
@@ -248,7 +255,7 @@ async def test_bytes_that_are_no_zeromq_at_all(over: str) -> None:
 @pytest.mark.asyncio
 async def test_ten_thousand_messages_of_noise_on_a_live_socket() -> None:
     noise = np.random.default_rng(1)
-    honest = pack(log("evil"))
+    honest = first_frame(log("evil"))
     settings = Settings(peers_max=64)
     # The limits are as in production: what may look honest is read as honest.
     async with router(settings=settings) as (opened, inbox):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import mmap
 import os
@@ -16,10 +17,11 @@ import zmq
 from pipedist.errors import RemoteProtocolError
 from pipedist.messages import Log, Results
 from pipedist.transport.codec import decode, encode, pack
+from pipedist.transport.envelope import START, seal, unseal
 from pipedist.transport.limits import KIB, LIMITS, MIB, Limits
 from pipedist.transport.shared_memory import notices, segments
 from pipedist.transport.shared_memory.borrowed import LEDGER_BYTES
-from pipedist.transport.shared_memory.references import Reference, prepend, split, weave
+from pipedist.transport.shared_memory.references import Reference, weave
 from pipedist.transport.zeromq import Router
 
 from .memory import SMALL, block, is_shared, until
@@ -61,9 +63,9 @@ class Rogue:
         body = notices.SEGMENT_FORM.pack(number, number, slots, slot_bytes)
         self.packet(notices.SEGMENT + body, descriptor)
 
-    def message(self, *references: Reference, frames: Sequence[bytes] = (b"",)) -> None:
-        head = pack(Results(1, 0, 1, 5))
-        self.socket.send_multipart([prepend(references, head) if references else head, *frames])
+    def message(self, *references: Reference, header: bytes = b"h", frames: Sequence[bytes] = ()) -> None:
+        first = seal(pack(Results(1, 0, 1, 5)), header, references)
+        self.socket.send_multipart([first, *frames])
 
     def close(self) -> None:
         self.link.close()
@@ -76,7 +78,7 @@ async def rogue() -> AsyncIterator[tuple[Router, Inbox, Rogue]]:
     async with router(shared_memory=SMALL) as (opened, inbox):
         it = Rogue(opened)
         try:
-            it.socket.send_multipart([pack(Log("", 0, 0, "")), b""])
+            it.socket.send(seal(pack(Log("", 0, 0, ""))))
             await inbox.get()
             yield opened, inbox, it
         finally:
@@ -127,7 +129,7 @@ def place_beyond_the_payload(it: Rogue) -> None:
 
 def places_out_of_order(it: Rogue) -> None:
     it.segment(memory(2 * SLOT), slots=2)
-    it.message(Reference(2, 0, 0, 1, SLOT), Reference(1, 0, 1, 2, SLOT), frames=[b"", b"x"])
+    it.message(Reference(2, 0, 0, 1, SLOT), Reference(1, 0, 1, 2, SLOT), frames=[b"x"])
 
 
 def retired_segment(it: Rogue) -> None:
@@ -136,16 +138,22 @@ def retired_segment(it: Rogue) -> None:
     it.message(Reference(1, 0, 0, 1, SLOT))
 
 
+def in_the_headers_place(it: Rogue) -> None:
+    it.segment(memory())
+    it.message(Reference(0, 0, 0, 1, SLOT))
+
+
+def no_header(it: Rogue) -> None:
+    it.segment(memory())
+    it.message(Reference(1, 0, 0, 1, SLOT), header=b"")
+
+
 def cut_off_table(it: Rogue) -> None:
-    it.socket.send_multipart([b"\xc1\x01", b""])
+    it.socket.send(START.pack(0, 1) + bytes(23))
 
 
 def table_that_claims_more(it: Rogue) -> None:
-    it.socket.send_multipart([b"\xc1\xff\xff\xff\xff" + bytes(24), b""])
-
-
-def empty_table(it: Rogue) -> None:
-    it.socket.send_multipart([b"\xc1\0\0\0\0" + pack(Results(1, 0, 1, 5)), b""])
+    it.socket.send(START.pack(0, 2**32 - 1) + bytes(48))
 
 
 def unsealed_memory(it: Rogue) -> None:
@@ -224,9 +232,10 @@ KINDS: list[Callable[[Rogue], None]] = [
     place_beyond_the_payload,
     places_out_of_order,
     retired_segment,
+    in_the_headers_place,
+    no_header,
     cut_off_table,
     table_that_claims_more,
-    empty_table,
     unsealed_memory,
     memory_that_may_shrink,
     memory_that_others_may_write,
@@ -290,19 +299,35 @@ async def test_nobody_takes_over_the_link_of_another() -> None:
 
 
 @pytest.mark.asyncio
+async def test_what_was_retired_is_gone_though_the_loop_has_not_looked_at_the_link() -> None:
+    async with rogue() as (opened, inbox, it):
+        it.hello()
+        listener = opened._listener
+        assert listener is not None
+        await until(lambda: it.name in listener._links)
+        it.segment(memory())
+        it.message(Reference(1, 0, 0, 1, SLOT))
+        await inbox.get()
+        asyncio.get_running_loop().remove_reader(listener._links[it.name].connection)
+        it.packet(notices.RETIRED + notices.SERIAL.pack(0))
+        it.message(Reference(1, 0, 0, 2, SLOT))
+        await inbox.reject("that it did not lend")
+
+
+@pytest.mark.asyncio
 async def test_references_without_a_link_or_a_router_that_shares() -> None:
     async with rogue() as (opened, inbox, it):
         it.message(Reference(1, 0, 0, 1, SLOT))
         await inbox.reject("does not share")
     async with router() as (opened, inbox):
         with dealer(opened) as worker:
-            head = prepend([Reference(1, 0, 0, 1, SLOT)], pack(Results(1, 0, 1, 5)))
-            worker._socket.send_multipart([head, b""])
+            first = seal(pack(Results(1, 0, 1, 5)), b"h", [Reference(1, 0, 0, 1, SLOT)])
+            worker._socket.send(first)
             await inbox.reject("which is off")
             worker2 = dealer(opened, name=b"w2")
             worker2.send(Log("", 0, 0, ""))
             await inbox.get()
-            opened._socket.send_multipart([b"w2", head, b""])
+            opened._socket.send_multipart([b"w2", first])
             with pytest.raises(RemoteProtocolError, match="does not share"):
                 await blocking(worker2.recv)
             worker2.close()
@@ -330,11 +355,10 @@ def test_what_is_sealed_can_neither_shrink_nor_be_written_by_others() -> None:
 
 
 def test_the_bytes_of_shared_frames_count() -> None:
-    references, head = split(
-        memoryview(prepend([Reference(1, 0, 0, 1, 100), Reference(2, 0, 1, 2, 100)], b"head")), LIMITS
-    )
-    assert bytes(head) == b"head"
-    frames = [memoryview(b"header"), memoryview(b"last")]
+    table = [Reference(1, 0, 0, 1, 100), Reference(2, 0, 1, 2, 100)]
+    head, header, references = unseal(memoryview(seal(b"head", b"header", table)), LIMITS)
+    assert (bytes(head), bytes(header), references) == (b"head", b"header", table)
+    frames = [header, memoryview(b"last")]
     shared = [memoryview(bytes(100))] * 2
     weave(frames, references, shared, LIMITS)
     assert [frame.nbytes for frame in frames] == [6, 100, 100, 4]

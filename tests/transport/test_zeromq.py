@@ -133,6 +133,32 @@ async def test_what_a_peer_does_not_read_yet_waits_and_keeps_its_order() -> None
 
 
 @pytest.mark.asyncio
+async def test_a_peer_that_does_not_read_does_not_keep_the_loop_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    tries = 0
+    async with router(settings=Settings(queue_messages_max=2)) as (opened, inbox):
+        with dealer(opened, settings=Settings(queue_messages_max=2)) as worker:
+            worker.send(log())
+            who, _, _ = await inbox.get()
+            for number in range(100):
+                assert opened.send(who, Bind(number), [bytes(100_000)])
+            send = opened._try_send
+
+            def counting(parts: list[bytes | memoryview]) -> bool | None:
+                nonlocal tries
+                tries += 1
+                return send(parts)
+
+            monkeypatch.setattr(opened, "_try_send", counting)
+            await asyncio.sleep(0.2)
+            assert 1 <= tries < 200
+
+            def read() -> list[int]:
+                return [worker.recv()[0].pass_id for _ in range(100)]
+
+            assert await blocking(read) == list(range(100))
+
+
+@pytest.mark.asyncio
 @pytest.mark.parametrize(
     "limit", [{"outbox_messages_max": 5}, {"outbox_bytes_max": 5 * 100_000}], ids=["messages", "bytes"]
 )

@@ -11,12 +11,16 @@ from typing import Any, Self, TypeVar
 from pipedist.launchers.base import WorkerExit
 from pipedist.messages import (
     Assign,
+    AssignGang,
     Bind,
+    Exchange,
     Failed,
     Hello,
     Log,
     Message,
+    Relay,
     Results,
+    Stalled,
     Stop,
     Welcome,
 )
@@ -26,6 +30,7 @@ from pipedist.transport.keys import ServerKeys
 from pipedist.transport.rendezvous import ipc_endpoint, private_directory
 from pipedist.transport.zeromq import Router
 from pipedist.worker.binding import to_frames
+from pipedist.worker.gangs import spans
 
 M = TypeVar("M")
 PATIENCE_S = 20.0
@@ -40,6 +45,9 @@ class FakeScheduler:
         self.exits: asyncio.Queue[WorkerExit] = asyncio.Queue()
         self.logs: list[Log] = []
         self.rejected: list[str] = []
+        self.stalled: list[Stalled] = []
+        self.exchanges = 0
+        self.serials = 0
         self.passes = 0
         self.leases = 0
 
@@ -80,6 +88,13 @@ class FakeScheduler:
             if isinstance(message, Log):
                 self.logs.append(message)
 
+    async def printed(self, count: int = 1) -> None:
+        """Wait until workers have printed so many lines; whatever else they say is lost."""
+        while len(self.logs) < count:
+            _, message, _ = await asyncio.wait_for(self.inbox.get(), PATIENCE_S)
+            if isinstance(message, Log):
+                self.logs.append(message)
+
     async def exit(self) -> WorkerExit:
         return await asyncio.wait_for(self.exits.get(), PATIENCE_S)
 
@@ -104,12 +119,84 @@ class FakeScheduler:
         hi: int | None = None,
         ids: list[Any] | None = None,
         locations: list[Any] | None = None,
+        states: dict[str, list[int]] | None = None,
     ) -> int:
         self.leases += 1
         if hi is None:
             hi = lo + len(values or ids or locations or ())
-        self.send(identity, Assign(self.leases, pass_id, lo, hi, 0), encode([ids, locations, values]))
+        payload = encode([ids, locations, values, states])
+        self.send(identity, Assign(self.leases, pass_id, lo, hi, 0), payload)
         return self.leases
+
+    def bind_all(self, identities: Sequence[bytes], program: Program) -> int:
+        self.passes += 1
+        for identity in identities:
+            self.send(identity, Bind(self.passes), to_frames(program))
+        return self.passes
+
+    def assign_gang(
+        self,
+        identities: Sequence[bytes],
+        pass_id: int,
+        values: Sequence[Any] | None,
+        *,
+        step: int = 0,
+        replicas: int | None = None,
+        segment: str = "",
+        states: dict[str, list[int]] | None = None,
+        ids: list[Any] | None = None,
+    ) -> dict[int, bytes]:
+        """Assign one step's calls, spread over workers; returns who has which lease."""
+        replicas = replicas or len(values or ())
+        leases: dict[int, bytes] = {}
+        self.serials += 1
+        members = len(identities)
+        for member, (identity, span) in enumerate(zip(identities, spans(replicas, members), strict=True)):
+            self.leases += 1
+            leases[self.leases] = identity
+            lo, hi = step * replicas + span.start, step * replicas + span.stop
+            own = None if values is None else list(values[span.start : span.stop])
+            own_ids = None if ids is None else ids[span.start : span.stop]
+            message = AssignGang(self.leases, pass_id, lo, hi, 0, self.serials, member, members, segment)
+            self.send(identity, message, encode([own_ids, None, own, states]))
+        return leases
+
+    async def gang_outcomes(self, leases: dict[int, bytes], count: int) -> list[dict[str, Any] | Failed]:
+        """What came of the calls of a gang, in their order; passes on what its members exchange."""
+        found: dict[int, dict[str, Any] | Failed] = {}
+        members = list(leases)
+        failed: set[int] = set()
+        told: set[int] = set()
+        while len(found) < count:
+            identity, message, frames = await asyncio.wait_for(self.inbox.get(), PATIENCE_S)
+            if isinstance(message, Log):
+                self.logs.append(message)
+                continue
+            if isinstance(message, Stalled):
+                self.stalled.append(message)
+                continue
+            assert isinstance(message, Exchange | Results | Failed), message
+            assert leases[message.lease] == identity
+            others = [lease for lease in members if lease != message.lease]
+            member = members.index(message.lease)
+            if isinstance(message, Exchange):
+                self.exchanges += 1
+                for lease in others:
+                    self.send(leases[lease], Relay(lease, member, message.number, ""), frames)
+                continue
+            if isinstance(message, Failed):
+                found[message.call] = message
+                failed.add(member)
+            else:
+                found.update(zip(range(message.lo, message.hi), decode(frames), strict=True))
+            span = spans(count, len(members))[member]
+            own = [call for call in found if call % count in span]
+            if member not in told and (len(own) == len(span) or member in failed):
+                told.add(member)
+                text = f"member {member} failed" if member in failed else "returned"
+                for lease in others:
+                    self.send(leases[lease], Relay(lease, member, 0, text))
+        return [found[call] for call in sorted(found)]
 
     async def outcomes(
         self, count: int, *, aside: type | tuple[type, ...] = Log
@@ -140,6 +227,9 @@ def program(
     chain: bool = False,
     threads: int = 1,
     code: tuple[str, ...] = (),
+    gang: bool = False,
+    collectives: bool | None = None,
+    communication: tuple[int, float | None, str] = (0, None, "auto"),
 ) -> Program:
     """A program whose stages s0, s1, ... are these functions, each of the shard, or in a chain."""
     stages = tuple(
@@ -149,11 +239,28 @@ def program(
             i - 1 if chain else -1,
             kwargs or {},
             form,  # type: ignore[arg-type]
+            gang if collectives is None else collectives,
         )
         for i, f in enumerate(functions)
     )
     if emits is None:
         emits = (Emit("y", len(stages) - 1),)
     return Program(
-        seed=7, replicas=replicas, reader=reader, stages=stages, emits=emits, code=code, threads=threads
+        seed=7,
+        replicas=replicas,
+        reader=reader,
+        stages=stages,
+        emits=emits,
+        code=code,
+        threads=threads,
+        gang=gang,
+        communication=communication,
+    )
+
+
+def stages(*functions: str, collectives: Sequence[bool]) -> tuple[StageProgram, ...]:
+    """Stages s0, s1, ..., each of the shard, some with collectives."""
+    return tuple(
+        StageProgram(f"s{i}", FunctionRef(label=f, name=f), -1, {}, "shard", meets)
+        for i, (f, meets) in enumerate(zip(functions, collectives, strict=True))
     )

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+from typing import Any
 
 import numpy as np
 import pytest
 
+from pipedist.collectives.requests import Request
 from pipedist.worker.context import ReplicaContext, get_replica_context
+from pipedist.worker.gang_run import device_of
 
 
 def make(**changes: object) -> ReplicaContext:
@@ -55,6 +58,80 @@ def test_cross_replica_methods_say_what_to_do_instead(method: str) -> None:
     assert strategy.num_replicas_in_sync == 4
     with pytest.raises(RuntimeError, match="cross-replica context"):
         getattr(strategy, method)("sum")
+
+
+class Recorded:
+    is_async = False
+
+    def __init__(self) -> None:
+        self.requests: list[Request] = []
+
+    def call(self, request: Request) -> str:
+        self.requests.append(request)
+        return "result"
+
+
+def test_collectives_ask_for_what_was_called_and_say_where() -> None:
+    meets = Recorded()
+    ctx = make(collectives=meets)
+    results = [
+        ctx.all_reduce("max", {"a": 1}),
+        ctx.all_gather([2], axis=1),
+        ctx.broadcast("x", source=3),
+        ctx.barrier(),
+        ctx.merge_call(lambda strategy, x, *, y: (strategy.num_replicas_in_sync, x, y), (5,), {"y": 6}),
+        ctx._collective("broadcast", 7, source=2, label="assign of variable 'w'"),
+    ]
+    assert results == ["result"] * 6
+    asked = [(r.kind, r.tree, r.op, r.axis, r.source) for r in meets.requests]
+    assert asked == [
+        ("all_reduce", {"a": 1}, "max", 0, 0),
+        ("all_gather", [2], "sum", 1, 0),
+        ("broadcast", "x", "sum", 0, 3),
+        ("barrier", None, "sum", 0, 0),
+        ("merge_call", ((5,), {"y": 6}), "sum", 0, 0),
+        ("broadcast", 7, "sum", 0, 2),
+    ]
+    assert {str(r.where).partition(":")[0] for r in meets.requests} == {"test_context.py"}
+    assert "<lambda>" in meets.requests[4].label
+    assert meets.requests[5].label == "assign of variable 'w'"
+    body = meets.requests[4].function
+    assert body is not None
+    assert body(5, y=6) == (4, 5, 6)
+
+
+@pytest.mark.parametrize(
+    ("fn", "args", "kwargs", "error"),
+    [
+        (None, (), None, TypeError),
+        (test_collectives_ask_for_what_was_called_and_say_where, "ab", None, ValueError),
+        (test_collectives_ask_for_what_was_called_and_say_where, (), [1], TypeError),
+    ],
+)
+def test_merge_call_refuses(fn: Any, args: Any, kwargs: Any, error: type[Exception]) -> None:
+    with pytest.raises(error):
+        make(collectives=Recorded()).merge_call(fn, args, kwargs)
+
+
+def test_a_merged_function_is_plain() -> None:
+    async def body(strategy: object) -> None:
+        return None
+
+    with pytest.raises(TypeError, match="plain function"):
+        make(collectives=Recorded()).merge_call(body)
+
+
+@pytest.mark.parametrize(
+    ("devices", "visible", "name"),
+    [
+        ((), "0", "cpu"),
+        (("cuda:2", "cuda:3"), "2,3", "cuda:1"),
+        (("cuda:2", "cuda:3"), "", "cuda:3"),
+        (("cpu:0", "cpu:1"), "0", "cpu:1"),
+    ],
+)
+def test_a_device_is_named_as_the_process_sees_it(devices: tuple[str, ...], visible: str, name: str) -> None:
+    assert device_of(devices, 1, {"CUDA_VISIBLE_DEVICES": visible}) == name
 
 
 def test_what_else_the_strategy_refuses() -> None:

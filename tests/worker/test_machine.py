@@ -13,14 +13,20 @@ from hypothesis import strategies as st
 from pipedist.errors import LocalProtocolError, RemoteProtocolError
 from pipedist.messages import (
     Assign,
+    AssignGang,
     Bind,
     Cancel,
+    DropState,
+    Exchange,
     Failed,
     Goodbye,
     Hello,
     Message,
     Refuse,
+    Relay,
     Results,
+    Stalled,
+    State,
     Stop,
     Unbind,
     Welcome,
@@ -29,7 +35,9 @@ from pipedist.worker import commands, events, machine
 
 HELLO = Hello("w0", 2, 1, "h", "b", 1, "3", "2", "0", "c")
 WELCOME = Welcome("c", 1.0, ())
-LIMITS = machine.Limits(join_s=5, flush_s=0.5, flush_bytes=100, leases_queued_max=2, passes_max=2)
+LIMITS = machine.Limits(
+    join_s=5, flush_s=0.5, flush_bytes=100, leases_queued_max=2, passes_max=2, states_max=2
+)
 
 
 class Playbook:
@@ -168,6 +176,72 @@ def test_unbinding_drops_what_waits_of_that_pass_only() -> None:
     ]
 
 
+def gang(lease: int, lo: int = 0, hi: int = 2, member: int = 0, members: int = 2) -> AssignGang:
+    return AssignGang(lease, 1, lo, hi, 0, 5, member, members, "where")
+
+
+def test_a_gangs_lease_is_kept_with_its_place_and_executed_like_others() -> None:
+    play = ready()
+    assert play.handle(gang(7)) == [commands.KeepLease(7, gang(7)), execute(7, 0, 2)]
+    assert play.handle(gang(8, 2, 4)) == [commands.KeepLease(8, gang(8, 2, 4))]
+    play.handle(events.Finished(7, 0, 1, 1))
+    aborted = events.Raised(7, 1, "s", "m", "GangAborted", "", "", False, aborted=True)
+    assert play.handle(aborted) == [commands.Send(Failed(7, 1, "s", "m", "GangAborted", "", "", False, True))]
+    assert play.handle(events.SliceEnded(7)) == [commands.DropLease(7), execute(8, 2, 4)]
+
+
+def test_collectives_are_numbered_and_what_is_missed_is_told() -> None:
+    play = ready()
+    play.handle(gang(7))
+    assert play.handle(events.Brought(7, 1)) == [commands.SendExchange(Exchange(7, 1))]
+    assert play.handle(events.Missed(7, ("1",), "who")) == [commands.Send(Stalled(7, ("1",), "who"))]
+    assert play.handle(events.Brought(7, 2)) == [commands.SendExchange(Exchange(7, 2))]
+    for wrong in (events.Brought(7, 2), events.Brought(7, 4), events.Brought(8, 3), events.Missed(8, (), "")):
+        with pytest.raises(LocalProtocolError):
+            play.handle(wrong)
+
+
+def test_only_a_gang_has_collectives() -> None:
+    play = ready()
+    play.handle(Assign(7, 1, 0, 9, 0))
+    for wrong in (events.Brought(7, 1), events.Missed(7, (), "")):
+        with pytest.raises(LocalProtocolError):
+            play.handle(wrong)
+    with pytest.raises(RemoteProtocolError, match="no gang"):
+        play.handle(Relay(7, 0, 1, ""))
+
+
+def test_what_others_bring_is_kept_for_a_lease_that_executes_or_waits() -> None:
+    play = ready()
+    assert play.handle(Relay(7, 1, 1, "")) == []  # crossed
+    play.handle(gang(7))
+    play.handle(gang(8))
+    for lease in (7, 8):
+        assert play.handle(Relay(lease, 1, 1, "")) == [commands.KeepRelay(Relay(lease, 1, 1, ""))]
+    assert play.handle(Cancel(8)) == [commands.DropLease(8)]
+    assert play.handle(Relay(8, 1, 2, "")) == []
+    assert play.handle(Cancel(7)) == [commands.DropLease(7)]
+    assert play.handle(Relay(7, 1, 2, "")) == []
+    play.handle(gang(9))
+    with pytest.raises(RemoteProtocolError, match="2 members"):
+        play.handle(Relay(9, 2, 1, ""))
+
+
+def test_states_are_kept_and_forgotten_also_while_something_executes() -> None:
+    play = ready()
+    for lease in (7, 8):
+        assert play.handle(State(3, 0)) == [commands.KeepState(3, 0)]
+        assert play.handle(State(3, 1)) == [commands.KeepState(3, 1)]
+        assert play.handle(DropState(3)) == [commands.ForgetState(3)]
+        assert play.handle(DropState(99)) == [commands.ForgetState(99)]
+        play.handle(Assign(lease, 1, 0, 9, 0))
+    play.handle(State(1, 0))
+    play.handle(State(2, 0))
+    play.handle(State(2, 1))
+    with pytest.raises(RemoteProtocolError, match="more than 2 states"):
+        play.handle(State(3, 0))
+
+
 def test_cancelling_what_is_over_is_no_fault() -> None:
     assert ready().handle(Cancel(99)) == []
 
@@ -196,6 +270,9 @@ def test_stop(executing: bool) -> None:
         ([events.Started(), WELCOME, Bind(1), Bind(2)], Bind(3), "more than 2 passes"),
         ([events.Started(), WELCOME], Unbind(1), "not bound"),
         ([events.Started(), WELCOME, Bind(1)], Assign(1, 1, 3, 3, 0), r"\[3, 3\)"),
+        ([events.Started(), WELCOME, Bind(1)], AssignGang(1, 1, 0, 1, 0, 1, 2, 2, ""), "member 2 of a gang"),
+        ([events.Started(), WELCOME], AssignGang(1, 5, 0, 1, 0, 1, 0, 1, ""), "pass 5"),
+        ([events.Started()], State(1, 0), "joining"),
         ([events.Started(), WELCOME, Bind(1), Assign(1, 1, 0, 1, 0)], Assign(1, 1, 1, 2, 0), "twice"),
         (
             [events.Started(), WELCOME, Bind(1), *[Assign(i, 1, i, i + 1, 0) for i in range(3)]],
@@ -253,6 +330,7 @@ def test_it_imports_errors_and_messages_only() -> None:
     assert ours <= {
         "pipedist.errors",
         "pipedist.messages",
+        "pipedist.records",
         "pipedist.worker.events",
         "pipedist.worker.commands",
     }
@@ -285,13 +363,23 @@ def test_every_call_is_reported_once_and_in_order_unless_its_lease_is_dropped(da
             handle(Cancel(lease))
             cancelled.add(lease)
 
+    gangs = data.draw(st.sets(st.integers(0, len(sizes) - 1)))
     for lease, size in enumerate(sizes):
-        handle(Assign(lease, 1, 0, size, 0))
+        handle(gang(lease, 0, size) if lease in gangs else Assign(lease, 1, 0, size, 0))
         maybe_cancel(lease + 1)
     while standing is not None:
         run = standing
         assert run.lease not in cancelled
         call = run.lo
+        if run.lease in gangs and call == 0:
+            for number in range(1, data.draw(st.integers(1, 3))):
+                handle(events.Brought(run.lease, number))
+                handle(Relay(run.lease, 1, number, ""))
+                maybe_cancel(len(sizes))  # seen while its replicas listen
+                if run.lease in cancelled:
+                    break
+            if run.lease in cancelled:
+                continue
         for _ in range(data.draw(st.integers(1, run.hi - run.lo))):
             handle(raised(run.lease, call) if data.draw(st.booleans()) else _finished(run.lease, call))
             call += 1

@@ -54,6 +54,11 @@ class Link:
         self._unsent: deque[int] = deque()
         """Retired segments of which the peer could not be told yet."""
 
+    @property
+    def is_greeted(self) -> bool:
+        """Whether the peer has said who it is; before that, nothing can be lent to it."""
+        return self._pool is not None
+
     def greet(self, kind: bytes, body: bytes) -> None:
         """Send our greeting.
 
@@ -95,7 +100,8 @@ class Link:
         Raises:
             RemoteProtocolError: one of them is not there.
         """
-        self.read()  # what the peer said of a segment is here before the message that uses it
+        if not all(self._borrowed.has(reference.segment) for reference in references):
+            self.read()  # what the peer said of a segment is here before the message that uses it
         return [self._borrowed.frame(reference) for reference in references]
 
     def read(self) -> None:

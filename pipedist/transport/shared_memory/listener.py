@@ -92,6 +92,7 @@ class Listener:
         link = self._links.get(identity)
         if link is None:
             raise RemoteProtocolError("references to memory that it does not share")
+        link.read()  # it may have retired what it refers to
         return link.frames(references)
 
     def forget(self, identity: bytes) -> None:

@@ -1,9 +1,7 @@
-"""How a message names frames that travel in shared memory: a table before its head.
+"""How a message names frames that travel in shared memory: a table in its first frame.
 
-    [0xC1] [number of references: u32] [references] [head]
-
-No head begins with 0xC1: msgpack never uses it. The frames that are named are left out of the
-message; each is put back at its place among the payload's frames.
+The frames that are named are left out of the message; each is put back at its place among the
+payload's frames.
 """
 
 from __future__ import annotations
@@ -16,16 +14,14 @@ from typing import Final, NamedTuple
 from pipedist.errors import RemoteProtocolError
 from pipedist.transport.limits import Limits
 
-MARK: Final = 0xC1
-_START: Final = struct.Struct("<BI")
-_ENTRY: Final = struct.Struct("<IIIIQ")
+ENTRY: Final = struct.Struct("<IIIIQ")
 
 
 class Reference(NamedTuple):
     """A frame in a slot.
 
     Args:
-        place: its number among the frames of the payload.
+        place: its number among the frames of the payload, of which 0 is the header.
         segment: the segment's serial.
         slot: number in the segment.
         loan: number of the loan.
@@ -39,31 +35,16 @@ class Reference(NamedTuple):
     size_bytes: int
 
 
-def prepend(references: Sequence[Reference], head: bytes) -> bytes:
-    """Return a message's first frame."""
-    entries = [_ENTRY.pack(*reference) for reference in references]
-    return b"".join([_START.pack(MARK, len(entries)), *entries, head])
-
-
-def split(first: memoryview, limits: Limits) -> tuple[list[Reference], memoryview]:
-    """Return the references in a message's first frame, and its head.
+def parse(table: memoryview) -> list[Reference]:
+    """Return the references in a table, which is as long as its entries.
 
     Raises:
-        RemoteProtocolError: a table that is cut off, too long, or not in order.
+        RemoteProtocolError: they are not in order, or one stands in the header's place.
     """
-    if not first.nbytes or first[0] != MARK:
-        return [], first
-    if first.nbytes < _START.size:
-        raise RemoteProtocolError("a table of references that is cut off")
-    _, count = _START.unpack_from(first)
-    end = _START.size + count * _ENTRY.size
-    if not 1 <= count <= limits.frames_max or end > first.nbytes:
-        raise RemoteProtocolError(f"a table of {count} references in {first.nbytes} bytes")
-    references = [Reference(*entry) for entry in _ENTRY.iter_unpack(first[_START.size : end])]
-    places = [reference.place for reference in references]
-    if any(a >= b for a, b in pairwise(places)):
+    references = list(map(Reference._make, ENTRY.iter_unpack(table)))
+    if references[0].place == 0 or any(a.place >= b.place for a, b in pairwise(references)):
         raise RemoteProtocolError("a table of references that is not in order")
-    return references, first[end:]
+    return references
 
 
 def weave(

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import dataclass
 from typing import Final
 
 from pipedist.errors import UsageError
+from pipedist.records import record
 from pipedist.transport.limits import GIB, KIB, MIB
 
 VARIABLE: Final = "PIPEDIST_SHARED_MEMORY"
@@ -25,14 +25,14 @@ SEGMENT_BYTES_MAX: Final = 16 * MIB
 SEGMENTS_MAX: Final = 128
 """Segments of one lender, so that descriptors are bounded."""
 
-SLOTS_MAX: Final = SEGMENT_BYTES_MAX // SHARED_BYTES_MIN
+SLOTS_MAX: Final = 256
 """Slots of one segment."""
 
 _CLUSTER_BYTES_MAX: Final = 1 * GIB
 _MEMORY_SHARE: Final = 8  # at most one eighth of the machine's memory
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class SharedMemory:
     """How much memory a Router shares with its peers.
 

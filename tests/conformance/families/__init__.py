@@ -10,16 +10,6 @@ from dataclasses import dataclass
 from tests.conformance.cases import Case, Deviation, Outcome
 from tests.conformance.session import Session
 
-LATER = {
-    "replica_context": "collectives and merge_call in replica functions",
-    "multi_worker": "collectives between worker processes",
-    "variables": "variables",
-    "training": "variables",
-    "cluster_resolver": "cluster resolvers",
-    "parameter_server": "parameter servers",
-}
-"""Families that this release has not, and what they need."""
-
 
 @dataclass(frozen=True, slots=True)
 class Family:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.conformance import deviations
 from tests.conformance.cases import Case, Outcome, Raised, Skip, Value, decode
 from tests.conformance.families import run
-from tests.conformance.families.reduce import axis_of
+from tests.conformance.programs import axis_of
 from tests.conformance.session import Session
 
 FAMILY = "gather"

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from tests.conformance.cases import Case, Outcome, Raised, Skip, Value, decode
+from tests.conformance.families.variables import new_variable
 from tests.conformance.session import Session
 
 FAMILY = "local_results"
@@ -10,12 +13,14 @@ FAMILY = "local_results"
 
 async def replay(case: Case, session: Session) -> Outcome:
     """Replay `local_results`."""
-    if case.call["op"] == "local_results_of_variable":
-        raise Skip("family of a later release: variables (local_results_of_variable)")
-    if case.call["op"] != "local_results":
-        raise Skip(f"unknown program {case.call['op']}")
-    value = decode(case.call["value"])
-    strategy = await session.strategy(case.strategy)
+    strategy: Any = await session.strategy(case.strategy)
+    match case.call:
+        case {"op": "local_results", "value": value}:
+            value = decode(value)
+        case {"op": "local_results_of_variable", **options}:
+            value = new_variable(strategy, "v", options)
+        case {"op": op}:
+            raise Skip(f"unknown program {op}")
     try:
         return Outcome(Value(strategy.local_results(value)))
     except Exception as error:

@@ -1,0 +1,99 @@
+"""Waiting on a word of shared memory (futex), and the fences that plain Python stores lack.
+
+`wait` and `wake` go through libc's `syscall`, since Python has no door to them. Where the system call
+is not to be had (another processor, another system, a sandbox that refuses it), `wait` sleeps for a
+moment instead: every waiter looks again anyway, this only makes it later.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import platform
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Final
+
+_SYS_FUTEX: Final = {"x86_64": 202, "aarch64": 98}
+"""<asm/unistd.h>: the number differs between processors."""
+
+_FUTEX_WAIT: Final = 0  # <linux/futex.h>; not the PRIVATE ones: other processes wait too
+_FUTEX_WAKE: Final = 1
+_ALL: Final = 0x7FFFFFFF
+_POLL_S: Final = 0.001
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = (("tv_sec", ctypes.c_long), ("tv_nsec", ctypes.c_long))
+
+
+_fence_lock = threading.local()
+
+
+def fence() -> None:
+    """Order what this thread has read and written before among what it reads and writes later.
+
+    Releasing and then taking a lock is a release followed by an acquire in every implementation of
+    Python's locks (POSIX semaphores, PyMutex), and these two keep their order: together a full fence
+    on aarch64 as on x86-64, where one locked instruction is one by itself.
+    """
+    try:
+        lock = _fence_lock.lock
+    except AttributeError:
+        lock = _fence_lock.lock = threading.Lock()
+        lock.acquire()
+    lock.release()
+    lock.acquire(False)
+
+
+def _system_call() -> Callable[..., int] | None:
+    number = _SYS_FUTEX.get(platform.machine())
+    if sys.platform != "linux" or number is None or ctypes.sizeof(ctypes.c_void_p) != 8:
+        return None
+    try:
+        call = ctypes.CDLL(None, use_errno=True).syscall
+    except (OSError, AttributeError):
+        return None
+    call.restype = ctypes.c_long
+    call.argtypes = (
+        ctypes.c_long,
+        ctypes.c_void_p,
+        ctypes.c_int,
+        ctypes.c_uint32,
+        ctypes.c_void_p,
+        ctypes.c_void_p,
+        ctypes.c_uint32,
+    )
+    bound: Any = call
+    # One call that can't wait, to see whether it is allowed here.
+    word = ctypes.c_uint32(0)
+    if bound(number, ctypes.addressof(word), _FUTEX_WAKE, 0, None, None, 0) < 0:
+        return None
+    return lambda *arguments: bound(number, *arguments)
+
+
+_futex: Final = _system_call()
+
+
+def wait(address: int, expected: int, timeout_s: float) -> None:
+    """Sleep while the 32-bit word at `address` is `expected`: until a `wake`, or for `timeout_s`.
+
+    It may return at any time for no reason: the caller looks again.
+    """
+    if _futex is None:
+        time.sleep(min(_POLL_S, timeout_s))
+        return
+    seconds = int(timeout_s)
+    timeout = _Timespec(seconds, int((timeout_s - seconds) * 1e9))
+    if _futex(address, _FUTEX_WAIT, expected & 0xFFFFFFFF, ctypes.addressof(timeout), None, 0) < 0:
+        number = ctypes.get_errno()
+        if number not in (errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT):
+            time.sleep(min(_POLL_S, timeout_s))
+
+
+def wake(address: int) -> None:
+    """Wake everybody who sleeps on the 32-bit word at `address`."""
+    if _futex is not None:
+        _futex(address, _FUTEX_WAKE, _ALL, None, None, 0)

@@ -1,0 +1,330 @@
+"""What must be alike in all replicas that meet in a collective, as one short word.
+
+A replica's call is checked here as far as that replica alone can tell (an axis out of range, a dtype
+that can't be folded), and becomes a `Call`: its arrays, and the digest of its SIGNATURE, a text of
+everything that all replicas must agree on. Signatures are remembered by dtype and shape, so that the
+same call again costs a look in a table; texts for people are made only where calls do not match.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+
+from pipedist import partials, trees
+from pipedist.collectives.channel import WORD_BYTES
+from pipedist.collectives.options import CommunicationOptions
+from pipedist.collectives.packing import Layout
+from pipedist.collectives.requests import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    BARRIER,
+    BROADCAST,
+    MERGE_CALL,
+    Request,
+)
+from pipedist.collectives.torch_group import CARRIED, IMPLEMENTATIONS, tensors_of
+from pipedist.partials import ReduceOp, axis_of, resolve_axes
+from pipedist.program import Tree
+
+_SIGNATURES_MAX: Final = 1024
+_INT64: Final = np.dtype(np.int64)
+_GATHERED_KINDS: Final = "biufcSUmM"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Signature:
+    """What all replicas must agree on.
+
+    Args:
+        word: digest of the text.
+        layout: of all_reduce.
+        treedef: of all_reduce and all_gather: the tree's structure; None for a bare array.
+    """
+
+    word: bytes
+    layout: Layout | None = None
+    treedef: trees.Treedef | None = None
+
+
+@dataclass(slots=True)
+class Call:
+    """One replica's call, checked.
+
+    Args:
+        request: as the replica made it.
+        signature: see there.
+        options: in force.
+        leaves: of all_reduce and all_gather: contiguous arrays of native byte order.
+    """
+
+    request: Request
+    signature: Signature
+    options: CommunicationOptions
+    leaves: Sequence[np.ndarray[Any, Any]] = ()
+
+
+_known: dict[Hashable, Signature] = {}
+_OPS: Final[dict[str, ReduceOp]] = {op.value: op for op in ReduceOp}
+"""The usual spellings: an enum takes its time to look a name up."""
+
+
+def check(request: Request, options: CommunicationOptions, replicas: int) -> Call:
+    """Check one replica's request.
+
+    Args:
+        request: what it asks for.
+        options: of the gang.
+        replicas: R.
+
+    Raises:
+        ValueError, TypeError, OverflowError: what the request says makes no sense in itself.
+    """
+    if request.options is not None:
+        options = options.merged(request.options)
+    if options.implementation in IMPLEMENTATIONS and request.kind in CARRIED:
+        return _check_tensors(request, options, replicas)
+    return _CHECKS[request.kind](request, options, replicas)
+
+
+def keep(call: Call, replica: int) -> None:
+    """Make what a call brings its own: others run before it is read, and may share its memory."""
+    request = call.request
+    if call.leaves:
+        call.leaves = [leaf.copy() if isinstance(leaf, np.ndarray) else leaf for leaf in call.leaves]
+    elif request.kind == MERGE_CALL or (request.kind == BROADCAST and request.source == replica):
+        request.tree = trees.tree_map(
+            lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) else leaf, request.tree
+        )
+
+
+def describe(call: Call) -> str:
+    """Return what a replica calls, for people: `all_reduce(sum) of {'a': float32[3]}`."""
+    request = call.request
+    if request.kind == ALL_REDUCE:
+        text = f"all_reduce({ReduceOp.of(request.op).value}) of {_spell(request.tree)}"
+    elif request.kind == ALL_GATHER:
+        text = f"all_gather(axis={request.axis}) of {_spell(request.tree)}"
+    elif request.kind == BROADCAST:
+        text = f"broadcast(source={request.source})"
+    elif request.kind == BARRIER:
+        text = "barrier()"
+    else:
+        args, kwargs = request.tree
+        text = f"merge_call({request.label}) with {trees.describe(trees.structure((args, kwargs)))}"
+    if request.label and request.kind != MERGE_CALL:
+        text = f"{request.label} ({text})"
+    return text + _spell_options(call.options)
+
+
+def _check_all_reduce(request: Request, options: CommunicationOptions, replicas: int) -> Call:
+    tree = request.tree
+    op = _OPS.get(request.op) if isinstance(request.op, str) else None
+    if op is None:
+        op = ReduceOp.of(request.op)
+    key: Hashable
+    if type(tree) is np.ndarray and tree.dtype.isnative:  # the common case, cheaper
+        key = (op._value_, tree.dtype, tree.shape, options.key, request.label)
+        leaves = [tree if tree.flags.c_contiguous else np.ascontiguousarray(tree)]
+        treedef = None
+    else:
+        found, treedef = trees.flatten(tree)
+        if not found:
+            raise ValueError(
+                f"all_reduce of a tree without leaves, {tree!r}: there is nothing to reduce; "
+                "give it arrays or numbers"
+            )
+        leaves = [_number(leaf, op, treedef, index) for index, leaf in enumerate(found)]
+        spec = tuple((leaf.dtype, leaf.shape) for leaf in leaves)
+        key = (op._value_, treedef, spec, options.key, request.label)
+    signature = _known.get(key)
+    if signature is None:
+        dtypes = [leaf.dtype for leaf in leaves]
+        shapes = [leaf.shape for leaf in leaves]
+        if treedef is None:
+            _number(tree, op, None, 0)
+        spelled = [*zip(_names(dtypes), shapes, strict=True)]
+        text = f"all_reduce {op.value} {_structure(treedef)} {spelled} {request.label}"
+        signature = _remember(key, text, options, Layout.of(op, dtypes, shapes), treedef)
+    return Call(request, signature, options, leaves)
+
+
+def _check_all_gather(request: Request, options: CommunicationOptions, replicas: int) -> Call:
+    axis = request.axis = axis_of(request.axis)
+    found, treedef = trees.flatten(request.tree)
+    if not found:
+        raise ValueError(
+            f"all_gather of a tree without leaves, {request.tree!r}: there is nothing to gather; "
+            "give it arrays"
+        )
+    leaves, spec = [], []
+    for index, leaf in enumerate(found):
+        try:
+            array = np.asarray(leaf, order="C")
+            if array.ndim == 0:
+                raise ValueError(
+                    "a scalar has no axis to gather along; give it an array of shape (1,), or all_reduce it"
+                )
+            if array.dtype.kind not in _GATHERED_KINDS and array.dtype.name != "bfloat16":
+                raise TypeError(f"arrays of dtype {array.dtype} can't be gathered")
+            (along,) = resolve_axes((axis,), array.ndim)
+        except (TypeError, ValueError) as error:
+            raise _at("all_gather", treedef, index, error) from None
+        if not array.dtype.isnative:
+            array = array.astype(array.dtype.newbyteorder("="))
+        leaves.append(array)
+        name = {"U": "str", "S": "bytes"}.get(array.dtype.kind, array.dtype.name)
+        spec.append((name, array.shape[:along], array.shape[along + 1 :]))
+    key = (treedef, tuple(spec), options.key)
+    signature = _known.get(key)
+    if signature is None:
+        text = f"all_gather {_structure(treedef)} {spec}"
+        signature = _remember(key, text, options, None, treedef)
+    return Call(request, signature, options, leaves)
+
+
+def _check_broadcast(request: Request, options: CommunicationOptions, replicas: int) -> Call:
+    source = _source(request, replicas)
+    return Call(request, _plain(f"broadcast {source} {request.label}", options), options)
+
+
+def _check_barrier(request: Request, options: CommunicationOptions, replicas: int) -> Call:
+    return Call(request, _plain("barrier", options), options)
+
+
+def _check_merge_call(request: Request, options: CommunicationOptions, replicas: int) -> Call:
+    if not callable(request.function):
+        raise TypeError(f"merge_call expects a function, got {request.function!r}")
+    structure = trees.structure(request.tree)
+    return Call(request, _plain(f"merge_call {request.label} {structure}", options), options)
+
+
+def _check_tensors(request: Request, options: CommunicationOptions, replicas: int) -> Call:
+    """Check a request that torch is to carry out; of torch's dtypes and devices, torch is the judge."""
+    leaves, treedef = tensors_of(request, options.implementation)
+    spec: list[Hashable] = [(str(leaf.dtype), tuple(leaf.shape)) for leaf in leaves]
+    if request.kind == ALL_REDUCE:
+        what = ReduceOp.of(request.op).value
+    elif request.kind == BROADCAST:
+        what = str(_source(request, replicas))
+    else:
+        axis = request.axis = axis_of(request.axis)
+        what = ""
+        for index, leaf in enumerate(leaves):
+            try:
+                (along,) = resolve_axes((axis,), leaf.ndim)
+            except ValueError as error:
+                raise _at(request.kind, treedef, index, error) from None
+            shape = tuple(leaf.shape)
+            spec[index] = (str(leaf.dtype), shape[:along], shape[along + 1 :])
+    key = (request.kind, what, treedef, tuple(spec), options.key)
+    text = f"{request.kind} {what} {_structure(treedef)} {spec}"
+    signature = _known.get(key) or _remember(key, text, options, None, treedef)
+    return Call(request, signature, options, leaves)
+
+
+_CHECKS: Final = {
+    ALL_REDUCE: _check_all_reduce,
+    ALL_GATHER: _check_all_gather,
+    BROADCAST: _check_broadcast,
+    BARRIER: _check_barrier,
+    MERGE_CALL: _check_merge_call,
+}
+
+
+def _source(request: Request, replicas: int) -> int:
+    source = request.source
+    if isinstance(source, (bool, np.bool_)) or not hasattr(type(source), "__index__"):
+        raise TypeError(f"the source of a broadcast is the id of a replica, an int, not {source!r}")
+    source = request.source = operator.index(source)
+    if not 0 <= source < replicas:
+        raise ValueError(f"broadcast from source {source}: expected the id of a replica, 0..{replicas - 1}")
+    return source
+
+
+def _number(leaf: Any, op: ReduceOp, treedef: trees.Treedef | None, index: int) -> np.ndarray[Any, Any]:
+    """Return a leaf as a contiguous array of native byte order, if it can be folded."""
+    try:
+        if type(leaf) is int:
+            array = np.asarray(leaf, _INT64)
+        else:
+            if not isinstance(leaf, np.ndarray):  # of other things `partials` says what they are
+                partials.leaf_partial(op, None, leaf)
+            array = np.asarray(leaf, order="C")
+            Layout.of(op, [array.dtype.newbyteorder("=")], [array.shape])
+    except (TypeError, ValueError) as error:
+        raise _at(f"all_reduce({op.value})", treedef, index, error) from None
+    except OverflowError:
+        too_big = OverflowError(f"{leaf} does not fit int64, as which Python's integers count")
+        raise _at(f"all_reduce({op.value})", treedef, index, too_big) from None
+    return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
+
+
+def _at(what: str, treedef: trees.Treedef | None, index: int, error: Exception) -> Exception:
+    """Return the error with the leaf that it speaks of."""
+    path = "" if treedef is None else trees.treedef_paths(treedef)[index]
+    return type(error)(f"{what} of " + (f"leaf {path!r}: " if path else "the value: ") + str(error))
+
+
+def _plain(text: str, options: CommunicationOptions) -> Signature:
+    key = (text, options.key)
+    return _known.get(key) or _remember(key, text, options, None, None)
+
+
+def _remember(
+    key: Hashable,
+    text: str,
+    options: CommunicationOptions,
+    layout: Layout | None,
+    treedef: trees.Treedef | None,
+) -> Signature:
+    digest = hashlib.blake2b(f"{text} {options.key}".encode(), digest_size=WORD_BYTES)
+    if len(_known) >= _SIGNATURES_MAX:  # shapes that never come back must not fill the memory
+        _known.clear()
+    signature = _known[key] = Signature(digest.digest(), layout, treedef)
+    return signature
+
+
+def _structure(treedef: trees.Treedef | None) -> str:
+    return "*" if treedef is None else trees.describe(treedef)
+
+
+def _names(dtypes: Sequence[np.dtype[Any]]) -> list[str]:
+    return [dtype.name for dtype in dtypes]
+
+
+class _Spelled:
+    """Stands for a leaf in a tree that is printed."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def __repr__(self) -> str:
+        return self._text
+
+
+def _spell(tree: Tree) -> str:
+    leaves, treedef = trees.flatten(tree)
+    return repr(trees.unflatten(treedef, [_Spelled(_spell_leaf(leaf)) for leaf in leaves]))
+
+
+def _spell_leaf(leaf: Any) -> str:
+    if type(leaf) in (int, float, complex):
+        return type(leaf).__name__
+    if isinstance(leaf, (np.ndarray, np.generic)):
+        return f"{leaf.dtype.newbyteorder('=').name}{list(leaf.shape)}"
+    return f"{getattr(leaf, 'dtype', type(leaf).__name__)}{list(getattr(leaf, 'shape', []))}"
+
+
+def _spell_options(options: CommunicationOptions) -> str:
+    said = []
+    if options.bytes_per_pack:
+        said.append(f"bytes_per_pack={options.bytes_per_pack}")
+    if options.implementation != "auto":
+        said.append(f"implementation={options.implementation}")
+    return f" ({', '.join(said)})" if said else ""

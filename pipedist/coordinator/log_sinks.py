@@ -1,0 +1,56 @@
+"""Who is told what replica functions print."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+
+from pipedist import messages as msg
+
+LogSink = Callable[[str, msg.Log], None]
+"""Takes a line that a replica function printed: (worker, line)."""
+
+
+class LogSinks:
+    """Passes each line on to all sinks; to `sys.stderr` while there is none."""
+
+    def __init__(self) -> None:
+        self._sinks: list[LogSink] = []
+
+    def __len__(self) -> int:
+        return len(self._sinks)
+
+    def add(self, sink: LogSink) -> Callable[[], None]:
+        """Tell a sink every line from now on.
+
+        Returns:
+            What ends it; harmless twice.
+        """
+        self._sinks.append(sink)
+
+        def end() -> None:
+            if sink in self._sinks:
+                self._sinks.remove(sink)
+
+        return end
+
+    def tell(self, worker: str, line: msg.Log) -> None:
+        """Pass a line on; a sink that raises is told nothing more."""
+        if not self._sinks:
+            _print_line(worker, line)
+        for sink in tuple(self._sinks):
+            try:
+                sink(worker, line)
+            except Exception as error:  # it must not cost the others their line, nor a run its results
+                self._sinks.remove(sink)
+                asyncio.get_running_loop().call_exception_handler(
+                    {"message": f"the log sink {sink!r} raised, and is told nothing more", "exception": error}
+                )
+
+
+def _print_line(worker: str, line: msg.Log) -> None:
+    if sys.stderr is not None:
+        with suppress(OSError, ValueError):  # nobody reads it any more
+            sys.stderr.write(f"[{line.stage} {line.step} {line.replica} {worker}] {line.text}\n")

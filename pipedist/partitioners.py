@@ -1,0 +1,194 @@
+"""How many shards a variable is cut into (tf.distribute.experimental.partitioners).
+
+A partitioner is called with a variable's shape and dtype, and returns the number of shards along
+each axis, all 1 but one. The shards are consecutive rows, the longer ones first (`shard_sizes`): 10
+rows in 3 shards are 4, 3, 3.
+
+What tf.distribute does otherwise: numbers of shards that make no sense (0, -1) are refused;
+`MinSizePartitioner` keeps its minimum for EVERY shard; the result is never 0, and a shape with empty
+axes is no division by zero.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, SupportsIndex
+
+import numpy as np
+from numpy.typing import DTypeLike
+
+BYTES_PER_STRING: Final = 16
+"""What a string counts, where its dtype does not say how long it is."""
+
+
+class Partitioner(ABC):
+    """Says how many shards a variable is cut into; any callable of this form will do."""
+
+    __slots__ = ()
+
+    def __call__(self, shape: Sequence[int], dtype: DTypeLike, axis: int = 0) -> list[int]:
+        """Return the number of shards along each axis.
+
+        Args:
+            shape: of the variable, at least one axis.
+            dtype: of the variable.
+            axis: the axis that is cut.
+
+        Returns:
+            A list as long as `shape`: 1, and at `axis` from 1 to the axis's length.
+
+        Raises:
+            ValueError: the shape is a scalar's, a length is negative, or there is no such axis.
+            TypeError: a length is no int, or a dtype's elements have no size (objects).
+        """
+        lengths = [_integer("a length of shape", length, at_least=0) for length in _axes(shape)]
+        if not lengths:
+            raise ValueError("a scalar has no axis that could be cut: expected a shape of at least one axis")
+        if isinstance(axis, bool) or not isinstance(axis, SupportsIndex):
+            raise TypeError(f"axis is {axis!r}; expected an int")
+        index = operator.index(axis)
+        if not -len(lengths) <= index < len(lengths):
+            raise ValueError(f"axis is {index}, but the shape {lengths} has {len(lengths)} axes")
+        rows = lengths.pop(index)
+        shards = max(1, min(rows, self._shards(rows, math.prod(lengths), np.dtype(dtype))))
+        return [shards if i == index % (len(lengths) + 1) else 1 for i in range(len(lengths) + 1)]
+
+    @abstractmethod
+    def _shards(self, rows: int, row_elements: int, dtype: np.dtype) -> int:
+        """Return the number of shards that `rows` are to be cut into; `__call__` keeps it in range."""
+
+
+@dataclass(frozen=True, slots=True)
+class FixedShardsPartitioner(Partitioner):
+    """As many shards as it is told, or as there are rows (tf.distribute's FixedShardsPartitioner).
+
+    Args:
+        num_shards: at least 1.
+
+    Raises:
+        ValueError: it is less than 1.
+        TypeError: it is no int.
+    """
+
+    num_shards: int
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "num_shards", _integer("num_shards", self.num_shards))
+
+    def _shards(self, rows: int, row_elements: int, dtype: np.dtype) -> int:
+        return self.num_shards
+
+
+@dataclass(frozen=True, slots=True)
+class MinSizePartitioner(Partitioner):
+    """As many shards as possible, none of them smaller than a minimum (MinSizePartitioner).
+
+    A variable that is smaller itself is one shard. tf.distribute divides the variable's size by the
+    minimum and rounds up, so that its shards may be smaller: 40 bytes in shards of 16 become 16, 12,
+    12 there, and 20, 20 here.
+
+    Args:
+        min_shard_bytes: at least 1.
+        max_shards: at least 1; the default cuts nothing, as in tf.distribute.
+        bytes_per_string: what a string counts, where its dtype does not say how long it is.
+
+    Raises:
+        ValueError: a number is less than 1.
+        TypeError: a number is no int.
+    """
+
+    min_shard_bytes: int = 256 << 10
+    max_shards: int = 1
+    bytes_per_string: int = BYTES_PER_STRING
+
+    def __post_init__(self) -> None:
+        for name in ("min_shard_bytes", "max_shards", "bytes_per_string"):
+            object.__setattr__(self, name, _integer(name, getattr(self, name)))
+
+    def _shards(self, rows: int, row_elements: int, dtype: np.dtype) -> int:
+        row_bytes = row_elements * _element_bytes(dtype, self.bytes_per_string)
+        if row_bytes == 0:
+            return 1
+        rows_min = -(-self.min_shard_bytes // row_bytes)
+        return min(self.max_shards, rows // rows_min)
+
+
+@dataclass(frozen=True, slots=True)
+class MaxSizePartitioner(Partitioner):
+    """As few shards as possible, none of them larger than a maximum (MaxSizePartitioner).
+
+    A row that is larger itself is a shard of its own, and `max_shards` comes before the maximum.
+
+    Args:
+        max_shard_bytes: at least 1.
+        max_shards: at least 1; None: no limit.
+        bytes_per_string: what a string counts, where its dtype does not say how long it is.
+
+    Raises:
+        ValueError: a number is less than 1.
+        TypeError: a number is no int.
+    """
+
+    max_shard_bytes: int
+    max_shards: int | None = None
+    bytes_per_string: int = BYTES_PER_STRING
+
+    def __post_init__(self) -> None:
+        for name in ("max_shard_bytes", "max_shards", "bytes_per_string"):
+            value = getattr(self, name)
+            if name != "max_shards" or value is not None:
+                object.__setattr__(self, name, _integer(name, value))
+
+    def _shards(self, rows: int, row_elements: int, dtype: np.dtype) -> int:
+        row_bytes = row_elements * _element_bytes(dtype, self.bytes_per_string)
+        if row_bytes == 0:
+            return 1
+        rows_max = max(1, self.max_shard_bytes // row_bytes)
+        shards = -(-rows // rows_max)
+        return shards if self.max_shards is None else min(self.max_shards, shards)
+
+
+def shard_sizes(rows: int, shards: int) -> list[int]:
+    """Return how many rows each shard has: sizes differ by one at most, the longer ones first.
+
+    Args:
+        rows: at least 0.
+        shards: at least 1.
+
+    Raises:
+        ValueError: a number is out of range.
+        TypeError: a number is no int.
+    """
+    each, longer = divmod(_integer("rows", rows, at_least=0), _integer("shards", shards))
+    return [each + 1] * longer + [each] * (shards - longer)
+
+
+def _element_bytes(dtype: np.dtype, bytes_per_string: int) -> int:
+    if dtype.hasobject:
+        raise TypeError(f"elements of dtype {dtype} are Python objects: they have no size in bytes")
+    return dtype.itemsize or bytes_per_string  # 0: a string dtype that leaves the length open
+
+
+def _axes(shape: Sequence[int]) -> Sequence[int]:
+    if isinstance(shape, str | bytes) or not isinstance(shape, Sequence):
+        raise TypeError(f"shape is {shape!r}; expected a tuple or list of ints")
+    return shape
+
+
+def _integer(name: str, value: object, *, at_least: int = 1) -> int:
+    """Return `value` as a plain int.
+
+    Raises:
+        TypeError: it is no integer; bool counts as none.
+        ValueError: it is smaller than `at_least`.
+    """
+    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
+        raise TypeError(f"{name} is {value!r}; expected an int")
+    number = operator.index(value)
+    if number < at_least:
+        raise ValueError(f"{name} is {number}; expected an int >= {at_least}")
+    return number

@@ -1,0 +1,160 @@
+"""The order of execution: which stages share a pass, and which passes a phase.
+
+A phase is forced by a value that must be finished before it is read (`${stages.NAME}` in a
+`with`, or `after`). A run stage is in the phase of what it reads, or later if its `with` or
+`after` say so; then the values of the run it reads are kept, and read again, rather than
+computed twice: what was committed first is what every reader sees.
+
+What takes turns in a training (`pipedist.spec.training`) is in ONE phase: the pass whose steps feed
+the updates, and beside it, for each held-out dataset, the pass that follows its epochs. Other
+stages of the feeding dataset share its pass where they can: its epochs may end early.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from graphlib import TopologicalSorter
+
+from pipedist.plan.model import PassPlan
+from pipedist.spec import RunSpec, Spec, StageRef, StateRef, UpdateSpec, references
+from pipedist.spec.stages import STAGES
+from pipedist.spec.training import Links, Training
+
+
+class TwoReadings(Exception):
+    """The updates of a spec are fed by two readings, which can't take turns.
+
+    Args:
+        stage: that reads something else than the others.
+    """
+
+    def __init__(self, stage: str, of: str, other: str) -> None:
+        self.stage = stage
+        super().__init__(
+            f"the updates are fed by {of!r} here and by {other!r} elsewhere, and one of these is kept "
+            "from an earlier phase: they are not read together"
+        )
+
+
+def links_of(spec: Spec) -> dict[str, Links]:
+    """Return what each stage depends on."""
+    links = {}
+    for name, stage in spec.stages.items():
+        found = references(getattr(stage, "with_", {}))
+        waits = [ref.name for ref in found if isinstance(ref, StageRef)]
+        if isinstance(stage, RunSpec):
+            waits += stage.after
+        reads = tuple(ref.name for ref in found if isinstance(ref, StateRef))
+        verb = next(verb for verb, model in STAGES.items() if type(stage) is model)
+        links[name] = Links(verb, stage.of, tuple(waits), reads, getattr(stage, "per", "run"))
+    return links
+
+
+def phases(spec: Spec, training: Training | None) -> tuple[tuple[PassPlan, ...], ...]:
+    """Return the passes of each phase.
+
+    Raises:
+        TwoReadings: see there.
+    """
+    places = _Places(spec, training)
+    groups: dict[tuple[int, str], list[str]] = {}
+    for name in places.order:
+        if not isinstance(spec.stages[name], UpdateSpec):
+            groups.setdefault((places.phase[name], places.root[name]), []).append(name)
+    roots = {root for _, root in groups}
+    passes = []
+    held_out = training.held_out if training is not None else ()
+    order = sorted(groups.items(), key=lambda group: (group[0][0], group[0][1] in held_out, group[0][1]))
+    for (number, root), names in order:
+        runs = [name for name in names if isinstance(spec.stages[name], RunSpec)]
+        dataset = places.dataset_of(root)
+        trains = training is not None and (number, root) == places.training_pass
+        passes.append(
+            PassPlan(
+                number,
+                dataset,
+                root,
+                tuple(runs),
+                tuple(name for name in spec.stages if name in names and name not in runs),
+                tuple(name for name in runs if name in roots),
+                updates=training.updates if trains and training is not None else (),
+                follows=training.feeder if training is not None and dataset in held_out else "",
+                gang=any(getattr(spec.stages[name], "collectives", False) for name in runs),
+            )
+        )
+    count = max((p.phase for p in passes), default=-1) + 1
+    return tuple(tuple(p for p in passes if p.phase == number) for number in range(count))
+
+
+class _Places:
+    """Where each stage is executed: its phase, and what the pass it is in begins with."""
+
+    def __init__(self, spec: Spec, training: Training | None) -> None:
+        self._spec = spec
+        self._training = training
+        self._links = links_of(spec)
+        self.phase: dict[str, int] = {}
+        self.root: dict[str, str] = {}
+        self.training_pass: tuple[int, str] | None = None
+        members = training.members if training is not None else frozenset()
+        early = training.early if training is not None else frozenset()
+        self.order = self._topological()
+        for name in (n for n in self.order if n in early and n not in members):
+            self._put(name, 0)
+        if training is not None:
+            self._put_training(training)
+        for name in (n for n in self.order if n not in self.phase):
+            self._put(name, self._least(name))
+
+    def dataset_of(self, root: str) -> str:
+        """Return the dataset that a pass reads, at first or second hand."""
+        while root in self._spec.stages:
+            root = self._spec.stages[root].of
+        return root
+
+    def _put(self, name: str, least: int) -> None:
+        stage = self._spec.stages[name]
+        before = self.phase.get(stage.of, least)
+        self.phase[name] = before
+        self.root[name] = self.root.get(stage.of, stage.of)
+        if isinstance(stage, RunSpec):
+            waited = [1 + self.phase[other] for other in self._links[name].waits]
+            self.phase[name] = max([least, before, *waited])
+            if self.phase[name] > before and stage.of in self._spec.stages:
+                self.root[name] = stage.of
+
+    def _put_training(self, training: Training) -> None:
+        members = [name for name in self.order if name in training.members]
+        number = max(
+            (1 + self.phase[o] for name in members for o in self._links[name].waits if o in self.phase),
+            default=0,
+        )
+        for name in members:
+            self._put(name, number)
+        fed = [name for name in members if self.dataset_of(name) == training.feeder]
+        root = self.root[fed[0]]
+        for name in fed:
+            if self.root[name] != root:
+                raise TwoReadings(name, self.root[name], root)
+        self.training_pass = (number, root)
+
+    def _least(self, name: str) -> int:
+        """Return the first phase that a stage may be in, by what it reads: epochs that may end come first."""
+        if self._training is None or self.training_pass is None:
+            return 0
+        feeder = self._training.feeder
+        if self._spec.stages[name].of != feeder:
+            return 0
+        number, root = self.training_pass
+        return number if root == feeder else number + 1
+
+    def _topological(self) -> list[str]:
+        """Return all stages, what is read or waited for before what does so, otherwise as written."""
+        graph: TopologicalSorter[str] = TopologicalSorter()
+        for name, links in self._links.items():
+            graph.add(name, *(o for o in _needs(links) if o in self._spec.stages))
+        return list(graph.static_order())
+
+
+def _needs(links: Links) -> Iterable[str]:
+    return (*([] if links.of is None else [links.of]), *links.waits)

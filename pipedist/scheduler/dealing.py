@@ -1,0 +1,91 @@
+"""Gives waiting calls to workers that have room."""
+
+from __future__ import annotations
+
+from pipedist.scheduler import commands as cmd
+from pipedist.scheduler.gangs import form, parts
+from pipedist.scheduler.membership import Membership, Worker
+from pipedist.scheduler.passes import Pass
+from pipedist.scheduler.settings import Limits
+
+
+class Dealing:
+    """Decides whose calls go to which worker next.
+
+    Passes of the best priority take turns. Only short calls are sent in advance, and a gang needs
+    several idle workers: while the pass whose turn it is can't be dealt, no other one is, so that
+    workers become idle for it. Looking is no turn, or another pass would have it every time.
+
+    Args:
+        limits, members: the scheduler's.
+        waiting: the passes that have calls waiting, by id; others may be among them.
+        out: where commands are added.
+    """
+
+    def __init__(
+        self, limits: Limits, members: Membership, waiting: dict[int, Pass], out: list[cmd.Command]
+    ) -> None:
+        self._limits = limits
+        self._members = members
+        self._waiting = waiting
+        self._out = out
+        self._last_gang = 0
+        self._turn = 0
+        """The pass that was dealt last."""
+
+    def deal(self) -> None:
+        """Issue all that workers have room for: first to the idle, then in advance."""
+        members = self._members
+        while members.ready and (pass_ := self._whose_turn()) is not None:
+            if pass_.settings.gang:
+                if not self._issue_gang(pass_):
+                    return
+            elif members.idle:
+                self._issue(next(iter(members.idle.values())), pass_)
+            elif members.thirsty and pass_.is_short(self._limits):
+                self._issue(next(iter(members.thirsty.values())), pass_)
+            else:
+                return
+            self._turn = pass_.id
+
+    def _whose_turn(self) -> Pass | None:
+        """Return the pass whose turn it is, None if nothing waits."""
+        waiting = self._waiting
+        for idle in [p.id for p in waiting.values() if not p.deals]:
+            del waiting[idle]
+        if len(waiting) < 2:
+            return next(iter(waiting.values()), None)
+        best = min(p.settings.priority for p in waiting.values())
+        ids = sorted(p.id for p in waiting.values() if p.settings.priority == best)
+        return waiting[next((i for i in ids if i > self._turn), ids[0])]
+
+    def _issue(self, worker: Worker, pass_: Pass) -> None:
+        todo = pass_.todo.take(pass_.bundle_calls(self._limits, self._members.ready))
+        lo, hi, attempt = todo
+        self._bind(worker, pass_)
+        expected_s = (pass_.call_s or 0.0) * (hi - lo)
+        lease = self._members.grant(worker, pass_.id, lo, hi, attempt, expected_s)
+        pass_.leased += hi - lo
+        self._out.append(cmd.SendAssign(worker.name, lease.id, pass_.id, lo, hi, attempt))
+
+    def _issue_gang(self, pass_: Pass) -> bool:
+        """Issue the next step of a gang pass; return False where too few workers have room."""
+        members, replicas = self._members, pass_.settings.replicas
+        group = pass_.groups.idle(members, replicas)
+        if group is None:
+            group = pass_.groups.in_advance(members, replicas, pass_.gangs_queued(self._limits))
+        if group is None:
+            return False
+        todo = pass_.todo.take(replicas)
+        for worker in group.workers:
+            self._bind(worker, pass_)
+        self._last_gang += 1
+        gang = form(members, self._last_gang, pass_.id, todo, group)
+        pass_.muster(gang)
+        self._out.append(cmd.SendGang(gang.serial, pass_.id, todo.attempt, parts(gang)))
+        return True
+
+    def _bind(self, worker: Worker, pass_: Pass) -> None:
+        if pass_.id not in worker.bound:
+            worker.bound.add(pass_.id)
+            self._out.append(cmd.SendBind(worker.name, pass_.id))

@@ -1,0 +1,149 @@
+"""Which stages of a spec change states, or read them, and so take turns: its training.
+
+The dataset that feeds the updates is read step by step, with the updates between; the datasets
+whose stages read a state but feed none are held out, and read once after each of its epochs. A
+stage that waits for the training's end reads the final states, and is no part of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+from pipedist.records import record
+
+
+@record
+class Links:
+    """What a stage depends on.
+
+    Args:
+        verb: run, reduce, gather or update; None where it has none.
+        of: what it reads; None where that is not known.
+        waits: stages that must be complete before it begins (`${stages.NAME}`, `after`).
+        reads: the updates whose states it reads (`${state.NAME}`).
+        per: run, epoch or step: how often a reduce or gather has a value.
+    """
+
+    verb: str | None
+    of: str | None
+    waits: tuple[str, ...]
+    reads: tuple[str, ...]
+    per: str = "run"
+
+
+@record
+class Training:
+    """The training of a spec.
+
+    Args:
+        feeder: the dataset that feeds the updates.
+        updates: the updates, each behind those of the same rhythm whose states it reads.
+        held_out: the datasets that are read once after each epoch of the feeder.
+        members: the stages that take turns: the updates, what they are fed by, whatever reads a
+            state that changes, and all stages of the held-out datasets.
+        early: the stages that members wait for, and what these depend on.
+    """
+
+    feeder: str
+    updates: tuple[str, ...]
+    held_out: tuple[str, ...]
+    members: frozenset[str]
+    early: frozenset[str]
+
+
+def ancestry(name: str, links: Mapping[str, Links]) -> list[str]:
+    """Return the stage, what it reads, what that reads, and so on; a cycle is followed once."""
+    chain = [name]
+    while chain[-1] in links:
+        of = links[chain[-1]].of
+        if of is None or of in chain:
+            break
+        chain.append(of)
+    return chain
+
+
+def root_of(name: str, datasets: Collection[str], links: Mapping[str, Links]) -> str | None:
+    """Return the dataset that a stage descends from, None where there is none."""
+    root = ancestry(name, links)[-1]
+    return root if root in datasets else None
+
+
+def rhythm(update: str, links: Mapping[str, Links]) -> str:
+    """Return how often a state changes: run, epoch or step, as what it is fed by has values."""
+    source = links.get(links[update].of or "")
+    return "run" if source is None else source.per
+
+
+def training_of(datasets: Sequence[str], links: Mapping[str, Links]) -> Training | None:
+    """Return the training of a spec, None where no dataset feeds an update.
+
+    Args:
+        datasets: their names.
+        links: the stages, in the order of writing; they may have mistakes.
+    """
+    roots = {name: root_of(name, datasets, links) for name in links}
+    updates = [name for name, link in links.items() if link.verb == "update"]
+    feeder = next((root for name in updates if (root := roots[name]) is not None), None)
+    if feeder is None:
+        return None
+    sources = {of for name in updates if (of := links[name].of) in links and of is not None}
+    core = {*updates, *sources}
+    core |= (readers := _readers(core, links))
+    evaluated = {roots[name] for name in readers} - {feeder, None}
+    held_out = tuple(name for name in datasets if name in evaluated)
+    core |= {name for name, root in roots.items() if root in held_out}
+    taking_turns = _with_ancestors(core, links)
+    early = _awaited(taking_turns, links, core)
+    return Training(
+        feeder,
+        _ordered(updates, links),
+        held_out,
+        frozenset(taking_turns - early),
+        frozenset(early),
+    )
+
+
+def _with_ancestors(names: Iterable[str], links: Mapping[str, Links]) -> set[str]:
+    return {a for name in names for a in ancestry(name, links) if a in links}
+
+
+def _readers(core: set[str], links: Mapping[str, Links]) -> set[str]:
+    """Return what reads a state while it changes: without waiting for the end of what changes it."""
+    found = {name for name, link in links.items() if link.reads and link.verb != "update"}
+    for ends in (core, found.copy()):
+        found -= {name for name in found if not ends.isdisjoint(_awaited(ancestry(name, links)[:-1], links))}
+    return found
+
+
+def _awaited(names: Iterable[str], links: Mapping[str, Links], ends: Collection[str] = ()) -> set[str]:
+    """Return everything that the stages wait for, with what that depends on in turn.
+
+    Args:
+        ends: stages that are left out, and not asked what they depend on: to wait for them is a mistake.
+    """
+    found: set[str] = set()
+    open_ends = [other for name in names for other in links[name].waits if other in links]
+    while open_ends:
+        name = open_ends.pop()
+        if name in found or name in ends:
+            continue
+        found.add(name)
+        link = links[name]
+        open_ends += [other for other in (*link.waits, link.of) if other is not None and other in links]
+    return found
+
+
+def _ordered(updates: Sequence[str], links: Mapping[str, Links]) -> tuple[str, ...]:
+    """Return the updates, each behind those that it reads, otherwise as written."""
+    done: list[str] = []
+    waiting = list(updates)
+    while waiting:
+        needs = {
+            name: [r for r in links[name].reads if r in waiting and rhythm(r, links) == rhythm(name, links)]
+            for name in waiting
+        }
+        # a cycle is told elsewhere; here its first update goes first
+        ready = next((name for name in waiting if not needs[name]), waiting[0])
+        done.append(ready)
+        waiting.remove(ready)
+    return tuple(done)

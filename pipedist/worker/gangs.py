@@ -1,0 +1,136 @@
+"""What a worker keeps from one gang to the next, and how a gang's lease is made ready to run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Protocol
+
+from pipedist.collectives.channel import Channel
+from pipedist.collectives.crew import Crew
+from pipedist.collectives.gang import Gang
+from pipedist.collectives.options import CommunicationOptions, Implementation
+from pipedist.collectives.segment import Segments
+from pipedist.errors import RemoteProtocolError, UsageError
+from pipedist.messages import AssignGang
+from pipedist.program import Shards
+from pipedist.worker.execution import PassExecutor
+from pipedist.worker.gang_run import NOT_SHARED, GangRun
+from pipedist.worker.hub_channel import Hub, HubChannel, Inbox
+from pipedist.worker.loops import PersistentLoop
+
+if TYPE_CHECKING:
+    from pipedist.worker.variables import BoundVariables
+
+
+class Scheduler(Hub, Protocol):
+    """What gangs say to the scheduler, through the worker's driver."""
+
+    def miss(self, lease: int, members: tuple[int, ...], text: str) -> None:
+        """Tell that a collective has waited too long for members, from whichever thread of the gang."""
+
+
+class Gangs:
+    """Makes the runs of gangs' leases; keeps threads, event loops and mapped memory.
+
+    Args:
+        scheduler: whom they talk to.
+        loop: the main thread's, for the first replica of each.
+    """
+
+    def __init__(self, scheduler: Scheduler, loop: PersistentLoop) -> None:
+        self._scheduler = scheduler
+        self._loops = [loop]
+        self._crew = Crew()
+        self._segments = Segments()
+
+    def new_run(
+        self,
+        assigned: AssignGang,
+        executor: PassExecutor,
+        shards: Shards,
+        inbox: Inbox,
+        *,
+        bound: BoundVariables | None,
+        begin: Callable[[int], None],
+        on_success: Callable[[], None],
+    ) -> GangRun:
+        """Return the run of a lease.
+
+        Raises:
+            RemoteProtocolError: its calls are not those of this member.
+            UsageError: shared memory is asked for where there is none.
+            SegmentUnavailable: the shared memory can't be had.
+        """
+        program, lo, hi = executor.program, assigned.lo, assigned.hi
+        local = local_replicas(lo, hi, program.replicas, assigned.member, assigned.members)
+        bytes_per_pack, timeout_s, implementation = program.communication
+        options = CommunicationOptions(bytes_per_pack, timeout_s, Implementation.of(implementation))
+        channel = self._channel(assigned, program.replicas, options.implementation, inbox)
+        gang = Gang(
+            replicas=program.replicas,
+            local=local,
+            channel=channel,
+            options=options,
+            on_stalled=partial(self._scheduler.miss, assigned.lease),
+            crew=self._crew,
+        )
+        return GangRun(
+            executor,
+            self._loops,
+            executor.finder.of_lease(shards, lo, hi),
+            lo,
+            hi,
+            gang=gang,
+            channel=channel,
+            can_share=not isinstance(channel, HubChannel),
+            bound=bound,
+            begin=begin,
+            on_success=on_success,
+        )
+
+    def _channel(
+        self, assigned: AssignGang, replicas: int, implementation: Implementation, inbox: Inbox
+    ) -> Channel | None:
+        if assigned.members == 1:
+            return None
+        if assigned.segment and implementation is not Implementation.TRANSPORT:
+            from pipedist.collectives.shared import SharedChannel  # as large as all the rest
+
+            return SharedChannel(
+                self._segments.get(assigned.segment),
+                serial=assigned.serial,
+                member=assigned.member,
+                spans=spans(replicas, assigned.members),
+            )
+        if implementation is Implementation.SHARED:
+            raise UsageError(NOT_SHARED)
+        return HubChannel(self._scheduler, assigned.lease, inbox, assigned.member, assigned.members)
+
+    def close(self) -> None:
+        """End the threads, close the loops but the main thread's, unmap the memory."""
+        self._crew.close()
+        for loop in self._loops[1:]:
+            loop.close()
+        self._segments.close()
+
+
+def spans(replicas: int, members: int) -> list[range]:
+    """Return the replicas of each member of a gang: chunks whose sizes differ by one at most."""
+    small, larger = divmod(replicas, members)
+    ends = [(member + 1) * small + min(member + 1, larger) for member in range(members)]
+    return [range(a, b) for a, b in zip([0, *ends], ends, strict=False)]
+
+
+def local_replicas(lo: int, hi: int, replicas: int, member: int, members: int) -> range:
+    """Return which replicas the calls [lo, hi) of a gang are.
+
+    Raises:
+        RemoteProtocolError: they are of several steps, or not those of this member.
+    """
+    local = range(lo % replicas, lo % replicas + hi - lo)
+    if members > replicas or local != spans(replicas, members)[member]:
+        raise RemoteProtocolError(
+            f"calls [{lo}, {hi}) are not those of member {member} of {members}, with {replicas} replicas"
+        )
+    return local

@@ -1,0 +1,28 @@
+"""What a worker process is started with; for whoever starts one, without what executes calls."""
+
+from __future__ import annotations
+
+from pipedist.records import record
+
+
+@record
+class WorkerSettings:
+    """What a worker process is started with.
+
+    Args:
+        endpoint: the scheduler's.
+        worker: the worker's name in the cluster.
+        incarnation: counts its lives.
+        key_file: path of the CURVE keys, "" where the endpoint needs none.
+        threads: BLAS and OpenMP threads that the environment was set to.
+        join_s: how long the scheduler may take to answer, seconds.
+        tells: it says on stderr that it has joined, or waits.
+    """
+
+    endpoint: str
+    worker: str
+    incarnation: int
+    key_file: str = ""
+    threads: int = 1
+    join_s: float = 30.0
+    tells: bool = False

@@ -1,0 +1,139 @@
+"""Variables where an array is expected: NumPy takes their values, `Strategy.update` their copies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.lib.mixins import NDArrayOperatorsMixin
+
+from pipedist import trees, values
+from pipedist.program import Tree
+from pipedist.values import Mirrored, PerReplica
+from pipedist.worker.variable_rules import Array, How, Traits, operand_of, updated
+
+
+class ArrayOperators(NDArrayOperatorsMixin):
+    """Lets NumPy take an object for the array that it holds: `x @ w`, `np.dot(x, w)`, `w + 1`."""
+
+    __slots__ = ()
+
+    def value(self) -> Array:
+        """Return the value now: an array, read-only."""
+        raise TypeError(f"{type(self).__name__} holds no value")
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
+        value = self.value()
+        if dtype is not None and np.dtype(dtype) != value.dtype:
+            return value.astype(dtype)
+        return value.copy() if copy else value
+
+    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any) -> Any:
+        if any(isinstance(out, ArrayOperators) for out in kwargs.get("out", ())):
+            return NotImplemented
+        plain = [each.value() if isinstance(each, ArrayOperators) else each for each in inputs]
+        return getattr(ufunc, method)(*plain, **kwargs)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.value()[index]
+
+    def __len__(self) -> int:
+        return len(self.value())
+
+    def __float__(self) -> float:
+        return float(self.value())
+
+    def __int__(self) -> int:
+        return int(self.value())
+
+    def __bool__(self) -> bool:
+        return bool(self.value())
+
+
+class VariableCopy(ArrayOperators):
+    """One copy of a variable, while `Strategy.update` lets a function change it.
+
+    Args:
+        traits: the variable's.
+        value: the copy's value.
+    """
+
+    __slots__ = ("_traits", "_value")
+
+    def __init__(self, traits: Traits, value: Array) -> None:
+        self._traits = traits
+        self._value = value
+
+    def value(self) -> Array:
+        """Return the value now: an array, read-only."""
+        return self._value
+
+    def assign(self, value: object) -> Array:
+        """Set this copy's value, and return it."""
+        return self._change("assign", value)
+
+    def assign_add(self, delta: object) -> Array:
+        """Add to this copy's value, and return it."""
+        return self._change("assign_add", delta)
+
+    def assign_sub(self, delta: object) -> Array:
+        """Subtract from this copy's value, and return it."""
+        return self._change("assign_sub", delta)
+
+    def _change(self, how: How, operand: object) -> Array:
+        self._value = updated(self._traits, self._value, how, operand_of(self._traits, operand, how))
+        return self._value
+
+
+def update_copies(
+    traits: Traits,
+    copies: Sequence[Array],
+    fn: Callable[..., Tree],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> tuple[list[Array], Tree]:
+    """Call a function for each copy of a variable (tf.distribute: `extended.update`).
+
+    Args:
+        copies: one, where the replicas have one value: then the function is called once.
+        fn: called with a `VariableCopy` and the arguments, each copy with its own component of them.
+
+    Returns:
+        The copies after that, and what the function returned, with a PerReplica in every place.
+
+    Raises:
+        ValueError: the replicas have one value, but an argument has one for each.
+    """
+    if traits.copies:
+        sides = [VariableCopy(traits, copy) for copy in copies]
+        results = [
+            plain(fn(side, *values.select(tuple(args), at), **values.select(dict(kwargs), at)))
+            for at, side in enumerate(sides)
+        ]
+        return [side.value() for side in sides], values.per_replica(results)
+    given = (tuple(args), dict(kwargs))
+    for leaf in trees.flatten(given)[0]:
+        if isinstance(leaf, PerReplica) and not isinstance(leaf, Mirrored):
+            raise ValueError(
+                f"update of the {traits.label} with a {type(leaf).__name__}: its replicas have one value, "
+                "which would become several. Reduce the argument first, or make the variable on_read"
+            )
+    side = VariableCopy(traits, copies[0])
+    own_args, own_kwargs = values.select(given, 0)
+    result = plain(fn(side, *own_args, **own_kwargs))
+    return [side.value()], trees.tree_map(lambda leaf: Mirrored([leaf] * traits.replicas), result)
+
+
+def plain(result: Tree) -> Tree:
+    """Return a tree with arrays in place of what holds one (variables, copies of them)."""
+    if type(result) is np.ndarray or result is None:
+        return result
+    if isinstance(result, ArrayOperators):
+        return result.value()
+    leaves, treedef = trees.flatten(result)
+    if not any(isinstance(leaf, ArrayOperators) for leaf in leaves):
+        return result
+    return trees.unflatten(
+        treedef, [leaf.value() if isinstance(leaf, ArrayOperators) else leaf for leaf in leaves]
+    )

@@ -1,0 +1,104 @@
+"""Gangs of threads: the same replicas over any number of members, on any road."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from pipedist.collectives import requests
+from pipedist.collectives.channel import Channel
+from pipedist.collectives.gang import Gang
+from pipedist.collectives.options import CommunicationOptions
+from pipedist.collectives.segment import Segment, SegmentOwner, attach
+from pipedist.collectives.shared import SharedChannel
+from tests.collectives.queues import Board, QueueChannel
+
+ROADS = ("shared", "queue")
+
+
+class Replica:
+    """What a test's replica function has of a gang."""
+
+    def __init__(self, gang: Gang, number: int) -> None:
+        self.gang = gang
+        self.number = number
+
+    def all_reduce(self, op: Any, tree: Any, options: CommunicationOptions | None = None) -> Any:
+        return self.gang.call(self.number, requests.all_reduce(op, tree, options, requests.caller()))
+
+    def all_gather(self, tree: Any, axis: Any = 0, options: CommunicationOptions | None = None) -> Any:
+        return self.gang.call(self.number, requests.all_gather(tree, axis, options, requests.caller()))
+
+    def broadcast(self, tree: Any, source: Any = 0, options: CommunicationOptions | None = None) -> Any:
+        return self.gang.call(self.number, requests.broadcast(tree, source, options, requests.caller()))
+
+    def barrier(self, options: CommunicationOptions | None = None) -> None:
+        self.gang.call(self.number, requests.barrier(options, requests.caller()))
+
+    def merge_call(self, function: Any, *args: Any, **kwargs: Any) -> Any:
+        request = requests.merge_call(function, args, kwargs, None, requests.caller())
+        return self.gang.call(self.number, request)
+
+
+Function = Callable[[Replica], Any]
+
+
+def spans_of(sizes: Sequence[int]) -> list[range]:
+    """Return neighbouring ranges of these sizes."""
+    starts = [sum(sizes[:place]) for place in range(len(sizes))]
+    return [range(start, start + size) for start, size in zip(starts, sizes, strict=True)]
+
+
+def run_member(gang: Gang, span: range, function: Function) -> list[Any]:
+    """Run the replicas of one member."""
+
+    def call(number: int) -> Callable[[], Any]:
+        return lambda: function(Replica(gang, number))
+
+    return gang.run([call(number) for number in span])
+
+
+def run_gang(
+    sizes: Sequence[int],
+    function: Function,
+    *,
+    road: str = "shared",
+    pack_bytes: int = 0,
+    serial: int = 1,
+    owner: SegmentOwner | None = None,
+    **settings: Any,
+) -> list[Any]:
+    """Run `function(replica)` in a gang whose members have so many replicas; outcomes by replica."""
+    spans = spans_of(sizes)
+    replicas = spans[-1].stop
+    if len(sizes) == 1:
+        gang = Gang(replicas=replicas, local=spans[0], **settings)
+        return run_member(gang, spans[0], function)
+    board = Board(len(sizes))
+    own = None
+    if road == "shared" and owner is None:
+        own = owner = SegmentOwner(replicas, pack_bytes=pack_bytes)
+    outcomes: dict[int, list[Any]] = {}
+
+    def member(number: int) -> None:
+        segment: Segment | None = None
+        channel: Channel = QueueChannel(board, number)
+        if road == "shared":
+            assert owner is not None
+            segment = attach(owner.where)
+            channel = SharedChannel(segment, serial=serial, member=number, spans=spans)
+        gang = Gang(replicas=replicas, local=spans[number], channel=channel, **settings)
+        outcomes[number] = run_member(gang, spans[number], function)
+        channel.close()
+        if segment is not None:
+            segment.close()
+
+    threads = [threading.Thread(target=member, args=(number,)) for number in range(len(sizes))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if own is not None:
+        own.close()
+    return [outcome for number in range(len(sizes)) for outcome in outcomes[number]]

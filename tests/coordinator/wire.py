@@ -1,0 +1,119 @@
+"""A coordinator without sockets: what it sends is noted down, and the test speaks for the workers."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from types import TracebackType
+from typing import Any, TypeVar
+
+from pipedist import messages as msg
+from pipedist.coordinator import Coordinator, PassHandle
+from pipedist.functions import reference
+from pipedist.program import Emit, Program, StageProgram
+from pipedist.scheduler import Limits, PassSettings
+from pipedist.transport.codec import Frame, decode, encode
+from pipedist.worker.hello import make_hello
+
+M = TypeVar("M", bound=msg.Message)
+
+
+class Wire:
+    """Stands for the router: see the module's text."""
+
+    def __init__(self, on_message: Any, _on_reject: Any, _on_lost: Any) -> None:
+        self.endpoint = "nowhere"
+        self.sent: list[tuple[str, msg.Message, Sequence[Frame]]] = []
+        self.dropped: list[str] = []
+        self.coordinator: Coordinator
+        self._on_message = on_message
+
+    async def __aenter__(self) -> Wire:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        return
+
+    def send(self, identity: bytes, message: msg.Message, payload: Sequence[Frame] = ()) -> bool:
+        self.sent.append((identity.decode(), message, payload))
+        return True
+
+    def drop(self, identity: bytes, _reason: str = "") -> None:
+        self.dropped.append(identity.decode())
+
+    # -- the test's side -------------------------------------------------------------------
+
+    def join(self, *workers: str, incarnation: int = 0) -> Wire:
+        """Let workers join, each through a connection of its name and incarnation."""
+        for worker in workers:
+            hello = replace(make_hello(worker, incarnation), boot="there")
+            self._on_message(f"{worker}.{incarnation}".encode(), hello, [])
+        return self
+
+    def say(self, identity: str, message: msg.Message, tree: Any = None) -> None:
+        """Let a worker say something."""
+        frames = [] if tree is None else [memoryview(frame) for frame in encode(tree)]
+        self._on_message(identity.encode(), message, frames)
+
+    def bring(self, identity: str, message: msg.Message, *frames: bytes) -> None:
+        """Let a worker say something with a payload that is nobody's business."""
+        self._on_message(identity.encode(), message, [memoryview(frame) for frame in frames])
+
+    def told(self, identity: str, kind: type[M]) -> list[M]:
+        """Return what a worker was told of one kind."""
+        return [m for to, m, _ in self.sent if to == identity and isinstance(m, kind)]
+
+    def last(self, identity: str, kind: type[M]) -> M:
+        """Return the latest thing of one kind that a worker was told."""
+        return self.told(identity, kind)[-1]
+
+    def payload(self, identity: str, kind: type[msg.Message]) -> Any:
+        """Return the decoded payload of the latest message of one kind."""
+        frames = [payload for to, m, payload in self.sent if to == identity and isinstance(m, kind)][-1]
+        return decode(frames)
+
+    def done(self, identity: str, *values: Any) -> None:
+        """Let a worker finish its latest part of a gang."""
+        part = self.last(identity, msg.AssignGang)
+        calls = [{"v": value} for value in values]
+        self.say(identity, msg.Results(part.lease, part.lo, part.hi, 10**9), calls)
+
+    def failed(self, identity: str, text: str, *, aborted: bool = False) -> None:
+        """Let the first call of a worker's latest part of a gang raise."""
+        part = self.last(identity, msg.AssignGang)
+        self.say(
+            identity,
+            msg.Failed(part.lease, part.lo, "s", "builtins", "ValueError", text, "", True, aborted),
+        )
+
+
+@asynccontextmanager
+async def wired(limits: Limits | None = None) -> AsyncIterator[Wire]:
+    """Open a coordinator; workers join when the test says so."""
+    wires: list[Wire] = []
+
+    def make(*callbacks: Any) -> Any:
+        wires.append(Wire(*callbacks))
+        return wires[0]
+
+    coordinator = Coordinator(
+        router_factory=make, launcher_factory=None, workers=(), limits=limits, dial_in=True, boot="here"
+    )
+    async with coordinator:
+        wires[0].coordinator = coordinator
+        yield wires[0]
+        for worker in [peer.worker for peer in coordinator._fleet.peers]:  # nobody is there to say goodbye
+            coordinator._fleet.left(worker, coordinator._fleet.of(worker).incarnation, "over")  # type: ignore[union-attr]
+
+
+def gang_pass(wire: Wire, replicas: int = 2, **settings: Any) -> PassHandle:
+    """Open a pass as `Strategy.run` does."""
+    stage = StageProgram("s", reference("json:dumps"), -1, {}, collectives=True)
+    program = Program(
+        seed=0, replicas=replicas, reader=None, stages=(stage,), emits=(Emit("v", 0), Emit("w", 0)), gang=True
+    )
+    chosen = PassSettings(replicas, ordered=False, fail_fast=False, pulled=False, gang=True)
+    return wire.coordinator.open_pass(program, name="p", settings=chosen, **settings)

@@ -1,0 +1,370 @@
+"""Variables on real workers: what steps make of them, and that nothing else does."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import pipedist
+from pipedist import messages as msg
+from pipedist.coordinator.fleet import Fleet
+from pipedist.values import Mirrored, PerReplica
+from tests.strategy import functions
+
+pytestmark = pytest.mark.asyncio
+
+ROWS = np.random.default_rng(5).normal(size=(4, 3, 64)).astype(np.float32)
+"""Of 4 replicas; numbers whose sum depends on the order of adding."""
+
+
+async def train(cluster: pipedist.LocalCluster, *, kill_at: str = "") -> list[bytes]:
+    """Return the bits of everything that a few steps have made of some variables."""
+    strategy = pipedist.Strategy(cluster, replicas=4)
+    with strategy.scope():
+        w = pipedist.Variable(np.zeros(64, np.float32), name="w", aggregation="sum")
+        mean = pipedist.Variable(np.zeros(64, np.float32), name="mean", aggregation="mean")
+        first = pipedist.Variable(0, name="first", aggregation="only_first_replica")
+        seen = pipedist.Variable(np.float32(0), name="seen", synchronization="on_read", aggregation="sum")
+
+    def step(number: int, x: Any, seen: Any) -> Any:
+        ctx = pipedist.get_replica_context()
+        if kill_at and number == 2 and ctx.replica_id_in_sync_group == 3 and not os.path.exists(kill_at):
+            w.assign_add(x.sum(axis=0))
+            Path(kill_at).touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        w.assign_add(x.sum(axis=0))
+        mean.assign((x * w).mean(axis=0))
+        first.assign_add(number + ctx.replica_id_in_sync_group)
+        seen.assign_add(x.sum())
+        return w.value().sum() + mean[0]
+
+    bits = []
+    for number in range(4):
+        result = await strategy.run(step, args=(number, PerReplica(ROWS + np.float32(number)), seen))
+        bits += [np.asarray(part).tobytes() for part in result]
+    assert first.numpy() == 0 + 1 + 2 + 3
+    for variable in (w, mean, first, seen):
+        bits += [copy.tobytes() for copy in variable.local_values]
+        bits.append(variable.numpy().tobytes())
+    assert len(set(map(bytes, [copy.tobytes() for copy in seen.local_values]))) == 4
+    return bits
+
+
+async def test_the_bits_depend_on_no_number_of_workers() -> None:
+    found = []
+    for workers in (1, 2, 4):
+        async with pipedist.LocalCluster(workers=workers) as cluster:
+            await cluster.ready()
+            found.append(await train(cluster))
+    assert found[0] == found[1] == found[2]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+async def test_a_worker_that_is_killed_in_mid_step_changes_nothing(workers: int, tmp_path: Path) -> None:
+    async with pipedist.LocalCluster(workers=workers) as cluster:
+        await cluster.ready()
+        expected = await train(cluster)
+        assert await train(cluster, kill_at=str(tmp_path / "killed")) == expected
+    assert (tmp_path / "killed").exists()
+
+
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> list[msg.Message]:
+    """States that are sent to workers, and dropped there."""
+    found: list[msg.Message] = []
+    send = Fleet.send
+
+    def noting(self: Fleet, worker: str, message: msg.Message, payload: Any = ()) -> None:
+        if isinstance(message, msg.State | msg.DropState):
+            found.append(message)
+        send(self, worker, message, payload)
+
+    monkeypatch.setattr(Fleet, "send", noting)
+    return found
+
+
+async def test_a_version_travels_once_to_a_worker_and_what_it_made_not_at_all(
+    sent: list[msg.Message],
+) -> None:
+    async with pipedist.LocalCluster(workers=2) as cluster:
+        await cluster.ready()
+        strategy = pipedist.Strategy(cluster, replicas=2)
+        with strategy.scope():
+            w = pipedist.Variable(np.zeros(1000), name="w", aggregation="sum")
+
+        def read(w: Any) -> Any:
+            return w[0]
+
+        def add() -> None:
+            w.assign_add(np.ones(1000))
+
+        for _ in range(3):
+            await strategy.run(read, args=(w,))
+        assert len(sent) == 2
+        for _ in range(5):
+            await strategy.run(add)
+        await strategy.run(read, args=(w,))
+        assert len(sent) == 2
+        assert w[0] == 10
+        w.assign(np.zeros(1000))
+        w.assign(np.ones(1000))
+        for _ in range(2):
+            assert list(await strategy.run(read, args=(w,))) == [1, 1]
+        assert [message.version for message in sent if isinstance(message, msg.State)] == [0, 0, 7, 7]
+
+
+async def test_what_a_failed_step_has_made_is_read_by_nobody(sent: list[msg.Message]) -> None:
+    async with pipedist.LocalCluster(workers=2) as cluster:
+        await cluster.ready()
+        strategy = pipedist.Strategy(cluster, replicas=2)
+        with strategy.scope():
+            w = pipedist.Variable(5.0, aggregation="sum")
+            m = pipedist.Variable(5.0, synchronization="on_read", aggregation="sum")
+
+        def step(fails: bool) -> Any:
+            before = w.value(), m.value()
+            w.assign_add(1.0)
+            m.assign_add(1.0)
+            if fails and pipedist.get_replica_context().replica_id_in_sync_group == 1:
+                raise KeyError("no")
+            return before
+
+        for fails, value, copies in (
+            (True, 5, (5, 5)),
+            (False, 7, (6, 6)),
+            (True, 7, (6, 6)),
+            (False, 9, (7, 7)),
+        ):
+            if fails:
+                with pytest.raises(pipedist.CallError, match="'no'"):
+                    await strategy.run(step, args=(True,))
+            else:
+                assert [list(part) for part in await strategy.run(step, args=(False,))] == [
+                    [value - 2] * 2,
+                    [copies[0] - 1] * 2,
+                ]
+            assert w.numpy() == value
+            assert m.local_values == copies
+
+
+async def test_replicas_that_assign_different_variables_are_told_so() -> None:
+    async with pipedist.LocalCluster(workers=2) as cluster:
+        strategy = pipedist.Strategy(cluster, replicas=2)
+        with strategy.scope():
+            v = pipedist.Variable(1.0, name="v", aggregation="sum")
+            w = pipedist.Variable(1.0, name="w", aggregation="sum")
+
+        def step(ctx: pipedist.ReplicaContext) -> Any:
+            return (w if ctx.replica_id_in_sync_group else v).assign_add(1.0)
+
+        with pytest.raises(pipedist.CallError) as caught:
+            await strategy.run(step)
+        assert type(caught.value.__cause__) is pipedist.CollectiveMismatchError
+        told = str(caught.value.__cause__)
+        for part in (
+            "assign_add of variable 'v'",
+            "assign_add of variable 'w'",
+            "test_variables.py:",
+            "in test_",
+        ):
+            assert part in told
+        assert (v.numpy(), w.numpy()) == (1, 1)
+
+
+async def test_a_step_whose_results_do_not_fit_together_assigns_nothing() -> None:
+    async with pipedist.LocalCluster(workers=2) as cluster:
+        strategy = pipedist.Strategy(cluster, replicas=2)
+        with strategy.scope():
+            v = pipedist.Variable(1, aggregation="sum")
+
+        def step(differs: bool) -> Any:
+            replica = functions.ids(pipedist.get_replica_context())[0]  # type: ignore[arg-type]
+            new = v.assign_add(1)
+            return [new] * (1 + replica * differs)
+
+        with pytest.raises(ValueError, match="different structures"):
+            await strategy.run(step, args=(True,))
+        assert v.numpy() == 1
+        assert list((await strategy.run(step, args=(False,)))[0]) == [3, 3]
+        assert v.numpy() == 3
+
+
+async def test_a_variable_is_captured_or_an_argument() -> None:
+    async with pipedist.LocalCluster(workers=2) as cluster:
+        strategy = pipedist.Strategy(cluster, replicas=2)
+        with strategy.scope():
+            v = pipedist.Variable([1.0, 2.0], name="v", aggregation="sum")
+
+        def step(pair: Any, *, w: Any) -> Any:
+            pair["v"].assign_add(w + v)
+            return {
+                "v": v,
+                "same": w.value().tolist() == v.value().tolist(),
+                "name": w.name,
+                "shape": w.shape,
+            }
+
+        result = await strategy.run(step, args=({"v": v},), kwargs={"w": v})
+        assert [part.tolist() for part in result["v"]] == [[5, 10]] * 2
+        assert v.numpy().tolist() == [5, 10]
+        assert list(result["same"]) == [True] * 2
+        assert list(result["name"]) == ["v"] * 2
+        assert v.numpy().flags.writeable
+        assert not v.value().flags.writeable
+
+
+async def test_they_work_in_async_functions_and_in_merge_calls() -> None:
+    async with pipedist.LocalCluster(workers=2) as cluster:
+        strategy = pipedist.Strategy(cluster, replicas=3)
+        with strategy.scope():
+            v = pipedist.Variable(1.0, name="v", aggregation="mean")
+            m = pipedist.Variable(0, name="m", synchronization="on_read", aggregation="sum")
+
+        async def step() -> Any:
+            replica = pipedist.get_replica_context().replica_id_in_sync_group
+            await m.assign(10 * replica)
+            return await v.assign_add(float(replica)), m.value()
+
+        added, own = await strategy.run(step)
+        assert list(added) == [2.0] * 3
+        assert list(own) == [0, 10, 20]
+
+        def merged(gradient: Any) -> Any:
+            def apply(inside: Any, gradient: Any, v: Any) -> Any:
+                mean = inside.reduce("mean", gradient, axis=None)
+                inside.update(v, lambda copy, g: copy.assign_sub(g), args=(mean,))
+                total = m.value()
+                m.assign(100)
+                return total, inside.local_results(gradient)[2]
+
+            total, last = pipedist.get_replica_context().merge_call(apply, args=(gradient, v))
+            return int(total), float(last), float(v.value()), int(m.value())
+
+        results = await strategy.run(merged, args=(PerReplica([3.0, 6.0, 9.0]),))
+        assert [list(part) for part in results] == [[30] * 3, [9] * 3, [-4] * 3, [34, 33, 33]]
+        assert v.numpy() == -4
+        assert m.local_values == (34, 33, 33)
+
+
+async def test_updates_outside() -> None:
+    async with pipedist.LocalCluster(workers=1) as cluster:
+        strategy = pipedist.Strategy(cluster, replicas=2)
+        with strategy.scope():
+            v = pipedist.Variable([1.0, 2.0], aggregation="sum")
+            m = pipedist.Variable(1.0, synchronization="on_read", aggregation="sum")
+
+        def add(copy: Any, value: Any) -> Any:
+            return copy.assign_add(value)
+
+        result = await strategy.update(v, add, args=(np.ones(2),))
+        assert type(result) is Mirrored
+        assert [part.tolist() for part in result] == [[2, 3]] * 2
+        with pytest.raises(ValueError, match="would become several"):
+            await strategy.update(v, add, args=(PerReplica([np.ones(2)] * 2),))
+        reduced = await strategy.reduce_to("sum", PerReplica([np.ones(2)] * 2))
+        await strategy.update(v, add, args=(reduced,))
+        assert v.numpy().tolist() == [4, 5]
+        await strategy.update(m, add, args=(PerReplica([1.0, 2.0]),))
+        assert m.local_values == (2, 3)
+        with pytest.raises(TypeError, match=r"needs a pipedist\.Variable"):
+            await strategy.update(np.ones(2), add)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="needs a function"):
+            await strategy.update(v, 3)  # type: ignore[arg-type]
+        assert await strategy.reduce("sum", m, axis=None) == 5
+        assert (await strategy.gather(v, axis=0)).tolist() == [4, 5, 4, 5]
+        assert [part.tolist() for part in strategy.local_results(v)] == [[4, 5]] * 2
+
+
+async def test_runs_that_use_variables_are_done_in_the_order_of_their_calls() -> None:
+    async with pipedist.LocalCluster(workers=2) as cluster:
+        strategy = pipedist.Strategy(cluster, replicas=2)
+        with strategy.scope():
+            v = pipedist.Variable(1, aggregation="sum")
+
+        def double_and_add(number: int) -> int:
+            v.assign(v + number)
+            return int(v.value())
+
+        tasks = [asyncio.create_task(strategy.run(double_and_add, args=(n,))) for n in range(6)]
+        free = asyncio.create_task(strategy.run(functions.double, args=(4,)))
+        value, expected = 1, []
+        for number in range(6):
+            value = 2 * (value + number)
+            expected.append([value, value])
+        assert [list(await task) for task in tasks] == expected
+        assert v.numpy() == value
+        assert list(await free) == [8, 8]
+
+
+async def test_a_variable_is_not_changed_under_a_run(tmp_path: Path) -> None:
+    async with pipedist.LocalCluster(workers=1) as cluster:
+        strategy = pipedist.Strategy(cluster, replicas=1)
+        with strategy.scope():
+            v = pipedist.Variable(1.0)
+
+        def slow(file: str) -> None:
+            functions.wait_for(file)
+            v.assign(5.0)
+
+        run = asyncio.create_task(strategy.run(slow, args=(str(tmp_path / "go"),)))
+        await asyncio.sleep(0)
+        with pytest.raises(RuntimeError, match="a run that uses it is not done"):
+            v.assign(2.0)
+        assert v.numpy() == 1
+        run.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await run
+        v.assign(3.0)
+        (tmp_path / "go").touch()
+        assert float((await strategy.run(lambda: v.value()))[0]) == 3
+        assert v.numpy() == 3
+
+
+async def test_only_the_strategy_of_its_scope_can_use_a_variable() -> None:
+    async with pipedist.LocalCluster(workers=1) as cluster:
+        strategy, other = pipedist.Strategy(cluster, replicas=1), pipedist.Strategy(cluster, replicas=1)
+        alone = pipedist.Variable(1.0, name="alone")
+        with other.scope():
+            foreign = pipedist.Variable(1.0, name="foreign")
+        with pytest.raises(ValueError, match=r"'alone'.*outside of strategy\.scope\(\)"):
+            await strategy.run(lambda: alone.value())
+        with pytest.raises(ValueError, match=r"'foreign'.*another strategy"):
+            await strategy.run(functions.double, args=(foreign,))
+        with pytest.raises(
+            pipedist.CallError, match="creating a variable inside a replica function"
+        ) as caught:
+            await strategy.run(lambda: pipedist.Variable(1.0))
+        assert isinstance(caught.value.__cause__, ValueError)
+
+
+async def test_without_a_strategy_a_variable_is_a_value_in_this_process() -> None:
+    v = pipedist.Variable([1.0], name="v")
+    m = pipedist.Variable(1, synchronization="on_read", aggregation="sum")
+    default: Any = pipedist.get_strategy()
+
+    def step(x: Any) -> Any:
+        v.assign_add(x)
+        m.assign_add(2)
+        return v + 1
+
+    assert (await default.run(step, args=(np.ones(1),))).tolist() == [3]
+    assert v.numpy().tolist() == [2]
+    assert m.numpy() == 3
+    assert len(v.local_values) == 1
+
+
+async def test_workers_forget_variables_that_nobody_has(sent: list[msg.Message]) -> None:
+    async with pipedist.LocalCluster(workers=1) as cluster:
+        strategy = pipedist.Strategy(cluster, replicas=1)
+        for _ in range(3):
+            with strategy.scope():
+                v = pipedist.Variable(np.zeros(10))
+            await strategy.run(functions.double, args=(v,))
+            del v
+        assert [type(message).__name__ for message in sent] == ["State", "DropState"] * 2 + ["State"]
