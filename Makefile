@@ -28,8 +28,8 @@ demo: $(INSTALLED)  ## Run a pipeline over 336,776 real flights on 2 worker proc
 	$(BIN)/pipedist run examples/flights/flights.yaml --workers 2
 
 .PHONY: test
-test: $(INSTALLED)  ## Run the test suite.
-	$(BIN)/python -m pytest -q
+test: $(INSTALLED)  ## Run the test suite, on two cores.
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal
 
 .PHONY: conformance
 conformance: $(INSTALLED)  ## Replay recorded tf.distribute cases: make conformance CASES=FOLDER.
@@ -88,6 +88,11 @@ bench-torch: bench-peers  ## Add torch to benchmarks/.venv: for bench-collective
 .PHONY: bench-collectives
 bench-collectives: $(INSTALLED)  ## Measure all_reduce beside mpi4py and torch gloo.
 	$(BIN)/python -m benchmarks.collectives $(ARGS)
+
+.PHONY: test-gpu
+test-gpu: $(INSTALLED)  ## Run the tests that need a CUDA device and torch.
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch
+	$(BIN)/python -m pytest -q -m gpu tests
 
 .PHONY: test-torch
 test-torch:  ## Test the collectives of torch tensors (after make bench-torch).

@@ -17,7 +17,8 @@ class Limits:
         bundle_bytes_max: input bytes in one lease that travel with it, unless a single call has more.
         prefetch_below_s: a worker whose leases take less than this gets a second one in advance; a
             group of workers gets as many gangs in advance as take about this long.
-        gangs_queued_max: gangs that are sent to a group of workers and not over.
+        gangs_queued_max: gangs that are sent to a group of workers and not over; fewer than a segment
+            remembers (`pipedist.collectives.steps.ATTEMPTS_REMEMBERED`).
         steps_in_flight_max: steps of one pass that are issued and not yet consumed.
         bytes_in_flight_max: bytes of one pass, inputs and results, that are held at one time.
         deaths_max: workers that may die under one and the same call before it counts as failed.
@@ -30,7 +31,7 @@ class Limits:
     bundle_calls_max: int = 8192
     bundle_bytes_max: int = 4 * 2**20
     prefetch_below_s: float = 0.05
-    gangs_queued_max: int = 16
+    gangs_queued_max: int = 12
     steps_in_flight_max: int = 65_536
     bytes_in_flight_max: int = 256 * 2**20
     deaths_max: int = 5

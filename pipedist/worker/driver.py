@@ -27,7 +27,8 @@ from pipedist.messages import Log, Message
 from pipedist.transport.codec import Frame, UnsendableError, encode
 from pipedist.worker import commands, failures
 from pipedist.worker.commands import Ending, Execute
-from pipedist.worker.events import Brought, Event, Finished, Missed, Raised, SliceEnded, Started, Tick
+from pipedist.worker.devices import DevicesUnseen
+from pipedist.worker.events import Brought, Event, Finished, Missed, Raised, SliceEnded, Started, Tick, Unfit
 from pipedist.worker.execution import Outcome, PassExecutor
 from pipedist.worker.failures import CallFailure
 from pipedist.worker.leases import Leases
@@ -188,7 +189,12 @@ class Driver:
                 self._frames = []
 
     def _execute(self, slice_: Execute) -> None:
-        run = self._begin(slice_)
+        try:
+            run = self._begin(slice_)
+        except DevicesUnseen as error:
+            with self._core:
+                self._handle(Unfit(str(error)))
+            return
         if not self._working.is_set():
             self._working.set()
         try:

@@ -9,10 +9,9 @@ replica's; its collectives wait in a thread beside it, so that the replica's oth
 from __future__ import annotations
 
 import contextvars
-import os
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -52,6 +51,7 @@ class GangRun:
         gang: of these replicas; run once.
         channel: closed when the gang is over; None where there are no other members.
         can_share: its members share memory.
+        device_of: the name, in this process, of the device that a replica was assigned.
         bound: the variables of the step; None where it has none.
         begin: told the number of a call before it runs.
         on_success: told when every call has returned.
@@ -68,6 +68,7 @@ class GangRun:
         gang: Gang,
         channel: Channel | None,
         can_share: bool,
+        device_of: Callable[[int], str],
         bound: BoundVariables | None,
         begin: Callable[[int], None],
         on_success: Callable[[], None],
@@ -78,6 +79,7 @@ class GangRun:
         self._gang = gang
         self._channel = channel
         self._can_share = can_share
+        self._device_of = device_of
         self._bound = bound
         self._begin = begin
         self._on_success = on_success
@@ -138,7 +140,7 @@ class GangRun:
             replica = number % self.executor.program.replicas
             meeting = Meeting(self._gang, replica, can_share=self._can_share)
             variables = None if self._bound is None else self._bound.of(replica)
-            seat = Seat(meeting.of, device_of(self.executor.program.devices, replica), variables)
+            seat = Seat(meeting.of, self._device_of(replica), variables)
             call = self.executor.call(number, seat)
             calls.append(call)
             bodies.append(partial(self._run, call, meeting, loop))
@@ -273,20 +275,3 @@ def _was_aborted(error: BaseException) -> bool:
         seen.add(id(each))
         each = each.__cause__ or each.__context__
     return False
-
-
-def device_of(devices: Sequence[str], replica: int, environment: Mapping[str, str] = os.environ) -> str:
-    """Return the name, in this process, of the device that a replica was assigned.
-
-    A process sees only the CUDA devices in its CUDA_VISIBLE_DEVICES, and numbers them anew.
-
-    Args:
-        devices: of all replicas; empty where they were assigned none.
-    """
-    if not devices:
-        return "cpu"
-    kind, _, number = devices[replica].partition(":")
-    visible = [text.strip() for text in environment.get("CUDA_VISIBLE_DEVICES", "").split(",")]
-    if kind == "cuda" and number in visible:
-        return f"cuda:{visible.index(number)}"
-    return devices[replica]

@@ -87,7 +87,7 @@ from pipedist.worker.commands import (
     SendExchange,
     SendResults,
 )
-from pipedist.worker.events import Brought, Event, Finished, Missed, Raised, SliceEnded, Started, Tick
+from pipedist.worker.events import Brought, Event, Finished, Missed, Raised, SliceEnded, Started, Tick, Unfit
 
 
 class State(enum.Enum):
@@ -158,6 +158,7 @@ TRANSITIONS: dict[State, dict[type, frozenset[State]]] = {
         SliceEnded: frozenset({State.EXECUTING, State.READY}),
         Refuse: frozenset({State.STOPPING}),
         Stop: frozenset({State.STOPPING}),
+        Unfit: frozenset({State.STOPPING}),
     },
     State.STOPPING: {},
 }
@@ -255,6 +256,10 @@ class WorkerMachine:
     def _on_stop(self, event: Stop, _now: float) -> list[Command]:
         goodbye = Goodbye(self._hello.worker, self._hello.incarnation, event.reason)
         return [Send(goodbye), *self._leave(Ending.STOPPED, event.reason)]
+
+    def _on_unfit(self, event: Unfit, _now: float) -> list[Command]:
+        goodbye = Goodbye(self._hello.worker, self._hello.incarnation, event.reason)
+        return [Send(goodbye), *self._leave(Ending.UNFIT, event.reason)]
 
     def _leave(self, ending: Ending, reason: str) -> list[Command]:
         self.state = State.STOPPING
@@ -457,6 +462,7 @@ _HANDLERS: dict[type, Callable[[WorkerMachine, Any, float], list[Command]]] = {
     Welcome: WorkerMachine._on_welcome,
     Refuse: WorkerMachine._on_refuse,
     Stop: WorkerMachine._on_stop,
+    Unfit: WorkerMachine._on_unfit,
     Bind: WorkerMachine._on_bind,
     Unbind: WorkerMachine._on_unbind,
     Assign: WorkerMachine._on_assign,

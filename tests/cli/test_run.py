@@ -438,3 +438,20 @@ def test_a_terminal_gets_a_bar(spec: Path, tmp_path: Path) -> None:
     assert "285" in out
     assert b"elements/s" in shown or b"starting" in shown
     assert b"shard of 2" in shown
+
+
+@pytest.mark.parametrize(("says", "threads"), [(None, 1), ("3", 3)])
+def test_a_function_source_computes_in_one_thread_unless_the_user_says_otherwise(
+    pipedist: Command, tmp_path: Path, says: str | None, threads: int
+) -> None:
+    (tmp_path / "source.py").write_text(
+        "import os\nimport numpy as np\n"
+        "def threads():\n    return np.array([int(os.environ['OPENBLAS_NUM_THREADS'])])\n"
+    )
+    (tmp_path / "source.yaml").write_text(
+        'pipedist: 1\ndataset: {function: {call: "source:threads"}, batch: 1}\n'
+        "stages:\n  threads: {gather: 0, of: dataset}\n"
+    )
+    done = pipedist("run", "source.yaml", "--json", OPENBLAS_NUM_THREADS=says or "")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["results"]["threads"] == [threads]
