@@ -28,8 +28,16 @@ demo: $(INSTALLED)  ## Run a pipeline over 336,776 real flights on 2 worker proc
 	$(BIN)/pipedist run examples/flights/flights.yaml --workers 2
 
 .PHONY: test
-test: $(INSTALLED)  ## Run the test suite.
-	$(BIN)/python -m pytest -q
+test: $(INSTALLED)  ## Run the test suite, on two cores.
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal
+
+.PHONY: chaos-scheduler
+chaos-scheduler: $(INSTALLED)  ## Kill a run at every record of its journal, and resume each (a quarter of an hour).
+	$(BIN)/python -m tests.journal.chaos
+
+.PHONY: simulate
+simulate: $(INSTALLED)  ## Simulate the scheduler and workers with faults: the whole bar, or make simulate SHARE=0.1.
+	$(BIN)/python -m pipedist.harness --share $(or $(SHARE),1)
 
 .PHONY: conformance
 conformance: $(INSTALLED)  ## Replay recorded tf.distribute cases: make conformance CASES=FOLDER.
@@ -88,6 +96,11 @@ bench-torch: bench-peers  ## Add torch to benchmarks/.venv: for bench-collective
 .PHONY: bench-collectives
 bench-collectives: $(INSTALLED)  ## Measure all_reduce beside mpi4py and torch gloo.
 	$(BIN)/python -m benchmarks.collectives $(ARGS)
+
+.PHONY: test-gpu
+test-gpu: $(INSTALLED)  ## Run the tests that need a CUDA device and torch.
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch
+	$(BIN)/python -m pytest -q -m gpu tests
 
 .PHONY: test-torch
 test-torch:  ## Test the collectives of torch tensors (after make bench-torch).

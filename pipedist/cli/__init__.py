@@ -21,6 +21,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 def main() -> None:
     """Carry out the command line of this process, and end the process with its exit code."""
+    _one_thread()
     try:
         with _head_start(sys.argv[1:]):
             # nothing is imported before it is needed: the time until a command begins is a feature
@@ -29,6 +30,18 @@ def main() -> None:
             carry_out()
     except KeyboardInterrupt:
         raise SystemExit(130) from None
+
+
+def _one_thread() -> None:
+    """Have numeric libraries compute in one thread here too, unless the user says otherwise.
+
+    A `function` source is made in this process, and its bits must not depend on the machine's cores.
+    """
+    from pipedist.worker.boot import THREAD_VARIABLES
+
+    for name in THREAD_VARIABLES:
+        if not os.environ.get(name):
+            os.environ[name] = "1"
 
 
 def _head_start(words: Sequence[str]) -> AbstractContextManager[object]:

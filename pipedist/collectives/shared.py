@@ -50,8 +50,7 @@ _WORD: Final = struct.Struct("<QQ")
 class SharedChannel:
     """The way to the members of one attempt, which share a segment.
 
-    Make it when the attempt begins in this process, and not before: it says that the attempts before
-    this one are over here.
+    Its first exchange says that the attempts before this one are over in this process.
 
     Args:
         segment: of the group.

@@ -56,7 +56,8 @@ SLICE_S: Final = 0.02
 """The longest sleep: so soon an abort, or the end of another member, is noticed in any case."""
 
 _ARRIVAL, _BEFORE, _FLAG, _SLEEPS, _NOTES, _NOTE_WORDS, _ENDED = 0, 1, 2, 8, 16, 8, 32
-_ATTEMPTS: Final = 16
+ATTEMPTS_REMEMBERED: Final = 16
+"""How many attempts' ends a segment remembers: fewer gangs wait at a member (`gangs_queued_max`)."""
 _FIRST_BLOCK: Final = 4096 // 8
 _BLOCK: Final = BLOCK_BYTES // 8
 _RETURNED, _FAILED = 1, 2
@@ -96,7 +97,7 @@ class Steps:
         ]
         self._begin = serial << 32
         self._last = self._begin | _STEP_MASK
-        self._ended = _ENDED + serial % _ATTEMPTS
+        self._ended = _ENDED + serial % ATTEMPTS_REMEMBERED
         self._looks = _LOOKS if len(os.sched_getaffinity(0)) >= members else 1
         self.step = 0
         self._has_entered = False

@@ -53,13 +53,14 @@ class Training:
 
 def ancestry(name: str, links: Mapping[str, Links]) -> list[str]:
     """Return the stage, what it reads, what that reads, and so on; a cycle is followed once."""
-    chain = [name]
-    while chain[-1] in links:
-        of = links[chain[-1]].of
+    chain = {name: None}  # a set in order
+    while name in links:
+        of = links[name].of
         if of is None or of in chain:
             break
-        chain.append(of)
-    return chain
+        chain[of] = None
+        name = of
+    return list(chain)
 
 
 def root_of(name: str, datasets: Collection[str], links: Mapping[str, Links]) -> str | None:
@@ -81,8 +82,10 @@ def training_of(datasets: Sequence[str], links: Mapping[str, Links]) -> Training
         datasets: their names.
         links: the stages, in the order of writing; they may have mistakes.
     """
-    roots = {name: root_of(name, datasets, links) for name in links}
     updates = [name for name, link in links.items() if link.verb == "update"]
+    if not updates:
+        return None
+    roots = {name: root_of(name, datasets, links) for name in links}
     feeder = next((root for name in updates if (root := roots[name]) is not None), None)
     if feeder is None:
         return None

@@ -20,13 +20,16 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from pipedist.collectives.options import CommunicationOptions
 from pipedist.datasets.input import count
 from pipedist.local_cluster import Cluster as OpenedCluster
 from pipedist.local_cluster import LocalCluster
 from pipedist.strategy.replicated import Cluster, Strategy
+
+if TYPE_CHECKING:
+    from pipedist.cluster_resolvers import ClusterResolver
 
 
 class CentralStorageStrategy(Strategy):
@@ -76,6 +79,10 @@ class MirroredStrategy(Strategy):
         return workers_of(cluster)
 
 
+_HOLDING_REPLICAS: Final = ("chief", "master", "worker")
+"""Jobs whose tasks hold replicas; an evaluator or a parameter server does not."""
+
+
 class MultiWorkerMirroredStrategy(Strategy):
     """Replicas on several workers (tf.distribute's MultiWorkerMirroredStrategy).
 
@@ -85,9 +92,11 @@ class MultiWorkerMirroredStrategy(Strategy):
 
     Args:
         cluster: an open cluster.
-        workers: W, at least 1; None: as many as the cluster has.
-        replicas_per_worker: at least 1.
-        cluster_resolver: kept for those who ask for it.
+        workers: W, at least 1; None: the chief and worker tasks that the resolver knows of, or else as
+            many as the cluster has.
+        replicas_per_worker: at least 1; None: one for each accelerator that the resolver says a task
+            has, or else 1.
+        cluster_resolver: knows the tasks and their accelerators.
         seed, devices, communication_options: as for `Strategy`.
 
     Raises:
@@ -99,15 +108,19 @@ class MultiWorkerMirroredStrategy(Strategy):
         cluster: Cluster,
         workers: int | None = None,
         *,
-        replicas_per_worker: int = 1,
-        cluster_resolver: object = None,
+        replicas_per_worker: int | None = None,
+        cluster_resolver: ClusterResolver | None = None,
         seed: int = 0,
         devices: Sequence[str] | None = None,
         communication_options: CommunicationOptions | None = None,
     ) -> None:
-        self._logical_workers = count(
-            "workers", workers_of(cluster) if workers is None else workers, at_least=1
-        )
+        if cluster_resolver is not None:
+            _check_resolver(cluster_resolver)
+        if workers is None:
+            workers = _tasks(cluster_resolver) or workers_of(cluster)
+        if replicas_per_worker is None:
+            replicas_per_worker = _accelerators(cluster_resolver) or 1
+        self._logical_workers = count("workers", workers, at_least=1)
         each = count("replicas_per_worker", replicas_per_worker, at_least=1)
         self._resolver = cluster_resolver
         super().__init__(
@@ -124,13 +137,33 @@ class MultiWorkerMirroredStrategy(Strategy):
         return self._logical_workers
 
     @property
-    def cluster_resolver(self) -> object:
+    def cluster_resolver(self) -> ClusterResolver | None:
         """What it was given; None: the cluster's workers are known already."""
         return self._resolver
 
     @property
     def _input_pipelines(self) -> int:
         return self._logical_workers
+
+
+def _check_resolver(resolver: object) -> None:
+    from pipedist.cluster_resolvers import ClusterResolver  # few strategies have one
+
+    if not isinstance(resolver, ClusterResolver):
+        raise TypeError(f"cluster_resolver is {resolver!r}; expected a pipedist.ClusterResolver")
+
+
+def _tasks(resolver: ClusterResolver | None) -> int:
+    """Return how many tasks of a cluster hold replicas: the chief's and the workers'."""
+    if resolver is None:
+        return 0
+    spec = resolver.cluster_spec()
+    return sum(spec.num_tasks(job) for job in spec.jobs if job in _HOLDING_REPLICAS)
+
+
+def _accelerators(resolver: ClusterResolver | None) -> int:
+    """Return how many accelerators each task has, of all kinds."""
+    return 0 if resolver is None else sum(resolver.num_accelerators().values())
 
 
 class OneDeviceStrategy(Strategy):

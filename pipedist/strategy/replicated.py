@@ -26,6 +26,7 @@ from pipedist.strategy.variables import Noted, Transaction, used
 from pipedist.transport.codec import UnsendableError, encode
 
 if TYPE_CHECKING:
+    from pipedist.cluster_resolvers import ClusterResolver
     from pipedist.coordinator import Coordinator, Slots
 
 _DEVICE: Final = re.compile(r"[a-z][a-z0-9_]*(:[0-9]+)?")
@@ -109,7 +110,7 @@ class Strategy(BaseStrategy):
         return self._communication
 
     @property
-    def cluster_resolver(self) -> object:
+    def cluster_resolver(self) -> ClusterResolver | None:
         """Where its workers come from, as it was given; None: from the cluster."""
         return None
 

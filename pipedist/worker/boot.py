@@ -25,7 +25,7 @@ gc.enable()
 main(json.loads(arguments))
 """
 
-_THREAD_VARIABLES = (
+THREAD_VARIABLES = (
     "OMP_NUM_THREADS",
     "OPENBLAS_NUM_THREADS",
     "MKL_NUM_THREADS",
@@ -33,6 +33,7 @@ _THREAD_VARIABLES = (
     "NUMEXPR_NUM_THREADS",
     "VECLIB_MAXIMUM_THREADS",
 )
+"""What numeric libraries read, when they are loaded, for their number of threads."""
 
 
 def command(module: str, arguments: Mapping[str, object]) -> list[str]:
@@ -62,4 +63,4 @@ def environment(threads: int) -> dict[str, str]:
     Args:
         threads: BLAS and OpenMP threads of a worker, >= 1.
     """
-    return {**os.environ, **dict.fromkeys(_THREAD_VARIABLES, str(threads))}
+    return {**os.environ, **dict.fromkeys(THREAD_VARIABLES, str(threads))}

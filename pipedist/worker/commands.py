@@ -13,6 +13,7 @@ class Ending(enum.Enum):
 
     STOPPED = "the scheduler told it to"
     REFUSED = "the scheduler did not let it in"
+    UNFIT = "what was assigned needs another process; a new incarnation may join"
     FENCED = "the scheduler put it out; a new incarnation may join"
     UNANSWERED = "the scheduler did not answer"
 

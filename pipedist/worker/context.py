@@ -16,7 +16,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import numpy as np
@@ -202,9 +202,7 @@ class ReplicaContext:
             CollectiveMismatchError: another replica called something else, or ended.
             CollectiveTimeoutError: a replica did not come within `timeout_s`.
         """
-        from pipedist.collectives import requests  # most functions call no collectives
-
-        return self._call(requests.all_reduce(reduce_op, value, options, _place()))
+        return self._call(_requests().all_reduce(reduce_op, value, options, _place()))
 
     def all_gather(self, value: Tree, axis: int, options: CommunicationOptions | None = None) -> Any:
         """Put all replicas' arrays end to end, in replica order (tf.distribute.ReplicaContext.all_gather).
@@ -223,9 +221,7 @@ class ReplicaContext:
             TypeError: a leaf is no array, or the axis no int.
             CollectiveMismatchError, CollectiveTimeoutError: as for `all_reduce`.
         """
-        from pipedist.collectives import requests
-
-        return self._call(requests.all_gather(value, axis, options, _place()))
+        return self._call(_requests().all_gather(value, axis, options, _place()))
 
     def broadcast(self, value: Tree, source: int = 0, options: CommunicationOptions | None = None) -> Any:
         """Give every replica the value of one of them.
@@ -243,9 +239,7 @@ class ReplicaContext:
             ValueError: there is no such replica.
             CollectiveMismatchError, CollectiveTimeoutError: as for `all_reduce`.
         """
-        from pipedist.collectives import requests
-
-        return self._call(requests.broadcast(value, source, options, _place()))
+        return self._call(_requests().broadcast(value, source, options, _place()))
 
     def barrier(self, options: CommunicationOptions | None = None) -> Any:
         """Go on when every replica has come here.
@@ -260,9 +254,7 @@ class ReplicaContext:
             RuntimeError: the stage has no `collectives: true`.
             CollectiveMismatchError, CollectiveTimeoutError: as for `all_reduce`.
         """
-        from pipedist.collectives import requests
-
-        return self._call(requests.barrier(options, _place()))
+        return self._call(_requests().barrier(options, _place()))
 
     def merge_call(
         self, fn: Callable[..., Tree], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -288,7 +280,6 @@ class ReplicaContext:
             Exception: what `fn` raised, in every replica.
             CollectiveMismatchError, CollectiveTimeoutError: as for `all_reduce`.
         """
-        from pipedist.collectives import requests
         from pipedist.worker.merging import merging
 
         if not callable(fn):
@@ -302,7 +293,7 @@ class ReplicaContext:
         given, named = tuple(args), dict(kwargs or {})
         if self.variables is not None:
             fn, given, named = self.variables.merge(fn, given, named)
-        request = requests.merge_call(merging(fn, self.num_replicas_in_sync), given, named, None, _place())
+        request = _requests().merge_call(merging(fn, self.num_replicas_in_sync), given, named, None, _place())
         result = self._call(request)
         if self.variables is None:
             return result
@@ -312,12 +303,10 @@ class ReplicaContext:
         self, kind: str, tree: Tree, op: ReduceOp | str = "sum", source: int = 0, label: str = ""
     ) -> Any:
         """Make a collective for what the user called by another name ("assign_add of variable 'w'")."""
-        from pipedist.collectives import requests
-
-        if kind == requests.ALL_REDUCE:
-            request = requests.all_reduce(op, tree, None, _place())
+        if kind == _requests().ALL_REDUCE:
+            request = _requests().all_reduce(op, tree, None, _place())
         else:
-            request = requests.broadcast(tree, source, None, _place())
+            request = _requests().broadcast(tree, source, None, _place())
         request.label = label
         return self._call(request)
 
@@ -340,14 +329,21 @@ async def _merged(result: Any, variables: ReplicaVariables) -> Tree:
     return variables.merged(await result)
 
 
+@cache
+def _requests() -> Any:  # a module
+    """Return the module of requests: most functions call no collectives, and those that do call many."""
+    from pipedist.collectives import requests
+
+    return requests
+
+
 def _place() -> Place:
     """Return where user code made the call that is going on."""
-    from pipedist.collectives.requests import Place
-
     frame = sys._getframe(2)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
         frame = frame.f_back
-    return Place(frame.f_code, frame.f_lasti)
+    place: Place = _requests().Place(frame.f_code, frame.f_lasti)
+    return place
 
 
 @lru_cache(maxsize=1024)

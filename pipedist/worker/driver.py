@@ -27,7 +27,18 @@ from pipedist.messages import Log, Message
 from pipedist.transport.codec import Frame, UnsendableError, encode
 from pipedist.worker import commands, failures
 from pipedist.worker.commands import Ending, Execute
-from pipedist.worker.events import Brought, Event, Finished, Missed, Raised, SliceEnded, Started, Tick
+from pipedist.worker.devices import DevicesUnseen
+from pipedist.worker.events import (
+    Brought,
+    Event,
+    Finished,
+    Missed,
+    Raised,
+    SliceEnded,
+    Started,
+    Tick,
+    Unfit,
+)
 from pipedist.worker.execution import Outcome, PassExecutor
 from pipedist.worker.failures import CallFailure
 from pipedist.worker.leases import Leases
@@ -111,7 +122,7 @@ class Driver:
         """Since when nobody has answered; None where that has been told, or does not matter any more."""
         self._core = threading.Lock()
         """Held by whoever uses `_machine` or `_socket`."""
-        self._leases = Leases(self, threads)
+        self._leases = Leases(self, threads, progress.clock)
         self._fault: BaseException | None = None
         """What went wrong with the scheduler while a replica was listening."""
         self._frames: list[memoryview] = []
@@ -188,7 +199,12 @@ class Driver:
                 self._frames = []
 
     def _execute(self, slice_: Execute) -> None:
-        run = self._begin(slice_)
+        try:
+            run = self._begin(slice_)
+        except DevicesUnseen as error:
+            with self._core:
+                self._handle(Unfit(str(error)))
+            return
         if not self._working.is_set():
             self._working.set()
         try:

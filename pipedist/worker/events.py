@@ -54,6 +54,13 @@ class Missed:
 
 
 @record
+class Unfit:
+    """What was assigned needs another process than this one."""
+
+    reason: str
+
+
+@record
 class SliceEnded:
     """The driver is done with an Execute, and has reported everything that it finished."""
 
@@ -65,4 +72,4 @@ class Tick:
     """Nothing happened, but time passed."""
 
 
-Event = Message | Started | Finished | Raised | Brought | Missed | SliceEnded | Tick
+Event = Message | Started | Finished | Raised | Brought | Missed | Unfit | SliceEnded | Tick

@@ -9,10 +9,9 @@ replica's; its collectives wait in a thread beside it, so that the replica's oth
 from __future__ import annotations
 
 import contextvars
-import os
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -26,6 +25,7 @@ from pipedist.worker.context import Collectives
 from pipedist.worker.execution import Call, Outcome, PassExecutor, Result, Seat
 from pipedist.worker.failures import CallFailure
 from pipedist.worker.loops import PersistentLoop
+from pipedist.worker.progress import StageClock
 from pipedist.worker.ranges import Ended, Taken, awaited
 from pipedist.worker.shards import LeaseShards
 
@@ -52,6 +52,7 @@ class GangRun:
         gang: of these replicas; run once.
         channel: closed when the gang is over; None where there are no other members.
         can_share: its members share memory.
+        device_of: the name, in this process, of the device that a replica was assigned.
         bound: the variables of the step; None where it has none.
         begin: told the number of a call before it runs.
         on_success: told when every call has returned.
@@ -68,6 +69,7 @@ class GangRun:
         gang: Gang,
         channel: Channel | None,
         can_share: bool,
+        device_of: Callable[[int], str],
         bound: BoundVariables | None,
         begin: Callable[[int], None],
         on_success: Callable[[], None],
@@ -78,6 +80,7 @@ class GangRun:
         self._gang = gang
         self._channel = channel
         self._can_share = can_share
+        self._device_of = device_of
         self._bound = bound
         self._begin = begin
         self._on_success = on_success
@@ -136,9 +139,11 @@ class GangRun:
         bodies: list[Callable[[], Result]] = []
         for number, loop in zip(numbers, self._loops, strict=False):
             replica = number % self.executor.program.replicas
-            meeting = Meeting(self._gang, replica, can_share=self._can_share)
+            meeting = Meeting(
+                self._gang, replica, can_share=self._can_share, clock=self.executor.clock, call=number
+            )
             variables = None if self._bound is None else self._bound.of(replica)
-            seat = Seat(meeting.of, device_of(self.executor.program.devices, replica), variables)
+            seat = Seat(meeting.of, self._device_of(replica), variables)
             call = self.executor.call(number, seat)
             calls.append(call)
             bodies.append(partial(self._run, call, meeting, loop))
@@ -182,12 +187,16 @@ class Meeting:
         gang: of the replica.
         replica: its number.
         can_share: the gang has no member that is out of reach of its shared memory.
+        clock: told when the replica waits for others: that is not its own time.
+        call: the number of its call.
     """
 
-    def __init__(self, gang: Gang, replica: int, *, can_share: bool) -> None:
+    def __init__(self, gang: Gang, replica: int, *, can_share: bool, clock: StageClock, call: int) -> None:
         self._gang = gang
         self._replica = replica
         self._can_share = can_share
+        self._clock = clock
+        self._call = call
         self._thread: ThreadPoolExecutor | None = None
         self._under_way = 0
         """Collectives of async functions that are not over."""
@@ -203,7 +212,11 @@ class Meeting:
         options = request.options
         if options is not None and not self._can_share and options.implementation is Implementation.SHARED:
             raise ValueError(NOT_SHARED)
-        return self._gang.call(self._replica, request)
+        self._clock.pause(self._call)
+        try:
+            return self._gang.call(self._replica, request)
+        finally:
+            self._clock.resume(self._call)
 
     async def later(self, request: Request) -> Tree:
         """Make a collective, while the loop's other tasks go on.
@@ -273,20 +286,3 @@ def _was_aborted(error: BaseException) -> bool:
         seen.add(id(each))
         each = each.__cause__ or each.__context__
     return False
-
-
-def device_of(devices: Sequence[str], replica: int, environment: Mapping[str, str] = os.environ) -> str:
-    """Return the name, in this process, of the device that a replica was assigned.
-
-    A process sees only the CUDA devices in its CUDA_VISIBLE_DEVICES, and numbers them anew.
-
-    Args:
-        devices: of all replicas; empty where they were assigned none.
-    """
-    if not devices:
-        return "cpu"
-    kind, _, number = devices[replica].partition(":")
-    visible = [text.strip() for text in environment.get("CUDA_VISIBLE_DEVICES", "").split(",")]
-    if kind == "cuda" and number in visible:
-        return f"cuda:{visible.index(number)}"
-    return devices[replica]

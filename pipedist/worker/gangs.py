@@ -14,6 +14,7 @@ from pipedist.collectives.segment import Segments
 from pipedist.errors import RemoteProtocolError, UsageError
 from pipedist.messages import AssignGang
 from pipedist.program import Shards
+from pipedist.worker.devices import Devices
 from pipedist.worker.execution import PassExecutor
 from pipedist.worker.gang_run import NOT_SHARED, GangRun
 from pipedist.worker.hub_channel import Hub, HubChannel, Inbox
@@ -43,6 +44,7 @@ class Gangs:
         self._loops = [loop]
         self._crew = Crew()
         self._segments = Segments()
+        self._devices = Devices()
 
     def new_run(
         self,
@@ -61,9 +63,12 @@ class Gangs:
             RemoteProtocolError: its calls are not those of this member.
             UsageError: shared memory is asked for where there is none.
             SegmentUnavailable: the shared memory can't be had.
+            DevicesUnseen: its replicas need devices that only a new process can see.
         """
         program, lo, hi = executor.program, assigned.lo, assigned.hi
         local = local_replicas(lo, hi, program.replicas, assigned.member, assigned.members)
+        devices = program.devices or ("",) * program.replicas
+        self._devices.show(devices[local.start : local.stop])
         bytes_per_pack, timeout_s, implementation = program.communication
         options = CommunicationOptions(bytes_per_pack, timeout_s, Implementation.of(implementation))
         channel = self._channel(assigned, program.replicas, options.implementation, inbox)
@@ -84,6 +89,7 @@ class Gangs:
             gang=gang,
             channel=channel,
             can_share=not isinstance(channel, HubChannel),
+            device_of=lambda replica: self._devices.name_of(devices[replica]),
             bound=bound,
             begin=begin,
             on_success=on_success,

@@ -39,7 +39,7 @@ class ExitCode(enum.IntEnum):
     DEFECT = 70
     """An error in pipedist; its traceback is on stderr (EX_SOFTWARE)."""
     FENCED = 75
-    """Put out by the scheduler; the next incarnation may join (EX_TEMPFAIL)."""
+    """Put out, or not fit for what was assigned; the next incarnation may join (EX_TEMPFAIL)."""
     PROTOCOL = 76
     """The scheduler broke the protocol, or refused the handshake (EX_PROTOCOL)."""
     REFUSED = 77
@@ -49,6 +49,7 @@ class ExitCode(enum.IntEnum):
 _EXIT_CODES = {
     Ending.STOPPED: ExitCode.STOPPED,
     Ending.REFUSED: ExitCode.REFUSED,
+    Ending.UNFIT: ExitCode.FENCED,
     Ending.FENCED: ExitCode.FENCED,
     Ending.UNANSWERED: ExitCode.UNANSWERED,
 }

@@ -11,6 +11,7 @@ import pytest
 
 import pipedist
 from pipedist import messages as msg
+from pipedist.collectives.steps import ATTEMPTS_REMEMBERED
 from pipedist.coordinator.fleet import Fleet
 from pipedist.coordinator.segments import SEGMENTS_MAX, Segment, Segments
 from pipedist.errors import LocalProtocolError, WorkerDied
@@ -459,3 +460,7 @@ def test_aborting_a_gang_waits_for_those_before_it() -> None:
     assert owner.serials == [6]
     segment.end(7, aborted=True)
     assert owner.serials == [6, 7]
+
+
+def test_fewer_gangs_wait_at_a_member_than_a_segment_remembers_the_ends_of() -> None:
+    assert Limits().gangs_queued_max < ATTEMPTS_REMEMBERED

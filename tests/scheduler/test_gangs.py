@@ -346,12 +346,13 @@ def test_a_worker_that_joins_gets_its_share_of_the_next_gang() -> None:
     [first] = gangs(play.setup(ev.StepsOffered(1, 0, 1, 2)))
     done(play, first, took_ns=1000)
     before = gangs(play.setup(ev.StepsOffered(1, 1, 99, 2)))
-    assert len(before) == 16
+    assert len(before) == Limits().gangs_queued_max
     assert gangs(play.with_workers("w1").setup(ev.WorkerHeard("w1", 0))) == []
     for gang in before[:-1]:
         assert gangs(done(play, gang, took_ns=1000)) == [], "those that were sent are finished first"
     after = gangs(done(play, before[-1], took_ns=1000))
-    assert spread(after[0]) == [("w0", 34, 35), ("w1", 35, 36)]
+    lo = 2 * (1 + len(before))
+    assert spread(after[0]) == [("w0", lo, lo + 1), ("w1", lo + 1, lo + 2)]
 
 
 def test_gangs_in_advance_of_a_lost_worker_restart_uncharged_and_in_order() -> None:

@@ -45,6 +45,29 @@ async def test_a_strategy_has_a_name(name: str, options: Any, kind: type, replic
     assert strategy.cluster_resolver is None
 
 
+@pytest.mark.parametrize(
+    ("cluster", "accelerators", "workers", "replicas"),
+    [
+        ({"chief": ["a:1"], "worker": ["b:1", "c:1"], "ps": ["d:1"], "evaluator": ["e:1"]}, {}, 3, 3),
+        ({"worker": ["b:1", "c:1"]}, {"GPU": 4}, 2, 8),
+        ({}, {}, 3, 3),
+    ],
+)
+async def test_a_resolver_says_how_many_workers_and_replicas_there_are(
+    cluster: dict[str, list[str]], accelerators: dict[str, int], workers: int, replicas: int
+) -> None:
+    resolver = pipedist.SimpleClusterResolver(pipedist.ClusterSpec(cluster), num_accelerators=accelerators)
+    strategy = pipedist.MultiWorkerMirroredStrategy(NoWorkers(), cluster_resolver=resolver)
+    assert (strategy.workers, strategy.num_replicas_in_sync) == (workers, replicas)
+    assert strategy.cluster_resolver is resolver
+    told = pipedist.MultiWorkerMirroredStrategy(
+        NoWorkers(), 1, replicas_per_worker=2, cluster_resolver=resolver
+    )
+    assert told.num_replicas_in_sync == 2
+    with pytest.raises(TypeError, match="ClusterResolver"):
+        pipedist.MultiWorkerMirroredStrategy(NoWorkers(), cluster_resolver="slurm")  # type: ignore[arg-type]
+
+
 async def test_names_and_numbers_are_checked() -> None:
     with pytest.raises(ValueError, match=r"no strategy 'mirored'.*did you mean 'mirrored'"):
         pipedist.strategy_of("mirored", NoWorkers())
@@ -84,7 +107,7 @@ async def test_a_function_knows_its_device() -> None:
     async with pipedist.LocalCluster(workers=2) as cluster:
         strategy = pipedist.MirroredStrategy(cluster, devices=["cpu:0", "cuda:3", "tpu:1"])
         assert strategy.devices == ("cpu:0", "cuda:3", "tpu:1")
-        assert tuple(await strategy.run(where)) == strategy.devices
+        assert tuple(await strategy.run(where)) == ("cpu:0", "cuda:0", "tpu:1")  # the one that it sees
         plain = pipedist.MirroredStrategy(cluster)
         assert plain.num_replicas_in_sync == 2
         assert tuple(await plain.run(where)) == plain.devices == ("cpu", "cpu")

@@ -10,7 +10,6 @@ import pytest
 
 from pipedist.collectives.requests import Request
 from pipedist.worker.context import ReplicaContext, get_replica_context
-from pipedist.worker.gang_run import device_of
 
 
 def make(**changes: object) -> ReplicaContext:
@@ -119,19 +118,6 @@ def test_a_merged_function_is_plain() -> None:
 
     with pytest.raises(TypeError, match="plain function"):
         make(collectives=Recorded()).merge_call(body)
-
-
-@pytest.mark.parametrize(
-    ("devices", "visible", "name"),
-    [
-        ((), "0", "cpu"),
-        (("cuda:2", "cuda:3"), "2,3", "cuda:1"),
-        (("cuda:2", "cuda:3"), "", "cuda:3"),
-        (("cpu:0", "cpu:1"), "0", "cpu:1"),
-    ],
-)
-def test_a_device_is_named_as_the_process_sees_it(devices: tuple[str, ...], visible: str, name: str) -> None:
-    assert device_of(devices, 1, {"CUDA_VISIBLE_DEVICES": visible}) == name
 
 
 def test_what_else_the_strategy_refuses() -> None:

@@ -246,6 +246,15 @@ def test_cancelling_what_is_over_is_no_fault() -> None:
     assert ready().handle(Cancel(99)) == []
 
 
+def test_a_process_that_is_not_fit_for_what_was_assigned_leaves_to_the_next_one() -> None:
+    play = ready()
+    play.handle(Assign(1, 1, 0, 3, 0))
+    assert play.handle(events.Unfit("other devices")) == [
+        commands.Send(Goodbye("w0", 2, "other devices")),
+        commands.Leave(commands.Ending.UNFIT, "other devices"),
+    ]
+
+
 @pytest.mark.parametrize("executing", [False, True])
 def test_stop(executing: bool) -> None:
     play = ready()

@@ -65,7 +65,7 @@ def test_every_kind_of_file_needs_a_path(kind: str, tmp_path: Path) -> None:
 def test_what_is_unpacked_has_no_name_and_is_gone_with_the_source(tmp_path: Path) -> None:
     temporary = tmp_path / "tmp"
     temporary.mkdir()
-    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"one\ntwo\n"))
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"one\ntwo\n", mtime=0))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("tempfile.tempdir", str(temporary))
         source = open_source("text", {"path": "*.gz"}, folder=tmp_path)
@@ -80,7 +80,7 @@ def test_what_is_unpacked_has_no_name_and_is_gone_with_the_source(tmp_path: Path
 def test_without_proc_the_unpacked_file_has_a_name_until_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"one\ntwo\n"))
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"one\ntwo\n", mtime=0))
     isdir = os.path.isdir
     monkeypatch.setattr(os.path, "isdir", lambda path: path != "/proc/self/fd" and isdir(path))
     source = open_source("text", {"path": "*.gz"}, folder=tmp_path)
@@ -96,8 +96,8 @@ def test_without_proc_the_unpacked_file_has_a_name_until_the_end(
     ("name", "data", "text"),
     [
         ("a.gz", b"not gzip", "can't be unpacked"),
-        ("a.gz", gzip.compress(b"x" * 1000)[:-9], "can't be unpacked"),
-        ("a.gz", gzip.compress(b"x" * 100)[:12] + b"\xff\xff\xff\xff", "can't be unpacked"),
+        ("a.gz", gzip.compress(b"x" * 1000, mtime=0)[:-9], "can't be unpacked"),
+        ("a.gz", gzip.compress(b"x" * 100, mtime=0)[:12] + b"\xff\xff\xff\xff", "can't be unpacked"),
         ("a.zip", b"not zip", "can't be unpacked"),
     ],
 )
@@ -120,13 +120,13 @@ def test_a_zip_must_have_one_member(tmp_path: Path, members: list[str]) -> None:
 
 def test_a_bomb_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(unpack, "UNPACKED_BYTES_MAX", 1000)
-    (tmp_path / "a.gz").write_bytes(gzip.compress(b"x" * 100_000))
+    (tmp_path / "a.gz").write_bytes(gzip.compress(b"x" * 100_000, mtime=0))
     with pytest.raises(SourceError, match="more than 1000 bytes"):
         open_source("text", {"path": "a.gz"}, folder=tmp_path)
 
 
 def test_a_full_disk_is_named(tmp_path: Path) -> None:
-    (tmp_path / "a.gz").write_bytes(gzip.compress(b"x" * 100_000))
+    (tmp_path / "a.gz").write_bytes(gzip.compress(b"x" * 100_000, mtime=0))
     spool = Spool()
     spool._file = open("/dev/full", "wb", buffering=0)  # noqa: SIM115 - the spool closes it
     with pytest.raises(SourceError, match=r"a\.gz: can't be unpacked into .*No space left.*TMPDIR"):
