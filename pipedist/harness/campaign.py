@@ -24,7 +24,7 @@ class Size:
 BAR = (Size(20_000, 5, 40), Size(1_500, 20, 200), Size(50, 100, 1_000), Size(5, 1_000, 10_000))
 """What has to pass before a release: no violation, in at most 90 CPU-seconds altogether."""
 
-COLLECT_EVENTS = 10_000
+COLLECT_EVENTS = 100_000
 """Events after which what earlier simulations have left is collected."""
 
 
@@ -75,6 +75,7 @@ class Campaign:
                 self.seeds += 1
                 self.events += simulation.events
                 self.counts.update(simulation.counts)
+                simulation.let_go()
         finally:
             gc.enable()
             gc.unfreeze()

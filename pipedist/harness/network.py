@@ -190,7 +190,16 @@ class Connection:
         if self.is_open:
             self._close(2 * self._network.latency_s * self._network.random.random())
 
+    def let_go(self) -> None:
+        """Know nobody any more."""
+        self._up.receive = self._down.receive = _nobody
+        self._on_cut = _nobody
+
     def _close(self, within_s: float) -> None:
         now = self._network.time.now
         self._down.open_until = now
         self._up.open_until = now + within_s
+
+
+def _nobody(_item: object = None) -> None:
+    return

@@ -39,6 +39,7 @@ class SimulatedFleet:
 
     def __init__(self, world: Simulation) -> None:
         self._world = world
+        self._all: list[SimulatedProcess] = []
         self.alive: dict[str, SimulatedProcess] = {}
         """The process that lives under each name."""
         self._started: dict[str, int] = {}
@@ -46,6 +47,11 @@ class SimulatedFleet:
         self._due: dict[str, int] = {}
         """Incarnations to start when the process before has ended."""
         self._supervisors: dict[str, _Supervisor] = {}
+
+    def let_go(self) -> None:
+        """Take every process apart from its connection, and from what it does."""
+        for process in self._all:
+            process.let_go()
 
     # -- the launcher's --------------------------------------------------------------------------
 
@@ -72,6 +78,7 @@ class SimulatedFleet:
     def _spawn(self, worker: str, incarnation: int, *, supervised: bool) -> SimulatedProcess:
         process = SimulatedProcess(self._world, worker, incarnation, supervised=supervised)
         self.alive[worker] = process
+        self._all.append(process)
         self._soon(STARTUP_S, process.begin)
         return process
 
@@ -143,7 +150,7 @@ class _Supervisor:
         process, world = self.process, self._world
         if process is not None and process.alive and not process.asleep:
             self._connection.send_up(Heartbeat(self.worker, process.incarnation))
-        world.time.at(world.time.now + world.limits.heard_within_s / 4, self.beat)
+        world.time.at(world.time.now + world.limits.heard_within_s / 3, self.beat)
 
     def refuse(self) -> None:
         """Say, from the hub, that its process was put out."""

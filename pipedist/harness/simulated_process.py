@@ -161,9 +161,10 @@ class SimulatedProcess:
 
     def _execute(self, slice_: wcmd.Execute) -> None:
         world = self._world
+        draw = world.network.draw
         self.busy = True
         work = world.works[slice_.pass_id]
-        cost = work.call_s * (0.5 + world.random.random())
+        cost = work.call_s * (0.5 + draw())
         self.executing = (slice_.lease, slice_.lo, world.time.now, cost)
         gang = self.gangs.get(slice_.lease)
         if gang is not None:
@@ -179,7 +180,7 @@ class SimulatedProcess:
                     count = call + 1 - slice_.lo
                     break
         to = slice_.lo + count
-        if world.slow_rate and world.random.random() < world.slow_rate:
+        if world.slow_rate and draw() < world.slow_rate:
             world.network.counts["slow"] += 1
             self.later(cost * (count - 1), self._executed_but_last, slice_, to, cost)
         else:
@@ -238,6 +239,12 @@ class SimulatedProcess:
         """The passes that it knows; none where something may still tell it that they are over."""
         busy = not self.alive or self.asleep or self.busy or not self.connection.is_silent
         return frozenset() if busy else frozenset(self.machine._passes)
+
+    def let_go(self) -> None:
+        """Come apart."""
+        self.connection.let_go()
+        self.gangs.clear()
+        self._overdue = None
 
     # -- the end, and interruptions --------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from pipedist.scheduler import events as ev
 if TYPE_CHECKING:
     from pipedist.harness.simulation import Simulation
 
-FEED_S = 0.03
+FEED_S = 0.05
 """How long steps take to be offered, and to be read, at most."""
 
 

@@ -50,7 +50,7 @@ class Simulation:
         faults: how often each kind happens in the storm; None: drawn.
         scheduler: makes the scheduler.
         check_every: check the scheduler's invariants after every so many of its events, and those of
-            the workers' machines if it is 1; None: 1 for every eighth seed of a small simulation, else
+            the workers' machines if it is 1; None: 1 for every tenth seed of a small simulation, else
             more. The books are kept after each event all the same; and a seed that fails is played
             again with 1, so that what is told is the first thing that was wrong.
     """
@@ -79,14 +79,14 @@ class Simulation:
         self.turn_rate = self.faults.crash + self.faults.pause
         self.slow_rate = self.faults.slow
         self.fleet = SimulatedFleet(self)
-        far = random.randrange(workers) if random.random() < 0.3 else 0
+        far = random.randrange(workers) if random.random() < 0.25 else 0
         self._managed = [f"w{i}" for i in range(workers - far)]
         self._dialled = [f"far{i}" for i in range(far)]
         self.hub = SimulatedHub(self, scheduler(self.limits), self.limits, self._managed)
         self.readers = SimulatedReaders(self)
         self.events = 0
         """How many events the scheduler has handled."""
-        self.check_every = check_every or (1 if seed % 8 == 0 and workers < 10 else max(8, workers // 2))
+        self.check_every = check_every or (1 if seed % 10 == 0 and workers < 10 else max(16, workers))
         self.story: deque[tuple[float, object, Sequence[object]]] = deque(maxlen=STORY_EVENTS_MAX)
         """What has happened last, and what the scheduler wanted then."""
         work_s = sum(w.call_s * w.steps * w.settings.replicas for w in works)
@@ -119,6 +119,13 @@ class Simulation:
                 self._again().run()  # raises where the first thing was wrong, which may be before this
             what = f"seed {self.seed}: {type(error).__name__}: {error}"
             raise SimulationFailure(f"{what}\n{self._told()}\nplay it again: {self.replay}") from error
+
+    def let_go(self) -> None:
+        """Come apart: nobody looks at it any more, and thousands of others follow."""
+        self.time.clear()
+        self.fleet.let_go()
+        for part in (self.hub, self.fleet, self.readers, self):
+            vars(part).clear()
 
     def _again(self) -> Simulation:
         """Return the same story, to be looked at after every event."""

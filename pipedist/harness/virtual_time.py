@@ -34,6 +34,10 @@ class VirtualTime:
         self._order += 1
         heappush(self._heap, (when, self._order, action, args))
 
+    def clear(self) -> None:
+        """Forget what is still to happen."""
+        self._heap.clear()
+
     def run(self, goes_on: Callable[[], bool], until: float) -> None:
         """Jump from one thing that happens to the next, as long as there is one.
 

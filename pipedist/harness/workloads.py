@@ -13,6 +13,9 @@ ALWAYS = 1_000_000
 SIZES = ((1, 2, 4, 8), (1, 4, 10, 20))
 """Replicas of a pass: of small simulations, and of larger ones."""
 
+MEET_OFTEN_MAX = 5
+"""Larger gangs seldom meet in collectives, in which every member talks to every other one."""
+
 
 @dataclass(slots=True)
 class Fate:
@@ -114,7 +117,7 @@ def _draw(number: int, random: Random, calls: int, faults: Faults) -> Work:
     if not gang and draw() < 0.3:
         for step in random.sample(range(steps), min(steps, 3)):
             parts[step] = random.randrange(replicas + 1)
-    collectives = random.choice((0, 1, 2)) if gang else 0
+    collectives = random.choice((0, 1, 2) if replicas <= MEET_OFTEN_MAX else (0, 0, 1)) if gang else 0
     fates = _draw_fates(random, parts, settings, faults, meets=collectives > 0)
     return Work(
         number,
