@@ -31,6 +31,14 @@ demo: $(INSTALLED)  ## Run a pipeline over 336,776 real flights on 2 worker proc
 test: $(INSTALLED)  ## Run the test suite, on two cores.
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal
 
+.PHONY: chaos-scheduler
+chaos-scheduler: $(INSTALLED)  ## Kill a run at every record of its journal, and resume each (a quarter of an hour).
+	$(BIN)/python -m tests.journal.chaos
+
+.PHONY: simulate
+simulate: $(INSTALLED)  ## Simulate the scheduler and workers with faults: the whole bar, or make simulate SHARE=0.1.
+	$(BIN)/python -m pipedist.harness --share $(or $(SHARE),1)
+
 .PHONY: conformance
 conformance: $(INSTALLED)  ## Replay recorded tf.distribute cases: make conformance CASES=FOLDER.
 	$(BIN)/python -m tests.conformance $(CASES)

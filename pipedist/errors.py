@@ -88,6 +88,10 @@ class OutputError(PipedistError):
         super().__init__(message)
 
 
+class JournalError(PipedistError):
+    """The journal of a run can't be written, or what it says can't be trusted or carried out."""
+
+
 class FoldError(PipedistError):
     """The components of a reduce or gather stage do not fit together, or the result does not fit its dtype.
 

@@ -10,7 +10,7 @@ is read here, block by block, in a thread, and held until its steps are visible.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import anyio
@@ -21,12 +21,17 @@ from numpy.typing import NDArray
 from pipedist import trees
 from pipedist.datasets.division import Division, chunk_sizes, permutation
 from pipedist.datasets.sources import Source, SourceError
+from pipedist.errors import LocalProtocolError
 from pipedist.program import ReaderConfig, Shards, Tree
 from pipedist.records import record
 
 READ_S = 0.01
 READ_BYTES = 2**20
 """A sequential source is read on, without looking up, until so much time or so many bytes."""
+
+
+Spans = Sequence[tuple[int, int]]
+"""Positions in a shard, as ranges [lo, hi)."""
 
 
 @record
@@ -36,6 +41,7 @@ class Offer:
     Args:
         elements: of all of them together.
         bytes: held here for all of them together.
+        holes: replicas whose shard has no value, in each of them: all of it was set aside before.
     """
 
     first: int
@@ -43,6 +49,7 @@ class Offer:
     parts: int
     elements: int
     bytes: int = 0
+    holes: tuple[int, ...] = ()
 
 
 class Feed(Protocol):
@@ -53,6 +60,14 @@ class Feed(Protocol):
 
     reader: ReaderConfig
     """How a worker finds a shard."""
+
+    async def begin_at(self, step: int) -> None:
+        """Pass over the steps before `step`: they are done. Before anything else is asked.
+
+        Raises:
+            SourceError: there are not so many.
+        """
+        ...
 
     async def pull(self, count: int) -> list[Offer]:
         """Return the next steps, at most `count`; none: the dataset has ended."""
@@ -65,6 +80,19 @@ class Feed(Protocol):
             local: the worker shares this host's files.
         """
         ...
+
+    def separable(self, call: int) -> int:
+        """Return how many elements of a call `some` can send without the others; 0: it can't."""
+        return 0
+
+    def some(self, call: int, elements: Spans, *, local: bool) -> Shards:
+        """Return what is sent for some elements of a call.
+
+        Args:
+            elements: their positions in the call's shard.
+            local: the worker shares this host's files.
+        """
+        raise LocalProtocolError(f"the elements of call {call} can't be told apart")
 
     def release(self, before: int) -> None:
         """Let go of everything for steps before `before`."""
@@ -114,6 +142,10 @@ class IndexedFeed(Feed):
             drop_remainder=division.drop_remainder,
         )
 
+    async def begin_at(self, step: int) -> None:
+        """Pass over the steps before `step`; nothing is read."""
+        self._next = step
+
     async def pull(self, count: int) -> list[Offer]:
         """Return the next steps; nothing is read."""
         total = self.steps_total or 0
@@ -153,13 +185,30 @@ class IndexedFeed(Feed):
         shuffled = self._shuffle_seed is not None
         if read_there and self._source.by_id and not shuffled:
             return Shards()
-        ids = [self._ids(call) for call in range(lo, hi)]
+        return self._shards([self._ids(call) for call in range(lo, hi)], read_there=read_there, tell=shuffled)
+
+    def separable(self, call: int) -> int:
+        """Return how many elements of a call `some` can send without the others."""
+        return len(self._ids(call))
+
+    def some(self, call: int, elements: Spans, *, local: bool) -> Shards:
+        """Return the ids, and locations or values, of some elements of a call."""
+        ids = np.asarray(self._ids(call), np.int64)[positions(elements)]
+        return self._shards([ids], read_there=local and self._source.portable, tell=True)
+
+    def _shards(self, ids: Sequence[range | NDArray[np.int64]], *, read_there: bool, tell: bool) -> Shards:
+        """Return what is sent for calls with these elements.
+
+        Args:
+            read_there: the worker reads them itself.
+            tell: their ids do not follow from the calls' numbers.
+        """
         length = self._division.length
         rows = [
             range(i.start % length, i.start % length + len(i)) if isinstance(i, range) else i % length
             for i in ids
         ]
-        told: list[Tree] | None = list(ids) if shuffled else None
+        told: list[Tree] | None = list(ids) if tell else None
         if read_there:
             return Shards(
                 ids=told,
@@ -256,6 +305,23 @@ class SequentialFeed(Feed):
                 raise _uneven(epoch, f"{index} elements, not the {length}")
             length = index
 
+    async def begin_at(self, step: int) -> None:
+        """Read the steps before `step`, in a thread, and let them go.
+
+        Raises:
+            SourceError: there are not so many.
+        """
+        while self._next < step:
+            blocks = await anyio.to_thread.run_sync(
+                self._read_some, step - self._next, abandon_on_cancel=True
+            )
+            if not blocks:
+                raise SourceError(
+                    f"the dataset has {self._next} steps now, and had at least {step} before", key="call"
+                )
+            self._next += len(blocks)
+        self._released = self._next
+
     async def pull(self, count: int) -> list[Offer]:
         """Read the next steps, in a thread: the user's iterator may take its time.
 
@@ -305,6 +371,20 @@ class SequentialFeed(Feed):
             values.append(rows_between(block.value, start, stop))
         return Shards(ids=ids, values=values)
 
+    def separable(self, call: int) -> int:
+        """Return how many elements of a call `some` can send without the others."""
+        step, replica = divmod(call, self._replicas)
+        start, stop = self._bounds(self._blocks[step], replica)
+        return stop - start
+
+    def some(self, call: int, elements: Spans, *, local: bool) -> Shards:
+        """Return the values of some elements of a call."""
+        step, replica = divmod(call, self._replicas)
+        block = self._blocks[step]
+        start, _ = self._bounds(block, replica)
+        rows = start + positions(elements)
+        return Shards(ids=[block.first_id + rows], values=[rows_at(block.value, rows)])
+
     def _bounds(self, block: _Block, replica: int) -> tuple[int, int]:
         size = -(-block.rows // self._replicas)
         start = min(replica * size, block.rows)
@@ -343,3 +423,13 @@ def row_count(block: Tree) -> int:
 def rows_between(block: Tree, start: int, stop: int) -> Tree:
     """Return elements [start, stop) of a sequential source's block."""
     return trees.tree_map(lambda leaf: leaf[start:stop], block)
+
+
+def rows_at(block: Tree, rows: NDArray[np.int64]) -> Tree:
+    """Return elements of a sequential source's block, by position."""
+    return trees.tree_map(lambda leaf: leaf[rows], block)
+
+
+def positions(elements: Spans) -> NDArray[np.int64]:
+    """Return positions one by one."""
+    return np.concatenate([np.arange(lo, hi, dtype=np.int64) for lo, hi in elements])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -163,7 +165,48 @@ class LocalCluster(Cluster):
         Raises:
             UsageError: there is no such worker, or the cluster is not open.
         """
-        self.coordinator.kill(f"w{worker}" if isinstance(worker, int) else worker)
+        self.coordinator.kill(_name(worker))
+
+    def pause(self, worker: int | str) -> None:
+        """Stop a worker's process (SIGSTOP): it executes nothing, until `resume`, and is lost if that lasts.
+
+        Raises:
+            UsageError: there is no such worker, or it is not alive.
+        """
+        self._signal(worker, signal.SIGSTOP)
+
+    def resume(self, worker: int | str) -> None:
+        """Let a worker's process go on that was stopped (SIGCONT).
+
+        Raises:
+            UsageError: there is no such worker, or it is not alive.
+        """
+        self._signal(worker, signal.SIGCONT)
+
+    def cut(self, worker: int | str) -> None:
+        """Lose the connection to a worker: what it has sent and sends is not heard; it is replaced.
+
+        Raises:
+            UsageError: there is no such worker, or it has not joined.
+        """
+        self.coordinator.cut(_name(worker))
+
+    async def restart(self, worker: int | str) -> None:
+        """Kill a worker's process, and return as soon as the next one has joined.
+
+        Raises:
+            UsageError: there is no such worker.
+            WorkersLost: workers die before they join.
+        """
+        await self.coordinator.restart(_name(worker))
+
+    def _signal(self, worker: int | str, number: signal.Signals) -> None:
+        name = _name(worker)
+        pid = self.pids.get(name)
+        if pid is None:
+            raise UsageError(f"worker {name!r} is not alive; there are: {', '.join(self.pids) or 'none'}")
+        with contextlib.suppress(ProcessLookupError):  # it has just ended: that is told to the scheduler
+            os.kill(pid, number)
 
     async def ready(self) -> None:
         """Return as soon as all workers have joined.
@@ -172,3 +215,7 @@ class LocalCluster(Cluster):
             WorkersLost: they die before they join.
         """
         await self.coordinator.wait_ready(len(self._names))
+
+
+def _name(worker: int | str) -> str:
+    return f"w{worker}" if isinstance(worker, int) else worker

@@ -270,12 +270,19 @@ class Goodbye:
     Args:
         reason: for people.
         crashed: said by its supervisor: the process died, and the call that it ran may be why.
+        lease, call, stage: that call, if it is known, and which stage of its pass's program ran; a lease
+            of 0: it is not.
+        timed_out: the supervisor ended it, because that stage's function took longer than it may.
     """
 
     worker: str
     incarnation: int
     reason: str
     crashed: bool = False
+    lease: int = 0
+    call: int = 0
+    stage: int = 0
+    timed_out: bool = False
 
 
 Message = (

@@ -64,6 +64,7 @@ class StageProgram:
             list of groups, each a list of components, folded by `fn(a, b)` in the fixed tree:
             first the components of each group, then the groups' nodes. "update":
             `fn(state, value, **kwargs)`, where `kwargs` has the state under OWN_STATE.
+        timeout_s: how long one call of the function may take, seconds; None: as long as it needs.
         collectives: the function may call collectives, and is called with empty shards too. The
             pass is a gang (`Program.gang`).
     """
@@ -74,6 +75,7 @@ class StageProgram:
     kwargs: dict[str, Tree]
     form: Literal["shard", "apply", "combine", "update"] = "shard"
     collectives: bool = False
+    timeout_s: float | None = None
 
 
 @record
@@ -185,6 +187,7 @@ def to_tree(program: Program) -> Tree:
                 s.kwargs,
                 s.form,
                 s.collectives,
+                s.timeout_s,
             ]
             for s in program.stages
         ],
@@ -204,8 +207,8 @@ def from_tree(tree: Tree) -> Program:
         replicas=tree["replicas"],
         reader=None if tree["reader"] is None else ReaderConfig(*tree["reader"]),
         stages=tuple(
-            StageProgram(name, FunctionRef(*function), of, kwargs, form, collectives)
-            for name, function, of, kwargs, form, collectives in tree["stages"]
+            StageProgram(name, FunctionRef(*function), of, kwargs, form, collectives, timeout_s)
+            for name, function, of, kwargs, form, collectives, timeout_s in tree["stages"]
         ),
         emits=tuple(
             Emit(slot, of, op, None if axis is None else tuple(axis)) for slot, of, op, axis in tree["emits"]

@@ -202,6 +202,14 @@ class FoldTree(Generic[T]):
             pending.append((end, self._combine(left, right)))
         pending.append((index + size - 1, leaf))
 
+    def state(self) -> list[tuple[int, T]]:
+        """Return what is folded so far: O(log n) nodes, for `restore`."""
+        return list(self._pending)
+
+    def restore(self, state: Sequence[tuple[int, T]]) -> None:
+        """Go on where a tree with the same `combine` was when it gave its `state`."""
+        self._pending = [(last, node) for last, node in state]
+
     def result(self) -> T | None:
         """Return the fold of all leaves so far; None where there are none. More may be pushed."""
         pending = self._pending

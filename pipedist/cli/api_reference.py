@@ -92,6 +92,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         "WorkersLost",
         "FoldError",
         "OutputError",
+        "JournalError",
         "OutOfRangeError",
         "RunCancelled",
         "RunDrained",

@@ -6,8 +6,28 @@ import enum
 from typing import Annotated
 
 import typer
+from typer.core import TyperCommand
 
 from pipedist.errors import PipedistError
+
+REUSE = "--resume-reuse"
+"""What `--resume=reuse` is read as: an option with a value that may be left out would swallow SPEC."""
+
+
+class RunCommand(TyperCommand):
+    """`pipedist run`, where `--resume` may have the value `reuse`."""
+
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
+        """Read the command line."""
+        for place, arg in enumerate(args):
+            if arg == "--":
+                break
+            if arg.startswith("--resume="):
+                if arg != "--resume=reuse":
+                    raise typer.BadParameter(f"{arg!r}: it is --resume, or --resume=reuse", ctx)
+                args = [*args[:place], REUSE, *args[place + 1 :]]
+        return super().parse_args(ctx, args)
+
 
 app = typer.Typer(
     name="pipedist",
@@ -81,7 +101,7 @@ def _root(
     """Declarative pipelines over per-replica values: bit-identical on any number of workers."""
 
 
-@app.command()
+@app.command(cls=RunCommand)
 def run(
     spec: SpecPath,
     workers: Workers = None,
@@ -94,10 +114,11 @@ def run(
         bool,
         typer.Option(
             "--resume",
-            help="Take up the unfinished run in the output folder; this version writes no journal yet, "
-            "so it begins again. Of a finished run: print it.",
+            help="Continue the unfinished run in the output folder. Of a finished run: print it. "
+            "--resume=reuse: if the spec or its inputs have changed, keep what does not hang on that.",
         ),
     ] = False,
+    reuse: Annotated[bool, typer.Option(REUSE, hidden=True)] = False,
     restart: Annotated[
         bool,
         typer.Option("--restart", help="Discard the unfinished run in the folder, and begin again."),
@@ -119,7 +140,7 @@ def run(
         workers=workers,
         output=output,
         sets=tuple(sets or ()),
-        resume=resume,
+        resume="reuse" if reuse else resume,
         restart=restart,
         as_json=as_json,
     )
@@ -151,6 +172,69 @@ def plan(
     from pipedist.cli.spec_commands import print_plan
 
     raise typer.Exit(guarded(lambda: print_plan(spec, form.value, workers, tuple(sets or ()))))
+
+
+@app.command()
+def simulate(
+    spec: SpecPath,
+    seeds: Annotated[int, typer.Option(metavar="N", min=1, help="How many seeds, from 0 on.")] = 100,
+    seed: Annotated[
+        int | None, typer.Option(metavar="K", min=0, help="Play this seed alone.", show_default=False)
+    ] = None,
+    workers: Annotated[int, typer.Option(metavar="N", min=1, help="Simulated workers.")] = 3,
+    faults: Annotated[
+        str | None,
+        typer.Option(
+            metavar="KIND=RATE,...",
+            help="drop, duplicate, delay, reorder, cut, partition (a message), crash, pause, slow (a call), "
+            "each with a probability; or none. Default: some of everything.",
+            show_default=False,
+        ),
+    ] = None,
+    costs: Annotated[
+        str | None,
+        typer.Option(
+            metavar="STAGE=SECONDS,...",
+            help="Do not execute these stages: a call takes so long, and gives a stand-in.",
+            show_default=False,
+        ),
+    ] = None,
+    sets: Sets = None,
+) -> None:
+    """Execute a spec in virtual time, with simulated workers and faults, and compare the results.
+
+    Exit codes: 0 every seed gave the same as without faults; 1 one did not; 2 the spec or the command
+    line is wrong.
+    """
+    from pipedist.cli.exits import guarded
+    from pipedist.cli.simulate_command import SimulateOptions, execute
+
+    options = SimulateOptions(
+        spec=spec,
+        seeds=seeds,
+        seed=seed,
+        workers=workers,
+        faults=faults,
+        costs=costs,
+        sets=tuple(sets or ()),
+    )
+    raise typer.Exit(guarded(lambda: execute(options)))
+
+
+@app.command()
+def audit(
+    run: Annotated[
+        str, typer.Argument(metavar="RUN", help="The run's output folder: out/NAME.", show_default=False)
+    ],
+) -> None:
+    """Verify from a run's journal that every element is accounted for.
+
+    Exit codes: 0 it adds up; 1 it does not, and what is wrong is listed; 2 there is no journal.
+    """
+    from pipedist.cli.audit_command import audit_run
+    from pipedist.cli.exits import guarded
+
+    raise typer.Exit(guarded(lambda: audit_run(run)))
 
 
 @app.command()

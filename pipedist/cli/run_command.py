@@ -7,7 +7,7 @@ import gc
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from pipedist.cli import exits
 from pipedist.cli.interruption import Interruption
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from pipedist.pipeline.result import Result
     from pipedist.pipeline.runs import Run
     from pipedist.spec import Spec, StageSpec
+
+QUARANTINED_SHOWN = 5
+"""Elements that were set aside and are told of on standard error."""
 
 _REFRESH_S = 0.2
 """How often progress is looked at."""
@@ -42,7 +45,7 @@ class RunOptions:
     workers: int | None = None
     output: str | None = None
     sets: tuple[str, ...] = ()
-    resume: bool = False
+    resume: bool | Literal["reuse"] = False
     restart: bool = False
     as_json: bool = False
 
@@ -84,7 +87,7 @@ def execute(options: RunOptions) -> int:
     if isinstance(ended.error, RunCancelled):
         again = ""
         if _has_folder(ended, options):
-            again = "; run it again with --restart, or --resume (no journal is written yet: both begin again)"
+            again = "; --resume continues it, --restart begins it again"
         write_error(f"pipedist: {ended.error}{again}\n")
         return interruption.exit_code or exits.FAILED
     if ended.error is not None:
@@ -189,6 +192,23 @@ def _show(ended: Ended, result: Result, options: RunOptions) -> None:
             if name in result
         ]
         write_out(render(rows, result.ledger.to_json(), result.timings))
+    if result.quarantined:
+        write_error(_quarantine_text(result))
+
+
+def _quarantine_text(result: Result) -> str:
+    """Return what is said of the elements that were set aside: the first few, and where all of them are."""
+    from pipedist.cli.table import shown
+
+    entries = result.quarantined
+    count = "1 entry" if len(entries) == 1 else f"{len(entries):,} entries"
+    where = f", in {shown(result.quarantine_file)}" if result.quarantine_file is not None else ""
+    lines = [f"pipedist: elements were set aside ({count}{where})"]
+    for entry in entries[:QUARANTINED_SHOWN]:
+        lines.append(f"  element {entry['element']}, stage {entry['stage']}: {entry['cause']}")
+    if len(entries) > QUARANTINED_SHOWN:
+        lines.append("  ...")
+    return "\n".join(lines) + "\n"
 
 
 def _has_folder(ended: Ended, options: RunOptions) -> bool:

@@ -9,6 +9,7 @@ from pipedist.coordinator.fleet import Fleet
 from pipedist.coordinator.gangs import Gangs
 from pipedist.coordinator.handle import PassHandle
 from pipedist.coordinator.states import States
+from pipedist.feeds import Spans
 from pipedist.scheduler import Event
 from pipedist.scheduler import commands as cmd
 from pipedist.scheduler import events as ev
@@ -34,7 +35,7 @@ class Dispatch:
     def lease(self, handle: PassHandle, command: cmd.SendAssign) -> None:
         """Send a range of calls to the worker that got it."""
         worker, lease, lo, hi = command.worker, command.lease, command.lo, command.hi
-        payload = self._payload(handle, worker, lease, lo, hi)
+        payload = self._payload(handle, worker, lease, lo, hi, command.elements)
         if payload is not None:
             head = msg.Assign(lease, command.pass_id, lo, hi, command.attempt)
             self._fleet.send(worker, head, payload)
@@ -55,13 +56,18 @@ class Dispatch:
             )
             self._fleet.send(worker, head, payloads[member])
 
-    def _payload(self, handle: PassHandle, worker: str, lease: int, lo: int, hi: int) -> list[Frame] | None:
+    def _payload(
+        self, handle: PassHandle, worker: str, lease: int, lo: int, hi: int, elements: Spans = ()
+    ) -> list[Frame] | None:
         """Return what is sent for calls [lo, hi), and send the states that they read.
+
+        Args:
+            elements: of a single call, the positions of those that are sent; none: all of them.
 
         Where that can't be had the pass fails, if a feed made it, or else the steps of these calls.
         """
         try:
-            shards = handle.shards(lo, hi, local=self._fleet.shares_files(worker))
+            shards = handle.shards(lo, hi, local=self._fleet.shares_files(worker), elements=elements)
             payload = encode([shards.ids, shards.locations, shards.values, shards.states])
             if shards.states:
                 self._states.send(worker, shards.states)

@@ -17,16 +17,18 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from types import TracebackType
 
 from pipedist import messages as msg
 from pipedist.coordinator.dispatch import Dispatch
-from pipedist.coordinator.fleet import Fleet
+from pipedist.coordinator.fleet import Fate, Fleet
 from pipedist.coordinator.gangs import Gangs
-from pipedist.coordinator.handle import Arrival, PassHandle
+from pipedist.coordinator.handle import Arrival, PassHandle, SetAside
 from pipedist.coordinator.log_sinks import LogSink, LogSinks
+from pipedist.coordinator.policy import Policy
 from pipedist.coordinator.remote_exceptions import call_error
 from pipedist.coordinator.roster import Peer
 from pipedist.coordinator.segments import Segments
@@ -48,6 +50,7 @@ from pipedist.scheduler import Limits, PassSettings, Scheduler
 from pipedist.scheduler import commands as cmd
 from pipedist.scheduler import events as ev
 from pipedist.transport.router import Router
+from pipedist.worker.progress import Running
 
 RouterFactory = Callable[
     [
@@ -103,6 +106,7 @@ class Coordinator:
             dial_in=dial_in,
             boot=boot,
             heard_within_s=limits.heard_within_s,
+            explain=self._explain,
         )
         self._rejected = 0
         self._scheduler = scheduler = Scheduler(limits)
@@ -187,6 +191,29 @@ class Coordinator:
             raise UsageError(f"no worker {worker!r} was started here; only such workers can be killed")
         launcher.kill(worker)
 
+    async def restart(self, worker: str) -> None:
+        """Kill a worker's process, and return as soon as the next one has joined.
+
+        Raises:
+            UsageError: no worker of that name was started here.
+            WorkersLost: workers die before they join.
+        """
+        peer = self._fleet.of(worker)
+        self.kill(worker)
+        await self._fleet.wait_for_next(worker, -1 if peer is None else peer.incarnation)
+
+    def cut(self, worker: str) -> None:
+        """Lose the connection to a worker: nothing that it sends is heard any more; it is replaced.
+
+        Raises:
+            UsageError: no worker of that name has joined.
+        """
+        peer = self._fleet.of(worker)
+        if peer is None:
+            raise UsageError(f"no worker {worker!r} has joined; only a connection that is there can be cut")
+        self._router.drop(peer.identity)
+        self._on_lost(peer.identity, "its connection was cut")
+
     async def wait_ready(self, count: int) -> None:
         """Return as soon as `count` workers have joined.
 
@@ -205,16 +232,20 @@ class Coordinator:
         name: str,
         settings: PassSettings,
         retries: Mapping[str, int] | None = None,
+        quarantine: Collection[str] = (),
         feed: Feed | None = None,
         on_arrival: Arrival | None = None,
+        on_quarantine: SetAside | None = None,
     ) -> PassHandle:
         """Begin a pass.
 
         Args:
             name: for errors about calls whose stage is not known.
             retries: by stage, how often a call that raised there is tried again; 0 for others.
+            quarantine: stages; of calls that failed there for good, the guilty elements are set aside.
             feed: where its steps come from, executed by `PassHandle.run_feed`; None: from `call_step`.
             on_arrival: told of results as they arrive.
+            on_quarantine: told of elements that are set aside, before their step is visible.
 
         Raises:
             WorkersLost: the cluster has failed.
@@ -226,9 +257,14 @@ class Coordinator:
         if self._timer is None:
             raise RunCancelled("the cluster is not open: use it inside `async with`")
         number = self._last_pass + 1
-        handle = PassHandle(self.post, number, name, program, settings, dict(retries or {}), feed, on_arrival)
+        policy = Policy(program, dict(retries or {}), frozenset(quarantine))
+        handle = PassHandle(
+            self.post, number, name, program, settings, policy, feed, on_arrival, on_quarantine
+        )
         self._last_pass = number
         self._handles[number] = handle
+        if policy.is_timed:
+            self._fleet.watch(wanted=True)
         self.post(ev.PassOpened(number, settings))
         return handle
 
@@ -295,6 +331,8 @@ class Coordinator:
         handle = self._handles.pop(pass_id, None)
         if handle is not None:
             handle.closed(RunCancelled(f"{handle.name} was closed"))
+            if handle.policy.is_timed and not any(x.policy.is_timed for x in self._handles.values()):
+                self._fleet.watch(wanted=False)
 
     def _tick(self) -> None:
         self.post(ev.Tick())
@@ -330,6 +368,10 @@ class Coordinator:
                 replicas = handle.settings.replicas
                 error = call_error(failures[0], handle.raised, name=handle.name, replicas=replicas)
                 handle.step_failed(step, error)
+            case cmd.SizeCall(pass_id, call):
+                self.post(ev.CallSized(pass_id, call, self._handles[pass_id].separable(call)))
+            case cmd.CallsQuarantined(pass_id):
+                self._handles[pass_id].set_aside(command)
             case cmd.PassComplete(pass_id):
                 self._handles[pass_id].completed()
             case cmd.PassQuiet(pass_id):
@@ -383,7 +425,7 @@ class Coordinator:
             case msg.Heartbeat():
                 self.post(ev.WorkerHeard(peer.worker, peer.incarnation))
             case msg.Goodbye():
-                self._fleet.left(peer.worker, peer.incarnation, message.reason, crashed=message.crashed)
+                self._fleet.left(replace(message, worker=peer.worker, incarnation=peer.incarnation))
             case _:
                 raise RemoteProtocolError(f"a worker may not send {type(message).__name__}")
 
@@ -392,13 +434,16 @@ class Coordinator:
         match message:
             case msg.Heartbeat(worker, incarnation) if worker not in self._fleet.names:
                 self._fleet.heard(identity, worker, incarnation)
-            case msg.Goodbye(worker, incarnation, reason, crashed) if worker not in self._fleet.names:
-                self._fleet.left(worker, incarnation, reason, crashed=crashed)
+            case msg.Goodbye(worker) if worker not in self._fleet.names:
+                self._fleet.left(message)
             case _:
                 self._fleet.turn_away(identity)
 
     def _handle_of(self, peer: Peer, lease: int) -> PassHandle | None:
-        pass_id = self._scheduler.pass_of(peer.worker, lease)
+        return self._handle_of_worker(peer.worker, lease)
+
+    def _handle_of_worker(self, worker: str, lease: int) -> PassHandle | None:
+        pass_id = self._scheduler.pass_of(worker, lease)
         return None if pass_id is None else self._handles.get(pass_id)
 
     def _on_results(self, peer: Peer, told: msg.Results, frames: list[memoryview]) -> None:
@@ -412,14 +457,18 @@ class Coordinator:
 
     def _on_failed(self, peer: Peer, told: msg.Failed) -> None:
         handle = self._handle_of(peer, told.lease)
-        retries = 0
+        who, incarnation = peer.worker, peer.incarnation
+        failed = ev.CallFailed(who, incarnation, told.lease, told.call, aborted=told.aborted)
         if handle is not None:
             handle.raised[told.call] = told
-            retries = handle.retries.get(told.stage, 0) if told.retryable else 0
+            failed = handle.policy.judged(failed, told)
             self._gangs.failed(told)
-        who, incarnation = peer.worker, peer.incarnation
-        self.post(ev.CallFailed(who, incarnation, told.lease, told.call, retries, told.aborted))
+        self.post(failed)
         self._gangs.reported(told.lease)
+
+    def _explain(self, worker: str, running: Running, timed_out: bool) -> Fate | None:
+        handle = self._handle_of_worker(worker, running.lease)
+        return None if handle is None else handle.ended(running, timed_out=timed_out)
 
     def _on_stalled(self, peer: Peer, told: msg.Stalled) -> None:
         if not all(member.isdecimal() and len(member) <= _DIGITS_MAX for member in told.members):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import anyio
 
@@ -12,13 +13,38 @@ from pipedist.coordinator.admission import refusal
 from pipedist.coordinator.roster import Peer, Roster
 from pipedist.errors import LocalProtocolError, PipedistError, RemoteProtocolError
 from pipedist.launchers.base import Launcher, WorkerExit
+from pipedist.records import record
 from pipedist.scheduler import Event
 from pipedist.scheduler import events as ev
 from pipedist.transport.codec import Frame
 from pipedist.transport.router import Router
+from pipedist.worker.progress import Running
+
+_WATCH_S = 0.1
+"""How often it is looked for functions of stages that take longer than they may."""
 
 _HEARTBEATS = 4
 """Heartbeats that a supervisor sends in the time in which it must be heard."""
+
+
+@record
+class Fate:
+    """What it means for a call that its worker died.
+
+    Args:
+        stage: that ran; "" where nobody knows.
+        retries, quarantine: see `events.WorkerLost`.
+        timed_out: why it was ended, if that stage's function took too long, for people; "": it did not.
+    """
+
+    stage: str
+    retries: int
+    quarantine: bool
+    timed_out: str = ""
+
+
+Explain = Callable[[str, Running, bool], Fate | None]
+"""Takes a worker, what it ran, and whether that took too long; None: it held no such lease."""
 
 
 class Fleet:
@@ -32,6 +58,7 @@ class Fleet:
         dial_in: whether others may join.
         boot: this host's boot id: workers with the same one can read our files.
         heard_within_s: how long a supervisor may be silent.
+        explain: says what a lost worker's end means for the call that it ran; see `Explain`.
     """
 
     def __init__(
@@ -44,6 +71,7 @@ class Fleet:
         dial_in: bool,
         boot: str,
         heard_within_s: float,
+        explain: Explain = lambda _worker, _running, _timed_out: None,
     ) -> None:
         self.names = tuple(names)
         self.refused = 0
@@ -53,6 +81,7 @@ class Fleet:
         self._post = post
         self._cluster_id = cluster_id
         self._router = router
+        self._explain = explain
         self._dial_in = dial_in
         self._boot = boot
         self._heartbeat_s = heard_within_s / _HEARTBEATS
@@ -107,6 +136,17 @@ class Fleet:
                 raise self._error
             await self._changed.wait()
 
+    async def wait_for_next(self, worker: str, incarnation: int) -> None:
+        """Return as soon as a later incarnation of a worker is there.
+
+        Raises:
+            PipedistError: what `fail` was told.
+        """
+        while (peer := self._roster.of(worker)) is None or peer.incarnation <= incarnation:
+            if self._error is not None:
+                raise self._error
+            await self._changed.wait()
+
     def fail(self, error: PipedistError) -> None:
         """End every wait for workers with an error."""
         self._error = error
@@ -139,7 +179,31 @@ class Fleet:
         peer = self._roster.remove(exit_.worker, exit_.incarnation)
         if peer is not None:
             self._router.drop(peer.identity)
-        self._post(ev.WorkerLost(exit_.worker, exit_.incarnation, exit_.text, running=exit_.running))
+        running = None if exit_.running is None else Running(*exit_.running)
+        self._post_died(exit_.worker, exit_.incarnation, exit_.text, running, exit_.timed_out)
+
+    def _post_died(
+        self, worker: str, incarnation: int, cause: str, running: Running | None, timed_out: bool
+    ) -> None:
+        lost = ev.WorkerLost(worker, incarnation, cause)
+        if running is not None:
+            lost = replace(lost, running=(running.lease, running.call))
+            fate = self._explain(worker, running, timed_out)
+            if fate is not None:
+                lost = replace(
+                    lost,
+                    cause=fate.timed_out or cause,
+                    stage=fate.stage,
+                    timed_out=bool(fate.timed_out),
+                    retries=fate.retries,
+                    quarantine=fate.quarantine,
+                )
+        self._post(lost)
+
+    def watch(self, *, wanted: bool) -> None:
+        """Have workers ended whose stages' functions take longer than they may; or not any more."""
+        if self.launcher is not None:  # those that dialled in are watched by their supervisors
+            self.launcher.watch(_WATCH_S if wanted else None)
 
     # -- connections ---------------------------------------------------------------------------
 
@@ -196,13 +260,18 @@ class Fleet:
             self._router.drop(peer.identity)
             self.launcher.kill(worker, incarnation)
 
-    def left(self, worker: str, incarnation: int, reason: str, *, crashed: bool = False) -> None:
+    def left(self, told: msg.Goodbye) -> None:
         """Take note that a worker has said Goodbye, or that its supervisor says it has crashed."""
+        worker, incarnation = told.worker, told.incarnation
         self._expelled.pop(worker, None)
         peer = self._roster.remove(worker, incarnation)
         if peer is not None:
             self._router.drop(peer.identity)
-        self._post(ev.WorkerLost(worker, incarnation, reason, graceful=not crashed))
+        if told.crashed:
+            running = Running(told.lease, told.call, told.stage) if told.lease or told.timed_out else None
+            self._post_died(worker, incarnation, told.reason, running, told.timed_out)
+        else:
+            self._post(ev.WorkerLost(worker, incarnation, told.reason, graceful=True))
         self._wake()
 
     def greet(self, identity: bytes, hello: msg.Hello) -> None:

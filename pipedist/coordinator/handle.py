@@ -12,16 +12,20 @@ import anyio
 import anyio.lowlevel
 
 from pipedist import messages as msg
+from pipedist.coordinator.fleet import Fate
+from pipedist.coordinator.policy import Policy
 from pipedist.coordinator.roster import Peer
 from pipedist.coordinator.store import Chunk, ResultStore, Slots
 from pipedist.errors import CallError, LocalProtocolError, RunDrained
-from pipedist.feeds import Feed
+from pipedist.feeds import Feed, Spans
 from pipedist.program import Program, Shards, Tree
 from pipedist.records import record
 from pipedist.scheduler import Event, PassSettings
 from pipedist.scheduler import events as ev
+from pipedist.scheduler.commands import CallsQuarantined
 from pipedist.transport.codec import Frame
 from pipedist.worker.binding import to_frames
+from pipedist.worker.progress import Running
 
 BATCH_STEPS_MAX = 256
 """Steps that a reader gets at once; the valve opens again batch by batch."""
@@ -35,6 +39,9 @@ States = Mapping[str, Sequence[int]]
 Arrival = Callable[[Chunk], None]
 """Takes results as they arrive."""
 
+SetAside = Callable[[CallsQuarantined], None]
+"""Takes which elements of which calls are set aside, and why."""
+
 Answer = Callable[[list[Slots], BaseException | None], None]
 """Takes what the calls of a step sent back, in replica order, or the error that ended it."""
 
@@ -46,7 +53,8 @@ class Batch:
     Args:
         first: number of the first one.
         steps: of each, what its calls sent back, in replica order. Empty shards make no call, and
-            are always those of the last replicas, so that entry r is replica r's.
+            are always those of the last replicas, so that entry r is replica r's. A call all of whose
+            elements are set aside sent nothing back: its entry is empty.
         bytes: what the batch holds.
     """
 
@@ -71,9 +79,10 @@ class PassHandle:
     Args:
         post: tells the scheduler.
         pass_id, name, program, settings: of the pass.
-        retries: by stage, how often a call that raised there is tried again.
+        policy: what becomes of its calls that fail.
         feed: where its steps come from; None: from `call_step`.
         on_arrival: told of results as they arrive.
+        on_quarantine: told of elements that are set aside.
 
     Raises:
         UnsendableError: the program can't be sent; the text names the place.
@@ -87,16 +96,17 @@ class PassHandle:
         name: str,
         program: Program,
         settings: PassSettings,
-        retries: dict[str, int],
+        policy: Policy,
         feed: Feed | None,
         on_arrival: Arrival | None,
+        on_quarantine: SetAside | None = None,
     ) -> None:
         if settings.ordered != (feed is not None):
             raise LocalProtocolError("a pass is read in order if it has a feed, and only then")
         self.id = pass_id
         self.name = name
         self.settings = settings
-        self.retries = retries
+        self.policy = policy
         self.slots = frozenset(emit.slot for emit in program.emits)
         """What each call sends back."""
         self.program_frames: list[Frame] = to_frames(program)
@@ -106,6 +116,7 @@ class PassHandle:
         self._post = post
         self._feed = feed
         self._on_arrival = on_arrival
+        self._on_quarantine = on_quarantine
         self._store = ResultStore()
         self._visible: deque[tuple[int, int]] = deque()
         """Ranges of steps to be read."""
@@ -258,7 +269,9 @@ class PassHandle:
                 self._demand -= offer.last - offer.first
                 self.counts.elements_offered += offer.elements
                 parts = self.settings.replicas if self.settings.gang else offer.parts
-                self._post(ev.StepsOffered(self.id, offer.first, offer.last, parts, offer.bytes))
+                holes = () if self.settings.gang else offer.holes
+                self._leave_out(offer.first, offer.last, holes)
+                self._post(ev.StepsOffered(self.id, offer.first, offer.last, parts, offer.bytes, holes))
             await anyio.lowlevel.checkpoint()
         return True
 
@@ -274,16 +287,19 @@ class PassHandle:
 
     # -- for the coordinator -------------------------------------------------------------
 
-    def shards(self, lo: int, hi: int, *, local: bool) -> Shards:
+    def shards(self, lo: int, hi: int, *, local: bool, elements: Spans = ()) -> Shards:
         """Return what is sent for calls [lo, hi).
 
         Args:
             local: the worker shares this host's files.
+            elements: of a single call, the positions of those that are sent; none: all of them.
 
         Raises:
             Exception: whatever reading the data raises.
         """
         if self._feed is not None:
+            if elements:
+                return self._feed.some(lo, elements, local=local)
             return self._feed.shards(lo, hi, local=local)
         replicas = self.settings.replicas
         if self.settings.gang:  # all calls of a lease are of one step
@@ -292,6 +308,34 @@ class PassHandle:
             told = None if states is None else {name: list(at) for name, at in states.items()}
             return Shards(values=values[first : first + hi - lo], states=told)
         return Shards(values=[self._inputs[c // replicas][0][c % replicas] for c in range(lo, hi)])
+
+    def separable(self, call: int) -> int:
+        """Return how many elements of a call can be sent without the others."""
+        return 0 if self._feed is None else self._feed.separable(call)
+
+    def set_aside(self, command: CallsQuarantined) -> None:
+        """Take note that elements of calls are set aside, before their step is visible."""
+        if self._on_quarantine is not None:
+            self._on_quarantine(command)
+        if not command.remains:
+            self._store.put(Chunk(command.lo, command.hi, [{} for _ in range(command.lo, command.hi)], 0))
+
+    def _leave_out(self, first: int, last: int, holes: Sequence[int]) -> None:
+        """Note that some calls of steps are not made, though they are not the last ones of their step."""
+        for step in range(first, last) if holes else ():
+            for call in (step * self.settings.replicas + hole for hole in holes):
+                self._store.put(Chunk(call, call + 1, [{}], 0))
+
+    def ended(self, running: Running, *, timed_out: bool) -> Fate:
+        """Return what it means for a call that its worker died.
+
+        Args:
+            timed_out: it took too long.
+        """
+        told = self.policy.timed_out(running) if timed_out else None
+        if told is not None:
+            self.raised[running.call] = told
+        return self.policy.fate(running, told)
 
     def not_sent(self, lo: int, hi: int, lease: int, error: Exception) -> None:
         """Note why calls [lo, hi) could not be sent."""

@@ -20,7 +20,9 @@ class WorkerExit:
         code: its exit code, None where a signal ended it.
         signal: the signal that ended it, None where it exited.
         text: how it ended, for people: "signal 9 (SIGKILL)", "exit code 3".
-        running: (lease, call) that it was executing; None where it was not, or nobody knows.
+        running: (lease, call, stage) that it was executing (`pipedist.worker.progress.Running`); None where
+            it was not, or nobody knows.
+        timed_out: it was ended because of that: it took longer than it may.
     """
 
     worker: str
@@ -29,7 +31,8 @@ class WorkerExit:
     code: int | None
     signal: int | None
     text: str
-    running: tuple[int, int] | None = None
+    running: tuple[int, ...] | None = None
+    timed_out: bool = False
 
 
 def describe_exit(code: int | None, signum: int | None) -> str:
@@ -69,6 +72,14 @@ class Launcher(Protocol):
 
         Args:
             incarnation: only this one; None: the latest.
+        """
+        ...
+
+    def watch(self, every_s: float | None) -> None:
+        """Kill workers whose stages' functions take longer than they may (`WorkerExit.timed_out`).
+
+        Args:
+            every_s: how often to look, seconds; None: never.
         """
         ...
 

@@ -7,12 +7,13 @@ Frames: 4 bytes of length, big-endian, then a msgpack list whose first item is t
 | serve, directory, stopped_s_max | said first: where the launcher's sockets are; `ForkServer` |
 | start, worker, incarnation, settings | fork a worker; settings: the fields of `WorkerSettings` |
 | kill, worker, incarnation | SIGKILL it |
+| watch, every_s or nil | kill workers whose stage's function takes too long; nil: no more |
 | end | the launcher is done: the end of the stream, which follows, is no accident |
 
 | from the server | |
 |---|---|
 | started, worker, incarnation, pid | |
-| exited, worker, incarnation, pid, code or nil, signal or nil, text, running or nil | |
+| exited, worker, incarnation, pid, code or nil, signal or nil, text, running or nil, timed out | |
 
 The end of the stream is a message too: to the server, that its launcher is gone or done with it
 (it kills every worker and ends); to the launcher, that the server is gone (and its workers with it).

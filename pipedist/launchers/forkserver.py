@@ -12,6 +12,9 @@ Nothing is left behind, whoever is killed:
 * the server dies: the kernel kills its workers (PR_SET_PDEATHSIG; the server's only thread is the
   one that forks them).
 
+A worker that hangs can't be asked: what it executes, and how long that may take, stands in memory that
+it shares with the server (`pipedist.worker.progress`), which looks while its launcher wants it to.
+
 A worker that is stopped (SIGSTOP) can't be told from a dead one by its peers, but by its parent:
 after `stopped_s_max` it is killed.
 """
@@ -35,10 +38,11 @@ from typing import Any
 import pipedist.worker.process as worker_process
 from pipedist.launchers.base import describe_exit
 from pipedist.launchers.control import FrameBuffer, pack_frame
+from pipedist.launchers.out_of_memory import OutOfMemoryKills
 from pipedist.transport.rendezvous import remove_private_directory
 from pipedist.worker.kernel import FORK_SERVER_NAME, die_with, set_process_name
 from pipedist.worker.process import ExitCode
-from pipedist.worker.progress import Progress
+from pipedist.worker.progress import Overdue, Progress, end_of
 from pipedist.worker.settings import WorkerSettings
 
 _READ_BYTES = 65_536
@@ -53,6 +57,8 @@ class _Child:
     Args:
         stopped_at: since when it is stopped, None while it runs.
         note: why it was killed here, for people.
+        overdue: what it was killed for, because it took too long.
+        was_killed: by this server.
     """
 
     worker: str
@@ -61,6 +67,8 @@ class _Child:
     progress: Progress
     stopped_at: float | None = None
     note: str = ""
+    overdue: Overdue | None = None
+    was_killed: bool = False
 
 
 class ForkServer:
@@ -77,6 +85,8 @@ class ForkServer:
         self._launcher_pid = launcher_pid
         self._stopped_s_max = math.inf
         """How long a worker may be stopped before it is killed, seconds."""
+        self._look_s: float | None = None
+        """How often to look for functions that take too long, seconds."""
         self._directory = ""
         """Of the launcher's sockets, removed if its process dies; "" for none."""
         self._dismissed = False
@@ -86,6 +96,7 @@ class ForkServer:
         self._selector = selectors.DefaultSelector()
         self._wake_up, self._wake_up_end = socket.socketpair()
         self._lifeline = -1
+        self._memory_kills = OutOfMemoryKills()
 
     def serve(self) -> None:
         """Serve until the launcher is gone or done; then kill what is left."""
@@ -127,11 +138,16 @@ class ForkServer:
         for key, _ in ready:
             alive = key.data() and alive
         self._kill_stopped()
+        if self._look_s is not None:
+            self._kill_overdue()
         return alive
 
     def _patience_s(self) -> float | None:
         since = [c.stopped_at for c in self._children.values() if c.stopped_at is not None]
-        return max(0.0, min(since) + self._stopped_s_max - time.monotonic()) if since else None
+        if not since:
+            return self._look_s if self._children else None
+        patience_s = max(0.0, min(since) + self._stopped_s_max - time.monotonic())
+        return patience_s if self._look_s is None else min(patience_s, self._look_s)
 
     def _on_control(self) -> bool:
         try:
@@ -143,6 +159,8 @@ class ForkServer:
                 self._fork(*rest)
             elif kind == "kill":
                 self._kill(*rest)
+            elif kind == "watch":
+                (self._look_s,) = rest
             elif kind == "serve":
                 self._directory, self._stopped_s_max = rest
             elif kind == "end":
@@ -169,7 +187,7 @@ class ForkServer:
         except OSError as error:
             progress.close()
             text = f"it could not be forked: {error.strerror}"
-            self._tell("exited", worker, incarnation, 0, None, None, text, None)
+            self._tell("exited", worker, incarnation, 0, None, None, text, None, False)
             return
         if pid == 0:
             _be_a_worker(self, settings, progress)
@@ -192,7 +210,7 @@ class ForkServer:
     def _kill(self, worker: str, incarnation: int) -> None:
         for child in self._children.values():
             if (child.worker, child.incarnation) == (worker, incarnation):
-                os.kill(child.pid, signal.SIGKILL)  # not reaped yet, so the pid is still its own
+                _kill(child)  # not reaped yet, so the pid is still its own
 
     def _kill_stopped(self) -> None:
         limit = time.monotonic() - self._stopped_s_max
@@ -200,7 +218,15 @@ class ForkServer:
             if child.stopped_at is not None and child.stopped_at <= limit:
                 child.stopped_at = None
                 child.note = f"stopped for {self._stopped_s_max:g} s, then killed with "
-                os.kill(child.pid, signal.SIGKILL)
+                _kill(child)
+
+    def _kill_overdue(self) -> None:
+        now_ns = time.monotonic_ns()
+        for child in self._children.values():
+            if child.overdue is None and child.stopped_at is None:
+                child.overdue = child.progress.overdue(now_ns)
+                if child.overdue is not None:
+                    _kill(child)
 
     def _reap(self) -> None:
         while self._children:
@@ -225,13 +251,17 @@ class ForkServer:
         code = os.WEXITSTATUS(status) if os.WIFEXITED(status) else None
         signum = os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
         text = child.note + describe_exit(code, signum)
-        running = child.progress.read()
+        if self._memory_kills.grew() and signum == signal.SIGKILL and not child.was_killed:
+            text += ": out of memory"
+        running, timed_out = end_of(child.progress, child.overdue)
         child.progress.close()
-        self._tell("exited", child.worker, child.incarnation, child.pid, code, signum, text, running)
+        self._tell(
+            "exited", child.worker, child.incarnation, child.pid, code, signum, text, running, timed_out
+        )
 
     def _kill_all(self) -> None:
         for child in self._children.values():
-            os.kill(child.pid, signal.SIGKILL)
+            _kill(child)
         for child in list(self._children.values()):
             self._bury(child, os.waitpid(child.pid, 0)[1])
 
@@ -240,6 +270,11 @@ class ForkServer:
             self._control.sendall(pack_frame(*items))
         except (BrokenPipeError, ConnectionError):
             return  # the launcher is gone; the next turn sees that
+
+
+def _kill(child: _Child) -> None:
+    child.was_killed = True
+    os.kill(child.pid, signal.SIGKILL)
 
 
 def _be_a_worker(server: ForkServer, settings: Mapping[str, Any], progress: Progress) -> None:

@@ -66,6 +66,7 @@ class LocalLauncher:
         self._server: _Server | None = None
         self._old_servers: list[_Server] = []
         """Servers that ended, and whose process is still to be waited for."""
+        self._look_s: float | None = None
         self._open = False
         self._closing = False
         self._empty = anyio.Event()
@@ -131,6 +132,12 @@ class LocalLauncher:
         if incarnation in alive and self._server is not None:
             self._server.send("kill", worker, incarnation)
 
+    def watch(self, every_s: float | None) -> None:
+        """Kill workers whose stages' functions take longer than they may; see `Launcher`."""
+        self._look_s = every_s
+        if self._server is not None:
+            self._server.send("watch", every_s)
+
     async def close(self, grace_s: float) -> None:
         """Wait until all workers are gone, kill those that are not after `grace_s`, then end.
 
@@ -163,6 +170,8 @@ class LocalLauncher:
     def _start_server(self) -> _Server:
         server = _Server(take(self._threads), self._on_frame, self._on_server_end)
         server.send("serve", private_directory_of(self._endpoint), self._stopped_s_max)
+        if self._look_s is not None:
+            server.send("watch", self._look_s)
         return server
 
     def _on_frame(self, frame: list[Any]) -> None:
@@ -171,10 +180,9 @@ class LocalLauncher:
             if (worker, incarnation) in self._workers:
                 self._workers[worker, incarnation] = pid
             return
-        code, signum, text, running = rest
-        self._lost(
-            WorkerExit(worker, incarnation, pid, code, signum, text, tuple(running) if running else None)
-        )
+        code, signum, text, running, timed_out = rest
+        ran = tuple(running) if running else None
+        self._lost(WorkerExit(worker, incarnation, pid, code, signum, text, ran, timed_out))
 
     def _lost(self, exit_: WorkerExit) -> None:
         self._workers.pop((exit_.worker, exit_.incarnation), None)

@@ -7,6 +7,7 @@
             results.json             the finished run's document, as `pipedist run --json` prints it
             lock                     held (flock) by the run that is writing
             new/                     the files of the run that is being made
+            journal/                 what of it is durable, see pipedist.journal
 
 A run writes into `.pipedist/new`; when it is complete, the files of the finished run before it
 are replaced by the new ones. So a reader of the folder sees the files of a finished run, and a
@@ -16,10 +17,10 @@ run that fails or is killed costs nothing that was there before. The states of `
                        |             '-------> failed ----> running
                        '---------------------> failed
 
-`failed` is a run that ended with an error: it is over, and nothing of it is waiting to be
-continued, so a later run takes its place without being told to. It may have left files: where
-one output could not be written, the others are those of the same complete run. `running` without
-the lock is a run that was interrupted or killed: unfinished.
+`failed` is a run that ended with an error: a later run takes its place without being told to; its
+journal stays until then, so that it can be continued when the cause is mended. It may have left files:
+where one output could not be written, the others are those of the same complete run. `running`
+without the lock is a run that was interrupted or killed: unfinished.
 
 A kill while `committing` loses nothing: all new files are on disk, and whoever opens the folder
 next completes the move. Files that pipedist did not write are neither removed nor replaced, and
@@ -30,49 +31,23 @@ are resolved without following symbolic links: outputs stay inside.
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path, PurePath
 from types import TracebackType
 from typing import Any, Literal, Self
 
-from pipedist.errors import OutputError, UsageError
-from pipedist.outputs.encoding import Json, text
-from pipedist.outputs.files import AtomicFile, sync_folder, writing
+from pipedist.errors import UsageError
+from pipedist.outputs.encoding import Json
+from pipedist.outputs.files import sync_folder, writing
 from pipedist.outputs.formats import path_problem
+from pipedist.outputs.run_record import PRIVATE, RunRecord, read_record, reading, write_json, write_record
 from pipedist.records import record
 
-PRIVATE = ".pipedist"
-"""The folder inside an output folder that belongs to pipedist."""
-
-_FORMAT = 1
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-State = Literal["running", "committing", "finished", "failed"]
-
-
-@record
-class _Record:
-    """What run.json says.
-
-    Args:
-        state: see the module.
-        run: id of the run.
-        spec: digest of its spec.
-        files: the outputs of the run, relative paths.
-        previous: the outputs of the run before it, which are still in the folder.
-        then: the state after `committing`.
-    """
-
-    state: State
-    run: str
-    spec: str
-    files: tuple[str, ...]
-    previous: tuple[str, ...] = ()
-    then: Literal["finished", "failed"] = "finished"
 
 
 @record
@@ -102,11 +77,21 @@ class RunFolder:
         lock: file descriptor that holds the lock.
         record: what run.json says now.
         notice: what the user should know about how the folder was opened, or "".
+        found: the run that is there is to be continued, or was of another spec, and parts of it are to
+            be taken over by `take_over`; "": the folder is ready for a run that begins.
     """
 
-    def __init__(self, path: Path, lock: int, record: _Record, notice: str) -> None:
+    def __init__(
+        self,
+        path: Path,
+        lock: int,
+        record: RunRecord,
+        notice: str,
+        found: Literal["", "unfinished", "other"] = "",
+    ) -> None:
         self.path = path
         self.notice = notice
+        self.found = found
         self._lock = lock
         self._record = record
 
@@ -117,6 +102,45 @@ class RunFolder:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    @property
+    def journal(self) -> Path:
+        """The folder of the journal."""
+        return self.path / PRIVATE / "journal"
+
+    @property
+    def run_id(self) -> str:
+        """The id of the run that the folder belongs to."""
+        return self._record.run
+
+    def has(self, output: str) -> bool:
+        """Return whether a file is there that the earlier run has completed."""
+        if self._record.state == "finished":
+            return output in self._record.files and (self.path / output).is_file()
+        return (self.path / PRIVATE / "new" / output).is_file()
+
+    def take_over(self, run_id: str, spec_hash: str, outputs: Sequence[str], kept: Collection[str]) -> None:
+        """Begin a run which goes on with files of the run of another spec that is there.
+
+        Args:
+            run_id, spec_hash, outputs: as for `open_folder`.
+            kept: those of the outputs that are as they were, complete.
+
+        Raises:
+            OutputError: the disk is full, or fails.
+        """
+        old, new = self._record, self.path / PRIVATE / "new"
+        with writing(self.path):
+            new.mkdir(exist_ok=True)
+            if old.state == "finished":
+                for name in kept:
+                    _copy(self.path / name, new / name)
+            for path in [path for path in new.rglob("*") if path.is_file()]:
+                if str(path.relative_to(new)) not in kept:
+                    path.unlink()
+        self._record = RunRecord("running", run_id, spec_hash, tuple(outputs), _standing(old))
+        write_record(self.path, self._record)
+        self.found = "unfinished"
 
     def staged(self, output: str) -> Path:
         """Return where the file of an output is written until the run is complete.
@@ -151,26 +175,24 @@ class RunFolder:
         new = self.path / PRIVATE / "new"
         with writing(self.path):
             written = tuple(name for name in self._record.files if (new / name).is_file())
-        _write_json(self.path / PRIVATE / "results.json.new", document)
+        write_json(self.path / PRIVATE / "results.json.new", document)
         record = self._record
         then: Literal["finished", "failed"] = "failed" if failed else "finished"
-        self._record = _Record("committing", record.run, record.spec, written, record.previous, then)
-        _write_record(self.path, self._record)
+        self._record = RunRecord("committing", record.run, record.spec, written, record.previous, then)
+        write_record(self.path, self._record)
         self._record = _commit(self.path, self._record)
         return {name: self.path / name for name in written}
 
     def fail(self) -> None:
-        """Say that the run ended with an error: nothing of it is left; the files before it stay.
+        """Say that the run ended with an error: what it has in its journal stays, and the files before it.
 
         Raises:
             OutputError: the folder can't be written; its run counts as unfinished.
         """
         record = self._record
         if record.state == "running":
-            with writing(self.path):
-                shutil.rmtree(self.path / PRIVATE / "new", onerror=_gone_is_fine)
-            self._record = _Record("failed", record.run, record.spec, record.previous)
-            _write_record(self.path, self._record)
+            self._record = RunRecord("failed", record.run, record.spec, record.previous)
+            write_record(self.path, self._record)
 
     def close(self) -> None:
         """Release the lock; harmless twice."""
@@ -189,8 +211,9 @@ def open_folder(
     run_id: str,
     spec_hash: str,
     outputs: Sequence[str],
-    resume: bool = False,
+    resume: bool | Literal["reuse"] = False,
     restart: bool = False,
+    explain: Callable[[Path], str] | None = None,
 ) -> RunFolder | FinishedRun:
     """Open an output folder for a run, and lock it.
 
@@ -199,8 +222,11 @@ def open_folder(
         run_id: id of the run.
         spec_hash: digest of the spec, without its `cluster`.
         outputs: the files that the run will write, relative to the folder.
-        resume: continue the run that is there; of a finished one, return it.
+        resume: continue the run that is there; of a finished one, return it; with "reuse", go on with
+            what a run of another spec can give.
         restart: discard the unfinished run that is there.
+        explain: says what differs where the run that is there is of another spec; it gets the folder of
+            that run's journal.
 
     Returns:
         The folder to write into; or, with `resume`, the finished run of the same spec.
@@ -217,7 +243,7 @@ def open_folder(
     if resume and restart:
         raise UsageError("--resume and --restart exclude each other")
     shown = path
-    with _reading(shown):
+    with reading(shown):
         if path.exists() and not path.is_dir():
             raise UsageError(f"{shown} is a file, not an output folder: choose another --output DIR")
         path.mkdir(parents=True, exist_ok=True)
@@ -233,45 +259,84 @@ def open_folder(
                 f"another run is writing into {shown}: wait for its end, or choose another folder "
                 "with --output DIR"
             ) from None
-        old = _read_record(path, shown)
+        old = read_record(path, shown)
         if old is not None and old.state == "committing":
             old = _commit(path, old)
         if resume and old is not None and old.state == "finished" and old.spec == spec_hash:
             return _finished(path, old, shown)
-        notice = _decide(old, shown, spec_hash=spec_hash, resume=resume, restart=restart)
-        previous = () if old is None else old.previous if old.state == "running" else old.files
+        previous = _standing(old)
         _check_free(path, shown, outputs, previous)
+        if resume and old is not None and (path / PRIVATE / "journal" / "journal").is_file():
+            if old.spec == spec_hash:
+                record = RunRecord("running", old.run, spec_hash, tuple(outputs), previous)
+                _clear_partial(path)
+                write_record(path, record)
+                stack.pop_all()  # the lock is the folder's now
+                return RunFolder(path, lock, record, "", "unfinished")
+            if resume == "reuse":
+                stack.pop_all()
+                return RunFolder(path, lock, old, "", "other")
+        notice = _decide(old, shown, spec_hash=spec_hash, resume=resume, restart=restart, explain=explain)
         with writing(path):
-            shutil.rmtree(path / PRIVATE / "new", onerror=_gone_is_fine)
-            (path / PRIVATE / "new").mkdir()
-        record = _Record("running", run_id, spec_hash, tuple(outputs), previous)
-        _write_record(path, record)
-        stack.pop_all()  # the lock is the folder's now
+            for name in ("new", "journal"):
+                shutil.rmtree(path / PRIVATE / name, onerror=_gone_is_fine)
+                (path / PRIVATE / name).mkdir()
+        record = RunRecord("running", run_id, spec_hash, tuple(outputs), previous)
+        write_record(path, record)
+        stack.pop_all()
         return RunFolder(path, lock, record, notice)
 
 
-def _decide(old: _Record | None, shown: Path, *, spec_hash: str, resume: bool, restart: bool) -> str:
+def _standing(old: RunRecord | None) -> tuple[str, ...]:
+    """Return the outputs of an earlier run that are in the folder."""
+    return () if old is None else old.previous if old.state == "running" else old.files
+
+
+def _clear_partial(path: Path) -> None:
+    """Remove what a killed process was writing: `AtomicFile`'s, of no use to anybody."""
+    with writing(path):
+        new = path / PRIVATE / "new"
+        new.mkdir(exist_ok=True)
+        for partial in list(new.rglob(".*.partial")):
+            partial.unlink()
+
+
+def _copy(source: Path, target: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.unlink(missing_ok=True)
+    try:
+        os.link(source, target, follow_symlinks=False)
+    except OSError:  # a file system without links
+        shutil.copy2(source, target, follow_symlinks=False)
+
+
+def _decide(
+    old: RunRecord | None,
+    shown: Path,
+    *,
+    spec_hash: str,
+    resume: bool | Literal["reuse"],
+    restart: bool,
+    explain: Callable[[Path], str] | None,
+) -> str:
     """Return the notice for the user, or refuse."""
     if resume:
         if old is None:
             return f"nothing to resume in {shown}: starting fresh"
-        if old.spec != spec_hash:
-            raise UsageError(
-                f"{shown} holds a run of another spec or other parameters (there {old.spec[:12]}, now "
-                f"{spec_hash[:12]}), which can't be resumed: --restart discards it, --output DIR "
-                "writes elsewhere"
-            )
-        if old.state == "failed":
-            return f"the run {old.run} in {shown} failed, and left nothing to continue: starting fresh"
-        return (
-            f"the unfinished run {old.run} in {shown} left no journal (this version writes none): "
-            "starting fresh"
+        if old.spec == spec_hash:
+            return f"the run {old.run} in {shown} left no journal: starting fresh"
+        if resume == "reuse":
+            return f"the run {old.run} in {shown} left no journal, so nothing can be reused: starting fresh"
+        differs = explain(shown / PRIVATE / "journal") if explain is not None else ""
+        raise UsageError(
+            f"{shown} holds a run of another spec or other parameters (there {old.spec[:12]}, now "
+            f"{spec_hash[:12]}), which can't be resumed{differs}\n  --resume=reuse goes on with what did not "
+            "change, --restart discards it, --output DIR writes elsewhere"
         )
     if old is not None and old.state == "running" and not restart:
         raise UsageError(
-            f"{shown} holds the unfinished run {old.run}: --restart discards it and begins again; --resume "
-            "takes it up, which in this version begins again too, because no journal is written yet; "
-            "--output DIR writes elsewhere"
+            f"{shown} holds the unfinished run {old.run}: --resume continues it; --restart discards it and "
+            "begins again; --output DIR writes elsewhere"
         )
     return ""
 
@@ -302,13 +367,13 @@ def _check_free(path: Path, shown: Path, outputs: Sequence[str], previous: Seque
             )
 
 
-def _finished(path: Path, record: _Record, shown: Path) -> FinishedRun:
-    with _reading(shown):
+def _finished(path: Path, record: RunRecord, shown: Path) -> FinishedRun:
+    with reading(shown):
         document = json.loads((path / PRIVATE / "results.json").read_bytes())
     return FinishedRun(path, record.run, document, {name: path / name for name in record.files})
 
 
-def _commit(path: Path, record: _Record) -> _Record:
+def _commit(path: Path, record: RunRecord) -> RunRecord:
     """Move the new files into place; may be called again after a kill in the middle."""
     with writing(path):
         for name in record.previous:
@@ -320,9 +385,11 @@ def _commit(path: Path, record: _Record) -> _Record:
         with contextlib.suppress(FileNotFoundError):  # moved before the kill
             os.replace(private / "results.json.new", private / "results.json")
         shutil.rmtree(private / "new", onerror=_gone_is_fine)
+        if record.then == "failed":  # what it could give is in its place: there is nothing to continue
+            shutil.rmtree(private / "journal", onerror=_gone_is_fine)
         sync_folder(path)
-    done = _Record(record.then, record.run, record.spec, record.files)
-    _write_record(path, done)
+    done = RunRecord(record.then, record.run, record.spec, record.files)
+    write_record(path, done)
     return done
 
 
@@ -354,63 +421,6 @@ def _parent(path: Path, name: PurePath, *, make: bool) -> Iterator[int]:
         yield fd
     finally:
         os.close(fd)
-
-
-def _read_record(path: Path, shown: Path) -> _Record | None:
-    with _reading(shown):
-        try:
-            data = (path / PRIVATE / "run.json").read_bytes()
-        except FileNotFoundError:
-            return None
-    try:
-        value: Mapping[str, Any] = json.loads(data)
-        if value["format"] != _FORMAT:
-            raise UsageError(
-                f"{shown} was written by another version of pipedist (format {value['format']}, here "
-                f"{_FORMAT}): choose another folder with --output DIR"
-            )
-        files, previous = tuple(value["files"]), tuple(value["previous"])
-        for problem in filter(None, map(path_problem, files + previous)):
-            raise ValueError(problem)  # what is listed there is removed one day
-        then = value.get("then", "finished")
-        return _Record(value["state"], value["run"], value["spec"], files, previous, then)
-    except (ValueError, KeyError, TypeError) as error:
-        raise UsageError(
-            f"{shown}/{PRIVATE}/run.json can't be read ({error!r}): choose another folder with --output DIR"
-        ) from error
-
-
-def _write_record(path: Path, record: _Record) -> None:
-    value = {
-        "format": _FORMAT,
-        "state": record.state,
-        "run": record.run,
-        "spec": record.spec,
-        "files": list(record.files),
-        "previous": list(record.previous),
-        "then": record.then,
-    }
-    _write_json(path / PRIVATE / "run.json", value)
-
-
-def _write_json(path: Path, value: Json) -> None:
-    out = AtomicFile(path)
-    try:
-        with writing(path):
-            out.file.write(text(value, sort_keys=False).encode() + b"\n")
-        out.commit()
-    finally:
-        out.abort()
-
-
-@contextlib.contextmanager
-def _reading(shown: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        # a place that can't be used is a mistake of the command line, a disk that fails is none
-        kind = OutputError if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO) else UsageError
-        raise kind(f"can't use {shown} as output folder: {error.strerror or error}") from error
 
 
 def _gone_is_fine(_function: Any, _path: str, info: Any) -> None:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from pipedist.coordinator import LogSink
     from pipedist.local_cluster import Cluster
     from pipedist.pipeline.result import Result
-    from pipedist.pipeline.runs import Run, SpecLike
+    from pipedist.pipeline.runs import Resume, Run, SpecLike
     from pipedist.program import Tree
 
 
@@ -28,7 +28,7 @@ def open(
     params: Mapping[str, Tree] | None = None,
     sets: Sequence[str] = (),
     output: str | os.PathLike[str] | None = None,
-    resume: bool = False,
+    resume: Resume = False,
     restart: bool = False,
     on_log: LogSink | None = None,
 ) -> Run:
@@ -42,8 +42,10 @@ def open(
         params: values for the spec's `params`.
         sets: the same as texts, "NAME=VALUE", as on the command line.
         output: folder for the outputs; None: `out/NAME`, if the spec has outputs.
-        resume: take up an unfinished run in the folder; no journal is written yet, so it begins again.
-            Of a finished run of the same spec: give its result, and run nothing.
+        resume: continue the run in the folder that was interrupted, was killed, or failed: what is in its
+            journal is not done again. Streams begin with the first step that their subscriber may not
+            have finished. Of a finished run of the same spec: give its result, and run nothing. "reuse":
+            also where the spec or its inputs have changed; what hangs on that is done again.
         restart: discard an unfinished run in the folder, and begin again.
         on_log: called with a worker's name and a line (`stage`, `step`, `replica`, `text`) that a replica
             function printed or logged, inside the event loop.
@@ -80,7 +82,7 @@ def run(
     workers: int | None = None,
     params: Mapping[str, Tree] | None = None,
     output: str | os.PathLike[str] | None = None,
-    resume: bool = False,
+    resume: Resume = False,
     restart: bool = False,
     on_log: LogSink | None = None,
 ) -> Result:

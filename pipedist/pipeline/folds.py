@@ -3,37 +3,35 @@
 A fold takes the parts of each step, in step order, and gives one value a scope: the run, an
 epoch, or a step (`per`). The parts of a step are those of its calls in replica order; empty
 shards make no call and are those of the last replicas, so part r is replica r's. Built-in ops
-fold partials here, with NumPy. A `combine` function is user code: it runs on workers, in blocks
-of `BLOCK_STEPS` steps, shaped so that the blocks are nodes of the fixed tree: node(0, n) over
-steps of node(0, R) over replicas.
+fold partials here, with NumPy; a `combine` function is `pipedist.pipeline.combining`'s.
+
+What a fold has taken can be made durable at any moment between two steps: as its `state`, which is
+small, and a log of what grows with the run.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Literal
 
-import anyio
-import anyio.abc
 import anyio.to_thread
 import numpy as np
 
 from pipedist import trees
 from pipedist.errors import OutputError
+from pipedist.partial_runs import push_steps
 from pipedist.program import Tree
 from pipedist.reductions import FoldTree, Partial, Reduction
 from pipedist.values import PerReplica, gather
 
 if TYPE_CHECKING:
+    from pipedist.journal.logs import Log
     from pipedist.outputs import Sink
-from pipedist.partial_runs import push_steps
 
 Per = Literal["run", "epoch", "step"]
-
-BLOCK_STEPS = 16
-"""Nodes that one fold call folds; a power of two, so that a block is a node of the fixed tree."""
 
 TINY_PARTS = 1024
 TINY_BYTES = 1024
@@ -51,10 +49,16 @@ class Fold(ABC):
         per: what gets a value of its own.
         sink: where values go; None: they are kept.
         keep: keep the values, though there may be a sink: a later phase reads them.
+        log: where values are noted that `restore` can't make of the state; None: there is no journal.
     """
 
-    def __init__(self, name: str, per: Per, sink: Sink | None, *, keep: bool = True) -> None:
+    def __init__(
+        self, name: str, per: Per, sink: Sink | None, *, keep: bool = True, log: Log | None = None
+    ) -> None:
         self.name = name
+        self._log = log
+        self._unlogged: list[Tree] = []
+        self._is_finished = False
         self.kept = keep
         """Whether `result` holds the values; otherwise they are only in the sink."""
         self._values: list[Tree] = []
@@ -88,6 +92,7 @@ class Fold(ABC):
                 await self._close()
         else:
             await self._take(steps)
+        await self._note()
 
     def watch(self) -> None:
         """Keep new values for `take_fresh`, from now on."""
@@ -106,6 +111,7 @@ class Fold(ABC):
         """
         if self._per == "epoch":
             await self._close_epochs(epoch + 1)
+            await self._note()
 
     async def finish(self, epochs: int) -> None:
         """Take note that there are no more steps, of so many epochs in all.
@@ -117,6 +123,65 @@ class Fold(ABC):
             await self._close()
         elif self._per == "epoch":
             await self._close_epochs(epochs)
+        self._is_finished = True
+        await self._note()
+
+    # -- what is durable of it ---------------------------------------------------------------------
+
+    def state(self) -> dict[str, Tree]:
+        """Return what the steps so far have left behind, but for what is in the log."""
+        state = {"epoch": self._epoch, "nothing": self._nothing, "finished": self._is_finished}
+        if self._is_finished and self._per == "run" and self._notes_values:
+            return {**state, "value": self._values[0]}
+        return {**state, **self._scope_state()}
+
+    async def restore(self, state: dict[str, Tree], entries: Iterable[tuple[Tree, Tree]]) -> None:
+        """Go on where a fold of the same stage was when it gave its state, which a sink gets to see too.
+
+        Args:
+            entries: those of the log at that time: what was said of them, and what is in them.
+
+        Raises:
+            As `add`, of values that were taken before; JournalError: the log is damaged.
+        """
+        log, self._log = self._log, None
+        for said, values in entries:
+            await self._replay(said, values)
+        if self._per == "run" and "value" in state:
+            self._values = [state["value"]]
+        elif not self._notes_values:
+            await self._close_epochs(state["epoch"] if self._per == "epoch" else 0)
+            if state["finished"] and self._per == "run":
+                await self._close()
+        else:
+            await self._restore_scope(state)
+        self._epoch, self._nothing = state["epoch"], state["nothing"]
+        self._is_finished = state["finished"]
+        self._log = log
+
+    _notes_values = True
+    """Whether the log has the values themselves, rather than what they are made of."""
+
+    async def _replay(self, said: Tree, values: Tree) -> None:
+        for value in values:
+            if self.kept:
+                self._values.append(value)
+            await self._deliver(value)
+
+    async def _note(self) -> None:
+        if self._log is not None and self._unlogged:
+            values, self._unlogged = self._unlogged, []
+            await note(self._log, values)
+
+    @abstractmethod
+    def _scope_state(self) -> dict[str, Tree]:
+        """Return what the current scope's steps have left behind."""
+
+    @abstractmethod
+    async def _restore_scope(self, state: dict[str, Tree]) -> None:
+        """Go on with a scope."""
+
+    # ------------------------------------------------------------------------------------------------
 
     @property
     def of_nothing(self) -> bool:
@@ -144,6 +209,8 @@ class Fold(ABC):
             self._values.append(value)
         if self._fresh is not None:
             self._fresh.append(value)
+        if self._log is not None and self._notes_values and self._per != "run":
+            self._unlogged.append(value)
         await self._deliver(value)
 
     async def _deliver(self, value: Tree) -> None:
@@ -167,6 +234,14 @@ async def write(sink: Sink, value: Tree) -> None:
         sink.append(value)
 
 
+async def note(log: Log, values: list[Tree], said: Tree = None) -> None:
+    """Append to a log; large values in a thread."""
+    if array_bytes(values) > THREAD_BYTES:
+        await anyio.to_thread.run_sync(log.append, values, said)
+    else:
+        log.append(values, said)
+
+
 def array_bytes(value: Tree) -> int:
     """Return the bytes of a tree's arrays."""
     if isinstance(value, np.ndarray):
@@ -174,13 +249,36 @@ def array_bytes(value: Tree) -> int:
     return sum(leaf.nbytes for leaf in trees.flatten(value)[0] if isinstance(leaf, np.ndarray))
 
 
+class ValueFold(Fold):
+    """A fold that is finished, and brought back."""
+
+    async def _take(self, steps: Sequence[Sequence[Tree]]) -> None:
+        raise RuntimeError(f"stage {self.name} has all its steps")
+
+    async def _scope_value(self) -> Tree:
+        return None
+
+    def _scope_state(self) -> dict[str, Tree]:
+        return {}
+
+    async def _restore_scope(self, state: dict[str, Tree]) -> None:
+        """Its values are all that there is."""
+
+
 class ReduceFold(Fold):
     """A built-in op; its parts are partials, made on the workers."""
 
     def __init__(
-        self, name: str, per: Per, reduction: Reduction, sink: Sink | None, *, keep: bool = True
+        self,
+        name: str,
+        per: Per,
+        reduction: Reduction,
+        sink: Sink | None,
+        *,
+        keep: bool = True,
+        log: Log | None = None,
     ) -> None:
-        super().__init__(name, per, sink, keep=keep)
+        super().__init__(name, per, sink, keep=keep, log=log)
         self._reduction = reduction
         self._fits = sink is None
         """Whether a value like that of the first call is known to fit its file."""
@@ -205,6 +303,13 @@ class ReduceFold(Fold):
         self._begin()
         return self._reduction.finish(partial)
 
+    def _scope_state(self) -> dict[str, Tree]:
+        return {"index": self._index, "nodes": self._steps.state()}
+
+    async def _restore_scope(self, state: dict[str, Tree]) -> None:
+        self._index = state["index"]
+        self._steps.restore(state["nodes"])
+
     def _check_first(self, steps: Sequence[Sequence[Partial]]) -> None:
         """Tell at once what a file can't hold: a call's own value is like the final one."""
         first = next((part for parts in steps for part in parts), None)
@@ -216,10 +321,24 @@ class ReduceFold(Fold):
 
 
 class GatherFold(Fold):
-    """Components end to end. With a sink and one value a run, they stream into the file."""
+    """Components end to end. With a sink and one value a run, they stream into the file.
 
-    def __init__(self, name: str, per: Per, axis: int, sink: Sink | None, *, keep: bool = True) -> None:
-        super().__init__(name, per, sink, keep=keep)
+    Its log has the components: they are gathered anew.
+    """
+
+    _notes_values = False
+
+    def __init__(
+        self,
+        name: str,
+        per: Per,
+        axis: int,
+        sink: Sink | None,
+        *,
+        keep: bool = True,
+        log: Log | None = None,
+    ) -> None:
+        super().__init__(name, per, sink, keep=keep, log=log)
         self._axis = axis
         self._streams = sink is not None and per == "run"
         self._parts: list[Tree] = []
@@ -228,6 +347,23 @@ class GatherFold(Fold):
         """How many of them are such blocks, at the front."""
         self._checked = False
         self._steps = 0
+
+    async def add(self, epoch: int, steps: Sequence[Sequence[Tree]]) -> None:
+        """As `Fold.add`."""
+        await super().add(epoch, steps)
+        if self._log is not None:
+            await note(self._log, [p for parts in steps for p in parts], [epoch, [len(p) for p in steps]])
+
+    async def _replay(self, said: Tree, values: Tree) -> None:
+        epoch, counts = said
+        ends = [0, *accumulate(counts)]
+        await self.add(epoch, [values[a:b] for a, b in pairwise(ends)])
+
+    def _scope_state(self) -> dict[str, Tree]:
+        return {}
+
+    async def _restore_scope(self, state: dict[str, Tree]) -> None:
+        """The log has brought everything back."""
 
     async def _take(self, steps: Sequence[Sequence[Tree]]) -> None:
         first, self._steps = self._steps, self._steps + len(steps)
@@ -288,113 +424,3 @@ class GatherFold(Fold):
     async def _deliver(self, value: Tree) -> None:
         if not self._streams:
             await super()._deliver(value)
-
-
-FoldCall = Callable[[list[list[Tree]]], Awaitable[Tree]]
-"""Folds groups on a worker: each inner list by the fixed tree, then their nodes."""
-
-
-class CombineFold(Fold):
-    """A `combine` function, which runs on workers.
-
-    Args:
-        call: executes one fold call.
-        calls_max: fold calls of this stage that may run at one time.
-    """
-
-    def __init__(
-        self, name: str, per: Per, call: FoldCall, sink: Sink | None, *, keep: bool = True, calls_max: int
-    ) -> None:
-        super().__init__(name, per, sink, keep=keep)
-        self._call = call
-        self._room = anyio.CapacityLimiter(calls_max)
-        self._levels: list[_Level] = []
-        self._running = 0
-        self._idle = anyio.Event()
-        self._tasks: anyio.abc.TaskGroup | None = None
-
-    def attach(self, tasks: anyio.abc.TaskGroup) -> None:
-        """Give the task group in which fold calls run."""
-        self._tasks = tasks
-
-    async def step_value(self, parts: Sequence[Tree]) -> Tree:
-        """Return the value of one step by itself, None if it made no call."""
-        node = await self._fold([list(parts)])
-        return node[0] if node else None
-
-    async def _take(self, steps: Sequence[Sequence[Tree]]) -> None:
-        for parts in steps:
-            await self._put(0, list(parts))
-
-    async def _put(self, level: int, group: list[Tree]) -> None:
-        """Append a node's group to a level; a full block is folded into a node of the next level."""
-        if level == len(self._levels):
-            self._levels.append(_Level())
-        here = self._levels[level]
-        here.groups.append(group)
-        if len(here.groups) == BLOCK_STEPS:
-            groups, here.groups = here.groups, []
-            place = here.blocks
-            here.blocks += 1
-            await self._fold_later(level, place, groups)
-
-    async def _fold_later(self, level: int, place: int, groups: list[list[Tree]]) -> None:
-        if self._tasks is None:
-            raise RuntimeError("attach() comes before the first step")
-        borrower = object()
-        await self._room.acquire_on_behalf_of(borrower)
-        if self._running == 0:
-            self._idle = anyio.Event()
-        self._running += 1
-
-        async def run() -> None:
-            try:
-                node = await self._fold(groups)
-            finally:
-                self._room.release_on_behalf_of(borrower)
-            self._levels[level].folded[place] = node
-            await self._promote(level)
-            self._running -= 1
-            if self._running == 0:
-                self._idle.set()
-
-        self._tasks.start_soon(run, name=f"fold of {self.name}")
-
-    async def _promote(self, level: int) -> None:
-        """Move folded blocks to the next level, in order."""
-        here = self._levels[level]
-        while here.promoted in here.folded:
-            node = here.folded.pop(here.promoted)
-            here.promoted += 1
-            await self._put(level + 1, node)
-
-    async def _fold(self, groups: list[list[Tree]]) -> list[Tree]:
-        """Return the node of some groups, as a group of one, or of none."""
-        made = [g for g in groups if g]
-        if sum(len(g) for g in made) <= 1:
-            return made[0] if made else []
-        return [await self._call(groups)]
-
-    async def _scope_value(self) -> Tree:
-        while self._running:
-            await self._idle.wait()
-        node: list[Tree] | None = None
-        for level in self._levels:
-            groups = level.groups + ([] if node is None else [node])
-            node = await self._fold(groups) if groups else node
-        self._levels = []
-        return node[0] if node else None
-
-
-class _Level:
-    """One level of the tree of blocks."""
-
-    def __init__(self) -> None:
-        self.groups: list[list[Tree]] = []
-        """Nodes of the block that is not full."""
-        self.blocks = 0
-        """Full blocks so far."""
-        self.promoted = 0
-        """Blocks whose nodes were moved to the next level."""
-        self.folded: dict[int, list[Tree]] = {}
-        """Nodes of folded blocks that wait for an earlier one."""

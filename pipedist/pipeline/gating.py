@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import anyio
 
-from pipedist.feeds import Feed, Offer
+from pipedist.feeds import Feed, Offer, Spans
 from pipedist.plan.model import Rhythm
 from pipedist.program import ReaderConfig, Shards, Tree
 
@@ -66,6 +66,11 @@ class GatedFeed(Feed):
         if total is None or self._steps_max is None:
             return total
         return min(total, self._steps_max)
+
+    async def begin_at(self, step: int) -> None:
+        """Pass over the steps before `step`."""
+        await self._feed.begin_at(step)
+        self._next = step
 
     # -- for who lets steps in -------------------------------------------------------------------
 
@@ -159,6 +164,15 @@ class GatedFeed(Feed):
     def shards(self, lo: int, hi: int, *, local: bool) -> Shards:
         """Return what is sent for calls [lo, hi), with the states that they read."""
         shards = self._feed.shards(lo, hi, local=local)
+        return shards if self._states is None else replace(shards, states=self._states())
+
+    def separable(self, call: int) -> int:
+        """Return how many elements of a call `some` can send without the others."""
+        return self._feed.separable(call)
+
+    def some(self, call: int, elements: Spans, *, local: bool) -> Shards:
+        """Return what is sent for some elements of a call, with the states that it reads."""
+        shards = self._feed.some(call, elements, local=local)
         return shards if self._states is None else replace(shards, states=self._states())
 
     def release(self, before: int) -> None:

@@ -14,14 +14,20 @@ from pipedist.functions import reference
 from pipedist.spec import InitFile, InitFunction, InitLiteral, Spec
 
 
-def digest(spec: Spec) -> str:
-    """Return the digest of everything in a spec that decides its results; `cluster` is no part of it."""
-    meaning = {
+def meaning(spec: Spec) -> dict[str, Any]:
+    """Return everything in a spec that decides its results, as JSON; `cluster` is no part of it."""
+    return {
         "replicas": spec.replicas,
         "seed": spec.seed,
-        "threads": spec.threads_per_replica,
+        "threads_per_replica": spec.threads_per_replica,
         "datasets": {
-            name: [d.kind, _plain(d.config), d.batch, d.drop_remainder, d.epochs, d.shuffle]
+            name: {
+                d.kind: _plain(d.config),
+                "batch": d.batch,
+                "drop_remainder": d.drop_remainder,
+                "epochs": d.epochs,
+                "shuffle": d.shuffle,
+            }
             for name, d in spec.datasets.items()
         },
         "stages": {
@@ -30,7 +36,16 @@ def digest(spec: Spec) -> str:
         },
         "outputs": dict(spec.outputs),
     }
-    return hashlib.sha256(json.dumps(meaning, sort_keys=True).encode()).hexdigest()
+
+
+def digest(spec: Spec) -> str:
+    """Return the digest of what a spec means."""
+    return digest_of(meaning(spec))
+
+
+def digest_of(meant: Mapping[str, Any]) -> str:
+    """Return the digest of `meaning`."""
+    return hashlib.sha256(json.dumps(meant, sort_keys=True).encode()).hexdigest()
 
 
 def _plain(value: Any) -> Any:

@@ -82,7 +82,9 @@ def pass_program(
         if isinstance(stage, RunSpec):
             kwargs = arguments(stage.with_, values)
             of, fn = index[stage.of], plan.functions[name]
-            stages.append(StageProgram(name, fn, of, kwargs, collectives=stage.collectives))
+            stages.append(
+                StageProgram(name, fn, of, kwargs, collectives=stage.collectives, timeout_s=stage.timeout_s)
+            )
     emits = []
     whole = {*pass_.kept, *streamed} & {*pass_.runs}
     for name in pass_.folds:
@@ -176,3 +178,9 @@ def retries_of(plan: Plan, pass_: PassPlan) -> dict[str, int]:
     stages = {name: plan.spec.stages[name] for name in pass_.runs}
     retries = {name: stage.retries for name, stage in stages.items() if isinstance(stage, RunSpec)}
     return {"": max(retries.values(), default=0), **retries}
+
+
+def quarantine_of(plan: Plan, pass_: PassPlan) -> frozenset[str]:
+    """Return the stages whose failures cost the guilty elements, and not the run."""
+    stages = {name: plan.spec.stages[name] for name in pass_.runs}
+    return frozenset(n for n, s in stages.items() if isinstance(s, RunSpec) and s.on_error == "quarantine")

@@ -8,24 +8,28 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
 import anyio
+import anyio.abc
 import anyio.to_thread
 
 from pipedist.coordinator import Arrival, Batch, Chunk, Coordinator, PassHandle, Slots
 from pipedist.errors import CallError, FoldError, OutputError
-from pipedist.feeds import Feed, IndexedFeed, SequentialFeed
 from pipedist.partial_runs import step_partial
-from pipedist.pipeline.folds import CombineFold, Fold, FoldCall, GatherFold, ReduceFold
+from pipedist.pipeline.combining import CombineFold, FoldCall
+from pipedist.pipeline.folds import Fold, GatherFold, ReduceFold
 from pipedist.pipeline.gating import GatedFeed
+from pipedist.pipeline.opening import READING, STATE, feed_of, grows, keeps, sink_of
 from pipedist.pipeline.programs import (
     COMBINED,
     combine_program,
     parts_of,
     pass_program,
+    quarantine_of,
     reduction_of,
     retries_of,
     slot_of,
 )
-from pipedist.pipeline.spool import Spool, SpoolFeed
+from pipedist.pipeline.quarantine import PassQuarantine
+from pipedist.pipeline.spool import Spool
 from pipedist.pipeline.subscription import Part, Step, Subscription
 from pipedist.pipeline.training import Lane, Training
 from pipedist.plan import PassPlan, Plan
@@ -35,7 +39,9 @@ from pipedist.spec import GatherSpec, ReduceSpec, RunSpec
 from pipedist.values import PerReplica, gather
 
 if TYPE_CHECKING:
+    from pipedist.journal.logs import Log
     from pipedist.outputs import RunFolder, Sink
+    from pipedist.pipeline.durable import PassJournal, RunJournal, Taken, Versioned
 
 FOLD_CALLS_MAX = 16
 """Fold calls of one stage that run at one time."""
@@ -57,6 +63,8 @@ class Reading:
         read_later: reduce and gather stages whose values a later phase reads, or an update.
         training: that the pass takes part in; None: it is read by itself.
         steps_max: the reading ends there; None: with its dataset.
+        journal: of the run; None: it has none.
+        durable: what is durable of the pass; None: there is no journal.
     """
 
     def __init__(
@@ -73,6 +81,8 @@ class Reading:
         read_later: frozenset[str],
         training: Training | None,
         steps_max: int | None,
+        journal: RunJournal | None,
+        durable: PassJournal | None,
     ) -> None:
         self._plan = plan
         self._pass = pass_
@@ -83,7 +93,23 @@ class Reading:
         self._unwritten = unwritten
         self._read_later = read_later
         self._replicas = plan.spec.replicas
-        self._feed = _feed_of(plan, pass_, spools)
+        self._feed = feed_of(plan, pass_, spools)
+        self._training = training if pass_.updates else None
+        self._journal = journal
+        self._durable = durable
+        self.steps = 0 if durable is None else durable.steps
+        """Steps [0, steps) are taken."""
+        self.elements = 0 if durable is None else durable.elements
+        """Of these steps."""
+        self._taking = anyio.Lock(fast_acquire=True)
+        """Held while steps are taken."""
+        self._between = False
+        """What was taken is whole: nothing is being taken, and no error left it in the middle of a step."""
+        self._is_complete = False
+        self._took = anyio.Event()
+        """Something was taken since the latest snapshot."""
+        self.evaluated_by: list[Reading] = []
+        """Readings of held-out data: what they have taken is durable before what comes after it is."""
         self._lane: Lane | None = None
         if training is not None:
             self._lane = training.lane(pass_, self._feed)
@@ -93,8 +119,17 @@ class Reading:
         self._spools = {name: spools[name] for name in pass_.kept}
         self._slots = {name: slot_of(name, plan.spec.stages[name]) for name in (*pass_.runs, *pass_.folds)}
         self._folds: dict[str, Fold] = {}
+        self.quarantine = PassQuarantine(
+            pass_.dataset, next(iter(pass_.runs), ""), self._feed, self._replicas
+        )
+        """What it sets aside."""
         self.handle = self._open()
         """The pass at the coordinator; whoever made the reading calls `leave`."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether it has come to its end."""
+        return self._is_complete
 
     @property
     def name(self) -> str:
@@ -103,14 +138,42 @@ class Reading:
 
     def _open(self) -> PassHandle:
         streamed = () if self._subscription is None else self._subscription.stages
-        return self._coordinator.open_pass(
+        quarantine = quarantine_of(self._plan, self._pass)
+        handle = self._coordinator.open_pass(
             pass_program(self._plan, self._pass, self._feed.reader, self._values, streamed),
             name=self._pass.name,
-            settings=PassSettings(self._replicas, gang=self._pass.gang),
+            settings=PassSettings(
+                self._replicas,
+                gang=self._pass.gang,
+                first_step=self.steps,
+                quarantine=bool(quarantine) and quarantine.issuperset(self._pass.runs),
+            ),
             retries=retries_of(self._plan, self._pass),
+            quarantine=quarantine,
+            on_quarantine=self.quarantine.add,
             feed=self._feed,
             on_arrival=_announcer(self._subscription, self._replicas),
         )
+        handle.counts.elements_offered = handle.counts.elements_visible = self.elements
+        handle.counts.steps_visible = self.steps
+        return handle
+
+    async def begin(self) -> None:
+        """Go to the first step that is not done; before any reading of the phase runs.
+
+        Raises:
+            JournalError: what was left is damaged.
+            Exception: whatever reading the data raises.
+        """
+        if self._durable is None:
+            return
+        for name, spool in self._spools.items():
+            spool.restore(self._durable.places(name))
+        if self.steps:
+            self.quarantine.restore(self._durable.part(READING)["quarantine"])
+            await self._feed.begin_at(self.steps)
+            if self._lane is not None:
+                self._lane.restore(self._durable.part(READING)["lane"])
 
     async def run(self) -> None:
         """Read to the end.
@@ -131,16 +194,16 @@ class Reading:
                     sinks[name] = sink
                     stack.callback(sink.abort)  # which does nothing to a finished one
                 self._folds[name] = self._fold(name, sink, stack)
-                if self._lane is not None and name in self._lane.watched:
-                    self._folds[name].watch()
             async with anyio.create_task_group() as tasks:
-                tasks.start_soon(self.handle.run_feed, name=f"feed of {self._pass.name}")
                 for fold in self._folds.values():
                     if isinstance(fold, CombineFold):
                         fold.attach(tasks)
-                async for batch in self.handle.batches():
-                    for first, epoch, steps in self._segments(batch):
-                        await self._take(first, epoch, steps, batch.bytes // len(batch.steps))
+                await self._restore_folds()
+                for name in self._lane.watched if self._lane is not None else ():
+                    self._folds[name].watch()
+                tasks.start_soon(self.handle.run_feed, name=f"feed of {self._pass.name}")
+                await self._read(tasks)
+                self._between = False
                 lane = self._lane
                 epochs = self._plan.epochs(self._pass) if lane is None else lane.epochs
                 for name, fold in self._folds.items():
@@ -161,6 +224,98 @@ class Reading:
                 self._values[name] = fold.result
             elif name not in self._unwritten:
                 self._values[name] = self._folder.final(self._plan.spec.outputs[name])
+        self._between = self._is_complete = True
+
+    async def _read(self, tasks: anyio.abc.TaskGroup) -> None:
+        """Take all steps; commit them again and again, and at the end."""
+        keeping = anyio.CancelScope()
+
+        async def keep_up(journal: RunJournal, durable: PassJournal) -> None:
+            with keeping:
+                await journal.keep_up(lambda: self._next_snapshot(durable))
+
+        self._between = True
+        if self._journal is not None and self._durable is not None:
+            tasks.start_soon(keep_up, self._journal, self._durable, name=f"journal of {self._pass.name}")
+        async for batch in self.handle.batches():
+            async with self._taking:
+                self._between = False
+                for first, epoch, steps in self._segments(batch):
+                    await self._take(first, epoch, steps, batch.bytes // len(batch.steps))
+                self._between = True
+            self._took.set()
+        keeping.cancel()
+
+    # -- what is durable ---------------------------------------------------------------------------
+
+    async def _restore_folds(self) -> None:
+        if self._durable is None or not self.steps:
+            return
+        found = self._durable.part(READING)["folds"]
+        for name, fold in self._folds.items():
+            entries = ((entry.meta, tree) for entry, tree in self._durable.entries(name))
+            await fold.restore(found[name], entries)
+
+    async def _next_snapshot(self, durable: PassJournal) -> Taken:
+        """Return a snapshot as soon as something was taken that whoever streams it has seen."""
+        await self._took.wait()
+        async with self._taking:
+            self._took = anyio.Event()
+            taken = self._snapshot(durable)
+            others = [(held_out, held_out.steps) for held_out in self.evaluated_by]
+            mark = 0 if self._subscription is None else self._subscription.mark
+        if self._subscription is not None:
+            await self._subscription.passed(mark)
+        for held_out, steps in others:
+            if self._journal is not None and held_out._durable is not None:
+                await self._journal.reached(held_out._durable, steps)
+        return taken
+
+    def last_snapshot(self) -> Taken | None:
+        """Return what is not durable of what was taken; None: there is nothing, or it is not whole."""
+        if self._durable is None or not self._between or self.steps == self._durable.steps_committed:
+            return None
+        if not all(held_out._between for held_out in self.evaluated_by):
+            return None
+        if self._subscription is not None and not self._subscription.has_passed(self._subscription.mark):
+            return None
+        return self._snapshot(self._durable)
+
+    def complete_snapshot(self) -> Taken:
+        """Return what the pass has come to at its end."""
+        if self._durable is None or not self._is_complete:
+            raise RuntimeError(f"pass {self._pass.name} is not complete, or has no journal")
+        return self._snapshot(self._durable)
+
+    def _snapshot(self, durable: PassJournal) -> Taken:
+        version = 2 * self.steps + self._is_complete
+        parts: dict[str, Versioned] = {
+            READING: (
+                version,
+                {
+                    "folds": {name: fold.state() for name, fold in self._folds.items()},
+                    "lane": None if self._lane is None else self._lane.state(),
+                    "quarantine": self.quarantine.state(self.steps),
+                },
+            )
+        }
+        if self._training is not None:
+            for name, (number, value) in self._training.states.latest().items():
+                parts[STATE + name] = (number, [value, number])
+        dropped: list[str] = []
+        if self._is_complete:
+            logged = [name for name in self._pass.folds if grows(self._plan, name)]
+            dropped = [name for name in logged if not self._folds[name].kept]
+        return durable.snapshot(
+            self.steps,
+            self.elements,
+            parts,
+            quarantined=self.quarantine.steps(),
+            complete=self._is_complete,
+            dropped=dropped,
+        )
+
+    # ------------------------------------------------------------------------------------------------
 
     @contextmanager
     def _file_of(self, name: str) -> Iterator[None]:
@@ -199,10 +354,10 @@ class Reading:
     async def _take(self, first: int, epoch: int, steps: list[list[Slots]], step_bytes: int) -> None:
         for name, fold in self._folds.items():
             await self._folding(name, fold.add(epoch, parts_of(self._slots[name], steps)))
-        for name, spool in self._spools.items():
-            for step, parts in enumerate(parts_of(self._slots[name], steps), first):
-                elements = self._feed.elements(step, step + 1)
-                spool.append(parts, self._feed.ids(step), elements=elements, epoch=epoch)
+        if self._spools:
+            self._keep(first, epoch, steps)
+        self.elements += self._feed.elements(first, first + len(steps))
+        self.steps = first + len(steps)
         subscription = self._subscription
         if subscription is not None and subscription.kind == "steps":
             for step, slots in enumerate(steps, first):
@@ -212,6 +367,15 @@ class Reading:
             await self._take_turns(self._lane, first + len(steps) - 1, epoch)
         if subscription is not None:
             await subscription.room()
+
+    def _keep(self, first: int, epoch: int, steps: list[list[Slots]]) -> None:
+        """Append to the spools."""
+        places = [self.quarantine.ids(step) for step in range(first, first + len(steps))]
+        for name, spool in self._spools.items():
+            for step, parts in enumerate(parts_of(self._slots[name], steps), first):
+                ids, holes = places[step - first]
+                elements = self._feed.elements(step, step + 1)
+                spool.append(parts, ids, elements=elements, epoch=epoch, holes=holes)
 
     async def _take_turns(self, lane: Lane, last: int, epoch: int) -> None:
         """Say that steps up to `last` are taken; others take their turns meanwhile."""
@@ -236,7 +400,8 @@ class Reading:
         stage = self._plan.spec.stages[name]
         (parts,) = parts_of(self._slots[name], [slots])
         if isinstance(stage, RunSpec):
-            return PerReplica([*parts, *[None] * (self._replicas - len(parts))])
+            made = [each.get(self._slots[name]) for each in slots]
+            return PerReplica([*made, *[None] * (self._replicas - len(made))])
         if isinstance(stage, GatherSpec):
             return gather(PerReplica(parts), stage.gather, len(parts)) if parts else None
         fold = self._folds[name]
@@ -251,16 +416,18 @@ class Reading:
 
     def _fold(self, name: str, sink: Sink | None, stack: ExitStack) -> Fold:
         stage = self._plan.spec.stages[name]
+        keep = keeps(self._plan, self._folder, self._read_later, name)
+        log: Log | None = None
+        if self._durable is not None and grows(self._plan, name):
+            log = self._durable.log(name)
         if isinstance(stage, GatherSpec):
-            keep = sink is None or name in self._read_later
-            return GatherFold(name, stage.per, stage.gather, sink, keep=keep)
+            return GatherFold(name, stage.per, stage.gather, sink, keep=keep, log=log)
         if not isinstance(stage, ReduceSpec):
             raise TypeError(f"stage {name} is neither a reduce nor a gather")
-        keep = sink is None or stage.per == "run"
         if stage.op is not None:
-            return ReduceFold(name, stage.per, reduction_of(stage), sink, keep=keep)
+            return ReduceFold(name, stage.per, reduction_of(stage), sink, keep=keep, log=log)
         call = self._fold_call(name, stack)
-        return CombineFold(name, stage.per, call, sink, keep=keep, calls_max=FOLD_CALLS_MAX)
+        return CombineFold(name, stage.per, call, sink, keep=keep, calls_max=FOLD_CALLS_MAX, log=log)
 
     def _fold_call(self, name: str, stack: ExitStack) -> FoldCall:
         handle = self._coordinator.open_pass(
@@ -280,47 +447,6 @@ class Reading:
             return slots[0][COMBINED]
 
         return call
-
-
-def sink_of(plan: Plan, folder: RunFolder | None, name: str) -> Sink | None:
-    """Return the file of a stage's value, None where it has none."""
-    output = plan.spec.outputs.get(name)
-    if output is None or folder is None:
-        return None
-    from pipedist.outputs import open_sink  # only runs with files need the formats
-
-    stage = plan.spec.stages[name]
-    return open_sink(
-        folder.staged(output),
-        shape="run" if getattr(stage, "per", "run") == "run" else "per",
-        gather=isinstance(stage, GatherSpec),
-        axis=stage.gather if isinstance(stage, GatherSpec) else 0,
-        label=f"outputs.{name} ({output})",
-    )
-
-
-def _feed_of(plan: Plan, pass_: PassPlan, spools: Mapping[str, Spool]) -> Feed:
-    spec = plan.spec
-    dataset = spec.datasets[pass_.dataset]
-    if pass_.root != pass_.dataset:
-        return SpoolFeed(spools[pass_.root], spec.replicas, dataset.batch)
-    source = plan.sources[pass_.dataset]
-    division = plan.division(pass_.dataset)
-    if division is None:
-        return SequentialFeed(
-            source,
-            batch=dataset.batch,
-            replicas=spec.replicas,
-            drop_remainder=dataset.drop_remainder,
-            epochs=plan.epochs(pass_),
-        )
-    return IndexedFeed(
-        source,
-        pass_.dataset,
-        division,
-        epochs=plan.epochs(pass_),
-        shuffle_seed=spec.seed if dataset.shuffle else None,
-    )
 
 
 def _announcer(subscription: Subscription | None, replicas: int) -> Arrival | None:

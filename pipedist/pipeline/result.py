@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -97,6 +97,9 @@ class Result(Mapping[str, Tree]):
         ledger: where every element went.
         timings: seconds, by part of the run.
         notice: what the user should know about the output folder, or "".
+        restored: the document of a run that was finished before, and was not run again.
+        quarantined: of each element that was set aside its id, the stage that can't process it, and why.
+        quarantine_file: where they are listed with what they are, or None.
     """
 
     name: str
@@ -107,7 +110,8 @@ class Result(Mapping[str, Tree]):
     timings: Mapping[str, float]
     notice: str = ""
     restored: Mapping[str, Any] | None = None
-    """The document of a run that was finished before, and was not run again."""
+    quarantined: Sequence[Mapping[str, Any]] = ()
+    quarantine_file: Path | None = None
 
     @property
     def document(self) -> Any:
@@ -127,6 +131,7 @@ class Result(Mapping[str, Tree]):
             files=self.files,
             ledger=self.ledger.to_json(),
             timings={name: round(seconds, 6) for name, seconds in self.timings.items()},
+            quarantined=self.quarantined,
         )
 
     def __getitem__(self, stage: str) -> Tree:

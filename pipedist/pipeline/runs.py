@@ -18,21 +18,27 @@ import anyio.to_thread
 
 from pipedist import messages as msg
 from pipedist.coordinator import LogSink
-from pipedist.errors import LocalProtocolError, OutputError, RunCancelled, UsageError
+from pipedist.errors import JournalError, LocalProtocolError, OutputError, RunCancelled, UsageError
 from pipedist.launchers.server import Spare
 from pipedist.local_cluster import Cluster, LocalCluster, checked_count, usable_cores
 from pipedist.pipeline.execution import Execution
+from pipedist.pipeline.quarantine import FILE as QUARANTINE
 from pipedist.pipeline.result import Ledger, Progress, Result
 from pipedist.pipeline.subscription import Part, Step, Subscription
 from pipedist.plan import Plan, compile_plan
 from pipedist.program import Tree
-from pipedist.spec import Spec, load
+from pipedist.spec import RunSpec, Spec, load
 
 if TYPE_CHECKING:
     from pipedist.outputs import FinishedRun, RunFolder
+    from pipedist.pipeline.durable import RunJournal
 
 SpecLike = str | os.PathLike[str] | Mapping[str, Any] | Spec
 """A path, the same document as a dict, or a spec that was loaded already."""
+
+
+Resume = bool | Literal["reuse"]
+"""Continue the run in the folder; "reuse": as far as nothing has changed."""
 
 
 class Run:
@@ -53,7 +59,7 @@ class Run:
         params: Mapping[str, Tree] | None = None,
         sets: Sequence[str] = (),
         output: str | os.PathLike[str] | None = None,
-        resume: bool = False,
+        resume: Resume = False,
         restart: bool = False,
         on_log: LogSink | None = None,
         spare: Spare | None = None,
@@ -82,6 +88,8 @@ class Run:
         self._result: Result | None = None
         self._execution: Execution | None = None
         self._folder: RunFolder | None = None
+        self._journal: RunJournal | None = None
+        self._journal_notice = ""
         self._earlier: FinishedRun | None = None
         """A run that was finished in the folder before, and is not run again."""
         self._cluster: Cluster | None = None
@@ -129,19 +137,25 @@ class Run:
             return
         from pipedist.outputs import FinishedRun, open_folder  # most embedded runs write no files
         from pipedist.pipeline.identity import digest
+        from pipedist.pipeline.resuming import explain, open_journal
 
         opened = open_folder(
             self._output if self._output is not None else Path("out") / self._spec.name,
             run_id=self.id,
             spec_hash=digest(self._spec),
-            outputs=list(self._spec.outputs.values()),
+            outputs=_files_of(self._spec),
             resume=self._resume,
             restart=self._restart,
+            explain=lambda folder: explain(self.plan, folder),
         )
         if isinstance(opened, FinishedRun):
             self._earlier = opened
-        else:
-            self._folder = self._stack.enter_context(opened)
+            return
+        self._folder = self._stack.enter_context(opened)
+        journal = open_journal(self.plan, opened, self.id, reuse=self._resume == "reuse")
+        self._stack.callback(journal.journal.close)
+        self._journal, self._journal_notice = journal.run, journal.notice
+        self.id = opened.run_id  # a run that is resumed stays the run that it is
 
     async def _open_cluster(self, workers: int) -> None:
         self._cluster = self._given_cluster
@@ -182,7 +196,7 @@ class Run:
     @property
     def notice(self) -> str:
         """What the user should know about the output folder, or ""."""
-        return "" if self._folder is None else self._folder.notice
+        return self._journal_notice or ("" if self._folder is None else self._folder.notice)
 
     def ledger(self) -> Ledger:
         """Return where every element went until now."""
@@ -264,7 +278,7 @@ class Run:
         """
         self._start()
         if self._subscription is not None:
-            self._subscription.leave()
+            self._subscription.release()
         await self._finished.wait()
         if self._error is not None:
             raise self._error
@@ -312,14 +326,16 @@ class Run:
         if self._cluster is None:
             raise UsageError("a run is used inside `async with pipedist.open(...)`")
         folder = self._folder
-        self._execution = Execution(self.plan, self._cluster.coordinator, folder, self._subscription)
+        coordinator = self._cluster.coordinator
+        self._execution = Execution(self.plan, coordinator, folder, self._subscription, self._journal)
         try:
             with self._main_scope:
                 await self._execution.run()
                 self._result = await self._made(self._execution, folder)
         except Exception as error:
             self._end(error)
-            if folder is not None and not isinstance(error, RunCancelled):
+            # a journal that can't be written ends the run, and leaves it to be resumed
+            if folder is not None and not isinstance(error, RunCancelled | JournalError):
                 with contextlib.suppress(OutputError):  # then it counts as unfinished
                     folder.fail()
         else:
@@ -337,6 +353,9 @@ class Run:
         files = {}
         if folder is not None:
             files = {n: folder.final(o) for n, o in self._spec.outputs.items() if n not in failed}
+        quarantine = execution.quarantine()
+        if folder is not None and quarantine:
+            await anyio.to_thread.run_sync(quarantine.write, folder.staged(QUARANTINE))
         result = Result(
             name=self.name,
             run_id=self.id,
@@ -345,12 +364,21 @@ class Run:
             ledger=execution.ledger(),
             timings=timings,
             notice=self.notice,
+            quarantined=[each.entry() for _, each in quarantine],
+            quarantine_file=folder.final(QUARANTINE) if folder is not None and quarantine else None,
         )
         if folder is not None:
             await anyio.to_thread.run_sync(lambda: folder.finish(result.document, failed=bool(failed)))
         if failed:
             raise OutputError("\n".join(map(str, failed.values())), result=result)
         return result
+
+
+def _files_of(spec: Spec) -> list[str]:
+    """Return every file that a run may leave in its folder."""
+    stages = spec.stages.values()
+    sets_aside = any(isinstance(stage, RunSpec) and stage.on_error == "quarantine" for stage in stages)
+    return [*spec.outputs.values(), *([QUARANTINE] if sets_aside else [])]
 
 
 def _restored(spec: Spec, finished: FinishedRun) -> Result:
@@ -364,6 +392,8 @@ def _restored(spec: Spec, finished: FinishedRun) -> Result:
         files=files,
         ledger=Ledger(**document["ledger"]),
         timings=document["timings"],
+        quarantined=document.get("quarantined", []),
+        quarantine_file=finished.files.get(QUARANTINE),
         notice=f"this run was finished before, in {finished.path}",
         restored=document,
     )

@@ -4,67 +4,95 @@ from __future__ import annotations
 
 import os
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate, groupby
 
-from pipedist.errors import FoldError, OutputError
+from pipedist.errors import FoldError, OutputError, PipedistError
 from pipedist.feeds import Feed, Offer
+from pipedist.journal.logs import EMPTY, Entry, Log
 from pipedist.program import ReaderConfig, Shards, Tree
-from pipedist.transport.codec import decode, encode
+from pipedist.transport.codec import decode
 
 
 class Spool:
-    """The committed values of one run stage, step by step, in an unnamed temporary file.
+    """The committed values of one run stage, step by step, in a log.
 
-    The file has no name: whatever kills the process, nothing is left on disk. In memory there
-    are a few numbers a step.
+    In memory there are a few numbers a step.
 
     Args:
         stage: whose values these are, for errors.
+        log: the journal's, which survives the process. None: a temporary file of no name: whatever
+            kills the process, nothing is left on disk.
     """
 
-    def __init__(self, stage: str) -> None:
+    def __init__(self, stage: str, log: Log | None = None) -> None:
         self.stage = stage
-        import tempfile  # few specs keep values
-
-        self._file = tempfile.TemporaryFile(prefix="pipedist-")  # noqa: SIM115 - closed by close()
-        self._starts = array("q", [0])
-        """Where the record of each step begins, and where the last one ends."""
+        self._is_temporary = log is None
+        self._log = log if log is not None else self._temporary()
+        self._starts = array("q")
+        """Where the frames of each step begin."""
         self._frames = array("q", [0])
         """Number of the first frame of each step, in `_sizes`."""
         self._sizes = array("q")
         """Bytes of each frame."""
+        self._holes: dict[int, tuple[int, ...]] = {}
+        """By step, shards without a value."""
         self._parts = array("l")
+        self._bytes = array("q", [0])
+        """Bytes of the frames before each step, and in all."""
         self._elements = array("q", [0])
         """Elements before each step, and in all."""
         self._epochs = array("l")
         self._latest: tuple[int, list[Tree], list[Tree]] = (-1, [], [])
 
+    def _temporary(self) -> Log:
+        import tempfile  # few specs keep values
+
+        with tempfile.TemporaryFile(prefix="pipedist-") as file:
+            return Log(os.dup(file.fileno()), EMPTY, self._unwritable)
+
     def __len__(self) -> int:
         """Return the number of steps."""
         return len(self._parts)
 
-    def append(self, parts: Sequence[Tree], ids: Sequence[Tree], *, elements: int, epoch: int) -> None:
+    def append(
+        self,
+        parts: Sequence[Tree],
+        ids: Sequence[Tree],
+        *,
+        elements: int,
+        epoch: int,
+        holes: Sequence[int] = (),
+    ) -> None:
         """Keep the values of the next step.
 
         Args:
             parts: those of the shards that are not empty, and maybe of empty ones behind them.
             ids: the element ids of the shards that are not empty.
+            holes: those of them that have no value: all of it was set aside.
 
         Raises:
-            OutputError: the disk is full, or fails.
+            OutputError, JournalError: the disk is full, or fails.
         """
-        frames = encode([list(ids), list(parts)])
-        try:
-            for frame in frames:
-                self._file.write(frame)
-        except OSError as error:
-            raise self._unwritable(error) from error
-        sizes = [memoryview(frame).nbytes for frame in frames]
-        self._sizes.extend(sizes)
+        values = list(parts)
+        for hole in holes:
+            values.insert(hole, None)
+        self._index(self._log.append([list(ids), values], [len(ids), elements, epoch, *holes]))
+
+    def restore(self, entries: Iterable[Entry]) -> None:
+        """Take up the steps that the log has already."""
+        for entry in entries:
+            self._index(entry)
+
+    def _index(self, entry: Entry) -> None:
+        parts, elements, epoch, *holes = entry.meta
+        if holes:
+            self._holes[len(self._parts)] = tuple(holes)
+        self._sizes.extend(entry.sizes)
         self._frames.append(len(self._sizes))
-        self._starts.append(self._starts[-1] + sum(sizes))
-        self._parts.append(len(ids))
+        self._starts.append(entry.at)
+        self._bytes.append(self._bytes[-1] + sum(entry.sizes))
+        self._parts.append(parts)
         self._elements.append(self._elements[-1] + elements)
         self._epochs.append(epoch)
 
@@ -72,14 +100,11 @@ class Spool:
         """Take note that there are no more steps: they may be read now.
 
         Raises:
-            OutputError: the disk is full, or fails.
+            OutputError, JournalError: the disk is full, or fails.
         """
-        try:
-            self._file.flush()
-        except OSError as error:
-            raise self._unwritable(error) from error
+        self._log.flush()
 
-    def _unwritable(self, error: OSError) -> OutputError:
+    def _unwritable(self, error: OSError) -> PipedistError:
         import tempfile
 
         return OutputError(
@@ -92,7 +117,7 @@ class Spool:
         if self._latest[0] != step:
             sizes = self._sizes[self._frames[step] : self._frames[step + 1]]
             starts = accumulate(sizes, initial=self._starts[step])
-            fd = self._file.fileno()
+            fd = self._log.fd
             ids, parts = decode([os.pread(fd, n, at) for n, at in zip(sizes, starts, strict=False)])
             self._latest = (step, ids, parts)
         return self._latest[1], self._latest[2]
@@ -101,9 +126,13 @@ class Spool:
         """Return the number of shards of a step that are not empty."""
         return self._parts[step]
 
+    def holes(self, step: int) -> tuple[int, ...]:
+        """Return which of these shards have no value."""
+        return self._holes.get(step, ())
+
     def bytes(self, first: int, last: int) -> int:
         """Return the size of steps [first, last)."""
-        return self._starts[last] - self._starts[first]
+        return self._bytes[last] - self._bytes[first]
 
     def elements(self, first: int, last: int) -> int:
         """Return the number of elements of steps [first, last)."""
@@ -114,9 +143,10 @@ class Spool:
         return self._epochs[step]
 
     def close(self) -> None:
-        """Let the file go."""
+        """Let a temporary file go; the journal closes its own."""
         self._latest = (-1, [], [])
-        self._file.close()
+        if self._is_temporary:
+            self._log.close()
 
 
 class SpoolFeed(Feed):
@@ -129,15 +159,23 @@ class SpoolFeed(Feed):
         self.steps_total: int | None = len(spool)
         self.reader = ReaderConfig(None, batch, -1, False)
 
+    async def begin_at(self, step: int) -> None:
+        """Pass over the steps before `step`."""
+        self._next = step
+
     async def pull(self, count: int) -> list[Offer]:
         """Return the next steps."""
         spool, first = self._spool, self._next
         self._next = min(len(spool), first + count)
         offers = []
-        kinds = groupby(range(first, self._next), key=lambda step: (spool.parts(step), spool.epoch(step)))
-        for (parts, _), same in kinds:
+        kinds = groupby(
+            range(first, self._next),
+            key=lambda step: (spool.parts(step), spool.epoch(step), spool.holes(step)),
+        )
+        for (parts, _, holes), same in kinds:
             last = first + len(list(same))
-            offers.append(Offer(first, last, parts, spool.elements(first, last), spool.bytes(first, last)))
+            elements, size = spool.elements(first, last), spool.bytes(first, last)
+            offers.append(Offer(first, last, parts, elements, size, holes))
             first = last
         return offers
 
@@ -152,6 +190,12 @@ class SpoolFeed(Feed):
         for call in range(lo, hi):
             step, part = divmod(call, self._replicas)
             step_ids, step_values = self._spool.read(step)
+            if part in self._spool.holes(step):
+                raise FoldError(
+                    self._spool.stage,
+                    f"step {step} has no value for replica {part}, whose shard was set aside, to join a "
+                    "collective with: put both stages into one phase",
+                )
             if part >= len(step_values):
                 raise FoldError(
                     self._spool.stage,

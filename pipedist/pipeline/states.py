@@ -20,6 +20,9 @@ from pipedist.program import Program, Tree
 from pipedist.scheduler import PassSettings
 from pipedist.spec import StateRef, UpdateSpec, references
 
+Version = tuple[int, Tree]
+"""A state's version and its value."""
+
 
 class States:
     """The states of one training.
@@ -41,11 +44,12 @@ class States:
         self._reads: dict[str, tuple[str, ...]] = {}
         """The states that an update's call gets."""
 
-    async def begin(self, values: Mapping[str, Tree]) -> None:
-        """Make the first version of every state.
+    async def begin(self, values: Mapping[str, Tree], durable: Mapping[str, Version]) -> None:
+        """Make the first version of every state, or take up the latest durable ones.
 
         Args:
             values: the finished values of earlier phases.
+            durable: by name; empty where the training has not begun.
 
         Raises:
             CallError: a function that makes one failed.
@@ -60,7 +64,8 @@ class States:
             self._spaces[name] = self._coordinator.open_space()
             self._handles[name] = self._open(update_program(self._plan, name, values), name)
         for name in self._names:
-            self._put(name, await self._first(name), 0)
+            version, value = durable[name] if name in durable else (0, await self._first(name))
+            self._put(name, value, version)
 
     def _open(self, program: Program, name: str) -> PassHandle:
         settings = PassSettings(1, ordered=False, fail_fast=False, pulled=False, priority=0, gang=True)
@@ -84,6 +89,10 @@ class States:
     def value(self, name: str) -> Tree:
         """Return the latest value of a state."""
         return self._values[name]
+
+    def latest(self) -> dict[str, Version]:
+        """Return the latest version of every state."""
+        return {name: (self._versions[name], self._values[name]) for name in self._names}
 
     def read(self, names: Sequence[str]) -> dict[str, list[int]]:
         """Return where workers find the latest values of states: name -> [space, version]."""

@@ -92,6 +92,11 @@ class Subscription:
         """What somebody waits for; None while nobody does."""
         self._ended = False
         self._left = False
+        self._released = False
+        self._given = 0
+        """Items that were taken, and asked beyond."""
+        self.mark = 0
+        """Items that were put in so far."""
 
     def put(self, item: Step | Part, size: int) -> None:
         """Add an item; dropped if nobody reads any more.
@@ -101,6 +106,7 @@ class Subscription:
         """
         if self._left:
             return
+        self.mark += 1
         self._items.append((item, size))
         self._bytes += size
         self._wake()
@@ -109,6 +115,23 @@ class Subscription:
         """Return as soon as there is room for an item."""
         while self._items and (len(self._items) >= ITEMS_MAX or self._bytes >= ITEM_BYTES_MAX):
             await self._change()
+
+    def has_passed(self, mark: int) -> bool:
+        """Return whether the subscriber has asked for more than the first `mark` items, or for the results.
+
+        One that has left is not known to have seen what waits here: a run that is resumed streams it.
+        """
+        return self._released or self._given >= mark
+
+    async def passed(self, mark: int) -> None:
+        """Return as soon as `has_passed`."""
+        while not self.has_passed(mark):
+            await self._change()
+
+    def release(self) -> None:
+        """Nobody reads any more, and nobody will when the run is resumed."""
+        self._released = True
+        self.leave()
 
     def leave(self) -> None:
         """Nobody reads any more: the run need not wait."""
@@ -124,6 +147,9 @@ class Subscription:
 
     async def take(self) -> Step | Part | None:
         """Return the next item, None at the end."""
+        self._given = self.mark - len(self._items)
+        if not self._items:
+            self._wake()
         while not self._items:
             if self._ended:
                 return None

@@ -60,6 +60,14 @@ class Lane(ABC):
         """
 
     @abstractmethod
+    def state(self) -> Tree:
+        """Return where the reading is, between two steps."""
+
+    @abstractmethod
+    def restore(self, state: Tree) -> None:
+        """Go on where a lane of the same pass was when it gave its state."""
+
+    @abstractmethod
     async def finished(self, fresh: Fresh) -> None:
         """Take note that there are no more steps, and these are the last values."""
 
@@ -184,6 +192,10 @@ class FeedingLane(Lane):
         self._epochs = epochs_max
         self._evaluated = 0
         """Epochs before this one have been evaluated."""
+        self._let = (0, 0)
+        """The step and the epoch up to which steps are let in, as the rhythm is."""
+        self._over = False
+        """An `until` holds."""
 
     @property
     def epochs(self) -> int:
@@ -196,12 +208,34 @@ class FeedingLane(Lane):
         if ends:
             over = await self._updated(fresh, "epoch") or over
         if over:
-            self._epochs = epoch + 1
-            self.feed.end()
+            self._end(epoch + 1)
             return
         if ends and epoch + 1 < self._epochs and await self.feed.next_epoch() is not None:
             await self._evaluate_before(epoch + 1)
-        self.feed.let(step=step + 1, epoch=epoch + 1 if ends else epoch)
+        self._let = (step + 1, epoch + 1 if ends else epoch)
+        self.feed.let(step=self._let[0], epoch=self._let[1])
+
+    def _end(self, epochs: int) -> None:
+        self._epochs, self._over = epochs, True
+        self.feed.end()
+
+    def state(self) -> Tree:
+        """As `Lane`."""
+        return {
+            "epochs": self._epochs,
+            "evaluated": self._evaluated,
+            "let": list(self._let),
+            "over": self._over,
+        }
+
+    def restore(self, state: Tree) -> None:
+        """As `Lane`."""
+        self._evaluated = state["evaluated"]
+        if state["over"]:
+            self._end(state["epochs"])
+        else:
+            self._let = (state["let"][0], state["let"][1])
+            self.feed.let(step=self._let[0], epoch=self._let[1])
 
     async def _updated(self, fresh: Fresh, per: str) -> bool:
         """Apply the updates of some steps or epochs, one after the other; return whether an `until` holds."""
@@ -241,6 +275,14 @@ class HeldOutLane(Lane):
     def epochs(self) -> int:
         """How many epochs there were, when no more steps come."""
         return self._epochs
+
+    def state(self) -> Tree:
+        """As `Lane`."""
+        return {"epochs": self._epochs}
+
+    def restore(self, state: Tree) -> None:
+        """As `Lane`; its epoch is let in by the feeding reading, which comes to it again."""
+        self._epochs = state["epochs"]
 
     async def begin(self, epoch: int) -> None:
         """Let in the steps of an epoch."""

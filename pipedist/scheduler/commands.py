@@ -42,7 +42,12 @@ class SendUnbind:
 
 @record
 class SendAssign:
-    """Send calls [lo, hi) with their shards."""
+    """Send calls [lo, hi) with their shards.
+
+    Args:
+        elements: of a single call, which of its elements are sent: ranges [a, b) of their positions in
+            its shard; empty: all of them.
+    """
 
     worker: str
     lease: int
@@ -50,6 +55,7 @@ class SendAssign:
     lo: int
     hi: int
     attempt: int
+    elements: tuple[tuple[int, int], ...] = ()
 
 
 class GangPart(NamedTuple):
@@ -116,6 +122,48 @@ class AcceptResults:
     lo: int
     hi: int
     worker: str
+
+
+@record
+class SizeCall:
+    """Say how many elements of a call can be tried apart (CallSized): it failed, and is to be bisected."""
+
+    pass_id: int
+    call: int
+
+
+@record
+class Cause:
+    """Why a call failed, or one of its elements did.
+
+    Args:
+        stage: in which stage; "" where nobody knows.
+        text: what was raised, or how the worker died, for people.
+    """
+
+    stage: str
+    text: str
+
+
+UNKNOWN = Cause("", "")
+
+
+@record
+class CallsQuarantined:
+    """Elements of calls [lo, hi), one or a gang's, are set aside.
+
+    Args:
+        guilty: position in the call's shard and cause of each element that fails alone.
+        whole: why all elements of the calls are set aside, though none is found guilty; None: the guilty.
+        remains: the result of the other elements counts, and follows; otherwise the calls have none.
+    """
+
+    pass_id: int
+    lo: int
+    hi: int
+    guilty: tuple[tuple[int, Cause], ...]
+    whole: Cause | None = None
+    remains: bool = False
 
 
 @record
@@ -201,6 +249,8 @@ Command = (
     | AcceptResults
     | StashResults
     | GangEnded
+    | SizeCall
+    | CallsQuarantined
     | DropResults
     | RequestSteps
     | StepsReady

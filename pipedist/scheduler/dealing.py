@@ -42,7 +42,7 @@ class Dealing:
                     return
             elif members.idle:
                 self._issue(next(iter(members.idle.values())), pass_)
-            elif members.thirsty and pass_.is_short(self._limits):
+            elif members.thirsty and pass_.is_short(self._limits) and not pass_.suspects.waiting:
                 self._issue(next(iter(members.thirsty.values())), pass_)
             else:
                 return
@@ -60,13 +60,27 @@ class Dealing:
         return waiting[next((i for i in ids if i > self._turn), ids[0])]
 
     def _issue(self, worker: Worker, pass_: Pass) -> None:
+        if pass_.suspects.waiting:
+            self._issue_probe(worker, pass_)
+            return
         todo = pass_.todo.take(pass_.bundle_calls(self._limits, self._members.ready))
         lo, hi, attempt = todo
         self._bind(worker, pass_)
         expected_s = (pass_.call_s or 0.0) * (hi - lo)
         lease = self._members.grant(worker, pass_.id, lo, hi, attempt, expected_s)
         pass_.leased += hi - lo
-        self._out.append(cmd.SendAssign(worker.name, lease.id, pass_.id, lo, hi, attempt))
+        elements = pass_.suspects.elements_of(lo) if attempt else ()
+        self._out.append(cmd.SendAssign(worker.name, lease.id, pass_.id, lo, hi, attempt, elements))
+
+    def _issue_probe(self, worker: Worker, pass_: Pass) -> None:
+        probe = pass_.suspects.waiting.pop(0)
+        lo, hi = probe.call, probe.call + 1
+        self._bind(worker, pass_)
+        lease = self._members.grant(worker, pass_.id, lo, hi, probe.tried, 0.0)
+        lease.probe = probe
+        pass_.leased += 1
+        command = cmd.SendAssign(worker.name, lease.id, pass_.id, lo, hi, probe.tried, (probe.span,))
+        self._out.append(command)
 
     def _issue_gang(self, pass_: Pass) -> bool:
         """Issue the next step of a gang pass; return False where too few workers have room."""

@@ -42,6 +42,10 @@ class WorkerLost:
         cause: for people: "signal 9 (SIGKILL)".
         graceful: it said Goodbye: no call is blamed for it.
         running: (lease, call) that it was executing; None where nobody knows.
+        stage: in which stage that call was; "" where nobody knows.
+        timed_out: it was ended because the call took too long: that counts as if the call had raised.
+        retries: how often a call that took too long in this stage is tried again.
+        quarantine: after that, or after too many deaths, its guilty elements are set aside.
     """
 
     worker: str
@@ -49,6 +53,10 @@ class WorkerLost:
     cause: str
     graceful: bool = False
     running: tuple[int, int] | None = None
+    stage: str = ""
+    timed_out: bool = False
+    retries: int = 0
+    quarantine: bool = False
 
 
 @record
@@ -66,6 +74,7 @@ class StepsOffered:
     Args:
         parts: calls of each of them: replicas 0..parts-1.
         bytes: input bytes that the scheduler's process holds for all of them.
+        holes: of these calls, in each step, the replicas that make none; never of a gang.
     """
 
     pass_id: int
@@ -73,6 +82,7 @@ class StepsOffered:
     last: int
     parts: int
     bytes: int = 0
+    holes: tuple[int, ...] = ()
 
 
 @record
@@ -135,6 +145,9 @@ class CallFailed:
         retries: how often a call that raised in this stage is tried again; 0 where another attempt
             can't help.
         aborted: of a gang's call: it did nothing wrong, but waited for a replica that had ended.
+        quarantine: after the last retry its guilty elements are set aside; otherwise it fails.
+        stage: that raised.
+        text: what it raised, for people.
     """
 
     worker: str
@@ -143,6 +156,22 @@ class CallFailed:
     call: int
     retries: int = 0
     aborted: bool = False
+    quarantine: bool = False
+    stage: str = ""
+    text: str = ""
+
+
+@record
+class CallSized:
+    """The answer to SizeCall: how many elements of a call can be tried apart.
+
+    Args:
+        elements: 0 where it has none, or they can't be told apart.
+    """
+
+    pass_id: int
+    call: int
+    elements: int
 
 
 @record
@@ -187,6 +216,7 @@ Event = (
     | PassClosed
     | CallsDone
     | CallFailed
+    | CallSized
     | LeaseNotSent
     | GangStalled
     | Tick

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 from pipedist.records import record
-from pipedist.scheduler.commands import GangPart
+from pipedist.scheduler.commands import UNKNOWN, Cause, GangPart
 from pipedist.scheduler.membership import Lease, Membership, Worker
 from pipedist.scheduler.ranges import Todo
 from pipedist.scheduler.states import GangState, next_gang_state
@@ -38,6 +38,9 @@ class Raised:
     retries: int = 0
     aborted: bool = False
     """It did nothing wrong: it waited for a replica that had ended."""
+    quarantine: bool = False
+    """After the last retry elements are set aside; otherwise the call fails."""
+    cause: Cause = UNKNOWN
 
 
 @dataclass(slots=True, eq=False)

@@ -1,16 +1,20 @@
-"""What holds of the scheduler's whole state between two events; checked in tests, not in production."""
+"""What holds of the scheduler's whole state between two events; checked in tests, not in production.
+
+Simulations look after every event: so nothing is put into words, or looked at twice, where all holds.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
-from itertools import pairwise
+from collections.abc import Mapping, Sequence
 
 from pipedist.errors import LocalProtocolError
 from pipedist.scheduler.gangs import Group
 from pipedist.scheduler.membership import Lease, Membership
 from pipedist.scheduler.passes import Pass
+from pipedist.scheduler.ranges import Todo
 from pipedist.scheduler.states import GangState, PassState, WorkerState
+from pipedist.scheduler.suspects import Probe
 
 
 def check(passes: Mapping[int, Pass], members: Membership, waiting: Mapping[int, Pass]) -> None:
@@ -22,97 +26,137 @@ def check(passes: Mapping[int, Pass], members: Membership, waiting: Mapping[int,
     _check_workers(members)
     held: dict[int, list[Lease]] = {id_: [] for id_ in passes}
     for lease in members.leases.values():
-        _hold(lease.lo <= lease.next < lease.hi, f"lease {lease.id} is over but still held")
-        _hold(lease.pass_id in passes, f"lease {lease.id} is of a closed pass")
-        _hold(
-            lease.id in members.workers[lease.worker].leases,
-            f"lease {lease.id} is not known to its worker {lease.worker}",
-        )
+        if not lease.lo <= lease.next < lease.hi:
+            raise LocalProtocolError(f"lease {lease.id} is over but still held")
+        if lease.pass_id not in passes:
+            raise LocalProtocolError(f"lease {lease.id} is of a closed pass")
+        if lease.id not in members.workers[lease.worker].leases:
+            raise LocalProtocolError(f"lease {lease.id} is not known to its worker {lease.worker}")
         held[lease.pass_id].append(lease)
-    for pass_ in passes.values():
-        _check_calls(pass_, held[pass_.id])
-        _check_gangs(pass_, held[pass_.id])
+    for id_, pass_ in passes.items():
+        _check_calls(pass_, held[id_])
+        if pass_.settings.gang:
+            _check_gangs(pass_, held[id_])
+        elif pass_.gangs or any(lease.gang is not None for lease in held[id_]):
+            raise LocalProtocolError(f"pass {id_} has gangs, but is no gang pass")
         _check_counts(pass_)
-        _hold(not pass_.deals or waiting.get(pass_.id) is pass_, f"pass {pass_.id} waits, but is not dealt")
+        if pass_.deals and waiting.get(id_) is not pass_:
+            raise LocalProtocolError(f"pass {id_} waits, but is not dealt")
 
 
 def _check_workers(members: Membership) -> None:
     ready = 0
+    leases, idle, thirsty, supervised = members.leases, members.idle, members.thirsty, members.supervised
     for name, worker in members.workers.items():
-        ready += worker.state is WorkerState.READY
-        _hold(
-            worker.state is WorkerState.READY or not (worker.leases or worker.bound or worker.unsure),
-            f"worker {name} holds leases or passes while {worker.state.value}",
-        )
-        for lease_id in worker.leases:
-            _hold(lease_id in members.leases, f"worker {name} holds unknown lease {lease_id}")
-            _hold(
-                members.leases[lease_id].pass_id in worker.bound,
-                f"lease {lease_id} is of a pass that worker {name} was not told of",
+        held = worker.leases
+        is_ready = worker.state is WorkerState.READY
+        ready += is_ready
+        if not is_ready and (held or worker.bound or worker.unsure):
+            raise LocalProtocolError(f"worker {name} holds leases or passes while {worker.state.value}")
+        for place, lease_id in enumerate(held):
+            lease = leases.get(lease_id)
+            if lease is None:
+                raise LocalProtocolError(f"worker {name} holds unknown lease {lease_id}")
+            if lease.pass_id not in worker.bound:
+                raise LocalProtocolError(f"lease {lease_id} is of a pass that worker {name} was not told of")
+            if place and lease.next != lease.lo:
+                raise LocalProtocolError(f"worker {name} reported calls of a lease that is not its first")
+        if (name in idle) != (is_ready and not held):
+            raise LocalProtocolError(
+                f"worker {name} has {len(held)} leases and is {worker.state.value}: idle or not?"
             )
-        _hold(
-            all(members.leases[i].next == members.leases[i].lo for i in worker.leases[1:]),
-            f"worker {name} reported calls of a lease that is not its first",
-        )
-        _hold(
-            (name in members.idle) == (worker.state is WorkerState.READY and not worker.leases),
-            f"worker {name} has {len(worker.leases)} leases and is {worker.state.value}: idle or not?",
-        )
-        _hold(
-            name not in members.thirsty or len(worker.leases) == 1,
-            f"worker {name} has {len(worker.leases)} leases and wants one in advance",
-        )
-        _hold(
-            (name in members.supervised) == (worker.state is WorkerState.READY and worker.supervised),
-            f"worker {name} is {worker.state.value}: supervised or not?",
-        )
-    _hold(ready == members.ready, f"{members.ready} workers are counted as ready, {ready} are")
-    heard = [w.heard_at for w in members.supervised.values()]
-    _hold(heard == sorted(heard), "the supervised worker unheard longest is not the first")
+        if len(held) != 1 and name in thirsty:
+            raise LocalProtocolError(f"worker {name} has {len(held)} leases and wants one in advance")
+        if (name in supervised) != (is_ready and worker.supervised):
+            raise LocalProtocolError(f"worker {name} is {worker.state.value}: supervised or not?")
+    if ready != members.ready:
+        raise LocalProtocolError(f"{members.ready} workers are counted as ready, {ready} are")
+    if supervised:
+        heard = [w.heard_at for w in supervised.values()]
+        if heard != sorted(heard):
+            raise LocalProtocolError("the supervised worker unheard longest is not the first")
 
 
 def _check_calls(pass_: Pass, held: list[Lease]) -> None:
     """Check that every call is in exactly one place, and that attempts are counted right."""
     replicas = pass_.settings.replicas
-    waiting = [(t.lo, t.hi, t.attempt) for t in pass_.todo]
-    leased = [(x.next, x.hi, x.attempt) for x in held if x.gang is None]
-    leased += [(gang.lo, gang.hi, gang.attempt) for gang in pass_.gangs.values()]
-    spans = sorted([(lo, hi) for lo, hi, _ in waiting + leased] + list(pass_.done))
-    _hold(
-        pass_.leased == sum(x.hi - x.next for x in held),
-        f"pass {pass_.id} counts {pass_.leased} leased calls",
-    )
-    _hold(
-        pass_.todo.calls == sum(x[1] - x[0] for x in waiting),
-        f"pass {pass_.id} counts {pass_.todo.calls} waiting calls",
-    )
-    _hold(
-        all(a[1] <= b[0] for a, b in pairwise(spans)),
-        f"pass {pass_.id}: a call is in two places: {spans}",
-    )
-    _hold(
-        not spans or (spans[0][0] >= 0 and spans[-1][1] <= pass_.offered * replicas),
-        f"pass {pass_.id}: a call that was not offered: {spans}",
-    )
+    waiting = list(pass_.todo)
+    if pass_.settings.gang:
+        leased = [(gang.lo, gang.hi, gang.attempt) for gang in pass_.gangs.values()]
+    else:
+        leased = [(x.next, x.hi, x.attempt) for x in held if x.probe is None]
+    spans = [x[:2] for x in waiting]
+    spans += [x[:2] for x in leased]
+    spans += pass_.done
+    if pass_.resting or pass_.suspects.calls or pass_.suspects.cleared:
+        spans += _apart(pass_, held)
+    spans.sort()
+    if pass_.leased != sum([x.hi - x.next for x in held]):
+        raise LocalProtocolError(f"pass {pass_.id} counts {pass_.leased} leased calls")
+    if pass_.todo.calls != sum([hi - lo for lo, hi, _ in waiting]):
+        raise LocalProtocolError(f"pass {pass_.id} counts {pass_.todo.calls} waiting calls")
+    at = 0
+    for lo, hi in spans:
+        if lo < at:
+            raise LocalProtocolError(f"pass {pass_.id}: a call is in two places, or below 0: {spans}")
+        at = hi
+    if at > pass_.offered * replicas:
+        raise LocalProtocolError(f"pass {pass_.id}: a call that was not offered: {spans}")
     if pass_.settings.ordered and pass_.state is not PassState.FAILED:
         end = pass_.offered if pass_.last_step is None else pass_.last_step + 1
-        lo, hi = pass_.visible * replicas, end * replicas
-        total = sum(max(0, min(b, hi) - max(a, lo)) for a, b in spans)
-        _hold(total == hi - lo, f"pass {pass_.id}: {hi - lo} calls are open, {total} are accounted for")
+        first, last = pass_.visible * replicas, end * replicas
+        total = sum([hi - lo for lo, hi in spans if first <= lo and hi <= last])
+        total += sum([max(0, min(hi, last) - max(lo, first)) for lo, hi in spans if lo < first or hi > last])
+        if total != last - first:
+            raise LocalProtocolError(
+                f"pass {pass_.id}: {last - first} calls are open, {total} are accounted for"
+            )
     if pass_.last_step is not None:
         limit = (pass_.last_step + 1) * replicas
-        _hold(all(hi <= limit for _, hi, _ in waiting), f"pass {pass_.id}: a call waits that is of no use")
-    if pass_.state is PassState.FAILED:
-        _hold(not (waiting or leased), f"pass {pass_.id} has failed, but calls wait or run")
-    tried = {call: t.raised + t.deaths for call, t in pass_.trouble.items()}
-    if pass_.settings.gang:  # the first call of a step stands for all of it
+        if any(hi > limit for _, hi, _ in waiting):
+            raise LocalProtocolError(f"pass {pass_.id}: a call waits that is of no use")
+    if pass_.state is PassState.FAILED and (waiting or leased):
+        raise LocalProtocolError(f"pass {pass_.id} has failed, but calls wait or run")
+    if pass_.trouble or any(x[2] for x in waiting) or any(x[2] for x in leased):
+        _check_attempts(pass_, [*waiting, *leased])
+
+
+def _apart(pass_: Pass, held: list[Lease]) -> list[tuple[int, int]]:
+    """Check the calls that rest or are suspect, and return them."""
+    suspects = pass_.suspects
+    resting = [x for x in pass_.resting if isinstance(x, Todo)]
+    if pass_.trouble or resting:
+        _check_attempts(pass_, resting)
+    probes = [*suspects.waiting, *(x for x in pass_.resting if isinstance(x, Probe))]
+    probes += [x.probe for x in held if x.probe is not None]
+    tried = sorted([(probe.call, probe.span) for probe in probes])
+    due = [(c, s) for c, x in suspects.calls.items() if x.bisection is not None for s in x.bisection.trying]
+    if tried != sorted(due):
+        raise LocalProtocolError(f"pass {pass_.id}: probes {sorted(due)} are due, {tried} wait or run")
+    if suspects.calls.keys() & suspects.cleared.keys():
+        raise LocalProtocolError(f"pass {pass_.id}: a call is suspect and cleared")
+    if any(x.bisection is None or not x.bisection.innocent for x in suspects.cleared.values()):
+        raise LocalProtocolError(f"pass {pass_.id}: a call is cleared, but nothing of it is left")
+    if pass_.last_step is not None:
+        end = (pass_.last_step + 1) * pass_.settings.replicas
+        of_no_use = [c for c in (*suspects.calls, *suspects.cleared, *(x.lo for x in resting)) if c >= end]
+        if of_no_use:
+            raise LocalProtocolError(f"pass {pass_.id}: calls {of_no_use} are of no use, but are kept")
+    return [*(x[:2] for x in resting), *((c, c + 1) for c in suspects.calls)]
+
+
+def _check_attempts(pass_: Pass, open_: Sequence[tuple[int, int, int]]) -> None:
+    """Check that calls that are not over, as (lo, hi, attempt), were tried as often as their history says."""
+    tried = {call: t.tried for call, t in pass_.trouble.items()}
+    if tried and pass_.settings.gang:  # the first call of a step stands for all of it
+        replicas = pass_.settings.replicas
         tried = {first + r: n for first, n in tried.items() for r in range(replicas)}
-    for lo, hi, attempt in waiting + leased:
+    for lo, hi, attempt in open_:
         calls = [c for c in tried if lo <= c < hi] if len(tried) < hi - lo else range(lo, hi)
-        _hold(
-            all(tried.get(c, 0) == attempt for c in calls) and (attempt == 0 or len(calls) == hi - lo),
-            f"pass {pass_.id}: calls [{lo}, {hi}) are at attempt {attempt}, tried {tried}",
-        )
+        if any(tried.get(c, 0) != attempt for c in calls) or (attempt > 0 and len(calls) != hi - lo):
+            raise LocalProtocolError(
+                f"pass {pass_.id}: calls [{lo}, {hi}) are at attempt {attempt}, tried {tried}"
+            )
 
 
 def _check_gangs(pass_: Pass, held: list[Lease]) -> None:
@@ -121,62 +165,41 @@ def _check_gangs(pass_: Pass, held: list[Lease]) -> None:
     counted: Counter[Group] = Counter()
     for serial, gang in pass_.gangs.items():
         counted[gang.group] += 1
-        own = [x for x in held if x.gang is gang]
-        _hold(
-            gang.serial == serial and gang.state in (GangState.RUNNING, GangState.ENDING),
-            f"gang {serial} is {gang.state.value}, but not over",
-        )
-        _hold(
-            gang.hi - gang.lo == replicas and gang.lo % replicas == 0,
-            f"gang {serial} has the calls [{gang.lo}, {gang.hi}), which are no step",
-        )
-        _hold(
-            0 < gang.due == sum(x.hi - x.next for x in own),
-            f"gang {serial} waits for {gang.due} calls, but not all of them are under a lease",
-        )
-        _hold(
-            (gang.state is GangState.ENDING) == bool(gang.raised),
-            f"gang {serial} is {gang.state.value}, {len(gang.raised)} calls raised",
-        )
+        if gang.serial != serial or gang.state not in (GangState.RUNNING, GangState.ENDING):
+            raise LocalProtocolError(f"gang {serial} is {gang.state.value}, but not over")
+        if gang.hi - gang.lo != replicas or gang.lo % replicas:
+            raise LocalProtocolError(f"gang {serial} has the calls [{gang.lo}, {gang.hi}), which are no step")
+        if not 0 < gang.due == sum([x.hi - x.next for x in held if x.gang is gang]):
+            raise LocalProtocolError(
+                f"gang {serial} waits for {gang.due} calls, but not all of them are under a lease"
+            )
+        if (gang.state is GangState.ENDING) != bool(gang.raised):
+            raise LocalProtocolError(f"gang {serial} is {gang.state.value}, {len(gang.raised)} calls raised")
     for lease in held:
-        _hold(
-            (lease.gang is not None) == pass_.settings.gang,
-            f"lease {lease.id} is of a gang, or of a gang pass, but not of both",
-        )
-        _hold(
-            lease.gang is None or lease.gang.serial in pass_.gangs,
-            f"lease {lease.id} is of a gang that is over",
-        )
-    _hold(
-        set(counted) == set(pass_.groups) and all(group.gangs == n for group, n in counted.items()),
-        f"pass {pass_.id}: its groups count other gangs than there are",
-    )
+        if lease.gang is None:
+            raise LocalProtocolError(f"lease {lease.id} is of a gang pass, but of no gang")
+        if lease.gang.serial not in pass_.gangs:
+            raise LocalProtocolError(f"lease {lease.id} is of a gang that is over")
+    if set(counted) != set(pass_.groups) or any(group.gangs != n for group, n in counted.items()):
+        raise LocalProtocolError(f"pass {pass_.id}: its groups count other gangs than there are")
 
 
 def _check_counts(pass_: Pass) -> None:
-    _hold(
-        pass_.visible <= pass_.offered <= pass_.requested or not pass_.settings.pulled,
-        f"pass {pass_.id}: visible {pass_.visible}, offered {pass_.offered}, requested {pass_.requested}",
-    )
-    _hold(
-        not pass_.settings.ordered or pass_.consumed <= pass_.visible,
-        f"pass {pass_.id}: {pass_.consumed} steps are consumed, {pass_.visible} were visible",
-    )
-    _hold(
-        pass_.input_bytes >= 0 and pass_.result_bytes >= 0,
-        f"pass {pass_.id}: {pass_.input_bytes} input bytes, {pass_.result_bytes} result bytes",
-    )
-    _hold(
-        (pass_.last_step is not None) == (pass_.state in (PassState.FAILING, PassState.FAILED)),
-        f"pass {pass_.id} is {pass_.state.value}, its last step {pass_.last_step}",
-    )
-    _hold(
-        not pass_.held or pass_.leased > 0 or pass_.told_quiet,
-        f"pass {pass_.id} is held and nothing of it runs, but that was not told",
-    )
-    _hold(not pass_.told_quiet or pass_.leased == 0, f"pass {pass_.id} was told to be quiet, but runs")
-
-
-def _hold(holds: bool, story: str) -> None:
-    if not holds:
-        raise LocalProtocolError(story)
+    if pass_.settings.pulled and not pass_.visible <= pass_.offered <= pass_.requested:
+        raise LocalProtocolError(
+            f"pass {pass_.id}: visible {pass_.visible}, offered {pass_.offered}, requested {pass_.requested}"
+        )
+    if pass_.settings.ordered and pass_.consumed > pass_.visible:
+        raise LocalProtocolError(
+            f"pass {pass_.id}: {pass_.consumed} steps are consumed, {pass_.visible} were visible"
+        )
+    if pass_.input_bytes < 0 or pass_.result_bytes < 0:
+        raise LocalProtocolError(
+            f"pass {pass_.id}: {pass_.input_bytes} input bytes, {pass_.result_bytes} result bytes"
+        )
+    if (pass_.last_step is not None) != (pass_.state in (PassState.FAILING, PassState.FAILED)):
+        raise LocalProtocolError(f"pass {pass_.id} is {pass_.state.value}, its last step {pass_.last_step}")
+    if pass_.held and not pass_.leased and not pass_.told_quiet:
+        raise LocalProtocolError(f"pass {pass_.id} is held and nothing of it runs, but that was not told")
+    if pass_.told_quiet and pass_.leased:
+        raise LocalProtocolError(f"pass {pass_.id} was told to be quiet, but runs")

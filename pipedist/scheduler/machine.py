@@ -4,8 +4,8 @@ Rules
 -----
 * No I/O, no clock, no randomness: `handle(event, now)` returns commands. The same machine
   runs in production, in playbook tests and in simulations.
-* The unit is a range of calls. A single call has state only if it failed (`Trouble`) or
-  failed for good (`Failure`).
+* The unit is a range of calls. A single call has state only if it failed (`Trouble`), failed for
+  good (`Failure`), or is searched for guilty elements (`Suspect`).
 * A result counts only while its lease is held by the incarnation that sent it. A lease ends
   when its last call came back, when its worker is lost, or when its pass is closed or fails;
   what comes later is dropped (`DropResults`), so no call is committed twice.
@@ -26,7 +26,9 @@ that have room: one lease runs, and where leases are short a second one waits at
 worker, so that it never idles between them. The size of a lease follows the measured time of
 the calls. A worker executes a lease in order and reports ranges, so what has not come back is
 known to be [lease.next, lease.hi). When a worker is lost, the call that it was running is
-charged with the death; the others just wait again. Since reports come in order, one that
+charged with the death; the others just wait again. A call that raised may rest before it is tried
+again: `deadline` says until when. Of a call that failed for good, `separation` may have subsets of
+its elements tried, so that only the guilty ones are lost. Since reports come in order, one that
 leaves a gap means that another was lost: the worker is expelled, or the gap would wait for ever.
 
 A gang needs several idle workers. While a gang pass has its turn and too few are idle, nothing
@@ -46,7 +48,7 @@ from pipedist.scheduler import commands as cmd
 from pipedist.scheduler import events as ev
 from pipedist.scheduler.dealing import Dealing
 from pipedist.scheduler.membership import Lease, Membership, Worker
-from pipedist.scheduler.outcomes import Outcomes
+from pipedist.scheduler.outcomes import Death, Outcomes
 from pipedist.scheduler.passes import Pass
 from pipedist.scheduler.settings import Limits
 from pipedist.scheduler.states import WorkerState
@@ -67,6 +69,8 @@ class Scheduler:
         """Those whose steps are asked for."""
         self._waiting: dict[int, Pass] = {}
         """Those that have calls waiting; others may be among them."""
+        self._rousing: dict[int, Pass] = {}
+        """Those that have calls resting; others may be among them."""
         self._fruitless = 0
         """Workers that died in a row without joining."""
         self._out: list[cmd.Command] = []
@@ -89,7 +93,11 @@ class Scheduler:
         handler = _HANDLERS.get(type(event))
         if handler is None:
             raise LocalProtocolError(f"the scheduler knows no event {event!r}")
+        self._outcomes.now = now
         handler(self, event)
+        if self._rousing:
+            for pass_ in list(self._rousing.values()):
+                pass_.rouse(now)
         if self._waiting:
             self._dealing.deal()
         if self._pulled:
@@ -100,9 +108,12 @@ class Scheduler:
 
     def deadline(self) -> float | None:
         """Return when to send a Tick if nothing else happens, or None."""
-        for worker in self._members.supervised.values():
-            return self._unheard_at(worker)
-        return None
+        first = next(iter(self._members.supervised.values()), None)
+        unheard_at = None if first is None else self._unheard_at(first)
+        if not self._rousing:
+            return unheard_at
+        due = [pass_.resting.due for pass_ in self._rousing.values()]
+        return min((at for at in (unheard_at, *due) if at is not None), default=None)
 
     def pass_of(self, worker: str, lease: int) -> int | None:
         """Return the pass of a lease that a worker holds, None if it holds no such lease."""
@@ -165,7 +176,10 @@ class Scheduler:
                     )
                 )
                 return
-        self._lose(worker, event.cause, graceful=event.graceful, replace=True, running=event.running)
+        death = Death(event.cause, event.stage, event.timed_out, event.retries, event.quarantine)
+        self._lose(
+            worker, event.cause, graceful=event.graceful, replace=True, running=event.running, death=death
+        )
 
     def _on_tick(self, _event: ev.Tick) -> None:
         unheard = takewhile(lambda w: self._unheard_at(w) <= self._now, self._members.supervised.values())
@@ -182,13 +196,15 @@ class Scheduler:
         graceful: bool,
         replace: bool,
         running: tuple[int, int] | None = None,
+        death: Death | None = None,
     ) -> None:
+        death = death or Death(cause)
         known = not graceful and not worker.unsure
         for place, lease in enumerate(self._members.dismiss(worker)):
             blamed = lease.next if known and place == 0 else None
             if running is not None and not graceful:  # finished calls before it may not have been reported
                 blamed = running[1] if running[0] == lease.id else None
-            self._outcomes.lost(lease, cause, blamed)
+            self._outcomes.lost(lease, death, blamed)
         if worker.managed and replace:
             worker.incarnation += 1
             self._out.append(cmd.StartWorker(worker.name, worker.incarnation))
@@ -198,7 +214,9 @@ class Scheduler:
     def _on_pass_opened(self, event: ev.PassOpened) -> None:
         if event.pass_id in self._passes:
             raise LocalProtocolError(f"pass {event.pass_id} was opened twice")
-        pass_ = self._passes[event.pass_id] = Pass(event.pass_id, event.settings, self._waiting)
+        pass_ = self._passes[event.pass_id] = Pass(
+            event.pass_id, event.settings, self._waiting, self._rousing
+        )
         if event.settings.pulled:
             self._pulled[pass_.id] = pass_
 
@@ -206,8 +224,8 @@ class Scheduler:
         pass_ = self._passes.get(event.pass_id)
         if pass_ is None:
             return
-        pass_.offer(event.first, event.last, event.parts, event.bytes)
-        if event.parts == 0:
+        pass_.offer(event.first, event.last, event.parts, event.bytes, event.holes)
+        if event.parts == len(event.holes):
             replicas = pass_.settings.replicas
             self._outcomes.show(pass_, event.first * replicas, event.last * replicas)
 
@@ -239,6 +257,7 @@ class Scheduler:
             return
         self._pulled.pop(pass_.id, None)
         self._waiting.pop(pass_.id, None)
+        self._rousing.pop(pass_.id, None)
         self._outcomes.cancel(pass_, from_call=0)
         for worker in self._members.workers.values():
             if event.pass_id in worker.bound:
@@ -277,6 +296,11 @@ class Scheduler:
         lease = self._held_lease(event.worker, event.incarnation, event.lease, event.call, event.call + 1)
         if lease is not None:
             self._outcomes.raised(lease, event)
+
+    def _on_call_sized(self, event: ev.CallSized) -> None:
+        pass_ = self._passes.get(event.pass_id)
+        if pass_ is not None:
+            self._outcomes.separation.sized(pass_, event.call, event.elements)
 
     def _on_lease_not_sent(self, event: ev.LeaseNotSent) -> None:
         lease = self._members.leases.get(event.lease)
@@ -332,6 +356,7 @@ _HANDLERS: dict[type, Callable[[Scheduler, Any], None]] = {
     ev.PassClosed: Scheduler._on_pass_closed,
     ev.CallsDone: Scheduler._on_calls_done,
     ev.CallFailed: Scheduler._on_call_failed,
+    ev.CallSized: Scheduler._on_call_sized,
     ev.LeaseNotSent: Scheduler._on_lease_not_sent,
     ev.GangStalled: Scheduler._on_gang_stalled,
     ev.Tick: Scheduler._on_tick,

@@ -10,6 +10,7 @@ from pipedist.scheduler.states import WorkerState, next_worker_state
 
 if TYPE_CHECKING:
     from pipedist.scheduler.gangs import Gang
+    from pipedist.scheduler.suspects import Probe
 
 
 @dataclass(slots=True, eq=False)
@@ -28,6 +29,8 @@ class Lease:
     """How long the whole lease should take; 0.0 where nothing is known."""
     gang: Gang | None = None
     """The gang whose calls these are."""
+    probe: Probe | None = None
+    """What is tried: its result does not count."""
 
 
 @dataclass(slots=True, eq=False)

@@ -4,15 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from pipedist.records import record
 from pipedist.scheduler import commands as cmd
 from pipedist.scheduler import events as ev
 from pipedist.scheduler.gangs import Gang, Raised
 from pipedist.scheduler.membership import Lease, Membership
 from pipedist.scheduler.passes import Pass, Trouble
+from pipedist.scheduler.ranges import Todo
+from pipedist.scheduler.resting import rest_s
+from pipedist.scheduler.separation import Separation
 from pipedist.scheduler.settings import Limits
 from pipedist.scheduler.states import GangState, PassState
+from pipedist.scheduler.suspects import Probe
 
 _ABORTED_BY_NOBODY = "its gang was aborted, but none of its calls raised"
+
+
+@record
+class Death:
+    """How a worker was lost, and what that means for the call that it ran.
+
+    Args:
+        cause: for people.
+        stage, timed_out, retries, quarantine: see `events.WorkerLost`.
+    """
+
+    cause: str
+    stage: str = ""
+    timed_out: bool = False
+    retries: int = 0
+    quarantine: bool = False
 
 
 class Outcomes:
@@ -30,6 +51,9 @@ class Outcomes:
         self._members = members
         self._passes = passes
         self._out = out
+        self.now = 0.0
+        """The time of the event that is being handled."""
+        self.separation = Separation(limits, members, out, self._cancel, self._finish)
 
     # -- reports under a lease that is held ------------------------------------------
 
@@ -41,6 +65,14 @@ class Outcomes:
             gang.came_back(lease.id, event.busy_ns, event.bytes)
             self._reported(pass_, gang, lease, hi)
             return
+        if lease.probe is not None:
+            self._members.advance(lease, hi)
+            pass_.leased -= 1
+            self.separation.passed(pass_, lease.probe)
+            self.quiet(pass_)
+            return
+        if pass_.suspects.cleared:
+            self.separation.returned(pass_, lo, hi)
         self._out.append(cmd.AcceptResults(pass_.id, lo, hi, event.worker))
         pass_.came_back(lo, hi, event.busy_ns / 1e9, event.bytes, self._limits)
         self._members.advance(lease, hi)
@@ -50,15 +82,19 @@ class Outcomes:
     def raised(self, lease: Lease, event: ev.CallFailed) -> None:
         """A call of a lease raised."""
         pass_, gang, call = self._passes[lease.pass_id], lease.gang, event.call
+        cause = cmd.Cause(event.stage, event.text)
+        raised = Raised(call, event.worker, event.retries, event.aborted, event.quarantine, cause)
         if gang is not None:
             gang.become("call raised")
-            gang.raised.append(Raised(call, event.worker, event.retries, event.aborted))
+            gang.raised.append(raised)
             self._reported(pass_, gang, lease, call + 1)
             return
         pass_.leased -= 1
         self._members.advance(lease, call + 1)
-        if pass_.needs(call):
-            self._blame(pass_, call, call + 1, event.retries, (Raised(call, event.worker, event.retries),))
+        if lease.probe is not None:
+            self._blame_probe(pass_, lease.probe, raised)
+        elif pass_.needs(call):
+            self._blame(pass_, call, call + 1, event.retries, (raised,))
         self.quiet(pass_)
 
     def _reported(self, pass_: Pass, gang: Gang, lease: Lease, to: int) -> None:
@@ -78,7 +114,7 @@ class Outcomes:
                 self._blame(pass_, gang.lo, gang.hi, at_fault[0].retries, at_fault)
             else:
                 first = gang.raised[0]
-                self._charge(pass_, gang.lo, gang.hi, first.call, first.worker, _ABORTED_BY_NOBODY)
+                self._charge(pass_, gang.lo, gang.hi, first.call, first.worker, Death(_ABORTED_BY_NOBODY))
         self.quiet(pass_)
 
     def not_sent(self, lease: Lease) -> None:
@@ -98,22 +134,27 @@ class Outcomes:
 
     # -- leases that end early -------------------------------------------------------
 
-    def lost(self, lease: Lease, cause: str, blamed: int | None) -> None:
+    def lost(self, lease: Lease, death: Death, blamed: int | None) -> None:
         """Let a lost lease's calls wait again; the one that was running is charged with the death."""
         pass_, gang, lo = self._passes[lease.pass_id], lease.gang, lease.next
         pass_.leased -= lease.hi - lo
         guilty = blamed is not None and lo <= blamed < lease.hi and pass_.needs(blamed)
-        if gang is not None:
+        if lease.probe is not None:
+            if guilty:
+                self._charge_probe(pass_, lease.probe, lease.worker, death)
+            else:
+                pass_.wait_probe(lease.probe)
+        elif gang is not None:
             if gang.state is not GangState.BROKEN:  # it starts again, whole
                 self.break_up(pass_, gang)
                 if blamed is not None and guilty:
-                    self._charge(pass_, gang.lo, gang.hi, blamed, lease.worker, cause)
+                    self._charge(pass_, gang.lo, gang.hi, blamed, lease.worker, death)
                 else:
                     pass_.wait(gang.lo, gang.hi, gang.attempt)
         else:
             if blamed is not None and guilty:
                 pass_.wait(lo, blamed, lease.attempt)
-                self._charge(pass_, blamed, blamed + 1, blamed, lease.worker, cause)
+                self._charge(pass_, blamed, blamed + 1, blamed, lease.worker, death)
                 lo = blamed + 1
             pass_.wait(lo, lease.hi, lease.attempt)
         self.quiet(pass_)
@@ -151,19 +192,80 @@ class Outcomes:
         trouble = pass_.trouble.setdefault(lo, Trouble())
         trouble.raised += 1
         if trouble.raised <= retries:
-            pass_.wait(lo, hi, trouble.tried)
+            self._rest(pass_, trouble.raised, Todo(lo, hi, trouble.tried))
         else:
-            tried = trouble.tried
-            self._fail(pass_, lo, hi, [cmd.Failure(x.call, tried, x.worker) for x in raised])
+            failures = [cmd.Failure(x.call, trouble.tried, x.worker) for x in raised]
+            self._give_up(pass_, lo, hi, failures, raised[0].cause, quarantine=raised[0].quarantine)
 
-    def _charge(self, pass_: Pass, lo: int, hi: int, call: int, worker: str, cause: str) -> None:
+    def _charge(self, pass_: Pass, lo: int, hi: int, call: int, worker: str, death: Death) -> None:
         """Calls [lo, hi), one or a gang's, are charged with a death: try them again, or fail them."""
+        if death.timed_out:
+            self._blame(pass_, lo, hi, death.retries, (_timed_out(call, worker, death),))
+            return
         trouble = pass_.trouble.setdefault(lo, Trouble())
         trouble.deaths += 1
         if trouble.deaths < self._limits.deaths_max:
             pass_.wait(lo, hi, trouble.tried)
         else:
-            self._fail(pass_, lo, hi, [cmd.Failure(call, trouble.tried, worker, cause)])
+            failures = [cmd.Failure(call, trouble.tried, worker, death.cause)]
+            cause = cmd.Cause(death.stage, death.cause)
+            self._give_up(pass_, lo, hi, failures, cause, quarantine=_quarantines(pass_, death))
+
+    def _blame_probe(self, pass_: Pass, probe: Probe, raised: Raised) -> None:
+        """A probe raised: try it again, or enter it as failed."""
+        probe.raised += 1
+        if probe.is_single and probe.raised <= raised.retries:
+            self._rest(pass_, probe.raised, probe)
+        else:
+            self.separation.failed(pass_, probe, raised.cause if raised.quarantine else None)
+
+    def _charge_probe(self, pass_: Pass, probe: Probe, worker: str, death: Death) -> None:
+        """A probe is charged with a death: try it again, or enter it as failed."""
+        if death.timed_out:
+            self._blame_probe(pass_, probe, _timed_out(probe.call, worker, death))
+            return
+        probe.deaths += 1
+        if probe.is_single and probe.deaths < self._limits.deaths_max:
+            pass_.wait_probe(probe)
+        else:
+            cause = cmd.Cause(death.stage, death.cause)
+            self.separation.failed(pass_, probe, cause if _quarantines(pass_, death) else None)
+
+    def _rest(self, pass_: Pass, raised: int, item: Todo | Probe) -> None:
+        """Let what raised for the `raised`-th time wait once more, at once or after a rest."""
+        rest = rest_s(raised, self._limits)
+        if rest > 0.0:
+            pass_.rest(self.now + rest, item)
+        elif isinstance(item, Probe):
+            pass_.wait_probe(item)
+        else:
+            pass_.wait(*item)
+
+    def _give_up(
+        self,
+        pass_: Pass,
+        lo: int,
+        hi: int,
+        failures: list[cmd.Failure],
+        cause: cmd.Cause,
+        *,
+        quarantine: bool,
+    ) -> None:
+        """Calls [lo, hi), one or a gang's, were tried often enough: fail them, or set elements aside."""
+        if lo in pass_.suspects.cleared:
+            self.separation.set_aside(pass_, lo, hi, cause, "not separable: the rest still fails")
+        elif not quarantine:
+            self._fail(pass_, lo, hi, failures)
+        elif pass_.settings.gang:
+            self.separation.set_aside(pass_, lo, hi, cause, "a gang's step is all or nothing")
+        else:
+            self.separation.begin(pass_, lo, cause)
+
+    def _finish(self, pass_: Pass, lo: int, hi: int) -> None:
+        """Enter calls [lo, hi) as over, without a result."""
+        pass_.trouble.pop(lo, None)
+        pass_.done.add(lo, hi)
+        self.show(pass_, lo, hi)
 
     def _fail(self, pass_: Pass, lo: int, hi: int, failures: list[cmd.Failure]) -> None:
         pass_.fail(lo, hi, failures)
@@ -223,3 +325,13 @@ class Outcomes:
         if pass_.held and not pass_.told_quiet and pass_.leased == 0:
             pass_.told_quiet = True
             self._out.append(cmd.PassQuiet(pass_.id))
+
+
+def _timed_out(call: int, worker: str, death: Death) -> Raised:
+    cause = cmd.Cause(death.stage, death.cause)
+    return Raised(call, worker, death.retries, quarantine=death.quarantine, cause=cause)
+
+
+def _quarantines(pass_: Pass, death: Death) -> bool:
+    """Whether elements are set aside of a call under which workers died."""
+    return death.quarantine if death.stage else pass_.settings.quarantine

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from pipedist.errors import LocalProtocolError
 from pipedist.scheduler.commands import Failure
 from pipedist.scheduler.gangs import Gang, Groups
-from pipedist.scheduler.ranges import RangeSet, TodoQueue
+from pipedist.scheduler.ranges import RangeSet, Todo, TodoQueue
+from pipedist.scheduler.resting import RestingCalls
 from pipedist.scheduler.settings import Limits, PassSettings
 from pipedist.scheduler.states import PassState, next_pass_state
+from pipedist.scheduler.suspects import Probe, Suspects
 
 
 @dataclass(slots=True)
@@ -21,21 +24,28 @@ class Trouble:
     """How many attempts raised."""
     deaths: int = 0
     """How many workers died while running it."""
+    before: int = 0
+    """How many attempts it had with the elements that are left out since then."""
 
     @property
     def tried(self) -> int:
         """How many attempts are over."""
-        return self.raised + self.deaths
+        return self.before + self.raised + self.deaths
 
 
 @dataclass(slots=True)
 class Pass:
-    """The state of one pass. A call is exactly one of: todo, leased, done, beyond what is offered."""
+    """The state of one pass.
+
+    A call is exactly one of: todo, resting, leased, suspect, done, beyond what is offered.
+    """
 
     id: int
     settings: PassSettings
     dealing: dict[int, Pass] = field(repr=False)
     """Where it enters itself when it has calls waiting."""
+    rousing: dict[int, Pass] = field(repr=False)
+    """Where it enters itself when it has calls resting."""
     state: PassState = PassState.OPEN
     held: bool = False
     """Nothing of it is issued any more."""
@@ -51,6 +61,10 @@ class Pass:
     """Steps before this one were consumed."""
     todo: TodoQueue = field(default_factory=TodoQueue)
     """Calls that wait for a worker."""
+    resting: RestingCalls = field(default_factory=RestingCalls)
+    """Calls that raised, and are tried again later."""
+    suspects: Suspects = field(default_factory=Suspects)
+    """Calls whose guilty elements are looked for."""
     done: RangeSet = field(default_factory=RangeSet)
     """Calls that came back or failed for good, and empty shards; only of steps that are not visible."""
     leased: int = 0
@@ -78,6 +92,9 @@ class Pass:
     bundle_max: int = 1
     """Calls in the next lease at most; grows with what came back."""
 
+    def __post_init__(self) -> None:
+        self.offered = self.requested = self.visible = self.consumed = self.settings.first_step
+
     def become(self, what: str) -> None:
         """Take the transition `what`."""
         self.state = next_pass_state(self.id, self.state, what)
@@ -85,14 +102,14 @@ class Pass:
     @property
     def deals(self) -> bool:
         """Whether its waiting calls may be issued."""
-        return not self.held and self.todo.calls > 0
+        return not self.held and (self.todo.calls > 0 or bool(self.suspects.waiting))
 
     def is_short(self, limits: Limits) -> bool:
         """Whether its calls are known to be short enough to wait at a worker in advance."""
         return self.call_s is not None and self.call_s < limits.prefetch_below_s
 
-    def offer(self, first: int, last: int, parts: int, size: int) -> None:
-        """Add steps [first, last) of `parts` calls each."""
+    def offer(self, first: int, last: int, parts: int, size: int, holes: Sequence[int] = ()) -> None:
+        """Add steps [first, last) of `parts` calls each, but for those of the replicas in `holes`."""
         replicas = self.settings.replicas
         if self.state in (PassState.ENDED, PassState.COMPLETE):
             raise LocalProtocolError(f"pass {self.id}: steps were offered after its end")
@@ -109,12 +126,16 @@ class Pass:
         self.input_bytes += size
         self.step_bytes = size / (last - first)
         self.dealing[self.id] = self
-        if parts == replicas:
+        if parts == replicas and not holes:
             self.todo.put(first * replicas, last * replicas, 0)
             return
         for step in range(first, last):
             lo = step * replicas
-            self.todo.put(lo, lo + parts, 0)
+            ends = [-1, *holes, parts]
+            for hole, end in pairwise(ends):
+                self.todo.put(lo + hole + 1, lo + end, 0)
+            for hole in holes:
+                self.done.add(lo + hole, lo + hole + 1)
             self.done.add(lo + parts, lo + replicas)
 
     def needs(self, call: int) -> bool:
@@ -127,6 +148,27 @@ class Pass:
             hi = min(hi, (self.last_step + 1) * self.settings.replicas)
         self.todo.put(lo, hi, attempt)
         self.dealing[self.id] = self
+
+    def wait_probe(self, probe: Probe) -> None:
+        """Let a probe wait for a worker, unless its call is of no use any more."""
+        if probe.call in self.suspects.calls:
+            self.suspects.wait(probe)
+            self.dealing[self.id] = self
+
+    def rest(self, due: float, item: Todo | Probe) -> None:
+        """Let calls, or a probe, wait once more, but not before `due`."""
+        self.resting.put(due, item)
+        self.rousing[self.id] = self
+
+    def rouse(self, now: float) -> None:
+        """Let those wait for a worker that have rested."""
+        for item in self.resting.take(now):
+            if isinstance(item, Probe):
+                self.wait_probe(item)
+            else:
+                self.wait(*item)
+        if not self.resting:
+            del self.rousing[self.id]
 
     def muster(self, gang: Gang) -> None:
         """Note that a gang was issued."""
@@ -174,7 +216,11 @@ class Pass:
         self.become("call failed")
         step = lo // self.settings.replicas
         self.last_step = step if self.last_step is None else min(step, self.last_step)
-        self.todo.drop_from((self.last_step + 1) * self.settings.replicas)
+        end = (self.last_step + 1) * self.settings.replicas
+        self.todo.drop_from(end)
+        self.suspects.forget_from(end)
+        if self.resting:
+            self.resting.drop_from(end)
 
     def _bundle_by_time(self, limits: Limits) -> int:
         """Return how many calls take about `bundle_s`, at most `bundle_calls_max`."""
@@ -215,7 +261,9 @@ class Pass:
             return 0
         in_flight = self.requested - self.consumed
         least = 1 if in_flight == 0 else 0  # one step must always fit, or nothing would ever move
-        if self.offered == 0:  # how large a step is, is known only once the first one is there
+        if (
+            self.offered == self.settings.first_step
+        ):  # how large a step is, is known only once the first one is there
             return least
         replicas = self.settings.replicas
         calls = self._calls_ahead(limits, workers)

@@ -22,6 +22,10 @@ class Limits:
         steps_in_flight_max: steps of one pass that are issued and not yet consumed.
         bytes_in_flight_max: bytes of one pass, inputs and results, that are held at one time.
         deaths_max: workers that may die under one and the same call before it counts as failed.
+        backoff_s: a call that raised for the second time rests for so long before it is tried again, then
+            twice as long each time; after the first time not at all.
+        backoff_s_max: but at most for so long.
+        probes_max: subsets of the elements of one call that are tried, to find the guilty ones.
         starts_fruitless_max: workers in a row that may die before they join.
         heard_within_s: a supervised worker not heard for this long is lost.
     """
@@ -35,6 +39,9 @@ class Limits:
     steps_in_flight_max: int = 65_536
     bytes_in_flight_max: int = 256 * 2**20
     deaths_max: int = 5
+    backoff_s: float = 0.1
+    backoff_s_max: float = 10.0
+    probes_max: int = 4096
     starts_fruitless_max: int = 5
     heard_within_s: float = 16.0
 
@@ -50,6 +57,9 @@ class PassSettings:
         pulled: the scheduler asks for steps (`RequestSteps`); otherwise they are offered unasked.
         priority: passes with a lower number are dealt first.
         gang: the calls of a step are executed at once or not at all; each step has all R of them.
+        quarantine: of a call under which too many workers died, in nobody knows which stage, the guilty
+            elements are set aside; otherwise it fails.
+        first_step: the steps before it were done earlier: they are neither offered nor told.
 
     An unordered pass is neither `fail_fast` (which step is the first to fail would depend on the
     order of arrival) nor `pulled` (its steps are not consumed in order), and it ends by being closed.
@@ -64,9 +74,13 @@ class PassSettings:
     pulled: bool = True
     priority: int = 1
     gang: bool = False
+    quarantine: bool = False
+    first_step: int = 0
 
     def __post_init__(self) -> None:
         if self.replicas < 1:
             raise LocalProtocolError(f"a pass of {self.replicas} replicas")
         if not self.ordered and (self.fail_fast or self.pulled):
             raise LocalProtocolError("an unordered pass can be neither fail_fast nor pulled")
+        if self.first_step < 0 or (self.first_step and not self.ordered):
+            raise LocalProtocolError(f"first_step {self.first_step} of a pass that is read in no order")

@@ -13,7 +13,6 @@ from pipedist.spec.document import Path
 from pipedist.spec.model import LAUNCHERS, ClusterSpec
 from pipedist.spec.problems import Problems
 from pipedist.spec.section import Section
-from pipedist.spec.stages import RunSpec
 from pipedist.version import __version__
 
 LAUNCHERS_EXECUTED = ("local", "connect")
@@ -42,20 +41,6 @@ class NotYet:
 _LATER = [name for name in LAUNCHERS if name not in LAUNCHERS_EXECUTED]
 
 NOT_YET = (
-    NotYet(
-        RunSpec,
-        "timeout_s",
-        "`timeout_s`",
-        "no `timeout_s`: a call may take as long as it needs",
-        lambda value: value is not None,
-    ),
-    NotYet(
-        RunSpec,
-        "on_error",
-        "`on_error: quarantine`",
-        "`on_error: fail`: the run ends with the first call that fails for good",
-        lambda value: value == "quarantine",
-    ),
     NotYet(
         ClusterSpec,
         "launcher",

@@ -126,7 +126,9 @@ class RunSpec(Section):
     timeout_s: float | None = key(
         Nullable(Number(TIMEOUT_S_MAX, positive=True)),
         Key(
-            "How long one call may take, in seconds; then its worker is killed. `null`: for ever.",
+            "How long one call of the function may take, in seconds; then its worker is killed, at most a "
+            "second later, and that counts as an exception of the stage. Imports, the construction of a "
+            "class and waiting for other replicas do not count. `null`: for ever.",
             "a positive number of seconds, or null",
             "timeout_s: 60",
         ),
@@ -135,8 +137,9 @@ class RunSpec(Section):
     retries: int = key(
         Integer(0, RETRIES_MAX),
         Key(
-            "How often a call is tried again after an exception or a timeout. A worker's death is always "
-            "retried and does not count.",
+            "How often a call is tried again after an exception or a timeout: the first time at once, then "
+            "after 0.1 s, 0.2 s, 0.4 s and so on, at most 10 s. A worker's death is always retried and does "
+            "not count.",
             f"an integer from 0 to {RETRIES_MAX}",
             "retries: 2",
         ),
@@ -145,8 +148,9 @@ class RunSpec(Section):
     on_error: Literal["fail", "quarantine"] = key(
         Choice("fail", "quarantine"),
         Key(
-            "What happens after the last retry: the run fails, or the guilty elements are set aside and "
-            "listed.",
+            "What happens after the last retry, or the fifth death of a worker: the run fails, or the "
+            "elements of the call are tried apart, the guilty ones are set aside and listed, and the others "
+            "count. Of stages with `collectives` the whole step is set aside.",
             "fail or quarantine",
             "on_error: quarantine",
             choices=("fail", "quarantine"),

@@ -1,4 +1,4 @@
-"""The ZeroMQ road between a scheduler and its workers: Router here, Dealers there."""
+"""The roads between a scheduler and its workers, ZeroMQ and the lane: Router here, Dealers there."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ class Driver:
         """Since when nobody has answered; None where that has been told, or does not matter any more."""
         self._core = threading.Lock()
         """Held by whoever uses `_machine` or `_socket`."""
-        self._leases = Leases(self, threads)
+        self._leases = Leases(self, threads, progress.clock)
         self._fault: BaseException | None = None
         """What went wrong with the scheduler while a replica was listening."""
         self._frames: list[memoryview] = []

@@ -20,6 +20,7 @@ from pipedist.worker.boundary import guard, own
 from pipedist.worker.context import Collectives, ReplicaContext, current
 from pipedist.worker.failures import CallFailure
 from pipedist.worker.output import importer
+from pipedist.worker.progress import Progress, StageClock, Stepped
 from pipedist.worker.shards import LeaseShards, Shard, ShardFinder
 from pipedist.worker.stages import Stage
 from pipedist.worker.state_store import States
@@ -78,12 +79,16 @@ class PassExecutor:
     Args:
         program: the pass's program.
         threads: BLAS and OpenMP threads that this process was started with.
+        clock: where it is noted which stage runs.
     """
 
-    def __init__(self, program: Program, threads: int) -> None:
+    def __init__(self, program: Program, threads: int, clock: StageClock = Progress.clock) -> None:
         self.program = program
+        self.clock = clock
         self._threads = threads
         self._stages = [Stage(stage, program.code) for stage in program.stages]
+        self._is_noted = len(self._stages) > 1 or any(stage.limit_ns for stage in self._stages)
+        """It is worth to be noted which stage runs."""
         self.finder = ShardFinder(program.reader, program.replicas)
         emits = [emit for emit in program.emits if emit.of >= -1]
         self._slots = [emit.slot for emit in emits]
@@ -157,7 +162,7 @@ class PassExecutor:
             if empty and (not stage.collectives or (stage.of >= 0 and values[stage.of] is _ABSENT)):
                 values.append(_ABSENT)
                 continue
-            ctx = self._enter(stage, call, shard)
+            ctx = self._enter(stage, len(values) + 1, call, shard)
             token = current.set(ctx)
             try:
                 result = self._begin(stage, call, shard, values, ctx)
@@ -166,6 +171,8 @@ class PassExecutor:
                 values.append(self._end(call, result))
                 del result  # or `own` would see it as somebody else's
             finally:
+                if stage.limit_ns:
+                    self.clock.stop(call.number)
                 current.reset(token)
         return self._emit(call, shard.value, values, empty)
 
@@ -174,15 +181,17 @@ class PassExecutor:
         shard = self._find(call, shards)
         values: list[Tree] = []
         for stage in self._stages:
-            ctx = self._enter(stage, call, shard)
+            ctx = self._enter(stage, 0, call, shard)
             token = current.set(ctx)
             try:
                 result = self._begin(stage, call, shard, values, ctx)
                 if hasattr(type(result), "__await__"):
-                    result = await result
+                    result = await (Stepped(result, self.clock, call.number) if stage.limit_ns else result)
                 values.append(self._end(call, result))
                 del result
             finally:
+                if stage.limit_ns:
+                    self.clock.stop(call.number)
                 current.reset(token)
         return self._emit(call, shard.value, values, False)
 
@@ -194,9 +203,11 @@ class PassExecutor:
         call.reading = False
         return shard
 
-    def _enter(self, stage: Stage, call: Call, shard: Shard) -> ReplicaContext:
-        """Make ready for a stage's function; return its context."""
+    def _enter(self, stage: Stage, number: int, call: Call, shard: Shard) -> ReplicaContext:
+        """Make ready for the function of a stage, number `number` from 1; return its context."""
         call.stage = stage.name
+        if self._is_noted:
+            self.clock.enter(number)
         if not stage.is_loaded:
             call.permanent = True
             self._load(stage, call)
@@ -227,6 +238,8 @@ class PassExecutor:
             value = guard(values[stage.of])
         else:
             value = guard(shard.value) if self._shard_is_shared else shard.value
+        if stage.limit_ns:
+            self.clock.start(call.number, len(values) + 1, stage.limit_ns)
         return stage.call(value, ctx, owner)
 
     def _end(self, call: Call, result: Tree) -> Tree:

@@ -25,6 +25,7 @@ from pipedist.worker.context import Collectives
 from pipedist.worker.execution import Call, Outcome, PassExecutor, Result, Seat
 from pipedist.worker.failures import CallFailure
 from pipedist.worker.loops import PersistentLoop
+from pipedist.worker.progress import StageClock
 from pipedist.worker.ranges import Ended, Taken, awaited
 from pipedist.worker.shards import LeaseShards
 
@@ -138,7 +139,9 @@ class GangRun:
         bodies: list[Callable[[], Result]] = []
         for number, loop in zip(numbers, self._loops, strict=False):
             replica = number % self.executor.program.replicas
-            meeting = Meeting(self._gang, replica, can_share=self._can_share)
+            meeting = Meeting(
+                self._gang, replica, can_share=self._can_share, clock=self.executor.clock, call=number
+            )
             variables = None if self._bound is None else self._bound.of(replica)
             seat = Seat(meeting.of, self._device_of(replica), variables)
             call = self.executor.call(number, seat)
@@ -184,12 +187,16 @@ class Meeting:
         gang: of the replica.
         replica: its number.
         can_share: the gang has no member that is out of reach of its shared memory.
+        clock: told when the replica waits for others: that is not its own time.
+        call: the number of its call.
     """
 
-    def __init__(self, gang: Gang, replica: int, *, can_share: bool) -> None:
+    def __init__(self, gang: Gang, replica: int, *, can_share: bool, clock: StageClock, call: int) -> None:
         self._gang = gang
         self._replica = replica
         self._can_share = can_share
+        self._clock = clock
+        self._call = call
         self._thread: ThreadPoolExecutor | None = None
         self._under_way = 0
         """Collectives of async functions that are not over."""
@@ -205,7 +212,11 @@ class Meeting:
         options = request.options
         if options is not None and not self._can_share and options.implementation is Implementation.SHARED:
             raise ValueError(NOT_SHARED)
-        return self._gang.call(self._replica, request)
+        self._clock.pause(self._call)
+        try:
+            return self._gang.call(self._replica, request)
+        finally:
+            self._clock.resume(self._call)
 
     async def later(self, request: Request) -> Tree:
         """Make a collective, while the loop's other tasks go on.

@@ -12,6 +12,7 @@ from pipedist.worker.binding import Unloadable, from_frames, load_tree
 from pipedist.worker.commands import Execute
 from pipedist.worker.execution import PassExecutor
 from pipedist.worker.loops import PersistentLoop
+from pipedist.worker.progress import StageClock
 from pipedist.worker.ranges import RangeRun, RefusedRange
 from pipedist.worker.state_store import StateStore
 
@@ -30,11 +31,13 @@ class Leases:
     Args:
         scheduler: whom gangs talk to.
         threads: BLAS and OpenMP threads of this process.
+        clock: where it is noted which stage runs.
     """
 
-    def __init__(self, scheduler: Scheduler, threads: int) -> None:
+    def __init__(self, scheduler: Scheduler, threads: int, clock: StageClock) -> None:
         self._scheduler = scheduler
         self._threads = threads
+        self._clock = clock
         self._loop = PersistentLoop()
         self._passes: dict[int, PassExecutor | Unloadable] = {}
         """What executes each bound pass, or why nothing can."""
@@ -49,7 +52,7 @@ class Leases:
     def open_pass(self, pass_id: int, frames: Sequence[memoryview]) -> None:
         """Keep a program; one that can't be loaded is told by each of its calls."""
         try:
-            self._passes[pass_id] = PassExecutor(from_frames(frames), self._threads)
+            self._passes[pass_id] = PassExecutor(from_frames(frames), self._threads, self._clock)
         except Unloadable as error:
             self._passes[pass_id] = error
 

@@ -432,28 +432,40 @@ class WorkerMachine:
         Raises:
             LocalProtocolError: naming the invariant that does not hold.
         """
-        executing = self.state is State.EXECUTING
-        _check(executing == (self._active is not None), "a lease is active exactly while executing")
-        _check(executing or not self._queue, "leases wait only while one executes")
-        _check(len(self._queue) <= self._limits.leases_queued_max, "too many leases wait")
-        if self._active is not None:
-            lease = self._active
-            _check(lease.next <= lease.hi, f"{lease} is beyond its end")
-            _check(lease.pass_id in self._passes, f"{lease} is of no bound pass")
-            _check(lease.id not in self._queue, f"{lease} waits and executes")
-            _check(lease.members > 0 or not lease.collectives, f"{lease} is of no gang, but has collectives")
+        story = self._broken_invariant()
+        if story:
+            raise LocalProtocolError(f"the worker's state is inconsistent: {story}")
+
+    def _broken_invariant(self) -> str:
+        """Return an invariant that does not hold, "" if all do; put into words only then."""
+        executing, active = self.state is State.EXECUTING, self._active
+        if executing != (active is not None):
+            return "a lease is active exactly while executing"
+        if self._queue and not executing:
+            return "leases wait only while one executes"
+        if len(self._queue) > self._limits.leases_queued_max:
+            return "too many leases wait"
+        if len(self._spaces) > self._limits.states_max:
+            return "too many states are kept"
+        if self.state is State.STOPPING and (self._passes or self._spaces):
+            return "a worker that leaves keeps nothing"
+        if executing and self._due is None:
+            return "an executing worker has a report due"
+        if active is not None:
+            if active.next > active.hi:
+                return f"{active} is beyond its end"
+            if active.id in self._queue:
+                return f"{active} waits and executes"
+            if active.collectives and not active.members:
+                return f"{active} is of no gang, but has collectives"
+            if active.pass_id not in self._passes:
+                return f"{active} is of no bound pass"
         for lease in self._queue.values():
-            _check(lease.pass_id in self._passes, f"{lease} waits, but its pass is not bound")
-            _check(not lease.collectives, f"{lease} waits, but has collectives")
-        _check(len(self._spaces) <= self._limits.states_max, "too many states are kept")
-        left = self.state is State.STOPPING
-        _check(not left or not (self._passes or self._spaces), "a worker that leaves keeps nothing")
-        _check(not executing or self._due is not None, "an executing worker has a report due")
-
-
-def _check(holds: bool, invariant: str) -> None:
-    if not holds:
-        raise LocalProtocolError(f"the worker's state is inconsistent: {invariant}")
+            if lease.pass_id not in self._passes:
+                return f"{lease} waits, but its pass is not bound"
+            if lease.collectives:
+                return f"{lease} waits, but has collectives"
+        return ""
 
 
 _HANDLERS: dict[type, Callable[[WorkerMachine, Any, float], list[Command]]] = {

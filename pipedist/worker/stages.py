@@ -27,6 +27,8 @@ class Stage:
         self.name = program.name
         self.of = program.of
         self.collectives = program.collectives
+        self.limit_ns = 0 if program.timeout_s is None else max(1, int(program.timeout_s * 1e9))
+        """How long a call of the function may take; 0: as long as it needs."""
         self._program = program
         self._code = code
         self._error: Exception | None = None

@@ -24,7 +24,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from pipedist.errors import PipedistError, ProtocolError
@@ -34,6 +34,7 @@ from pipedist.transport.keys import ClientKeys, read_key_file
 from pipedist.worker import boot
 from pipedist.worker.kernel import die_with
 from pipedist.worker.process import ExitCode, run_process
+from pipedist.worker.progress import Overdue, Progress, end_of
 from pipedist.worker.settings import WorkerSettings
 
 HEARTBEAT_S = 1.0
@@ -119,12 +120,20 @@ class Supervisor:
         self._dealer: Dealer | None = None
         self._next_at = 0.0
         """When the next heartbeat is due."""
+        self._progress_file = -1
+        """Of the memory in which the worker process notes what it executes."""
+        self._progress = Progress()
+        self._overdue: Overdue | None = None
+        """What the process was ended for, because it took too long."""
 
     def run(self) -> int:
         """Start the worker process again and again, until there is a reason not to."""
         failed = 0
         incarnation = 0
         try:
+            self._progress_file = os.memfd_create("pipedist-progress")
+            os.ftruncate(self._progress_file, Progress.BYTES)
+            self._progress = Progress(self._progress_file)
             self._dealer = self._connect()  # an endpoint that can't be used is told before anything starts
             while True:
                 began = time.monotonic()
@@ -139,6 +148,9 @@ class Supervisor:
                 incarnation += 1
         finally:
             self._disconnect()
+            self._progress.close()
+            if self._progress_file >= 0:
+                os.close(self._progress_file)
 
     def _start(self, incarnation: int) -> subprocess.Popen[bytes]:
         settings = WorkerSettings(
@@ -150,11 +162,14 @@ class Supervisor:
             join_s=self._join_s,
             tells=True,
         )
-        arguments = {"parent": os.getpid(), "settings": asdict(settings)}
+        self._progress.idle()
+        self._overdue = None
+        arguments = {"parent": os.getpid(), "progress": self._progress_file, "settings": asdict(settings)}
         return subprocess.Popen(
             boot.command("pipedist.worker.supervisor", arguments),
             env=boot.environment(self._threads),
             stdin=subprocess.DEVNULL,
+            pass_fds=(self._progress_file,),
         )
 
     def _watch(self, process: subprocess.Popen[bytes], incarnation: int) -> int:
@@ -162,6 +177,10 @@ class Supervisor:
         refused = False
         try:
             while process.poll() is None:
+                self._overdue = self._progress.overdue(time.monotonic_ns())
+                if self._overdue is not None:
+                    _end(process, grace_s=0.0)
+                    break
                 order = self._listen(process, incarnation)
                 if isinstance(order, Stop):
                     self._say(f"told to stop: {order.reason}")
@@ -173,15 +192,22 @@ class Supervisor:
                     _end(process, grace_s=0.0)
         except BaseException:  # Ctrl-C, SIGTERM: leave at once, but say so
             _end(process, grace_s=0.0)
-            self._tell_end(incarnation, "its supervisor was told to leave", crashed=False)
+            self._tell_end(Goodbye(self.worker, incarnation, "its supervisor was told to leave"))
             raise
         code = process.returncode
         if code not in _ENDS:
             text = _describe(code)
+            running, timed_out = end_of(self._progress, self._overdue)
+            if timed_out:
+                text = "its call took longer than its timeout_s"
             self._say(f"worker process ended: {text}")
-            self._tell_end(incarnation, text, crashed=not refused)
+            goodbye = Goodbye(self.worker, incarnation, text, crashed=not refused)
+            if running is not None:
+                lease, call, stage = running
+                goodbye = replace(goodbye, lease=lease, call=call, stage=stage, timed_out=timed_out)
+            self._tell_end(goodbye)
         elif code != ExitCode.STOPPED:  # it has said why
-            self._tell_end(incarnation, _describe(code), crashed=False)
+            self._tell_end(Goodbye(self.worker, incarnation, _describe(code)))
         return code
 
     def _listen(self, process: subprocess.Popen[bytes], incarnation: int) -> Stop | Refuse | None:
@@ -206,11 +232,10 @@ class Supervisor:
             self._heartbeat_s = message.heartbeat_s
         return message if isinstance(message, (Stop, Refuse)) else None
 
-    def _tell_end(self, incarnation: int, reason: str, *, crashed: bool) -> None:
+    def _tell_end(self, goodbye: Goodbye) -> None:
         if self._dealer is None:
             return
         try:
-            goodbye = Goodbye(self.worker, incarnation, reason, crashed)
             self._dealer.send(goodbye, timeout_s=self._heartbeat_s)
         except PipedistError:
             self._disconnect(linger_s=0.0)  # the scheduler will miss the heartbeats
@@ -258,11 +283,12 @@ def main(arguments: Mapping[str, Any]) -> None:
     """Be the worker process of a supervisor.
 
     Args:
-        arguments: `parent`, the supervisor's pid; `settings`, the fields of WorkerSettings.
+        arguments: `parent`, the supervisor's pid; `progress`, the descriptor of the memory in which is
+            noted what is executed; `settings`, the fields of WorkerSettings.
     """
     die_with(int(arguments["parent"]))
     os.dup2(2, 1)  # what user code writes to descriptor 1 is no output of the supervisor's
-    code = run_process(WorkerSettings(**arguments["settings"]))
+    code = run_process(WorkerSettings(**arguments["settings"]), Progress(int(arguments["progress"])))
     for stream in (sys.__stdout__, sys.__stderr__):
         if stream is not None:
             stream.flush()

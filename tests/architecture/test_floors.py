@@ -25,7 +25,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("transport",),
     ("collectives",),
     ("datasets",),
-    ("spec", "outputs"),
+    ("spec", "outputs", "journal"),
     ("worker",),
     ("launchers", "plan", "feeds"),
     ("scheduler",),
@@ -33,6 +33,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("local_cluster",),
     ("strategy", "connect_cluster"),
     ("pipeline",),
+    ("harness",),
     ("cli",),
     ("__init__", "__main__"),
 )

@@ -276,7 +276,8 @@ def test_a_full_disk_below_the_folder(spec: Path, file: str, axis: int) -> None:
         cwd=spec.parent, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 1, done.stderr
-    assert f"can't write outputs.rows ({file}): File too large" in done.stderr
+    assert "File too large" in done.stderr
+    assert f"can't write outputs.rows ({file})" in done.stderr or "the journal in " in done.stderr
     assert "defect" not in done.stderr
     assert "Traceback" not in done.stderr
     assert not (spec.parent / "out/squares" / file).exists()
@@ -353,14 +354,14 @@ def test_a_signal_drains_the_run(pipedist: Command, spec: Path, number: int, cod
     assert process.returncode == code, err
     assert out == ""
     assert "Traceback" not in err
-    assert "both begin again" in err, "nothing is promised that this version does not have"
+    assert "--resume continues it, --restart begins it again" in err
     assert workers_of(process.pid) == []
     refused = pipedist("run", "squares.yaml")
     assert refused.returncode == 2
     assert "--restart" in refused.stderr
     again = pipedist("run", "squares.yaml", "--resume")
     assert again.returncode == 0, again.stderr
-    assert "starting fresh" in again.stderr
+    assert "resuming the run" in again.stderr
 
 
 def test_the_second_signal_ends_the_run_at_once(spec: Path) -> None:

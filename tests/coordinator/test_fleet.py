@@ -102,7 +102,7 @@ async def test_workers_that_dialled_in_have_time_to_say_goodbye(fleet: Fleet, re
         await asyncio.sleep(0)
         assert record.told(b"a") == msg.Stop("over")
         assert not leaving.done()
-        fleet.left("far", 0, "it was told to")
+        fleet.left(msg.Goodbye("far", 0, "it was told to"))
     assert len(fleet) == 0
 
 
@@ -111,7 +111,7 @@ def test_a_crash_that_a_supervisor_tells_is_no_graceful_leave(
     fleet: Fleet, record: Record, crashed: bool
 ) -> None:
     fleet.greet(b"a", hello("far", 0))
-    fleet.left("far", 0, "signal 11 (SIGSEGV)", crashed=crashed)
+    fleet.left(msg.Goodbye("far", 0, "signal 11 (SIGSEGV)", crashed))
     assert record.events[-1] == ev.WorkerLost("far", 0, "signal 11 (SIGSEGV)", graceful=not crashed)
 
 

@@ -106,7 +106,8 @@ async def wired(limits: Limits | None = None) -> AsyncIterator[Wire]:
         wires[0].coordinator = coordinator
         yield wires[0]
         for worker in [peer.worker for peer in coordinator._fleet.peers]:  # nobody is there to say goodbye
-            coordinator._fleet.left(worker, coordinator._fleet.of(worker).incarnation, "over")  # type: ignore[union-attr]
+            incarnation = coordinator._fleet.of(worker).incarnation  # type: ignore[union-attr]
+            coordinator._fleet.left(msg.Goodbye(worker, incarnation, "over"))
 
 
 def gang_pass(wire: Wire, replicas: int = 2, **settings: Any) -> PassHandle:

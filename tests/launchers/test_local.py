@@ -10,6 +10,8 @@ import sys
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -17,6 +19,7 @@ from pipedist.errors import LocalProtocolError, UsageError
 from pipedist.launchers.base import WorkerExit, describe_exit
 from pipedist.launchers.control import FRAME_BYTES_MAX, FrameBuffer, pack_frame
 from pipedist.launchers.local import LocalLauncher
+from pipedist.launchers.out_of_memory import OutOfMemoryKills
 from pipedist.messages import Stop
 from tests.launchers.processes import name_of, wait_gone, wait_state
 from tests.worker.fake_scheduler import FakeScheduler, program
@@ -212,3 +215,53 @@ def test_control_frames() -> None:
     assert frames == [["start", "w0", 1, {"a": 1}], ["kill", "w0", 1]]
     with pytest.raises(ValueError, match=str(FRAME_BYTES_MAX)):
         FrameBuffer().feed(b"\xff" * 8)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("function", ["hold_the_interpreter", "maybe_wait"])
+async def test_a_function_that_takes_too_long_costs_its_worker(function: str) -> None:
+    async with launched("w0", "w1") as (scheduler, launcher, ids):
+        launcher.watch(0.05)
+        slow = program(f"{FUNCTIONS}:{function}")
+        timed = replace(slow, stages=(replace(slow.stages[0], timeout_s=0.3),))
+        pass_id = scheduler.bind(ids["w0"], timed)
+        value = "/nonexistent/never" if function == "maybe_wait" else 1
+        lease = scheduler.assign(ids["w0"], pass_id, [value], lo=5)
+        exit_ = await scheduler.exit()
+        assert (exit_.worker, exit_.signal, exit_.running, exit_.timed_out) == (
+            "w0",
+            signal.SIGKILL,
+            (lease, 5, 1),
+            True,
+        )
+        assert list(launcher.pids) == ["w1"]
+
+
+@pytest.mark.asyncio
+async def test_a_function_within_its_time_is_left_alone_and_so_is_one_that_nobody_watches() -> None:
+    async with launched("w0") as (scheduler, launcher, ids):
+        plain = program(f"{FUNCTIONS}:identity")
+        timed = replace(plain, stages=(replace(plain.stages[0], timeout_s=1e-6),))
+        pass_id = scheduler.bind(ids["w0"], timed)
+        scheduler.assign(ids["w0"], pass_id, [1, 2, 3])
+        assert await scheduler.outcomes(3) == [{"y": 1}, {"y": 2}, {"y": 3}]
+        launcher.watch(0.001)
+        timed = replace(plain, stages=(replace(plain.stages[0], timeout_s=60.0),))
+        pass_id = scheduler.bind(ids["w0"], timed)
+        scheduler.assign(ids["w0"], pass_id, [4])
+        assert await scheduler.outcomes(1) == [{"y": 4}]
+        assert launcher.pids
+
+
+def test_the_kernels_count_of_processes_killed_for_want_of_memory(tmp_path: Path) -> None:
+    groups, mount = tmp_path / "cgroup", tmp_path / "fs"
+    assert not OutOfMemoryKills(groups, mount).grew(), "there are no control groups"
+    for line, file in [("0::/a/b", "a/b/memory.events"), ("4:memory:/c", "memory/c/memory.oom_control")]:
+        groups.write_text(f"9:name=systemd:/\n{line}\n")
+        (mount / file).parent.mkdir(parents=True)
+        (mount / file).write_text("low 0\noom_kill 3\n")
+        kills = OutOfMemoryKills(groups, mount)
+        assert not kills.grew()
+        (mount / file).write_text("low 0\noom_kill 4\n")
+        assert kills.grew()
+        assert not kills.grew()

@@ -64,16 +64,56 @@ def test_a_finished_run_is_replaced_when_the_next_one_is_complete(tmp_path: Path
 def test_an_unfinished_run_is_never_overwritten_unasked(tmp_path: Path) -> None:
     out = tmp_path / "x"
     start(out).close()
-    with pytest.raises(UsageError, match=r"unfinished run r1.*--restart.*--resume.*no journal"):
+    with pytest.raises(UsageError, match=r"unfinished run r1.*--resume continues.*--restart discards"):
         start(out, run="r2")
     with start(out, run="r3", resume=True) as folder:
-        assert "no journal" in folder.notice
+        assert "left no journal" in folder.notice
         assert "starting fresh" in folder.notice
     with start(out, run="r4", restart=True) as folder:
         assert folder.notice == ""
         folder.staged("a.json").write_text("1")
         folder.finish({})
     complete(out, run="r5")
+
+
+@pytest.mark.parametrize("failed", [True, False])
+def test_a_run_with_a_journal_is_continued_and_keeps_what_it_has(tmp_path: Path, failed: bool) -> None:
+    out = tmp_path / "x"
+    complete(out, "old")
+    with start(out, run="r2", outputs=["b.json", "sub/c.json"]) as folder:
+        folder.staged("b.json").write_text("new")
+        (folder.staged("sub/c.json").parent / ".c.json.12ab.partial").write_text("half")
+        (folder.journal / "journal").write_text("its records")
+        if failed:
+            folder.fail()
+    with start(out, run="r3", outputs=["b.json", "sub/c.json"], resume=True) as folder:
+        assert (folder.run_id, folder.found, folder.notice) == ("r2", "unfinished", "")
+        assert folder.staged("b.json").read_text() == "new"
+        assert not list((out / ".pipedist" / "new").rglob("*.partial"))
+        folder.staged("sub/c.json").write_text("2")
+        folder.finish({})
+    assert visible(out) == ["b.json", "sub/c.json"]
+
+
+def test_a_run_of_another_spec_hands_over_what_it_has(tmp_path: Path) -> None:
+    out = tmp_path / "x"
+    with start(out, outputs=["a.json", "b.json"]) as folder:
+        for name in ("a.json", "b.json"):
+            folder.staged(name).write_text(name)
+        (folder.journal / "journal").write_text("its records")
+        folder.finish({})
+    found = open_folder(out, run_id="r2", spec_hash="s2", outputs=["b.json", "c.json"], resume="reuse")
+    assert isinstance(found, RunFolder)
+    with found as folder:
+        assert (folder.run_id, folder.found) == ("r1", "other")
+        assert folder.has("b.json")
+        assert not folder.has("c.json")
+        folder.take_over("r2", "s2", ["b.json", "c.json"], ["b.json"])
+        assert visible(out) == ["a.json", "b.json"]  # until the new run is complete
+        folder.staged("c.json").write_text("c")
+        folder.finish({})
+    assert visible(out) == ["b.json", "c.json"]
+    assert (out / "b.json").read_text() == "b.json"
 
 
 def test_an_unfinished_run_keeps_the_finished_one_before_it(tmp_path: Path) -> None:
@@ -280,7 +320,7 @@ def test_a_file_in_place_of_the_folder(tmp_path: Path) -> None:
     assert (tmp_path / "x").read_text() == "mine"
 
 
-def test_a_run_that_failed_is_over(tmp_path: Path) -> None:
+def test_a_run_that_failed_is_over_but_for_its_journal(tmp_path: Path) -> None:
     out = tmp_path / "x"
     complete(out, "old", outputs=["a.json", "b.json"])
     with start(out, run="r2") as folder:
@@ -288,10 +328,9 @@ def test_a_run_that_failed_is_over(tmp_path: Path) -> None:
         folder.fail()
     assert visible(out) == ["a.json", "b.json"]
     assert (out / "a.json").read_text() == "old"
-    assert not (out / ".pipedist/new").exists()
     with start(out, run="r3", resume=True) as folder:
         assert "r2" in folder.notice
-        assert "failed" in folder.notice
+        assert "left no journal" in folder.notice
         folder.fail()
     complete(out, "new", run="r4")  # nobody need say --restart: there is nothing to lose
     assert visible(out) == ["a.json"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ from hypothesis import strategies as st
 from pipedist.errors import OutputError
 from pipedist.outputs import open_sink
 from pipedist.pipeline import folds
-from pipedist.pipeline.folds import CombineFold, GatherFold, ReduceFold
+from pipedist.pipeline.combining import CombineFold
+from pipedist.pipeline.folds import GatherFold, ReduceFold
 from pipedist.pipeline.spool import Spool, SpoolFeed
 from pipedist.reductions import FoldTree, Reduction
 
@@ -200,13 +202,12 @@ async def test_a_spool_gives_back_steps_and_ids() -> None:
 
 def test_a_spool_that_can_not_be_written_says_whose_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     spool = Spool("huge")
-    spool._file.close()
-    with pytest.raises(ValueError):
-        spool.append([np.zeros(1)], [range(1)], elements=1, epoch=0)
     with open("/dev/full", "wb", buffering=0) as full:
-        spool._file = full  # type: ignore[assignment]
-        with pytest.raises(OutputError, match=r"stage huge .*No space left"):
-            spool.append([np.zeros(1)], [range(1)], elements=1, epoch=0)
+        os.dup2(full.fileno(), spool._log.fd)
+    spool.append([np.zeros(1)], [range(1)], elements=1, epoch=0)  # small: it is written later
+    with pytest.raises(OutputError, match=r"stage huge .*No space left"):
+        spool.append([np.zeros(100_000)], [range(1)], elements=1, epoch=0)
+    spool.close()
 
 
 def test_a_spool_keeps_numbers_not_objects() -> None:

@@ -154,8 +154,6 @@ def test_a_chain_longer_than_the_stack() -> None:
 
 
 NOT_YET: dict[str, tuple[dict[str, Any], str]] = {
-    "quarantine": ({"stages": {"y": {"run": f"{F}:double", "on_error": "quarantine"}}}, "stages.y.on_error"),
-    "timeout": ({"stages": {"y": {"run": f"{F}:double", "timeout_s": 1}}}, "stages.y.timeout_s"),
     "launcher": ({"cluster": {"launcher": "ray"}}, "cluster.launcher"),
 }
 

@@ -80,7 +80,7 @@ def _wait(world: World, process: Process, errand: Errand) -> None:
         missing = tuple(m for m, part in enumerate(parts) if world.peers[part.worker].hung)
         if missing:
             lease = errand.lease
-            if world.random.random() < 0.1:
+            if world.random.random() < 0.3:
                 lease -= 1  # of nobody, or of another one
             world.handle(ev.GangStalled(process.name, process.incarnation, lease, missing[:1], "waits"))
         _wait(world, process, errand)
@@ -96,9 +96,15 @@ def _report_part(world: World, process: Process, errand: Errand, raisers: set[in
         last = call + 1 == errand.hi
         if call in raisers or aborted:
             world._report(process, errand, lo, call, reading)
-            retries = reading.fates.get(call, Fate(retries=world.random.choice([0, 5]))).retries
+            fate = reading.fates.get(call, Fate(retries=world.random.choice([0, 5])))
             failed = ev.CallFailed(
-                process.name, process.incarnation, errand.lease, call, retries, aborted=call not in raisers
+                process.name,
+                process.incarnation,
+                errand.lease,
+                call,
+                fate.retries,
+                aborted=call not in raisers,
+                quarantine=fate.quarantine,
             )
             world._deliver(process, failed, last=last)
             lo = call + 1

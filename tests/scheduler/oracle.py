@@ -5,7 +5,7 @@ from __future__ import annotations
 from pipedist.scheduler import Command, Event, Limits
 from pipedist.scheduler import commands as cmd
 from pipedist.scheduler import events as ev
-from tests.scheduler.books import GangBook, Process, Reading, Seat, Violation
+from tests.scheduler.books import GangBook, Held, Process, Reading, Seat, Violation
 
 
 class Oracle:
@@ -39,7 +39,7 @@ class Oracle:
             case ev.WorkerLost(name, incarnation, _, graceful):
                 seat = self.seats[name]
                 if seat.incarnation == incarnation and (seat.ready or seat.managed):
-                    return self._lose(name, graceful=graceful)
+                    return self._lose(name, graceful=graceful, event=event)
             case ev.CallsDone(lo=lo, hi=hi):
                 return self._foresee_report(event, lo, hi)
             case ev.CallFailed(call=call):
@@ -48,9 +48,12 @@ class Oracle:
                 reading = self.readings[pass_id]
                 replicas = reading.settings.replicas
                 for step in range(first, last):
-                    reading.waiting |= set(range(step * replicas, step * replicas + event.parts))
+                    calls = set(range(step * replicas, step * replicas + event.parts))
+                    reading.waiting |= calls - {step * replicas + hole for hole in event.holes}
             case ev.PassClosed(pass_id):
                 self.readings[pass_id].closed = True
+            case ev.CallSized(pass_id, call):
+                self.readings[pass_id].suspects.add(call)
             case ev.GangStalled():
                 return self._foresee_stall(event)
             case ev.Tick():
@@ -75,7 +78,8 @@ class Oracle:
             late = process.heard_at + self.limits.heard_within_s <= self.now
             if process.supervised and seat.ready and late:
                 out += [expel(name, seat.incarnation), *self._lose(name, graceful=False)]
-        self.must(len(out) > 0, "a Tick that was asked for, but changes nothing")
+        roused = [r.rouse(self.now) for r in self.readings.values() if not r.closed]
+        self.must(len(out) > 0 or any(roused), "a Tick that was asked for, but changes nothing")
         return out
 
     def _foresee_report(self, event: ev.CallsDone | ev.CallFailed, lo: int, hi: int) -> list[Command]:
@@ -97,18 +101,31 @@ class Oracle:
         if held.serial:
             return self._foresee_part(held.serial, event, lo, hi)
         reading = self.readings[held.pass_id]
+        if held.probe is not None:
+            self._probe_over(reading, held)
+            if isinstance(event, ev.CallFailed) and held.probe[1] - held.probe[0] == 1:
+                reading.rest_probe((lo, held.probe), event.retries, self.now, self.limits)
+            return []
         if isinstance(event, ev.CallsDone):
             reading.result_bytes += event.bytes
             fresh = set(range(lo, hi))
             self.must(not fresh & reading.accepted, f"calls {fresh & reading.accepted} are accepted twice")
             reading.accepted |= fresh
             return [cmd.AcceptResults(held.pass_id, lo, hi, name)]
-        reading.raised[lo] += 1
-        if reading.raised[lo] <= event.retries:
-            reading.waiting.add(lo)
-        else:
-            reading.give_up(lo)
+        self._blame(reading, lo, event.retries, quarantine=event.quarantine)
         return []
+
+    def _probe_over(self, reading: Reading, held: Held) -> None:
+        assert held.probe is not None
+        reading.trying.remove((held.hi - 1, held.probe))
+
+    def _blame(self, reading: Reading, call: int, retries: int, *, quarantine: bool) -> None:
+        """A call raised, or took too long."""
+        reading.raised[call] += 1
+        if reading.raised[call] <= retries:
+            reading.rest({call}, reading.raised[call], self.now, self.limits)
+        elif not quarantine:
+            reading.give_up(call)
 
     def _foresee_part(
         self, serial: int, event: ev.CallsDone | ev.CallFailed, lo: int, hi: int
@@ -134,8 +151,8 @@ class Oracle:
             guilty = min((x for x in gang.raised if not x.aborted), key=lambda x: x.call)
             reading.raised[gang.lo] += 1
             if reading.raised[gang.lo] <= guilty.retries:
-                reading.waiting |= gang.calls
-            else:
+                reading.rest(gang.calls, reading.raised[gang.lo], self.now, self.limits)
+            elif not guilty.quarantine:
                 reading.give_up(gang.lo)
         return [*out, cmd.GangEnded(serial, counts=not gang.raised, aborted=False)]
 
@@ -155,12 +172,20 @@ class Oracle:
                 ]
         return out
 
-    def _lose(self, name: str, *, graceful: bool) -> list[Command]:
+    def _lose(self, name: str, *, graceful: bool, event: ev.WorkerLost | None = None) -> list[Command]:
         """Give back what a worker had, charge whom it must be charged to, and replace it."""
         seat = self.seats[name]
         blamed = seat.leases[0] if seat.leases and not graceful and not seat.unsure else None
+        if event is not None and event.running is not None:
+            blamed = next((x for x in seat.leases if x.id == event.running[0]), None)
         for held in seat.leases:
             reading = self.readings[held.pass_id]
+            if held.probe is not None:
+                self._probe_over(reading, held)
+                single = held.probe[1] - held.probe[0] == 1
+                if event is not None and event.timed_out and held is blamed and single:
+                    reading.rest_probe((held.next, held.probe), event.retries, self.now, self.limits)
+                continue
             if held.serial:  # its calls wait again when the gang has ended
                 gang = self.gangs[held.serial]
                 reading.deaths[gang.lo] += held is blamed
@@ -169,10 +194,16 @@ class Oracle:
                     reading.give_up(gang.lo)
                 continue
             reading.waiting |= set(range(held.next, held.hi))
-            if held is blamed:
-                reading.deaths[held.next] += 1
-                if reading.deaths[held.next] >= self.limits.deaths_max:
-                    reading.waiting.discard(held.next)
+            if held is not blamed:
+                continue
+            if event is not None and event.timed_out and event.running is not None:
+                reading.waiting.discard(event.running[1])
+                self._blame(reading, event.running[1], event.retries, quarantine=event.quarantine)
+                continue
+            reading.deaths[held.next] += 1
+            if reading.deaths[held.next] >= self.limits.deaths_max:
+                reading.waiting.discard(held.next)
+                if not reading.settings.quarantine:
                     reading.give_up(held.next)
         seat.leases, seat.bound, seat.unsure, seat.ready = [], set(), False, False
         if not seat.managed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Callable
 from types import FrameType
@@ -9,16 +10,20 @@ from typing import Any
 
 import pytest
 
-from pipedist.scheduler import Limits, PassSettings, Scheduler, dealing, gangs
+from pipedist.scheduler import Limits, PassSettings, Scheduler, dealing, gangs, outcomes
 from pipedist.scheduler import commands as cmd
 from pipedist.scheduler import events as ev
+from pipedist.scheduler.bisection import Bisection
 from pipedist.scheduler.dealing import Dealing
 from pipedist.scheduler.gangs import Gang, Groups, Raised
 from pipedist.scheduler.membership import Lease, Membership, Worker
-from pipedist.scheduler.outcomes import Outcomes
+from pipedist.scheduler.outcomes import Death, Outcomes
 from pipedist.scheduler.passes import Pass
 from pipedist.scheduler.ranges import RangeSet, Todo, TodoQueue
+from pipedist.scheduler.resting import RestingCalls
+from pipedist.scheduler.separation import Separation
 from pipedist.scheduler.states import GANG_TRANSITIONS, GangState
+from pipedist.scheduler.suspects import Probe, Suspects
 from tests.scheduler.books import Violation
 from tests.scheduler.world import World
 
@@ -214,8 +219,8 @@ def steps_show_out_of_order(patch: pytest.MonkeyPatch) -> None:
 
 @bug
 def a_lease_spans_the_missing_calls_of_a_short_step(patch: pytest.MonkeyPatch) -> None:
-    def offer(original: Any, self: Pass, first: int, last: int, parts: int, size: int) -> None:
-        original(self, first, last, self.settings.replicas if parts else 0, size)
+    def offer(original: Any, self: Pass, first: int, last: int, parts: int, *rest: Any) -> None:
+        original(self, first, last, self.settings.replicas if parts else 0, *rest)
 
     wrapped(patch, Pass, "offer", offer)
 
@@ -437,6 +442,144 @@ def anybody_may_say_that_a_gang_is_stalled(patch: pytest.MonkeyPatch) -> None:
                     self._lose(worker, "", graceful=False, replace=True)
 
     patch.setitem(_handlers(), ev.GangStalled, stalled)
+
+
+@bug
+def nobody_rests(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(outcomes, "rest_s", lambda raised, limits: 0.0)
+
+
+@bug
+def who_has_rested_is_not_roused_in_time(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(RestingCalls, "due", property(lambda self: None))
+
+
+@bug
+def calls_rest_beyond_the_failed_step(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(RestingCalls, "drop_from", lambda self, call: None)
+
+
+@bug
+def a_timeout_is_charged_as_a_death(patch: pytest.MonkeyPatch) -> None:
+    def lost(original: Any, self: Outcomes, lease: Lease, death: Death, blamed: int | None) -> None:
+        original(self, lease, dataclasses.replace(death, timed_out=False), blamed)
+
+    wrapped(patch, Outcomes, "lost", lost)
+
+
+@bug
+def a_timeout_is_charged_to_the_first_call_of_the_lease(patch: pytest.MonkeyPatch) -> None:
+    def lost(original: Any, self: Outcomes, lease: Lease, death: Death, blamed: int | None) -> None:
+        original(self, lease, death, None if blamed is None else lease.next)
+
+    wrapped(patch, Outcomes, "lost", lost)
+
+
+@bug
+def the_result_of_a_probe_counts(patch: pytest.MonkeyPatch) -> None:
+    def done(original: Any, self: Outcomes, lease: Lease, event: ev.CallsDone) -> None:
+        original(self, lease, event)
+        if lease.probe is not None:
+            self._out.append(cmd.AcceptResults(lease.pass_id, event.lo, event.hi, event.worker))
+
+    wrapped(patch, Outcomes, "done", done)
+
+
+@bug
+def one_death_makes_an_element_guilty(patch: pytest.MonkeyPatch) -> None:
+    def charge(original: Any, self: Outcomes, pass_: Pass, probe: Probe, worker: str, death: Death) -> None:
+        probe.deaths = 99
+        original(self, pass_, probe, worker, death)
+
+    wrapped(patch, Outcomes, "_charge_probe", charge)
+
+
+@bug
+def a_probe_whose_worker_is_lost_is_forgotten(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Suspects, "wait", lambda self, probe: probe.tried or self.waiting.append(probe))
+
+
+@bug
+def what_passes_makes_the_other_half_guilty(patch: pytest.MonkeyPatch) -> None:
+    def passed(original: Any, self: Bisection, span: tuple[int, int]) -> None:
+        original(self, span)
+        if span[1] - span[0] == 1 and span[1] < self.elements:
+            self.guilty.setdefault(span[1], cmd.Cause("s", ""))
+
+    wrapped(patch, Bisection, "passed", passed)
+
+
+@bug
+def the_search_ends_with_the_first_guilty_element(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Bisection, "is_over", property(lambda self: bool(self.guilty) or not self.trying))
+
+
+@bug
+def only_the_first_half_is_tried(patch: pytest.MonkeyPatch) -> None:
+    def halves(original: Any, self: Bisection, span: tuple[int, int]) -> Any:
+        spans = original(self, span)[:1]
+        self.trying = {x for x in self.trying if x in spans or not span[0] <= x[0] < span[1]}
+        return spans
+
+    wrapped(patch, Bisection, "_halves", halves)
+
+
+@bug
+def the_guilty_are_sent_once_more(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Suspects, "elements_of", lambda self, call: ())
+
+
+@bug
+def the_rest_that_still_fails_fails_the_pass(patch: pytest.MonkeyPatch) -> None:
+    def give_up(original: Any, self: Outcomes, pass_: Pass, lo: int, *rest: Any, quarantine: bool) -> None:
+        if lo in pass_.suspects.cleared:
+            pass_.suspects.cleared.pop(lo)
+            quarantine = False
+        original(self, pass_, lo, *rest, quarantine=quarantine)
+
+    wrapped(patch, Outcomes, "_give_up", give_up)
+
+
+@bug
+def a_call_that_may_fail_the_pass_is_bisected(patch: pytest.MonkeyPatch) -> None:
+    def give_up(original: Any, self: Outcomes, *rest: Any, quarantine: bool) -> None:
+        original(self, *rest, quarantine=True)
+
+    wrapped(patch, Outcomes, "_give_up", give_up)
+
+
+@bug
+def a_gang_is_bisected(patch: pytest.MonkeyPatch) -> None:
+    def set_aside(original: Any, self: Separation, pass_: Pass, lo: int, hi: int, *rest: Any) -> None:
+        original(self, pass_, lo, lo + 1 if pass_.settings.gang else hi, *rest)
+
+    wrapped(patch, Separation, "set_aside", set_aside)
+
+
+@bug
+def probes_are_queued_in_advance(patch: pytest.MonkeyPatch) -> None:
+    def deal(original: Any, self: Dealing) -> None:
+        original(self)
+        for pass_ in [p for p in self._waiting.values() if p.deals and p.suspects.waiting]:
+            if self._members.thirsty:
+                self._issue(next(iter(self._members.thirsty.values())), pass_)
+
+    wrapped(patch, Dealing, "deal", deal)
+
+
+@bug
+def probes_go_on_after_the_search_was_given_up(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Separation, "_stop_trying", lambda self, pass_, call: None)
+
+
+@bug
+def suspects_outlive_an_earlier_failure(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Suspects, "forget_from", lambda self, call: None)
+
+
+@bug
+def what_is_set_aside_is_not_told(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Separation, "returned", lambda self, pass_, lo, hi: None)
 
 
 def _handlers() -> Any:

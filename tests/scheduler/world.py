@@ -10,6 +10,7 @@ so what must come out is known, whatever happens on the way.
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
@@ -30,6 +31,7 @@ from tests.scheduler.books import (
     Violation,
     draw_reading,
 )
+from tests.scheduler.inquests import assign_probe, look_for_cleared, set_aside, size, time_out
 from tests.scheduler.meetings import Meeting, begin_part
 from tests.scheduler.oracle import Oracle, foreseeable
 
@@ -56,6 +58,8 @@ class World(Oracle):
             gangs_queued_max=random.choice([1, 3, 16]),
             bytes_in_flight_max=random.choice([500, 100_000]),
             deaths_max=5,
+            backoff_s=random.choice([0.1, 1.0]),
+            probes_max=random.choice([6, 6, 4096]),
             starts_fruitless_max=5,
             heard_within_s=5.0,
         )
@@ -110,9 +114,10 @@ class World(Oracle):
 
     def _turn(self) -> None:
         deadline = self.scheduler.deadline()
-        if not self._heap or self.events > EVENTS_MAX or self.now > TIME_MAX_S:
+        at = self._heap[0][0] if self._heap else math.inf
+        if (deadline is None and not self._heap) or self.events > EVENTS_MAX or self.now > TIME_MAX_S:
             raise Violation("nothing moves any more")
-        if deadline is not None and deadline <= self._heap[0][0]:
+        if deadline is not None and deadline <= at:
             self.now = max(self.now, deadline)
             self.handle(ev.Tick())
             return
@@ -134,12 +139,18 @@ class World(Oracle):
         commands = self.scheduler.handle(event, self.now)
         self._story.extend((self.now, "<<", c) for c in commands)
         self.scheduler.validate()
+        look_for_cleared(self)
         came, expected = foreseeable(commands), foreseeable(expected)
         self.must(came == expected, f"{came} came, {expected} was foreseen")
         for command in commands:
             self._carry_out(command)
         heard = [p.heard_at for p in self.peers.values() if p.supervised and self.seats[p.name].ready]
-        deadline = min(heard) + self.limits.heard_within_s if heard else None
+        due = [at + self.limits.heard_within_s for at in heard]
+        for reading in self.readings.values():
+            if not reading.closed and reading.over != "failed":
+                reading.rouse(self.now)
+                due += [*(at for at, _ in reading.resting), *reading.probes_resting.values()]
+        deadline = min(due, default=None)
         self.must(self.scheduler.deadline() == deadline, f"the deadline is not {deadline}")
         self._check_gangs()
         for reading in self.readings.values():
@@ -188,6 +199,10 @@ class World(Oracle):
                 self._cancel(name, lease)
             case cmd.RequestSteps(pass_id, count):
                 self._request(self.readings[pass_id], count)
+            case cmd.SizeCall(pass_id, call):
+                size(self, self.readings[pass_id], call)
+            case cmd.CallsQuarantined(pass_id):
+                set_aside(self, self.readings[pass_id], command)
             case cmd.StepsReady(pass_id, first, last):
                 for step in range(first, last):
                     self._show(self.readings[pass_id], step, ())
@@ -214,7 +229,12 @@ class World(Oracle):
             seat.ready and command.pass_id in seat.bound, "a lease for a worker that is not ready for it"
         )
         self.must(not reading.held, "a held pass is dealt")
+        if command.lo in reading.suspects:
+            assign_probe(self, command, seat, reading)
+            return
         self.must(bool(calls) and calls <= reading.waiting, f"calls {calls - reading.waiting} do not wait")
+        cleared = reading.cleared.get(command.lo, ())
+        self.must(command.elements == cleared, f"elements {command.elements} are sent, not {cleared}")
         self.must(command.hi - 1 <= reading.last_call, f"calls beyond {reading.last_call} are of no use")
         self.must(command.lo == min(reading.waiting), f"call {min(reading.waiting)} waits longer")
         self.must(
@@ -227,7 +247,12 @@ class World(Oracle):
         self.must(not seat.leases or reading.call_s < self.limits.prefetch_below_s, "a long call in advance")
         reading.waiting -= calls
         seat.leases.append(Held(command.lease, command.pass_id, command.lo, command.hi))
-        self._send(command.worker, Errand(command.lease, command.pass_id, command.lo, command.hi))
+        errand = Errand(command.lease, command.pass_id, command.lo, command.hi, elements=command.elements)
+        self._send(command.worker, errand)
+
+    def _unless_closed(self, reading: Reading, event: Event) -> None:
+        if not reading.closed:
+            self.handle(event)
 
     def _assign_gang(self, command: cmd.SendGang) -> None:
         reading = self.readings[command.pass_id]
@@ -357,7 +382,14 @@ class World(Oracle):
         self.must(step not in reading.shown | reading.failed, f"step {step} is shown twice")
         self.must(causes == hopeless, f"{failures} failed, should be {hopeless}")
         came = set() if failures and reading.settings.gang else calls - set(hopeless)
+        aside = {call for call in came if call in reading.aside}
+        foretold = {call for call in came if any(reading.foretold(call))}
+        if reading.settings.gang and foretold:
+            foretold = came
+        self.must(aside == foretold, f"elements of calls {aside} are set aside, should be of {foretold}")
+        came -= {call for call in aside if not reading.aside[call].remains}
         self.must(came <= reading.accepted, f"step {step} is shown before it is whole")
+        self.must(not (calls - came) & reading.accepted or bool(failures), "a result counts that must not")
         self.must(not reading.over, f"step {step} is shown after the end")
         for failure in failures:
             self.must(failure.attempts == reading.tried(failure.call), f"{failure}: attempts counted wrong")
@@ -542,16 +574,34 @@ class World(Oracle):
             return
         call = process.next_call
         fate = reading.fates.get(call, Fate())
+        raises = fate.raises > 0
+        if fate.poison is not None and fate.poison.fails(lease.elements):
+            if fate.poison.how == "kills":
+                self._die(process)
+                return
+            if fate.poison.how == "takes too long":
+                time_out(self, process, lease, call, fate)
+                return
+            raises = True
         if fate.kills > 0:
             fate.kills -= fate.kills < ALWAYS
             self._die(process)
             return
         process.next_call = call + 1
         last = process.next_call == lease.hi
-        if fate.raises > 0:
-            fate.raises -= fate.raises < ALWAYS
+        if raises:
+            fate.raises -= 0 < fate.raises < ALWAYS
             self._report(process, lease, process.finished_lo, call, reading)
-            failed = ev.CallFailed(process.name, process.incarnation, lease.lease, call, fate.retries)
+            failed = ev.CallFailed(
+                process.name,
+                process.incarnation,
+                lease.lease,
+                call,
+                fate.retries,
+                quarantine=fate.quarantine,
+                stage="s",
+                text="poison",
+            )
             self._deliver(process, failed, last=last)
             process.finished_lo = call + 1
         elif last or self.random.random() < 0.3:

@@ -51,6 +51,11 @@ async def until(holds: Callable[[], bool]) -> None:
             await asyncio.sleep(0.001)
 
 
+def children(pid: int) -> list[int]:
+    with open(f"/proc/{pid}/task/{pid}/children") as file:
+        return [int(text) for text in file.read().split()]
+
+
 class Peer:
     """A process of `memory_peer`, from the Router's side."""
 

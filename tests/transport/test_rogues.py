@@ -100,8 +100,8 @@ async def test_the_gate_fails_closed_when_its_keeper_is_gone() -> None:
     async with router(keys=keys) as (opened, inbox):
         with dealer(opened, keys, b"early") as early:
             await is_served(opened, inbox, early, b"early")
-            assert opened._zap is not None
-            opened._zap.close()
+            assert opened._server._zap is not None
+            opened._server._zap.close()
             settings = Settings(handshake_s=0.5)
             with (
                 dealer(opened, keys, b"late", settings=settings) as late,

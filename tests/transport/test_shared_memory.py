@@ -19,7 +19,7 @@ from pipedist.transport.limits import GIB, KIB, MIB
 from pipedist.transport.settings import Settings
 from pipedist.transport.shared_memory.settings import SharedMemory
 
-from .memory import SMALL, block, is_shared, memory_left, peers, pool_of, until
+from .memory import SMALL, block, children, is_shared, memory_left, peers, pool_of, until
 from .sockets import blocking, dealer, descriptors, router
 
 TREE = {
@@ -173,17 +173,12 @@ async def test_the_end_of_a_process_is_seen_though_its_child_holds_the_link() ->
         await peer.double(block(1), keep=True)
         peer.send(Cancel(5))
         await peer.double(block(2))
-        (child,) = _children(peer.process.pid)
+        (child,) = children(peer.process.pid)
         try:
             await peer.kill()
             await until(lambda: pool_of(peer.opened).lent_bytes == 0)
         finally:
             os.kill(child, signal.SIGKILL)
-
-
-def _children(pid: int) -> list[int]:
-    with open(f"/proc/{pid}/task/{pid}/children") as file:
-        return [int(text) for text in file.read().split()]
 
 
 @pytest.mark.asyncio
@@ -269,20 +264,6 @@ async def test_a_closed_router_leaves_readers_their_frames() -> None:
     del array, frames
     gc.collect()
     assert memory_left() == left
-
-
-@pytest.mark.asyncio
-async def test_the_first_message_to_a_peer_is_shared_though_the_loop_has_not_seen_its_link() -> None:
-    async with router(shared_memory=SMALL) as (opened, inbox):
-        listener = opened._listener
-        assert listener is not None
-        asyncio.get_running_loop().remove_reader(listener._socket)
-        with dealer(opened, name=b"w0") as worker:
-            worker.send(Log("", 0, 0, ""))
-            await inbox.get()
-            assert opened.send(b"w0", Bind(1), encode(block(5)))
-            _, frames = await blocking(worker.recv)
-            assert is_shared(decode(frames))
 
 
 # --- settings -------------------------------------------------------------------------------

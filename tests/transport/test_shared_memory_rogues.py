@@ -12,12 +12,13 @@ from contextlib import asynccontextmanager
 
 import numpy as np
 import pytest
-import zmq
 
 from pipedist.errors import RemoteProtocolError
 from pipedist.messages import Log, Results
+from pipedist.transport.client_socket import ClientSocket
 from pipedist.transport.codec import decode, encode, pack
 from pipedist.transport.envelope import START, seal, unseal
+from pipedist.transport.lane.framing import frame_up
 from pipedist.transport.limits import KIB, LIMITS, MIB, Limits
 from pipedist.transport.shared_memory import notices, segments
 from pipedist.transport.shared_memory.borrowed import LEDGER_BYTES
@@ -26,6 +27,7 @@ from pipedist.transport.zeromq import Router
 
 from .memory import SMALL, block, is_shared, until
 from .sockets import Inbox, blocking, dealer, descriptors, router
+from .test_rogues import raw
 
 SLOT = 64 * KIB
 ALL_SEALS = 0x17
@@ -43,16 +45,15 @@ class Rogue:
 
     def __init__(self, opened: Router, name: bytes = b"rogue") -> None:
         self.name = name
-        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self.socket = self.context.socket(zmq.DEALER)
-        self.socket.setsockopt(zmq.ROUTING_ID, name)
-        self.socket.setsockopt(zmq.LINGER, 0)
-        self.socket.connect(opened.endpoint)
+        self.lane, self.handed = socket.socketpair()
         self.link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.link.connect(opened.endpoint.removeprefix("ipc://") + ".mem")
 
     def hello(self) -> None:
-        self.packet(notices.HELLO + self.name, memory(LEDGER_BYTES))
+        self.greeting(memory(LEDGER_BYTES), os.dup(self.handed.fileno()))
+
+    def greeting(self, *handed: int) -> None:
+        self.packet(notices.HELLO + self.name, *handed)
 
     def packet(self, data: bytes, *handed: int) -> None:
         socket.send_fds(self.link, [data], handed)
@@ -65,12 +66,15 @@ class Rogue:
 
     def message(self, *references: Reference, header: bytes = b"h", frames: Sequence[bytes] = ()) -> None:
         first = seal(pack(Results(1, 0, 1, 5)), header, references)
-        self.socket.send_multipart([first, *frames])
+        self.say([first, *frames])
+
+    def say(self, frames: Sequence[bytes]) -> None:
+        self.lane.sendall(b"".join(frame_up(frames)))
 
     def close(self) -> None:
         self.link.close()
-        self.socket.close()
-        self.context.term()
+        self.lane.close()
+        self.handed.close()
 
 
 @asynccontextmanager
@@ -78,8 +82,6 @@ async def rogue() -> AsyncIterator[tuple[Router, Inbox, Rogue]]:
     async with router(shared_memory=SMALL) as (opened, inbox):
         it = Rogue(opened)
         try:
-            it.socket.send(seal(pack(Log("", 0, 0, ""))))
-            await inbox.get()
             yield opened, inbox, it
         finally:
             it.close()
@@ -149,11 +151,11 @@ def no_header(it: Rogue) -> None:
 
 
 def cut_off_table(it: Rogue) -> None:
-    it.socket.send(START.pack(0, 1) + bytes(23))
+    it.say([START.pack(0, 1) + bytes(23)])
 
 
 def table_that_claims_more(it: Rogue) -> None:
-    it.socket.send(START.pack(0, 2**32 - 1) + bytes(48))
+    it.say([START.pack(0, 2**32 - 1) + bytes(48)])
 
 
 def unsealed_memory(it: Rogue) -> None:
@@ -277,7 +279,7 @@ async def test_a_rogue_costs_itself_the_connection(does: Callable[[Rogue], None]
 @pytest.mark.asyncio
 async def test_a_rogue_whose_greeting_is_wrong_gets_no_memory() -> None:
     async with rogue() as (opened, inbox, it):
-        it.packet(notices.HELLO + it.name, memory(LEDGER_BYTES, seals=0))
+        it.greeting(memory(LEDGER_BYTES, seals=0), os.dup(it.handed.fileno()))
         await inbox.reject("seals")
         await honest_peer_works(opened, inbox)
 
@@ -316,18 +318,20 @@ async def test_what_was_retired_is_gone_though_the_loop_has_not_looked_at_the_li
 
 @pytest.mark.asyncio
 async def test_references_without_a_link_or_a_router_that_shares() -> None:
-    async with rogue() as (opened, inbox, it):
-        it.message(Reference(1, 0, 0, 1, SLOT))
-        await inbox.reject("does not share")
+    async with router(shared_memory=SMALL) as (opened, inbox):
+        first = seal(pack(Results(1, 0, 1, 5)), b"h", [Reference(1, 0, 0, 1, SLOT)])
+        with raw(opened.endpoint, b"without") as stranger:
+            stranger.send(first)
+            await inbox.reject("does not share")
     async with router() as (opened, inbox):
         with dealer(opened) as worker:
-            first = seal(pack(Results(1, 0, 1, 5)), b"h", [Reference(1, 0, 0, 1, SLOT)])
-            worker._socket.send(first)
+            assert isinstance(worker._road, ClientSocket)
+            worker._road._socket.send(first)
             await inbox.reject("which is off")
             worker2 = dealer(opened, name=b"w2")
             worker2.send(Log("", 0, 0, ""))
             await inbox.get()
-            opened._socket.send_multipart([b"w2", first])
+            opened._server._socket.send_multipart([b"w2", first])
             with pytest.raises(RemoteProtocolError, match="does not share"):
                 await blocking(worker2.recv)
             worker2.close()

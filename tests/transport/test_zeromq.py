@@ -141,14 +141,14 @@ async def test_a_peer_that_does_not_read_does_not_keep_the_loop_busy(monkeypatch
             who, _, _ = await inbox.get()
             for number in range(100):
                 assert opened.send(who, Bind(number), [bytes(100_000)])
-            send = opened._try_send
+            send = opened._server._try_send
 
             def counting(parts: list[bytes | memoryview]) -> bool | None:
                 nonlocal tries
                 tries += 1
                 return send(parts)
 
-            monkeypatch.setattr(opened, "_try_send", counting)
+            monkeypatch.setattr(opened._server, "_try_send", counting)
             await asyncio.sleep(0.2)
             assert 1 <= tries < 200
 
@@ -322,7 +322,7 @@ async def test_a_malformed_message_of_the_scheduler_is_an_error() -> None:
         with dealer(opened) as worker:
             worker.send(log())
             who, _, _ = await inbox.get()
-            opened._socket.send_multipart([who, b"garbage"])
+            opened._server._socket.send_multipart([who, b"garbage"])
             with pytest.raises(RemoteProtocolError, match="malformed"):
                 await blocking(worker.recv)
 

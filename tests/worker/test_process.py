@@ -297,7 +297,7 @@ async def test_a_crash_names_the_call_and_its_code(
         pass_id = scheduler.bind(identity, program(f"{FUNCTIONS}:{function}"))
         lease = scheduler.assign(identity, pass_id, [0, 1, 2, 3], lo=40)
         exit_ = await scheduler.exit()
-        assert (exit_.code, exit_.signal, exit_.running) == (code, signum, (lease, 42))
+        assert (exit_.code, exit_.signal, exit_.running) == (code, signum, (lease, 42, 1))
         assert launcher.pids == {}
 
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -120,6 +121,34 @@ async def test_a_crash_is_told_at_once_and_the_next_incarnation_joins(tmp_path: 
         assert isinstance(second, Hello)
         assert (second.worker, second.incarnation) == (first.worker, 1)
         assert second.pid != first.pid
+
+
+async def test_a_function_that_takes_too_long_costs_the_process(tmp_path: Path) -> None:
+    async with supervised(tmp_path) as it:
+        identity, first = await it.take(Hello)
+        assert isinstance(first, Hello)
+        it.scheduler.send(identity, Welcome("c", 0.1, (str(ROOT),)))
+        slow = program(f"{FUNCTIONS}:hold_the_interpreter")
+        timed = replace(slow, stages=(replace(slow.stages[0], timeout_s=0.3),))
+        pass_id = it.scheduler.bind(identity, timed)
+        lease = it.scheduler.assign(identity, pass_id, [1], lo=5)
+        _, goodbye = await it.take(Goodbye)
+        reason = "its call took longer than its timeout_s"
+        assert goodbye == Goodbye(first.worker, 0, reason, True, lease, 5, 1, True)
+        _, second = await it.take(Hello)
+        assert isinstance(second, Hello)
+        assert second.incarnation == 1
+
+
+async def test_a_crash_names_the_call(tmp_path: Path) -> None:
+    async with supervised(tmp_path) as it:
+        identity, first = await it.take(Hello)
+        assert isinstance(first, Hello)
+        it.scheduler.send(identity, Welcome("c", 0.1, (str(ROOT),)))
+        pass_id = it.scheduler.bind(identity, program(f"{FUNCTIONS}:segfault"))
+        lease = it.scheduler.assign(identity, pass_id, [0, 1, 2, 3], lo=40)
+        _, goodbye = await it.take(Goodbye)
+        assert goodbye == Goodbye(first.worker, 0, "signal 11 (SIGSEGV)", True, lease, 42, 1)
 
 
 async def test_the_scheduler_can_have_the_process_killed(tmp_path: Path) -> None:

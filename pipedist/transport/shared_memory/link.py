@@ -16,6 +16,8 @@ from pipedist.transport.shared_memory.references import Reference
 from pipedist.transport.shared_memory.settings import SHARED_BYTES_MIN
 
 _PACKETS_AT_ONCE_MAX: Final = 1024
+_DESCRIPTORS: Final = {notices.HELLO: 2, notices.WELCOME: 1, notices.SEGMENT: 1}
+"""How many each kind of packet brings; others none."""
 
 
 class Link:
@@ -25,8 +27,9 @@ class Link:
         connection: a unix SOCK_SEQPACKET socket, not blocking; `close` closes it.
         borrowed_bytes_max: bytes that the peer may lend us.
         greeting: the kind of the packet with which the peer begins.
-        on_greeting: told its body; returns the pool from which the peer borrows. It raises
-            RemoteProtocolError for a greeting that is wrong.
+        on_greeting: told its body, and the descriptors beyond the ledger's, which it does not keep;
+            returns the pool from which the peer borrows. It raises RemoteProtocolError for a greeting
+            that is wrong.
 
     Raises:
         OSError: no memory or no descriptors for a ledger.
@@ -38,7 +41,7 @@ class Link:
         *,
         borrowed_bytes_max: int,
         greeting: bytes,
-        on_greeting: Callable[[bytes], Pool],
+        on_greeting: Callable[[bytes, Sequence[int]], Pool],
     ) -> None:
         self.connection = connection
         self.is_open = True
@@ -59,15 +62,18 @@ class Link:
         """Whether the peer has said who it is; before that, nothing can be lent to it."""
         return self._pool is not None
 
-    def greet(self, kind: bytes, body: bytes) -> None:
+    def greet(self, kind: bytes, body: bytes, *handed: int) -> None:
         """Send our greeting.
+
+        Args:
+            handed: descriptors that go along with our ledger's; they stay open here.
 
         Raises:
             OSError: the peer is gone.
         """
         ledger = self._borrowed.hand_over()
         try:
-            notices.send(self.connection, kind, body, ledger)
+            notices.send(self.connection, kind, body, (ledger, *handed))
         finally:
             os.close(ledger)
 
@@ -119,8 +125,7 @@ class Link:
             try:
                 self._take(notice)
             finally:
-                if notice.descriptor >= 0:
-                    os.close(notice.descriptor)
+                notice.close()
 
     def retire(self, serial: int) -> None:
         """Tell the peer, if it knows a segment, that it is over."""
@@ -160,7 +165,7 @@ class Link:
     def _tell(self, segment: Segment) -> bool:
         body = notices.SEGMENT_FORM.pack(segment.serial, segment.number, segment.slots, segment.slot_bytes)
         try:
-            sent = notices.send(self.connection, notices.SEGMENT, body, segment.descriptor)
+            sent = notices.send(self.connection, notices.SEGMENT, body, (segment.descriptor,))
         except OSError:
             return False  # it is gone: reading says so too
         if sent:
@@ -179,25 +184,25 @@ class Link:
         return True
 
     def _take(self, notice: notices.Notice) -> None:
-        kind, body, descriptor = notice
+        kind, body, descriptors = notice
         if kind == b"":
             self._end()
-        elif (descriptor >= 0) != (kind in (self._greeting, notices.SEGMENT)):
-            raise RemoteProtocolError(f"a packet {kind!r} with or without a descriptor")
+        elif len(descriptors) != _DESCRIPTORS.get(kind, 0):
+            raise RemoteProtocolError(f"a packet {kind!r} with {len(descriptors)} descriptors")
         elif kind == self._greeting and self._pool is None:
             try:
-                self._ledger = memoryview(segments.open_received(descriptor, LEDGER_BYTES)).cast("I")
+                self._ledger = memoryview(segments.open_received(descriptors[0], LEDGER_BYTES)).cast("I")
             except OSError as error:
                 raise RemoteProtocolError(f"a ledger that can't be mapped: {error}") from None
-            self._pool = self._on_greeting(body)
+            self._pool = self._on_greeting(body, descriptors[1:])
         elif kind == notices.SEGMENT and len(body) == notices.SEGMENT_FORM.size:
             serial, number, slots, slot_bytes = notices.SEGMENT_FORM.unpack(body)
-            self._borrowed.add(serial, number, slots, slot_bytes, descriptor)
+            self._borrowed.add(serial, number, slots, slot_bytes, descriptors[0])
         elif kind == notices.RETIRED and len(body) == notices.SERIAL.size:
             self._borrowed.retire(*notices.SERIAL.unpack(body))
         else:
             raise RemoteProtocolError(f"a packet {kind!r} of {len(body)} bytes that does not belong here")
 
 
-def _refuse(_body: bytes) -> Pool:
+def _refuse(_body: bytes, _handed: Sequence[int]) -> Pool:
     raise RemoteProtocolError("a greeting on a link that is closed")

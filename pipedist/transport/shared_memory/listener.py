@@ -1,4 +1,4 @@
-"""The Router's end: one pool for all workers, and a link to each."""
+"""The Router's end: one pool for all workers, and a link to each, over which its lane is handed over."""
 
 from __future__ import annotations
 
@@ -45,6 +45,9 @@ class Listener:
         settings: how much.
         grace_s: for how long the frames of a process that has ended can still be referred to: its
             last messages may be on their way.
+        on_lane: told (identity, descriptor) of a peer that has come, with its lane; the descriptor stays
+            ours. It raises RemoteProtocolError for one that may not come.
+        on_end: told the identity of a peer whose process has ended.
         on_fault: told (identity, reason) of a peer that broke the rules; identity b"": unknown.
 
     Raises:
@@ -57,10 +60,14 @@ class Listener:
         settings: SharedMemory,
         *,
         grace_s: float,
+        on_lane: Callable[[bytes, int], None],
+        on_end: Callable[[bytes], None],
         on_fault: Callable[[bytes, str], None],
     ) -> None:
         self._settings = settings
         self._grace_s = grace_s
+        self._on_lane = on_lane
+        self._on_end = on_end
         self._on_fault = on_fault
         self._path = ipc_path + SHARED_MEMORY_SUFFIX
         self._members: set[_Member] = set()
@@ -82,8 +89,6 @@ class Listener:
         self, identity: bytes, payload: Sequence[bytes | memoryview]
     ) -> tuple[list[Reference], list[bytes | memoryview]]:
         """Put large frames for a peer into slots; see `Link.lend`."""
-        if identity not in self._links:
-            self._accept()  # a peer links before it speaks, so it is there, even if the loop did not look
         link = self._links.get(identity)
         return ([], list(payload)) if link is None else link.lend(payload)
 
@@ -107,10 +112,7 @@ class Listener:
         for timer in self._timers.values():
             timer.cancel()
         self._timers.clear()
-        self._loop.remove_reader(self._socket)
-        self._socket.close()
-        with contextlib.suppress(OSError):
-            os.unlink(self._path)
+        self._refuse_newcomers()
         self._links.clear()
         for member in list(self._members):
             self._end(member)
@@ -127,13 +129,24 @@ class Listener:
                 connection, _ = self._socket.accept()
             except (BlockingIOError, ConnectionError):
                 return
-            except OSError:  # no descriptors left: newcomers get frames
-                self._loop.remove_reader(self._socket)
+            except OSError:  # no descriptors left
+                self._refuse_newcomers()
                 return
             try:
                 self._admit(connection)
-            except OSError:  # no memory or descriptors: frames will do
+            except OSError:  # no memory or descriptors
                 connection.close()
+                self._refuse_newcomers()
+                return
+
+    def _refuse_newcomers(self) -> None:
+        """Listen no more: whoever comes later finds nobody, and takes ZeroMQ."""
+        if self._socket.fileno() < 0:
+            return
+        self._loop.remove_reader(self._socket)
+        self._socket.close()
+        with contextlib.suppress(OSError):
+            os.unlink(self._path)
 
     def _admit(self, connection: socket.socket) -> None:
         credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
@@ -149,7 +162,7 @@ class Listener:
                 connection,
                 borrowed_bytes_max=self._settings.borrowed_bytes_max,
                 greeting=notices.HELLO,
-                on_greeting=lambda body: self._greeted(member, body),
+                on_greeting=lambda body, handed: self._greeted(member, body, handed),
             )
         except OSError:
             _close_descriptor(member.pidfd)
@@ -160,10 +173,11 @@ class Listener:
             self._loop.add_reader(member.pidfd, self._ended, member)
         self._read(member)  # its greeting
 
-    def _greeted(self, member: _Member, body: bytes) -> Pool:
+    def _greeted(self, member: _Member, body: bytes, handed: Sequence[int]) -> Pool:
         if not 1 <= len(body) <= 255 or body in self._links:
             raise RemoteProtocolError("the identity of another process, or none")
         assert member.link is not None  # greeted by it
+        self._on_lane(body, handed[0])
         member.identity = body
         self._links[body] = member.link
         with contextlib.suppress(OSError):  # it is gone: reading says so too
@@ -185,6 +199,8 @@ class Listener:
         """A process is gone: read its last packets, which its last messages may refer to."""
         self._read(member)
         self._end(member)
+        if member.identity:
+            self._on_end(member.identity)
 
     def _end(self, member: _Member) -> None:
         if member not in self._members:

@@ -1,8 +1,9 @@
-"""What goes over a link: a few small packets, each with at most one descriptor.
+"""What goes over a link: a few small packets, some with descriptors.
 
-| packet | says | descriptor |
+| packet | says | descriptors |
 |---|---|---|
-| Hello, Welcome | who it is; how much may be lent | the sender's ledger |
+| Hello | who it is | the worker's ledger, and the Router's end of its lane |
+| Welcome | how much may be lent | the Router's ledger |
 | Segment | a new segment: serial, number, slots, bytes of a slot | its memory |
 | Retired | a segment that is over | |
 """
@@ -14,6 +15,7 @@ import contextlib
 import os
 import socket
 import struct
+from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 from pipedist.errors import RemoteProtocolError
@@ -34,25 +36,30 @@ class Notice(NamedTuple):
     Args:
         kind: its first byte; "" when the peer has closed the link.
         body: the rest.
-        descriptor: -1 for none; the caller closes it.
+        descriptors: the caller closes them.
     """
 
     kind: bytes
     body: bytes
-    descriptor: int
+    descriptors: Sequence[int] = ()
+
+    def close(self) -> None:
+        """Close the descriptors."""
+        for descriptor in self.descriptors:
+            os.close(descriptor)
 
 
-def send(connection: socket.socket, kind: bytes, body: bytes, descriptor: int = -1) -> bool:
+def send(connection: socket.socket, kind: bytes, body: bytes, descriptors: Sequence[int] = ()) -> bool:
     """Send a packet, if there is room; return whether there was.
 
     Raises:
         OSError: the peer is gone.
     """
     try:
-        if descriptor < 0:
-            connection.send(kind + body)
+        if descriptors:
+            socket.send_fds(connection, [kind + body], descriptors)
         else:
-            socket.send_fds(connection, [kind + body], [descriptor])
+            connection.send(kind + body)
     except BlockingIOError:
         return False
     return True
@@ -62,7 +69,7 @@ def receive(connection: socket.socket) -> Notice | None:
     """Receive a packet; None where there is none.
 
     Raises:
-        RemoteProtocolError: it is too long, or has more than one descriptor.
+        RemoteProtocolError: it is too long, or has more descriptors than any.
     """
     try:
         data, control, flags, _ = connection.recvmsg(
@@ -73,14 +80,14 @@ def receive(connection: socket.socket) -> Notice | None:
     except BlockingIOError:
         return None
     except ConnectionError:
-        return Notice(b"", b"", -1)
+        return Notice(b"", b"")
     descriptors = array.array("i")
     for level, kind, bytes_ in control:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
             descriptors.frombytes(bytes_[: len(bytes_) // _INT_BYTES * _INT_BYTES])
-    if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC) or len(descriptors) > 1:
+    if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
         for descriptor in descriptors:
             with contextlib.suppress(OSError):
                 os.close(descriptor)
         raise RemoteProtocolError("a packet that is too long, or descriptors that could not be received")
-    return Notice(data[:1], data[1:], descriptors[0] if descriptors else -1)
+    return Notice(data[:1], data[1:], descriptors)

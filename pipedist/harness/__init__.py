@@ -1,0 +1,77 @@
+"""The public test harness: pipedist's own tools for testing what runs under faults.
+
+| what | for |
+|---|---|
+| `simulate` | runs your own spec in virtual time, with faults: `pipedist simulate` |
+| `SimulatedCluster` | a cluster whose workers, network and clock are simulated |
+| `Faults`, `FaultyNetwork` | which faults there are, and the network that has them |
+| `Simulation` | the scheduler and the workers' machines alone, from one seed |
+| `Playbook` | a script of events for the scheduler, and the commands that each must cause |
+| `LocalCluster` | real worker processes: kill, pause, restart, cut |
+| `run_in_processes` | runs a function in several processes, and returns what came of each |
+| `combinations` | makes one test of each combination of values |
+
+Names are imported when they are first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pipedist.harness.combining import combinations
+    from pipedist.harness.faults import Faults
+    from pipedist.harness.network import FaultyNetwork
+    from pipedist.harness.playbook import Playbook, PlaybookError
+    from pipedist.harness.processes import ProcessesFailed, ProcessOutcome, run_in_processes
+    from pipedist.harness.simulated_cluster import SimulatedCluster
+    from pipedist.harness.simulation import Simulation, SimulationFailure
+    from pipedist.harness.spec_simulation import SpecSimulation, simulate
+    from pipedist.local_cluster import LocalCluster
+
+_HOME = {
+    "Faults": "pipedist.harness.faults",
+    "FaultyNetwork": "pipedist.harness.network",
+    "LocalCluster": "pipedist.local_cluster",
+    "Playbook": "pipedist.harness.playbook",
+    "PlaybookError": "pipedist.harness.playbook",
+    "ProcessOutcome": "pipedist.harness.processes",
+    "ProcessesFailed": "pipedist.harness.processes",
+    "SimulatedCluster": "pipedist.harness.simulated_cluster",
+    "Simulation": "pipedist.harness.simulation",
+    "SimulationFailure": "pipedist.harness.simulation",
+    "SpecSimulation": "pipedist.harness.spec_simulation",
+    "combinations": "pipedist.harness.combining",
+    "run_in_processes": "pipedist.harness.processes",
+    "simulate": "pipedist.harness.spec_simulation",
+}
+
+__all__ = [
+    "Faults",
+    "FaultyNetwork",
+    "LocalCluster",
+    "Playbook",
+    "PlaybookError",
+    "ProcessOutcome",
+    "ProcessesFailed",
+    "SimulatedCluster",
+    "Simulation",
+    "SimulationFailure",
+    "SpecSimulation",
+    "combinations",
+    "run_in_processes",
+    "simulate",
+]
+
+
+def __getattr__(name: str) -> Any:  # what a module has, it can't say
+    try:
+        home = _HOME[name]
+    except KeyError:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
+    return getattr(importlib.import_module(home), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

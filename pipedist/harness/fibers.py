@@ -1,0 +1,100 @@
+"""Threads that take turns with the event loop of a simulation: exactly one of all runs at a time.
+
+A simulated worker runs the real driver, which blocks. It has a thread of its own, and whenever it would
+wait (for a message, or for time to pass) it is PARKED, until the simulation lets it go on. The loop
+waits meanwhile. So the order in which anything happens follows from the simulation alone.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import threading
+from collections.abc import Callable
+
+from pipedist.errors import UsageError
+
+
+class Killed(BaseException):
+    """The simulated process has been killed: every thread of it ends. Never an Exception."""
+
+
+_current: contextvars.ContextVar[Fiber | None] = contextvars.ContextVar("pipedist_fiber", default=None)
+
+
+def current_fiber() -> Fiber | None:
+    """Return the simulated process whose thread this is, None in any other."""
+    return _current.get()
+
+
+class Fiber:
+    """The threads of one simulated process.
+
+    Args:
+        main: what its main thread does; whatever it raises is kept in `error`.
+        sleep: parks it for a time, seconds.
+    """
+
+    def __init__(self, main: Callable[[], None], sleep: Callable[[float], None]) -> None:
+        self._main = main
+        self.sleep = sleep
+        self.is_killed = False
+        self.is_over = False
+        self.is_parked = False
+        self.error: BaseException | None = None
+        """What its main thread raised."""
+        self._go = threading.Semaphore(0)
+        self._stopped = threading.Semaphore(0)
+        self._thread = threading.Thread(target=self._run, name="pipedist-simulated", daemon=True)
+
+    # -- in the loop's thread --------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Run it until it parks, or ends."""
+        self._thread.start()
+        self._stopped.acquire()
+
+    def resume(self) -> None:
+        """Let it go on until it parks again, or ends."""
+        if self.is_over or not self.is_parked:
+            return
+        self.is_parked = False
+        self._go.release()
+        self._stopped.acquire()
+
+    def kill(self) -> None:
+        """End its threads; harmless twice."""
+        self.is_killed = True
+        while self.is_parked and not self.is_over:
+            self.resume()
+
+    # -- in its own threads -----------------------------------------------------------------------
+
+    def park(self) -> None:
+        """Wait until the simulation lets it go on.
+
+        Raises:
+            Killed: it has been killed.
+            UsageError: another thread of the same process is parked.
+        """
+        if self.is_killed:
+            raise Killed
+        if self.is_parked:
+            raise UsageError(
+                "a simulation can't let two threads of a worker wait at the same time: an async replica "
+                "function that waits for something else while it is in a collective is not simulated"
+            )
+        self.is_parked = True
+        self._stopped.release()
+        self._go.acquire()
+        if self.is_killed:
+            raise Killed
+
+    def _run(self) -> None:
+        _current.set(self)
+        try:
+            self._main()
+        except BaseException as error:
+            self.error = error
+        finally:
+            self.is_over = True
+            self._stopped.release()

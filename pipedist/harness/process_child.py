@@ -1,0 +1,44 @@
+"""One process of `run_in_processes`: python -m pipedist.harness.process_child FOLDER NUMBER."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+from pipedist import functions
+from pipedist.harness.processes import joined, split
+from pipedist.program import FunctionRef
+from pipedist.transport.codec import UnsendableError, decode, encode
+
+
+def main(folder: Path, number: int) -> None:
+    """Execute the call that stands in the folder, and write down what came of it."""
+    (label, name, pickled), args, kwargs, paths = decode(
+        split((folder / "call").read_bytes()), may_import=True
+    )
+    sys.path[:] = [*paths, *(entry for entry in sys.path if entry not in paths)]
+    value: Any = None
+    told = shown = ""
+    try:
+        function = functions.load(FunctionRef(label, name, pickled), ())
+        if "worker" in inspect.signature(function).parameters and "worker" not in kwargs:
+            kwargs["worker"] = number
+        value = function(*args, **kwargs)
+        frames = encode([value, "", ""])
+    except (Exception, UnsendableError) as error:
+        told, shown = f"{type(error).__name__}: {error}", traceback.format_exc()
+        frames = encode([None, told, shown])
+    result = folder / f"result-{number}"
+    written = result.with_suffix(".part")
+    written.write_bytes(joined(frames))
+    os.replace(written, result)
+    if told:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]))

@@ -1,0 +1,135 @@
+"""A pytest plugin for tests of what runs on pipedist: clusters of real processes, and simulated faults.
+
+The fixtures return context managers, which a test enters itself: so they work in plain and in async
+tests, under pytest-asyncio in strict and auto mode and under anyio's plugin, and change none of them.
+
+    async def test_total(pipedist_cluster):
+        async with pipedist_cluster(workers=3) as cluster:
+            cluster.kill(1)
+            ...
+
+    def test_total_under_faults(faults):
+        with faults(drop=0.1, seed=7) as simulated:
+            assert simulated.run("total.yaml")["total"] == 45
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from pipedist.harness.faults import Faults
+    from pipedist.local_cluster import LocalCluster
+    from pipedist.pipeline.result import Result
+    from pipedist.pipeline.runs import SpecLike
+    from pipedist.program import Tree
+
+CLUSTER_MARKER = "pipedist_cluster"
+FAULTS_MARKER = "pipedist_faults"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Register the markers."""
+    config.addinivalue_line(
+        "markers",
+        f"{CLUSTER_MARKER}(workers=..., ...): what pipedist_cluster() gets if the test says nothing",
+    )
+    config.addinivalue_line(
+        "markers", f"{FAULTS_MARKER}(drop=..., seed=..., ...): what faults() gets if the test says nothing"
+    )
+
+
+@pytest.fixture
+def pipedist_cluster(request: pytest.FixtureRequest) -> Callable[..., LocalCluster]:
+    """Make clusters of real worker processes: `async with pipedist_cluster(workers=3) as cluster:`.
+
+    Takes what `pipedist.LocalCluster` takes; two workers if nothing is said.
+    """
+    marked = _marked(request, CLUSTER_MARKER)
+
+    def make(**options: Any) -> LocalCluster:
+        from pipedist.local_cluster import LocalCluster  # most tests need no cluster
+
+        return LocalCluster(**{"workers": 2, **marked, **options})
+
+    return make
+
+
+@pytest.fixture
+def faults(request: pytest.FixtureRequest) -> Callable[..., AbstractContextManager[SimulatedRuns]]:
+    """Make simulations with faults: `with faults(drop=0.1, seed=7) as simulated:`.
+
+    Takes rates as `pipedist.harness.Faults` does, `seed` (one), `seeds` (how many, from `seed` on) and
+    `workers`.
+    """
+    marked = _marked(request, FAULTS_MARKER)
+
+    @contextmanager
+    def make(**options: Any) -> Iterator[SimulatedRuns]:
+        from pipedist.harness.faults import Faults  # most tests need no simulation
+
+        told = {**marked, **options}
+        seed, seeds = told.pop("seed", 0), told.pop("seeds", 1)
+        workers = told.pop("workers", 3)
+        yield SimulatedRuns(Faults.of(told), range(seed, seed + seeds), workers)
+
+    return make
+
+
+def _marked(request: pytest.FixtureRequest, name: str) -> dict[str, Any]:
+    marker = request.node.get_closest_marker(name)
+    if marker is None:
+        return {}
+    if marker.args:
+        raise pytest.UsageError(f"@pytest.mark.{name} takes keyword arguments alone, not {marker.args!r}")
+    return dict(marker.kwargs)
+
+
+class SimulatedRuns:
+    """Runs specs in simulated clusters. Made by the fixture `faults`.
+
+    Args:
+        faults: how often each kind happens.
+        seeds: each spec is run once with each.
+        workers: simulated workers.
+    """
+
+    def __init__(self, faults: Faults, seeds: range, workers: int) -> None:
+        self._faults = faults
+        self._seeds = seeds
+        self._workers = workers
+        self.injected: dict[str, int] = {}
+        """Faults that have happened until now, by kind."""
+
+    def run(
+        self,
+        spec: SpecLike,
+        *,
+        params: Mapping[str, Tree] | None = None,
+        costs: Mapping[str, float] | None = None,
+    ) -> Result:
+        """Run a spec with the faults, and return its result: that of the last seed.
+
+        Raises:
+            SimulationFailure: a run differs from the one without faults, or does not end.
+            PipedistError: the run fails, with and without faults.
+        """
+        from pipedist.harness.spec_simulation import SpecSimulation
+
+        simulation = SpecSimulation(
+            spec, workers=self._workers, faults=self._faults, costs=costs, params=params
+        )
+        played = simulation.reference
+        for seed in self._seeds:
+            played = simulation.check(seed)
+            for kind, count in played.counts.items():
+                self.injected[kind] = self.injected.get(kind, 0) + count
+        if played.result is None:
+            raise played.error or RuntimeError("a run has ended with neither a result nor an error")
+        return played.result

@@ -1,0 +1,38 @@
+"""What differs between two documents, path by path, for people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+TEXT_MAX: Final = 60
+"""Characters of a value that are shown."""
+
+_MISSING: Final = object()
+
+
+def differences(there: Any, now: Any, path: str = "") -> Iterator[str]:
+    """Yield a line for each place where two documents differ: "stages.late.axis: 0 there, 1 now".
+
+    Args:
+        there, now: plain values: maps, lists, text, numbers.
+        path: of both, in the whole.
+    """
+    if there == now and isinstance(there, bool) == isinstance(now, bool):
+        return
+    if isinstance(there, Mapping) and isinstance(now, Mapping):
+        for name in dict.fromkeys((*there, *now)):
+            below = f"{path}.{name}" if path else str(name)
+            yield from differences(there.get(name, _MISSING), now.get(name, _MISSING), below)
+    elif isinstance(there, list) and isinstance(now, list) and len(there) == len(now):
+        for index, (a, b) in enumerate(zip(there, now, strict=True)):
+            yield from differences(a, b, f"{path}[{index}]")
+    else:
+        yield f"{path or 'all of it'}: {_shown(there)} there, {_shown(now)} now"
+
+
+def _shown(value: Any) -> str:
+    if value is _MISSING:
+        return "nothing"
+    text = repr(value)
+    return text if len(text) <= TEXT_MAX else text[: TEXT_MAX - 3] + "..."

@@ -1,0 +1,300 @@
+"""Which runs may go on from a journal, and with how much of it.
+
+A run goes on from its journal if nothing that decides its results has changed: the spec (by value), the
+files that it reads (by size and modification time), pipedist's version. Modules of functions are
+compared too, but a function that was mended is no reason to refuse: it is said. With "reuse", a run of
+another spec goes on with those passes of whose definition and inputs nothing has changed, modules
+included.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipedist.datasets.sources.paths import expand
+from pipedist.errors import JournalError, UsageError
+from pipedist.journal.differences import differences
+from pipedist.journal.history import FORMAT, Header, History, PassHistory, read_history
+from pipedist.journal.writer import Journal
+from pipedist.pipeline.durable import RunJournal, key_of
+from pipedist.pipeline.identity import digest_of, meaning
+from pipedist.plan import PassPlan, Plan
+from pipedist.plan.phases import links_of
+from pipedist.spec import InitFile, UpdateSpec
+from pipedist.version import __version__
+
+if TYPE_CHECKING:
+    from pipedist.outputs import RunFolder
+
+LINES_MAX = 12
+"""Differences that are shown."""
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A run's journal, and what the user should know about it.
+
+    Args:
+        journal: to be closed.
+        run: the same, as the run sees it.
+        notice: "" or what is resumed.
+    """
+
+    journal: Journal
+    run: RunJournal
+    notice: str = ""
+
+
+def open_journal(plan: Plan, folder: RunFolder, run_id: str, *, reuse: bool) -> Opened:
+    """Open the journal of a run in its folder.
+
+    Args:
+        plan: of the run.
+        folder: open, and locked.
+        run_id: of the run, if it is a new one.
+        reuse: go on with what did not change, where something has.
+
+    Raises:
+        UsageError: the run that is there can't go on, because something has changed.
+        JournalError: its journal is damaged, or can't be written.
+    """
+    history = read_history(folder.journal) if folder.found else None
+    if history is None:  # nothing was there, or it was killed before its first record
+        if folder.found == "other":
+            folder.take_over(run_id, digest_of(meaning(plan.spec)), list(plan.spec.outputs.values()), ())
+        journal = Journal.create(folder.journal, header_of(plan, folder.run_id))
+        return Opened(journal, RunJournal(journal, None))
+    if history.problems:
+        raise JournalError(
+            f"the journal in {folder.journal} does not add up, so nothing is resumed:\n  "
+            + "\n  ".join(history.problems)
+        )
+    now = header_of(plan, folder.run_id)
+    changed = [*differences(history.header.spec, now.spec), *_inputs_changed(history.header, now)]
+    if not changed and folder.found == "unfinished":
+        journal = Journal.reopen(folder.journal, history)
+        return Opened(journal, RunJournal(journal, history), _resumed(history, now))
+    if not reuse:
+        raise UsageError(
+            f"the run {history.header.run} in {folder.path} can't be resumed, because something has changed "
+            f"(there {history.header.digest[:12]}, now {now.digest[:12]}):{listed(changed)}\n"
+            "  --resume=reuse goes on with what did not change, --restart discards the run"
+        )
+    return _reused(plan, folder, run_id, history)
+
+
+def explain(plan: Plan, journal: Path) -> str:
+    """Return what differs between a plan's spec and that of a journal, as lines; "" if it can't be said."""
+    try:
+        history = read_history(journal)
+    except (UsageError, JournalError):
+        return ""
+    return "" if history is None else ":" + listed(differences(history.header.spec, meaning(plan.spec)))
+
+
+def listed(lines: Iterable[str]) -> str:
+    """Return lines, indented; not too many of them."""
+    shown = list(lines)
+    rest = [f"... and {len(shown) - LINES_MAX} more"] if len(shown) > LINES_MAX else []
+    return "".join(f"\n    {line}" for line in shown[:LINES_MAX] + rest)
+
+
+def _resumed(history: History, now: Header) -> str:
+    done = ", ".join(
+        f"{history.header.passes[key]['name']}: "
+        + ("all" if found.complete else f"{found.steps:,}")
+        + f" step{'s' * (found.complete or found.steps != 1)}"
+        for key, found in history.passes.items()
+    )
+    notice = f"resuming the run {history.header.run}; done before: {done or 'nothing'}"
+    if history.torn:
+        notice += f" ({history.torn:,} bytes of a record that was not finished were dropped)"
+    if changed := list(differences(history.header.code, now.code)):
+        modules = ", ".join(line.partition(":")[0] for line in changed)
+        notice += f"\nchanged since then: module {modules}; what was done before is kept as it is"
+    return notice
+
+
+# -- what a run is made of ---------------------------------------------------------------------------
+
+
+def header_of(plan: Plan, run_id: str) -> Header:
+    """Return the first record of a run's journal."""
+    meant = meaning(plan.spec)
+    return Header(
+        format=FORMAT,
+        pipedist=__version__,
+        run=run_id,
+        name=plan.spec.name,
+        spec=meant,
+        digest=digest_of(meant),
+        inputs=dict(_inputs(plan)),
+        code=_code(plan),
+        replicas=plan.spec.replicas,
+        passes={key_of(pass_): _described(plan, pass_) for pass_ in plan.passes},
+    )
+
+
+def _inputs(plan: Plan) -> Iterator[tuple[str, dict[str, list[int]]]]:
+    folder = Path(plan.spec.folder)
+    for name, dataset in plan.spec.datasets.items():
+        if "path" in dataset.config:
+            found = expand(dataset.config["path"], folder)
+            yield f"datasets.{name}", {file.path: [file.size_bytes, file.mtime_ns] for file in found}
+    for name, stage in plan.spec.stages.items():
+        if isinstance(stage, UpdateSpec) and isinstance(stage.init, InitFile):
+            file = expand(stage.init.path, folder)[0]
+            yield f"stages.{name}", {file.path: [file.size_bytes, file.mtime_ns]}
+
+
+def _inputs_changed(there: Header, now: Header, names: Iterable[str] | None = None) -> Iterator[str]:
+    for name in dict.fromkeys((*there.inputs, *now.inputs)) if names is None else names:
+        for line in differences(there.inputs.get(name, {}), now.inputs.get(name, {})):
+            path, _, what = line.rpartition(": ")
+            yield f"{name}: {path.removesuffix('[0]').removesuffix('[1]')} has changed: {_sizes(what)}"
+
+
+def _sizes(what: str) -> str:
+    return f"(bytes, or modification time in ns) {what}"
+
+
+def _code(plan: Plan) -> dict[str, str]:
+    """Return the SHA-256 of the files of the modules that functions come from."""
+    import hashlib
+
+    code = {}
+    for module in sorted({name for names in _modules(plan).values() for name in names}):
+        path = getattr(sys.modules.get(module), "__file__", None)
+        if path is not None and Path(path).is_file():
+            code[module] = hashlib.sha256(Path(path).read_bytes()).hexdigest()
+    return code
+
+
+def _modules(plan: Plan) -> dict[str, list[str]]:
+    """Return the modules of each stage's and dataset's functions, by their paths in the spec."""
+    modules: dict[str, list[str]] = {}
+    for name in plan.spec.stages:
+        state = plan.states.get(name)
+        refs = [plan.functions.get(name)] + ([state.init, state.until] if state is not None else [])
+        modules[f"stages.{name}"] = [
+            ref.name.partition(":")[0] for ref in refs if ref is not None and ref.name
+        ]
+    for name, dataset in plan.spec.datasets.items():
+        call = dataset.config.get("call")
+        if isinstance(call, str):
+            modules[f"datasets.{name}"] = [call.partition(":")[0]]
+    return modules
+
+
+def _described(plan: Plan, pass_: PassPlan) -> dict[str, Any]:
+    """Return what the journal says of a pass; `needs` are the places in the spec that decide its values."""
+    spec, links = plan.spec, links_of(plan.spec)
+    together = [pass_]
+    if pass_.updates or pass_.follows:  # what takes turns is complete together, or not at all
+        together = [p for p in plan.phases[pass_.phase] if p.updates or p.follows]
+    needs: dict[str, None] = dict.fromkeys(("replicas", "seed", "threads_per_replica"))
+    waiting = [name for p in together for name in (p.root, *p.runs, *p.folds, *p.updates)]
+    own = set(waiting)
+    while waiting:
+        name = waiting.pop()
+        if name in spec.datasets:
+            needs[f"datasets.{name}"] = None
+        elif f"stages.{name}" not in needs:
+            needs[f"stages.{name}"] = None
+            waiting += [other for other in (links[name].of, *links[name].waits, *links[name].reads) if other]
+    needs.update((f"outputs.{name}", None) for name in spec.outputs if name in own)
+    modules = _modules(plan)
+    return {
+        "name": pass_.name,
+        "dataset": pass_.dataset,
+        "shape": [
+            pass_.root,
+            *(list(getattr(pass_, field)) for field in ("runs", "folds", "kept", "updates")),
+            pass_.follows,
+            pass_.gang,
+        ],
+        "needs": list(needs),
+        "modules": sorted({module for need in needs for module in modules.get(need, ())}),
+    }
+
+
+# -- reuse -------------------------------------------------------------------------------------------
+
+
+def _reused(plan: Plan, folder: RunFolder, run_id: str, history: History) -> Opened:
+    """Begin a run with those passes of another one that have not changed."""
+    header = header_of(plan, run_id)
+    taken: dict[str, PassHistory] = {}
+    lines = []
+    for pass_ in plan.passes:
+        key = key_of(pass_)
+        found, why = _found(history, header, header.passes[key])
+        if found is not None and (missing := _missing(plan, pass_, folder, found)):
+            found, why = None, [f"{missing} is not as the run left it"]
+        if found is None:
+            lines.append(f"again: {pass_.name}, because{listed(why)}")
+        else:
+            taken[key] = found
+            steps = "all" if found.complete else f"the first {found.steps:,}"
+            lines.append(
+                f"reused: {steps} steps of {pass_.name}: its definition and its inputs did not change"
+            )
+    outputs = plan.spec.outputs
+    kept = [
+        outputs[name]
+        for pass_ in plan.passes
+        if key_of(pass_) in taken and taken[key_of(pass_)].complete
+        for name in (*pass_.folds, *pass_.updates)
+        if name in outputs
+    ]
+    Journal.replace(folder.journal, header, taken)
+    folder.take_over(run_id, header.digest, list(outputs.values()), kept)
+    again = read_history(folder.journal)
+    if again is None:
+        raise JournalError(f"the journal in {folder.journal} was written, and can't be read")
+    journal = Journal.reopen(folder.journal, again)
+    journal.keep(name for found in taken.values() for name in found.files())
+    return Opened(journal, RunJournal(journal, again), "\n".join(lines))
+
+
+def _found(history: History, now: Header, wanted: Mapping[str, Any]) -> tuple[PassHistory | None, list[str]]:
+    """Return what is durable of a pass like this one; if nothing, why."""
+    there = history.header
+    why: list[str] = []
+    for key, said in there.passes.items():
+        if said["shape"] != wanted["shape"]:
+            continue
+        for path in dict.fromkeys((*said["needs"], *wanted["needs"])):
+            why += differences(_at(there.spec, path), _at(now.spec, path), path)
+        why += _inputs_changed(there, now, wanted["needs"])
+        changed = [m for m in wanted["modules"] if there.code.get(m) != now.code.get(m)]
+        why += [f"module {module} has changed" for module in changed]
+        if why:
+            return None, why
+        if key in history.passes:
+            return history.passes[key], []
+        return None, ["the run before did not come to it"]
+    return None, ["the run before had no pass of these stages"]
+
+
+def _at(document: Mapping[str, Any], path: str) -> Any:
+    first, _, rest = path.partition(".")
+    value = document.get(first)
+    return value.get(rest) if rest and isinstance(value, Mapping) else value
+
+
+def _missing(plan: Plan, pass_: PassPlan, folder: RunFolder, found: PassHistory) -> str:
+    """Return the first file of a pass that is not there any more, or ""."""
+    for name in found.files():
+        if not (folder.journal / name).is_file():
+            return name
+    if found.complete:
+        for name in (*pass_.folds, *pass_.updates):
+            output = plan.spec.outputs.get(name)
+            if output is not None and not folder.has(output):
+                return output
+    return ""

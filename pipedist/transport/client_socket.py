@@ -1,0 +1,205 @@
+"""A worker's ZeroMQ socket: one DEALER, for a worker that has no lane."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import TYPE_CHECKING, Final
+
+import zmq
+
+from pipedist.errors import PipedistError, RemoteProtocolError, UsageError
+from pipedist.transport import envelope
+from pipedist.transport.limits import KIB, Limits
+from pipedist.transport.monitor import FAILURE_EVENTS, event_of
+from pipedist.transport.outbox import size_of
+from pipedist.transport.rendezvous import Endpoint
+from pipedist.transport.settings import Settings
+
+if TYPE_CHECKING:
+    from pipedist.transport.keys import ClientKeys
+
+COPY_BYTES_MAX: Final = 64 * KIB
+# Plain ints: the enumerations of pyzmq cost more than the calls that get them.
+_POLLIN: Final = int(zmq.POLLIN)
+_POLLOUT: Final = int(zmq.POLLOUT)
+_SNDMORE: Final = int(zmq.SNDMORE)
+
+_POLL_S_MAX: Final = 60.0
+"""ZeroMQ counts milliseconds in an int; a longer wait is made of several."""
+
+RECONNECT_MS: Final = 100
+RECONNECT_MS_MAX: Final = 1000
+
+
+class ConnectionLost(PipedistError):
+    """The scheduler is gone, or does not read; a new connection is a new life."""
+
+
+class ClientSocket:
+    """A DEALER that is connected to one Router.
+
+    Args:
+        parsed: the Router's endpoint.
+        identity: of this peer.
+        keys: of a CURVE client; None: without.
+        limits, settings: sizes and times.
+
+    Raises:
+        UsageError: nothing can be connected to there.
+    """
+
+    link = None
+    """It shares no memory."""
+
+    def __init__(
+        self,
+        parsed: Endpoint,
+        identity: bytes,
+        *,
+        keys: ClientKeys | None,
+        limits: Limits,
+        settings: Settings,
+    ) -> None:
+        self._endpoint = endpoint = parsed.text
+        self._limits = limits
+        self._settings = settings
+        self._is_connected = False
+        self._handshakes_failed = 0
+        self._failure: PipedistError | None = None
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = socket = self._context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.ROUTING_ID, identity)
+        # Not IMMEDIATE=1: when the connection is lost, that drops messages which have arrived, and
+        # aborts the process (libzmq 4.3.5, fq.cpp: !_more) if it happens between two frames of one.
+        socket.setsockopt(zmq.IMMEDIATE, 0)
+        socket.setsockopt(zmq.MAXMSGSIZE, max(limits.frame_bytes_max, envelope.bytes_max(limits)))
+        socket.setsockopt(zmq.HANDSHAKE_IVL, round(settings.handshake_s * 1000))
+        socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
+        socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MS_MAX)
+        socket.setsockopt(zmq.SNDHWM, settings.queue_messages_max)
+        socket.setsockopt(zmq.RCVHWM, settings.queue_messages_max)
+        if parsed.is_tcp:
+            socket.setsockopt(zmq.HEARTBEAT_IVL, round(settings.heartbeat_s * 1000))
+            socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, round(settings.heartbeat_timeout_s * 1000))
+            socket.setsockopt(zmq.IPV6, int(parsed.is_ipv6))
+        if keys is not None:
+            socket.setsockopt(zmq.CURVE_SERVERKEY, keys.server_public)
+            socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
+            socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
+        self._monitor = socket.get_monitor_socket(
+            zmq.EVENT_HANDSHAKE_SUCCEEDED | FAILURE_EVENTS | zmq.EVENT_DISCONNECTED
+        )
+        try:
+            socket.connect(endpoint)
+        except zmq.ZMQError as error:
+            self.close(0.0)
+            raise UsageError(f"can't connect to {endpoint}: {error.strerror}") from None
+        self._watched = {
+            event: [(self._socket, event), (self._monitor, _POLLIN)] for event in (_POLLIN, _POLLOUT)
+        }
+
+    def send(self, parts: list[bytes | memoryview], *, copy: bool, timeout_s: float) -> None:
+        """Queue a message; see `Dealer.send`."""
+        if not self._wait(_POLLOUT, timeout_s):
+            raise ConnectionLost(f"{self._endpoint} took no message for {timeout_s:g} s")
+        last = len(parts) - 1
+        for number, part in enumerate(parts):
+            flags = _SNDMORE if number < last else 0
+            self._socket.send(part, flags, copy=copy or size_of(part) <= COPY_BYTES_MAX)
+
+    def poll(self, timeout_s: float) -> bool:
+        """Wait for a message; see `Dealer.poll`."""
+        return self._wait(_POLLIN, timeout_s)
+
+    def recv(self) -> list[memoryview]:
+        """Return the frames of the message that `poll` has found.
+
+        Raises:
+            RemoteProtocolError: they are too many, or too large.
+        """
+        limits = self._limits
+        frames: list[memoryview] = []
+        count, size_bytes, more = 0, 0, True
+        while more:
+            frame = self._socket.recv(copy=False)
+            more = frame.more
+            count += 1
+            size_bytes += len(frame)
+            if count <= limits.frames_max and size_bytes <= limits.message_bytes_max:
+                frames.append(frame.buffer)
+            else:
+                frames = []
+        if count > limits.frames_max or size_bytes > limits.message_bytes_max:
+            raise RemoteProtocolError(
+                f"{self._endpoint} sent a message of {count} frames and {size_bytes} bytes, the limit is "
+                f"{limits.frames_max} frames and {limits.message_bytes_max} bytes"
+            )
+        return frames
+
+    def close(self, linger_s: float | None = None) -> None:
+        """Close; may be called twice.
+
+        Args:
+            linger_s: how long to wait for what is not sent yet; default: the settings'.
+        """
+        if self._context.closed:
+            return
+        if linger_s is None:
+            # What a lost connection left behind must not reach the scheduler through another one.
+            linger_s = self._settings.linger_s if self._failure is None else 0.0
+        linger_ms = round(linger_s * 1000)
+        self._socket.disable_monitor()
+        self._monitor.close(linger=0)
+        self._socket.close(linger=linger_ms)
+        self._context.term()
+
+    def _wait(self, event: int, timeout_s: float) -> bool:
+        """Wait until the socket has an event. What has arrived is read before a lost connection is told."""
+        left_s, deadline = timeout_s, time.monotonic() + timeout_s
+        while True:
+            wait_ms = math.ceil(min(left_s, _POLL_S_MAX) * 1000) if left_s > 0 else 0
+            is_ready = has_news = False
+            for who, _ in zmq.zmq_poll(self._watched[event], wait_ms):
+                if who is self._socket:
+                    is_ready = True
+                else:
+                    has_news = True
+            if is_ready and event == _POLLIN:
+                return True
+            if has_news or self._failure is not None:
+                self._look_at_monitor()
+            if is_ready:
+                return True
+            if left_s <= 0:
+                return False
+            left_s = deadline - time.monotonic()
+
+    def _look_at_monitor(self) -> None:
+        while self._failure is None and self._monitor.poll(0):
+            self._failure = self._judge(event_of(self._monitor.recv_multipart()[0]))
+        if self._failure is not None:
+            raise self._failure
+
+    def _judge(self, event: int) -> PipedistError | None:
+        if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            self._is_connected = True
+        elif event == zmq.EVENT_DISCONNECTED:
+            if self._is_connected:
+                return ConnectionLost(f"the connection to {self._endpoint} was lost")
+        elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+            return RemoteProtocolError(
+                f"{self._endpoint} refused this worker's key; use the key file of that cluster"
+            )
+        elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
+            return RemoteProtocolError(
+                f"{self._endpoint} does not speak this protocol, or without keys; is it the right port?"
+            )
+        elif event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
+            self._handshakes_failed += 1
+            if self._handshakes_failed >= self._settings.handshakes_failed_max:
+                return RemoteProtocolError(
+                    f"{self._endpoint} closed the connection in {self._handshakes_failed} handshakes: "
+                    "its key is another one than the key file says, or it is no pipedist scheduler"
+                )
+        return None

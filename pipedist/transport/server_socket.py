@@ -1,0 +1,280 @@
+"""The Router's ZeroMQ socket: what connects every peer that has no lane."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final
+
+import anyio
+import anyio.to_thread
+import zmq
+
+from pipedist.errors import UsageError
+from pipedist.transport import envelope
+from pipedist.transport.connections import address_of, hang_up, user_of
+from pipedist.transport.limits import KIB, Limits
+from pipedist.transport.monitor import FAILURE_EVENTS, HANDSHAKE_FAILURES, event_of
+from pipedist.transport.outbox import Outbox, size_of
+from pipedist.transport.pump import Pump
+from pipedist.transport.rendezvous import Endpoint
+from pipedist.transport.settings import Settings
+from pipedist.transport.zap import ZAP_DOMAIN, ZapHandler
+
+if TYPE_CHECKING:
+    from pipedist.transport.keys import ServerKeys
+
+COPY_BYTES_MAX: Final = 64 * KIB
+"""Frames up to this size are copied into ZeroMQ's queue: cheaper than sharing them."""
+
+# Plain ints: the enumerations of pyzmq cost more than the calls that get them.
+_LAST: Final = int(zmq.DONTWAIT)
+_MORE: Final = int(zmq.DONTWAIT | zmq.SNDMORE)
+
+
+class Unwelcome(Exception):
+    """A message is from whom nothing is heard: its connection is to be cut; the text, if any, is told."""
+
+
+class ServerSocket:
+    """A bound ROUTER; sending never blocks and loses nothing.
+
+    Args:
+        endpoint: where to bind.
+        keys: of a CURVE server; None: without.
+        on_message: called with (identity, key, frames, fault): the key under which it came, "" without
+            keys; frames are read-only; a fault says what rule it broke, "" for none. It raises Unwelcome.
+        on_reject: called with a reason, each time a peer is refused.
+        limits, settings: sizes and times.
+
+    Raises:
+        UsageError: the endpoint can't be bound.
+    """
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        *,
+        keys: ServerKeys | None,
+        on_message: Callable[[bytes, str, list[memoryview], str], None],
+        on_reject: Callable[[str], None],
+        limits: Limits,
+        settings: Settings,
+    ) -> None:
+        self.endpoint = endpoint
+        self._keys = keys
+        self._on_message = on_message
+        self._on_reject = on_reject
+        self._limits = limits
+        self._first_bytes_max = envelope.bytes_max(limits)
+        self._settings = settings
+        self._waiting: dict[bytes, Outbox] = {}
+        """By identity: what ZeroMQ's queue for a peer can't take; none is empty."""
+        self._retry: asyncio.TimerHandle | None = None
+        self._is_open = True
+        self._begin_message()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        try:
+            self._open()
+        except BaseException:
+            self._context.destroy(linger=0)
+            raise
+
+    def start(self) -> None:
+        """Begin to listen, in the running loop."""
+        if self._zap is not None:
+            self._zap.start()
+        self._pump.start()
+        self._monitor_pump.start()
+
+    def send(self, identity: bytes, parts: list[bytes | memoryview]) -> bool:
+        """Send a message, now or as soon as its queue has room; return False where the peer is gone.
+
+        Raises:
+            RemoteProtocolError: too much waits for it already.
+        """
+        message = [identity, *parts]
+        outbox = self._waiting.get(identity)
+        if outbox is None:
+            sent = self._try_send(message)
+            if sent is not None:
+                return sent
+            outbox = Outbox(self._settings)
+        outbox.add(message)
+        self._waiting[identity] = outbox
+        self._retry_soon()
+        return True
+
+    def silence(self, identity: bytes, last_words: bytes = b"") -> None:
+        """Send nothing more to a peer.
+
+        Args:
+            last_words: a frame, sent if there is room.
+        """
+        if last_words:
+            self._try_send([identity, last_words])
+        self._waiting.pop(identity, None)
+
+    async def close(self) -> None:
+        """Send what waits in ZeroMQ's queues, for the linger time at most, and close."""
+        self._is_open = False
+        if self._retry is not None:
+            self._retry.cancel()
+        self._pump.stop()
+        self._monitor_pump.stop()
+        if self._zap is not None:
+            self._zap.close()
+        self._socket.disable_monitor()
+        self._monitor.close(linger=0)
+        self._socket.close()
+        with anyio.CancelScope(shield=True):
+            await anyio.to_thread.run_sync(self._context.term)
+
+    # --- opening --------------------------------------------------------------------------
+
+    def _open(self) -> None:
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._zap = (
+            None if self._keys is None else ZapHandler(self._context, self._keys.clients, self._on_reject)
+        )
+        self._configure()
+        self._monitor = self._socket.get_monitor_socket(FAILURE_EVENTS)
+        pace = self._settings.frames_per_wake_up
+        self._pump = Pump(self._socket, self._take, wake=self._flush, frames_per_wake_up=pace)
+        self._monitor_pump = Pump(self._monitor, self._take_event, frames_per_wake_up=pace)
+        self._bind()
+
+    def _configure(self) -> None:
+        settings, socket = self._settings, self._socket
+        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        socket.setsockopt(zmq.ROUTER_HANDOVER, 0)
+        socket.setsockopt(zmq.MAXMSGSIZE, max(self._limits.frame_bytes_max, self._first_bytes_max))
+        socket.setsockopt(zmq.HANDSHAKE_IVL, round(settings.handshake_s * 1000))
+        socket.setsockopt(zmq.LINGER, round(settings.linger_s * 1000))
+        socket.setsockopt(zmq.SNDHWM, settings.queue_messages_max)
+        socket.setsockopt(zmq.RCVHWM, settings.queue_messages_max)
+        if self.endpoint.is_tcp:
+            socket.setsockopt(zmq.HEARTBEAT_IVL, round(settings.heartbeat_s * 1000))
+            socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, round(settings.heartbeat_timeout_s * 1000))
+            socket.setsockopt(zmq.IPV6, int(self.endpoint.is_ipv6))
+        if self._keys is not None:
+            socket.setsockopt(zmq.CURVE_SERVER, 1)
+            socket.setsockopt(zmq.CURVE_PUBLICKEY, self._keys.public)
+            socket.setsockopt(zmq.CURVE_SECRETKEY, self._keys.secret)
+            socket.setsockopt(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
+            socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+
+    def _bind(self) -> None:
+        text = self.endpoint.text
+        try:
+            self._socket.bind(text)
+        except zmq.ZMQError as error:
+            if error.errno == errno.EADDRINUSE and self.endpoint.is_tcp:
+                port, host = self.endpoint.port, self.endpoint.host
+                raise UsageError(
+                    f"port {port} on {host} is taken; choose another one, or 0 for any free one"
+                ) from None
+            raise UsageError(f"can't bind {text}: {os.strerror(error.errno or 0)}") from None
+        if self.endpoint.is_tcp:
+            real = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+            self.endpoint = Endpoint(real, self.endpoint.host, int(real.rpartition(":")[2]))
+
+    # --- receiving ------------------------------------------------------------------------
+
+    def _begin_message(self) -> None:
+        self._identity: bytes | None = None
+        self._parts: list[zmq.Frame] = []
+        self._parts_bytes = 0
+        self._fault = ""  # why the rest of the message is thrown away, unread
+
+    def _take(self, frame: zmq.Frame, more: bool) -> None:
+        if self._identity is None:
+            self._identity = frame.bytes
+            if more:
+                return
+            self._fault = "a message without frames"
+        elif not self._fault:
+            self._fault = self._examine(frame)
+            if self._fault:
+                self._parts = []
+            else:
+                self._parts.append(frame)
+        if not more:
+            identity, parts, fault = self._identity, self._parts, self._fault
+            self._begin_message()
+            self._deliver(identity, parts, fault, frame)
+
+    def _examine(self, frame: zmq.Frame) -> str:
+        limits, number, size_bytes = self._limits, len(self._parts), len(frame)
+        self._parts_bytes += size_bytes
+        if number >= limits.frames_max:
+            return f"a message of more than {limits.frames_max} frames"
+        if number == 0 and size_bytes > self._first_bytes_max:
+            return f"a first frame of {size_bytes} bytes, the limit is {self._first_bytes_max}"
+        if self._parts_bytes > limits.message_bytes_max:
+            return f"a message of more than {limits.message_bytes_max} bytes"
+        return ""
+
+    def _deliver(self, identity: bytes, parts: list[zmq.Frame], fault: str, last: zmq.Frame) -> None:
+        user = user_of(last) if self._keys is not None else ""
+        try:
+            self._on_message(identity, user, [part.buffer for part in parts], fault)
+        except Unwelcome as error:
+            if str(error):
+                self._on_reject(f"{error}, from {address_of(last)}")
+            hang_up(last, self.endpoint)
+
+    def _take_event(self, frame: zmq.Frame, more: bool) -> None:
+        if more:  # the second and last frame is our own endpoint
+            self._on_reject(f"a peer failed to join: {HANDSHAKE_FAILURES[event_of(frame.bytes)]}")
+
+    # --- sending --------------------------------------------------------------------------
+
+    def _try_send(self, parts: list[bytes | memoryview]) -> bool | None:
+        """Return True: sent; False: the peer is gone; None: its queue is full."""
+        last = len(parts) - 1
+        try:
+            for number, part in enumerate(parts):
+                flags = _MORE if number < last else _LAST
+                self._socket.send(part, flags, copy=size_of(part) <= COPY_BYTES_MAX)
+        except zmq.Again:
+            return None
+        except zmq.ZMQError as error:
+            if error.errno == errno.EHOSTUNREACH:
+                return False
+            raise
+        finally:
+            self._pump.look_again()
+        return True
+
+    def _flush(self) -> None:
+        """Send what waits, as far as there is room.
+
+        Looking for messages may use up the edge that says that there is room again: so while something
+        waits, it is tried again also without a wake-up.
+        """
+        for identity, outbox in list(self._waiting.items()):
+            while outbox.messages:
+                sent = self._try_send(outbox.messages[0])
+                if sent is None:
+                    break
+                if sent:
+                    outbox.pop()
+                else:
+                    outbox.clear()
+            if not outbox.messages:
+                self._waiting.pop(identity, None)
+        self._retry_soon()
+
+    def _retry_soon(self) -> None:
+        if self._waiting and self._retry is None:
+            loop = asyncio.get_running_loop()
+            self._retry = loop.call_later(self._settings.flush_retry_s, self._retry_now)
+
+    def _retry_now(self) -> None:
+        self._retry = None
+        if self._is_open:
+            self._flush()
+            self._pump.look_again()

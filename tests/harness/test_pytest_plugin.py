@@ -1,0 +1,100 @@
+"""The plugin, in pytest processes of its own."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest_plugins = ["pytester"]
+
+SPEC = """
+SPEC = {
+    "pipedist": 1,
+    "replicas": 2,
+    "dataset": {"range": 40, "batch": 4},
+    "stages": {"total": {"reduce": "sum", "of": "dataset", "axis": 0}},
+}
+"""
+
+ASYNC = (
+    "import pipedist, pytest"
+    + SPEC
+    + """
+MARK
+@pytest.mark.pipedist_cluster(workers=3)
+async def test_cluster(pipedist_cluster):
+    async with pipedist_cluster() as cluster:
+        await cluster.ready()
+        assert cluster.workers == 3
+        await cluster.restart(0)
+        cluster.kill(1)
+        cluster.cut(2)
+        async with pipedist.open(SPEC, cluster=cluster) as run:
+            assert (await run.results())["total"] == 780
+
+MARK
+async def test_faults(faults):
+    with faults(drop=0.05, crash=0.05, seed=7) as simulated:
+        assert simulated.run(SPEC)["total"] == 780
+        assert simulated.injected
+"""
+)
+
+PLAIN = (
+    "import pytest"
+    + SPEC
+    + """
+@pytest.mark.pipedist_faults(crash=0.1, seeds=3)
+def test_marked(faults):
+    with faults() as simulated:
+        assert simulated.run(SPEC)["total"] == 780
+        assert set(simulated.injected) == {"crash"}
+    with faults(crash=0.0, delay=0.1) as simulated:
+        simulated.run(SPEC)
+        assert set(simulated.injected) == {"delay"}
+
+def test_wrong(faults):
+    with faults(crush=0.1):
+        pass
+
+@pytest.mark.pipedist_faults(0.1)
+def test_wrong_marker(faults):
+    pass
+"""
+)
+
+
+@pytest.mark.parametrize("mode", ["strict", "auto"])
+def test_under_pytest_asyncio(pytester: pytest.Pytester, mode: str) -> None:
+    pytester.makepyfile(ASYNC.replace("MARK", "@pytest.mark.asyncio" if mode == "strict" else ""))
+    result = pytester.runpytest_subprocess(
+        *plugin(pytester), "--strict-markers", "-Werror", "-o", f"asyncio_mode={mode}",
+        "-o", "asyncio_default_fixture_loop_scope=function",
+    )  # fmt: skip
+    result.assert_outcomes(passed=2)
+
+
+def test_in_plain_tests(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(PLAIN)
+    result = pytester.runpytest_subprocess(*plugin(pytester), "--strict-markers")
+    result.assert_outcomes(passed=1, failed=1, errors=1)
+    result.stdout.fnmatch_lines(["*there is no kind 'crush'; did you mean 'crash'?*"])
+    result.stdout.fnmatch_lines(["*takes keyword arguments alone*"])
+
+
+def test_it_imports_next_to_nothing(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(
+        "import sys\n"
+        "def test_modules():\n"
+        "    ours = {m for m in sys.modules if m.startswith('pipedist.')}\n"
+        "    light = {'harness', 'harness.pytest_plugin', 'version'}\n"
+        "    assert ours <= {f'pipedist.{name}' for name in light}, ours\n"
+    )
+    pytester.runpytest_subprocess(*plugin(pytester)).assert_outcomes(passed=1)
+
+
+def plugin(pytester: pytest.Pytester) -> list[str]:
+    """Load it by name only where it is not installed as an entry point."""
+    from importlib.metadata import entry_points
+
+    names = {point.value for point in entry_points(group="pytest11")}
+    return [] if "pipedist.harness.pytest_plugin" in names else ["-p", "pipedist.harness.pytest_plugin"]

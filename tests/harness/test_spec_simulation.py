@@ -1,0 +1,175 @@
+"""Simulations of whole specs, with the user's own functions."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pipedist.coordinator.fleet import Fleet
+from pipedist.errors import CallError, SpecError, UsageError
+from pipedist.harness import Faults, SimulationFailure, SpecSimulation, simulate
+from pipedist.harness.fakes import POISON
+from pipedist.scheduler import Scheduler
+from tests.harness import replica_functions as fn
+
+STORM = Faults.parse(
+    "drop=0.03,duplicate=0.03,delay=0.03,cut=0.02,partition=0.02,crash=0.04,pause=0.04,slow=0.1"
+)
+
+
+def spec_of(function: object, *, collectives: bool = False, **more: Any) -> dict[str, Any]:
+    return {
+        "pipedist": 1,
+        "replicas": 3,
+        "dataset": {"range": 60, "batch": 6},
+        "stages": {
+            "each": {"run": function, **({"collectives": True} if collectives else {})},
+            "total": {"reduce": "sum", "of": "each", "axis": 0},
+            "all": {"gather": 0, "of": "each"},
+        },
+        **more,
+    }
+
+
+@pytest.mark.parametrize("function", [fn.squares, fn.draws, fn.sleeps, fn.waits, fn.prints])
+def test_faults_change_no_bit(function: object, capsys: pytest.CaptureFixture[str]) -> None:
+    counts = simulate(spec_of(function), seeds=range(8), faults=STORM)
+    assert counts["crash"]
+    assert not capsys.readouterr().out
+
+
+@pytest.mark.parametrize("function", [fn.whitened, fn.whitened_in_turns])
+def test_gangs_too(function: object) -> None:
+    counts = simulate(spec_of(function, collectives=True), seeds=range(8), faults=STORM)
+    assert counts["crash"]
+
+
+def test_it_gives_the_result_of_a_real_run() -> None:
+    result = SpecSimulation(spec_of(fn.squares)).check(0).result
+    assert result is not None
+    assert result["total"] == sum(i * i for i in range(60))
+    assert np.array_equal(result["all"], np.arange(60) ** 2)
+
+
+def test_virtual_hours_take_no_time() -> None:
+    began = time.monotonic()
+    played = SpecSimulation(spec_of(fn.sleeps), workers=2).check(0)
+    assert played.took_s > 3600 * 10
+    assert time.monotonic() - began < 60
+
+
+def test_one_seed_is_one_story() -> None:
+    simulation = SpecSimulation(spec_of(fn.draws), faults=STORM)
+    first, again, other = simulation.play(3), simulation.play(3), simulation.play(4)
+    assert (first.took_s, first.counts) == (again.took_s, again.counts)
+    assert (first.took_s, first.counts) != (other.took_s, other.counts)
+
+
+async def _inside() -> int:
+    return simulate(spec_of(fn.squares), seeds=[0], faults=STORM).total()
+
+
+@pytest.mark.asyncio
+async def test_inside_a_running_loop() -> None:
+    await _inside()
+
+
+def test_files_are_compared(tmp_path: Path) -> None:
+    spec = spec_of(fn.HowMany, outputs={"all": "all.npy"})
+    with pytest.raises(SimulationFailure, match=r"file all\.npy is another one"):
+        simulate(spec, faults=STORM)
+
+
+# -- functions that are not deterministic --------------------------------------------------------
+
+
+def test_what_an_instance_remembers_shows() -> None:
+    with pytest.raises(SimulationFailure) as caught:
+        simulate(spec_of(fn.HowMany), faults=STORM)
+    told = str(caught.value)
+    assert "stage total is " in told
+    assert "not deterministic in (shard," in told
+    assert "play it again: pipedist simulate SPEC --seed " in told
+
+
+def test_the_time_shows_without_faults() -> None:
+    with pytest.raises(SimulationFailure, match="without faults, on one worker, the second time") as caught:
+        simulate(spec_of(fn.at_what_time))
+    assert "randomness that is not\nctx.rng" in str(caught.value)
+
+
+def test_a_function_that_fails_must_fail_the_same_way() -> None:
+    played = SpecSimulation(spec_of(fn.fails), faults=STORM).check(1)
+    assert isinstance(played.error, CallError)
+    assert played.fingerprint.error == "CallError: stage each, step 2, replica 0: ValueError: two is bad"
+
+
+# -- declared costs --------------------------------------------------------------------------------
+
+
+def test_a_stage_of_a_declared_cost_is_not_executed() -> None:
+    simulation = SpecSimulation(spec_of(fn.never_executed), costs={"each": 7.0}, workers=3)
+    assert simulation.reference.took_s > 7 * 30
+    played = simulation.check(0)
+    assert 7 * 10 < played.took_s < 7 * 30
+
+
+def test_costs_of_what_is_no_stage() -> None:
+    with pytest.raises(UsageError, match="'total' is no run stage; there are: each"):
+        SpecSimulation(spec_of(fn.squares), costs={"total": 1.0})
+
+
+def test_a_stage_that_gets_a_stand_in() -> None:
+    spec = spec_of(fn.squares)
+    spec["stages"]["next"] = {"run": fn.squares, "of": "each"}
+    spec["stages"]["sum"] = {"reduce": "sum", "of": "next", "axis": 0}
+    with pytest.raises(UsageError, match="declare a cost for next too"):
+        SpecSimulation(spec, costs={"each": 1.0}).check(0)
+
+
+def test_what_is_not_simulated_is_said() -> None:
+    with pytest.raises(UsageError, match="error is not simulated for a spec"):
+        SpecSimulation(spec_of(fn.squares), faults=Faults(error=0.1)).check(0)
+    with pytest.raises(SpecError):
+        SpecSimulation({"pipedist": 1})
+
+
+# -- the simulation itself: without a fence, something shows -----------------------------------------
+
+
+def shows(faults: Faults, seeds: int = 60) -> str:
+    simulation = SpecSimulation(spec_of(fn.draws), faults=faults, workers=4)
+    for seed in range(seeds):
+        violation = simulation.play(seed).violation
+        if violation:
+            return violation
+    return ""
+
+
+def test_a_missing_fence_lets_poison_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the coordinator nor the scheduler asks whether a lease is held any more."""
+    known: dict[tuple[int, int], Any] = {}
+
+    def held(self: Scheduler, name: str, incarnation: int, lease: int, lo: int, hi: int) -> Any:
+        return known.setdefault((id(self), lease), self._members.leases.get(lease))
+
+    def pass_of(self: Scheduler, worker: str, lease: int) -> int | None:
+        found = known.setdefault((id(self), lease), self._members.leases.get(lease))
+        return None if found is None else int(found.pass_id)
+
+    monkeypatch.setattr(Scheduler, "_held_lease", held)
+    monkeypatch.setattr(Scheduler, "pass_of", pass_of)
+    assert shows(Faults(crash=0.1, duplicate=0.1))
+
+
+def test_workers_that_nobody_replaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Fleet, "exited", lambda self, exit_: None)
+    assert "did not come to its end" in shows(Faults(crash=0.1), seeds=5)
+
+
+def test_poison_is_no_value() -> None:
+    assert POISON.startswith("POISON")

@@ -1,0 +1,65 @@
+"""Replica functions of these tests; each notes its calls in a file, so that they can be counted."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from tests.pipeline import training_functions
+
+
+def note(path: str, stage: str, ctx: Any) -> None:
+    """Append a line that names the call; one write, so that lines of several processes don't mix."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    os.write(fd, f"{stage} {ctx.step} {ctx.replica_id_in_sync_group}\n".encode())
+    os.close(fd)
+
+
+def numbers(x: np.ndarray, calls: str, ctx: Any) -> dict[str, Any]:
+    """Floats whose sum depends on the order in which they are added."""
+    note(calls, "numbers", ctx)
+    return {"x": np.sqrt(x.astype(np.float64) + 0.1), "draw": ctx.rng.standard_normal(len(x))}
+
+
+def centred(shard: dict[str, Any], mean: dict[str, Any], calls: str, ctx: Any) -> np.ndarray:
+    """A later phase: reads the values kept of `numbers`."""
+    note(calls, "centred", ctx)
+    return np.asarray(shard["x"] - mean["x"])
+
+
+def merge(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
+    """A combine whose order shows, in bits and in text."""
+    return {"x": np.array([a["x"].sum() * 0.5 + b["x"].sum()]), "draw": np.array([a["draw"][0]])}
+
+
+def column(shard: dict[str, Any], calls: str, ctx: Any) -> np.ndarray:
+    note(calls, "column", ctx)
+    return np.asarray(shard["x"])
+
+
+def gradients(shard: dict[str, Any], weights: Any, calls: str, ctx: Any) -> Any:
+    note(calls, "gradients", ctx)
+    return training_functions.gradients(shard, weights)
+
+
+def errors(shard: dict[str, Any], weights: Any, calls: str, ctx: Any) -> Any:
+    note(calls, "errors", ctx)
+    return training_functions.squared_errors(shard, weights)
+
+
+def descend(weights: Any, value: Any, rate: float, calls: str) -> Any:
+    return training_functions.descend(weights, value, rate)
+
+
+def together(x: np.ndarray, calls: str, ctx: Any) -> Any:
+    """A gang: every replica gets the sum of all."""
+    note(calls, "together", ctx)
+    return ctx.all_reduce("sum", np.sqrt(x.astype(np.float64)).sum()) * x.astype(np.float64)
+
+
+def one_by_one(count: int) -> Iterator[np.ndarray]:
+    """A source without random access."""
+    return (np.array(i * 3) for i in range(count))

@@ -1,0 +1,142 @@
+"""Runs that are killed at a record of their journal, and resumed; and what is to be true of them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pipedist.journal.history import History, read_history
+
+ROOT = Path(__file__).parents[2]
+F = "tests.journal.functions"
+REPLICAS = 2
+NEVER = 10**9
+"""A record that no run has: it is executed step by step, and not killed."""
+
+
+def everything(folder: Path, steps: int) -> str:
+    """A spec with every kind of value: folded, gathered, kept for a later phase, inline, streamed."""
+    return f"""
+pipedist: 1
+name: many
+replicas: {REPLICAS}
+seed: 5
+code: {ROOT}
+dataset: {{range: {8 * steps - 1}, batch: 8}}
+stages:
+  numbers: {{run: "{F}:numbers", with: {{calls: "{folder}/calls"}}}}
+  mean: {{reduce: mean, of: numbers, axis: 0}}
+  each: {{reduce: sum, of: numbers, axis: 0, per: step}}
+  merged: {{reduce: "{F}:merge", of: numbers}}
+  rows: {{gather: 0, of: numbers}}
+  inline: {{gather: 0, of: numbers, per: epoch}}
+  centred:
+    run: "{F}:centred"
+    of: numbers
+    with: {{mean: "${{stages.mean}}", calls: "{folder}/calls"}}
+  spread: {{reduce: sum, of: centred, axis: 0}}
+  again: {{gather: 0, of: centred}}
+outputs: {{each: each.jsonl, rows: rows.npz, again: again.csv}}
+"""
+
+
+@dataclass
+class Job:
+    """A spec that is run, killed and resumed.
+
+    Args:
+        folder: for everything of it.
+        spec: its text, in which `calls` is a file in the folder.
+    """
+
+    folder: Path
+    spec: str
+    told: str = field(default="", init=False)
+    """What the last process wrote on standard error."""
+
+    def __post_init__(self) -> None:
+        self.folder.mkdir(exist_ok=True, parents=True)
+        (self.folder / "spec.yaml").write_text(self.spec)
+
+    @property
+    def journal(self) -> Path:
+        return self.folder / "out" / ".pipedist" / "journal"
+
+    def history(self) -> History:
+        found = read_history(self.journal)
+        assert found is not None
+        return found
+
+    def run(self, *flags: str, kill_at: int = 0, workers: int = 2) -> int:
+        """Run in a process of its own, and return its exit code, negative where a signal ended it.
+
+        Args:
+            kill_at: the record when the process kills itself; 0: never, and it is an ordinary run.
+        """
+        command = [sys.executable, "-m", "tests.journal.killed", str(kill_at), "run", "spec.yaml"]
+        command += ["--workers", str(workers), "--output", "out", "--json", *flags]
+        env = {**os.environ, "PYTHONPATH": str(ROOT)}
+        done = subprocess.run(
+            command, cwd=self.folder, env=env, capture_output=True, timeout=120, check=False
+        )
+        self.told = done.stderr.decode()
+        if done.returncode == 0:
+            self.document: dict[str, Any] = json.loads(done.stdout)
+        return done.returncode
+
+    def calls(self) -> Counter[tuple[str, int, int]]:
+        """Return how often each call (stage, step, replica) was executed until now."""
+        return self.calls_in(self.folder / "calls")
+
+    @staticmethod
+    def calls_in(path: Path) -> Counter[tuple[str, int, int]]:
+        """Return the same of a file."""
+        lines = path.read_text().splitlines() if path.exists() else []
+        parts = [line.split() for line in lines]
+        return Counter((stage, int(step), int(replica)) for stage, step, replica in parts)
+
+    def outcome(self) -> tuple[str, dict[str, str]]:
+        """Return the results, and the SHA-256 of each file: what has to be the same."""
+        results = json.dumps(self.document["results"], sort_keys=True).replace(str(self.folder), "")
+        files = {
+            path.name: hashlib.sha256(path.read_bytes()).hexdigest()
+            for path in sorted((self.folder / "out").iterdir())
+            if path.is_file()
+        }
+        return results, files
+
+
+def committed(history: History | None, stages: dict[str, str]) -> set[tuple[str, int, int]]:
+    """Return the calls that a journal says are committed.
+
+    Args:
+        stages: the pass that executes each stage.
+    """
+    passes = {} if history is None else history.passes
+    return {
+        (stage, step, replica)
+        for stage, key in stages.items()
+        for step in range(passes[key].steps if key in passes else 0)
+        for replica in range(REPLICAS)
+    }
+
+
+def kill_and_resume(folder: Path, spec: str, record: int, stages: dict[str, str], workers: int = 1) -> Job:
+    """Kill a run when a record is durable, resume it, and check that no journalled call is done again."""
+    job = Job(folder, spec)
+    assert job.run(kill_at=record) == -signal.SIGKILL, job.told
+    done = committed(read_history(job.journal), stages)
+    before = job.calls()
+    assert job.run("--resume", workers=workers) == 0, job.told
+    again = {call for call, count in job.calls().items() if count > before[call]} & done
+    assert not again, f"journalled calls were done again: {sorted(again)[:5]}"
+    assert not job.history().problems
+    return job

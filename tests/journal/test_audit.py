@@ -1,0 +1,113 @@
+"""`pipedist audit`: what adds up, and every kind of tampering by its name."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import pipedist
+from pipedist.coordinator.handle import PassHandle
+from pipedist.errors import LocalProtocolError
+from pipedist.journal.frames import records
+from pipedist.pipeline import durable
+
+SPEC = {
+    "pipedist": 1,
+    "name": "audited",
+    "replicas": 2,
+    "dataset": {"range": 77, "batch": 4},
+    "stages": {
+        "y": {"run": "tests.pipeline.functions:double"},
+        "t": {"reduce": "sum", "of": "y", "axis": 0},
+        "z": {"run": "tests.pipeline.functions:plus", "with": {"amount": "${stages.t}"}},
+        "rows": {"gather": 0, "of": "z"},
+    },
+    "outputs": {"rows": "rows.npy"},
+}
+
+
+def audit(run: Path) -> tuple[int, str]:
+    command = [sys.executable, "-m", "pipedist", "audit", str(run)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("audit") / "out"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(durable, "COMMIT_S", 0.0)
+        pipedist.run(SPEC, workers=2, output=out)
+    return out
+
+
+def test_a_finished_run_adds_up(finished: Path) -> None:
+    code, told = audit(finished)
+    assert code == 0
+    assert "77 elements = 77 committed + 0 quarantined + 0 lost; the run is over" in told
+    assert told.count("complete; calls [0, 40) in 20 steps, 77 elements") == 2
+    assert told.endswith("it adds up\n")
+
+
+def test_tampering_is_named(finished: Path) -> None:
+    path = finished / ".pipedist" / "journal" / "journal"
+    good = path.read_bytes()
+    placed = list(records(good))
+    middle, last = placed[len(placed) // 2], placed[-1]
+    flipped = bytearray(good)
+    flipped[middle.offset + 40] ^= 16
+    try:
+        for bad, text in (
+            (bytes(flipped), f"record {len(placed) // 2} at offset {middle.offset} is damaged"),
+            (good[: middle.offset] + good[middle.end :], f"at offset {middle.offset} does not follow"),
+            (
+                good[: middle.offset] + good[last.offset :] + good[middle.offset : last.offset],
+                f"at offset {middle.offset} does not follow",
+            ),
+            (good[: last.offset], "records were removed from its end"),
+            (good[:-3], "without saying so"),
+            (good + b"more", "4 bytes follow"),
+            (b"", "no whole record"),
+        ):
+            path.write_bytes(bad)
+            code, told = audit(finished)
+            assert code == 1, text
+            assert text in told
+            assert "it does not add up" in told
+        path.write_bytes(good)
+        results = finished / ".pipedist" / "results.json"
+        document = results.read_text()
+        results.write_text(json.dumps({**json.loads(document), "ledger": {"elements": 1}}))
+        code, told = audit(finished)
+        assert code == 1
+        assert "the results say {'elements': 1}" in told
+        results.write_text(document)
+    finally:
+        path.write_bytes(good)
+    assert audit(finished)[0] == 0
+
+
+def test_what_is_no_run_is_a_usage_error(tmp_path: Path) -> None:
+    code, told = audit(tmp_path)
+    assert code == 2
+    assert "there is no run in" in told
+
+
+@pytest.mark.parametrize("by", [-1, 1])
+def test_a_ledger_that_does_not_add_up_is_a_defect_and_no_result(
+    monkeypatch: pytest.MonkeyPatch, by: int
+) -> None:
+    ready = PassHandle.ready
+
+    def miscounted(self: PassHandle, first: int, last: int) -> None:
+        ready(self, first, last)
+        if first == 0 and self.has_feed:
+            self.counts.elements_visible += by
+
+    monkeypatch.setattr(PassHandle, "ready", miscounted)
+    with pytest.raises(LocalProtocolError, match="does not add up"):
+        pipedist.run({**SPEC, "outputs": {}}, workers=1)

@@ -1,0 +1,250 @@
+"""Runs that are killed and resumed: the same bits, and nothing that is durable is done again."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipedist.journal.history import read_history
+from tests.journal.killing import NEVER, REPLICAS, F, Job, everything, kill_and_resume
+
+PASSES = {"numbers": "0/dataset", "centred": "1/numbers"}
+STEPS = 24
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Job:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    job = Job(folder, everything(folder, STEPS))
+    assert job.run(kill_at=NEVER) == 0, job.told
+    assert set(job.calls().values()) == {1}
+    assert job.history().count == 2 * STEPS + 4  # a header, a record a step and phase, the end
+    return job
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.4, 0.6, 0.95, 1.0])
+def test_a_run_that_is_killed_at_a_record_goes_on_from_there(
+    undisturbed: Job, tmp_path: Path, share: float
+) -> None:
+    """All records of a longer run: make chaos-scheduler."""
+    last = undisturbed.history().count
+    record = max(1, round(share * last))
+    job = kill_and_resume(tmp_path, everything(tmp_path, STEPS), record, PASSES, workers=3)
+    assert job.outcome() == undisturbed.outcome()
+
+
+def test_a_run_that_is_killed_again_and_again_comes_to_its_end(undisturbed: Job, tmp_path: Path) -> None:
+    job = Job(tmp_path, everything(tmp_path, STEPS))
+    assert job.run(kill_at=3) == -signal.SIGKILL
+    run = job.history().header.run
+    for turn in range(3):
+        assert job.run("--resume", kill_at=4, workers=1 + turn % 3) == -signal.SIGKILL, job.told
+        assert not job.history().problems
+    assert job.run("--resume", workers=1) == 0, job.told
+    assert f"resuming the run {run}" in job.told
+    assert job.document["run"] == run
+    assert job.history().epoch == 4
+    assert job.outcome() == undisturbed.outcome()
+    assert job.run("--resume") == 0  # it is finished: shown again
+    assert "was finished before" in job.told
+    assert job.outcome() == undisturbed.outcome()
+
+
+def test_without_a_flag_an_unfinished_run_is_refused_and_restart_discards_it(tmp_path: Path) -> None:
+    job = Job(tmp_path, everything(tmp_path, 4))
+    assert job.run(kill_at=2) == -signal.SIGKILL
+    assert job.run() == 2
+    assert "--resume continues it" in job.told
+    first = job.history().header.run
+    assert job.run("--restart") == 0, job.told
+    assert job.history().header.run != first
+
+
+def test_a_torn_tail_is_dropped_and_a_damaged_middle_is_an_error(undisturbed: Job, tmp_path: Path) -> None:
+    job = Job(tmp_path, everything(tmp_path, STEPS))
+    assert job.run(kill_at=6) == -signal.SIGKILL
+    path = job.journal / "journal"
+    good = path.read_bytes()
+    path.write_bytes(good[:40] + bytes([good[40] ^ 1]) + good[41:])
+    assert job.run("--resume") == 1
+    assert "record 0 at offset 0 is damaged" in job.told
+    path.write_bytes(good + good[:50])
+    assert job.run("--resume") == 0, job.told
+    assert "50 bytes of a record that was not finished were dropped" in job.told
+    assert job.outcome() == undisturbed.outcome()
+
+
+def test_a_changed_spec_is_refused_with_what_differs(tmp_path: Path) -> None:
+    job = Job(tmp_path, everything(tmp_path, 4))
+    assert job.run(kill_at=3) == -signal.SIGKILL
+    there = job.history().header.digest
+    (tmp_path / "spec.yaml").write_text(
+        job.spec.replace("seed: 5", "seed: 6").replace("sum, of: c", "max, of: c")
+    )
+    assert job.run("--resume") == 2
+    assert f"there {there[:12]}, now " in job.told
+    assert "seed: 5 there, 6 now" in job.told
+    assert "stages.spread.reduce: 'sum' there, 'max' now" in job.told
+    assert read_history(job.journal) is not None  # nothing was touched
+    (tmp_path / "spec.yaml").write_text(job.spec)
+    assert job.run("--resume") == 0, job.told
+
+
+def test_changed_inputs_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "data.csv").write_text("x\n" + "1.5\n" * 400)
+    spec = f"""
+pipedist: 1
+name: csv
+code: {Path(__file__).parents[2]}
+dataset: {{csv: {{path: data.csv, columns: {{x: float64}}}}, batch: 8}}
+stages:
+  y: {{run: "tests.journal.functions:column", with: {{calls: "{tmp_path}/calls"}}}}
+  t: {{reduce: sum, of: y, axis: 0}}
+outputs: {{t: t.json}}
+"""
+    job = Job(tmp_path, spec)
+    assert job.run(kill_at=5) == -signal.SIGKILL, job.told
+    (tmp_path / "data.csv").write_text("x\n" + "2.5\n" * 400)
+    assert job.run("--resume") == 2
+    assert "datasets.dataset: " in job.told
+    assert "data.csv has changed" in job.told
+
+
+def test_a_run_that_failed_can_be_resumed_when_its_function_is_mended(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def f(x, ctx):\n    assert ctx.step < 9, 'broken'\n    return x * 2\n")
+    spec = """
+pipedist: 1
+name: mended
+dataset: {range: 100, batch: 4}
+stages: {y: {run: "mine:f"}, t: {reduce: sum, of: y, axis: 0}}
+outputs: {t: t.json}
+"""
+    job = Job(tmp_path, spec)
+    assert job.run() == 1
+    assert job.history().passes["0/dataset"].steps == 9  # what was done is kept, whatever the clock says
+    (tmp_path / "mine.py").write_text(
+        "def f(x, ctx):\n    assert ctx.step >= 9, 'done again'\n    return x * 2\n"
+    )
+    assert job.run("--resume") == 0, job.told
+    assert "changed since then: module mine" in job.told
+    assert (tmp_path / "out" / "t.json").read_text() == f"{2 * sum(range(100))}\n"
+
+
+@pytest.mark.parametrize("record", [4, 11])
+def test_gangs_and_sources_without_random_access_go_on(tmp_path: Path, record: int) -> None:
+    def spec(folder: Path) -> str:
+        return f"""
+pipedist: 1
+name: gang
+replicas: {REPLICAS}
+code: {Path(__file__).parents[2]}
+dataset: {{function: {{call: "{F}:one_by_one", with: {{count: 45}}}}, batch: 4, epochs: 2}}
+stages:
+  y: {{run: "{F}:together", collectives: true, with: {{calls: "{folder}/calls"}}}}
+  t: {{reduce: sum, of: y, axis: 0, per: epoch}}
+  rows: {{gather: 0, of: y}}
+outputs: {{rows: rows.csv}}
+"""
+
+    straight = Job(tmp_path / "straight", spec(tmp_path / "straight"))
+    assert straight.run(kill_at=NEVER) == 0, straight.told
+    job = kill_and_resume(tmp_path / "job", spec(tmp_path / "job"), record, {"together": "0/dataset"})
+    assert job.outcome() == straight.outcome()
+
+
+# -- a training ------------------------------------------------------------------------------------------
+
+
+def training(folder: Path) -> str:
+    return f"""
+pipedist: 1
+name: descent
+replicas: {REPLICAS}
+seed: 3
+code: {Path(__file__).parents[2]}
+datasets:
+  train:
+    function: {{call: "tests.pipeline.training_functions:rows", with: {{count: 40, seed: 1}}}}
+    batch: 8
+    epochs: 3
+    shuffle: true
+  held_out:
+    function: {{call: "tests.pipeline.training_functions:rows", with: {{count: 12, seed: 2}}}}
+    batch: 4
+stages:
+  gradients:
+    run: "tests.journal.functions:gradients"
+    of: train
+    with: {{weights: "${{state.weights}}", calls: "{folder}/calls"}}
+  sums: {{reduce: sum, of: gradients, axis: null, per: step}}
+  weights:
+    update: "tests.journal.functions:descend"
+    of: sums
+    init: {{function: "tests.pipeline.training_functions:first", with: {{bias: 0.5}}}}
+    with: {{rate: 0.1, calls: "{folder}/calls"}}
+  errors:
+    run: "tests.journal.functions:errors"
+    of: held_out
+    with: {{weights: "${{state.weights}}", calls: "{folder}/calls"}}
+  loss: {{reduce: sum, of: errors, axis: 0, per: epoch}}
+outputs: {{weights: weights.npz, loss: loss.json}}
+"""
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Job:
+    folder = tmp_path_factory.mktemp("trained")
+    job = Job(folder, training(folder))
+    assert job.run(kill_at=NEVER) == 0, job.told
+    return job
+
+
+@pytest.mark.parametrize("record", [3, 7, 8, 9, 17])
+def test_a_training_goes_on_from_any_record(trained: Job, tmp_path: Path, record: int) -> None:
+    """Records 7 to 9 are those of the first epoch's evaluation: the state must be that of its end."""
+    assert trained.history().count > 20
+    passes = {"gradients": "0/train", "errors": "0/held_out"}
+    job = kill_and_resume(tmp_path, training(tmp_path), record, passes, workers=1 + record % 2)
+    assert job.outcome() == trained.outcome()
+
+
+# -- streams ---------------------------------------------------------------------------------------------
+
+
+async def _steps(spec: dict[str, Any], folder: Path, count: int | None, **how: Any) -> list[int]:
+    import pipedist
+
+    seen = []
+    async with pipedist.open(spec, workers=2, output=folder, **how) as run:
+        stream = run.steps("t")
+        async for step in stream:
+            seen.append(step.index)
+            if len(seen) == count:
+                break
+        await stream.aclose()
+        if count is None:
+            await run.results()
+    return seen
+
+
+@pytest.mark.asyncio
+async def test_a_stream_goes_on_where_its_subscriber_was(tmp_path: Path) -> None:
+    spec = {
+        "pipedist": 1,
+        "name": "stream",
+        "dataset": {"range": 400, "batch": 4},
+        "stages": {
+            "y": {"run": "tests.pipeline.functions:double"},
+            "t": {"reduce": "sum", "of": "y", "axis": 0},
+        },
+        "outputs": {"t": "t.json"},
+    }
+    seen = await _steps(spec, tmp_path / "out", 30)
+    again = await _steps(spec, tmp_path / "out", None, resume=True)
+    assert seen == list(range(30))
+    assert again[-1] == 99
+    assert again == list(range(again[0], 100))
+    assert again[0] <= 30  # no step is passed over that the first one had not seen

@@ -1,0 +1,95 @@
+"""What a run of a changed spec takes over, and what it says of the rest."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.journal.killing import Job, everything
+
+STEPS = 8
+
+
+def changed(job: Job, *replacements: tuple[str, str]) -> None:
+    for old, new in replacements:
+        assert old in job.spec
+        job.spec = job.spec.replace(old, new)
+    (job.folder / "spec.yaml").write_text(job.spec)
+
+
+def stages_called(job: Job, before: int) -> set[str]:
+    lines = (job.folder / "calls").read_text().splitlines()[before:]
+    return {line.split()[0] for line in lines}
+
+
+@pytest.mark.parametrize("end", ["finished", "killed in phase 2", "killed in phase 1"])
+def test_a_change_of_the_second_phase_keeps_the_first(tmp_path: Path, end: str) -> None:
+    job = Job(tmp_path / "job", everything(tmp_path / "job", STEPS))
+    kill_at = {"finished": 0, "killed in phase 2": 2 + STEPS + 4, "killed in phase 1": 4}[end]
+    assert job.run(kill_at=kill_at) == (-signal.SIGKILL if kill_at else 0), job.told
+    before = sum(job.calls().values())
+    first = job.history().header.run
+    second = ("again: {gather: 0, of: centred}", "again: {gather: 0, of: centred, per: epoch}")
+    changed(job, second, ("again: again.csv", "again: again.json"))
+    assert job.run("--resume") == 2
+    assert "stages.again.per: 'run' there, 'epoch' now" in job.told
+
+    assert job.run("--resume=reuse") == 0, job.told
+    if end == "killed in phase 1":
+        assert (
+            "reused: the first 3 steps of numbers: its definition and its inputs did not change" in job.told
+        )
+        assert job.calls()["numbers", 2, 1] == 1
+    else:
+        assert "reused: all steps of numbers" in job.told
+        assert stages_called(job, before) == {"centred"}
+    assert "again: centred, because\n    stages.again.per" in job.told.replace("\n      ", "\n    ")
+    assert job.document["run"] != first
+    assert not job.history().problems
+    fresh = Job(tmp_path / "fresh", job.spec.replace(str(tmp_path / "job"), str(tmp_path / "fresh")))
+    assert fresh.run() == 0, fresh.told
+    assert job.outcome() == fresh.outcome()
+
+
+def test_what_decides_everything_keeps_nothing(tmp_path: Path) -> None:
+    job = Job(tmp_path / "job", everything(tmp_path / "job", STEPS))
+    assert job.run() == 0, job.told
+    changed(job, ("seed: 5", "seed: 6"))
+    assert job.run("--resume=reuse") == 0, job.told
+    assert job.told.count("seed: 5 there, 6 now") == 2
+    assert "reused" not in job.told
+    assert set(job.calls().values()) == {2}
+    fresh = Job(tmp_path / "fresh", job.spec.replace(str(tmp_path / "job"), str(tmp_path / "fresh")))
+    assert fresh.run() == 0, fresh.told
+    assert job.outcome() == fresh.outcome()
+
+
+def test_a_changed_module_is_a_changed_definition(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def f(x):\n    return x * 2\n")
+    spec = """
+pipedist: 1
+name: modules
+dataset: {range: 40, batch: 4}
+stages: {y: {run: "mine:f"}, t: {reduce: sum, of: y, axis: 0}, n: {reduce: max, of: dataset, axis: 0}}
+outputs: {t: t.json}
+"""
+    job = Job(tmp_path, spec)
+    assert job.run() == 0, job.told
+    (tmp_path / "mine.py").write_text("def f(x):\n    return x * 3\n")
+    changed(job, ("reduce: max", "reduce: min"))
+    assert job.run("--resume=reuse") == 0, job.told
+    assert "module mine has changed" in job.told
+    assert (tmp_path / "out" / "t.json").read_text() == f"{3 * sum(range(40))}\n"
+
+
+def test_a_file_that_is_gone_is_made_again(tmp_path: Path) -> None:
+    job = Job(tmp_path / "job", everything(tmp_path / "job", STEPS))
+    assert job.run() == 0, job.told
+    (job.folder / "out" / "rows.npz").unlink()
+    changed(job, ("again: again.csv", "again: again.json"))
+    assert job.run("--resume=reuse") == 0, job.told
+    assert "rows.npz is not as the run left it" in job.told
+    assert (job.folder / "out" / "rows.npz").exists()
+    assert set(job.calls().values()) == {2}

@@ -1,0 +1,223 @@
+"""In which order things become durable, what is brought back, and what a failing disk does."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pipedist.errors import JournalError, UsageError
+from pipedist.journal import history as history_module
+from pipedist.journal.frames import FIRST, digest_of, pack_record, records
+from pipedist.journal.history import FORMAT, Header, History, read_history
+from pipedist.journal.logs import End, Log, packed, read_log, unpacked
+from pipedist.journal.writer import INLINE_BYTES_MAX, Journal, Snapshot
+from pipedist.transport.codec import decode, encode
+from pipedist.version import __version__
+from tests.journal.watched import WatchedDisk
+
+HEADER = Header(
+    FORMAT, __version__, "r1", "job", {"seed": 1}, "d1", {}, {}, 2, {"0/d": {"dataset": "d", "name": "y"}}
+)
+
+
+def snapshot(first: int, last: int, parts: dict[str, Any] | None = None, **more: Any) -> Snapshot:
+    made = {name: packed(None, encode(tree)) for name, tree in (parts or {}).items()}
+    fields = {"elements": 4 * (last - first), "logs": {}, **more}
+    return Snapshot("0/d", 2, first, last, parts=made, **fields)
+
+
+def found(folder: Path) -> History:
+    history = read_history(folder)
+    assert history is not None
+    return history
+
+
+def test_a_record_is_written_when_all_that_it_names_is_durable(tmp_path: Path) -> None:
+    disk = WatchedDisk()
+    journal = Journal.create(tmp_path, HEADER, disk)
+    log = journal.log("rows.log")
+    log.append([np.arange(9)])
+    end = log.end()
+    log.append([np.arange(99)])  # behind the snapshot
+    disk.done.clear()
+    journal.commit([snapshot(0, 3, {"fold": np.zeros(10_000)}, logs={"rows.log": end})])
+    assert disk.done == [
+        ("write", "0-d.fold.1"),
+        ("sync", "0-d.fold.1"),
+        ("sync", "rows.log"),
+        ("sync folder", tmp_path.name),
+        ("write", "journal"),
+        ("sync", "journal"),
+    ]
+    disk.done.clear()
+    journal.commit([snapshot(3, 4, {"fold": np.zeros(20_000)}, logs={"rows.log": end})])
+    assert disk.done[-3:] == [("write", "journal"), ("sync", "journal"), ("remove", "0-d.fold.1")]
+    assert ("sync", "rows.log") not in disk.done  # nothing of it is new
+    journal.close()
+
+
+def test_what_was_committed_is_found_again_and_only_that(tmp_path: Path) -> None:
+    journal = Journal.create(tmp_path, HEADER)
+    log = journal.log("0-d.rows.log")
+    log.append(["first", np.arange(3)], [1, 2])
+    end = log.end()
+    small, large = {"a": 1.5}, np.arange(INLINE_BYTES_MAX)
+    journal.commit([snapshot(0, 3, {"small": small, "large": large}, logs={"0-d.rows.log": end})])
+    log.append("not committed")
+    log.end()
+    journal.close()
+
+    history = found(tmp_path)
+    pass_ = history.passes["0/d"]
+    assert (pass_.steps, pass_.elements, pass_.complete) == (3, 12, False)
+    assert history.ledger() == {"elements": 12, "committed": 12, "quarantined": 0, "lost": 0}
+    inline = pass_.parts["small"].inline
+    assert inline is not None
+    assert unpacked(inline) == small
+    part = pass_.parts["large"]
+    assert part.end is not None
+    ((_, frames),) = read_log(tmp_path / part.file, part.end)
+    assert np.array_equal(decode(frames), large)
+    assert end.bytes < (tmp_path / "0-d.rows.log").stat().st_size
+
+    again = Journal.reopen(tmp_path, history)
+    again.log("0-d.rows.log", pass_.logs["0-d.rows.log"])
+    again.commit([snapshot(3, 5)])
+    again.end({"elements": 20, "committed": 20, "quarantined": 0, "lost": 0})
+    again.close()
+    assert end.bytes == (tmp_path / "0-d.rows.log").stat().st_size
+    history = found(tmp_path)
+    assert (history.epoch, history.count, history.problems) == (1, 5, [])
+    ((entry, frames),) = read_log(tmp_path / "0-d.rows.log", end)
+    assert entry.meta == [1, 2]
+    assert decode(frames)[0] == "first"
+
+
+@pytest.mark.parametrize("room", [0, 1, 20, 200, 5000, 30_000])
+def test_a_full_disk_is_the_last_thing_that_a_journal_tells(tmp_path: Path, room: int) -> None:
+    disk = WatchedDisk()
+    journal = Journal.create(tmp_path, HEADER, disk)
+    journal.commit([snapshot(0, 1, {"fold": 1.0})])
+    disk.room_bytes = room
+    with pytest.raises(JournalError, match=r"No space left on device.*--resume"):  # noqa: PT012
+        for step in range(1, 99):
+            journal.commit([snapshot(step, step + 1, {"fold": np.full(1000, 1.0 + step)})])
+            done = step + 1
+    done = 1 if "done" not in locals() else done
+    disk.room_bytes = None  # there is room again: what was not certain is not tried again all the same
+    with pytest.raises(JournalError, match="No space left"):
+        journal.commit([snapshot(done, done + 1)])
+    journal.close()
+    history = found(tmp_path)
+    assert history.passes["0/d"].steps == done
+    again = Journal.reopen(tmp_path, history)
+    again.commit([snapshot(done, 99)])
+    again.close()
+    assert found(tmp_path).passes["0/d"].steps == 99
+
+
+def test_a_log_that_is_not_what_the_journal_says_is_an_error(tmp_path: Path) -> None:
+    journal = Journal.create(tmp_path, HEADER)
+    log = journal.log("rows.log")
+    for number in range(50):
+        log.append([number, np.arange(number)])
+    end = log.end()
+    journal.close()
+    path = tmp_path / "rows.log"
+    data = path.read_bytes()
+    assert len(list(read_log(path, end))) == 50
+    for at in range(0, len(data), 97):
+        path.write_bytes(data[:at] + bytes([data[at] ^ 4]) + data[at + 1 :])
+        with pytest.raises(JournalError, match=r"rows.log is damaged"):
+            list(read_log(path, end))
+    for cut in range(0, len(data), 89):
+        path.write_bytes(data[:cut])
+        with pytest.raises(JournalError, match=r"rows.log is damaged"):
+            list(read_log(path, end))
+    path.unlink()
+    with pytest.raises(JournalError, match="is missing"):
+        list(read_log(path, end))
+
+
+def test_a_write_that_the_kernel_cuts_short_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.pwritev
+
+    def short(fd: int, buffers: list[Any], at: int) -> int:
+        return real(fd, [bytes(buffers[0])[:7]], at)
+
+    monkeypatch.setattr(os, "pwritev", short)
+    fd = os.open(tmp_path / "log", os.O_RDWR | os.O_CREAT)
+    log = Log(fd, End(0, 0), lambda error: JournalError(str(error)))
+    log.append([np.arange(50), "text"], [1])
+    end = log.end()
+    log.close()
+    ((_, frames),) = read_log(tmp_path / "log", end)
+    assert decode(frames)[1] == "text"
+
+
+# -- what does not add up ------------------------------------------------------------------------------
+
+
+def rewritten(folder: Path, change: Any) -> History:
+    """Change the content of records, with good checksums and a good chain."""
+    import msgpack
+
+    said = [msgpack.unpackb(placed.payload) for placed in records((folder / "journal").read_bytes())]
+    change(said)
+    before, out = FIRST, b""
+    for payload in said:
+        made = pack_record(msgpack.packb(payload), before)
+        before, out = digest_of(made), out + made
+    (folder / "journal").write_bytes(out)
+    return found(folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda said: said[2]["passes"][0].update(calls=[4, 8]), r"calls \[4, 8\) .* overlap: .* end at 6"),
+        (lambda said: said[2]["passes"][0].update(calls=[8, 12]), r"calls \[8, 12\) .* leave a gap"),
+        (lambda said: said[2]["passes"][0].update(calls=[6, 7]), r"no whole steps of 2"),
+        (lambda said: said[2]["passes"][0].update(elements=7), r"ledger says 20 elements.* calls give 19 el"),
+        (lambda said: said[2]["passes"][0].update(elements=-8), r"-8 elements in calls"),
+        (lambda said: said[2]["passes"][0].update({"pass": "9/z"}), r"the plan has no pass '9/z'"),
+        (lambda said: said.pop(2), r"calls give 12 elements"),
+        (lambda said: said.append(said[2]), r"follows the end"),
+        (lambda said: said[1]["passes"][0].update(complete=True), r"goes on after it was complete"),
+        (lambda said: said[3]["ledger"].update(lost=1), r"the ledger does not add up"),
+        (lambda said: said[2].update(kind="odd"), r"no records of kind 'odd'"),
+        (lambda said: said.insert(2, {"kind": "resumed", "epoch": 2}), r"taken up for the 2th time"),
+    ],
+)
+def test_what_does_not_add_up_is_named(tmp_path: Path, change: Any, text: str) -> None:
+    journal = Journal.create(tmp_path, HEADER)
+    journal.commit([snapshot(0, 3)])
+    journal.commit([snapshot(3, 5, complete=True)], phase=0)
+    journal.end({"elements": 20, "committed": 20, "quarantined": 0, "lost": 0})
+    journal.close()
+    assert found(tmp_path).problems == []
+    import re
+
+    problems = rewritten(tmp_path, change).problems
+    assert any(re.search(text, problem) for problem in problems), problems
+    assert all(re.match(r"record \d+ at offset \d+: ", problem) for problem in problems)
+
+
+def test_a_journal_of_another_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Journal.create(tmp_path, HEADER).close()
+    monkeypatch.setattr(history_module, "FORMAT", FORMAT + 1)
+    with pytest.raises(UsageError, match=rf"format {FORMAT}\).*format {FORMAT + 1}\)"):
+        read_history(tmp_path)
+
+
+def test_a_journal_without_a_whole_record_is_none(tmp_path: Path) -> None:
+    Journal.create(tmp_path, HEADER).close()
+    (tmp_path / "journal").write_bytes((tmp_path / "journal").read_bytes()[:-1])
+    assert read_history(tmp_path) is None
+    (tmp_path / "journal").unlink()
+    with pytest.raises(UsageError, match="no journal"):
+        read_history(tmp_path)

@@ -1,0 +1,196 @@
+"""What a worker notes down, as its parent reads it: calls, stages, and how long their functions may take."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from pipedist.program import Shards
+from pipedist.worker.execution import PassExecutor
+from pipedist.worker.loops import PersistentLoop
+from pipedist.worker.progress import NOBODY, Progress, Running, StageClock, Stepped, end_of
+from pipedist.worker.ranges import RangeRun
+from tests.worker.fake_scheduler import program
+
+SECOND = 10**9
+
+
+@pytest.fixture
+def progress() -> Iterator[Progress]:
+    made = Progress()
+    yield made
+    made.close()
+
+
+def later() -> int:
+    """Half a minute from now."""
+    return time.monotonic_ns() + 30 * SECOND
+
+
+def test_a_call_and_its_stage_are_read_while_they_run(progress: Progress) -> None:
+    assert progress.read() is None
+    begin = progress.of_lease(7)
+    begin(41)
+    assert progress.read() == Running(7, 41, 1)
+    progress.clock.enter(2)
+    assert progress.read() == Running(7, 41, 2)
+    begin(42)
+    assert progress.read() == Running(7, 42, 1)
+    progress.idle()
+    assert progress.read() is None
+
+
+def test_a_function_is_overdue_after_its_time_and_only_while_it_runs(progress: Progress) -> None:
+    progress.of_lease(7)(41)
+    assert progress.overdue(later()) is None, "nobody has said how long it may take"
+    progress.clock.start(41, 2, 10 * SECOND)
+    assert progress.overdue(time.monotonic_ns()) is None
+    overdue = progress.overdue(later())
+    assert overdue is not None
+    assert overdue.running == (7, 41, 2)
+    progress.clock.stop(41)
+    assert progress.overdue(later()) is None
+
+
+def test_who_is_ended_for_a_function_that_is_over_just_then_blames_nobody(progress: Progress) -> None:
+    progress.of_lease(7)(41)
+    progress.clock.start(41, 1, SECOND)
+    overdue = progress.overdue(later())
+    assert end_of(progress, overdue) == (Running(7, 41, 1), True)
+    progress.clock.stop(41)
+    assert end_of(progress, overdue) == (NOBODY, False)
+    progress.clock.start(41, 1, SECOND)
+    assert end_of(progress, overdue) == (NOBODY, False), "it runs again, since later"
+    assert end_of(progress, None) == (Running(7, 41, 1), False)
+
+
+def test_time_in_which_a_replica_waits_for_others_is_not_its_own(progress: Progress) -> None:
+    progress.of_lease(7)(0)
+    progress.clock.start(0, 1, SECOND)
+    progress.clock.pause(0)
+    assert progress.overdue(later()) is None
+    progress.clock.start(1, 1, 5 * SECOND)  # another replica runs meanwhile
+    overdue = progress.overdue(later())
+    assert overdue is not None
+    assert overdue.running.call == 1
+    progress.clock.stop(1)
+    began = time.monotonic_ns()
+    progress.clock.resume(0)
+    overdue = progress.overdue(later())
+    assert overdue is not None
+    assert overdue.running.call == 0
+    assert overdue.began_ns <= began, "what it had used before counts"
+
+
+def test_of_several_the_one_that_runs_is_noted_or_the_first_that_is_due(progress: Progress) -> None:
+    clock = progress.clock
+    progress.of_lease(7)(0)
+    clock.start(0, 1, 20 * SECOND)
+    clock.start(1, 1, 10 * SECOND)
+    clock.step(0)
+    overdue = progress.overdue(later())
+    assert overdue is not None
+    assert overdue.running.call == 0
+    clock.unstep()
+    overdue = progress.overdue(later())
+    assert overdue is not None
+    assert overdue.running.call == 1
+    progress.idle()
+    assert progress.overdue(later()) is not None, "between two slices, calls that wait are under way"
+    clock.stop(0)
+    clock.stop(1)
+    progress.idle()
+    assert progress.read() is None
+
+
+def test_what_is_awaited_is_noted_step_by_step() -> None:
+    seen: list[str] = []
+
+    class Clock(StageClock):
+        def step(self, call: int) -> None:
+            seen.append(f"step {call}")
+
+        def unstep(self) -> None:
+            seen.append("unstep")
+
+    async def function() -> int:
+        await asyncio.sleep(0)
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            seen.append("cancelled")
+            raise
+        return 1
+
+    async def main() -> None:
+        assert await Stepped(asyncio.sleep(0, 5), Clock(), 0) == 5
+        seen.clear()
+        task = asyncio.ensure_future(_awaited(Stepped(function(), Clock(), 3)))
+        while len(seen) < 4:  # noqa: ASYNC110 (turns of the loop are what is counted)
+            await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        with pytest.raises(ZeroDivisionError):
+            await Stepped(_raises(), Clock(), 4)
+
+    asyncio.run(main())
+    assert seen[:6] == ["step 3", "unstep", "step 3", "unstep", "step 3", "cancelled"]
+
+
+async def _awaited(awaitable: Stepped) -> object:
+    return await awaitable
+
+
+async def _raises() -> None:
+    raise ZeroDivisionError
+
+
+def test_a_file_carries_the_notes_to_a_process_that_was_not_forked() -> None:
+    file = os.memfd_create("test")
+    try:
+        os.ftruncate(file, Progress.BYTES)
+        mine = Progress(file)
+        mine.idle()
+        theirs = Progress(file)
+        theirs.of_lease(3)(9)
+        assert mine.read() == Running(3, 9, 1)
+        mine.close()
+        theirs.close()
+    finally:
+        os.close(file)
+
+
+NOTED: list[tuple[int, int]] = []
+"""(the value of a call, the call that is noted while its function has the thread)."""
+
+READER: list[Progress] = []
+
+
+async def looks_at_itself(x: int) -> int:
+    """Look what is noted: the later calls first, while the earlier ones wait."""
+    await asyncio.sleep(0.02 * (8 - x))
+    overdue = READER[0].overdue(later())
+    assert overdue is not None
+    NOTED.append((x, overdue.running.call))
+    return x
+
+
+def test_of_async_calls_that_overlap_the_one_that_has_the_thread_is_noted(progress: Progress) -> None:
+    READER[:], NOTED[:] = [progress], []
+    plain = program(f"{__name__}:looks_at_itself")
+    timed = replace(plain, stages=(replace(plain.stages[0], timeout_s=10.0),))
+    executor = PassExecutor(timed, 1, progress.clock)
+    run = RangeRun(executor, PersistentLoop(), Shards(values=list(range(8))), 0, 8, progress.of_lease(3))
+    done: list[object] = []
+    while len(done) < 8:
+        assert run.advance(0.05, 2**20) is None
+        done += run.take().outcomes
+        progress.idle()
+    assert [(x, x) for x in reversed(range(8))] == NOTED
+    assert progress.read() is None
