@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import signal
 
 from hypothesis import settings
@@ -15,7 +14,3 @@ settings.load_profile("pipedist")
 for number, disposition in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, disposition)
-
-# pytest-asyncio asks for the current loop before it sets its own. Where none was ever set, Python makes one,
-# which nobody closes: said by a warning, in whichever test happens to run when it is collected.
-asyncio.set_event_loop(None)

@@ -6,6 +6,7 @@ import asyncio
 import os
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 
 import pytest
@@ -186,11 +187,12 @@ def test_of_async_calls_that_overlap_the_one_that_has_the_thread_is_noted(progre
     plain = program(f"{__name__}:looks_at_itself")
     timed = replace(plain, stages=(replace(plain.stages[0], timeout_s=10.0),))
     executor = PassExecutor(timed, 1, progress.clock)
-    run = RangeRun(executor, PersistentLoop(), Shards(values=list(range(8))), 0, 8, progress.of_lease(3))
     done: list[object] = []
-    while len(done) < 8:
-        assert run.advance(0.05, 2**20) is None
-        done += run.take().outcomes
-        progress.idle()
+    with closing(PersistentLoop()) as loop:
+        run = RangeRun(executor, loop, Shards(values=list(range(8))), 0, 8, progress.of_lease(3))
+        while len(done) < 8:
+            assert run.advance(0.05, 2**20) is None
+            done += run.take().outcomes
+            progress.idle()
     assert [(x, x) for x in reversed(range(8))] == NOTED
     assert progress.read() is None
