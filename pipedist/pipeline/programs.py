@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from pipedist.coordinator import Slots
-from pipedist.plan import PassPlan, Plan
+from pipedist.plan import NOTHING_SAID, PassPlan, Plan
 from pipedist.program import (
     OWN_STATE,
     Emit,
@@ -83,7 +83,9 @@ def pass_program(
             kwargs = arguments(stage.with_, values)
             of, fn = index[stage.of], plan.functions[name]
             stages.append(
-                StageProgram(name, fn, of, kwargs, collectives=stage.collectives, timeout_s=stage.timeout_s)
+                StageProgram(
+                    name, fn, of, kwargs, collectives=bool(stage.collectives), timeout_s=stage.timeout_s
+                )
             )
     emits = []
     whole = {*pass_.kept, *streamed} & {*pass_.runs}
@@ -95,6 +97,7 @@ def pass_program(
         else:
             whole.add(stage.of)
     emits += [Emit(_VALUE + name, index[name]) for name in sorted(whole)]
+    said = next(iter(pass_.communication(spec).values()), NOTHING_SAID)
     return Program(
         seed=spec.seed,
         replicas=spec.replicas,
@@ -104,6 +107,7 @@ def pass_program(
         code=(str(spec.code),),
         threads=spec.threads_per_replica,
         gang=pass_.gang,
+        communication=(said.bytes_per_pack, said.timeout_s, said.implementation),
     )
 
 

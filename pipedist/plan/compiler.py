@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 from pipedist.datasets.sources import Source, SourceError, open_source
@@ -16,7 +17,7 @@ from pipedist.plan.phases import TwoReadings, links_of, phases
 from pipedist.plan.states import plan_states
 from pipedist.plan.view import plural
 from pipedist.program import FunctionRef
-from pipedist.spec import ReduceSpec, RunSpec, Spec
+from pipedist.spec import TORCH_IMPLEMENTATIONS, ReduceSpec, RunSpec, Spec
 from pipedist.spec.training import Training, training_of
 
 
@@ -25,7 +26,7 @@ def compile_plan(spec: Spec, *, workers: int) -> Plan:
 
     Args:
         spec: a checked spec.
-        workers: number of worker processes, for the plan's text only.
+        workers: number of worker processes; it decides nothing but whether the plan is possible.
 
     Raises:
         PlanError: listing everything that is missing or not possible here, with its place.
@@ -43,6 +44,7 @@ def compile_plan(spec: Spec, *, workers: int) -> Plan:
             raise PlanError(problems)
         plan = Plan(spec, workers, sources, functions, states, ordered)
         problems += _check_gangs(plan)
+        problems += _check_communication(plan)
         if problems:
             raise PlanError(problems)
         stack.pop_all()  # the sources are the plan's now
@@ -139,3 +141,34 @@ def _check_gangs(plan: Plan) -> Iterator[Problem]:
                     f"`{stage.of}`, for `{name}` to join the collectives with",
                     expected=f"`collectives: true` on `{stage.of}` too, or `drop_remainder: true`",
                 )
+
+
+def _check_communication(plan: Plan) -> Iterator[Problem]:
+    """The stages of a gang communicate alike; torch.distributed needs torch, and a worker a replica."""
+    replicas = plan.spec.replicas
+    for pass_ in plan.passes:
+        said = pass_.communication(plan.spec)
+        for name, collectives in said.items():
+            first = next(iter(said))
+            place = ("stages", name, "collectives")
+            if collectives != said[first]:
+                yield plan.spec.problem(
+                    place,
+                    f"`{name}` and `{first}` are called in one gang, and say different things of its "
+                    "collectives",
+                    expected=f"the same as in `{first}`, or `collectives: true`",
+                )
+            elif name == first and (road := collectives.implementation) in TORCH_IMPLEMENTATIONS:
+                if replicas > plan.workers:
+                    yield plan.spec.problem(
+                        (*place, "implementation"),
+                        f"`{road}` needs a worker for each replica: there are {plural(replicas, 'replica')} "
+                        f"on {plural(plan.workers, 'worker')}",
+                        expected=f"--workers {replicas}, or `implementation: auto`",
+                    )
+                if find_spec("torch") is None:
+                    yield plan.spec.problem(
+                        (*place, "implementation"),
+                        f"`{road}` goes through torch.distributed, and torch is not installed",
+                        expected="pip install torch, or `implementation: auto`",
+                    )

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from pipedist.datasets.division import Division
 from pipedist.datasets.sources import Source
 from pipedist.program import FunctionRef, Tree
 from pipedist.records import record
-from pipedist.spec import RunSpec, Spec, StateRef, references
+from pipedist.spec import CollectivesSpec, RunSpec, Spec, StateRef, references
 
 Rhythm = Literal["step", "epoch", "run"]
 """How often something changes, or how much of a reading may begin at a time."""
+
+NOTHING_SAID: Final = CollectivesSpec(implementation="auto", timeout_s=None, bytes_per_pack=0)
+"""What `collectives: true` says of how they communicate."""
 
 
 @record
@@ -41,6 +44,15 @@ class PassPlan:
     updates: tuple[str, ...] = ()
     follows: str = ""
     gang: bool = False
+
+    def communication(self, spec: Spec) -> dict[str, CollectivesSpec]:
+        """Return what its runs say of their collectives, by name; those that say nothing are left out."""
+        said: dict[str, CollectivesSpec] = {}
+        for name in self.runs:
+            stage = spec.stages[name]
+            if isinstance(stage, RunSpec) and stage.collectives and stage.collectives != NOTHING_SAID:
+                said[name] = stage.collectives
+        return said
 
     @property
     def name(self) -> str:

@@ -106,7 +106,7 @@ def _pass_lines(plan: Plan, pass_: PassPlan) -> list[str]:
         turns = f", one {rhythm} at a time: each waits for the updates before it"
     lines = [f"reads {pass_.dataset}{again}{once}{turns}"]
     if pass_.gang:
-        lines.append(f"  {_gang(plan)}")
+        lines.append(f"  {_gang(plan, pass_)}")
     for name in pass_.runs:
         lines.append(
             f"  run     {name}: {plan.functions[name].label} of {_of(plan, name)}{_waits(plan, name)}"
@@ -125,10 +125,12 @@ def _pass_lines(plan: Plan, pass_: PassPlan) -> list[str]:
     return lines
 
 
-def _gang(plan: Plan) -> str:
+def _gang(plan: Plan, pass_: PassPlan) -> str:
     replicas = plan.spec.replicas
     workers = plural(min(replicas, plan.workers), "worker")
-    return f"a gang of {plural(replicas, 'replica')}: at once, on {workers}"
+    roads = {each.implementation for each in pass_.communication(plan.spec).values()} - {"auto"}
+    through = f", collectives through {roads.pop()}" if roads else ""
+    return f"a gang of {plural(replicas, 'replica')}: at once, on {workers}{through}"
 
 
 def _update(plan: Plan, name: str) -> str:

@@ -7,6 +7,8 @@ from pipedist.spec.loading import Spec, load
 from pipedist.spec.model import ClusterSpec
 from pipedist.spec.sources import DatasetSpec
 from pipedist.spec.stages import (
+    TORCH_IMPLEMENTATIONS,
+    CollectivesSpec,
     GatherSpec,
     InitFile,
     InitFunction,
@@ -18,7 +20,9 @@ from pipedist.spec.stages import (
 )
 
 __all__ = [
+    "TORCH_IMPLEMENTATIONS",
     "ClusterSpec",
+    "CollectivesSpec",
     "DatasetSpec",
     "GatherSpec",
     "InitFile",

@@ -11,7 +11,7 @@ from typing import Any
 from pipedist.spec.model import ClusterSpec, SpecKeys
 from pipedist.spec.section import REQUIRED, Field, Key, Section
 from pipedist.spec.sources import SOURCE_EXAMPLES, SOURCES, DatasetKeys
-from pipedist.spec.stages import STAGES
+from pipedist.spec.stages import STAGES, CollectivesSpec
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
@@ -21,7 +21,8 @@ _REFERENCE = {"$ref": "#/$defs/Reference"}
 def schema() -> dict[str, Any]:
     """Return the JSON Schema (draft 2020-12) of version 1 of the language."""
     files = {name: model for name, model in SOURCES.items() if name != "arrays"}
-    models: list[type[Section]] = [SpecKeys, ClusterSpec, DatasetKeys, *STAGES.values(), *files.values()]
+    parts: list[type[Section]] = [SpecKeys, ClusterSpec, CollectivesSpec, DatasetKeys]
+    models = [*parts, *STAGES.values(), *files.values()]
     definitions = {model.__name__: _section(model) for model in models}
     definitions["Reference"] = {
         "type": "string",

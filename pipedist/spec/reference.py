@@ -14,7 +14,7 @@ from pipedist.spec.keys import COLUMN_TYPES
 from pipedist.spec.model import ClusterSpec, SpecKeys
 from pipedist.spec.not_yet import not_yet_of
 from pipedist.spec.scalars import as_text
-from pipedist.spec.section import REQUIRED, Field, Key, Section
+from pipedist.spec.section import REQUIRED, Field, FlagOrSection, Key, Section
 from pipedist.spec.sources import SOURCE_EXAMPLES, SOURCES, DatasetKeys
 from pipedist.spec.stages import OUTPUT_ENDINGS, STAGES
 from pipedist.spec.yaml_text import DOCUMENT_BYTES_MAX, NODES_MAX
@@ -174,6 +174,10 @@ def _keys(model: type[Section], heading: str, prefix: str = "") -> Iterator[str]
             if row := not_yet_of(model, name):
                 yield _later(row.what, row.instead)
             yield _code(key.example)
+            if isinstance(field.kind, FlagOrSection):
+                inner = field.kind.section
+                yield f"{_doc(inner)} Its keys:"
+                yield from _keys(inner, f"{heading}#", f"{name}: ")
 
 
 def _later(what: str, instead: str) -> str:

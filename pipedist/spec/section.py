@@ -154,3 +154,17 @@ class SectionOf(Kind):
     def schema(self) -> dict[str, Any]:
         """Return a reference to its JSON Schema."""
         return {"$ref": f"#/$defs/{self.section.__name__}"}
+
+
+class FlagOrSection(SectionOf):
+    """True, false, or a section, which means true and says more."""
+
+    def read(self, value: object, at: Path, misfits: Misfits) -> Any:
+        """Return False, or the section: of true, with its defaults."""
+        if value is False:
+            return False
+        return super().read({} if value is True else value, at, misfits)
+
+    def schema(self) -> dict[str, Any]:
+        """Return its JSON Schema."""
+        return {"anyOf": [{"type": "boolean"}, super().schema()]}

@@ -8,12 +8,19 @@ from typing import Any, Literal
 from pipedist.program import Tree
 from pipedist.records import record
 from pipedist.spec.keys import FUNCTION_PATTERN, WITH, Arguments, Function, Names, function_name
-from pipedist.spec.kinds import Checked, Choice, Flag, Integer, Nullable, Number, Text, Wrong
-from pipedist.spec.section import Key, Section, key
+from pipedist.spec.kinds import Checked, Choice, Integer, Nullable, Number, Text, Wrong
+from pipedist.spec.section import FlagOrSection, Key, Section, key
 
 RETRIES_MAX = 1_000
 TIMEOUT_S_MAX = 10_000_000
+BYTES_PER_PACK_MAX = 2**40
 AXIS_MAX = 63
+
+IMPLEMENTATIONS = ("auto", "shared", "transport", "gloo", "nccl")
+"""Roads that the values of collectives can take; `pipedist.collectives` has what they do."""
+
+TORCH_IMPLEMENTATIONS = ("gloo", "nccl")
+"""Those that are torch.distributed's."""
 
 OPS = ("sum", "mean", "min", "max", "prod")
 
@@ -101,6 +108,43 @@ _PER = Key(
 )
 
 
+class CollectivesSpec(Section):
+    """How the collectives of a run communicate (tf.distribute's CommunicationOptions)."""
+
+    implementation: Literal["auto", "shared", "transport", "gloo", "nccl"] = key(
+        Choice(*IMPLEMENTATIONS),
+        Key(
+            "The road of the values. `auto`: `shared`, shared memory, where all workers of the step are on "
+            "one host, else `transport`, through the scheduler; the bits are the same. `gloo` and `nccl` go "
+            "through torch.distributed, for torch tensors; they need a worker for each replica, and their "
+            "bits are their own.",
+            "auto, shared, transport, gloo or nccl",
+            "implementation: auto",
+            choices=IMPLEMENTATIONS,
+        ),
+        default="auto",
+    )
+    timeout_s: float | None = key(
+        Nullable(Number(TIMEOUT_S_MAX, positive=True)),
+        Key(
+            "How long a collective waits for replicas that do not come, in seconds, before the step is tried "
+            "again without the workers that they hang in. `null`: 600.",
+            "a positive number of seconds, or null",
+            "timeout_s: 30",
+        ),
+        default=None,
+    )
+    bytes_per_pack: int = key(
+        Integer(0, BYTES_PER_PACK_MAX),
+        Key(
+            "Large values travel in packs of so many bytes; 0: pipedist chooses. It never changes a bit.",
+            f"an integer from 0 to {BYTES_PER_PACK_MAX}",
+            "bytes_per_pack: 0",
+        ),
+        default=0,
+    )
+
+
 class RunSpec(Section):
     """A replica function, called once on each shard."""
 
@@ -157,12 +201,13 @@ class RunSpec(Section):
         ),
         default="fail",
     )
-    collectives: bool = key(
-        Flag(),
+    collectives: CollectivesSpec | Literal[False] = key(
+        FlagOrSection(CollectivesSpec),
         Key(
             "Whether the function calls `ctx.all_reduce` and the like: then all replica calls of a step run "
-            "at once, or not at all, and empty shards are called too.",
-            "true or false",
+            "at once, or not at all, and empty shards are called too. A mapping means true, and says how its "
+            "collectives communicate where a call says nothing else.",
+            "true, false, or a mapping with `implementation`, `timeout_s` and `bytes_per_pack`",
             "collectives: true",
         ),
         default=False,

@@ -492,6 +492,28 @@ def test_a_gang_has_all_replicas_also_those_without_elements(workers: int) -> No
     assert result.ledger == pipedist.Ledger(10, 10, 0, 0)
 
 
+@pytest.mark.asyncio
+async def test_what_a_stage_says_of_its_collectives_reaches_them() -> None:
+    async with pipedist.LocalCluster(workers=2, shared_memory=False) as cluster:
+
+        async def values(collectives: object) -> object:
+            document = {
+                "pipedist": 1,
+                "replicas": 2,
+                "dataset": {"arrays": np.arange(10.0) / 3, "batch": 8},
+                "stages": {
+                    "y": {"run": f"{F}:normalized", "collectives": collectives},
+                    "ys": {"gather": 0, "of": "y"},
+                },
+            }
+            async with pipedist.open(document, cluster=cluster) as run:
+                return (await run.results())["ys"].tolist()
+
+        assert await values({"implementation": "transport", "bytes_per_pack": 8}) == await values(True)
+        with pytest.raises(CallError, match="implementation 'shared' needs the gang's workers on one host"):
+            await values({"implementation": "shared"})
+
+
 def test_a_training_in_gangs_with_workers_killed(tmp_path: Path) -> None:
     def document(folder: str) -> dict[str, Any]:
         with_ = {"shift": "${state.state}", "folder": folder}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -255,6 +256,48 @@ def test_an_empty_shard_has_something_to_join_a_collective_with() -> None:
     planned(document).close()
     del stages["a"]["collectives"]
     planned({**document, "dataset": {"range": 10, "batch": 8, "drop_remainder": True}}).close()
+
+
+def gang(**collectives: object) -> dict[str, Any]:
+    return {
+        "pipedist": 1,
+        "replicas": 4,
+        "dataset": {"range": 8, "batch": 8},
+        "stages": {
+            "a": {"run": f"{G}:normalized", "collectives": collectives},
+            "b": {"run": f"{G}:normalized", "of": "a", "collectives": True},
+        },
+    }
+
+
+def test_a_gang_goes_the_road_that_one_of_its_stages_names() -> None:
+    plan = planned(gang(implementation="transport"), workers=3)
+    plan.close()
+    assert "a gang of 4 replicas: at once, on 3 workers, collectives through transport" in plan.text()
+    document = gang(implementation="transport")
+    document["stages"]["b"]["collectives"] = {"timeout_s": 3}
+    with pytest.raises(PlanError) as caught:
+        planned(document)
+    (problem,) = caught.value.problems
+    assert problem.where == "stages.b.collectives"
+    assert "`b` and `a` are called in one gang, and say different things" in problem.message
+
+
+@pytest.mark.parametrize("workers", [3, 4])
+def test_torch_needs_a_worker_for_each_replica(workers: int) -> None:
+    if workers == 4 and find_spec("torch") is not None:
+        planned(gang(implementation="gloo"), workers=workers).close()
+        return
+    with pytest.raises(PlanError) as caught:
+        planned(gang(implementation="gloo"), workers=workers)
+    problem, *others = caught.value.problems
+    assert problem.where == "stages.a.collectives.implementation"
+    if workers == 3:
+        assert problem.message == "`gloo` needs a worker for each replica: there are 4 replicas on 3 workers"
+        assert problem.expected == "--workers 4, or `implementation: auto`"
+    else:
+        assert "torch is not installed" in problem.message
+        assert not others
 
 
 def test_updates_are_fed_by_one_reading() -> None:
