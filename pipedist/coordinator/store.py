@@ -85,10 +85,13 @@ class ResultStore:
             shards) or failed; and the bytes that are let go.
         """
         pop, lo, hi = self._results.pop, first * replicas, last * replicas
-        steps = [
-            [slots for call in range(at, at + replicas) if (slots := pop(call, None)) is not None]
-            for at in range(lo, hi, replicas)
-        ]
+        if replicas == 1:  # as many lists as calls: the loop inside would be most of the cost
+            steps = [[] if (slots := pop(call, None)) is None else [slots] for call in range(lo, hi)]
+        else:
+            steps = [
+                [slots for call in range(at, at + replicas) if (slots := pop(call, None)) is not None]
+                for at in range(lo, hi, replicas)
+            ]
         done = [call for call in self._sizes if lo <= call < hi]
         return steps, sum(self._sizes.pop(call) for call in done)
 

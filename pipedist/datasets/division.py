@@ -15,6 +15,7 @@ The epoch's order is the dataset's own, or `permutation` of it.
 from __future__ import annotations
 
 import hashlib
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -110,6 +111,30 @@ class Division:
         rows = min(self.batch, self.length - first)
         size = -(-rows // self.replicas)
         return epoch, first + min(replica * size, rows), first + min((replica + 1) * size, rows)
+
+    def bounds_from(self, step: int, replica: int, count: int) -> list[tuple[int, int]]:
+        """Return (start, stop) of `count` shards from this one on, replica by replica, step by step.
+
+        As `bounds` of each, but not beyond the epoch's end, and many times faster.
+
+        Raises:
+            IndexError: there is no such step.
+        """
+        _, first = self._place(step)
+        found: list[tuple[int, int]] = []
+        while len(found) < count and first < self.length:
+            rows = min(self.batch, self.length - first)
+            if self.drop_remainder and rows < self.batch:
+                break
+            if self.replicas == 1:
+                found.append((first, first + rows))
+            else:
+                size = -(-rows // self.replicas)
+                ends = [min(part * size, rows) for part in range(self.replicas + 1)]
+                found += [(first + a, first + b) for a, b in pairwise(ends)][replica:]
+                replica = 0
+            first += self.batch
+        return found[:count]
 
     def ids(self, step: int, replica: int) -> range:
         """Return the element ids of a shard of an unshuffled dataset.

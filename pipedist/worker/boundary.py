@@ -15,6 +15,9 @@ import numpy as np
 from pipedist import trees
 from pipedist.program import Tree
 
+_COPIED_BYTES = 512
+"""To copy so small an array takes less time than to find out whether it must be."""
+
 _IMMUTABLE = (int, float, str, bool, bytes, complex, type(None))
 
 
@@ -28,7 +31,7 @@ def guard(value: Tree) -> Tree:
 def own(box: list[Tree]) -> tuple[Tree, int]:
     """Return a value that nobody else can change, and its size in bytes.
 
-    An array is copied only if somebody else holds it, or memory that it is a view of.
+    An array of some size is copied only if somebody else holds it, or memory that it is a view of.
 
     Args:
         box: a list that holds the value, and is emptied: so that the caller's reference does
@@ -38,9 +41,12 @@ def own(box: list[Tree]) -> tuple[Tree, int]:
         The same tree in own containers, and the approximate number of bytes that it takes.
     """
     value = box.pop()
-    if type(value) in _IMMUTABLE:
+    kind = type(value)
+    if kind in _IMMUTABLE:
         return value, _size(value)
-    bare = type(value) is np.ndarray
+    if kind is np.ndarray and value.nbytes <= _COPIED_BYTES:
+        return np.array(value, order="C", copy=True), value.nbytes
+    bare = kind is np.ndarray
     leaves, treedef = ([value], None) if bare else trees.flatten(value)  # the common case, cheaper
     del value
     size = 0

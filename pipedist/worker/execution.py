@@ -96,6 +96,8 @@ class PassExecutor:
         self._whole = [e for e in emits if not e.op]
         self._assigned = [emit.slot for emit in program.emits if emit.of < -1]
         """Under which names a call sends back what it has assigned to variables."""
+        self._sole = emits[0] if len(emits) == 1 and not emits[0].op and emits[0].of >= 0 else None
+        """Of a program that sends back the whole value of one stage: that."""
         # A pass without a function emits for its reductions: their stages, by slot.
         names = [stage.name for stage in program.stages] or [emit.slot for emit in program.emits]
         self.first_stage = names[0] if names else ""
@@ -252,9 +254,17 @@ class PassExecutor:
 
     def _emit(self, call: Call, shard: Tree, values: list[Tree], empty: bool) -> Result:
         """Collect what the call sends back. Empties `values`, so that fresh arrays need no copy."""
+        call.permanent = True
+        seat = call.seat
+        if self._sole is not None and not empty and (seat is None or seat.variables is None):
+            of = self._sole.of
+            call.stage = self._stages[of].name
+            box = [values[of]]
+            values.clear()
+            value, size = own(box)
+            return {self._sole.slot: value}, size
         outcome: Outcome = dict.fromkeys(self._slots)
         size = 0
-        call.permanent = True
         for emit, reduction in self._reduced:
             call.stage = emit.slot
             value = values[emit.of] if emit.of >= 0 else _ABSENT if empty else shard
@@ -280,8 +290,8 @@ class PassExecutor:
                 owned[of], bytes_ = own(box)
                 size += bytes_
             outcome[emit.slot] = owned[of]
-        if call.seat is not None and call.seat.variables is not None:
-            size += self._emit_assigned(call.seat.variables, outcome)
+        if seat is not None and seat.variables is not None:
+            size += self._emit_assigned(seat.variables, outcome)
         return outcome, size
 
     def _emit_assigned(self, side: ReplicaVariables, outcome: Outcome) -> int:

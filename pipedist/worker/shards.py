@@ -98,17 +98,11 @@ class ShardFinder:
         rows_max = int(BLOCK_BYTES_MAX / self._row_bytes)
         step, replica = divmod(call, self._replicas)
         epoch, first, stop = division.bounds(step, replica)
-        bounds: list[tuple[int, int]] = []
-        last = min(hi, (epoch + 1) * division.steps_per_epoch * self._replicas)
-        while call < last and stop - first <= rows_max:
-            _, start, end = division.bounds(step, replica)
-            if bounds and end - first > rows_max:
-                break
-            bounds.append((start, end))
-            call += 1
-            replica += 1
-            if replica == self._replicas:
-                step, replica = step + 1, 0
+        # A call may have no row, so that the number of calls is bounded by that of rows only roughly.
+        count = min(hi - call, rows_max + self._replicas) if stop - first <= rows_max else 0
+        bounds = division.bounds_from(step, replica, count)
+        while bounds and bounds[-1][1] - first > rows_max:
+            bounds.pop()
         if len(bounds) < 2:
             return []
         last_row = bounds[-1][1]

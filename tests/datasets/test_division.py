@@ -84,6 +84,22 @@ def test_two_epochs_are_partitioned_exactly_and_in_order(division: Division) -> 
     assert epochs == [list(range(kept)), list(range(division.length, division.length + kept))]
 
 
+@given(st.integers(1, 40), st.integers(1, 9), st.integers(1, 4), st.booleans(), st.integers(0, 50), st.data())
+def test_shards_in_a_row_are_those_one_by_one(
+    length: int, batch: int, replicas: int, drop: bool, count: int, data: st.DataObject
+) -> None:
+    division = Division(length, batch, replicas, drop)
+    steps = division.steps_per_epoch
+    if steps == 0:
+        return
+    step, replica = data.draw(st.integers(0, 2 * steps - 1)), data.draw(st.integers(0, replicas - 1))
+    call, end = step * replicas + replica, (step // steps + 1) * steps * replicas
+    calls = range(call, min(call + count, end))
+    assert division.bounds_from(step, replica, count) == [
+        division.bounds(*divmod(each, replicas))[1:] for each in calls
+    ]
+
+
 def test_there_is_no_step_of_nothing_and_no_replica_beyond_the_last() -> None:
     with pytest.raises(IndexError, match="0 steps an epoch"):
         Division(0, 4, 2).parts(0)
