@@ -98,6 +98,8 @@ class Gang:
         Returns:
             What each returned, or the exception that it raised; GangAborted where it did nothing wrong.
         """
+        if len(calls) == 1:
+            return [self._run_alone(calls[0])]
         outcomes: list[Any] = [None] * len(calls)
 
         def body(place: int) -> Callable[[], None]:
@@ -116,7 +118,7 @@ class Gang:
 
         self._bodies = [body(place) for place in range(len(calls))]
         own_crew = None
-        if self._crew is None and len(calls) > 1:
+        if self._crew is None:
             own_crew = self._crew = Crew()
         self._states[0].state = State.RUNNING
         try:
@@ -133,6 +135,21 @@ class Gang:
         if self._channel is not None:
             self._channel.ended(returned=not any(replica.failed for replica in self._states))
         return outcomes
+
+    def _run_alone(self, call: Callable[[], T]) -> T | BaseException:
+        """The same for the only replica of a process: there is nobody to pass the baton to."""
+        me = self._states[0]
+        me.state = State.RUNNING
+        outcome: T | BaseException
+        try:
+            outcome = contextvars.copy_context().run(call)
+        except BaseException as error:  # an outcome like any other; `run`'s caller judges it
+            outcome, me.failed = error, True
+        with self._mutex:
+            me.state = State.ENDED
+        if self._channel is not None:
+            self._channel.ended(returned=not me.failed)
+        return outcome
 
     def abort(self, reason: str) -> None:
         """End all replicas that wait for a collective, and those that call one later. From any thread.
@@ -210,7 +227,7 @@ class Gang:
         return me.take()
 
     def _call_alone(self, me: LocalReplica, call: Call) -> Tree:
-        """The same for the only replica of a process: there is nobody to pass the baton to."""
+        """The same, for the only replica of a process."""
         self._collectives += 1
         me.call = call
         me.is_stalled = False

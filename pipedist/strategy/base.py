@@ -332,7 +332,8 @@ _ARGUMENTS: Final = _LEAVES | {PerReplica}
 async def _computed(compute: Callable[[], Tree], value: Tree) -> Tree:
     """Compute on the loop if the value is small, else in a thread."""
     if _bytes_of(value) <= _INLINE_BYTES_MAX:
-        await anyio.lowlevel.checkpoint()
+        # No more than a look: a step's barrier, where the loop has its turn, comes with its `run`.
+        await anyio.lowlevel.checkpoint_if_cancelled()
         return compute()
     return await anyio.to_thread.run_sync(compute)
 

@@ -100,25 +100,38 @@ class _Form:
     names: tuple[str, ...]
     checks: tuple[Callable[[Any], Any], ...]
     get: Callable[[Any], Any]
-    ints: tuple[type, ...] | None
-    """The types of the fields, where all of them are ints: of the messages that there are most of."""
+    types: tuple[Any, ...]
+    """What the fields are annotated with."""
+    ints: tuple[int, ...]
+    """Which fields are ints."""
+    strs: tuple[int, ...]
+    """Which fields are texts."""
 
     @classmethod
     def of(cls, message_class: type[Any], tag: int) -> _Form:
-        types = typing.get_type_hints(message_class)
+        hints = typing.get_type_hints(message_class)
         names = tuple(field.name for field in fields(message_class))
+        types = tuple(hints[name] for name in names)
         get = operator.attrgetter(*names)
         return cls(
             message_class,
             tag,
             names,
-            tuple(_CHECKS[types[name]] for name in names),
+            tuple(map(_CHECKS.__getitem__, types)),
             get if len(names) > 1 else lambda message: (get(message),),
-            (int,) * len(names) if all(types[name] is int for name in names) else None,
+            types,
+            tuple(place for place, kind in enumerate(types) if kind is int),
+            tuple(place for place, kind in enumerate(types) if kind is str),
         )
 
     def check(self, values: tuple[Any, ...]) -> Sequence[Any]:
-        if tuple(map(type, values)) == self.ints and min(values) >= 0 and max(values) < _INT_END:
+        # Of ints and short texts, as the messages have that there are most of, nothing else is asked.
+        if (
+            tuple(map(type, values)) == self.types
+            and all([0 <= values[place] < _INT_END for place in self.ints])
+            and all([len(values[place]) <= STRING_BYTES_MAX // 4 for place in self.strs])
+            and len(self.ints) + len(self.strs) == len(values)
+        ):
             return values
         if len(values) != len(self.names):
             raise ValueError(f"{self.cls.__name__} has {len(self.names)} fields, not {len(values)}")

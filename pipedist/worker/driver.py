@@ -217,7 +217,8 @@ class Driver:
                 self._report_failure(slice_.lease, failure)
             self._send_lines()
             self._handle(SliceEnded(slice_.lease))
-            self._receive()
+            if self._slice is not None:  # otherwise it is waited for a message anyway
+                self._receive()
 
     def _begin(self, slice_: Execute) -> Run:
         if self._run is None:

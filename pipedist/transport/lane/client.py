@@ -10,7 +10,7 @@ import time
 from pipedist.errors import PipedistError, RemoteProtocolError
 from pipedist.transport.client_socket import ConnectionLost
 from pipedist.transport.lane.framing import Assembler, frame_up
-from pipedist.transport.lane.stream import SEND_BUFFER_BYTES, read, write
+from pipedist.transport.lane.stream import CHUNK_BYTES, SEND_BUFFER_BYTES, read, write
 from pipedist.transport.limits import Limits
 from pipedist.transport.shared_memory.joining import join
 from pipedist.transport.shared_memory.link import Link
@@ -37,6 +37,8 @@ class LaneEnd:
         self._frames: list[memoryview] | None = None
         """The next message, where it has come as a whole."""
         self._failure: PipedistError | None = None
+        self._is_drained = False
+        """All that there was a moment ago was read: the next look, if it does not wait, can be spared."""
         self._is_open = True
         self._fd = connection.fileno()
         self._link_fd = link.connection.fileno()
@@ -69,6 +71,9 @@ class LaneEnd:
         """Wait for a message; see `Dealer.poll`."""
         if self._frames is not None:
             return True
+        was_drained, self._is_drained = self._is_drained, False
+        if was_drained and timeout_s <= 0:
+            return False
         left_s, deadline = timeout_s, 0.0
         while True:
             try:
@@ -76,6 +81,7 @@ class LaneEnd:
             except RemoteProtocolError as error:
                 self._failure = RemoteProtocolError(f"{self._endpoint} sent {error}")
             if self._frames is not None:
+                self._is_drained = self._is_drained and self._assembler.is_empty
                 return True
             if self._failure is not None:
                 raise self._failure
@@ -106,8 +112,11 @@ class LaneEnd:
 
     def _read(self) -> bool:
         """Read once; return whether anything has come, if only the end."""
+        is_filling = bool(self._assembler.unfilled)
         try:
-            if not read(self._connection, self._assembler):
+            size_bytes = read(self._connection, self._assembler)
+            self._is_drained = not is_filling and size_bytes < CHUNK_BYTES
+            if not size_bytes:
                 self._failure = self._lost()
         except BlockingIOError:
             return False

@@ -69,6 +69,11 @@ class Assembler:
         self.unfilled: list[memoryview] = []
         """Writable memory for the next bytes, in order; none: they are to be fed."""
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is left of what was read."""
+        return self._at >= len(self._chunk) and self._frames is None
+
     def feed(self, data: bytes) -> None:
         """Take the next bytes; only while nothing is unfilled, and `take` has returned None."""
         if self._at < len(self._chunk):  # the beginning of a head

@@ -12,7 +12,7 @@ from pipedist.transport.outbox import size_of
 SEND_BUFFER_BYTES: Final = 1 * MIB
 """What the kernel is asked to queue; it gives what the machine's limit allows."""
 
-_CHUNK_BYTES: Final = 96 * KIB
+CHUNK_BYTES: Final = 96 * KIB
 """Bytes that are read at once where it is not known what comes: more than most messages have."""
 
 _BUFFERS_MAX: Final = 256
@@ -22,8 +22,8 @@ _BUFFERS_MAX: Final = 256
 _SEND_FLAGS: Final = socket.MSG_DONTWAIT | getattr(socket, "MSG_NOSIGNAL", 0)
 
 
-def read(connection: socket.socket, assembler: Assembler) -> bool:
-    """Read once; return False at the end of the stream.
+def read(connection: socket.socket, assembler: Assembler) -> int:
+    """Read once; return how many bytes there were, 0 at the end of the stream.
 
     Raises:
         BlockingIOError: there is nothing to be read.
@@ -32,11 +32,11 @@ def read(connection: socket.socket, assembler: Assembler) -> bool:
     if assembler.unfilled:
         size_bytes = connection.recvmsg_into(assembler.unfilled[:_BUFFERS_MAX], 0, socket.MSG_DONTWAIT)[0]
         assembler.filled(size_bytes)
-        return size_bytes > 0
-    data = connection.recv(_CHUNK_BYTES, socket.MSG_DONTWAIT)
+        return size_bytes
+    data = connection.recv(CHUNK_BYTES, socket.MSG_DONTWAIT)
     if data:
         assembler.feed(data)
-    return len(data) > 0
+    return len(data)
 
 
 def write(connection: socket.socket, buffers: list[bytes | memoryview]) -> list[bytes | memoryview]:
