@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from pipedist.errors import PipedistError
 from pipedist.program import Emit, Program, Tree
 from pipedist.reductions import Reduction
+from pipedist.transport.codec import UnsendableError, encode
 from pipedist.worker import failures
 from pipedist.worker.boundary import guard, own
 from pipedist.worker.context import Collectives, ReplicaContext, current
@@ -316,6 +317,17 @@ class PassExecutor:
             in_user_code=call.in_user_code,
             aborted=aborted,
         )
+
+    def unsendable(self, number: int, outcome: Outcome) -> CallFailure | None:
+        """Return the failure of a call whose outcome can't be sent; None: it can."""
+        for slot, value in outcome.items():
+            try:
+                encode(value)
+            except UnsendableError as error:
+                stage = self.stage_of(slot)
+                told = UnsendableError(f"the result of stage {stage!r} can't be sent: {error}")
+                return failures.describe(told, call=number, stage=stage, retryable=False, in_user_code=False)
+        return None
 
     def close(self) -> None:
         """Let go of functions, instances and the reader's files."""
