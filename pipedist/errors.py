@@ -170,6 +170,10 @@ class CallError(PipedistError):
         return f"{text}\nexecute this call again, alone: {self.replay}" if self.replay else text
 
 
+class NonDeterministicError(PipedistError):
+    """Two executions of one call gave different results (`pipedist run --verify`); it is not tried again."""
+
+
 class CollectiveMismatchError(PipedistError, ValueError):
     """The replicas of a step did not call the same collective, or one ended while others waited.
 

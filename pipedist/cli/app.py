@@ -123,6 +123,10 @@ def run(
         bool,
         typer.Option("--restart", help="Discard the unfinished run in the folder, and begin again."),
     ] = False,
+    verify: Annotated[
+        bool,
+        typer.Option("--verify", help="Execute every call twice: one that gives two results fails the run."),
+    ] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON document instead of a table.")
     ] = False,
@@ -143,6 +147,7 @@ def run(
         resume="reuse" if reuse else resume,
         restart=restart,
         as_json=as_json,
+        verify=verify,
     )
     raise typer.Exit(guarded(lambda: execute(options)))
 

@@ -103,6 +103,7 @@ def pass_program(
         emits=tuple(emits),
         code=(str(spec.code),),
         threads=spec.threads_per_replica,
+        verify=plan.verify,
         gang=pass_.gang,
     )
 
@@ -128,6 +129,7 @@ def combine_program(plan: Plan, name: str) -> Program:
         emits=(Emit(COMBINED, 0),),
         code=(str(plan.spec.code),),
         threads=plan.spec.threads_per_replica,
+        verify=plan.verify,
     )
 
 
@@ -166,6 +168,7 @@ def _alone(plan: Plan, stages: tuple[StageProgram, ...], emits: tuple[Emit, ...]
         emits=emits,
         code=(str(plan.spec.code),),
         threads=plan.spec.threads_per_replica,
+        verify=plan.verify,
         gang=True,
     )
 

@@ -313,8 +313,8 @@ def _pass(plan: Plan, key: CallKey) -> PassPlan:
     if found is None:
         if key.stage in plan.spec.stages:
             raise UsageError(
-                f"stage {key.stage} can't be executed again: a call of an update or a combine function is not "
-                "one on a shard; its inputs are the results of others, which can be"
+                f"stage {key.stage} can't be executed again: calls of updates and combine functions are not "
+                "on shards; their inputs are the results of others, which can be"
             )
         names = ", ".join(name for pass_ in plan.passes for name in (*pass_.runs, *pass_.folds))
         raise UsageError(f"there is no call {key}: the spec has no stage {key.stage}; it has {names}")

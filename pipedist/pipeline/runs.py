@@ -62,6 +62,7 @@ class Run:
         output: str | os.PathLike[str] | None = None,
         resume: Resume = False,
         restart: bool = False,
+        verify: bool = False,
         on_log: LogSink | None = None,
         spare: Spare | None = None,
     ) -> None:
@@ -78,6 +79,7 @@ class Run:
         self._output = None if output is None else Path(output)
         self._resume = resume
         self._restart = restart
+        self._verify = verify
         self._on_log = on_log
         self._spare = spare or Spare()
         self._stack = AsyncExitStack()
@@ -106,7 +108,7 @@ class Run:
         self._stack.callback(self._spare.end)
         try:
             workers = self._given_cluster.workers if self._given_cluster else self._worker_count()
-            self._plan = compile_plan(self._spec, workers=workers)
+            self._plan = compile_plan(self._spec, workers=workers, verify=self._verify)
             self._stack.callback(self._plan.close)
             self._open_folder()
             if self._earlier is None:

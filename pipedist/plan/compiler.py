@@ -20,12 +20,13 @@ from pipedist.spec import ReduceSpec, RunSpec, Spec
 from pipedist.spec.training import Training, training_of
 
 
-def compile_plan(spec: Spec, *, workers: int) -> Plan:
+def compile_plan(spec: Spec, *, workers: int, verify: bool = False) -> Plan:
     """Plan a spec.
 
     Args:
         spec: a checked spec.
         workers: number of worker processes, for the plan's text only.
+        verify: have every call executed twice.
 
     Raises:
         PlanError: listing everything that is missing or not possible here, with its place.
@@ -41,7 +42,7 @@ def compile_plan(spec: Spec, *, workers: int) -> Plan:
         ordered = _phases(spec, training, problems)
         if problems:
             raise PlanError(problems)
-        plan = Plan(spec, workers, sources, functions, states, ordered)
+        plan = Plan(spec, workers, sources, functions, states, ordered, verify)
         problems += _check_gangs(plan)
         if problems:
             raise PlanError(problems)
