@@ -71,6 +71,6 @@ def _text(where: str) -> str:
     return (
         f"two executions of this call gave different results, {where}: the function is not deterministic in "
         "(shard, with, ctx), so another run may give other results. Usual causes: clocks; random numbers "
-        "that are not of ctx.rng; what one call leaves behind for the next, in globals or in an instance; the "
-        "order of a set; threads"
+        "that are not of ctx.rng; what one call leaves behind for the next, in globals or in an instance; "
+        "the order of a set; threads"
     )
