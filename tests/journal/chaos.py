@@ -39,7 +39,8 @@ def chaos(base: Path, kind: Kind, steps: int, begin: float) -> int:
     wrong = 0
     for record in range(1, count + 1):
         folder = base / "killed"
-        job = kill_and_resume(folder, kind.spec(folder, steps), record, kind.passes, workers=1 + record % 3)
+        spec, workers = kind.spec(folder, steps), 1 + record % 3
+        job = kill_and_resume(folder, spec, record, kind.passes, workers, or_end=kind is TRAINING)
         if job.outcome() != want:
             wrong += 1
             print(f"record {record}: other bytes", flush=True)
