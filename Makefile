@@ -32,8 +32,12 @@ test: $(INSTALLED)  ## Run the test suite, on two cores.
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal
 
 .PHONY: chaos-scheduler
-chaos-scheduler: $(INSTALLED)  ## Kill a run at every record of its journal, and resume each (a quarter of an hour).
+chaos-scheduler: $(INSTALLED)  ## Kill three runs at every record of their journals, and resume each (a quarter of an hour).
 	$(BIN)/python -m tests.journal.chaos
+
+.PHONY: test-memory
+test-memory: $(INSTALLED)  ## Test workers that the kernel kills for want of memory; takes root: sudo make test-memory.
+	$(BIN)/python -m pytest -q tests/launchers/test_out_of_memory.py
 
 .PHONY: simulate
 simulate: $(INSTALLED)  ## Simulate the scheduler and workers with faults: the whole bar, or make simulate SHARE=0.1.

@@ -134,7 +134,12 @@ class CallError(PipedistError):
         attempts: how many times it was tried.
         cause: the exception as `ClassName: text`.
         remote_traceback: the traceback in the worker, "" where there is none.
+
+    Attributes:
+        replay: the command that executes the call again, alone; "" where there is none.
     """
+
+    replay = ""
 
     def __init__(
         self,
@@ -159,6 +164,14 @@ class CallError(PipedistError):
         if remote_traceback:
             text += "\n" + remote_traceback.rstrip()
         super().__init__(text)
+
+    def __str__(self) -> str:
+        text = super().__str__()
+        return f"{text}\nexecute this call again, alone: {self.replay}" if self.replay else text
+
+
+class NonDeterministicError(PipedistError):
+    """Two executions of one call gave different results (`pipedist run --verify`); it is not tried again."""
 
 
 class CollectiveMismatchError(PipedistError, ValueError):

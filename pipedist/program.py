@@ -131,6 +131,7 @@ class Program:
         devices: what each replica computes on ("cpu:0", "cuda:1"), one a replica; empty: the CPU.
         communication: what the gang's collectives do where a call says nothing: bytes_per_pack,
             timeout_s, implementation (`pipedist.collectives.options.CommunicationOptions`).
+        verify: each call is executed twice, and fails where that gives different values.
     """
 
     seed: int
@@ -143,6 +144,7 @@ class Program:
     gang: bool = False
     devices: tuple[str, ...] = ()
     communication: tuple[int, float | None, str] = (0, None, "auto")
+    verify: bool = False
 
 
 @record
@@ -197,6 +199,7 @@ def to_tree(program: Program) -> Tree:
         "gang": program.gang,
         "devices": list(program.devices),
         "communication": list(program.communication),
+        "verify": program.verify,
     }
 
 
@@ -218,4 +221,5 @@ def from_tree(tree: Tree) -> Program:
         gang=tree["gang"],
         devices=tuple(tree["devices"]),
         communication=tuple(tree["communication"]),
+        verify=tree["verify"],
     )

@@ -123,6 +123,10 @@ def run(
         bool,
         typer.Option("--restart", help="Discard the unfinished run in the folder, and begin again."),
     ] = False,
+    verify: Annotated[
+        bool,
+        typer.Option("--verify", help="Execute every call twice: one that gives two results fails the run."),
+    ] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON document instead of a table.")
     ] = False,
@@ -143,6 +147,7 @@ def run(
         resume="reuse" if reuse else resume,
         restart=restart,
         as_json=as_json,
+        verify=verify,
     )
     raise typer.Exit(guarded(lambda: execute(options)))
 
@@ -235,6 +240,35 @@ def audit(
     from pipedist.cli.exits import guarded
 
     raise typer.Exit(guarded(lambda: audit_run(run)))
+
+
+@app.command()
+def replay(
+    run: Annotated[
+        str, typer.Argument(metavar="RUN", help="The run's output folder: out/NAME.", show_default=False)
+    ],
+    call: Annotated[
+        str,
+        typer.Option(metavar="STAGE/STEP/REPLICA", help="Which call, as errors name it.", show_default=False),
+    ],
+    element: Annotated[
+        list[int] | None,
+        typer.Option(
+            metavar="ID", help="Without the call's other elements; may be repeated.", show_default=False
+        ),
+    ] = None,
+    pdb: Annotated[bool, typer.Option("--pdb", help="Stop in the debugger where it fails.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+) -> None:
+    """Execute one call of a run again, alone, in this process, with the inputs that it had.
+
+    Exit codes: 0 it returned; 1 it failed; 2 there is no such call, or its inputs can't be had any more.
+    """
+    from pipedist.cli.exits import guarded
+    from pipedist.cli.replay_command import ReplayOptions, execute
+
+    options = ReplayOptions(run, call, tuple(element or ()), pdb, as_json)
+    raise typer.Exit(guarded(lambda: execute(options)))
 
 
 @app.command()

@@ -39,6 +39,7 @@ class RunOptions:
         sets: texts NAME=VALUE.
         resume, restart: what to do with an unfinished run in the folder.
         as_json: one JSON document instead of a table.
+        verify: execute every call twice, and compare.
     """
 
     spec: str
@@ -48,6 +49,7 @@ class RunOptions:
     resume: bool | Literal["reuse"] = False
     restart: bool = False
     as_json: bool = False
+    verify: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +96,8 @@ def execute(options: RunOptions) -> int:
         exits.report(ended.error)
     if ended.result is not None:
         _show(ended, ended.result, options)
+        if options.verify and ended.result.restored is None:
+            write_error("pipedist: every call was executed twice, and gave the same\n")
         if ended.error is None:
             return exits.QUARANTINED if ended.result.ledger.quarantined else exits.OK
     elif options.as_json:
@@ -120,6 +124,7 @@ async def _run(options: RunOptions, interruption: Interruption) -> Ended:
         output=options.output,
         resume=options.resume,
         restart=options.restart,
+        verify=options.verify,
         on_log=on_log,
     )
     # What is imported stays until the process ends: there is nothing to collect in it, neither now nor

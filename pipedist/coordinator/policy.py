@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from pipedist import messages as msg
 from pipedist.coordinator.fleet import Fate
+from pipedist.errors import NonDeterministicError
 from pipedist.program import Program, StageProgram
 from pipedist.scheduler import events as ev
 from pipedist.worker.progress import Running
@@ -36,7 +37,7 @@ class Policy:
         return replace(
             failed,
             retries=self._retries.get(told.stage, 0) if told.retryable else 0,
-            quarantine=told.stage in self._quarantine,
+            quarantine=told.stage in self._quarantine and not _says_otherwise(told),
             stage=told.stage,
             text=f"{told.name}: {told.text}" if told.text else told.name,
         )
@@ -68,3 +69,9 @@ class Policy:
         """Return the stage that ran, None where nobody knows: what its process says may be anything."""
         place = running.stage - 1
         return self._stages[place] if 0 <= place < len(self._stages) else None
+
+
+def _says_otherwise(told: msg.Failed) -> bool:
+    """Whether a call failed through no fault of its elements: its two executions differ."""
+    cls = NonDeterministicError
+    return (told.module, told.name) == (cls.__module__, cls.__name__)

@@ -14,7 +14,7 @@ The kinds of records, each a map with `kind`:
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -46,6 +46,9 @@ class Header:
         code: path -> SHA-256 of the modules that the functions come from.
         replicas: call number = step * replicas + replica.
         passes: of each pass, by its key: dataset, name for people, digest of all that decides its values.
+        source: absolute path of the spec's file; "" where there was none.
+        sets: what was set on the command line.
+        params: what was given for its parameters otherwise, as a record of a log.
     """
 
     format: int
@@ -58,6 +61,9 @@ class Header:
     code: Mapping[str, str]
     replicas: int
     passes: Mapping[str, Mapping[str, Any]]
+    source: str = ""
+    sets: Sequence[str] = ()
+    params: bytes = b""
 
     def payload(self) -> dict[str, Any]:
         """Return the record."""

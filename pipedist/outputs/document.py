@@ -69,7 +69,8 @@ def error_document(error: BaseException) -> Json:
     """Return `{class, message, stage, step, replica}` of why a run failed.
 
     Of a replica call that failed these are the class and text of the replica function's own
-    exception; of anything else there is no stage, step or replica.
+    exception, and `replay` is the command that executes it again, where there is one; of anything else
+    there is no stage, step or replica.
     """
     if not isinstance(error, CallError):
         return {
@@ -80,10 +81,12 @@ def error_document(error: BaseException) -> Json:
             "replica": None,
         }
     found = _CAUSE.fullmatch(error.cause)
+    replay: dict[str, Json] = {"replay": error.replay} if error.replay else {}
     return {
         "class": found[1] if found else type(error).__name__,
         "message": (found[2] or "") if found else error.cause,
         "stage": error.stage,
         "step": error.step,
         "replica": error.replica,
+        **replay,
     }

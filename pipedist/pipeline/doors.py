@@ -30,6 +30,7 @@ def open(
     output: str | os.PathLike[str] | None = None,
     resume: Resume = False,
     restart: bool = False,
+    verify: bool = False,
     on_log: LogSink | None = None,
 ) -> Run:
     """Open a run: `async with pipedist.open(spec) as run`.
@@ -47,6 +48,7 @@ def open(
             have finished. Of a finished run of the same spec: give its result, and run nothing. "reuse":
             also where the spec or its inputs have changed; what hangs on that is done again.
         restart: discard an unfinished run in the folder, and begin again.
+        verify: execute every call twice; one that gives two different results fails the run.
         on_log: called with a worker's name and a line (`stage`, `step`, `replica`, `text`) that a replica
             function printed or logged, inside the event loop.
 
@@ -68,6 +70,7 @@ def open(
             output=output,
             resume=resume,
             restart=restart,
+            verify=verify,
             on_log=on_log,
             spare=spare,
         )
@@ -84,6 +87,7 @@ def run(
     output: str | os.PathLike[str] | None = None,
     resume: Resume = False,
     restart: bool = False,
+    verify: bool = False,
     on_log: LogSink | None = None,
 ) -> Result:
     """Run a spec to its end and return the results; works inside a running event loop too.
@@ -103,6 +107,7 @@ def run(
             output=output,
             resume=resume,
             restart=restart,
+            verify=verify,
             on_log=on_log,
         ) as opened:
             runs.append(opened)

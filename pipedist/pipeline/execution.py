@@ -14,7 +14,7 @@ import anyio
 from pipedist.coordinator import Coordinator
 from pipedist.coordinator.handle import PassCounts
 from pipedist.errors import JournalError, LocalProtocolError, OutputError, RunDrained
-from pipedist.pipeline.opening import READING, STATE, restore_pass, sink_of
+from pipedist.pipeline.opening import READING, STATE, read_later, restore_pass, sink_of
 from pipedist.pipeline.quarantine import PassQuarantine, Quarantine
 from pipedist.pipeline.reading import Reading
 from pipedist.pipeline.result import Ledger, Progress, StageCount
@@ -23,7 +23,7 @@ from pipedist.pipeline.subscription import Subscription
 from pipedist.pipeline.training import Training
 from pipedist.plan import PassPlan, Plan
 from pipedist.program import Tree
-from pipedist.spec import GatherSpec, RunSpec, StageRef, UpdateSpec, references
+from pipedist.spec import GatherSpec
 
 if TYPE_CHECKING:
     from pipedist.outputs import RunFolder
@@ -71,13 +71,7 @@ class Execution:
         self._phase = 0
         self._began = time.monotonic()
         self._draining = False
-        self._read_later = frozenset(
-            ref.name
-            for stage in plan.spec.stages.values()
-            if isinstance(stage, RunSpec | UpdateSpec)
-            for ref in references(stage.with_)
-            if isinstance(ref, StageRef)
-        ) | {stage.of for stage in plan.spec.stages.values() if isinstance(stage, UpdateSpec)}
+        self._read_later = read_later(plan)
 
     async def run(self) -> None:
         """Execute all phases.

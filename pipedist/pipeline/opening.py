@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
 
 from pipedist.errors import OutputError
 from pipedist.feeds import Feed, IndexedFeed, SequentialFeed
@@ -11,7 +12,7 @@ from pipedist.pipeline.folds import Fold, GatherFold, ValueFold
 from pipedist.pipeline.spool import Spool, SpoolFeed
 from pipedist.plan import PassPlan, Plan
 from pipedist.program import Tree
-from pipedist.spec import GatherSpec, ReduceSpec
+from pipedist.spec import GatherSpec, ReduceSpec, RunSpec, StageRef, UpdateSpec, references
 
 if TYPE_CHECKING:
     from pipedist.outputs import RunFolder, Sink
@@ -66,7 +67,25 @@ def feed_of(plan: Plan, pass_: PassPlan, spools: Mapping[str, Spool]) -> Feed:
     )
 
 
-def keeps(plan: Plan, folder: RunFolder | None, read_later: frozenset[str], name: str) -> bool:
+class Files(Protocol):
+    """Where the files of outputs are."""
+
+    def final(self, output: str) -> Path:
+        """Return where the file of an output is, absolute."""
+
+
+def read_later(plan: Plan) -> frozenset[str]:
+    """Return the stages whose values a later phase reads, or an update."""
+    return frozenset(
+        ref.name
+        for stage in plan.spec.stages.values()
+        if isinstance(stage, RunSpec | UpdateSpec)
+        for ref in references(stage.with_)
+        if isinstance(ref, StageRef)
+    ) | {stage.of for stage in plan.spec.stages.values() if isinstance(stage, UpdateSpec)}
+
+
+def keeps(plan: Plan, folder: Files | None, read_later: frozenset[str], name: str) -> bool:
     """Return whether a reduce or gather stage keeps its values, though it may write them to a file."""
     if folder is None or name not in plan.spec.outputs:
         return True
@@ -84,7 +103,7 @@ async def restore_pass(
     plan: Plan,
     pass_: PassPlan,
     durable: PassJournal,
-    folder: RunFolder,
+    folder: Files,
     read_later: frozenset[str],
     values: MutableMapping[str, Tree],
     spools: MutableMapping[str, Spool],

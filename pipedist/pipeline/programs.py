@@ -106,6 +106,7 @@ def pass_program(
         emits=tuple(emits),
         code=(str(spec.code),),
         threads=spec.threads_per_replica,
+        verify=plan.verify,
         gang=pass_.gang,
         communication=(said.bytes_per_pack, said.timeout_s, said.implementation),
     )
@@ -132,6 +133,7 @@ def combine_program(plan: Plan, name: str) -> Program:
         emits=(Emit(COMBINED, 0),),
         code=(str(plan.spec.code),),
         threads=plan.spec.threads_per_replica,
+        verify=plan.verify,
     )
 
 
@@ -170,6 +172,7 @@ def _alone(plan: Plan, stages: tuple[StageProgram, ...], emits: tuple[Emit, ...]
         emits=emits,
         code=(str(plan.spec.code),),
         threads=plan.spec.threads_per_replica,
+        verify=plan.verify,
         gang=True,
     )
 

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from pipedist.errors import LocalProtocolError
 from pipedist.feeds import Feed
+from pipedist.pipeline.call_keys import CallKey
 from pipedist.program import Tree
 from pipedist.records import record
 from pipedist.scheduler.commands import CallsQuarantined, Cause
@@ -40,6 +41,7 @@ class SetAside:
         step, replica: of its call.
         input: what the element is, as JSON text; "" where that can't be told.
         note: why it can't.
+        alone: it fails by itself; False: its shard was set aside as a whole.
     """
 
     element: int
@@ -49,20 +51,25 @@ class SetAside:
     replica: int
     input: str = ""
     note: str = ""
+    alone: bool = True
 
     def entry(self) -> dict[str, Any]:
         """Return what the results document says of it."""
         return {"element": self.element, "stage": self.stage, "cause": self.cause}
 
-    def line(self, dataset: str) -> str:
+    def line(self, dataset: str, run: Path | None) -> str:
         """Return its line of the file, without a line end.
 
         Args:
             dataset: whose element it is.
+            run: the folder of the run, from which its call can be executed again; None: it can't.
         """
         import json  # only where something is set aside
 
         head = {"dataset": dataset, **self.entry(), "step": self.step, "replica": self.replica}
+        if run is not None:
+            key = CallKey(self.stage, self.step, self.replica)
+            head["replay"] = key.command(run, self.element if self.alone else None)
         if not self.input:
             return json.dumps({**head, "input": None, "note": self.note}, ensure_ascii=False)
         return f'{json.dumps(head, ensure_ascii=False)[:-1]}, "input": {self.input}}}'
@@ -109,9 +116,11 @@ class PassQuarantine:
             whole = command.whole
             causes = dict(command.guilty) if whole is None else dict.fromkeys(range(len(ids)), whole)
             self._left_out[call] = np.array(sorted(causes), np.int64) if command.remains else None
-            self._list(feed, call, ids, causes)
+            self._list(feed, call, ids, causes, alone=whole is None)
 
-    def _list(self, feed: Feed, call: int, ids: Sequence[int], causes: dict[int, Cause]) -> None:
+    def _list(
+        self, feed: Feed, call: int, ids: Sequence[int], causes: dict[int, Cause], *, alone: bool
+    ) -> None:
         step, replica = divmod(call, self._replicas)
         places = sorted(causes)
         inputs = _inputs(feed, call, places[: max(0, INPUTS_MAX - self._told)])
@@ -121,7 +130,7 @@ class PassQuarantine:
             cause = causes[place]
             text, note = inputs.get(place, ("", f"only the first {INPUTS_MAX} are listed with their input"))
             stage = cause.stage or self._stage
-            found.append(SetAside(int(ids[place]), stage, cause.text, step, replica, text, note))
+            found.append(SetAside(int(ids[place]), stage, cause.text, step, replica, text, note, alone))
 
     def ids(self, step: int) -> tuple[list[Tree], tuple[int, ...]]:
         """Return the ids of each shard that is not empty, without those set aside; and which have no value.
@@ -151,7 +160,9 @@ class PassQuarantine:
     def state(self, steps: int) -> list[list[Any]]:
         """Return what was set aside of steps before `steps`; of later ones it is found again."""
         return [
-            [x.element, x.stage, x.cause, x.step, x.replica, x.input, x.note] for x in self if x.step < steps
+            [x.element, x.stage, x.cause, x.step, x.replica, x.input, x.note, x.alone]
+            for x in self
+            if x.step < steps
         ]
 
     def restore(self, state: Iterable[Sequence[Any]]) -> None:
@@ -221,8 +232,11 @@ class Quarantine:
     def __bool__(self) -> bool:
         return any(self._of)
 
-    def write(self, path: Path) -> None:
+    def write(self, path: Path, run: Path | None) -> None:
         """Write the list, a line each.
+
+        Args:
+            run: as `SetAside.line`.
 
         Raises:
             OutputError: the disk is full, or fails.
@@ -233,7 +247,7 @@ class Quarantine:
         try:
             with writing(FILE):
                 for dataset, each in self:
-                    out.file.write(f"{each.line(dataset)}\n".encode("utf-8", "backslashreplace"))
+                    out.file.write(f"{each.line(dataset, run)}\n".encode("utf-8", "backslashreplace"))
             out.commit()
         finally:
             out.abort()

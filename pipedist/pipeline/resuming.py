@@ -22,6 +22,7 @@ from pipedist.journal.history import FORMAT, Header, History, PassHistory, read_
 from pipedist.journal.writer import Journal
 from pipedist.pipeline.durable import RunJournal, key_of
 from pipedist.pipeline.identity import digest_of, meaning
+from pipedist.pipeline.origin import NOWHERE, Origin
 from pipedist.plan import PassPlan, Plan
 from pipedist.plan.phases import links_of
 from pipedist.spec import InitFile, UpdateSpec
@@ -49,7 +50,9 @@ class Opened:
     notice: str = ""
 
 
-def open_journal(plan: Plan, folder: RunFolder, run_id: str, *, reuse: bool) -> Opened:
+def open_journal(
+    plan: Plan, folder: RunFolder, run_id: str, *, reuse: bool, origin: Origin = NOWHERE
+) -> Opened:
     """Open the journal of a run in its folder.
 
     Args:
@@ -57,6 +60,7 @@ def open_journal(plan: Plan, folder: RunFolder, run_id: str, *, reuse: bool) -> 
         folder: open, and locked.
         run_id: of the run, if it is a new one.
         reuse: go on with what did not change, where something has.
+        origin: how its spec is loaded again.
 
     Raises:
         UsageError: the run that is there can't go on, because something has changed.
@@ -66,15 +70,15 @@ def open_journal(plan: Plan, folder: RunFolder, run_id: str, *, reuse: bool) -> 
     if history is None:  # nothing was there, or it was killed before its first record
         if folder.found == "other":
             folder.take_over(run_id, digest_of(meaning(plan.spec)), list(plan.spec.outputs.values()), ())
-        journal = Journal.create(folder.journal, header_of(plan, folder.run_id))
+        journal = Journal.create(folder.journal, header_of(plan, folder.run_id, origin))
         return Opened(journal, RunJournal(journal, None))
     if history.problems:
         raise JournalError(
             f"the journal in {folder.journal} does not add up, so nothing is resumed:\n  "
             + "\n  ".join(history.problems)
         )
-    now = header_of(plan, folder.run_id)
-    changed = [*differences(history.header.spec, now.spec), *_inputs_changed(history.header, now)]
+    now = header_of(plan, folder.run_id, origin)
+    changed = changes(history.header, now)
     if not changed and folder.found == "unfinished":
         journal = Journal.reopen(folder.journal, history)
         return Opened(journal, RunJournal(journal, history), _resumed(history, now))
@@ -84,7 +88,12 @@ def open_journal(plan: Plan, folder: RunFolder, run_id: str, *, reuse: bool) -> 
             f"(there {history.header.digest[:12]}, now {now.digest[:12]}):{listed(changed)}\n"
             "  --resume=reuse goes on with what did not change, --restart discards the run"
         )
-    return _reused(plan, folder, run_id, history)
+    return _reused(plan, folder, run_id, history, origin)
+
+
+def changes(there: Header, now: Header) -> list[str]:
+    """Return what differs between two runs that decides their results, their code apart, as lines."""
+    return [*differences(there.spec, now.spec), *_inputs_changed(there, now)]
 
 
 def explain(plan: Plan, journal: Path) -> str:
@@ -122,7 +131,7 @@ def _resumed(history: History, now: Header) -> str:
 # -- what a run is made of ---------------------------------------------------------------------------
 
 
-def header_of(plan: Plan, run_id: str) -> Header:
+def header_of(plan: Plan, run_id: str, origin: Origin = NOWHERE) -> Header:
     """Return the first record of a run's journal."""
     meant = meaning(plan.spec)
     return Header(
@@ -136,6 +145,9 @@ def header_of(plan: Plan, run_id: str) -> Header:
         code=_code(plan),
         replicas=plan.spec.replicas,
         passes={key_of(pass_): _described(plan, pass_) for pass_ in plan.passes},
+        source=origin.source,
+        sets=origin.sets,
+        params=origin.params,
     )
 
 
@@ -225,9 +237,9 @@ def _described(plan: Plan, pass_: PassPlan) -> dict[str, Any]:
 # -- reuse -------------------------------------------------------------------------------------------
 
 
-def _reused(plan: Plan, folder: RunFolder, run_id: str, history: History) -> Opened:
+def _reused(plan: Plan, folder: RunFolder, run_id: str, history: History, origin: Origin) -> Opened:
     """Begin a run with those passes of another one that have not changed."""
-    header = header_of(plan, run_id)
+    header = header_of(plan, run_id, origin)
     taken: dict[str, PassHistory] = {}
     lines = []
     for pass_ in plan.passes:

@@ -18,9 +18,10 @@ import anyio.to_thread
 
 from pipedist import messages as msg
 from pipedist.coordinator import LogSink
-from pipedist.errors import JournalError, LocalProtocolError, OutputError, RunCancelled, UsageError
+from pipedist.errors import CallError, JournalError, LocalProtocolError, OutputError, RunCancelled, UsageError
 from pipedist.launchers.server import Spare
 from pipedist.local_cluster import Cluster, LocalCluster, checked_count, usable_cores
+from pipedist.pipeline.call_keys import replay_of
 from pipedist.pipeline.execution import Execution
 from pipedist.pipeline.quarantine import FILE as QUARANTINE
 from pipedist.pipeline.result import Ledger, Progress, Result
@@ -61,6 +62,7 @@ class Run:
         output: str | os.PathLike[str] | None = None,
         resume: Resume = False,
         restart: bool = False,
+        verify: bool = False,
         on_log: LogSink | None = None,
         spare: Spare | None = None,
     ) -> None:
@@ -69,6 +71,7 @@ class Run:
         if isinstance(spec, Spec) and (params or sets):
             raise UsageError("`params` and `sets` come too late for a spec that was loaded already")
         self._spec = spec if isinstance(spec, Spec) else load(spec, params=params, sets=sets)
+        self._given: tuple[SpecLike, Mapping[str, Tree] | None, Sequence[str]] = (spec, params, sets)
         if cluster is not None and workers is not None:
             raise UsageError("say `cluster` or `workers`, not both: a cluster has its workers")
         self._given_cluster = cluster
@@ -76,6 +79,7 @@ class Run:
         self._output = None if output is None else Path(output)
         self._resume = resume
         self._restart = restart
+        self._verify = verify
         self._on_log = on_log
         self._spare = spare or Spare()
         self._stack = AsyncExitStack()
@@ -90,6 +94,8 @@ class Run:
         self._folder: RunFolder | None = None
         self._journal: RunJournal | None = None
         self._journal_notice = ""
+        self._can_replay = False
+        """Calls of it can be executed again, from its folder alone."""
         self._earlier: FinishedRun | None = None
         """A run that was finished in the folder before, and is not run again."""
         self._cluster: Cluster | None = None
@@ -102,7 +108,7 @@ class Run:
         self._stack.callback(self._spare.end)
         try:
             workers = self._given_cluster.workers if self._given_cluster else self._worker_count()
-            self._plan = compile_plan(self._spec, workers=workers)
+            self._plan = compile_plan(self._spec, workers=workers, verify=self._verify)
             self._stack.callback(self._plan.close)
             self._open_folder()
             if self._earlier is None:
@@ -137,6 +143,7 @@ class Run:
             return
         from pipedist.outputs import FinishedRun, open_folder  # most embedded runs write no files
         from pipedist.pipeline.identity import digest
+        from pipedist.pipeline.origin import Origin
         from pipedist.pipeline.resuming import explain, open_journal
 
         opened = open_folder(
@@ -152,7 +159,9 @@ class Run:
             self._earlier = opened
             return
         self._folder = self._stack.enter_context(opened)
-        journal = open_journal(self.plan, opened, self.id, reuse=self._resume == "reuse")
+        origin = Origin.of(*self._given)
+        self._can_replay = bool(origin.source)
+        journal = open_journal(self.plan, opened, self.id, reuse=self._resume == "reuse", origin=origin)
         self._stack.callback(journal.journal.close)
         self._journal, self._journal_notice = journal.run, journal.notice
         self.id = opened.run_id  # a run that is resumed stays the run that it is
@@ -333,6 +342,8 @@ class Run:
                 await self._execution.run()
                 self._result = await self._made(self._execution, folder)
         except Exception as error:
+            if isinstance(error, CallError) and folder is not None and self._can_replay:
+                error.replay = replay_of(self.plan, error, folder.path)
             self._end(error)
             # a journal that can't be written ends the run, and leaves it to be resumed
             if folder is not None and not isinstance(error, RunCancelled | JournalError):
@@ -355,7 +366,8 @@ class Run:
             files = {n: folder.final(o) for n, o in self._spec.outputs.items() if n not in failed}
         quarantine = execution.quarantine()
         if folder is not None and quarantine:
-            await anyio.to_thread.run_sync(quarantine.write, folder.staged(QUARANTINE))
+            told = folder.path if self._can_replay else None
+            await anyio.to_thread.run_sync(quarantine.write, folder.staged(QUARANTINE), told)
         result = Result(
             name=self.name,
             run_id=self.id,

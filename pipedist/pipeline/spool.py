@@ -146,7 +146,11 @@ class Spool:
         """Let a temporary file go; the journal closes its own."""
         self._latest = (-1, [], [])
         if self._is_temporary:
-            self._log.close()
+            self.close_log()
+
+    def close_log(self) -> None:
+        """Close the file, whosoever it is."""
+        self._log.close()
 
 
 class SpoolFeed(Feed):

@@ -21,12 +21,13 @@ from pipedist.spec import TORCH_IMPLEMENTATIONS, ReduceSpec, RunSpec, Spec
 from pipedist.spec.training import Training, training_of
 
 
-def compile_plan(spec: Spec, *, workers: int) -> Plan:
+def compile_plan(spec: Spec, *, workers: int, verify: bool = False) -> Plan:
     """Plan a spec.
 
     Args:
         spec: a checked spec.
         workers: number of worker processes; it decides nothing but whether the plan is possible.
+        verify: have every call executed twice.
 
     Raises:
         PlanError: listing everything that is missing or not possible here, with its place.
@@ -42,7 +43,7 @@ def compile_plan(spec: Spec, *, workers: int) -> Plan:
         ordered = _phases(spec, training, problems)
         if problems:
             raise PlanError(problems)
-        plan = Plan(spec, workers, sources, functions, states, ordered)
+        plan = Plan(spec, workers, sources, functions, states, ordered, verify)
         problems += _check_gangs(plan)
         problems += _check_communication(plan)
         if problems:

@@ -90,6 +90,7 @@ class Plan:
         functions: how each function of a run or an update, and each combine function, travels to workers.
         states: by the name of their update.
         phases: the passes of each phase; those of one phase run together.
+        verify: every call is executed twice, and its results are compared; never part of the result.
     """
 
     spec: Spec
@@ -98,6 +99,7 @@ class Plan:
     functions: Mapping[str, FunctionRef]
     states: Mapping[str, StatePlan]
     phases: tuple[tuple[PassPlan, ...], ...]
+    verify: bool = False
 
     @property
     def passes(self) -> tuple[PassPlan, ...]:

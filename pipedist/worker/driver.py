@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from pipedist.errors import PipedistError
 from pipedist.messages import Log, Message
 from pipedist.transport.codec import Frame, UnsendableError, encode
-from pipedist.worker import commands, failures
+from pipedist.worker import commands
 from pipedist.worker.commands import Ending, Execute
 from pipedist.worker.devices import DevicesUnseen
 from pipedist.worker.events import Brought, Event, Finished, Missed, Raised, SliceEnded, Started, Tick, Unfit
@@ -284,15 +284,10 @@ class Driver:
     def _report_one(
         self, lease: int, executor: PassExecutor, call: int, outcome: Outcome, busy_ns: int
     ) -> None:
-        for slot, value in outcome.items():
-            try:
-                encode(value)
-            except UnsendableError as error:
-                stage = executor.stage_of(slot)
-                told = UnsendableError(f"the result of stage {stage!r} can't be sent: {error}")
-                failure = failures.describe(told, call=call, stage=stage, retryable=False, in_user_code=False)
-                self._report_failure(lease, failure)
-                return
+        failure = executor.unsendable(call, outcome)
+        if failure is not None:
+            self._report_failure(lease, failure)
+            return
         self._encoded = encode([outcome])
         self._handle(Finished(lease, call, call + 1, busy_ns))
 

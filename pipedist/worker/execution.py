@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from pipedist.errors import PipedistError
 from pipedist.program import Emit, Program, Tree
 from pipedist.reductions import Reduction
+from pipedist.transport.codec import UnsendableError, encode
 from pipedist.worker import failures
 from pipedist.worker.boundary import guard, own
 from pipedist.worker.context import Collectives, ReplicaContext, current
@@ -27,6 +28,7 @@ from pipedist.worker.state_store import States
 
 if TYPE_CHECKING:
     from pipedist.worker.variables import ReplicaVariables
+    from pipedist.worker.verification import Digests
 
 Outcome = dict[str, Tree]
 """What one call sends back: {slot: tree}."""
@@ -159,6 +161,18 @@ class PassExecutor:
         """
         shard = self._find(call, shards)
         empty = call.seat is not None and shards.is_empty(shard)
+        values = self._values(call, shard, empty, wait)
+        if self.program.verify:
+            first = self._digests(values)
+            del values
+            values = self._values(call, shard, empty, wait)
+            self._check_same(call, first, values)
+        return self._emit(call, shard.value, values, empty)
+
+    def _values(
+        self, call: Call, shard: Shard, empty: bool, wait: Callable[[Awaitable[Any]], Any]
+    ) -> list[Tree]:
+        """Execute the stages, and return what each gave."""
         values: list[Tree] = []
         for stage in self._stages:
             if empty and (not stage.collectives or (stage.of >= 0 and values[stage.of] is _ABSENT)):
@@ -176,11 +190,20 @@ class PassExecutor:
                 if stage.limit_ns:
                     self.clock.stop(call.number)
                 current.reset(token)
-        return self._emit(call, shard.value, values, empty)
+        return values
 
     async def run_among_others(self, call: Call, shards: LeaseShards) -> Result:
         """Execute one call, of no gang, as a task of the running loop; see `run`."""
         shard = self._find(call, shards)
+        values = await self._values_among_others(call, shard)
+        if self.program.verify:
+            first = self._digests(values)
+            del values
+            values = await self._values_among_others(call, shard)
+            self._check_same(call, first, values)
+        return self._emit(call, shard.value, values, False)
+
+    async def _values_among_others(self, call: Call, shard: Shard) -> list[Tree]:
         values: list[Tree] = []
         for stage in self._stages:
             ctx = self._enter(stage, 0, call, shard)
@@ -195,7 +218,23 @@ class PassExecutor:
                 if stage.limit_ns:
                     self.clock.stop(call.number)
                 current.reset(token)
-        return self._emit(call, shard.value, values, False)
+        return values
+
+    def _digests(self, values: list[Tree]) -> list[Digests]:
+        """Return the digests of what each stage gave."""
+        from pipedist.worker.verification import digests_of  # few runs are verified
+
+        return [digests_of(None if value is _ABSENT else value) for value in values]
+
+    def _check_same(self, call: Call, first: list[Digests], values: list[Tree]) -> None:
+        """Compare what each stage gave with what it gave the first time."""
+        from pipedist.worker.verification import check_same  # loaded already
+
+        call.permanent = True
+        for stage, before, now in zip(self._stages, first, self._digests(values), strict=True):
+            call.stage = stage.name
+            check_same(before, now)
+        call.permanent = False
 
     def _find(self, call: Call, shards: LeaseShards) -> Shard:
         if self.program.threads != self._threads:
@@ -326,6 +365,17 @@ class PassExecutor:
             in_user_code=call.in_user_code,
             aborted=aborted,
         )
+
+    def unsendable(self, number: int, outcome: Outcome) -> CallFailure | None:
+        """Return the failure of a call whose outcome can't be sent; None: it can."""
+        for slot, value in outcome.items():
+            try:
+                encode(value)
+            except UnsendableError as error:
+                stage = self.stage_of(slot)
+                told = UnsendableError(f"the result of stage {stage!r} can't be sent: {error}")
+                return failures.describe(told, call=number, stage=stage, retryable=False, in_user_code=False)
+        return None
 
     def close(self) -> None:
         """Let go of functions, instances and the reader's files."""

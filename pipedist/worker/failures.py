@@ -93,7 +93,7 @@ def describe(
 
 
 def _formatted(error: BaseException, in_user_code: bool) -> str:
-    frames = _user_frames(error.__traceback__) if in_user_code else error.__traceback__
+    frames = user_frames(error.__traceback__) if in_user_code else error.__traceback__
     if frames is None or (not in_user_code and isinstance(error, _TELLING)):
         return ""
     try:
@@ -102,7 +102,7 @@ def _formatted(error: BaseException, in_user_code: bool) -> str:
         return f"<the traceback can't be formatted: {type(second).__name__}>\n"
 
 
-def _user_frames(tb: TracebackType | None) -> TracebackType | None:
+def user_frames(tb: TracebackType | None) -> TracebackType | None:
     """Return the traceback from the first frame on that a stage's function has, None if it has none."""
     first = tb
     while tb is not None:

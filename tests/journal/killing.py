@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,77 @@ stages:
   again: {{gather: 0, of: centred}}
 outputs: {{each: each.jsonl, rows: rows.npz, again: again.csv}}
 """
+
+
+def gang(folder: Path, steps: int) -> str:
+    """A gang, fed by a source without random access, in two epochs."""
+    return f"""
+pipedist: 1
+name: gang
+replicas: {REPLICAS}
+code: {ROOT}
+dataset: {{function: {{call: "{F}:one_by_one", with: {{count: {4 * steps - 3}}}}}, batch: 4, epochs: 2}}
+stages:
+  y: {{run: "{F}:together", collectives: true, with: {{calls: "{folder}/calls"}}}}
+  t: {{reduce: sum, of: y, axis: 0, per: epoch}}
+  rows: {{gather: 0, of: y}}
+outputs: {{rows: rows.csv}}
+"""
+
+
+def training(folder: Path, steps: int) -> str:
+    """A state that changes with each step, and held-out data read after each of three epochs."""
+    return f"""
+pipedist: 1
+name: descent
+replicas: {REPLICAS}
+seed: 3
+code: {ROOT}
+datasets:
+  train:
+    function: {{call: "tests.pipeline.training_functions:rows", with: {{count: {8 * steps}, seed: 1}}}}
+    batch: 8
+    epochs: 3
+    shuffle: true
+  held_out:
+    function: {{call: "tests.pipeline.training_functions:rows", with: {{count: 12, seed: 2}}}}
+    batch: 4
+stages:
+  gradients:
+    run: "{F}:gradients"
+    of: train
+    with: {{weights: "${{state.weights}}", calls: "{folder}/calls"}}
+  sums: {{reduce: sum, of: gradients, axis: null, per: step}}
+  weights:
+    update: "{F}:descend"
+    of: sums
+    init: {{function: "tests.pipeline.training_functions:first", with: {{bias: 0.5}}}}
+    with: {{rate: 0.1, calls: "{folder}/calls"}}
+  errors:
+    run: "{F}:errors"
+    of: held_out
+    with: {{weights: "${{state.weights}}", calls: "{folder}/calls"}}
+  loss: {{reduce: sum, of: errors, axis: 0, per: epoch}}
+outputs: {{weights: weights.npz, loss: loss.json}}
+"""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of job.
+
+    Args:
+        spec: returns its text, of a folder and a number of steps an epoch.
+        passes: by stage, what the pass that executes it is called in the journal.
+    """
+
+    spec: Callable[[Path, int], str]
+    passes: dict[str, str]
+
+
+MANY = Kind(everything, {"numbers": "0/dataset", "centred": "1/numbers"})
+GANG = Kind(gang, {"together": "0/dataset"})
+TRAINING = Kind(training, {"gradients": "0/train", "errors": "0/held_out"})
 
 
 @dataclass
@@ -129,10 +201,19 @@ def committed(history: History | None, stages: dict[str, str]) -> set[tuple[str,
     }
 
 
-def kill_and_resume(folder: Path, spec: str, record: int, stages: dict[str, str], workers: int = 1) -> Job:
-    """Kill a run when a record is durable, resume it, and check that no journalled call is done again."""
+def kill_and_resume(
+    folder: Path, spec: str, record: int, stages: dict[str, str], workers: int = 1, *, or_end: bool = False
+) -> Job:
+    """Kill a run when a record is durable, resume it, and check that no journalled call is done again.
+
+    Args:
+        or_end: it may come to its end before: held-out readings are committed alone, or with the training.
+    """
     job = Job(folder, spec)
-    assert job.run(kill_at=record) == -signal.SIGKILL, job.told
+    code = job.run(kill_at=record)
+    if or_end and code == 0:
+        return job
+    assert code == -signal.SIGKILL, job.told
     done = committed(read_history(job.journal), stages)
     before = job.calls()
     assert job.run("--resume", workers=workers) == 0, job.told

@@ -24,15 +24,30 @@ def stages_called(job: Job, before: int) -> set[str]:
     return {line.split()[0] for line in lines}
 
 
+SECOND = (
+    ("again: {gather: 0, of: centred}", "again: {gather: 0, of: centred, per: epoch}"),
+    ("again: again.csv", "again: again.json"),
+)
+
+
+@pytest.fixture(scope="module")
+def fresh(tmp_path_factory: pytest.TempPathFactory) -> Job:
+    """A run with another second phase, from its beginning."""
+    folder = tmp_path_factory.mktemp("fresh")
+    job = Job(folder, everything(folder, STEPS))
+    changed(job, *SECOND)
+    assert job.run() == 0, job.told
+    return job
+
+
 @pytest.mark.parametrize("end", ["finished", "killed in phase 2", "killed in phase 1"])
-def test_a_change_of_the_second_phase_keeps_the_first(tmp_path: Path, end: str) -> None:
+def test_a_change_of_the_second_phase_keeps_the_first(fresh: Job, tmp_path: Path, end: str) -> None:
     job = Job(tmp_path / "job", everything(tmp_path / "job", STEPS))
     kill_at = {"finished": 0, "killed in phase 2": 2 + STEPS + 4, "killed in phase 1": 4}[end]
     assert job.run(kill_at=kill_at) == (-signal.SIGKILL if kill_at else 0), job.told
     before = sum(job.calls().values())
     first = job.history().header.run
-    second = ("again: {gather: 0, of: centred}", "again: {gather: 0, of: centred, per: epoch}")
-    changed(job, second, ("again: again.csv", "again: again.json"))
+    changed(job, *SECOND)
     assert job.run("--resume") == 2
     assert "stages.again.per: 'run' there, 'epoch' now" in job.told
 
@@ -48,8 +63,6 @@ def test_a_change_of_the_second_phase_keeps_the_first(tmp_path: Path, end: str) 
     assert "again: centred, because\n    stages.again.per" in job.told.replace("\n      ", "\n    ")
     assert job.document["run"] != first
     assert not job.history().problems
-    fresh = Job(tmp_path / "fresh", job.spec.replace(str(tmp_path / "job"), str(tmp_path / "fresh")))
-    assert fresh.run() == 0, fresh.told
     assert job.outcome() == fresh.outcome()
 
 
