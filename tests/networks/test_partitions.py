@@ -31,7 +31,13 @@ def test_a_run_over_three_hosts(hosts: Network, work: Work, expected: dict[str, 
 
 
 # TCP's acknowledgements are packets too: what is cut in one direction soon says nothing in the other.
-@pytest.mark.parametrize("ways", WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize(
+    "ways",
+    [
+        pytest.param(ways, id=name, marks=[pytest.mark.networks_full] if name == "from_scheduler" else [])
+        for name, ways in WAYS.items()
+    ],
+)
 def test_a_partition_costs_time_and_the_worker_comes_back(
     hosts: Network, work: Work, expected: dict[str, bytes], ways: list[tuple[str, str]]
 ) -> None:
