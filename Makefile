@@ -31,6 +31,14 @@ demo: $(INSTALLED)  ## Run a pipeline over 336,776 real flights on 2 worker proc
 test: $(INSTALLED)  ## Run the test suite, on two cores.
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal
 
+.PHONY: test-networks
+test-networks: $(INSTALLED)  ## Test runs over several hosts, in network namespaces, as root (4 minutes).
+	PIPEDIST_TEST_NETWORKS=full $(BIN)/python -m pytest -q -s tests/networks
+
+.PHONY: test-many
+test-many: $(INSTALLED)  ## Finish a run on 64 worker processes, and say what they cost.
+	PIPEDIST_TEST_MANY=64 $(BIN)/python -m pytest -q -s tests/pipeline/test_many_workers.py
+
 .PHONY: chaos-scheduler
 chaos-scheduler: $(INSTALLED)  ## Kill three runs at every record of their journals, and resume each (a quarter of an hour).
 	$(BIN)/python -m tests.journal.chaos
@@ -83,6 +91,10 @@ bench-peers: $(INSTALLED)  ## Install the peers of the benchmarks in benchmarks/
 .PHONY: bench
 bench: $(INSTALLED)  ## Measure pipedist beside its peers: make bench ARGS="--only W1,W2 --boost".
 	$(BIN)/python -m benchmarks.run --write-docs $(ARGS)
+
+.PHONY: bench-scheduler
+bench-scheduler: $(INSTALLED)  ## Measure what the scheduler costs a call, with 10 to 10,000 workers.
+	$(BIN)/python -m benchmarks.scheduler_cost $(ARGS)
 
 .PHONY: bench-test
 bench-test: $(INSTALLED)  ## Run every workload in tiny sizes, for correct results only.

@@ -11,9 +11,12 @@ from pipedist.coordinator import Coordinator
 from pipedist.errors import UsageError
 from pipedist.local_cluster import Cluster
 from pipedist.scheduler import Limits
-from pipedist.transport.keys import ServerKeys, read_key_file, write_key_file
+from pipedist.transport.keys import ServerKeys, read_key_file, workers_file, write_key_file
 from pipedist.transport.router import Router
 from pipedist.worker.hello import boot_id
+
+_ANY_ADDRESS = ("tcp://0.0.0.0:", "tcp://[::]:")
+"""How the endpoint begins that is bound to every address of this host."""
 
 LISTEN = "tcp://127.0.0.1:*"
 """Where workers dial in, if nothing else is said: this host alone, any free port."""
@@ -51,8 +54,8 @@ class ConnectCluster(Cluster):
     async def __aenter__(self) -> Self:
         await super().__aenter__()
         print(  # noqa: T201 - how to join is what the user must know now
-            f"waiting for workers: pipedist worker --connect {self.coordinator.endpoint} "
-            f"--key-file {self._key_file}",
+            f"waiting for workers: pipedist worker --connect {_from_elsewhere(self.coordinator.endpoint)} "
+            f"--key-file {self._key_file_of_workers()}",
             file=sys.stderr,
         )
         return self
@@ -70,9 +73,21 @@ class ConnectCluster(Cluster):
             boot=boot_id(),
         )
 
+    def _key_file_of_workers(self) -> str:
+        """Return what workers need: the file without the run's own secret, where there is one."""
+        theirs = workers_file(self._key_file)
+        return str(theirs) if theirs.exists() else self._key_file
+
     def _keys(self) -> ServerKeys:
         exists = os.path.exists(self._key_file)
         keys = read_key_file(self._key_file) if exists else write_key_file(self._key_file)
         if keys.server is None:
             raise UsageError(f"key file {self._key_file} is made for workers: it lacks `server_secret`")
         return keys.server
+
+
+def _from_elsewhere(endpoint: str) -> str:
+    """Return an endpoint as other hosts say it: with this host's name, if it has every address."""
+    if endpoint.startswith(_ANY_ADDRESS):
+        return f"tcp://{os.uname().nodename}:{endpoint.rpartition(':')[2]}"
+    return endpoint

@@ -73,9 +73,15 @@ class Welcome:
 
 @record
 class Refuse:
-    """The worker may not join; it prints the reason and exits."""
+    """The worker may not join; it prints the reason and exits.
+
+    Args:
+        before: to a supervisor: which incarnations of its worker are meant, those before it; 0: whichever
+            is there.
+    """
 
     reason: str
+    before: int = 0
 
 
 @record

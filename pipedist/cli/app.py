@@ -39,6 +39,9 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
+keys_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
+app.add_typer(keys_app, name="keys")
+
 SpecPath = Annotated[str, typer.Argument(metavar="SPEC", help="The spec, a YAML file.", show_default=False)]
 Sets = Annotated[
     list[str] | None,
@@ -299,3 +302,27 @@ def worker(
     from pipedist.cli.worker_command import execute
 
     raise typer.Exit(guarded(lambda: execute(connect, key_file, threads)))
+
+
+@keys_app.callback()
+def _keys() -> None:
+    """Make the keys of a cluster whose workers dial in over TCP."""
+
+
+@keys_app.command("new")
+def keys_new(
+    output: Annotated[
+        str,
+        typer.Option(
+            metavar="FILE", help="The run's key file; the workers' is beside it: NAME.worker.ENDING."
+        ),
+    ] = "cluster.key",
+) -> None:
+    """Make a cluster's keys: a file for the run, and one for its workers; none is overwritten.
+
+    Exit codes: 0 both files are there; 2 one of them exists already, or can't be written.
+    """
+    from pipedist.cli.exits import guarded
+    from pipedist.cli.keys_command import new_key_files
+
+    raise typer.Exit(guarded(lambda: new_key_files(output)))

@@ -29,6 +29,7 @@ from pipedist.coordinator.gangs import Gangs
 from pipedist.coordinator.handle import Arrival, PassHandle, SetAside
 from pipedist.coordinator.log_sinks import LogSink, LogSinks
 from pipedist.coordinator.policy import Policy
+from pipedist.coordinator.refusals import Refusals
 from pipedist.coordinator.remote_exceptions import call_error
 from pipedist.coordinator.roster import Peer
 from pipedist.coordinator.segments import Segments
@@ -108,7 +109,8 @@ class Coordinator:
             heard_within_s=limits.heard_within_s,
             explain=self._explain,
         )
-        self._rejected = 0
+        self._refusals = Refusals(tells=dial_in)
+        self._stale = 0
         self._scheduler = scheduler = Scheduler(limits)
         self._states = States(self._fleet)
         self._gangs = Gangs(
@@ -172,7 +174,7 @@ class Coordinator:
     @property
     def rejected(self) -> int:
         """How many messages, results and workers were refused."""
-        return self._rejected + self._fleet.refused
+        return self._refusals.count + self._stale + self._fleet.refused
 
     @property
     def pids(self) -> dict[str, int]:
@@ -383,7 +385,7 @@ class Coordinator:
             case cmd.ClusterFailed(reason):
                 self._fail_all(WorkersLost(reason))
             case cmd.DropResults():
-                self._rejected += 1
+                self._stale += 1
             case _:
                 raise LocalProtocolError(f"the coordinator knows no command {command!r}")
 
@@ -417,7 +419,7 @@ class Coordinator:
             case msg.Failed():
                 self._on_failed(peer, message)
             case msg.Exchange():
-                self._rejected += not self._gangs.exchange(peer, message, frames)
+                self._stale += not self._gangs.exchange(peer, message, frames)
             case msg.Stalled():
                 self._on_stalled(peer, message)
             case msg.Log():
@@ -485,5 +487,5 @@ class Coordinator:
         if peer is not None and not self._closed:
             self._fleet.lose(peer, reason)
 
-    def _on_reject(self, _reason: str) -> None:
-        self._rejected += 1
+    def _on_reject(self, reason: str) -> None:
+        self._refusals.note(reason)

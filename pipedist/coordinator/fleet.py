@@ -23,8 +23,8 @@ from pipedist.worker.progress import Running
 _WATCH_S = 0.1
 """How often it is looked for functions of stages that take longer than they may."""
 
-_HEARTBEATS = 4
-"""Heartbeats that a supervisor sends in the time in which it must be heard."""
+_HEARTBEATS = 3.2
+"""Heartbeats that a supervisor sends in the time in which it must be heard: the third may be a bit late."""
 
 
 @record
@@ -230,16 +230,21 @@ class Fleet:
         for identity in (*(peer.identity for peer in self._roster), *self._supervisors.values()):
             self._router.send(identity, msg.Stop(reason))
 
-    def turn_away(self, identity: bytes) -> None:
-        """Fence a worker that is no member: its next incarnation may join."""
-        self._router.send(identity, msg.Refuse("this incarnation is not a member"))
+    def turn_away(self, identity: bytes, before: int = 0) -> None:
+        """Fence a worker that is no member: its next incarnation may join.
+
+        Args:
+            before: see `messages.Refuse`. A network that comes back brings all heartbeats of the time that it
+                was away, each is answered, and the next incarnation is there by then.
+        """
+        self._router.send(identity, msg.Refuse("this incarnation is not a member", before))
         self.refused += 1
 
     def heard(self, identity: bytes, worker: str, incarnation: int) -> None:
         """Take note that a supervisor's worker process is there; have it ended if it was put out."""
         self._supervisors[worker] = identity
         if incarnation <= self._expelled.get(worker, -1):
-            self.turn_away(identity)
+            self.turn_away(identity, before=incarnation + 1)
         else:
             self._post(ev.WorkerHeard(worker, incarnation))
 

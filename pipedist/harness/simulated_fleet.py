@@ -152,12 +152,16 @@ class _Supervisor:
             self._connection.send_up(Heartbeat(self.worker, process.incarnation))
         world.time.at(world.time.now + world.limits.heard_within_s / 3, self.beat)
 
-    def refuse(self) -> None:
-        """Say, from the hub, that its process was put out."""
-        self._connection.send_down(Refuse("this incarnation is not a member"))
+    def refuse(self, before: int) -> None:
+        """Say, from the hub, that its processes before this incarnation were put out."""
+        self._connection.send_down(Refuse("this incarnation is not a member", before))
 
     def _receive(self, message: Message) -> None:
-        if self.process is not None and isinstance(message, Refuse):
+        if (
+            self.process is not None
+            and isinstance(message, Refuse)
+            and not 0 < message.before <= self.process.incarnation
+        ):
             self.process.kill()
 
     def ended(self, process: SimulatedProcess, text: str) -> None:

@@ -175,7 +175,7 @@ class SimulatedHub:
         match message:
             case msg.Heartbeat(worker, incarnation):
                 if incarnation <= self._put_out.get(worker, -1):
-                    supervisor.refuse()
+                    supervisor.refuse(before=incarnation + 1)
                 self.handle(ev.WorkerHeard(worker, incarnation))
             case msg.Goodbye(worker, incarnation, reason, crashed):
                 self._tell_lost(worker, incarnation, reason, graceful=not crashed)

@@ -1,7 +1,7 @@
 """CURVE keys: who may join a cluster over TCP, and the file that carries them.
 
-One key file serves a cluster. Both ends read the same file, or workers get a copy without
-`server_secret`. It is JSON: {"pipedist_keys": 1, "server_public", "client_public",
+One key file serves a cluster. Both ends read the same file, or workers get one without
+`server_secret` (`workers_file`). It is JSON: {"pipedist_keys": 1, "server_public", "client_public",
 "client_secret", "server_secret"}, each key 40 characters of Z85.
 """
 
@@ -68,6 +68,12 @@ def new_keys() -> ClusterKeys:
         client=ClientKeys(server_public, public, secret),
         server=ServerKeys(server_public, server_secret, frozenset({public})),
     )
+
+
+def workers_file(path: str | os.PathLike[str]) -> Path:
+    """Return where the workers' part of a key file is: of `cluster.key`, `cluster.worker.key` beside it."""
+    whole = Path(path)
+    return whole.with_name(f"{whole.stem}.worker{whole.suffix}")
 
 
 def write_key_file(path: str | os.PathLike[str], keys: ClusterKeys | None = None) -> ClusterKeys:

@@ -7,7 +7,7 @@ interpreter is busy for minutes is alive, and one that crashed is known to be go
 
 What the scheduler can tell the supervisor, over that connection:
 
-| Refuse | kill the worker process; the next incarnation may join |
+| Refuse | kill the worker process, if it is the one that is meant; the next incarnation may join |
 | Stop | kill it, and leave for good |
 
 It ends when the worker process was told to stop or was refused, when no scheduler answers any
@@ -230,6 +230,8 @@ class Supervisor:
             return None
         if isinstance(message, Welcome):
             self._heartbeat_s = message.heartbeat_s
+        if isinstance(message, Refuse) and 0 < message.before <= incarnation:
+            return None  # the answer to an old heartbeat: that process is gone
         return message if isinstance(message, (Stop, Refuse)) else None
 
     def _tell_end(self, goodbye: Goodbye) -> None:

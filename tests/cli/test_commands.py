@@ -20,7 +20,7 @@ def test_version(pipedist: Command) -> None:
 def test_help_names_the_commands(pipedist: Command) -> None:
     done = pipedist("--help")
     assert done.returncode == 0
-    for command in ("run", "validate", "plan", "schema", "worker"):
+    for command in ("run", "validate", "plan", "schema", "worker", "keys"):
         assert f"\n  {command} " in done.stdout
 
 

@@ -82,7 +82,7 @@ def test_a_worker_that_is_put_out_is_fenced_and_its_next_incarnation_may_join(
 
     before = len(record.events)
     fleet.heard(b"s", "far", 0)  # its supervisor is back: it must end what hangs
-    assert isinstance(record.told(b"s"), msg.Refuse)
+    assert record.told(b"s") == msg.Refuse("this incarnation is not a member", before=1)
     assert len(record.events) == before
 
     fleet.heard(b"s", "far", 1)

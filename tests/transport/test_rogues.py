@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import time
 import tracemalloc
@@ -110,6 +111,52 @@ async def test_the_gate_fails_closed_when_its_keeper_is_gone() -> None:
                 await blocking(late.poll, WAIT_S)
             await is_served(opened, inbox, early, b"early")
             assert inbox.messages.empty()
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("begin", ["while it lasts", "after it is over"])
+async def test_a_session_that_was_overheard_is_worth_nothing(begin: str) -> None:
+    """Whoever records what a worker sends, and sends it again, gets nothing in: each session has its keys."""
+    keys = new_keys()
+    async with router(keys=keys) as (opened, inbox):
+        host, _, port = opened.endpoint.removeprefix("tcp://").rpartition(":")
+        overheard: list[bytes] = []
+
+        async def overhear(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            onward = await asyncio.open_connection(host, int(port))
+
+            async def pass_on(source: asyncio.StreamReader, sink: asyncio.StreamWriter, record: bool) -> None:
+                while chunk := await source.read(65536):
+                    if record:
+                        overheard.append(chunk)
+                    sink.write(chunk)
+                sink.close()
+
+            await asyncio.gather(pass_on(reader, onward[1], True), pass_on(onward[0], writer, False))
+
+        async def replay() -> None:
+            reader, writer = await asyncio.open_connection(host, int(port))
+            with contextlib.suppress(ConnectionError):
+                for chunk in overheard:  # each in its turn: on all at once the router would hang up
+                    writer.write(chunk)
+                    with contextlib.suppress(TimeoutError):
+                        while await asyncio.wait_for(reader.read(65536), 0.3):
+                            pass
+            writer.close()
+
+        between = await asyncio.start_server(overhear, "127.0.0.1", 0)
+        async with between:
+            through = f"tcp://127.0.0.1:{between.sockets[0].getsockname()[1]}"
+            with Dealer(through, identity=b"honest", keys=keys.client) as worker:
+                await is_served(opened, inbox, worker, b"honest")
+                if begin == "while it lasts":
+                    await replay()
+                    await is_served(opened, inbox, worker, b"honest")
+            if begin == "after it is over":
+                await is_gone(opened, b"honest")
+                await replay()
+        assert inbox.messages.empty()
+        assert len(b"".join(overheard)) > 200  # a handshake and a message
 
 
 def two_clients() -> tuple[ClusterKeys, ClusterKeys]:

@@ -169,6 +169,25 @@ async def test_the_scheduler_can_have_the_process_killed(tmp_path: Path) -> None
         assert wait_gone([second.pid], within_s=0) == []
 
 
+async def test_an_order_for_an_earlier_process_does_not_cost_the_next_one(tmp_path: Path) -> None:
+    async with supervised(tmp_path) as it:
+        await it.take(Hello)
+        supervisor, _ = await it.take(Heartbeat)
+        for _ in range(10):  # as many heartbeats wait in a network that is away, and each is answered
+            it.scheduler.send(supervisor, Refuse("this incarnation is not a member", before=1))
+        identity, second = await it.take(Hello)
+        assert isinstance(second, Hello)
+        assert second.incarnation == 1
+        it.scheduler.send(identity, Welcome("c", 0.1, (str(ROOT),)))
+        pass_id = it.scheduler.bind(identity, program(f"{FUNCTIONS}:identity"))
+        it.scheduler.assign(identity, pass_id, [3])
+        assert await it.scheduler.outcomes(1, aside=(Log, Heartbeat, Goodbye)) == [{"y": 3}]
+        it.scheduler.stop(identity)
+        code, said = await it.ended()
+        assert code == 0
+        assert said.count("gave the worker process up") == 1
+
+
 async def test_a_refused_worker_says_why_and_does_not_come_again(tmp_path: Path) -> None:
     async with supervised(tmp_path) as it:
         identity, _ = await it.take(Hello)

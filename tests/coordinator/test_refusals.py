@@ -1,0 +1,47 @@
+from __future__ import annotations
+
+import asyncio
+import re
+from pathlib import Path
+
+import pytest
+
+from pipedist import ConnectCluster
+from pipedist.coordinator.refusals import LOGGER, Refusals
+from pipedist.errors import RemoteProtocolError
+from pipedist.transport.keys import new_keys
+from pipedist.transport.zeromq import Dealer
+
+
+def test_nobody_can_fill_a_log(caplog: pytest.LogCaptureFixture) -> None:
+    refusals = Refusals(tells=True)
+    for number in range(1, 100_001):
+        refusals.note(f"reason {number}")
+    assert refusals.count == 100_000
+    told = [int(record.getMessage().rpartition(" ")[2]) for record in caplog.records]
+    assert told == [*range(1, 9), *(2**k for k in range(4, 17))]
+
+
+def test_where_nobody_may_come_they_are_only_counted(caplog: pytest.LogCaptureFixture) -> None:
+    refusals = Refusals(tells=False)
+    refusals.note("it died in its handshake")
+    assert refusals.count == 1
+    assert caplog.records == []
+
+
+@pytest.mark.asyncio
+async def test_the_run_says_who_was_kept_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async with ConnectCluster(key_file=tmp_path / "cluster.key") as cluster:
+        keys, others = cluster._keys(), new_keys()
+        stranger = type(others.client)(keys.public, others.client.public, others.client.secret)
+        with (
+            Dealer(cluster.coordinator.endpoint, identity=b"stranger", keys=stranger) as worker,
+            pytest.raises(RemoteProtocolError, match="refused this worker's key"),
+        ):
+            await asyncio.to_thread(worker.poll, 30.0)
+        assert cluster.coordinator.rejected > 0
+    told = [record.getMessage() for record in caplog.records if record.name == LOGGER]
+    key = re.escape(others.client.public.decode())
+    assert re.match(
+        rf"pipedist: refused \(1 so far\): a peer at 127\.0\.0\.1 with the unknown key {key}", told[0]
+    )
