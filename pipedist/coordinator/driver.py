@@ -420,6 +420,8 @@ class Coordinator:
                 self._rejected += not self._gangs.exchange(peer, message, frames)
             case msg.Stalled():
                 self._on_stalled(peer, message)
+            case msg.Cancelled(lease):
+                self.post(ev.CancelHeard(peer.worker, peer.incarnation, lease))
             case msg.Log():
                 self._log_sinks.tell(peer.worker, message)
             case msg.Heartbeat():

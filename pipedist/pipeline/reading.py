@@ -17,7 +17,7 @@ from pipedist.partial_runs import step_partial
 from pipedist.pipeline.combining import CombineFold, FoldCall
 from pipedist.pipeline.folds import Fold, GatherFold, ReduceFold
 from pipedist.pipeline.gating import GatedFeed
-from pipedist.pipeline.opening import READING, STATE, feed_of, grows, keeps, sink_of
+from pipedist.pipeline.opening import READING, STATE, feed_of, grows, keeps, sink_of, speculation_of
 from pipedist.pipeline.programs import (
     COMBINED,
     combine_program,
@@ -146,6 +146,7 @@ class Reading:
                 self._replicas,
                 gang=self._pass.gang,
                 first_step=self.steps,
+                speculation=0.0 if self._pass.gang else speculation_of(self._plan),
                 quarantine=bool(quarantine) and quarantine.issuperset(self._pass.runs),
             ),
             retries=retries_of(self._plan, self._pass),
