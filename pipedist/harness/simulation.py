@@ -166,9 +166,7 @@ class Simulation:
             laid_off = self.hub.scheduler._members.workers[process.worker].laid_off
             heard = process.is_at_rest and process.connection.has_delivered
             if laid_off and heard and not may_be_lost:
-                raise Violation(
-                    f"{process.worker} is at rest, and laid off for lease {laid_off} still"
-                )
+                raise Violation(f"{process.worker} is at rest, and laid off for lease {laid_off} still")
 
     def _calm(self) -> None:
         self.network.calm()

@@ -43,7 +43,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import takewhile
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pipedist.errors import LocalProtocolError
 from pipedist.scheduler import commands as cmd
@@ -55,6 +55,24 @@ from pipedist.scheduler.passes import Pass
 from pipedist.scheduler.settings import Limits
 from pipedist.scheduler.states import WorkerState
 from pipedist.scheduler.stragglers import Stragglers
+
+if TYPE_CHECKING:
+    from pipedist.scheduler.why import Explanation
+
+_MOVES = frozenset(
+    {
+        ev.WorkerJoined,
+        ev.PassOpened,
+        ev.PassClosed,
+        ev.StepsOffered,
+        ev.StepsEnded,
+        ev.StepsConsumed,
+        ev.CallsDone,
+        ev.CallFailed,
+        ev.CallSized,
+    }
+)
+"""Events with which a run goes on."""
 
 
 class Scheduler:
@@ -81,6 +99,8 @@ class Scheduler:
         self._dealing = Dealing(self._limits, self._members, self._waiting, self._out)
         self._outcomes = Outcomes(self._limits, self._members, self._passes, self._dealing, self._out)
         self._now = 0.0
+        self._moved_at = 0.0
+        """When something came back, was offered or was taken last."""
 
     def handle(self, event: ev.Event, now: float) -> list[cmd.Command]:
         """Take in one event and return what must be done, in order.
@@ -97,6 +117,8 @@ class Scheduler:
         if handler is None:
             raise LocalProtocolError(f"the scheduler knows no event {event!r}")
         self._outcomes.now = self._members.now = now
+        if type(event) in _MOVES:
+            self._moved_at = now
         handler(self, event)
         if self._rousing:
             for pass_ in list(self._rousing.values()):
@@ -120,6 +142,16 @@ class Scheduler:
         due = [pass_.resting.due for pass_ in self._rousing.values()]
         slow_at = self._outcomes.speculation.due
         return min((at for at in (unheard_at, slow_at, *due) if at is not None), default=None)
+
+    def why(self, now: float) -> Explanation:
+        """Say what everything waits for."""
+        from pipedist.scheduler.why import explain  # seldom asked for
+
+        return explain(self._passes, self._members, self._limits, self._moved_at, now)
+
+    def silent_s(self, now: float) -> float:
+        """Return for how long nothing has come back, been offered or been taken, seconds."""
+        return now - self._moved_at
 
     def pass_of(self, worker: str, lease: int) -> int | None:
         """Return the pass of a lease that a worker holds, None if it holds no such lease."""

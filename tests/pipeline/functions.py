@@ -165,3 +165,14 @@ def slow_the_first_time(x: np.ndarray, folder: str, ctx: Any) -> np.ndarray:
         else:
             time.sleep(600.0)
     return x
+
+
+def waits_in_step(x: np.ndarray, folder: str, step: int, ctx: Any) -> np.ndarray:
+    """Wait in one step until the file `go` is there."""
+    while ctx.step == step and not (Path(folder) / "go").exists():
+        time.sleep(0.01)
+    return x
+
+
+def waits_with_state(x: np.ndarray, folder: str, state: int, ctx: Any) -> np.ndarray:
+    return waits_in_step(x, folder, 1, ctx=ctx)
