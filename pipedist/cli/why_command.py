@@ -37,7 +37,10 @@ def explain_run(run: str, *, as_json: bool) -> int:
         raise UsageError(f"there is no run in {path}: RUN is the output folder of one, as out/NAME")
     answer = ask(path / PRIVATE / LIVE, ANSWER_S)
     if answer is not None:
-        said: dict[str, Any] = json.loads(answer)
+        try:
+            said: dict[str, Any] = json.loads(answer)
+        except ValueError:
+            raise UsageError(f"the run in {path} broke off while it answered: ask again") from None
         if said.get("pipedist_why") != VERSION:
             raise UsageError(f"the run in {path} is of another version of pipedist, and answers otherwise")
         write_out((answer.decode() if as_json else "\n".join(lines(said))) + "\n")

@@ -98,14 +98,14 @@ def ask(folder: Path, timeout_s: float) -> bytes | None:
                 said += part
                 if len(said) > ANSWER_BYTES_MAX:
                     raise UsageError(f"{folder}: the run's answer is longer than {ANSWER_BYTES_MAX} bytes")
-    except TimeoutError:
+    except (TimeoutError, BlockingIOError):
         raise UsageError(
             f"the run in {folder.parent.parent} is alive, and has not answered within {timeout_s:g} s: its "
             "own process is busy, perhaps in a dataset function that blocks"
         ) from None
     except PermissionError:
         raise UsageError(f"{folder} belongs to another user, who alone may ask") from None
-    except (FileNotFoundError, ConnectionError, NotADirectoryError):
+    except OSError:  # it is not there, or nobody listens
         return None
     return bytes(said) or None
 

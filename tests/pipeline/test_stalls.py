@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import anyio.lowlevel
 import anyio.to_thread
 import pytest
 
@@ -192,7 +193,7 @@ async def test_who_does_not_read_keeps_nobody(tmp_path: Path) -> None:
 
         async def connect() -> None:
             await anyio.to_thread.run_sync(idle.connect, str(folder / "why"))
-            await anyio.sleep(0)
+            await anyio.lowlevel.checkpoint()
 
         await asked(folder, lambda: b"z" * 10_000_000, connect)
     assert not folder.exists()
