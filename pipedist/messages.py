@@ -17,7 +17,7 @@ worker; a result counts only while its lease is held.
 | Results | worker -> scheduler | a list, one entry a call: {slot: tree} |
 | Exchange | worker -> scheduler | what its replicas bring to a collective |
 | Relay | scheduler -> worker | what another member of the gang brings, untouched |
-| Failed, Stalled, Log, Heartbeat, Goodbye | worker -> scheduler | - |
+| Failed, Stalled, Cancelled, Log, Heartbeat, Goodbye | worker -> scheduler | - |
 | Unbind, Cancel, Stop | scheduler -> worker | - |
 """
 
@@ -193,6 +193,13 @@ class Cancel:
 
 
 @record
+class Cancelled:
+    """The answer to Cancel: no call of that lease runs any more, but for those of a gang, which end."""
+
+    lease: int
+
+
+@record
 class Stop:
     """Leave: finish nothing more, say Goodbye, exit 0."""
 
@@ -305,6 +312,7 @@ Message = (
     | Relay
     | Stalled
     | Cancel
+    | Cancelled
     | Stop
     | Results
     | Failed

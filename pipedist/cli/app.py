@@ -275,6 +275,27 @@ def replay(
 
 
 @app.command()
+def why(
+    run: Annotated[
+        str, typer.Argument(metavar="RUN", help="The run's output folder: out/NAME.", show_default=False)
+    ],
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON document instead of lines.")
+    ] = False,
+) -> None:
+    """Ask a run what it waits for: which calls, on which workers, for what.
+
+    Of one that is not going on, print what its journal knows. A run without outputs is asked by SIGUSR1.
+
+    Exit codes: 0 the run has answered; 1 it is not going on; 2 there is no run.
+    """
+    from pipedist.cli.exits import guarded
+    from pipedist.cli.why_command import explain_run
+
+    raise typer.Exit(guarded(lambda: explain_run(run, as_json=as_json)))
+
+
+@app.command()
 def schema() -> None:
     """Print the JSON Schema of specs, for editors."""
     from pipedist.cli.exits import guarded

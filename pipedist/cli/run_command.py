@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Literal
 from pipedist.cli import exits
 from pipedist.cli.interruption import Interruption
 from pipedist.cli.progress import Amount, Reporter, open_reporter
+from pipedist.cli.stall_guard import StallGuard
 from pipedist.cli.streams import stdout_to_stderr, write_error, write_out
 from pipedist.errors import PipedistError, RunCancelled, UsageError
 
@@ -83,9 +84,13 @@ def execute(options: RunOptions) -> int:
     """
     if options.resume and options.restart:
         raise UsageError("--resume and --restart exclude each other")
+
     # modules of the user may print
-    with Interruption(tell=lambda text: write_error(text + "\n")) as interruption, stdout_to_stderr():
-        ended = asyncio.run(_run(options, interruption))
+    def tell(text: str) -> None:
+        write_error(text + "\n")
+
+    with Interruption(tell) as interruption, StallGuard(tell) as guard, stdout_to_stderr():
+        ended = asyncio.run(_run(options, interruption, guard))
     if isinstance(ended.error, RunCancelled):
         again = ""
         if _has_folder(ended, options):
@@ -105,7 +110,7 @@ def execute(options: RunOptions) -> int:
     return exits.FAILED
 
 
-async def _run(options: RunOptions, interruption: Interruption) -> Ended:
+async def _run(options: RunOptions, interruption: Interruption, guard: StallGuard) -> Ended:
     import anyio
 
     # the engine takes a tenth of a second to import: not before the command line is known to be good
@@ -134,12 +139,13 @@ async def _run(options: RunOptions, interruption: Interruption) -> Ended:
         if run.notice:
             write_error(f"pipedist: {run.notice}\n")
         reporter = open_reporter(run.name)
-        interruption.tell = reporter.line
+        interruption.tell = guard.tell = reporter.line
         ended: Ended | None = None
         try:
             async with anyio.create_task_group() as tasks:
-                tasks.start_soon(_watch, run, reporter, name="progress")
-                with interruption.watching(run, run.spec.cluster.grace_s):
+                tasks.start_soon(_watch, run, reporter, guard, name="progress")
+                cluster = run.spec.cluster
+                with interruption.watching(run, cluster.grace_s), guard.watching(run, cluster.stall_s):
                     ended = await _outcome(run)
                 tasks.cancel_scope.cancel()
         finally:
@@ -175,11 +181,12 @@ async def _outcome(run: Run) -> Ended:
     return Ended(run.spec, finished, None, finished.document, run.notice)
 
 
-async def _watch(run: Run, reporter: Reporter) -> None:
+async def _watch(run: Run, reporter: Reporter, guard: StallGuard) -> None:
     while True:
         progress = run.progress()
         if progress is not None:
             reporter.update(Amount.of(progress))
+        guard.look()
         await asyncio.sleep(_REFRESH_S)
 
 

@@ -21,6 +21,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 from pipedist import messages as msg
 from pipedist.coordinator.dispatch import Dispatch
@@ -52,6 +53,9 @@ from pipedist.scheduler import commands as cmd
 from pipedist.scheduler import events as ev
 from pipedist.transport.router import Router
 from pipedist.worker.progress import Running
+
+if TYPE_CHECKING:
+    from pipedist.coordinator.stalls import Stall
 
 RouterFactory = Callable[
     [
@@ -291,6 +295,17 @@ class Coordinator:
         """Forget a state, here and in the workers."""
         self._states.drop(space)
 
+    def why(self) -> Stall:
+        """Say what everything waits for, call by call."""
+        from pipedist.coordinator.stalls import name_all  # seldom asked for
+
+        return name_all(self._scheduler.why(time.monotonic()), self._handles)
+
+    @property
+    def silent_s(self) -> float:
+        """For how long nothing has come back, been offered or been taken, seconds."""
+        return self._scheduler.silent_s(time.monotonic())
+
     def add_log_sink(self, sink: LogSink) -> Callable[[], None]:
         """Tell `sink` every line that replica functions print, of all passes.
 
@@ -422,6 +437,8 @@ class Coordinator:
                 self._stale += not self._gangs.exchange(peer, message, frames)
             case msg.Stalled():
                 self._on_stalled(peer, message)
+            case msg.Cancelled(lease):
+                self.post(ev.CancelHeard(peer.worker, peer.incarnation, lease))
             case msg.Log():
                 self._log_sinks.tell(peer.worker, message)
             case msg.Heartbeat():

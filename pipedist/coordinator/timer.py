@@ -9,32 +9,43 @@ from collections.abc import Callable
 
 
 class Timer:
-    """One re-armable timer on the running loop."""
+    """One re-armable timer on the running loop.
+
+    It is moved with every event, and rings seldom: so it is armed anew only to ring earlier. What is to
+    be later is looked at when it rings.
+    """
 
     def __init__(self, fire: Callable[[], None]) -> None:
         self._loop = asyncio.get_running_loop()
         self._fire = fire
         self._handle: asyncio.TimerHandle | None = None
+        self._rings_at = math.inf
         self._at = math.inf
 
     def set(self, at: float | None) -> None:
         """Fire at a time of `time.monotonic`, or never."""
-        when = math.inf if at is None else at
-        if when == self._at:
-            return
-        self.cancel()
-        self._at = when
-        if when < math.inf:
-            delay = max(0.0, when - time.monotonic())
-            self._handle = self._loop.call_later(delay, self._ring)
+        self._at = math.inf if at is None else at
+        if self._at < self._rings_at:
+            self._arm()
+
+    def _arm(self) -> None:
+        if self._handle is not None:
+            self._handle.cancel()
+        self._rings_at = self._at
+        self._handle = self._loop.call_later(max(0.0, self._at - time.monotonic()), self._ring)
 
     def _ring(self) -> None:
-        self._at = math.inf
-        self._fire()
+        rung, self._rings_at = self._rings_at, math.inf
+        self._handle = None
+        if self._at <= rung:
+            self._at = math.inf
+            self._fire()
+        elif self._at < math.inf:
+            self._arm()
 
     def cancel(self) -> None:
         """Do not fire."""
         if self._handle is not None:
             self._handle.cancel()
             self._handle = None
-        self._at = math.inf
+        self._rings_at = self._at = math.inf

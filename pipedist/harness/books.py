@@ -29,6 +29,7 @@ class LeaseBook:
         next: its first call that was not reported.
         serial: of its gang; 0 where it is of none.
         is_void: what comes from it does not count any more.
+        twin: the other lease of the same calls, while neither of them has reported anything.
     """
 
     id: int
@@ -39,6 +40,7 @@ class LeaseBook:
     hi: int
     serial: int = 0
     is_void: bool = False
+    twin: LeaseBook | None = None
 
 
 @dataclass(slots=True)
@@ -83,6 +85,14 @@ class Books:
         self._passes = {w.id: _PassBook(w, bytearray(w.steps * w.settings.replicas)) for w in works}
         self._gangs: dict[int, _GangBook] = {}
         self._reporting: ev.CallsDone | None = None
+        self._useless: LeaseBook | None = None
+        """One of twins, which must be cancelled with the event that is being handled."""
+        self._laid_off: dict[str, int] = {}
+        """By worker that may be stuck in a call that was executed elsewhere, the lease."""
+        self.second_attempts = 0
+        """How many calls were executed a second time while the first attempt ran."""
+        self.second_won = 0
+        """How many of these second attempts came back first."""
 
     # -- what the scheduler is told ----------------------------------------------------------
 
@@ -97,8 +107,22 @@ class Books:
         if self.incarnations.get(worker) != incarnation:
             return
         del self.incarnations[worker]
+        self._laid_off.pop(worker, None)
         for lease in self._of_worker.pop(worker, ()):
             lease.is_void = True
+            self._part(lease)
+
+    def heard(self, worker: str, incarnation: int, lease: int) -> None:
+        """A worker has heard that a lease was cancelled."""
+        if self.incarnations.get(worker) == incarnation and self._laid_off.get(worker) == lease:
+            del self._laid_off[worker]
+
+    def _part(self, lease: LeaseBook) -> LeaseBook | None:
+        """A lease is a twin no more, if it was; return the other one."""
+        twin, lease.twin = lease.twin, None
+        if twin is not None:
+            twin.twin = None
+        return twin
 
     def reported(self, event: ev.CallsDone | ev.CallFailed) -> None:
         """Calls of a lease were reported."""
@@ -114,6 +138,13 @@ class Books:
         if lease not in held[:1] or lo != lease.next or hi > lease.hi:
             return  # something was lost: the worker must go
         lease.next = hi
+        twin = self._part(lease)
+        if twin is not None and isinstance(event, ev.CallFailed):
+            self._useless = lease  # the other attempt decides: this one is not charged
+            return
+        self._useless = twin
+        if twin is not None:
+            self.second_won += twin.id < lease.id
         if isinstance(event, ev.CallFailed):
             raised = self._passes[lease.pass_id].raised
             raised[lo] = raised.get(lo, 0) + 1
@@ -122,11 +153,36 @@ class Books:
 
     # -- what it wants done -----------------------------------------------------------------
 
+    def settle(self) -> None:
+        """Look at what must have been done with the event that was handled.
+
+        Raises:
+            Violation: it was not.
+        """
+        useless, self._useless = self._useless, None
+        if useless is not None and not useless.is_void:
+            raise Violation(f"lease {useless.id} is of no use any more, and goes on")
+
     def _on_assign(self, command: cmd.SendAssign) -> None:
-        self._issue(command.worker, command.lease, command.pass_id, command.lo, command.hi)
+        if command.twin:
+            self._second_attempt(command)
+        lease = self._issue(command.worker, command.lease, command.pass_id, command.lo, command.hi)
+        if command.twin:
+            lease.twin = self.leases[command.twin]
+            lease.twin.twin = lease
         depth = len(self._of_worker[command.worker])
         if depth > 2:
             raise Violation(f"{command.worker} holds {depth} leases")
+
+    def _second_attempt(self, command: cmd.SendAssign) -> None:
+        first = self.leases[command.twin]
+        self.second_attempts += 1
+        if first.is_void or first.twin is not None or first.serial or first.worker == command.worker:
+            raise Violation(f"lease {command.lease} is a second attempt of {first}")
+        if (first.pass_id, first.next, first.hi) != (command.pass_id, command.lo, command.hi):
+            raise Violation(f"lease {command.lease} is a second attempt of other calls than {first}")
+        if not self._passes[first.pass_id].work.settings.speculation:
+            raise Violation(f"lease {command.lease} is a second attempt in a pass that has none")
 
     def _on_gang(self, command: cmd.SendGang) -> None:
         work = self._passes[command.pass_id].work
@@ -148,6 +204,8 @@ class Books:
 
     def _issue(self, worker: str, id_: int, pass_id: int, lo: int, hi: int, serial: int = 0) -> LeaseBook:
         book = self._passes[pass_id]
+        if worker in self._laid_off:
+            raise Violation(f"lease {id_} is given to {worker}, which may be stuck in a call")
         if worker not in self.incarnations:
             raise Violation(f"lease {id_} is given to {worker}, which is not there")
         if id_ in self.leases:
@@ -175,6 +233,9 @@ class Books:
     def _on_cancel(self, command: cmd.SendCancel) -> None:
         lease = self.leases[command.lease]
         lease.is_void = True
+        self._part(lease)
+        if lease is self._useless:
+            self._laid_off[command.worker] = lease.id
         held = self._of_worker.get(lease.worker, [])
         if lease in held:
             held.remove(lease)

@@ -131,6 +131,11 @@ class Connection:
         """Whether it is open, and nothing is on its way to the worker."""
         return self.is_open and self._down.last <= self._network.time.now
 
+    @property
+    def has_delivered(self) -> bool:
+        """Whether it is open, and nothing is on its way to the worker or from it."""
+        return self.is_silent and self._up.last <= self._network.time.now
+
     def send_up(self, item: object) -> None:
         """Send something to the hub."""
         self._send(self._up, item)

@@ -89,6 +89,7 @@ class SimulatedHub:
             if check is not None:
                 check(self.books, command)
             carry_out(self, command)
+        self.books.settle()
         deadline = scheduler.deadline()
         if deadline is not None and deadline < self._tick_at:
             if deadline <= now and isinstance(event, ev.Tick):
@@ -142,6 +143,9 @@ class SimulatedHub:
                     self.lost(process, f"it broke the protocol: {error}")
             case msg.Stalled(lease, members, text):
                 self.handle(ev.GangStalled(worker, incarnation, lease, tuple(map(int, members)), text))
+            case msg.Cancelled(lease):
+                self.books.heard(worker, incarnation, lease)
+                self.handle(ev.CancelHeard(worker, incarnation, lease))
             case msg.Goodbye(reason=reason):
                 self.lost(process, reason, graceful=True)
 

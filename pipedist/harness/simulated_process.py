@@ -237,8 +237,12 @@ class SimulatedProcess:
     @property
     def keeps(self) -> frozenset[int]:
         """The passes that it knows; none where something may still tell it that they are over."""
-        busy = not self.alive or self.asleep or self.busy or not self.connection.is_silent
-        return frozenset() if busy else frozenset(self.machine._passes)
+        return frozenset(self.machine._passes) if self.is_at_rest else frozenset()
+
+    @property
+    def is_at_rest(self) -> bool:
+        """Whether it does nothing, and nothing is on its way to it."""
+        return self.alive and not self.asleep and not self.busy and self.connection.is_silent
 
     def let_go(self) -> None:
         """Come apart."""

@@ -163,6 +163,10 @@ class Simulation:
         for process in self.hub.peers:
             if process.keeps and not may_be_lost:
                 raise Violation(f"{process.worker} keeps passes that are over: {process.keeps}")
+            laid_off = self.hub.scheduler._members.workers[process.worker].laid_off
+            heard = process.is_at_rest and process.connection.has_delivered
+            if laid_off and heard and not may_be_lost:
+                raise Violation(f"{process.worker} is at rest, and laid off for lease {laid_off} still")
 
     def _calm(self) -> None:
         self.network.calm()
@@ -203,6 +207,7 @@ def _draw_limits(random: Random) -> Limits:
         deaths_max=1_000_000,
         starts_fruitless_max=1_000_000,
         heard_within_s=2.0,
+        speculation_s_min=0.1,
     )
 
 

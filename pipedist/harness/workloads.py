@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 
 from pipedist.harness.faults import Faults
@@ -12,6 +12,9 @@ ALWAYS = 1_000_000
 
 SIZES = ((1, 2, 4, 8), (1, 4, 10, 20))
 """Replicas of a pass: of small simulations, and of larger ones."""
+
+_SPECULATION = (1.0, 0.0, 3.0)
+"""How many times as long as others a call of a pass may take."""
 
 MEET_OFTEN_MAX = 5
 """Larger gangs seldom meet in collectives, in which every member talks to every other one."""
@@ -119,6 +122,8 @@ def _draw(number: int, random: Random, calls: int, faults: Faults) -> Work:
             parts[step] = random.randrange(replicas + 1)
     collectives = random.choice((0, 1, 2) if replicas <= MEET_OFTEN_MAX else (0, 0, 1)) if gang else 0
     fates = _draw_fates(random, parts, settings, faults, meets=collectives > 0)
+    if not gang:
+        settings = replace(settings, speculation=_SPECULATION[(number + replicas + len(fates)) % 3])
     return Work(
         number,
         settings,

@@ -44,7 +44,15 @@ from pipedist.errors import UsageError
 from pipedist.outputs.encoding import Json
 from pipedist.outputs.files import sync_folder, writing
 from pipedist.outputs.formats import path_problem
-from pipedist.outputs.run_record import PRIVATE, RunRecord, read_record, reading, write_json, write_record
+from pipedist.outputs.run_record import (
+    LIVE,
+    PRIVATE,
+    RunRecord,
+    read_record,
+    reading,
+    write_json,
+    write_record,
+)
 from pipedist.records import record
 
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -107,6 +115,11 @@ class RunFolder:
     def journal(self) -> Path:
         """The folder of the journal."""
         return self.path / PRIVATE / "journal"
+
+    @property
+    def live(self) -> Path:
+        """A folder that exists only while the run does: where it can be asked what it waits for."""
+        return self.path / PRIVATE / LIVE
 
     @property
     def run_id(self) -> str:

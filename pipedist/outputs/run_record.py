@@ -18,6 +18,9 @@ from pipedist.records import record
 PRIVATE = ".pipedist"
 """The folder inside an output folder that belongs to pipedist."""
 
+LIVE = "live"
+"""The folder in it that is there only while the run is."""
+
 _FORMAT = 1
 State = Literal["running", "committing", "finished", "failed"]
 

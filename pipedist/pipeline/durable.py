@@ -51,6 +51,8 @@ class RunJournal:
         self._history = history
         self._changed = anyio.Event()
         """Something was committed."""
+        self.committing_since: float | None = None
+        """When the disk was last asked for something that is not durable yet."""
 
     @property
     def unwritten(self) -> Mapping[str, str]:
@@ -81,7 +83,11 @@ class RunJournal:
             for one in taken:
                 one.pass_.committed(one)
 
-        await anyio.to_thread.run_sync(write)
+        self.committing_since = time.monotonic()
+        try:
+            await anyio.to_thread.run_sync(write)
+        finally:
+            self.committing_since = None
         self._changed.set()
         self._changed = anyio.Event()
 

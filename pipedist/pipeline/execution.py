@@ -26,6 +26,7 @@ from pipedist.program import Tree
 from pipedist.spec import GatherSpec
 
 if TYPE_CHECKING:
+    from pipedist.coordinator.stalls import Stall, Waiting
     from pipedist.outputs import RunFolder
     from pipedist.pipeline.durable import PassJournal, RunJournal
 
@@ -318,6 +319,19 @@ class Execution:
         ledger = self.ledger()
         if ledger.lost or ledger.elements != ledger.committed + ledger.quarantined + ledger.lost:
             raise LocalProtocolError(f"the ledger of a run that came to its end does not add up: {ledger}")
+
+    def waits(self) -> tuple[Stall, list[Waiting]]:
+        """Return what everything waits for: as the scheduler sees it, and as the readings know it better."""
+        stall = self._coordinator.why()
+        readings = {reading.handle.id: reading for reading in self._readings.values()}
+        known = [readings[w.pass_id].refined(w) if w.pass_id in readings else w for w in stall.waits]
+        return stall, known
+
+    @property
+    def committing_s(self) -> float | None:
+        """For how long the journal has been waiting for the disk, seconds; None: it is not."""
+        since = None if self._journal is None else self._journal.committing_since
+        return None if since is None else time.monotonic() - since
 
     def progress(self) -> Progress:
         """Return how far the run is."""

@@ -88,6 +88,16 @@ class GatedFeed(Feed):
         self._changed.set()
         self._changed = anyio.Event()
 
+    @property
+    def held_back(self) -> str:
+        """What the next steps wait for, for people; "" where they wait for nothing but their data."""
+        if not self._ahead or self._is_let_in(self._ahead[0].first):
+            return ""
+        first = self._ahead[0].first
+        if self._rhythm == "step":
+            return f"step {first} reads the states that the updates after step {self._step} make"
+        return f"step {first} is read when epoch {self._feed.epoch(first)} has been trained"
+
     async def next_epoch(self) -> int | None:
         """Return the epoch of the first step that was not handed out; None: there is none.
 

@@ -99,6 +99,12 @@ def grows(plan: Plan, name: str) -> bool:
     return isinstance(stage, GatherSpec) or getattr(stage, "per", "run") != "run"
 
 
+def speculation_of(plan: Plan) -> float:
+    """Return how many times as long as others a call must take to get a second attempt; 0: none does."""
+    times = plan.spec.cluster.speculation
+    return 0.0 if isinstance(times, str) else float(times)
+
+
 async def restore_pass(
     plan: Plan,
     pass_: PassPlan,

@@ -17,7 +17,7 @@ from pipedist.partial_runs import step_partial
 from pipedist.pipeline.combining import CombineFold, FoldCall
 from pipedist.pipeline.folds import Fold, GatherFold, ReduceFold
 from pipedist.pipeline.gating import GatedFeed
-from pipedist.pipeline.opening import READING, STATE, feed_of, grows, keeps, sink_of
+from pipedist.pipeline.opening import READING, STATE, feed_of, grows, keeps, sink_of, speculation_of
 from pipedist.pipeline.programs import (
     COMBINED,
     combine_program,
@@ -39,6 +39,7 @@ from pipedist.spec import GatherSpec, ReduceSpec, RunSpec
 from pipedist.values import PerReplica, gather
 
 if TYPE_CHECKING:
+    from pipedist.coordinator.stalls import Waiting
     from pipedist.journal.logs import Log
     from pipedist.outputs import RunFolder, Sink
     from pipedist.pipeline.durable import PassJournal, RunJournal, Taken, Versioned
@@ -136,6 +137,21 @@ class Reading:
         """The pass, for people."""
         return self._pass.name
 
+    def refined(self, wait: Waiting) -> Waiting:
+        """Return what the pass waits for, where it knows better than the scheduler."""
+        subscription = self._subscription
+        if wait.reason == "data" and isinstance(self._feed, GatedFeed) and self._feed.held_back:
+            return wait.refined("state", self._feed.held_back)
+        if wait.reason != "reader":
+            return wait
+        if subscription is not None and subscription.is_full:
+            streamed = ", ".join(subscription.stages)
+            text = f"whoever streams {streamed} has {subscription.waiting} items to take"
+            return wait.refined("subscriber", text)
+        if self._lane is not None and not self._between:
+            return wait.refined("state", f"{wait.text}: states are updated with what came back before them")
+        return wait.refined("fold", f"{wait.text} by the stages {', '.join(self._folds) or 'after them'}")
+
     def _open(self) -> PassHandle:
         streamed = () if self._subscription is None else self._subscription.stages
         quarantine = quarantine_of(self._plan, self._pass)
@@ -146,6 +162,7 @@ class Reading:
                 self._replicas,
                 gang=self._pass.gang,
                 first_step=self.steps,
+                speculation=0.0 if self._pass.gang else speculation_of(self._plan),
                 quarantine=bool(quarantine) and quarantine.issuperset(self._pass.runs),
             ),
             retries=retries_of(self._plan, self._pass),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -33,6 +34,7 @@ from pipedist.spec import RunSpec, Spec, load
 if TYPE_CHECKING:
     from pipedist.outputs import FinishedRun, RunFolder
     from pipedist.pipeline.durable import RunJournal
+    from pipedist.pipeline.why import Document
 
 SpecLike = str | os.PathLike[str] | Mapping[str, Any] | Spec
 """A path, the same document as a dict, or a spec that was loaded already."""
@@ -114,6 +116,10 @@ class Run:
             if self._earlier is None:
                 await self._open_cluster(workers)
             self._spare.end()  # it was taken, or nobody will
+            if self._folder is not None:
+                from pipedist.pipeline.inquiry import answering  # as the folder
+
+                await self._stack.enter_async_context(answering(self._folder.live, self._answer))
             self._tasks = await self._stack.enter_async_context(anyio.create_task_group())
         except BaseException as error:
             await self._stack.__aexit__(type(error), error, error.__traceback__)
@@ -214,6 +220,27 @@ class Run:
     def progress(self) -> Progress | None:
         """Return how far the run is, None before it begins."""
         return None if self._execution is None else self._execution.progress()
+
+    def why(self) -> Document:
+        """Return what the run waits for: which calls, where, for what; docs/stalls.md explains it.
+
+        Returns:
+            Plain JSON values. Looking changes nothing, and may be done at any time.
+        """
+        from pipedist.pipeline.why import document  # seldom asked for
+
+        state = "ended" if self._finished.is_set() else "running" if self._execution else "starting"
+        return document(self.id, self.name, state, None if state == "ended" else self._execution)
+
+    def _answer(self) -> bytes:
+        return json.dumps(self.why()).encode()
+
+    @property
+    def silent_s(self) -> float:
+        """For how long nothing has come back, been read or been taken, seconds; 0 before it begins."""
+        if self._execution is None or self._cluster is None:
+            return 0.0
+        return self._cluster.coordinator.silent_s
 
     async def steps(self, *stages: str) -> AsyncIterator[Step]:
         """Yield the steps in order; a slow reader makes the run wait.

@@ -111,9 +111,20 @@ class Subscription:
         self._bytes += size
         self._wake()
 
+    @property
+    def is_full(self) -> bool:
+        """Whether the run waits for the subscriber to take an item."""
+        full = len(self._items) >= ITEMS_MAX or self._bytes >= ITEM_BYTES_MAX
+        return bool(self._items) and full
+
+    @property
+    def waiting(self) -> int:
+        """How many items nobody has taken."""
+        return len(self._items)
+
     async def room(self) -> None:
         """Return as soon as there is room for an item."""
-        while self._items and (len(self._items) >= ITEMS_MAX or self._bytes >= ITEM_BYTES_MAX):
+        while self.is_full:
             await self._change()
 
     def has_passed(self, mark: int) -> bool:

@@ -47,6 +47,7 @@ class SendAssign:
     Args:
         elements: of a single call, which of its elements are sent: ranges [a, b) of their positions in
             its shard; empty: all of them.
+        twin: the lease of another worker that has the same calls, and takes too long; 0: there is none.
     """
 
     worker: str
@@ -56,6 +57,7 @@ class SendAssign:
     hi: int
     attempt: int
     elements: tuple[tuple[int, int], ...] = ()
+    twin: int = 0
 
 
 class GangPart(NamedTuple):

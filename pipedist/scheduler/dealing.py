@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pipedist.scheduler import commands as cmd
 from pipedist.scheduler.gangs import form, parts
-from pipedist.scheduler.membership import Membership, Worker
+from pipedist.scheduler.membership import Lease, Membership, Worker
 from pipedist.scheduler.passes import Pass
 from pipedist.scheduler.settings import Limits
 
@@ -47,6 +47,25 @@ class Dealing:
             else:
                 return
             self._turn = pass_.id
+
+    @property
+    def is_dealt(self) -> bool:
+        """Whether nothing waits for a worker."""
+        return not any(pass_.deals for pass_ in self._waiting.values())
+
+    def issue_again(self, pass_: Pass, lease: Lease) -> Lease:
+        """Issue what has not come back of a lease to an idle worker too, and return its twin."""
+        worker = next(iter(self._members.idle.values()))
+        lo, hi, attempt = lease.next, lease.hi, lease.attempt
+        self._bind(worker, pass_)
+        twin = self._members.grant(worker, pass_.id, lo, hi, attempt, 0.0)
+        twin.twin, lease.twin = lease, twin
+        pass_.leased += hi - lo
+        elements = pass_.suspects.elements_of(lo) if attempt else ()
+        self._out.append(
+            cmd.SendAssign(worker.name, twin.id, pass_.id, lo, hi, attempt, elements, twin=lease.id)
+        )
+        return twin
 
     def _whose_turn(self) -> Pass | None:
         """Return the pass whose turn it is, None if nothing waits."""

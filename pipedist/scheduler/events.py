@@ -199,6 +199,15 @@ class GangStalled:
 
 
 @record
+class CancelHeard:
+    """A worker has heard that a lease was cancelled: it runs nothing of it any more."""
+
+    worker: str
+    incarnation: int
+    lease: int
+
+
+@record
 class Tick:
     """Nothing happened, but a deadline passed."""
 
@@ -219,5 +228,6 @@ Event = (
     | CallSized
     | LeaseNotSent
     | GangStalled
+    | CancelHeard
     | Tick
 )

@@ -30,6 +30,8 @@ def check(passes: Mapping[int, Pass], members: Membership, waiting: Mapping[int,
             raise LocalProtocolError(f"lease {lease.id} is over but still held")
         if lease.pass_id not in passes:
             raise LocalProtocolError(f"lease {lease.id} is of a closed pass")
+        if lease.twin is not None:
+            _check_twins(lease, lease.twin, members)
         if lease.id not in members.workers[lease.worker].leases:
             raise LocalProtocolError(f"lease {lease.id} is not known to its worker {lease.worker}")
         held[lease.pass_id].append(lease)
@@ -44,14 +46,25 @@ def check(passes: Mapping[int, Pass], members: Membership, waiting: Mapping[int,
             raise LocalProtocolError(f"pass {id_} waits, but is not dealt")
 
 
+def _check_twins(lease: Lease, twin: Lease, members: Membership) -> None:
+    """Check that two attempts at a time are of the same calls, and on different workers."""
+    if twin.twin is not lease or members.leases.get(twin.id) is not twin or twin.worker == lease.worker:
+        raise LocalProtocolError(f"lease {lease.id} has a twin, {twin.id}, that is none")
+    calls = [(x.pass_id, x.next, x.hi, x.attempt) for x in (lease, twin)]
+    if calls[0] != calls[1] or lease.gang is not None or lease.probe is not None:
+        raise LocalProtocolError(f"leases {lease.id} and {twin.id} are twins of different calls: {calls}")
+
+
 def _check_workers(members: Membership) -> None:
     ready = 0
     leases, idle, thirsty, supervised = members.leases, members.idle, members.thirsty, members.supervised
     for name, worker in members.workers.items():
         held = worker.leases
         is_ready = worker.state is WorkerState.READY
-        ready += is_ready
-        if not is_ready and (held or worker.bound or worker.unsure):
+        ready += is_ready and not worker.laid_off
+        if worker.laid_off and held:
+            raise LocalProtocolError(f"worker {name} is laid off, and holds leases")
+        if not is_ready and (held or worker.bound or worker.unsure or worker.laid_off):
             raise LocalProtocolError(f"worker {name} holds leases or passes while {worker.state.value}")
         for place, lease_id in enumerate(held):
             lease = leases.get(lease_id)
@@ -61,7 +74,7 @@ def _check_workers(members: Membership) -> None:
                 raise LocalProtocolError(f"lease {lease_id} is of a pass that worker {name} was not told of")
             if place and lease.next != lease.lo:
                 raise LocalProtocolError(f"worker {name} reported calls of a lease that is not its first")
-        if (name in idle) != (is_ready and not held):
+        if (name in idle) != (is_ready and not held and not worker.laid_off):
             raise LocalProtocolError(
                 f"worker {name} has {len(held)} leases and is {worker.state.value}: idle or not?"
             )
@@ -84,7 +97,7 @@ def _check_calls(pass_: Pass, held: list[Lease]) -> None:
     if pass_.settings.gang:
         leased = [(gang.lo, gang.hi, gang.attempt) for gang in pass_.gangs.values()]
     else:
-        leased = [(x.next, x.hi, x.attempt) for x in held if x.probe is None]
+        leased = [(x.next, x.hi, x.attempt) for x in held if x.probe is None and not _is_second(x)]
     spans = [x[:2] for x in waiting]
     spans += [x[:2] for x in leased]
     spans += pass_.done
@@ -119,6 +132,10 @@ def _check_calls(pass_: Pass, held: list[Lease]) -> None:
         raise LocalProtocolError(f"pass {pass_.id} has failed, but calls wait or run")
     if pass_.trouble or any(x[2] for x in waiting) or any(x[2] for x in leased):
         _check_attempts(pass_, [*waiting, *leased])
+
+
+def _is_second(lease: Lease) -> bool:
+    return lease.twin is not None and lease.twin.id < lease.id
 
 
 def _apart(pass_: Pass, held: list[Lease]) -> list[tuple[int, int]]:

@@ -28,8 +28,10 @@ the calls. A worker executes a lease in order and reports ranges, so what has no
 known to be [lease.next, lease.hi). When a worker is lost, the call that it was running is
 charged with the death; the others just wait again. A call that raised may rest before it is tried
 again: `deadline` says until when. Of a call that failed for good, `separation` may have subsets of
-its elements tried, so that only the guilty ones are lost. Since reports come in order, one that
-leaves a gap means that another was lost: the worker is expelled, or the gap would wait for ever.
+its elements tried, so that only the guilty ones are lost. Calls that take far longer than others are
+executed a second time by workers that have nothing else to do: see `speculation`. Since reports come
+in order, one that leaves a gap means that another was lost: the worker is expelled, or the gap would
+wait for ever.
 
 A gang needs several idle workers. While a gang pass has its turn and too few are idle, nothing
 else is dealt; so they become idle, and nobody starves. Short gangs are queued in advance at the
@@ -41,7 +43,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import takewhile
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pipedist.errors import LocalProtocolError
 from pipedist.scheduler import commands as cmd
@@ -52,6 +54,25 @@ from pipedist.scheduler.outcomes import Death, Outcomes
 from pipedist.scheduler.passes import Pass
 from pipedist.scheduler.settings import Limits
 from pipedist.scheduler.states import WorkerState
+from pipedist.scheduler.stragglers import Stragglers
+
+if TYPE_CHECKING:
+    from pipedist.scheduler.why import Explanation
+
+_MOVES = frozenset(
+    {
+        ev.WorkerJoined,
+        ev.PassOpened,
+        ev.PassClosed,
+        ev.StepsOffered,
+        ev.StepsEnded,
+        ev.StepsConsumed,
+        ev.CallsDone,
+        ev.CallFailed,
+        ev.CallSized,
+    }
+)
+"""Events with which a run goes on."""
 
 
 class Scheduler:
@@ -75,9 +96,11 @@ class Scheduler:
         """Workers that died in a row without joining."""
         self._out: list[cmd.Command] = []
         """Commands of the event that is being handled."""
-        self._outcomes = Outcomes(self._limits, self._members, self._passes, self._out)
         self._dealing = Dealing(self._limits, self._members, self._waiting, self._out)
+        self._outcomes = Outcomes(self._limits, self._members, self._passes, self._dealing, self._out)
         self._now = 0.0
+        self._moved_at = 0.0
+        """When something came back, was offered or was taken last."""
 
     def handle(self, event: ev.Event, now: float) -> list[cmd.Command]:
         """Take in one event and return what must be done, in order.
@@ -93,13 +116,17 @@ class Scheduler:
         handler = _HANDLERS.get(type(event))
         if handler is None:
             raise LocalProtocolError(f"the scheduler knows no event {event!r}")
-        self._outcomes.now = now
+        self._outcomes.now = self._members.now = now
+        if type(event) in _MOVES:
+            self._moved_at = now
         handler(self, event)
         if self._rousing:
             for pass_ in list(self._rousing.values()):
                 pass_.rouse(now)
         if self._waiting:
             self._dealing.deal()
+        if self._members.watched and self._members.idle:
+            self._outcomes.speculation.begin(now)
         if self._pulled:
             self._pull()
         out = self._out[:]
@@ -110,10 +137,21 @@ class Scheduler:
         """Return when to send a Tick if nothing else happens, or None."""
         first = next(iter(self._members.supervised.values()), None)
         unheard_at = None if first is None else self._unheard_at(first)
-        if not self._rousing:
+        if not self._rousing and not self._members.watched:
             return unheard_at
         due = [pass_.resting.due for pass_ in self._rousing.values()]
-        return min((at for at in (unheard_at, *due) if at is not None), default=None)
+        slow_at = self._outcomes.speculation.due
+        return min((at for at in (unheard_at, slow_at, *due) if at is not None), default=None)
+
+    def why(self, now: float) -> Explanation:
+        """Say what everything waits for."""
+        from pipedist.scheduler.why import explain  # seldom asked for
+
+        return explain(self._passes, self._members, self._limits, self._moved_at, now)
+
+    def silent_s(self, now: float) -> float:
+        """Return for how long nothing has come back, been offered or been taken, seconds."""
+        return now - self._moved_at
 
     def pass_of(self, worker: str, lease: int) -> int | None:
         """Return the pass of a lease that a worker holds, None if it holds no such lease."""
@@ -219,6 +257,8 @@ class Scheduler:
         )
         if event.settings.pulled:
             self._pulled[pass_.id] = pass_
+        if event.settings.speculation:
+            self._members.watched[pass_.id] = Stragglers(event.settings.speculation)
 
     def _on_steps_offered(self, event: ev.StepsOffered) -> None:
         pass_ = self._passes.get(event.pass_id)
@@ -259,6 +299,7 @@ class Scheduler:
         self._waiting.pop(pass_.id, None)
         self._rousing.pop(pass_.id, None)
         self._outcomes.cancel(pass_, from_call=0)
+        self._members.watched.pop(pass_.id, None)
         for worker in self._members.workers.values():
             if event.pass_id in worker.bound:
                 worker.bound.discard(event.pass_id)
@@ -320,6 +361,11 @@ class Scheduler:
             self._out.append(cmd.ExpelWorker(worker.name, worker.incarnation, cause))
             self._lose(worker, cause, graceful=False, replace=True)
 
+    def _on_cancel_heard(self, event: ev.CancelHeard) -> None:
+        worker = self._members.current(event.worker, event.incarnation)
+        if worker is not None and worker.laid_off == event.lease:
+            self._members.take_on(worker)
+
     # -- the valve ---------------------------------------------------------------------
 
     def _pull(self) -> None:
@@ -359,5 +405,6 @@ _HANDLERS: dict[type, Callable[[Scheduler, Any], None]] = {
     ev.CallSized: Scheduler._on_call_sized,
     ev.LeaseNotSent: Scheduler._on_lease_not_sent,
     ev.GangStalled: Scheduler._on_gang_stalled,
+    ev.CancelHeard: Scheduler._on_cancel_heard,
     ev.Tick: Scheduler._on_tick,
 }

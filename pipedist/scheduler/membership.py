@@ -10,6 +10,7 @@ from pipedist.scheduler.states import WorkerState, next_worker_state
 
 if TYPE_CHECKING:
     from pipedist.scheduler.gangs import Gang
+    from pipedist.scheduler.stragglers import Stragglers
     from pipedist.scheduler.suspects import Probe
 
 
@@ -31,6 +32,10 @@ class Lease:
     """The gang whose calls these are."""
     probe: Probe | None = None
     """What is tried: its result does not count."""
+    since: float = 0.0
+    """When it became the first one of its worker, or was heard of last."""
+    twin: Lease | None = None
+    """The other lease of the same calls, where they are executed twice: whichever reports first counts."""
 
 
 @dataclass(slots=True, eq=False)
@@ -54,6 +59,9 @@ class Worker:
     unsure: bool = False
     """The lease that it ran was cancelled, and it has reported nothing since: it may run that one's
     call still, so its death is no fault of the lease that is first now. READY only."""
+    laid_off: int = 0
+    """The lease of a slow call that it may run still, though another worker has done it: it is given
+    nothing until it has heard of that. It holds no lease then. 0: it is not laid off. READY only."""
 
     def become(self, what: str) -> None:
         """Take the transition `what`."""
@@ -70,11 +78,15 @@ class Membership:
     def __init__(self, prefetch_below_s: float) -> None:
         self.workers: dict[str, Worker] = {}
         self.leases: dict[int, Lease] = {}
+        self.now = 0.0
+        """The time of the event that is being handled."""
         self.ready = 0
-        """How many workers are READY."""
+        """How many workers are READY and not laid off."""
+        self.watched: dict[int, Stragglers] = {}
+        """By pass, what runs of it and may get a second attempt."""
         # Ordered dicts: the first entry of a plain dict is found by passing over all deleted ones.
         self.idle: OrderedDict[str, Worker] = OrderedDict()
-        """READY workers without a lease, the longest idle first."""
+        """READY workers without a lease that are not laid off, the longest idle first."""
         self.thirsty: OrderedDict[str, Worker] = OrderedDict()
         """READY workers whose only lease is short: a second one should wait there."""
         self.supervised: OrderedDict[str, Worker] = OrderedDict()
@@ -108,11 +120,14 @@ class Membership:
     def dismiss(self, worker: Worker) -> list[Lease]:
         """Make a READY or STARTING worker lost, and return the leases that it held, running one first."""
         held = [self.leases.pop(i) for i in worker.leases]
-        self.ready -= worker.state is WorkerState.READY
+        for lease in held:
+            self._over(lease)
+        self.ready -= worker.state is WorkerState.READY and not worker.laid_off
         worker.become("lost" if worker.managed else "lost unmanaged")
         worker.leases.clear()
         worker.bound.clear()
         worker.unsure = False
+        worker.laid_off = 0
         self.supervised.pop(worker.name, None)
         self._sort(worker)
         return held
@@ -132,6 +147,8 @@ class Membership:
         lease = Lease(self._last_lease, worker.name, pass_id, lo, hi, attempt, lo, expected_s, gang)
         self.leases[lease.id] = lease
         worker.leases.append(lease.id)
+        if len(worker.leases) == 1:
+            self._begun(lease)
         self._sort(worker)
         return lease
 
@@ -140,12 +157,18 @@ class Membership:
         lease.next = to
         if to >= lease.hi:
             self.revoke(lease)
+        else:
+            self._begun(lease)
 
     def revoke(self, lease: Lease) -> None:
         """Take a lease away; results for it do not count any more."""
         del self.leases[lease.id]
+        self._over(lease)
         worker = self.workers[lease.worker]
+        was_first = worker.leases[0] == lease.id
         worker.leases.remove(lease.id)
+        if was_first and worker.leases:
+            self._begun(self.leases[worker.leases[0]])
         self._sort(worker)
 
     def cancel(self, lease: Lease) -> None:
@@ -154,11 +177,44 @@ class Membership:
         worker.unsure = worker.unsure or worker.leases[0] == lease.id
         self.revoke(lease)
 
+    def send_nothing_behind(self, lease: Lease) -> None:
+        """Let no lease wait at a worker behind this one."""
+        lease.expected_s = 0.0
+        self._sort(self.workers[lease.worker])
+
+    def lay_off(self, worker: Worker, lease: int) -> None:
+        """Give a worker without leases nothing more until it has heard that this lease was cancelled."""
+        worker.laid_off = lease
+        self.ready -= 1
+        self._sort(worker)
+
+    def take_on(self, worker: Worker) -> None:
+        """Give work again to a worker that was laid off: it runs nothing."""
+        worker.laid_off = 0
+        worker.unsure = False
+        self.ready += 1
+        self._sort(worker)
+
+    def _begun(self, lease: Lease) -> None:
+        """Note that a lease runs from now on, or was heard of."""
+        lease.since = self.now
+        running = self.watched.get(lease.pass_id)
+        if running is not None:
+            running.begun(lease)
+
+    def _over(self, lease: Lease) -> None:
+        """Note that a lease does not run any more; its twin, if it has one, goes on alone."""
+        running = self.watched.get(lease.pass_id)
+        if running is not None:
+            running.over(lease)
+        if lease.twin is not None:
+            lease.twin.twin = None
+
     def _sort(self, worker: Worker) -> None:
         """Put a worker where its number of leases says it belongs."""
         self.idle.pop(worker.name, None)
         self.thirsty.pop(worker.name, None)
-        if worker.state is not WorkerState.READY:
+        if worker.state is not WorkerState.READY or worker.laid_off:
             return
         if not worker.leases:
             self.idle[worker.name] = worker

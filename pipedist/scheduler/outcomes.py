@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pipedist.records import record
 from pipedist.scheduler import commands as cmd
 from pipedist.scheduler import events as ev
+from pipedist.scheduler.dealing import Dealing
 from pipedist.scheduler.gangs import Gang, Raised
 from pipedist.scheduler.membership import Lease, Membership
 from pipedist.scheduler.passes import Pass, Trouble
@@ -14,6 +15,7 @@ from pipedist.scheduler.ranges import Todo
 from pipedist.scheduler.resting import rest_s
 from pipedist.scheduler.separation import Separation
 from pipedist.scheduler.settings import Limits
+from pipedist.scheduler.speculation import Speculation
 from pipedist.scheduler.states import GangState, PassState
 from pipedist.scheduler.suspects import Probe
 
@@ -40,12 +42,17 @@ class Outcomes:
     """Enters what came of leases into their passes.
 
     Args:
-        limits, members, passes: the scheduler's.
+        limits, members, passes, dealing: the scheduler's.
         out: where commands are added.
     """
 
     def __init__(
-        self, limits: Limits, members: Membership, passes: dict[int, Pass], out: list[cmd.Command]
+        self,
+        limits: Limits,
+        members: Membership,
+        passes: dict[int, Pass],
+        dealing: Dealing,
+        out: list[cmd.Command],
     ) -> None:
         self._limits = limits
         self._members = members
@@ -54,6 +61,7 @@ class Outcomes:
         self.now = 0.0
         """The time of the event that is being handled."""
         self.separation = Separation(limits, members, out, self._cancel, self._finish)
+        self.speculation = Speculation(limits, members, passes, dealing, out, self._cancel)
 
     # -- reports under a lease that is held ------------------------------------------
 
@@ -71,6 +79,7 @@ class Outcomes:
             self.separation.passed(pass_, lease.probe)
             self.quiet(pass_)
             return
+        self.speculation.reported(pass_, lease, self.now)
         if pass_.suspects.cleared:
             self.separation.returned(pass_, lo, hi)
         self._out.append(cmd.AcceptResults(pass_.id, lo, hi, event.worker))
@@ -88,6 +97,9 @@ class Outcomes:
             gang.become("call raised")
             gang.raised.append(raised)
             self._reported(pass_, gang, lease, call + 1)
+            return
+        if lease.twin is not None:  # the other attempt decides
+            self.speculation.withdraw(pass_, lease)
             return
         pass_.leased -= 1
         self._members.advance(lease, call + 1)
@@ -124,6 +136,8 @@ class Outcomes:
         if gang is not None:
             self.break_up(pass_, gang)
             self._blame(pass_, gang.lo, gang.hi, 0, calls)
+        elif lease.twin is not None:
+            self.speculation.withdraw(pass_, lease)
         else:
             self._members.revoke(lease)
             pass_.leased -= lease.hi - lease.lo
@@ -139,6 +153,9 @@ class Outcomes:
         pass_, gang, lo = self._passes[lease.pass_id], lease.gang, lease.next
         pass_.leased -= lease.hi - lo
         guilty = blamed is not None and lo <= blamed < lease.hi and pass_.needs(blamed)
+        if lease.twin is not None:  # the other attempt goes on
+            self.quiet(pass_)
+            return
         if lease.probe is not None:
             if guilty:
                 self._charge_probe(pass_, lease.probe, lease.worker, death)

@@ -34,6 +34,11 @@ class RestingCalls:
         return len(self._heap)
 
     @property
+    def schedule(self) -> Iterator[tuple[float, Todo | Probe]]:
+        """What rests, each with the time at which it has rested; in no order."""
+        return ((due, item) for due, _, item in self._heap)
+
+    @property
     def due(self) -> float | None:
         """When the first of them has rested; None if there are none."""
         return self._heap[0][0] if self._heap else None

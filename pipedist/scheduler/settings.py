@@ -26,6 +26,8 @@ class Limits:
             twice as long each time; after the first time not at all.
         backoff_s_max: but at most for so long.
         probes_max: subsets of the elements of one call that are tried, to find the guilty ones.
+        speculation_reports_min: reports of a pass that must have come before any call gets a second attempt.
+        speculation_s_min: no call gets a second attempt before it has taken so long.
         starts_fruitless_max: workers in a row that may die before they join.
         heard_within_s: a supervised worker not heard for this long is lost.
     """
@@ -42,6 +44,8 @@ class Limits:
     backoff_s: float = 0.1
     backoff_s_max: float = 10.0
     probes_max: int = 4096
+    speculation_reports_min: int = 3
+    speculation_s_min: float = 1.0
     starts_fruitless_max: int = 5
     heard_within_s: float = 16.0
 
@@ -60,6 +64,8 @@ class PassSettings:
         quarantine: of a call under which too many workers died, in nobody knows which stage, the guilty
             elements are set aside; otherwise it fails.
         first_step: the steps before it were done earlier: they are neither offered nor told.
+        speculation: a call that takes so many times as long as 19 of 20 do gets a second attempt, on an
+            idle worker; 0: none does. Never of a gang.
 
     An unordered pass is neither `fail_fast` (which step is the first to fail would depend on the
     order of arrival) nor `pulled` (its steps are not consumed in order), and it ends by being closed.
@@ -76,6 +82,7 @@ class PassSettings:
     gang: bool = False
     quarantine: bool = False
     first_step: int = 0
+    speculation: float = 0.0
 
     def __post_init__(self) -> None:
         if self.replicas < 1:
@@ -84,3 +91,5 @@ class PassSettings:
             raise LocalProtocolError("an unordered pass can be neither fail_fast nor pulled")
         if self.first_step < 0 or (self.first_step and not self.ordered):
             raise LocalProtocolError(f"first_step {self.first_step} of a pass that is read in no order")
+        if self.speculation and (self.gang or self.speculation < 1.0):
+            raise LocalProtocolError(f"speculation {self.speculation}: it is 0, or 1 and more and of no gang")

@@ -178,6 +178,22 @@ class Number(Kind):
         return {"type": "number", low: 0, "maximum": self._high}
 
 
+class Factor(_Plain):
+    """A finite number from 1 to `high`."""
+
+    def __init__(self, high: float) -> None:
+        self._high = high
+
+    def fits(self, value: object) -> bool:
+        """Whether the value is of this kind."""
+        number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+        return number and 1 <= value <= self._high  # type: ignore[operator]
+
+    def schema(self) -> dict[str, Any]:
+        """Return its JSON Schema."""
+        return {"type": "number", "minimum": 1, "maximum": self._high}
+
+
 class Either(_Plain):
     """One of several kinds, which hold values as they are."""
 

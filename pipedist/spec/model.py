@@ -15,6 +15,7 @@ from pipedist.spec.kinds import (
     Checked,
     Choice,
     Either,
+    Factor,
     Integer,
     MappingOf,
     Nullable,
@@ -29,6 +30,7 @@ WORKERS_MAX = 65_536
 THREADS_MAX = 1_024
 GRACE_S_MAX = 10_000_000
 NAME_CHARACTERS_MAX = 100
+SPECULATION_MAX = 1_000_000
 
 LAUNCHERS = ("local", "connect", "ray", "dask", "slurm", "kubernetes")
 
@@ -85,6 +87,28 @@ class ClusterSpec(Section):
             "grace_s: 10",
         ),
         default=10.0,
+    )
+    speculation: float | Literal["off"] = key(
+        Either(Factor(SPECULATION_MAX), Choice("off")),
+        Key(
+            "A call that takes so many times as long as 19 of 20 do, and a second at least, is executed once "
+            "more by a worker that has nothing else to do; the first result counts. Never of a gang. `off`: "
+            "every call runs once at a time.",
+            f"a number from 1 to {SPECULATION_MAX:,}, or off",
+            "speculation: off",
+            choices=("off",),
+        ),
+        default=4.0,
+    )
+    stall_s: float = key(
+        Number(GRACE_S_MAX, positive=True),
+        Key(
+            "After how long without progress a run says what it waits for, in seconds; then again after "
+            "twice as long, and so on.",
+            "a number of seconds, more than 0",
+            "stall_s: 600",
+        ),
+        default=60.0,
     )
     listen: str | None = key(
         Nullable(Endpoint),

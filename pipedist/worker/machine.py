@@ -16,6 +16,7 @@ Rules
 * An `Execute` stands until its slice has ended. Until then the next `Execute` replaces it, and
   the `DropLease` of its lease withdraws it: one that was handed out and not begun is never begun
   once its lease, or its lease's pass, is gone.
+* Whoever cancels a lease is told when that was heard (`Cancelled`): no call of it runs then.
 * A lease of a gang is reported when all of its calls are over. Meanwhile its replicas take part in
   collectives, numbered from 1 without gaps; what other members bring is kept for a lease that
   executes or waits, and dropped where the lease is over: the messages have crossed.
@@ -54,6 +55,7 @@ from pipedist.messages import (
     AssignGang,
     Bind,
     Cancel,
+    Cancelled,
     DropState,
     Exchange,
     Failed,
@@ -333,11 +335,12 @@ class WorkerMachine:
         return [KeepRelay(event)]
 
     def _on_cancel(self, event: Cancel, now: float) -> list[Command]:
+        heard = Send(Cancelled(event.lease))
         if self._active is not None and self._active.id == event.lease:
-            return [DropLease(event.lease), *self._next(now)]
+            return [DropLease(event.lease), heard, *self._next(now)]
         if self._queue.pop(event.lease, None) is not None:
-            return [DropLease(event.lease)]
-        return []  # a lease that is over: the messages have crossed
+            return [DropLease(event.lease), heard]
+        return [heard]  # a lease that is over: the messages have crossed
 
     # -- states ----------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -13,11 +14,20 @@ from pipedist.harness import Faults, Simulation, SimulationFailure
 from pipedist.harness.__main__ import main
 from pipedist.harness.campaign import BAR, Campaign
 from pipedist.scheduler import Scheduler
+from pipedist.scheduler import commands as cmd
+from pipedist.scheduler import events as ev
+from pipedist.scheduler.dealing import Dealing
+from pipedist.scheduler.membership import Lease, Membership
+from pipedist.scheduler.outcomes import Outcomes
+from pipedist.scheduler.passes import Pass
+from pipedist.scheduler.speculation import Speculation
 from pipedist.worker import machine
 from pipedist.worker.machine import WorkerMachine
 from tests.scheduler.test_model import BUGS
 
 SEEDS = 300
+
+OF_SLOW_CALLS = Faults(slow=0.1, crash=0.02, error=0.2)
 
 
 @pytest.mark.parametrize(
@@ -142,10 +152,10 @@ OF_WORKERS: list[Plant] = [
 ]
 
 
-def first_failure(scheduler: type[Scheduler] = Scheduler) -> str:
+def first_failure(scheduler: type[Scheduler] = Scheduler, faults: Faults | None = None) -> str:
     for seed in range(SEEDS):
         try:
-            Simulation(seed, scheduler=scheduler).run()
+            Simulation(seed, scheduler=scheduler, faults=faults).run()
         except SimulationFailure as failure:
             return str(failure)
     return ""
@@ -181,6 +191,145 @@ def test_a_scheduler_of_ones_own() -> None:
             return None
 
     assert "wait for ever" in first_failure(scheduler=Forgetful)
+
+
+# -- second attempts ------------------------------------------------------------------------------
+
+
+def both_attempts_count(patch: pytest.MonkeyPatch) -> None:
+    """The loser is not cancelled, and its results are taken for the lease's that has won."""
+
+    def reported(self: Speculation, pass_: Pass, lease: Lease, now: float) -> None:
+        if lease.twin is not None:
+            lease.twin.twin = lease.twin = None
+        original(self, pass_, lease, now)
+
+    original = Speculation.reported
+    patch.setattr(Speculation, "reported", reported)
+
+
+def what_the_loser_says_counts_too(patch: pytest.MonkeyPatch) -> None:
+    """Its result takes the place of the winner's."""
+    losers: dict[int, int] = {}
+
+    def withdraw(self: Speculation, pass_: Pass, lease: Lease) -> None:
+        losers[lease.id] = pass_.id
+        withdrew(self, pass_, lease)
+
+    def held(self: Scheduler, name: str, inc: int, lease: int, lo: int, hi: int) -> Lease | None:
+        if lease in losers and lease not in self._members.leases:
+            self._out.append(cmd.AcceptResults(losers[lease], lo, hi, name))
+        return was_held(self, name, inc, lease, lo, hi)
+
+    withdrew, was_held = Speculation.withdraw, Scheduler._held_lease
+    patch.setattr(Speculation, "withdraw", withdraw)
+    patch.setattr(Scheduler, "_held_lease", held)
+
+
+def the_loser_is_cancelled_by_name_only(patch: pytest.MonkeyPatch) -> None:
+    """Its lease stays: what it reports later is a report of a lease that is held."""
+
+    def withdraw(self: Speculation, pass_: Pass, lease: Lease) -> None:
+        self._out.append(cmd.SendCancel(lease.worker, lease.id))
+        if lease.twin is not None:
+            lease.twin.twin = lease.twin = None
+
+    patch.setattr(Speculation, "withdraw", withdraw)
+
+
+def an_error_of_one_attempt_is_charged(patch: pytest.MonkeyPatch) -> None:
+    def raised(self: Outcomes, lease: Lease, event: ev.CallFailed) -> None:
+        if lease.twin is not None:
+            self.speculation.withdraw(self._passes[lease.pass_id], lease.twin)
+        original(self, lease, event)
+
+    original = Outcomes.raised
+    patch.setattr(Outcomes, "raised", raised)
+
+
+def an_error_of_one_attempt_lets_the_call_wait_beside_the_other(patch: pytest.MonkeyPatch) -> None:
+    def withdraw(self: Speculation, pass_: Pass, lease: Lease) -> None:
+        original(self, pass_, lease)
+        if lease.twin is not None:
+            pass_.wait(lease.next, lease.hi, lease.attempt)
+
+    original = Speculation.withdraw
+    patch.setattr(Speculation, "withdraw", withdraw)
+
+
+def the_calls_of_a_lost_twin_wait_once_more(patch: pytest.MonkeyPatch) -> None:
+    def lost(self: Outcomes, lease: Lease, *rest: Any) -> None:
+        lease.twin = None
+        original(self, lease, *rest)
+
+    original = Outcomes.lost
+    patch.setattr(Outcomes, "lost", lost)
+
+
+def who_may_be_stuck_is_given_more(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Membership, "lay_off", lambda self, worker, lease: None)
+
+
+def who_was_stuck_is_never_given_more(patch: pytest.MonkeyPatch) -> None:
+    patch.setitem(_handlers(), ev.CancelHeard, lambda self, event: None)
+
+
+def a_second_attempt_has_calls_of_its_own(patch: pytest.MonkeyPatch) -> None:
+    def issue_again(self: Dealing, pass_: Pass, lease: Lease) -> Lease:
+        lease.next, before = lease.lo, lease.next
+        try:
+            return original(self, pass_, lease)
+        finally:
+            lease.next = before
+
+    original = Dealing.issue_again
+    patch.setattr(Dealing, "issue_again", issue_again)
+
+
+def what_waits_behind_a_slow_call_is_forgotten(patch: pytest.MonkeyPatch) -> None:
+    def take_back(self: Speculation, lease: Lease) -> bool:
+        members = self._members
+        for id_ in members.workers[lease.worker].leases[1:]:
+            other = members.leases[id_]
+            self._cancel(self._passes[other.pass_id], other)
+        return False
+
+    patch.setattr(Speculation, "_take_back_behind", take_back)
+
+
+OF_SECOND_ATTEMPTS: list[Plant] = [
+    both_attempts_count,
+    what_the_loser_says_counts_too,
+    the_loser_is_cancelled_by_name_only,
+    an_error_of_one_attempt_is_charged,
+    an_error_of_one_attempt_lets_the_call_wait_beside_the_other,
+    the_calls_of_a_lost_twin_wait_once_more,
+    who_may_be_stuck_is_given_more,
+    who_was_stuck_is_never_given_more,
+    a_second_attempt_has_calls_of_its_own,
+    what_waits_behind_a_slow_call_is_forgotten,
+]
+
+
+def _handlers() -> Any:
+    return sys.modules["pipedist.scheduler.machine"].__dict__["_HANDLERS"]
+
+
+def test_second_attempts_happen_and_either_may_be_first() -> None:
+    second = won = 0
+    for seed in range(100):
+        simulation = Simulation(seed, faults=Faults(slow=0.1))
+        simulation.run()
+        second += simulation.hub.books.second_attempts
+        won += simulation.hub.books.second_won
+    assert 0 < won < second
+
+
+@pytest.mark.parametrize("plant", OF_SECOND_ATTEMPTS, ids=lambda p: p.__name__)
+def test_a_planted_bug_in_second_attempts_is_caught(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch)
+    told = first_failure(faults=OF_SLOW_CALLS)
+    assert told, f"{SEEDS} seeds did not see it"
 
 
 # -- the faults ----------------------------------------------------------------------------------

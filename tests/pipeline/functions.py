@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -152,3 +153,26 @@ def empty_dict(x: np.ndarray) -> np.ndarray:
 def napping(x: np.ndarray) -> np.ndarray:
     time.sleep(0.05)
     return x
+
+
+def slow_the_first_time(x: np.ndarray, folder: str, ctx: Any) -> np.ndarray:
+    """Take ten minutes in step 5, unless it was begun there before."""
+    if ctx.step == 5:
+        try:
+            (Path(folder) / "begun").touch(exist_ok=False)
+        except FileExistsError:
+            (Path(folder) / "again").touch()
+        else:
+            time.sleep(600.0)
+    return x
+
+
+def waits_in_step(x: np.ndarray, folder: str, step: int, ctx: Any) -> np.ndarray:
+    """Wait in one step until the file `go` is there."""
+    while ctx.step == step and not (Path(folder) / "go").exists():
+        time.sleep(0.01)
+    return x
+
+
+def waits_with_state(x: np.ndarray, folder: str, state: int, ctx: Any) -> np.ndarray:
+    return waits_in_step(x, folder, 1, ctx=ctx)

@@ -332,3 +332,28 @@ def test_what_a_format_can_not_hold_is_known_without_data(
     (problem,) = problems_of(document)
     assert problem.startswith("outputs.a: ")
     assert word in problem
+
+
+@pytest.mark.parametrize("value", [1, 1.5, 4, 1_000_000, "off"])
+def test_speculation(value: object) -> None:
+    spec = load({**TOTAL, "cluster": {"speculation": value}})
+    assert spec.cluster.speculation == value
+
+
+@pytest.mark.parametrize(
+    "value", [0, 0.5, -1, True, False, float("nan"), float("inf"), 1_000_001, "on", None]
+)
+def test_speculation_that_makes_no_sense(value: object) -> None:
+    with pytest.raises(SpecError, match="a number from 1 to 1,000,000, or off"):
+        load({**TOTAL, "cluster": {"speculation": value}})
+
+
+@pytest.mark.parametrize("value", [0, -1, "off", None, float("inf")])
+def test_patience_that_makes_no_sense(value: object) -> None:
+    with pytest.raises(SpecError, match="a number of seconds, more than 0"):
+        load({**TOTAL, "cluster": {"stall_s": value}})
+
+
+def test_patience_and_second_attempts_have_defaults() -> None:
+    cluster = load(TOTAL).cluster
+    assert (cluster.speculation, cluster.stall_s) == (4.0, 60.0)

@@ -16,6 +16,7 @@ from pipedist.messages import (
     AssignGang,
     Bind,
     Cancel,
+    Cancelled,
     DropState,
     Exchange,
     Failed,
@@ -106,12 +107,16 @@ def test_a_lease_is_executed_in_slices_and_reported_in_order() -> None:
     assert play.machine.deadline() is None
 
 
+def heard(lease: int) -> commands.Send:
+    return commands.Send(Cancelled(lease))
+
+
 def test_leases_wait_in_order() -> None:
     play = ready()
     play.handle(Assign(7, 1, 0, 1, 0))
     assert play.handle(Assign(8, 1, 1, 2, 0)) == [commands.KeepLease(8)]
     assert play.handle(Assign(9, 1, 2, 3, 0)) == [commands.KeepLease(9)]
-    assert play.handle(Cancel(8)) == [commands.DropLease(8)]
+    assert play.handle(Cancel(8)) == [commands.DropLease(8), heard(8)]
     play.handle(events.Finished(7, 0, 1, 1))
     assert play.handle(events.SliceEnded(7)) == [commands.DropLease(7), execute(9, 2, 3)]
 
@@ -131,8 +136,8 @@ def test_a_lease_is_dropped_whether_its_execution_has_begun_or_not(order: Messag
         play.handle(Assign(7, 1, 0, 9, 0))
         for event in reported:
             play.handle(event)
-        unbound = [] if isinstance(order, Cancel) else [commands.DropPass(1)]
-        assert play.handle(order) == [commands.DropLease(7), *unbound]
+        then = heard(7) if isinstance(order, Cancel) else commands.DropPass(1)
+        assert play.handle(order) == [commands.DropLease(7), then]
         assert play.machine.state is machine.State.READY
         assert play.machine.deadline() is None
         with pytest.raises(LocalProtocolError):
@@ -144,7 +149,7 @@ def test_the_next_lease_takes_the_place_of_one_that_is_dropped_before_it_began()
     play.handle(Assign(7, 1, 0, 9, 0))
     play.handle(Assign(8, 1, 9, 10, 0))
     play.now = 101.0
-    assert play.handle(Cancel(7)) == [commands.DropLease(7), execute(8, 9, 10)]
+    assert play.handle(Cancel(7)) == [commands.DropLease(7), heard(7), execute(8, 9, 10)]
     assert play.machine.deadline() == 101.5
 
 
@@ -218,9 +223,9 @@ def test_what_others_bring_is_kept_for_a_lease_that_executes_or_waits() -> None:
     play.handle(gang(8))
     for lease in (7, 8):
         assert play.handle(Relay(lease, 1, 1, "")) == [commands.KeepRelay(Relay(lease, 1, 1, ""))]
-    assert play.handle(Cancel(8)) == [commands.DropLease(8)]
+    assert play.handle(Cancel(8)) == [commands.DropLease(8), heard(8)]
     assert play.handle(Relay(8, 1, 2, "")) == []
-    assert play.handle(Cancel(7)) == [commands.DropLease(7)]
+    assert play.handle(Cancel(7)) == [commands.DropLease(7), heard(7)]
     assert play.handle(Relay(7, 1, 2, "")) == []
     play.handle(gang(9))
     with pytest.raises(RemoteProtocolError, match="2 members"):
@@ -243,7 +248,7 @@ def test_states_are_kept_and_forgotten_also_while_something_executes() -> None:
 
 
 def test_cancelling_what_is_over_is_no_fault() -> None:
-    assert ready().handle(Cancel(99)) == []
+    assert ready().handle(Cancel(99)) == [heard(99)]
 
 
 def test_a_process_that_is_not_fit_for_what_was_assigned_leaves_to_the_next_one() -> None:

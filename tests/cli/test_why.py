@@ -1,0 +1,137 @@
+"""`pipedist why`, SIGUSR1, and what a run says by itself where it does not go on."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipedist.cli.stall_guard import Patience, StallGuard
+from tests.cli.conftest import Command
+
+PATIENCE_S = 120.0
+
+
+@pytest.fixture
+def stalled(tmp_path: Path, spec: Path) -> Iterator[subprocess.Popen[str]]:
+    """A run that waits until there is a file `go`; what it says about that comes after 0.1 s."""
+    path = tmp_path / "slow.yaml"
+    path.write_text(
+        "pipedist: 1\n"
+        "cluster: {workers: 1, stall_s: 0.1}\n"
+        "dataset: {range: 4, batch: 1}\n"
+        "stages:\n"
+        '  slow: {run: "squares:slow"}\n'
+        "  total: {reduce: sum, of: slow, axis: 0}\n"
+        "outputs: {total: total.json}\n"
+    )
+    command = [sys.executable, "-m", "pipedist", "run", str(path)]
+    run = subprocess.Popen(command, cwd=tmp_path, text=True, stderr=subprocess.PIPE, stdout=subprocess.PIPE)
+    try:
+        yield run
+    finally:
+        run.kill()
+        run.communicate(timeout=PATIENCE_S)
+
+
+def read_until(run: subprocess.Popen[str], wanted: str) -> str:
+    """Return what a run says on standard error up to a line with these words."""
+    assert run.stderr is not None
+    said = ""
+    while wanted not in said:
+        ready, _, _ = select.select([run.stderr], [], [], PATIENCE_S)
+        assert ready, f"{wanted!r} was not said: {said}"
+        line = os.read(run.stderr.fileno(), 2**16).decode()
+        assert line, f"{wanted!r} was not said: {said}"
+        said += line
+    return said
+
+
+def test_a_run_that_waits_says_for_what(
+    stalled: subprocess.Popen[str], pipedist: Command, tmp_path: Path
+) -> None:
+    said = read_until(stalled, "slow: step 0, replica 0: running on w0")
+    assert "pipedist: what this run waits for:" in said
+    told = pipedist("why", "out/slow")
+    assert told.returncode == 0, told.stderr
+    assert "slow: step 0, replica 0: running on w0 for " in told.stdout
+    told = pipedist("why", "out/slow", "--json")
+    document = json.loads(told.stdout)
+    assert document["pipedist_why"] == 1
+    assert document["waits"][0]["reason"] == "running"
+    stalled.send_signal(signal.SIGUSR1)
+    read_until(stalled, "what this run waits for:")
+    (tmp_path / "go").touch()
+    stalled.communicate(timeout=PATIENCE_S)
+    assert stalled.returncode == 0
+    ended = pipedist("why", "out/slow")
+    assert ended.returncode == 1
+    assert "has finished: it waits for nothing" in ended.stdout
+    assert "it adds up" in ended.stdout
+    assert not (tmp_path / "out" / "slow" / ".pipedist" / "live").exists()
+
+
+def test_a_run_that_was_killed(stalled: subprocess.Popen[str], pipedist: Command, tmp_path: Path) -> None:
+    read_until(stalled, "running on w0")
+    stalled.kill()
+    stalled.wait(timeout=PATIENCE_S)
+    told = pipedist("why", "out/slow")
+    assert told.returncode == 1
+    assert "is not going on: no process on this host answers for it" in told.stdout
+    assert "the run is not over" in told.stdout
+    assert json.loads(pipedist("why", "out/slow", "--json").stdout)["state"] == "unfinished"
+    (tmp_path / "go").touch()
+    assert pipedist("run", "slow.yaml", "--resume").returncode == 0
+    assert not (tmp_path / "out" / "slow" / ".pipedist" / "live").exists()
+
+
+def test_where_there_is_no_run(pipedist: Command, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    told = pipedist("why", "empty")
+    assert told.returncode == 2
+    assert "there is no run in empty" in told.stderr
+
+
+def test_patience_is_doubled_and_begins_anew_when_something_moves() -> None:
+    patience = Patience(10.0)
+    times = [0.0, 9.9, 10.0, 10.1, 19.9, 20.0, 39.0, 41.0, 200.0, 300.0, 321.0]
+    assert [t for t in times if patience.is_over(t)] == [10.0, 20.0, 41.0, 200.0, 321.0]
+    assert not patience.is_over(1.0)
+    assert patience.is_over(10.0)
+
+
+class FakeRun:
+    silent_s = 5.0
+
+    def why(self) -> dict[str, Any]:
+        return {"run": "r", "name": "n", "state": "starting"}
+
+
+def test_the_signal_is_answered_by_the_loop() -> None:
+    told: list[str] = []
+    before = signal.getsignal(signal.SIGUSR1)
+
+    async def main() -> None:
+        with guard.watching(FakeRun(), 5.0):
+            os.kill(os.getpid(), signal.SIGUSR1)
+            assert told == ["pipedist: the run has not begun, or is over"], "not in the middle of something"
+            while len(told) < 2:  # noqa: ASYNC110 - a signal has no event
+                await asyncio.sleep(0)
+            guard.look()
+            guard.look()
+
+    with StallGuard(told.append) as guard:
+        signal.raise_signal(signal.SIGUSR1)
+        asyncio.run(main())
+        guard.look()
+    assert told[1:] == ["pipedist: what this run waits for:\nrun r of n: starting"] * 2
+    assert signal.getsignal(signal.SIGUSR1) is before

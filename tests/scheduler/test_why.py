@@ -1,0 +1,171 @@
+"""Playbooks of runs that do not go on: each reason is told."""
+
+from __future__ import annotations
+
+from pipedist.scheduler import Limits, PassSettings
+from pipedist.scheduler import events as ev
+from pipedist.scheduler.why import WAITS_MAX, Reason, Wait
+from tests.scheduler.playbook import Playbook
+
+PLAIN = PassSettings(replicas=2, pulled=False)
+LIMITS = Limits(backoff_s=10.0, bundle_s=1000.0)
+
+
+def told(play: Playbook) -> dict[Reason, list[Wait]]:
+    """Return what the scheduler waits for, by reason; and check that looking changes nothing."""
+    before = play.scheduler.deadline()
+    found: dict[Reason, list[Wait]] = {}
+    for wait in play.scheduler.why(play.now).waits:
+        found.setdefault(wait.reason, []).append(wait)
+    assert play.scheduler.deadline() == before
+    play.scheduler.validate()
+    return found
+
+
+def begun(*workers: str, settings: PassSettings = PLAIN, steps: int = 2, limits: Limits = LIMITS) -> Playbook:
+    play = Playbook(limits).with_workers(*workers).with_pass(settings)
+    play.setup(ev.StepsOffered(1, 0, steps, 2))
+    return play
+
+
+def test_what_runs_says_where_and_since_when() -> None:
+    play = begun("w0", "w1").at(5.0)
+    assert told(play)[Reason.RUNNING] == [
+        Wait(1, Reason.RUNNING, 0, 1, 0, "w0", 5.0),
+        Wait(1, Reason.RUNNING, 1, 2, 0, "w1", 5.0),
+    ]
+    play.setup(ev.CallsDone("w0", 0, 1, 0, 1, 10**9))
+    play.at(7.0)
+    why = play.scheduler.why(7.0)
+    assert (why.silent_s, why.ready, why.busy) == (2.0, 2, 2)
+    assert [(x.worker, x.for_s) for x in told(play)[Reason.RUNNING]] == [("w1", 7.0), ("w0", 2.0)]
+
+
+def test_calls_that_wait_for_a_free_worker() -> None:
+    [wait] = told(begun("w0"))[Reason.FREE_WORKER]
+    assert (wait.lo, wait.hi, wait.text) == (1, 4, "the only worker is busy")
+
+
+def test_calls_behind_another_one_of_their_lease() -> None:
+    play = begun("w0", steps=4)
+    play.at(1.0).setup(ev.CallsDone("w0", 0, 1, 0, 1, 10**9))
+    found = told(play)
+    assert [(x.lo, x.hi) for x in found[Reason.RUNNING]] == [(1, 2)]
+    assert [(x.lo, x.hi, x.worker) for x in found[Reason.QUEUED]] == [(2, 5, "w0")]
+
+
+def test_calls_without_any_worker() -> None:
+    play = Playbook(LIMITS).with_pass(PLAIN)
+    play.setup(ev.StepsOffered(1, 0, 1, 2))
+    assert "no worker is there" in told(play)[Reason.JOINING_WORKER][0].text
+    play.setup(ev.WorkerExpected("w0"))
+    assert "none has joined, 1 to be started" in told(play)[Reason.STARTING_WORKER][0].text
+    assert play.scheduler.why(0.0).starting == ("w0",)
+
+
+def test_calls_that_rest() -> None:
+    play = begun("w0", steps=1)
+    for lease in (1, 2):
+        play.setup(ev.CallFailed("w0", 0, lease, 0, retries=3))
+    [wait] = told(play.at(4.0))[Reason.BACKOFF]
+    assert (wait.lo, wait.attempt, wait.text) == (0, 2, "it raised, and is tried again in 6.0 s")
+
+
+def test_calls_whose_guilty_elements_are_looked_for() -> None:
+    play = begun("w0", steps=1)
+    play.setup(ev.CallFailed("w0", 0, 1, 0, quarantine=True))
+    assert "0 subsets" in told(play)[Reason.SEARCH][0].text
+    play.setup(ev.CallSized(1, 0, 8))
+    found = told(play)
+    assert "2 subsets" in found[Reason.SEARCH][0].text
+    assert [x.lo for x in found[Reason.FREE_WORKER]] == [0, 0], "its halves wait for a worker"
+
+
+def test_a_gang_that_needs_more_workers_than_are_idle() -> None:
+    play = begun("w0", "w1", steps=1)
+    play.setup(ev.PassOpened(2, PassSettings(2, pulled=False, gang=True)), ev.StepsOffered(2, 0, 1, 2))
+    [wait] = told(play)[Reason.GANG]
+    assert (wait.pass_id, wait.lo, wait.hi) == (2, 0, 2)
+    assert wait.text == "it needs 2 idle workers at once; 0 of 2 are idle"
+
+
+def test_a_gang_whose_members_run() -> None:
+    play = begun("w0", "w1", settings=PassSettings(2, pulled=False, gang=True), steps=1)
+    play.setup(ev.CallsDone("w1", 0, 2, 1, 2, 10**9))
+    [wait] = told(play)[Reason.RUNNING]
+    assert (wait.worker, wait.text) == ("w0", "in a gang of 2 workers, of which 1 are not done")
+
+
+def test_calls_that_let_a_gang_go_first() -> None:
+    play = Playbook(LIMITS).with_workers("w0", "w1").with_pass(PassSettings(1, pulled=False))
+    play.setup(ev.PassOpened(2, PassSettings(2, pulled=False, gang=True)))
+    play.setup(ev.StepsOffered(1, 0, 1, 1), ev.StepsOffered(2, 0, 1, 2), ev.StepsOffered(1, 1, 2, 1))
+    found = told(play)
+    assert found[Reason.GANG][0].pass_id == 2
+    assert (found[Reason.TURN][0].pass_id, found[Reason.TURN][0].text) == (1, "pass 2 goes first")
+
+
+def test_a_pass_that_is_drained() -> None:
+    play = begun("w0")
+    play.setup(ev.PassHeld(1))
+    assert [(x.lo, x.hi) for x in told(play)[Reason.HELD]] == [(1, 4)]
+
+
+def test_data_that_does_not_come() -> None:
+    play = Playbook(LIMITS).with_workers("w0").with_pass(PassSettings(2))
+    [wait] = told(play)[Reason.DATA]
+    assert (wait.lo, wait.hi, wait.text) == (0, 2, "step 0 has not been offered")
+    play.setup(ev.StepsOffered(1, 0, 1, 2), ev.StepsEnded(1))
+    assert Reason.DATA not in told(play)
+
+
+def test_steps_that_nobody_takes() -> None:
+    play = Playbook(Limits(steps_in_flight_max=1)).with_workers("w0").with_pass(PassSettings(1))
+    play.setup(ev.StepsOffered(1, 0, 1, 1), ev.CallsDone("w0", 0, 1, 0, 1, 10**9))
+    found = told(play)
+    assert [(x.lo, x.hi, x.text) for x in found[Reason.READER]] == [
+        (0, 1, "1 complete steps have not been taken")
+    ]
+    assert set(found) == {Reason.READER}
+    play.setup(ev.StepsConsumed(1, 1))
+    assert set(told(play)) == {Reason.DATA}
+
+
+def test_an_earlier_step_that_is_not_complete() -> None:
+    limits = Limits(steps_in_flight_max=2, bundle_s=0.001, prefetch_below_s=0.0)
+    play = Playbook(limits).with_workers("w0", "w1").with_pass(PassSettings(1))
+    play.setup(
+        ev.StepsOffered(1, 0, 1, 1), ev.StepsOffered(1, 1, 2, 1), ev.CallsDone("w1", 0, 2, 1, 2, 10**9)
+    )
+    [wait] = told(play)[Reason.EARLIER_STEP]
+    assert "before step 0 is complete" in wait.text
+
+
+def test_a_call_that_is_executed_twice_and_a_worker_that_is_laid_off() -> None:
+    limits = Limits(speculation_reports_min=1)
+    play = Playbook(limits).with_workers("w0").with_pass(PassSettings(1, pulled=False, speculation=2.0))
+    play.setup(ev.StepsOffered(1, 0, 2, 1))
+    play.at(1.0).setup(ev.CallsDone("w0", 0, 1, 0, 1, 10**9))
+    play.with_workers("w1").at(50.0).setup(ev.Tick())
+    found = told(play)[Reason.RUNNING]
+    assert [(x.worker, x.text) for x in found] == [
+        ("w0", "it is executed on w1 too, because it takes long"),
+        ("w1", "it is executed on w0 too, because it takes long"),
+    ]
+    play.setup(ev.CallsDone("w1", 0, 3, 1, 2, 10**9))
+    assert play.scheduler.why(50.0).laid_off == ("w0",)
+
+
+def test_of_many_the_first_few_are_told() -> None:
+    workers = [f"w{i}" for i in range(WAITS_MAX + 5)]
+    found = told(begun(*workers, steps=20))[Reason.RUNNING]
+    assert len(found) == WAITS_MAX + 1
+    assert (found[-1].lo, found[-1].hi, found[-1].text) == (WAITS_MAX, WAITS_MAX + 5, "5 more like these")
+
+
+def test_who_has_nothing_to_do_waits_for_nothing() -> None:
+    play = begun("w0", steps=1)
+    play.setup(ev.StepsEnded(1), ev.CallsDone("w0", 0, 1, 0, 1, 1))
+    lease = next(iter(play.scheduler._members.leases))
+    play.setup(ev.CallsDone("w0", 0, lease, 1, 2, 1), ev.StepsConsumed(1, 1))
+    assert told(play) == {}
