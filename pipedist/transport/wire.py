@@ -37,6 +37,8 @@ _TAGS: Final[dict[int, type[Any]]] = {
     17: messages.Exchange,
     18: messages.Relay,
     19: messages.Stalled,
+    20: messages.Recall,
+    21: messages.Settled,
 }
 """The number of each message class on the wire; a number is never used for another one."""
 
