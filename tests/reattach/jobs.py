@@ -69,11 +69,15 @@ class Program:
         return code
 
 
+Outcome = tuple[bytes, bytes]
+"""The bytes of the files of a run."""
+
+
 @contextmanager
-def started(*args: str, cwd: Path) -> Iterator[Program]:
+def started(*args: str, cwd: Path, module: str = "pipedist") -> Iterator[Program]:
     """Start `python -m pipedist ...`; it is gone at the end, whatever happens."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "pipedist", *args],
+        [sys.executable, "-m", module, *args],
         cwd=cwd,
         env={**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONPATH": str(ROOT)},
         stdin=subprocess.DEVNULL,
@@ -147,6 +151,10 @@ outputs: {{total: total.json, rows: rows.npy}}
         """Start the run."""
         return started("run", "spec.yaml", "--output", "out", *flags, cwd=self.folder)
 
+    def run_impatiently(self) -> AbstractContextManager[Program]:
+        """Start the run, with a scheduler that soon gives up whom it does not hear."""
+        return started(self.endpoint, cwd=self.folder, module="tests.reattach.impatient")
+
     def worker(self, *flags: str, endpoint: str | None = None) -> AbstractContextManager[Program]:
         """Start a worker."""
         args = ("--connect", endpoint or self.endpoint, "--key-file", "cluster.key", *flags)
@@ -168,7 +176,7 @@ outputs: {{total: total.json, rows: rows.npy}}
         lines = path.read_text().splitlines() if path.exists() else []
         return Counter((int(step), int(replica)) for step, replica in map(str.split, lines))
 
-    def outcome(self) -> tuple[bytes, bytes]:
+    def outcome(self) -> Outcome:
         """Return the files."""
         return (self.folder / "out/total.json").read_bytes(), (self.folder / "out/rows.npy").read_bytes()
 

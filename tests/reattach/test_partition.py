@@ -6,19 +6,15 @@ import asyncio
 import os
 import signal
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 
 import pytest
 
-import pipedist
-from pipedist.scheduler import Limits
-from tests.reattach.jobs import PATIENCE_S, Job, Program
+from tests.reattach.jobs import PATIENCE_S, Job, Outcome, Program
 from tests.reattach.test_leaving import children
 
 pytestmark = pytest.mark.asyncio
-
-HEARD_WITHIN_S = 2.0
 
 
 class Relay:
@@ -73,7 +69,7 @@ async def relayed(port: int) -> AsyncIterator[Relay]:
 
 async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(PATIENCE_S):
-        while not condition():
+        while not condition():  # noqa: ASYNC110 - other processes bring it about
             await asyncio.sleep(0.01)
 
 
@@ -81,64 +77,51 @@ async def hears(program: Program, text: str, times: int = 1) -> None:
     await until(lambda: program.said.count(text) >= times)
 
 
-@asynccontextmanager
-async def running(job: Job) -> AsyncIterator[tuple[pipedist.ConnectCluster, pipedist.Run]]:
-    """A cluster that finds silent workers soon, and the job's run on it, which is under way."""
-    cluster = pipedist.ConnectCluster(
-        listen=job.endpoint,
-        key_file=job.folder / "cluster.key",
-        workers=2,
-        limits=Limits(heard_within_s=HEARD_WITHIN_S),
-    )
-    async with (
-        cluster,
-        pipedist.open(job.folder / "spec.yaml", cluster=cluster, output=job.folder / "out") as run,
-    ):
-        yield cluster, run
-
-
-async def test_a_partition_longer_than_the_heartbeat(tmp_path: Path) -> None:
+async def test_a_partition_longer_than_the_heartbeat(tmp_path: Path, undisturbed: Outcome) -> None:
     """Its call goes elsewhere; what it says when the network is back does not count."""
     job = Job(tmp_path)
     held = job.hold(3)
-    async with running(job) as (cluster, run), relayed(job.port) as relay:
-        with job.worker(endpoint=f"tcp://127.0.0.1:{relay.port}") as far:
-            results = asyncio.create_task(run.results())
-            await until(lambda: (3, 0) in job.calls())
-            relay.cut()
-            await until(lambda: cluster.coordinator.workers_ready == 0)
-            with job.worker() as near:
+    with job.run_impatiently() as run:
+        await hears(run, "waiting for workers")
+        async with relayed(job.port) as relay:
+            with job.worker(endpoint=f"tcp://127.0.0.1:{relay.port}") as far, ExitStack() as stack:
+                await until(lambda: (3, 0) in job.calls())
+                near = stack.enter_context(job.worker())
                 await hears(near, "joined cluster")
+                relay.cut()
                 await until(lambda: job.calls()[3, 0] == 2)
-                held.unlink()
                 relay.heal()
                 await hears(far, "joined cluster", 2)
-                result = await asyncio.wait_for(results, PATIENCE_S)
-                assert "not heard for 2 s" in far.said
-    assert result.ledger.lost == 0
-    assert result["total"] == pytest.approx(float((tmp_path / "out" / "total.json").read_text()))
-    assert set(job.calls().values()) <= {1, 2}
+                assert "the scheduler gave the worker process up" in far.said
+                held.unlink()
+                await until(lambda: run.process.poll() is not None)
+                assert run.ends() == 0, run.said
+                assert "0 elements lost" in run.said
+                assert near.ends() == far.ends() == 0, far.said
+    assert job.outcome() == undisturbed
 
 
-async def test_a_stopped_supervisor_and_worker_are_fenced_when_they_wake(tmp_path: Path) -> None:
+async def test_a_stopped_supervisor_and_worker_are_fenced_when_they_wake(
+    tmp_path: Path, undisturbed: Outcome
+) -> None:
     """Nobody on that host can say that it is stopped: the scheduler misses its heartbeat."""
     job = Job(tmp_path)
     held = job.hold(3)
-    async with running(job) as (cluster, run):
-        with job.worker() as far:
-            results = asyncio.create_task(run.results())
-            await until(lambda: (3, 0) in job.calls())
-            everyone = [far.process.pid, *children(far.process.pid)]
-            for pid in everyone:
-                os.kill(pid, signal.SIGSTOP)
-            await until(lambda: cluster.coordinator.workers_ready == 0)
-            with job.worker() as near:
-                await hears(near, "joined cluster")
-                await until(lambda: job.calls()[3, 0] == 2)
-                for pid in reversed(everyone):
-                    os.kill(pid, signal.SIGCONT)
-                await hears(far, "joined cluster", 2)
-                held.unlink()
-                result = await asyncio.wait_for(results, PATIENCE_S)
-    assert result.ledger.lost == 0
-    assert job.calls()[3, 0] == 2
+    with job.run_impatiently() as run, ExitStack() as stack:
+        await hears(run, "waiting for workers")
+        far = stack.enter_context(job.worker())
+        await until(lambda: (3, 0) in job.calls())
+        near = stack.enter_context(job.worker())
+        await hears(near, "joined cluster")
+        everyone = [far.process.pid, *children(far.process.pid)]
+        for pid in everyone:
+            os.kill(pid, signal.SIGSTOP)
+        await until(lambda: job.calls()[3, 0] == 2)
+        for pid in reversed(everyone):
+            os.kill(pid, signal.SIGCONT)
+        await hears(far, "joined cluster", 2)
+        held.unlink()
+        assert run.ends() == 0, run.said
+        assert "0 elements lost" in run.said
+        assert near.ends() == far.ends() == 0, far.said
+    assert job.outcome() == undisturbed

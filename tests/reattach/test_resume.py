@@ -7,25 +7,11 @@ import signal
 from contextlib import ExitStack
 from pathlib import Path
 
-import pytest
-
-from tests.reattach.jobs import Job, until
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[bytes, bytes]:
-    job = Job(tmp_path_factory.mktemp("undisturbed"))
-    with job.run() as run:
-        run.hears("waiting for workers")
-        with job.worker() as worker:
-            assert run.ends() == 0, run.said
-            assert worker.ends() == 0, worker.said
-    assert set(job.calls().values()) == {1}
-    return job.outcome()
+from tests.reattach.jobs import Job, Outcome, until
 
 
 def test_what_is_finished_is_offered_to_the_resumed_run_and_counts(
-    tmp_path: Path, undisturbed: tuple[bytes, bytes]
+    tmp_path: Path, undisturbed: Outcome
 ) -> None:
     """Also what ran when the process of the run was killed. It is killed twice."""
     job = Job(tmp_path)
@@ -52,9 +38,7 @@ def test_what_is_finished_is_offered_to_the_resumed_run_and_counts(
     assert job.outcome() == undisturbed
 
 
-def test_two_workers_give_back_what_each_of_them_has(
-    tmp_path: Path, undisturbed: tuple[bytes, bytes]
-) -> None:
+def test_two_workers_give_back_what_each_of_them_has(tmp_path: Path, undisturbed: Outcome) -> None:
     """The resumed run waits for both before it deals anything."""
     job = Job(tmp_path, workers=2)
     held = job.hold(9)
