@@ -194,5 +194,6 @@ def work(x, folder, ctx):
     os.close(fd)
     while os.path.exists(os.path.join(folder, f"hold-{ctx.step}")):
         time.sleep(0.01)
+    print("done")  # also where nobody hears it any more
     return np.sqrt(x + ctx.rng.random(len(x)))
 """
