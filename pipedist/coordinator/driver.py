@@ -126,6 +126,8 @@ class Coordinator:
         self._closed = False
         self._handles: dict[int, PassHandle] = {}
         self._offers = Offers()
+        self._outlived = dial_in and rejoin_s > 0
+        """Workers may be there when this process is gone."""
         self._last_pass = 0
         self._log_sinks = LogSinks()
         self._failed: PipedistError | None = None
@@ -265,6 +267,7 @@ class Coordinator:
         if self._timer is None:
             raise RunCancelled("the cluster is not open: use it inside `async with`")
         number = self._last_pass + 1
+        stamp = stamp if self._outlived else ""
         policy = Policy(program, dict(retries or {}), frozenset(quarantine))
         handle = PassHandle(
             self.post, number, name, program, settings, policy, feed, on_arrival, on_quarantine, stamp

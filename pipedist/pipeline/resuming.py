@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from pipedist.datasets.sources.paths import expand
 from pipedist.errors import JournalError, UsageError
 from pipedist.journal.differences import differences
@@ -122,7 +124,8 @@ def _resumed(history: History, now: Header) -> str:
 
 def _stamp(now: Header) -> str:
     """Return what a call's result is as good as new under: this run, with the code as it is now."""
-    return digest_of({"run": now.run, "pipedist": now.pipedist, "code": dict(now.code)})
+    versions = [now.pipedist, np.__version__, *sys.version_info[:2]]
+    return digest_of({"run": now.run, "versions": versions, "code": dict(now.code)})
 
 
 # -- what a run is made of ---------------------------------------------------------------------------

@@ -176,7 +176,8 @@ class Driver:
                     with self._core:
                         self._handle(Leaving(self._asked_to_leave))
                 elif self._slice is None:
-                    self._wait()
+                    with contextlib.suppress(_Interrupted):
+                        self._wait()
                 elif self._slice.lease in self._recalls:
                     self._report_kept(self._slice)
                 else:
@@ -227,8 +228,6 @@ class Driver:
         try:
             self._interruptible = True
             return not self._asked_to_leave and self._socket.poll(timeout_s)
-        except _Interrupted:
-            return False
         finally:
             self._interruptible = False
 

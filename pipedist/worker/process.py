@@ -151,8 +151,12 @@ def _hand_on(kept: KeptResults, file: int | None, tell: Callable[[str], None]) -
     """Leave what is kept to the next incarnation."""
     if file is None or not len(kept):
         return
-    kept.save(file)
-    tell(f"{len(kept)} finished calls are kept for whoever goes on with the run")
+    try:
+        kept.save(file)
+    except OSError as error:  # they are done again
+        tell(f"{len(kept)} finished calls can't be kept: {error}")
+    else:
+        tell(f"{len(kept)} finished calls are kept for whoever goes on with the run")
 
 
 def _die(text: str) -> None:

@@ -183,8 +183,9 @@ class Supervisor:
                 code = self._watch(process, incarnation)
                 if self._is_leaving():
                     break
-                if code == ExitCode.CONNECTION_LOST and self._gone_since is None:
-                    self._gone_since = time.monotonic()
+                if code == ExitCode.CONNECTION_LOST:
+                    self._lost()
+                    self._disconnect()  # it may be the worker's alone: only who answers anew is there
                 if code == ExitCode.UNANSWERED or self._is_given_up():
                     if self._rejoin_s is not None:
                         self._say(
@@ -325,7 +326,7 @@ class Supervisor:
         except (ConnectionLost, ProtocolError):
             # The worker process notices too, and its exit code says whether to go on.
             self._disconnect(linger_s=0.0)
-            self._gone_since = self._gone_since or time.monotonic()
+            self._lost()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(LOOK_S)  # not to try again as fast as the machine can
             return None
@@ -336,6 +337,11 @@ class Supervisor:
             if message.cluster != self._cluster:
                 self._cluster, self._failed = message.cluster, 0
         return message if isinstance(message, (Stop, Refuse)) else None
+
+    def _lost(self) -> None:
+        """Take note that the scheduler is gone, until one answers."""
+        self._gone_since = self._gone_since or time.monotonic()
+        self._next_at = 0.0  # whoever comes is asked at once
 
     def _is_stopped(self, pid: int) -> bool:
         """Whether the worker process has been stopped for so long that it counts as dead."""

@@ -169,6 +169,29 @@ async def test_the_scheduler_can_have_the_process_killed(tmp_path: Path) -> None
         assert wait_gone([second.pid], within_s=0) == []
 
 
+async def test_a_worker_that_loses_its_connection_alone_joins_anew(tmp_path: Path) -> None:
+    """Its supervisor asks anew, too: it must not take the scheduler for gone for ever."""
+    async with supervised(tmp_path) as it:
+        identity, _ = await it.take(Hello)
+        it.scheduler.send(identity, Welcome("c", 60.0, (str(ROOT),)))
+        supervisor, _ = await it.take(Heartbeat)
+        it.scheduler.send(supervisor, Welcome("c", 60.0, (), 10.0))
+        pass_id = it.scheduler.bind(identity, program(f"{FUNCTIONS}:identity"))
+        it.scheduler.assign(identity, pass_id, [3])
+        assert await it.scheduler.outcomes(1, aside=(Log, Heartbeat)) == [{"y": 3}]
+        it.scheduler.assign(identity, pass_id, [4])
+        it.scheduler.drop(identity)  # what it answers costs it the connection
+        anew, second = await it.take(Hello, Heartbeat)
+        again, other = await it.take(Hello, Heartbeat)
+        for kind in (second, other):
+            assert isinstance(kind, Hello | Heartbeat)
+            assert kind.incarnation == 1
+        assert isinstance(second, Hello) != isinstance(other, Hello)
+        assert {anew, again}.isdisjoint({identity, supervisor})
+        it.scheduler.send(again if isinstance(other, Hello) else anew, Stop("that is all"))
+        assert (await it.ended())[0] == 0
+
+
 async def test_a_refused_worker_says_why_and_does_not_come_again(tmp_path: Path) -> None:
     async with supervised(tmp_path) as it:
         identity, _ = await it.take(Hello)
