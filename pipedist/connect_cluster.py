@@ -7,6 +7,8 @@ import sys
 from contextlib import AsyncExitStack
 from typing import Self
 
+import anyio
+
 from pipedist.coordinator import Coordinator
 from pipedist.errors import UsageError
 from pipedist.local_cluster import Cluster
@@ -17,6 +19,12 @@ from pipedist.worker.hello import boot_id
 
 _ANY_ADDRESS = ("tcp://0.0.0.0:", "tcp://[::]:")
 """How the endpoint begins that is bound to every address of this host."""
+
+REJOIN_S = 60.0
+"""How long workers wait for a scheduler to come back, if nothing else is said, seconds."""
+
+GATHER_S = 5.0
+"""How long a run that is resumed waits for the workers that it had: they may hold finished results."""
 
 LISTEN = "tcp://127.0.0.1:*"
 """Where workers dial in, if nothing else is said: this host alone, any free port."""
@@ -30,6 +38,8 @@ class ConnectCluster(Cluster):
         key_file: the cluster's keys; made (mode 0600) where there is no such file.
         workers: how many are expected, for the plan and the size of what is issued in advance.
         limits: the scheduler's bounds.
+        rejoin_s: how long workers keep finished results, and wait for the run to be resumed, when this
+            process is gone, seconds.
 
     Raises:
         UsageError: there is no key file; (on entering) it can't be used, or the endpoint can't be bound,
@@ -43,6 +53,7 @@ class ConnectCluster(Cluster):
         key_file: str | os.PathLike[str] | None = None,
         workers: int = 1,
         limits: Limits | None = None,
+        rejoin_s: float = REJOIN_S,
     ) -> None:
         if key_file is None:
             raise UsageError("workers that dial in need keys: say `cluster: {key_file: FILE}`")
@@ -50,6 +61,7 @@ class ConnectCluster(Cluster):
         self._listen = listen or LISTEN
         self._key_file = os.fspath(key_file)
         self._limits = limits
+        self._rejoin_s = rejoin_s
 
     async def __aenter__(self) -> Self:
         await super().__aenter__()
@@ -71,12 +83,18 @@ class ConnectCluster(Cluster):
             limits=self._limits,
             dial_in=True,
             boot=boot_id(),
+            rejoin_s=self._rejoin_s,
         )
 
     def _key_file_of_workers(self) -> str:
         """Return what workers need: the file without the run's own secret, where there is one."""
         theirs = workers_file(self._key_file)
         return str(theirs) if theirs.exists() else self._key_file
+
+    async def gather(self) -> None:
+        """Wait a moment for the workers that are expected; those that wait themselves come at once."""
+        with anyio.move_on_after(min(GATHER_S, self._rejoin_s)):
+            await self.coordinator.wait_ready(self.workers)
 
     def _keys(self) -> ServerKeys:
         exists = os.path.exists(self._key_file)

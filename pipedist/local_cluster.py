@@ -72,6 +72,10 @@ class Cluster(ABC):
     def _make(self, stack: AsyncExitStack) -> Coordinator:
         """Return the coordinator, not open; what it needs beside is entered into `stack`."""
 
+    async def gather(self) -> None:
+        """Wait for workers that may hold finished results of the run that is resumed: here, none do."""
+        return
+
     @property
     def coordinator(self) -> Coordinator:
         """The open coordinator.

@@ -12,6 +12,7 @@ worker; a result counts only while its lease is held.
 | Welcome, Refuse | scheduler -> worker | - |
 | Bind | scheduler -> worker | the pass's `Program` |
 | Assign, AssignGang | scheduler -> worker | shards of the range (see `pipedist.program.Shards`) |
+| Recall, Settled | scheduler -> worker | - |
 | State | scheduler -> worker | one version of a state: a tree |
 | DropState | scheduler -> worker | - |
 | Results | worker -> scheduler | a list, one entry a call: {slot: tree} |
@@ -28,6 +29,9 @@ from pipedist.records import record
 WIRE_VERSION = 1
 """The protocol's version; a peer that speaks another one is refused."""
 
+KEPT_RANGES_MAX = 1024
+"""Ranges of finished calls that a worker may offer at most."""
+
 
 @record
 class Hello:
@@ -42,6 +46,7 @@ class Hello:
         wire: its WIRE_VERSION.
         python, numpy, pipedist: versions.
         cpu: processor model, as far as it may change bits.
+        kept: finished calls that it kept for a scheduler that is gone: "KEY:LO-HI", KEY as in `Bind`.
     """
 
     worker: str
@@ -54,6 +59,7 @@ class Hello:
     numpy: str
     pipedist: str
     cpu: str
+    kept: tuple[str, ...] = ()
 
 
 @record
@@ -64,11 +70,13 @@ class Welcome:
         cluster: random id of this scheduler's life; stamps the worker's later messages.
         heartbeat_s: how often a supervised worker's supervisor must be heard.
         sys_path: the scheduler process's import path, for workers on the same host; may be empty.
+        rejoin_s: how long a worker that dialled in waits for another scheduler when this one is gone.
     """
 
     cluster: str
     heartbeat_s: float
     sys_path: tuple[str, ...]
+    rejoin_s: float = 0.0
 
 
 @record
@@ -86,9 +94,15 @@ class Refuse:
 
 @record
 class Bind:
-    """Introduces a pass, once per worker, before its first Assign. Payload: its Program."""
+    """Introduces a pass, once per worker, before its first Assign. Payload: its Program.
+
+    Args:
+        key: of the run, the pass and its code: what a worker finished under the same key is as good as if
+            it were done again. "": nobody will ask for it again, so nothing of the pass is kept.
+    """
 
     pass_id: int
+    key: str = ""
 
 
 @record
@@ -104,6 +118,7 @@ class Assign:
 
     Args:
         attempt: 0 for the first try; the same for the whole range.
+        elements: of a single call, how many of its elements are sent; 0: all. A part is never kept.
     """
 
     lease: int
@@ -111,6 +126,25 @@ class Assign:
     lo: int
     hi: int
     attempt: int
+    elements: int = 0
+
+
+@record
+class Recall:
+    """Report calls [lo, hi) of a pass under this lease, in its turn: they were kept (see `Hello`)."""
+
+    lease: int
+    pass_id: int
+    lo: int
+    hi: int
+
+
+@record
+class Settled:
+    """Calls of a pass below `before` are durable: whoever kept them may let go."""
+
+    pass_id: int
+    before: int
 
 
 @record
@@ -305,6 +339,8 @@ Message = (
     | Bind
     | Unbind
     | Assign
+    | Recall
+    | Settled
     | AssignGang
     | State
     | DropState

@@ -317,12 +317,20 @@ def worker(
         int,
         typer.Option(metavar="N", min=1, help="BLAS and OpenMP threads: the spec's threads_per_replica."),
     ] = 1,
+    grace_s: Annotated[
+        float,
+        typer.Option(metavar="SECONDS", min=0, help="How long the running call may go on after SIGTERM."),
+    ] = 10.0,
 ) -> None:
-    """Execute replica calls for a run on another host, until it ends."""
+    """Execute replica calls for a run on another host, until it ends.
+
+    Exit codes: 0 the run has ended, or SIGTERM; 1 refused, no scheduler answered (any more), or its process
+    kept dying; 2 the endpoint or the key file can't be used.
+    """
     from pipedist.cli.exits import guarded
     from pipedist.cli.worker_command import execute
 
-    raise typer.Exit(guarded(lambda: execute(connect, key_file, threads)))
+    raise typer.Exit(guarded(lambda: execute(connect, key_file, threads, grace_s)))
 
 
 @keys_app.callback()

@@ -37,7 +37,8 @@ class Dispatch:
         worker, lease, lo, hi = command.worker, command.lease, command.lo, command.hi
         payload = self._payload(handle, worker, lease, lo, hi, command.elements)
         if payload is not None:
-            head = msg.Assign(lease, command.pass_id, lo, hi, command.attempt)
+            sent = sum(end - start for start, end in command.elements)
+            head = msg.Assign(lease, command.pass_id, lo, hi, command.attempt, sent)
             self._fleet.send(worker, head, payload)
 
     def gang(self, handle: PassHandle, command: cmd.SendGang) -> None:

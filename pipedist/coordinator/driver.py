@@ -29,6 +29,7 @@ from pipedist.coordinator.fleet import Fate, Fleet
 from pipedist.coordinator.gangs import Gangs
 from pipedist.coordinator.handle import Arrival, PassHandle, SetAside
 from pipedist.coordinator.log_sinks import LogSink, LogSinks
+from pipedist.coordinator.offers import Offers
 from pipedist.coordinator.policy import Policy
 from pipedist.coordinator.refusals import Refusals
 from pipedist.coordinator.remote_exceptions import call_error
@@ -87,6 +88,7 @@ class Coordinator:
         dial_in: whether workers that were not started here may join.
         boot: this host's boot id: workers with the same one can read our files.
         shared_memory: whether workers that were started here may share memory with each other.
+        rejoin_s: how long workers that dialled in wait for another scheduler when this one is gone.
     """
 
     def __init__(
@@ -99,6 +101,7 @@ class Coordinator:
         dial_in: bool = False,
         boot: str,
         shared_memory: bool = False,
+        rejoin_s: float = 0.0,
     ) -> None:
         limits = limits or Limits()
         self._router = router_factory(self._on_message, self._on_reject, self._on_lost)
@@ -111,6 +114,7 @@ class Coordinator:
             dial_in=dial_in,
             boot=boot,
             heard_within_s=limits.heard_within_s,
+            rejoin_s=rejoin_s,
             explain=self._explain,
         )
         self._refusals = Refusals(tells=dial_in)
@@ -127,6 +131,9 @@ class Coordinator:
         self._pumping = False
         self._closed = False
         self._handles: dict[int, PassHandle] = {}
+        self._offers = Offers()
+        self._outlived = dial_in and rejoin_s > 0
+        """Workers may be there when this process is gone."""
         self._last_pass = 0
         self._log_sinks = LogSinks()
         self._failed: PipedistError | None = None
@@ -242,6 +249,7 @@ class Coordinator:
         feed: Feed | None = None,
         on_arrival: Arrival | None = None,
         on_quarantine: SetAside | None = None,
+        stamp: str = "",
     ) -> PassHandle:
         """Begin a pass.
 
@@ -252,6 +260,8 @@ class Coordinator:
             feed: where its steps come from, executed by `PassHandle.run_feed`; None: from `call_step`.
             on_arrival: told of results as they arrive.
             on_quarantine: told of elements that are set aside, before their step is visible.
+            stamp: of the run, the pass and its code: workers keep results until `PassHandle.settle`, and
+                what one has kept under the same stamp and program is not executed again; "": they do not.
 
         Raises:
             WorkersLost: the cluster has failed.
@@ -263,15 +273,18 @@ class Coordinator:
         if self._timer is None:
             raise RunCancelled("the cluster is not open: use it inside `async with`")
         number = self._last_pass + 1
+        stamp = stamp if self._outlived else ""
         policy = Policy(program, dict(retries or {}), frozenset(quarantine))
         handle = PassHandle(
-            self.post, number, name, program, settings, policy, feed, on_arrival, on_quarantine
+            self.post, number, name, program, settings, policy, feed, on_arrival, on_quarantine, stamp
         )
         self._last_pass = number
         self._handles[number] = handle
         if policy.is_timed:
             self._fleet.watch(wanted=True)
         self.post(ev.PassOpened(number, settings))
+        for kept in self._offers.of_pass(handle.key, number):
+            self.post(kept)
         return handle
 
     def open_space(self) -> int:
@@ -375,7 +388,12 @@ class Coordinator:
             case cmd.RequestSteps(pass_id, count):
                 self._handles[pass_id].want(count)
             case cmd.SendBind(worker, pass_id):
-                self._fleet.send(worker, msg.Bind(pass_id), self._handles[pass_id].program_frames)
+                handle = self._handles[pass_id]
+                self._fleet.send(worker, msg.Bind(pass_id, handle.key), handle.program_frames)
+            case cmd.SendRecall(worker, lease, pass_id, lo, hi):
+                self._fleet.send(worker, msg.Recall(lease, pass_id, lo, hi))
+            case cmd.SendSettled(worker, pass_id, before):
+                self._fleet.send(worker, msg.Settled(pass_id, before))
             case cmd.SendUnbind(worker, pass_id):
                 self._fleet.send(worker, msg.Unbind(pass_id))
             case cmd.SendCancel(worker, lease):
@@ -418,7 +436,7 @@ class Coordinator:
         try:
             peer = self._fleet.behind(identity)
             if isinstance(message, msg.Hello):
-                self._fleet.greet(identity, message)
+                self._greet(identity, message)
             elif peer is not None:
                 self._on_word(peer, message, frames)
             else:
@@ -426,6 +444,16 @@ class Coordinator:
         except RemoteProtocolError as error:
             self._router.drop(identity, f"peer {identity.hex()}: {error}")
             self._on_lost(identity, f"it broke the protocol: {error}")
+
+    def _greet(self, identity: bytes, hello: msg.Hello) -> None:
+        """Let a worker join, if it may; what it has kept is known before it is dealt anything."""
+        passes = {handle.key: handle.id for handle in self._handles.values() if handle.key}
+        for kept in self._offers.take(hello, passes):
+            self.post(kept)
+        self._fleet.greet(identity, hello)
+        peer = self._fleet.of(hello.worker)
+        if peer is None or peer.incarnation != hello.incarnation:
+            self._offers.forget(hello.worker, hello.incarnation)
 
     def _on_word(self, peer: Peer, message: msg.Message, frames: list[memoryview]) -> None:
         match message:

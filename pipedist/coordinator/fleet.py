@@ -58,6 +58,7 @@ class Fleet:
         dial_in: whether others may join.
         boot: this host's boot id: workers with the same one can read our files.
         heard_within_s: how long a supervisor may be silent.
+        rejoin_s: how long workers that dialled in wait for another scheduler when this one is gone.
         explain: says what a lost worker's end means for the call that it ran; see `Explain`.
     """
 
@@ -71,6 +72,7 @@ class Fleet:
         dial_in: bool,
         boot: str,
         heard_within_s: float,
+        rejoin_s: float = 0.0,
         explain: Explain = lambda _worker, _running, _timed_out: None,
     ) -> None:
         self.names = tuple(names)
@@ -85,6 +87,7 @@ class Fleet:
         self._dial_in = dial_in
         self._boot = boot
         self._heartbeat_s = heard_within_s / _HEARTBEATS
+        self._rejoin_s = rejoin_s
         self._roster = Roster()
         self._started: dict[str, int] = {}
         """The incarnation of each worker whose process was started here and has not ended."""
@@ -242,6 +245,8 @@ class Fleet:
 
     def heard(self, identity: bytes, worker: str, incarnation: int) -> None:
         """Take note that a supervisor's worker process is there; have it ended if it was put out."""
+        if self._dial_in and self._supervisors.get(worker) != identity:
+            self._router.send(identity, self._welcome(local=False))
         self._supervisors[worker] = identity
         if incarnation <= self._expelled.get(worker, -1):
             self.turn_away(identity, before=incarnation + 1)
@@ -301,7 +306,10 @@ class Fleet:
         if current is not None:
             self.expel(current.worker, current.incarnation, "a later incarnation has joined")
         self._roster.add(Peer(identity, hello.worker, hello.incarnation, local))
-        paths = tuple(sys.path) if local else ()
-        self._router.send(identity, msg.Welcome(self._cluster_id, self._heartbeat_s, paths))
+        self._router.send(identity, self._welcome(local=local))
         self._post(ev.WorkerJoined(hello.worker, hello.incarnation, supervised=not managed))
         self._wake()
+
+    def _welcome(self, *, local: bool) -> msg.Welcome:
+        paths = tuple(sys.path) if local else ()
+        return msg.Welcome(self._cluster_id, self._heartbeat_s, paths, self._rejoin_s)

@@ -13,6 +13,7 @@ import anyio.lowlevel
 
 from pipedist import messages as msg
 from pipedist.coordinator.fleet import Fate
+from pipedist.coordinator.offers import key_of
 from pipedist.coordinator.policy import Policy
 from pipedist.coordinator.roster import Peer
 from pipedist.coordinator.store import Chunk, ResultStore, Slots
@@ -83,6 +84,7 @@ class PassHandle:
         feed: where its steps come from; None: from `call_step`.
         on_arrival: told of results as they arrive.
         on_quarantine: told of elements that are set aside.
+        stamp: see `Coordinator.open_pass`.
 
     Raises:
         UnsendableError: the program can't be sent; the text names the place.
@@ -100,6 +102,7 @@ class PassHandle:
         feed: Feed | None,
         on_arrival: Arrival | None,
         on_quarantine: SetAside | None = None,
+        stamp: str = "",
     ) -> None:
         if settings.ordered != (feed is not None):
             raise LocalProtocolError("a pass is read in order if it has a feed, and only then")
@@ -110,6 +113,8 @@ class PassHandle:
         self.slots = frozenset(emit.slot for emit in program.emits)
         """What each call sends back."""
         self.program_frames: list[Frame] = to_frames(program)
+        self.key = key_of(stamp, self.program_frames) if stamp else ""
+        """Under which workers keep results of the pass until they are durable; "": they do not."""
         self.counts = PassCounts()
         self.raised: dict[int, msg.Failed] = {}
         """The latest exception of each call that raised and whose step is not visible."""
@@ -237,6 +242,11 @@ class PassHandle:
     def hold(self) -> None:
         """Issue nothing more; when nothing of this pass is running, `batches` raises RunDrained."""
         self._post(ev.PassHeld(self.id))
+
+    def settle(self, before: int) -> None:
+        """All steps before `before` are durable: workers need not keep their results any more."""
+        if self.key:
+            self._post(ev.StepsSettled(self.id, before))
 
     def close(self) -> None:
         """Forget the pass; what is running of it is dropped. Closing twice is no fault."""

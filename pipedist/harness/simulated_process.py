@@ -16,7 +16,8 @@ from pipedist.harness.simulated_gangs import GangPart, raised
 from pipedist.messages import Hello, Message
 from pipedist.worker import commands as wcmd
 from pipedist.worker.events import Event, Finished, SliceEnded, Started, Tick
-from pipedist.worker.machine import State, WorkerMachine
+from pipedist.worker.machine import WorkerMachine
+from pipedist.worker.states import State
 
 if TYPE_CHECKING:
     from pipedist.harness.simulation import Simulation

@@ -44,15 +44,22 @@ class RunJournal:
     Args:
         journal: where it is written.
         history: what was there; None: the run begins.
+        stamp: the same for all processes of a run, as long as its code does not change.
     """
 
-    def __init__(self, journal: Journal, history: History | None) -> None:
+    def __init__(self, journal: Journal, history: History | None, stamp: str) -> None:
         self._journal = journal
         self._history = history
+        self._stamp = stamp
         self._changed = anyio.Event()
         """Something was committed."""
         self.committing_since: float | None = None
         """When the disk was last asked for something that is not durable yet."""
+
+    @property
+    def is_resumed(self) -> bool:
+        """Whether another process has begun the run."""
+        return self._history is not None
 
     @property
     def unwritten(self) -> Mapping[str, str]:
@@ -63,7 +70,8 @@ class RunJournal:
         """Return what is durable of a pass, and where more of it goes."""
         key = key_of(pass_)
         before = self._history.passes.get(key) if self._history is not None else None
-        return PassJournal(self._journal, key, replicas, before or PassHistory())
+        stamp = f"{self._stamp} {key}"
+        return PassJournal(self._journal, key, replicas, before or PassHistory(), stamp)
 
     async def commit(
         self, taken: Sequence[Taken], *, phase: int | None = None, unwritten: Mapping[str, str] | None = None
@@ -88,6 +96,8 @@ class RunJournal:
             await anyio.to_thread.run_sync(write)
         finally:
             self.committing_since = None
+        for one in taken:
+            one.pass_.on_committed(one.pass_.steps_committed)
         self._changed.set()
         self._changed = anyio.Event()
 
@@ -134,9 +144,16 @@ class PassJournal:
         key: what the pass is called there.
         replicas: call number = step * replicas + replica.
         before: what an earlier process has left.
+        stamp: of the run, the pass and its code.
     """
 
-    def __init__(self, journal: Journal, key: str, replicas: int, before: PassHistory) -> None:
+    def __init__(
+        self, journal: Journal, key: str, replicas: int, before: PassHistory, stamp: str = ""
+    ) -> None:
+        self.stamp = stamp
+        """The same for all processes of a run, as long as its code does not change."""
+        self.on_committed: Callable[[int], None] = _tell_nobody
+        """Told, on the event loop, before which step everything is durable."""
         self._journal = journal
         self._key = key
         self._replicas = replicas
@@ -277,6 +294,10 @@ class PassJournal:
         """Take note that a snapshot is durable; only the latest one may be."""
         self._committed = taken.until
         self._versions.update(taken.versions)
+
+
+def _tell_nobody(_steps: int) -> None:
+    return
 
 
 @dataclass(frozen=True, slots=True)

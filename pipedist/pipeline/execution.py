@@ -113,7 +113,10 @@ class Execution:
                 if not isinstance(failed[-1], RunDrained):  # else the others may finish what runs of them
                     tasks.cancel_scope.cancel()
             finally:
-                reading.leave()
+                if reading.is_complete and self._journal is not None:
+                    reading.let_others_end()  # workers keep its results until the phase is durable
+                else:
+                    reading.leave()
 
         journal = self._journal
         durables = {} if journal is None else {p: journal.of(p, self._plan.spec.replicas) for p in phase}

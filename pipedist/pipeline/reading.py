@@ -170,10 +170,22 @@ class Reading:
             on_quarantine=self.quarantine.add,
             feed=self._feed,
             on_arrival=_announcer(self._subscription, self._replicas),
+            stamp=self._stamp(),
         )
+        if self._durable is not None:
+            self._durable.on_committed = handle.settle
         handle.counts.elements_offered = handle.counts.elements_visible = self.elements
         handle.counts.steps_visible = self.steps
         return handle
+
+    def _stamp(self) -> str:
+        """Return under what workers keep results of this pass for a run that is resumed, "": they do not.
+
+        Not of what takes turns: a resumed run's states may be other ones, until they are durable.
+        """
+        if self._durable is None or self._pass.gang or self._lane is not None:
+            return ""
+        return self._durable.stamp
 
     async def begin(self) -> None:
         """Go to the first step that is not done; before any reading of the phase runs.
@@ -409,6 +421,10 @@ class Reading:
     def leave(self) -> None:
         """End the pass at the coordinator, and its part in a training."""
         self.handle.close()
+        self.let_others_end()
+
+    def let_others_end(self) -> None:
+        """End its part in a training."""
         if self._lane is not None:
             self._lane.leave()
 

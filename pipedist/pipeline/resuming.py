@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from pipedist.datasets.sources.paths import expand
 from pipedist.errors import JournalError, UsageError
 from pipedist.journal.differences import differences
@@ -70,8 +72,9 @@ def open_journal(
     if history is None:  # nothing was there, or it was killed before its first record
         if folder.found == "other":
             folder.take_over(run_id, digest_of(meaning(plan.spec)), list(plan.spec.outputs.values()), ())
-        journal = Journal.create(folder.journal, header_of(plan, folder.run_id, origin))
-        return Opened(journal, RunJournal(journal, None))
+        header = header_of(plan, folder.run_id, origin)
+        journal = Journal.create(folder.journal, header)
+        return Opened(journal, RunJournal(journal, None, _stamp(header)))
     if history.problems:
         raise JournalError(
             f"the journal in {folder.journal} does not add up, so nothing is resumed:\n  "
@@ -81,7 +84,7 @@ def open_journal(
     changed = changes(history.header, now)
     if not changed and folder.found == "unfinished":
         journal = Journal.reopen(folder.journal, history)
-        return Opened(journal, RunJournal(journal, history), _resumed(history, now))
+        return Opened(journal, RunJournal(journal, history, _stamp(now)), _resumed(history, now))
     if not reuse:
         raise UsageError(
             f"the run {history.header.run} in {folder.path} can't be resumed, because something has changed "
@@ -126,6 +129,12 @@ def _resumed(history: History, now: Header) -> str:
         modules = ", ".join(line.partition(":")[0] for line in changed)
         notice += f"\nchanged since then: module {modules}; what was done before is kept as it is"
     return notice
+
+
+def _stamp(now: Header) -> str:
+    """Return what a call's result is as good as new under: this run, with the code as it is now."""
+    versions = [now.pipedist, np.__version__, *sys.version_info[:2]]
+    return digest_of({"run": now.run, "versions": versions, "code": dict(now.code)})
 
 
 # -- what a run is made of ---------------------------------------------------------------------------
@@ -270,7 +279,7 @@ def _reused(plan: Plan, folder: RunFolder, run_id: str, history: History, origin
         raise JournalError(f"the journal in {folder.journal} was written, and can't be read")
     journal = Journal.reopen(folder.journal, again)
     journal.keep(name for found in taken.values() for name in found.files())
-    return Opened(journal, RunJournal(journal, again), "\n".join(lines))
+    return Opened(journal, RunJournal(journal, again, _stamp(header)), "\n".join(lines))
 
 
 def _found(history: History, now: Header, wanted: Mapping[str, Any]) -> tuple[PassHistory | None, list[str]]:

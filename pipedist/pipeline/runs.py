@@ -366,6 +366,8 @@ class Run:
         self._execution = Execution(self.plan, coordinator, folder, self._subscription, self._journal)
         try:
             with self._main_scope:
+                if self._journal is not None and self._journal.is_resumed:
+                    await self._cluster.gather()
                 await self._execution.run()
                 self._result = await self._made(self._execution, folder)
         except Exception as error:
@@ -443,5 +445,10 @@ def cluster_for(spec: Spec, *, workers: int) -> Cluster:
     if spec.cluster.launcher == "connect":
         from pipedist.connect_cluster import ConnectCluster
 
-        return ConnectCluster(listen=spec.cluster.listen, key_file=spec.cluster.key_file, workers=workers)
+        return ConnectCluster(
+            listen=spec.cluster.listen,
+            key_file=spec.cluster.key_file,
+            workers=workers,
+            rejoin_s=spec.cluster.rejoin_s,
+        )
     return LocalCluster(workers=workers, threads_per_replica=spec.threads_per_replica)

@@ -109,6 +109,26 @@ class GangEnded:
 
 
 @record
+class SendRecall:
+    """Ask a worker to report calls [lo, hi) under a lease; it has finished them for another scheduler."""
+
+    worker: str
+    lease: int
+    pass_id: int
+    lo: int
+    hi: int
+
+
+@record
+class SendSettled:
+    """Tell a worker that calls of a pass below `before` are durable."""
+
+    worker: str
+    pass_id: int
+    before: int
+
+
+@record
 class SendCancel:
     """Tell a worker to drop what it has not begun of a lease."""
 
@@ -247,6 +267,8 @@ Command = (
     | SendUnbind
     | SendAssign
     | SendGang
+    | SendRecall
+    | SendSettled
     | SendCancel
     | AcceptResults
     | StashResults

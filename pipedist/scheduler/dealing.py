@@ -6,6 +6,7 @@ from pipedist.scheduler import commands as cmd
 from pipedist.scheduler.gangs import form, parts
 from pipedist.scheduler.membership import Lease, Membership, Worker
 from pipedist.scheduler.passes import Pass
+from pipedist.scheduler.ranges import RangeSet
 from pipedist.scheduler.settings import Limits
 
 
@@ -36,6 +37,7 @@ class Dealing:
     def deal(self) -> None:
         """Issue all that workers have room for: first to the idle, then in advance."""
         members = self._members
+        self._recall_all()
         while members.ready and (pass_ := self._whose_turn()) is not None:
             if pass_.settings.gang:
                 if not self._issue_gang(pass_):
@@ -66,6 +68,24 @@ class Dealing:
             cmd.SendAssign(worker.name, twin.id, pass_.id, lo, hi, attempt, elements, twin=lease.id)
         )
         return twin
+
+    def _recall_all(self) -> None:
+        """Have what workers finished for a scheduler that is gone reported, before it is dealt."""
+        for pass_ in self._waiting.values():
+            if pass_.kept and pass_.deals:
+                for (name, incarnation), kept in list(pass_.kept.items()):
+                    if self._members.current(name, incarnation) is not None:
+                        self._recall(self._members.workers[name], pass_, kept)
+                    elif self._members.is_over(name, incarnation):
+                        del pass_.kept[name, incarnation]
+
+    def _recall(self, worker: Worker, pass_: Pass, kept: RangeSet) -> None:
+        for lo, hi in [(t.lo, t.hi) for a, b in list(kept) for t in pass_.todo.take_untried(a, b)]:
+            kept.discard(lo, hi)
+            self._bind(worker, pass_)
+            lease = self._members.grant(worker, pass_.id, lo, hi, 0, 0.0)
+            pass_.leased += hi - lo
+            self._out.append(cmd.SendRecall(worker.name, lease.id, pass_.id, lo, hi))
 
     def _whose_turn(self) -> Pass | None:
         """Return the pass whose turn it is, None if nothing waits."""

@@ -93,6 +93,30 @@ class StepsEnded:
 
 
 @record
+class CallsKept:
+    """A worker has results of these calls, and of this very pass, from a scheduler that is gone.
+
+    It may be said before the worker has joined: then it counts as soon as it has.
+
+    Args:
+        calls: ranges [lo, hi).
+    """
+
+    worker: str
+    incarnation: int
+    pass_id: int
+    calls: tuple[tuple[int, int], ...]
+
+
+@record
+class StepsSettled:
+    """All steps before `before` are durable: whoever kept results of them may let go."""
+
+    pass_id: int
+    before: int
+
+
+@record
 class StepsConsumed:
     """The readers are done with all steps before `before`.
 
@@ -221,6 +245,8 @@ Event = (
     | StepsOffered
     | StepsEnded
     | StepsConsumed
+    | CallsKept
+    | StepsSettled
     | PassHeld
     | PassClosed
     | CallsDone

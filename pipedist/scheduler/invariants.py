@@ -42,6 +42,7 @@ def check(passes: Mapping[int, Pass], members: Membership, waiting: Mapping[int,
         elif pass_.gangs or any(lease.gang is not None for lease in held[id_]):
             raise LocalProtocolError(f"pass {id_} has gangs, but is no gang pass")
         _check_counts(pass_)
+        _check_kept(pass_, members)
         if pass_.deals and waiting.get(id_) is not pass_:
             raise LocalProtocolError(f"pass {id_} waits, but is not dealt")
 
@@ -53,6 +54,17 @@ def _check_twins(lease: Lease, twin: Lease, members: Membership) -> None:
     calls = [(x.pass_id, x.next, x.hi, x.attempt) for x in (lease, twin)]
     if calls[0] != calls[1] or lease.gang is not None or lease.probe is not None:
         raise LocalProtocolError(f"leases {lease.id} and {twin.id} are twins of different calls: {calls}")
+
+
+def _check_kept(pass_: Pass, members: Membership) -> None:
+    if pass_.kept and pass_.settings.gang:
+        raise LocalProtocolError(f"pass {pass_.id} is of gangs, whose calls are never kept")
+    for (name, incarnation), kept in pass_.kept.items():
+        if not pass_.deals or members.current(name, incarnation) is None:
+            continue
+        for lo, hi in kept:
+            if any(t.attempt == 0 and t.lo < hi and lo < t.hi for t in pass_.todo):
+                raise LocalProtocolError(f"calls [{lo}, {hi}) of pass {pass_.id} wait, but {name} has them")
 
 
 def _check_workers(members: Membership) -> None:

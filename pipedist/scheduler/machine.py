@@ -11,6 +11,9 @@ Rules
   what comes later is dropped (`DropResults`), so no call is committed twice.
 * Steps of an ordered pass become visible in step order. So the first failure that is told is
   that of the lowest step, whatever the order of arrival.
+* A call that a worker has finished for a scheduler that is gone is recalled: the worker gets a lease of it
+  like any other, but executes nothing. So it counts by the same rules, in the same place. One that was
+  tried here meanwhile is executed.
 * The calls of a gang are issued at once or not at all, over as many workers as there are (at most
   R). They count at once or not at all: a gang that loses a member, or whose calls are to be tried
   again, starts again as a whole, under a new serial. What a call of a gang raised is told when all
@@ -52,6 +55,7 @@ from pipedist.scheduler.dealing import Dealing
 from pipedist.scheduler.membership import Lease, Membership, Worker
 from pipedist.scheduler.outcomes import Death, Outcomes
 from pipedist.scheduler.passes import Pass
+from pipedist.scheduler.ranges import RangeSet
 from pipedist.scheduler.settings import Limits
 from pipedist.scheduler.states import WorkerState
 from pipedist.scheduler.stragglers import Stragglers
@@ -284,6 +288,22 @@ class Scheduler:
         pass_.consumed = max(pass_.consumed, event.before)
         pass_.result_bytes -= event.bytes
 
+    def _on_calls_kept(self, event: ev.CallsKept) -> None:
+        pass_ = self._passes.get(event.pass_id)
+        if pass_ is None or pass_.settings.gang:  # a gang counts at once or not at all
+            return
+        kept = pass_.kept.setdefault((event.worker, event.incarnation), RangeSet())
+        for lo, hi in event.calls:
+            kept.add(lo, hi)
+
+    def _on_steps_settled(self, event: ev.StepsSettled) -> None:
+        if event.pass_id not in self._passes:
+            return
+        before = event.before * self._passes[event.pass_id].settings.replicas
+        for worker in self._members.workers.values():
+            if event.pass_id in worker.bound:
+                self._out.append(cmd.SendSettled(worker.name, event.pass_id, before))
+
     def _on_pass_held(self, event: ev.PassHeld) -> None:
         pass_ = self._passes.get(event.pass_id)
         if pass_ is None:
@@ -398,6 +418,8 @@ _HANDLERS: dict[type, Callable[[Scheduler, Any], None]] = {
     ev.StepsOffered: Scheduler._on_steps_offered,
     ev.StepsEnded: Scheduler._on_steps_ended,
     ev.StepsConsumed: Scheduler._on_steps_consumed,
+    ev.CallsKept: Scheduler._on_calls_kept,
+    ev.StepsSettled: Scheduler._on_steps_settled,
     ev.PassHeld: Scheduler._on_pass_held,
     ev.PassClosed: Scheduler._on_pass_closed,
     ev.CallsDone: Scheduler._on_calls_done,

@@ -101,6 +101,13 @@ class Membership:
             return None
         return found
 
+    def is_over(self, worker: str, incarnation: int) -> bool:
+        """Return whether this life of a worker has been, and is lost."""
+        found = self.workers.get(worker)
+        if found is None or found.incarnation < incarnation:
+            return False
+        return found.incarnation > incarnation or found.state is WorkerState.GONE
+
     def admit(self, worker: Worker, incarnation: int, *, supervised: bool, now: float) -> None:
         """Make a worker READY in this incarnation."""
         worker.become("joined")

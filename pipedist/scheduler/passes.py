@@ -67,6 +67,9 @@ class Pass:
     """Calls whose guilty elements are looked for."""
     done: RangeSet = field(default_factory=RangeSet)
     """Calls that came back or failed for good, and empty shards; only of steps that are not visible."""
+    kept: dict[tuple[str, int], RangeSet] = field(default_factory=dict)
+    """Calls whose results a worker, in this incarnation, has from a scheduler that is gone; of those that
+    wait, none of a worker that is READY. Never of a gang."""
     leased: int = 0
     """Calls under a lease that have not come back."""
     gangs: dict[int, Gang] = field(default_factory=dict)

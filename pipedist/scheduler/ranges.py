@@ -112,6 +112,21 @@ class TodoQueue:
         self.calls -= calls_max
         return Todo(first.lo, cut, first.attempt)
 
+    def take_untried(self, lo: int, hi: int) -> list[Todo]:
+        """Remove and return what waits of calls [lo, hi) for its first attempt."""
+        found, left = [], []
+        for item in self._items:
+            a, b = max(item.lo, lo), min(item.hi, hi)
+            if item.attempt or a >= b:
+                left.append(item)
+                continue
+            found.append(Todo(a, b, 0))
+            left += [Todo(x, y, 0) for x, y in ((item.lo, a), (b, item.hi)) if x < y]
+        if found:
+            self._items = left
+            self.calls -= sum(t.hi - t.lo for t in found)
+        return found
+
     def drop_from(self, call: int) -> None:
         """Forget every waiting call >= `call`."""
         kept = [Todo(t.lo, min(t.hi, call), t.attempt) for t in self._items if t.lo < call]

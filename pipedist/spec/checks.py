@@ -171,7 +171,7 @@ class Checks:
                 )
 
     def cluster(self, cluster: Mapping[object, object]) -> None:
-        """The keys of `launcher: connect` are there with it, and only with it."""
+        """What `launcher: connect` needs is there with it, and what belongs to it is there only with it."""
         launcher = cluster.get("launcher", "local")
         for key, example in (
             ("listen", '"tcp://ADDRESS:PORT"'),
@@ -181,7 +181,8 @@ class Checks:
                 self._note(
                     ("cluster",), f"`{key}` is missing: `launcher: connect` needs it", example, at_key=True
                 )
-            elif launcher != "connect" and key in cluster:
+        for key in ("listen", "key_file", "rejoin_s"):
+            if launcher != "connect" and key in cluster:
                 self._note(
                     ("cluster", key),
                     f"`{key}` goes with `launcher: connect` only",

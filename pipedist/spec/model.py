@@ -110,6 +110,16 @@ class ClusterSpec(Section):
         ),
         default=60.0,
     )
+    rejoin_s: float = key(
+        Number(GRACE_S_MAX),
+        Key(
+            "How long workers that dialled in keep their finished results, when the process of the run is "
+            "gone, and wait for it to be resumed, in seconds; with `launcher: connect`.",
+            "a number of seconds, 0 or more",
+            "rejoin_s: 60",
+        ),
+        default=60.0,
+    )
     listen: str | None = key(
         Nullable(Endpoint),
         Key(

@@ -38,6 +38,8 @@ _TAGS: Final[dict[int, type[Any]]] = {
     18: messages.Relay,
     19: messages.Stalled,
     20: messages.Cancelled,
+    21: messages.Recall,
+    22: messages.Settled,
 }
 """The number of each message class on the wire; a number is never used for another one."""
 
@@ -46,12 +48,13 @@ if set(_TAGS.values()) != set(typing.get_args(Message)):
 
 
 _INT_END: Final = 1 << 63
+_SHORT: Final = STRING_BYTES_MAX // 4
+"""A text of so many code points is never too long: each takes at most 4 bytes."""
 
 
 def _str(value: Any) -> str:
-    # A code point takes at most 4 bytes: only long texts need an exact count.
     if type(value) is not str or (
-        len(value) > STRING_BYTES_MAX // 4 and len(value.encode("utf-8", "surrogatepass")) > STRING_BYTES_MAX
+        len(value) > _SHORT and len(value.encode("utf-8", "surrogatepass")) > STRING_BYTES_MAX
     ):
         raise ValueError(f"a str of at most {STRING_BYTES_MAX} bytes")
     return value
@@ -127,13 +130,15 @@ class _Form:
 
     def check(self, values: tuple[Any, ...]) -> Sequence[Any]:
         # Of ints and short texts, as the messages have that there are most of, nothing else is asked.
-        if (
-            tuple(map(type, values)) == self.types
-            and all([0 <= values[place] < _INT_END for place in self.ints])
-            and all([len(values[place]) <= STRING_BYTES_MAX // 4 for place in self.strs])
-            and len(self.ints) + len(self.strs) == len(values)
-        ):
-            return values
+        if tuple(map(type, values)) == self.types and len(self.ints) + len(self.strs) == len(values):
+            ints = [values[place] for place in self.ints]
+            chars = [len(values[place]) for place in self.strs]
+            if (
+                min(ints, default=0) >= 0
+                and max(ints, default=0) < _INT_END
+                and max(chars, default=0) <= _SHORT
+            ):
+                return values
         if len(values) != len(self.names):
             raise ValueError(f"{self.cls.__name__} has {len(self.names)} fields, not {len(values)}")
         checked = []

@@ -27,9 +27,14 @@ class Send:
 
 @record
 class SendResults:
-    """Send a message with the results that were reported with it."""
+    """Send a message with the results that were reported with it.
+
+    Args:
+        kept_of: the pass under whose key they are kept first; 0: they are not.
+    """
 
     message: Results
+    kept_of: int = 0
 
 
 @record
@@ -48,9 +53,14 @@ class Join:
 
 @record
 class OpenPass:
-    """Keep the program that came with the message."""
+    """Keep the program that came with the message.
+
+    Args:
+        key: under which results of the pass are kept until they are durable; "": they are not.
+    """
 
     pass_id: int
+    key: str = ""
 
 
 @record
@@ -70,6 +80,21 @@ class KeepLease:
 
     lease: int
     gang: AssignGang | None = None
+
+
+@record
+class RecallLease:
+    """The lease's calls are not executed: their results were kept."""
+
+    lease: int
+
+
+@record
+class LetGo:
+    """Calls of a pass below `before` are durable: do not keep their results any more."""
+
+    pass_id: int
+    before: int
 
 
 @record
@@ -136,6 +161,8 @@ Command = (
     | OpenPass
     | DropPass
     | KeepLease
+    | RecallLease
+    | LetGo
     | KeepRelay
     | KeepState
     | ForgetState

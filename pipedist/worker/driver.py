@@ -24,18 +24,32 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from pipedist.errors import PipedistError
 from pipedist.messages import Log, Message
+from pipedist.transport.client_socket import ConnectionLost
 from pipedist.transport.codec import Frame, UnsendableError, encode
 from pipedist.worker import commands
 from pipedist.worker.commands import Ending, Execute
 from pipedist.worker.devices import DevicesUnseen
-from pipedist.worker.events import Brought, Event, Finished, Missed, Raised, SliceEnded, Started, Tick, Unfit
+from pipedist.worker.events import (
+    Brought,
+    Event,
+    Finished,
+    Leaving,
+    Missed,
+    Raised,
+    SliceEnded,
+    Started,
+    Tick,
+    Unfit,
+)
 from pipedist.worker.execution import Outcome, PassExecutor
 from pipedist.worker.failures import CallFailure
+from pipedist.worker.kept import KeptCalls, KeptResults
 from pipedist.worker.leases import Leases
-from pipedist.worker.machine import Limits, State, WorkerMachine
+from pipedist.worker.machine import Limits, WorkerMachine
 from pipedist.worker.output import OutputCapture
 from pipedist.worker.progress import Progress
 from pipedist.worker.ranges import RefusedRange
+from pipedist.worker.states import State
 
 if TYPE_CHECKING:
     from pipedist.worker.leases import Run
@@ -51,6 +65,10 @@ SILENT_S = 2.0
 
 LOG_LINES_WAITING_MAX = 1000
 """Lines printed by threads while the socket was busy; older ones are lost first."""
+
+
+class _Interrupted(Exception):
+    """Ends the wait for a message."""
 
 
 def _tell_nobody(_text: str) -> None:
@@ -88,6 +106,7 @@ class Driver:
         progress: where the call that runs is noted down.
         die: ends the process; called with a text when the reporter thread fails.
         tell: told, for people, that the worker has joined, or waits for a scheduler.
+        kept: where results are kept until they are durable.
     """
 
     def __init__(
@@ -100,6 +119,7 @@ class Driver:
         progress: Progress,
         die: Callable[[str], None],
         tell: Callable[[str], None] = _tell_nobody,
+        kept: KeptResults | None = None,
     ) -> None:
         self._socket = socket
         self._machine = machine
@@ -114,7 +134,16 @@ class Driver:
         """Held by whoever uses `_machine` or `_socket`."""
         self._leases = Leases(self, threads, progress.clock)
         self._fault: BaseException | None = None
-        """What went wrong with the scheduler while a replica was listening."""
+        """What went wrong with the scheduler while user code ran; told when it is over."""
+        self._kept = KeptResults() if kept is None else kept
+        self._keys: dict[int, str] = {}
+        """Of bound passes whose results are kept."""
+        self._recalls: set[int] = set()
+        """Leases whose results were kept."""
+        self._asked_to_leave = ""
+        """Why the worker is to leave as soon as it can; "": it is not."""
+        self._interruptible = False
+        """The main thread waits for a message, and nothing else."""
         self._frames: list[memoryview] = []
         """Payload of the message that is being handled."""
         self._encoded: Sequence[Frame] = ()
@@ -143,8 +172,14 @@ class Driver:
             with self._core:
                 self._handle(Started())
             while self._left is None:
-                if self._slice is None:
-                    self._wait()
+                if self._asked_to_leave:
+                    with self._core:
+                        self._handle(Leaving(self._asked_to_leave))
+                elif self._slice is None:
+                    with contextlib.suppress(_Interrupted):
+                        self._wait()
+                elif self._slice.lease in self._recalls:
+                    self._report_kept(self._slice)
                 else:
                     self._execute(self._slice)
         finally:
@@ -158,6 +193,15 @@ class Driver:
             self._leases.close()
         return self._left
 
+    def leave(self, reason: str) -> None:
+        """Leave as soon as the calls that run are over; for a signal's handler, in the main thread.
+
+        What is finished is reported, what was not begun goes back to the scheduler.
+        """
+        self._asked_to_leave = reason
+        if self._interruptible:
+            raise _Interrupted
+
     # -- the machine -------------------------------------------------------------------
 
     def _handle(self, event: Event) -> None:
@@ -169,7 +213,7 @@ class Driver:
         with self._core:
             due = self._machine.deadline()
             left = IDLE_POLL_S if due is None else min(IDLE_POLL_S, max(0.0, due - time.monotonic()))
-            if self._socket.poll(left):
+            if self._poll(left):
                 self._receive()
             else:
                 self._working.clear()
@@ -178,6 +222,14 @@ class Driver:
                     self._waits_from = None
                     self._tell(f"waiting for a scheduler, for at most {self._join_s:g} s")
             self._send_lines()
+
+    def _poll(self, timeout_s: float) -> bool:
+        """Wait for a message; what asks the worker to leave ends the wait."""
+        try:
+            self._interruptible = True
+            return not self._asked_to_leave and self._socket.poll(timeout_s)
+        finally:
+            self._interruptible = False
 
     def _receive(self) -> None:
         """Handle every message that is there."""
@@ -208,6 +260,7 @@ class Driver:
         self.output.finish()
         with self._core:
             if self._fault is not None:
+                self._keep_rest(slice_.lease, run)
                 raise self._fault
             if self._run is not run or self._left is not None:
                 return  # a gang, whose lease was dropped while its replicas listened
@@ -219,6 +272,22 @@ class Driver:
             self._handle(SliceEnded(slice_.lease))
             if self._slice is not None:  # otherwise it is waited for a message anyway
                 self._receive()
+
+    def _keep_rest(self, lease: int, run: Run) -> None:
+        """Keep what was finished while the connection was lost: the next incarnation may offer it."""
+        if isinstance(self._fault, ConnectionLost) and self._run is run:
+            with contextlib.suppress(ConnectionLost):
+                self._report(lease, run)
+
+    def _report_kept(self, slice_: Execute) -> None:
+        """Report calls that were finished for a scheduler that is gone."""
+        with self._core:
+            for calls in self._kept.recalled(self._keys[slice_.pass_id], slice_.lo, slice_.hi):
+                self._encoded = calls.frames
+                self._handle(Finished(slice_.lease, calls.lo, calls.hi, calls.busy_ns))
+            self._encoded = ()
+            self._handle(SliceEnded(slice_.lease))
+            self._receive()
 
     def _begin(self, slice_: Execute) -> Run:
         if self._run is None:
@@ -315,20 +384,27 @@ class Driver:
                 if self._over.wait(pause_s):
                     return
                 with self._core:
+                    if self._fault is not None:
+                        return  # there is nobody to report to; the main thread tells it
                     due = self._machine.deadline()
                     run, slice_ = self._run, self._slice
-                    if run is not None and slice_ is not None and due and time.monotonic() >= due:
-                        self._report(slice_.lease, run)
-                    self._send_lines()
+                    try:
+                        if run is not None and slice_ is not None and due and time.monotonic() >= due:
+                            self._report(slice_.lease, run)
+                        self._send_lines()
+                    except ConnectionLost as error:  # what runs may go on, and is kept
+                        self._fault = error
         except BaseException:  # nobody would see a thread die
             self._die(traceback.format_exc())
 
     def _log(self, line: Log) -> None:
         """Send a line at once if the socket is free, else leave it to whoever uses it."""
         self._lines.append(line)
-        if self._core.acquire(blocking=False):
+        if self._fault is None and self._core.acquire(blocking=False):
             try:
                 self._send_lines()
+            except ConnectionLost as error:  # no fault of whoever prints
+                self._fault = error
             finally:
                 self._core.release()
 
@@ -343,6 +419,10 @@ class Driver:
         self._socket.send(command.message, timeout_s=self._join_s if joining else math.inf)
 
     def _do_send_results(self, command: commands.SendResults) -> None:
+        if command.kept_of:
+            told = command.message
+            calls = KeptCalls(told.lo, told.hi, told.busy_ns, self._encoded)
+            self._kept.add(self._keys[command.kept_of], calls)
         # A slow reader is back-pressure, not a fault; what is sent was made ours by `boundary.own`.
         self._socket.send(command.message, self._encoded, copy=False, timeout_s=math.inf)
 
@@ -360,13 +440,24 @@ class Driver:
             sys.path[:] = theirs + [entry for entry in sys.path if entry not in theirs]
 
     def _do_open_pass(self, command: commands.OpenPass) -> None:
+        if command.key:
+            self._keys[command.pass_id] = command.key
         self._leases.open_pass(command.pass_id, self._frames)
 
     def _do_drop_pass(self, command: commands.DropPass) -> None:
+        key = self._keys.pop(command.pass_id, "")
+        if key:
+            self._kept.drop(key)
         self._leases.drop_pass(command.pass_id)
 
     def _do_keep_lease(self, command: commands.KeepLease) -> None:
         self._leases.keep(command.lease, self._frames, command.gang)
+
+    def _do_recall_lease(self, command: commands.RecallLease) -> None:
+        self._recalls.add(command.lease)
+
+    def _do_let_go(self, command: commands.LetGo) -> None:
+        self._kept.settle(self._keys[command.pass_id], command.before)
 
     def _do_keep_relay(self, command: commands.KeepRelay) -> None:
         self._leases.keep_relay(command.relay, self._frames)
@@ -380,6 +471,9 @@ class Driver:
     def _do_drop_lease(self, command: commands.DropLease) -> None:
         if self._slice is not None and self._slice.lease == command.lease:
             self._slice = None
+        if command.lease in self._recalls:
+            self._recalls.discard(command.lease)
+            return
         if not self._leases.drop(command.lease) and self._run is not None:
             run, self._run = self._run, None
             run.abandon()
@@ -399,6 +493,8 @@ _CARRY_OUT: dict[type, Callable[[Driver, Any], None]] = {
     commands.OpenPass: Driver._do_open_pass,
     commands.DropPass: Driver._do_drop_pass,
     commands.KeepLease: Driver._do_keep_lease,
+    commands.RecallLease: Driver._do_recall_lease,
+    commands.LetGo: Driver._do_let_go,
     commands.KeepRelay: Driver._do_keep_relay,
     commands.KeepState: Driver._do_keep_state,
     commands.ForgetState: Driver._do_forget_state,

@@ -61,6 +61,13 @@ class Unfit:
 
 
 @record
+class Leaving:
+    """The worker was asked to leave by whoever runs it; what it has finished is reported."""
+
+    reason: str
+
+
+@record
 class SliceEnded:
     """The driver is done with an Execute, and has reported everything that it finished."""
 
@@ -72,4 +79,4 @@ class Tick:
     """Nothing happened, but time passed."""
 
 
-Event = Message | Started | Finished | Raised | Brought | Missed | Unfit | SliceEnded | Tick
+Event = Message | Started | Finished | Raised | Brought | Missed | Unfit | Leaving | SliceEnded | Tick

@@ -10,8 +10,12 @@ from pipedist.messages import WIRE_VERSION, Hello
 from pipedist.version import __version__
 
 
-def make_hello(worker: str, incarnation: int) -> Hello:
-    """Return this process's Hello."""
+def make_hello(worker: str, incarnation: int, kept: tuple[str, ...] = ()) -> Hello:
+    """Return this process's Hello.
+
+    Args:
+        kept: finished calls that it offers.
+    """
     import platform
 
     return Hello(
@@ -25,6 +29,7 @@ def make_hello(worker: str, incarnation: int) -> Hello:
         numpy=np.__version__,
         pipedist=__version__,
         cpu=cpu_model(),
+        kept=kept,
     )
 
 

@@ -21,6 +21,10 @@ Rules
   collectives, numbered from 1 without gaps; what other members bring is kept for a lease that
   executes or waits, and dropped where the lease is over: the messages have crossed.
 * A state's values are kept until it is dropped; which versions, is the driver's matter.
+* Results of a pass that has a key are kept before they are sent, until `Settled` says that they are
+  durable, or the pass is over: should the scheduler vanish, the next incarnation offers them to whoever
+  goes on with the run. What a `Recall` asks for is reported like the calls of any lease, in its turn.
+* A worker that is to leave (`Leaving`) finishes the slice that it executes, and says Goodbye.
 * A message that the state does not allow is the scheduler's fault (RemoteProtocolError), any
   other event that it does not allow is ours (LocalProtocolError).
 
@@ -43,7 +47,6 @@ collective that goes through the scheduler, `Missed` where one has waited too lo
 
 from __future__ import annotations
 
-import enum
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -51,6 +54,7 @@ from typing import Any
 
 from pipedist.errors import LocalProtocolError, RemoteProtocolError
 from pipedist.messages import (
+    KEPT_RANGES_MAX,
     Assign,
     AssignGang,
     Bind,
@@ -62,9 +66,11 @@ from pipedist.messages import (
     Goodbye,
     Hello,
     Message,
+    Recall,
     Refuse,
     Relay,
     Results,
+    Settled,
     Stalled,
     Stop,
     Unbind,
@@ -84,21 +90,26 @@ from pipedist.worker.commands import (
     KeepRelay,
     KeepState,
     Leave,
+    LetGo,
     OpenPass,
+    RecallLease,
     Send,
     SendExchange,
     SendResults,
 )
-from pipedist.worker.events import Brought, Event, Finished, Missed, Raised, SliceEnded, Started, Tick, Unfit
-
-
-class State(enum.Enum):
-    """Where a worker stands."""
-
-    JOINING = "joining"
-    READY = "ready"
-    EXECUTING = "executing"
-    STOPPING = "stopping"
+from pipedist.worker.events import (
+    Brought,
+    Event,
+    Finished,
+    Leaving,
+    Missed,
+    Raised,
+    SliceEnded,
+    Started,
+    Tick,
+    Unfit,
+)
+from pipedist.worker.states import TRANSITIONS, State
 
 
 @record
@@ -110,6 +121,7 @@ class Limits:
         flush_s: how long a finished call may wait to be reported, seconds.
         flush_bytes: how many bytes of results may gather before they are reported.
         leases_queued_max: leases that may wait behind the one that executes.
+        recalls_queued_max: recalls that may wait besides; as many as a worker offers.
         passes_max: passes that may be bound at a time.
         states_max: states of which values may be kept at a time.
     """
@@ -118,53 +130,9 @@ class Limits:
     flush_s: float = 0.02
     flush_bytes: int = 4 * 2**20
     leases_queued_max: int = 64
+    recalls_queued_max: int = KEPT_RANGES_MAX
     passes_max: int = 1024
     states_max: int = 4096
-
-
-TRANSITIONS: dict[State, dict[type, frozenset[State]]] = {
-    State.JOINING: {
-        Started: frozenset({State.JOINING}),
-        Tick: frozenset({State.JOINING, State.STOPPING}),
-        Welcome: frozenset({State.READY}),
-        Refuse: frozenset({State.STOPPING}),
-        Stop: frozenset({State.STOPPING}),
-    },
-    State.READY: {
-        Tick: frozenset({State.READY}),
-        Bind: frozenset({State.READY}),
-        Unbind: frozenset({State.READY}),
-        Assign: frozenset({State.EXECUTING}),
-        AssignGang: frozenset({State.EXECUTING}),
-        StateMessage: frozenset({State.READY}),
-        DropState: frozenset({State.READY}),
-        Relay: frozenset({State.READY}),
-        Cancel: frozenset({State.READY}),
-        Refuse: frozenset({State.STOPPING}),
-        Stop: frozenset({State.STOPPING}),
-    },
-    State.EXECUTING: {
-        Tick: frozenset({State.EXECUTING}),
-        Bind: frozenset({State.EXECUTING}),
-        Unbind: frozenset({State.EXECUTING, State.READY}),
-        Assign: frozenset({State.EXECUTING}),
-        AssignGang: frozenset({State.EXECUTING}),
-        StateMessage: frozenset({State.EXECUTING}),
-        DropState: frozenset({State.EXECUTING}),
-        Relay: frozenset({State.EXECUTING}),
-        Cancel: frozenset({State.EXECUTING, State.READY}),
-        Finished: frozenset({State.EXECUTING}),
-        Raised: frozenset({State.EXECUTING}),
-        Brought: frozenset({State.EXECUTING}),
-        Missed: frozenset({State.EXECUTING}),
-        SliceEnded: frozenset({State.EXECUTING, State.READY}),
-        Refuse: frozenset({State.STOPPING}),
-        Stop: frozenset({State.STOPPING}),
-        Unfit: frozenset({State.STOPPING}),
-    },
-    State.STOPPING: {},
-}
-"""Which events each state allows, and the states that they may lead to."""
 
 
 @dataclass(slots=True)
@@ -175,6 +143,8 @@ class _Lease:
         next: its first call that is not reported.
         members: of its gang; 0 where it is of none.
         collectives: those that it has brought its part to.
+        recalled: its results were kept, and are reported without executing anything.
+        kept: what it reports is kept until it is durable.
     """
 
     id: int
@@ -183,6 +153,8 @@ class _Lease:
     hi: int
     members: int = 0
     collectives: int = 0
+    recalled: bool = False
+    kept: bool = False
 
 
 class WorkerMachine:
@@ -199,6 +171,8 @@ class WorkerMachine:
         self._limits = limits or Limits()
         self._passes: set[int] = set()
         """Bound passes."""
+        self._keeping: set[int] = set()
+        """Those of them that have a key: their results are kept until they are durable."""
         self._spaces: set[int] = set()
         """States of which values are kept."""
         self._active: _Lease | None = None
@@ -259,6 +233,11 @@ class WorkerMachine:
         goodbye = Goodbye(self._hello.worker, self._hello.incarnation, event.reason)
         return [Send(goodbye), *self._leave(Ending.STOPPED, event.reason)]
 
+    def _on_leaving(self, event: Leaving, _now: float) -> list[Command]:
+        # Also while joining: the Welcome may be on its way.
+        goodbye = Goodbye(self._hello.worker, self._hello.incarnation, event.reason)
+        return [Send(goodbye), *self._leave(Ending.STOPPED, event.reason)]
+
     def _on_unfit(self, event: Unfit, _now: float) -> list[Command]:
         goodbye = Goodbye(self._hello.worker, self._hello.incarnation, event.reason)
         return [Send(goodbye), *self._leave(Ending.UNFIT, event.reason)]
@@ -269,6 +248,7 @@ class WorkerMachine:
         self._active = None
         self._queue.clear()
         self._passes.clear()
+        self._keeping.clear()
         self._spaces.clear()
         return [Leave(ending, reason)]
 
@@ -280,12 +260,15 @@ class WorkerMachine:
         if len(self._passes) >= self._limits.passes_max:
             raise RemoteProtocolError(f"more than {self._limits.passes_max} passes are bound")
         self._passes.add(event.pass_id)
-        return [OpenPass(event.pass_id)]
+        if event.key:
+            self._keeping.add(event.pass_id)
+        return [OpenPass(event.pass_id, event.key)]
 
     def _on_unbind(self, event: Unbind, now: float) -> list[Command]:
         if event.pass_id not in self._passes:
             raise RemoteProtocolError(f"pass {event.pass_id} was unbound, but is not bound")
         self._passes.discard(event.pass_id)
+        self._keeping.discard(event.pass_id)
         commands: list[Command] = []
         for lease in [x for x in self._queue.values() if x.pass_id == event.pass_id]:
             del self._queue[lease.id]
@@ -296,7 +279,18 @@ class WorkerMachine:
         return [*commands, DropLease(self._active.id), drop, *self._next(now)]
 
     def _on_assign(self, event: Assign, now: float) -> list[Command]:
-        return self._take(_Lease(event.lease, event.pass_id, event.lo, event.hi), None, now)
+        whole = event.pass_id in self._keeping and not event.elements
+        return self._take(_Lease(event.lease, event.pass_id, event.lo, event.hi, kept=whole), None, now)
+
+    def _on_recall(self, event: Recall, now: float) -> list[Command]:
+        if event.pass_id not in self._keeping:
+            raise RemoteProtocolError(f"calls of pass {event.pass_id} were recalled, of which none is kept")
+        return self._take(_Lease(event.lease, event.pass_id, event.lo, event.hi, recalled=True), None, now)
+
+    def _on_settled(self, event: Settled, _now: float) -> list[Command]:
+        if event.pass_id not in self._keeping:
+            raise RemoteProtocolError(f"calls of pass {event.pass_id} are settled, of which none is kept")
+        return [LetGo(event.pass_id, event.before)]
 
     def _on_assign_gang(self, event: AssignGang, now: float) -> list[Command]:
         if not 0 <= event.member < event.members:
@@ -313,13 +307,14 @@ class WorkerMachine:
         if self._active is None:
             self.state = State.EXECUTING
             self._active = lease
-            return [KeepLease(lease.id, gang), self._execute(lease, now)]
+            return [_keep(lease, gang), self._execute(lease, now)]
         if lease.id in self._queue or lease.id == self._active.id:
             raise RemoteProtocolError(f"lease {lease.id} was assigned twice")
-        if len(self._queue) >= self._limits.leases_queued_max:
-            raise RemoteProtocolError(f"more than {self._limits.leases_queued_max} leases wait")
+        most = self._limits.recalls_queued_max if lease.recalled else self._limits.leases_queued_max
+        if sum(1 for x in self._queue.values() if x.recalled == lease.recalled) >= most:
+            raise RemoteProtocolError(f"more than {most} leases wait")
         self._queue[lease.id] = lease
-        return [KeepLease(lease.id, gang)]
+        return [_keep(lease, gang)]
 
     def _on_relay(self, event: Relay, _now: float) -> list[Command]:
         lease = self._queue.get(event.lease)
@@ -384,7 +379,9 @@ class WorkerMachine:
 
     def _on_finished(self, event: Finished, now: float) -> list[Command]:
         self._report(event.lease, event.lo, event.hi, now)
-        return [SendResults(Results(event.lease, event.lo, event.hi, event.busy_ns))]
+        lease = self._active
+        kept_of = lease.pass_id if lease is not None and lease.kept else 0
+        return [SendResults(Results(event.lease, event.lo, event.hi, event.busy_ns), kept_of)]
 
     def _on_raised(self, event: Raised, now: float) -> list[Command]:
         self._report(event.lease, event.call, event.call + 1, now)
@@ -446,8 +443,10 @@ class WorkerMachine:
             return "a lease is active exactly while executing"
         if self._queue and not executing:
             return "leases wait only while one executes"
-        if len(self._queue) > self._limits.leases_queued_max:
+        if len(self._queue) > self._limits.leases_queued_max + self._limits.recalls_queued_max:
             return "too many leases wait"
+        if not self._keeping <= self._passes:
+            return "only results of bound passes are kept"
         if len(self._spaces) > self._limits.states_max:
             return "too many states are kept"
         if self.state is State.STOPPING and (self._passes or self._spaces):
@@ -471,6 +470,10 @@ class WorkerMachine:
         return ""
 
 
+def _keep(lease: _Lease, gang: AssignGang | None) -> Command:
+    return RecallLease(lease.id) if lease.recalled else KeepLease(lease.id, gang)
+
+
 _HANDLERS: dict[type, Callable[[WorkerMachine, Any, float], list[Command]]] = {
     Started: WorkerMachine._on_started,
     Tick: WorkerMachine._on_tick,
@@ -478,9 +481,12 @@ _HANDLERS: dict[type, Callable[[WorkerMachine, Any, float], list[Command]]] = {
     Refuse: WorkerMachine._on_refuse,
     Stop: WorkerMachine._on_stop,
     Unfit: WorkerMachine._on_unfit,
+    Leaving: WorkerMachine._on_leaving,
     Bind: WorkerMachine._on_bind,
     Unbind: WorkerMachine._on_unbind,
     Assign: WorkerMachine._on_assign,
+    Recall: WorkerMachine._on_recall,
+    Settled: WorkerMachine._on_settled,
     AssignGang: WorkerMachine._on_assign_gang,
     StateMessage: WorkerMachine._on_state,
     DropState: WorkerMachine._on_drop_state,

@@ -11,16 +11,19 @@ import os
 import signal
 import sys
 import traceback
+from collections.abc import Callable
 
 from pipedist.errors import ProtocolError, UsageError
 from pipedist.transport.dealer import ConnectionLost, Dealer
 from pipedist.worker.commands import Ending
 from pipedist.worker.driver import Driver
 from pipedist.worker.hello import make_hello
+from pipedist.worker.kept import KeptResults
 from pipedist.worker.kernel import WORKER_NAME, set_process_name
-from pipedist.worker.machine import Limits, State, WorkerMachine
+from pipedist.worker.machine import Limits, WorkerMachine
 from pipedist.worker.progress import Progress
 from pipedist.worker.settings import WorkerSettings
+from pipedist.worker.states import State
 
 LINGER_S = 2.0
 """How long the last messages may take to leave."""
@@ -55,8 +58,15 @@ _EXIT_CODES = {
 }
 
 
-def run_process(settings: WorkerSettings, progress: Progress | None = None) -> int:
+def run_process(
+    settings: WorkerSettings, progress: Progress | None = None, kept_file: int | None = None
+) -> int:
     """Be a worker until the scheduler says stop; return the process's exit code.
+
+    Args:
+        kept_file: descriptor of memory through which an incarnation hands its kept results on to the next;
+            None: there is none, or nobody will ask for them. SIGTERM then ends the process at once,
+            otherwise when what it runs is over.
 
     Only for a process that does nothing else: signals, sys.stdout and sys.stderr become the
     worker's. Never raises; what goes wrong is printed to stderr.
@@ -66,7 +76,7 @@ def run_process(settings: WorkerSettings, progress: Progress | None = None) -> i
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     label = f"pipedist worker {settings.worker}"
     try:
-        return _work(settings, progress or Progress(), label)
+        return _work(settings, progress or Progress(), label, kept_file)
     except SystemExit as error:
         _print_to_stderr(f"{label} ends: a task of a replica function called sys.exit({error.code!r})\n")
         return (error.code or 0) & 0xFF if error.code is None or isinstance(error.code, int) else 1
@@ -87,7 +97,7 @@ def run_process(settings: WorkerSettings, progress: Progress | None = None) -> i
         return 1
 
 
-def _work(settings: WorkerSettings, progress: Progress, label: str) -> int:
+def _work(settings: WorkerSettings, progress: Progress, label: str, kept_file: int | None) -> int:
     keys = None
     if settings.key_file:
         from pipedist.transport.keys import read_key_file  # most workers are local, and need none
@@ -95,8 +105,11 @@ def _work(settings: WorkerSettings, progress: Progress, label: str) -> int:
         keys = read_key_file(settings.key_file).client
     identity = f"{settings.worker}.{settings.incarnation}.{os.urandom(8).hex()}".encode()
     dealer = Dealer(settings.endpoint, identity=identity, keys=keys)
+    kept = KeptResults()
+    if kept_file is not None:
+        kept.load(kept_file)
     protocol = WorkerMachine(
-        make_hello(settings.worker, settings.incarnation), Limits(join_s=settings.join_s)
+        make_hello(settings.worker, settings.incarnation, kept.offers()), Limits(join_s=settings.join_s)
     )
 
     def tell(text: str) -> None:
@@ -112,18 +125,38 @@ def _work(settings: WorkerSettings, progress: Progress, label: str) -> int:
             progress=progress,
             die=_die,
             tell=tell,
+            kept=kept,
         )
         driver.output.install()
+        if kept_file is not None:
+            signal.signal(signal.SIGTERM, lambda _number, _frame: driver.leave("it was told to leave"))
         ending, reason = driver.run()
     except ConnectionLost as error:
         if protocol.state is not State.JOINING:
+            _hand_on(kept, kept_file, tell)
             raise
         ending, reason = Ending.UNANSWERED, str(error)
     finally:
         dealer.close(LINGER_S)
+    if ending in (Ending.FENCED, Ending.UNFIT):
+        _hand_on(kept, kept_file, tell)
+    if ending is Ending.UNANSWERED and len(kept):
+        reason += f"; {len(kept)} finished calls that were kept for a scheduler are given up"
     if ending is not Ending.STOPPED:
         _print_to_stderr(f"{label}: {ending.value} ({settings.endpoint}): {reason}\n")
     return _EXIT_CODES[ending]
+
+
+def _hand_on(kept: KeptResults, file: int | None, tell: Callable[[str], None]) -> None:
+    """Leave what is kept to the next incarnation."""
+    if file is None or not len(kept):
+        return
+    try:
+        kept.save(file)
+    except OSError as error:  # they are done again
+        tell(f"{len(kept)} finished calls can't be kept: {error}")
+    else:
+        tell(f"{len(kept)} finished calls are kept for whoever goes on with the run")
 
 
 def _die(text: str) -> None:

@@ -7,11 +7,17 @@ interpreter is busy for minutes is alive, and one that crashed is known to be go
 
 What the scheduler can tell the supervisor, over that connection:
 
+| Welcome | how often it wants to be told, and how long to wait for another one when it is gone |
 | Refuse | kill the worker process, if it is the one that is meant; the next incarnation may join |
 | Stop | kill it, and leave for good |
 
+When the scheduler is gone, the worker process finishes what it runs, leaves its finished results in
+memory that the supervisor holds, and ends. The next one, which has the code as it is then, takes them
+over and dials in again, for `Welcome.rejoin_s`: a run that is resumed listens at the same endpoint.
+
 It ends when the worker process was told to stop or was refused, when no scheduler answers any
-more, or when the process keeps dying before it has lived for `LIVED_S`.
+more, or when the process keeps dying before it has lived for `LIVED_S`. On SIGTERM it lets the worker
+process finish what it runs, for `leave_s`, and ends with 0; on a second one it does not wait.
 """
 
 from __future__ import annotations
@@ -49,6 +55,12 @@ LIVED_S = 10.0
 STARTS_FAILED_MAX = 5
 """Failed starts in a row before the supervisor gives up."""
 
+STOPPED_S_MAX = 3.0
+"""How long the worker process may be stopped (SIGSTOP) before it is killed: its calls go elsewhere."""
+
+LEAVE_S = 10.0
+"""How long the worker process may take, after SIGTERM, to finish what it runs."""
+
 _END_S = 2.0
 """How long the worker process may take to be gone after SIGKILL, or after it said Goodbye."""
 
@@ -67,7 +79,12 @@ _ENDS = frozenset(ExitCode) - {ExitCode.DEFECT}
 
 
 def run_worker(
-    endpoint: str, key_file: str | os.PathLike[str] | None, *, threads: int = 1, join_s: float = 30.0
+    endpoint: str,
+    key_file: str | os.PathLike[str] | None,
+    *,
+    threads: int = 1,
+    join_s: float = 30.0,
+    leave_s: float = LEAVE_S,
 ) -> int:
     """Keep a worker alive until the scheduler stops it; return the exit code.
 
@@ -76,21 +93,23 @@ def run_worker(
         key_file: the cluster's keys; None for an ipc endpoint.
         threads: BLAS and OpenMP threads of the worker.
         join_s: how long the scheduler may take to answer, seconds.
+        leave_s: how long the worker may take, after SIGTERM, to finish what it runs, seconds.
 
     Call it in the main thread: it answers SIGTERM while it runs.
 
     Returns:
-        0: it was told to stop; 1: it was refused, no scheduler answered, or it kept dying; 2: the
-        endpoint or the key file can't be used.
+        0: it was told to stop, or to leave; 1: it was refused, no scheduler answered (any more), or it
+        kept dying; 2: the endpoint or the key file can't be used.
 
     Raises:
         UsageError: if the key file can't be read, or the endpoint is none.
     """
     path = "" if key_file is None else os.path.abspath(os.fspath(key_file))
     keys = read_key_file(path).client if path else None
-    before = signal.signal(signal.SIGTERM, _leave_on_sigterm)
+    supervisor = Supervisor(endpoint, path, keys, threads=threads, join_s=join_s, leave_s=leave_s)
+    before = signal.signal(signal.SIGTERM, lambda _number, _frame: supervisor.leave())
     try:
-        return Supervisor(endpoint, path, keys, threads=threads, join_s=join_s).run()
+        return supervisor.run()
     finally:
         signal.signal(signal.SIGTERM, before)
 
@@ -104,16 +123,25 @@ class Supervisor:
         keys: what is in it.
         threads: BLAS and OpenMP threads of the worker.
         join_s: how long the scheduler may take to answer, seconds.
+        leave_s: how long the worker may take to finish what it runs, seconds.
     """
 
     def __init__(
-        self, endpoint: str, key_file: str, keys: ClientKeys | None, *, threads: int, join_s: float
+        self,
+        endpoint: str,
+        key_file: str,
+        keys: ClientKeys | None,
+        *,
+        threads: int,
+        join_s: float,
+        leave_s: float = LEAVE_S,
     ) -> None:
         self._endpoint = endpoint
         self._key_file = key_file
         self._keys = keys
         self._threads = threads
         self._join_s = join_s
+        self._leave_s = leave_s
         # Unique among the workers of a host, also where a batch system starts many in one container.
         self.worker = f"{os.uname().nodename}:{os.getpid()}:{secrets.token_hex(2)}"
         self._heartbeat_s = HEARTBEAT_S
@@ -122,35 +150,77 @@ class Supervisor:
         """When the next heartbeat is due."""
         self._progress_file = -1
         """Of the memory in which the worker process notes what it executes."""
+        self._kept_file = -1
+        """Of the memory through which a worker process hands finished results on to the next."""
+        self._rejoin_s: float | None = None
+        """How long to wait for a scheduler when the one that was there is gone; None: there was none."""
+        self._gone_since: float | None = None
+        """When the connection to the scheduler was lost; None while there is one."""
+        self._cluster = ""
+        """The scheduler's life that spoke last."""
+        self._failed = 0
+        """Worker processes in a row that did not live long."""
+        self._leave_until: float | None = None
+        """The worker process is to leave, and has time until then; None: it is not."""
+        self._stopped_since: float | None = None
+        """Since when the worker process is stopped; None while it runs."""
         self._progress = Progress()
         self._overdue: Overdue | None = None
         """What the process was ended for, because it took too long."""
 
     def run(self) -> int:
         """Start the worker process again and again, until there is a reason not to."""
-        failed = 0
         incarnation = 0
         try:
             self._progress_file = os.memfd_create("pipedist-progress")
             os.ftruncate(self._progress_file, Progress.BYTES)
             self._progress = Progress(self._progress_file)
+            self._kept_file = os.memfd_create("pipedist-kept")
             self._dealer = self._connect()  # an endpoint that can't be used is told before anything starts
-            while True:
+            while not self._is_leaving():
                 began = time.monotonic()
                 process = self._start(incarnation)
                 code = self._watch(process, incarnation)
+                if self._is_leaving():
+                    break
+                if code == ExitCode.CONNECTION_LOST:
+                    self._lost()
+                    self._disconnect()  # it may be the worker's alone: only who answers anew is there
+                if code == ExitCode.UNANSWERED or self._is_given_up():
+                    if self._rejoin_s is not None:
+                        self._say(
+                            f"its scheduler is gone, and none came back at {self._endpoint} "
+                            f"within {self._rejoin_s:g} s"
+                        )
+                    return 1
                 if code in _FINAL:
                     return _FINAL[ExitCode(code)]
-                failed = 0 if time.monotonic() - began >= LIVED_S else failed + 1
-                if failed >= STARTS_FAILED_MAX:
-                    self._say(f"{failed} worker processes in a row lived for less than {LIVED_S:g} s")
+                self._failed = 0 if time.monotonic() - began >= LIVED_S else self._failed + 1
+                if self._failed >= STARTS_FAILED_MAX:
+                    self._say(f"{self._failed} worker processes in a row lived for less than {LIVED_S:g} s")
                     return 1
                 incarnation += 1
+            return 0
         finally:
             self._disconnect()
             self._progress.close()
-            if self._progress_file >= 0:
-                os.close(self._progress_file)
+            for file in (self._progress_file, self._kept_file):
+                if file >= 0:
+                    os.close(file)
+
+    def leave(self) -> None:
+        """Leave as soon as the worker process has finished what it runs; called again, at once."""
+        again = self._leave_until is not None
+        self._leave_until = time.monotonic() + (0.0 if again else self._leave_s)
+
+    def _is_leaving(self) -> bool:
+        return self._leave_until is not None
+
+    def _is_given_up(self, slack_s: float = 0.0) -> bool:
+        """Whether the scheduler has been gone for as long as it is waited for."""
+        if self._gone_since is None or self._rejoin_s is None:
+            return False
+        return time.monotonic() - self._gone_since >= self._rejoin_s + slack_s
 
     def _start(self, incarnation: int) -> subprocess.Popen[bytes]:
         settings = WorkerSettings(
@@ -159,24 +229,51 @@ class Supervisor:
             incarnation=incarnation,
             key_file=self._key_file,
             threads=self._threads,
-            join_s=self._join_s,
+            join_s=self._patience_s(),
             tells=True,
         )
         self._progress.idle()
         self._overdue = None
-        arguments = {"parent": os.getpid(), "progress": self._progress_file, "settings": asdict(settings)}
+        self._stopped_since = None
+        arguments = {
+            "parent": os.getpid(),
+            "progress": self._progress_file,
+            "kept": self._kept_file,
+            "settings": asdict(settings),
+        }
         return subprocess.Popen(
             boot.command("pipedist.worker.supervisor", arguments),
             env=boot.environment(self._threads),
             stdin=subprocess.DEVNULL,
-            pass_fds=(self._progress_file,),
+            pass_fds=(self._progress_file, self._kept_file),
         )
+
+    def _patience_s(self) -> float:
+        """Return how long the worker process may wait for a scheduler."""
+        if self._rejoin_s is None:
+            return self._join_s
+        since = 0.0 if self._gone_since is None else time.monotonic() - self._gone_since
+        return max(self._rejoin_s - since, _END_S)
 
     def _watch(self, process: subprocess.Popen[bytes], incarnation: int) -> int:
         """Speak for the worker process until it has ended; return its exit code."""
-        refused = False
+        refused = asked = False
         try:
             while process.poll() is None:
+                if self._leave_until is not None:
+                    if time.monotonic() >= self._leave_until:
+                        self._say("told to leave, but its call is not over: that goes back")
+                        _end(process, grace_s=0.0)
+                        break
+                    if not asked:
+                        asked = True
+                        process.terminate()
+                if self._is_given_up(_END_S):  # it is in a call: it would have said so by itself
+                    _end(process, grace_s=0.0)
+                    return ExitCode.UNANSWERED
+                if self._is_stopped(process.pid):
+                    _end(process, grace_s=0.0)
+                    break
                 self._overdue = self._progress.overdue(time.monotonic_ns())
                 if self._overdue is not None:
                     _end(process, grace_s=0.0)
@@ -195,8 +292,12 @@ class Supervisor:
             self._tell_end(Goodbye(self.worker, incarnation, "its supervisor was told to leave"))
             raise
         code = process.returncode
-        if code not in _ENDS:
+        if self._is_leaving() and code != ExitCode.STOPPED:
+            self._tell_end(Goodbye(self.worker, incarnation, "its supervisor was told to leave"))
+        elif code not in _ENDS:
             text = _describe(code)
+            if self._stopped_since is not None:
+                text = f"stopped for {STOPPED_S_MAX:g} s, then killed with {text}"
             running, timed_out = end_of(self._progress, self._overdue)
             if timed_out:
                 text = "its call took longer than its timeout_s"
@@ -225,14 +326,34 @@ class Supervisor:
         except (ConnectionLost, ProtocolError):
             # The worker process notices too, and its exit code says whether to go on.
             self._disconnect(linger_s=0.0)
+            self._lost()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(LOOK_S)  # not to try again as fast as the machine can
             return None
         if isinstance(message, Welcome):
             self._heartbeat_s = message.heartbeat_s
+            self._rejoin_s = message.rejoin_s
+            self._gone_since = None
+            if message.cluster != self._cluster:
+                self._cluster, self._failed = message.cluster, 0
         if isinstance(message, Refuse) and 0 < message.before <= incarnation:
             return None  # the answer to an old heartbeat: that process is gone
         return message if isinstance(message, (Stop, Refuse)) else None
+
+    def _lost(self) -> None:
+        """Take note that the scheduler is gone, until one answers."""
+        self._gone_since = self._gone_since or time.monotonic()
+        self._next_at = 0.0  # whoever comes is asked at once
+
+    def _is_stopped(self, pid: int) -> bool:
+        """Whether the worker process has been stopped for so long that it counts as dead."""
+        if not hasattr(os, "waitid"):  # macOS: it is found when it goes on, or never
+            return False
+        told = os.waitid(os.P_PID, pid, os.WSTOPPED | os.WCONTINUED | os.WNOHANG)
+        if told is not None:
+            self._stopped_since = time.monotonic() if told.si_code == os.CLD_STOPPED else None
+        since = self._stopped_since
+        return since is not None and time.monotonic() - since >= STOPPED_S_MAX
 
     def _tell_end(self, goodbye: Goodbye) -> None:
         if self._dealer is None:
@@ -254,10 +375,6 @@ class Supervisor:
     def _say(self, text: str) -> None:
         sys.stderr.write(f"pipedist worker {self.worker}: {text}\n")
         sys.stderr.flush()
-
-
-def _leave_on_sigterm(signum: int, _frame: object) -> None:
-    raise SystemExit(128 + signum)
 
 
 def _end(process: subprocess.Popen[bytes], *, grace_s: float) -> None:
@@ -286,11 +403,13 @@ def main(arguments: Mapping[str, Any]) -> None:
 
     Args:
         arguments: `parent`, the supervisor's pid; `progress`, the descriptor of the memory in which is
-            noted what is executed; `settings`, the fields of WorkerSettings.
+            noted what is executed; `kept`, of that through which finished results go to the next one;
+            `settings`, the fields of WorkerSettings.
     """
     die_with(int(arguments["parent"]))
     os.dup2(2, 1)  # what user code writes to descriptor 1 is no output of the supervisor's
-    code = run_process(WorkerSettings(**arguments["settings"]), Progress(int(arguments["progress"])))
+    settings = WorkerSettings(**arguments["settings"])
+    code = run_process(settings, Progress(int(arguments["progress"])), int(arguments["kept"]))
     for stream in (sys.__stdout__, sys.__stderr__):
         if stream is not None:
             stream.flush()

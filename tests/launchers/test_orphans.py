@@ -42,7 +42,7 @@ def parent(
             os.killpg(process.pid, signal.SIGKILL)
 
 
-@pytest.mark.parametrize("how", [(), ("busy",), ("thread",), ("fork",)])
+@pytest.mark.parametrize("how", [(), ("busy",), ("holding",), ("thread",), ("fork",)])
 def test_a_killed_parent_leaves_nothing(how: tuple[str, ...]) -> None:
     with TemporaryDirectory(dir="/tmp") as made:
         folder = Path(made)

@@ -68,7 +68,7 @@ def test_a_message_beyond_the_limit_is_refused_on_both_ends() -> None:
         unpack(bytes(LIMITS.head_bytes_max + 1))
 
 
-ASSIGN = [6, 1, 2, 3, 4, 0]
+ASSIGN = [6, 1, 2, 3, 4, 0, 0]
 
 
 @pytest.mark.parametrize(
@@ -83,18 +83,18 @@ ASSIGN = [6, 1, 2, 3, 4, 0]
         msgpack.packb([99, 1]),
         msgpack.packb(ASSIGN[:-1]),
         msgpack.packb([*ASSIGN, 0]),
-        msgpack.packb([6, 1, 2, 3, 4, -1]),
-        msgpack.packb([6, 1, 2, 3, 4, 2**64 - 1]),
-        msgpack.packb([6, 1, 2, 3, 4, False]),
-        msgpack.packb([6, 1, 2, 3, 4, "0"]),
-        msgpack.packb([6, 1, 2, 3, 4, 0.0]),
+        msgpack.packb([6, 1, 2, 3, 4, -1, 0]),
+        msgpack.packb([6, 1, 2, 3, 4, 2**64 - 1, 0]),
+        msgpack.packb([6, 1, 2, 3, 4, False, 0]),
+        msgpack.packb([6, 1, 2, 3, 4, "0", 0]),
+        msgpack.packb([6, 1, 2, 3, 4, 0.0, 0]),
         msgpack.packb([3, b"bytes"]),
         msgpack.packb([3, ["list"]]),
         msgpack.packb([3, {"a": 1}]),
         msgpack.packb([3, msgpack.ExtType(1, b"x")]),
-        msgpack.packb([2, "c", float("inf"), []]),
-        msgpack.packb([2, "c", 1.0, [1]]),
-        msgpack.packb([2, "c", 1.0, ["a"] * 5000]),
+        msgpack.packb([2, "c", float("inf"), [], 0.0]),
+        msgpack.packb([2, "c", 1.0, [1], 0.0]),
+        msgpack.packb([2, "c", 1.0, ["a"] * 5000, 0.0]),
         msgpack.packb(ASSIGN) + b"\0",
         b"\xdd\xff\xff\xff\xff",
         b"\xdb\xff\xff\xff\xff",

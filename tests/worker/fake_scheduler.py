@@ -104,6 +104,10 @@ class FakeScheduler:
         self.send(identity, Welcome("c", 0.1, path))
         return identity, hello
 
+    def drop(self, identity: bytes) -> None:
+        """Cut the connection of a peer."""
+        self._router.drop(identity)
+
     def bind(self, identity: bytes, program: Program) -> int:
         self.passes += 1
         self.send(identity, Bind(self.passes), to_frames(program))

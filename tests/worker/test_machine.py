@@ -347,6 +347,7 @@ def test_it_imports_errors_and_messages_only() -> None:
         "pipedist.records",
         "pipedist.worker.events",
         "pipedist.worker.commands",
+        "pipedist.worker.states",
     }
     assert not imported & {"anyio", "asyncio", "zmq", "numpy", "time", "random", "os", "threading"}
 

@@ -188,6 +188,29 @@ async def test_an_order_for_an_earlier_process_does_not_cost_the_next_one(tmp_pa
         assert said.count("gave the worker process up") == 1
 
 
+async def test_a_worker_that_loses_its_connection_alone_joins_anew(tmp_path: Path) -> None:
+    """Its supervisor asks anew, too: it must not take the scheduler for gone for ever."""
+    async with supervised(tmp_path) as it:
+        identity, _ = await it.take(Hello)
+        it.scheduler.send(identity, Welcome("c", 60.0, (str(ROOT),)))
+        supervisor, _ = await it.take(Heartbeat)
+        it.scheduler.send(supervisor, Welcome("c", 60.0, (), 10.0))
+        pass_id = it.scheduler.bind(identity, program(f"{FUNCTIONS}:identity"))
+        it.scheduler.assign(identity, pass_id, [3])
+        assert await it.scheduler.outcomes(1, aside=(Log, Heartbeat)) == [{"y": 3}]
+        it.scheduler.assign(identity, pass_id, [4])
+        it.scheduler.drop(identity)  # what it answers costs it the connection
+        anew, second = await it.take(Hello, Heartbeat)
+        again, other = await it.take(Hello, Heartbeat)
+        for kind in (second, other):
+            assert isinstance(kind, Hello | Heartbeat)
+            assert kind.incarnation == 1
+        assert isinstance(second, Hello) != isinstance(other, Hello)
+        assert {anew, again}.isdisjoint({identity, supervisor})
+        it.scheduler.send(again if isinstance(other, Hello) else anew, Stop("that is all"))
+        assert (await it.ended())[0] == 0
+
+
 async def test_a_refused_worker_says_why_and_does_not_come_again(tmp_path: Path) -> None:
     async with supervised(tmp_path) as it:
         identity, _ = await it.take(Hello)
@@ -197,8 +220,8 @@ async def test_a_refused_worker_says_why_and_does_not_come_again(tmp_path: Path)
         assert "it runs numpy 1.0" in said
 
 
-@pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, None)])
-async def test_a_signal_ends_it_and_its_worker(tmp_path: Path, signum: int, code: int | None) -> None:
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, -signal.SIGINT)])
+async def test_a_signal_ends_it_and_its_worker(tmp_path: Path, signum: int, code: int) -> None:
     async with supervised(tmp_path) as it:
         _, hello = await it.take(Hello)
         await it.take(Heartbeat)
@@ -208,7 +231,7 @@ async def test_a_signal_ends_it_and_its_worker(tmp_path: Path, signum: int, code
         assert not goodbye.crashed
         ended, said = await it.ended()
         assert "signal 9" not in said
-        assert ended == (code or -signal.SIGINT), said
+        assert ended == code, said
         assert isinstance(hello, Hello)
         assert wait_gone([hello.pid], within_s=0) == []
 

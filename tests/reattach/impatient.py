@@ -1,0 +1,25 @@
+"""A run whose scheduler soon gives up workers that it does not hear: python -m tests.reattach.impatient."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+import pipedist
+from pipedist.scheduler import Limits
+
+HEARD_WITHIN_S = 2.0
+
+
+async def main(listen: str) -> None:
+    """Execute ./spec.yaml."""
+    cluster = pipedist.ConnectCluster(
+        listen=listen, key_file="cluster.key", workers=2, limits=Limits(heard_within_s=HEARD_WITHIN_S)
+    )
+    async with cluster, pipedist.open("spec.yaml", cluster=cluster, output="out") as run:
+        result = await run.results()
+        sys.stderr.write(f"{result.ledger.lost} elements lost\n")
+
+
+if __name__ == "__main__":
+    asyncio.run(main(sys.argv[1]))

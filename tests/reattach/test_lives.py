@@ -1,0 +1,99 @@
+"""Seeded stories of schedulers that die and workers that live; and planted mistakes, which they find."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from pipedist.coordinator.offers import Offers
+from pipedist.errors import PipedistError
+from pipedist.messages import Hello
+from pipedist.scheduler import Scheduler
+from pipedist.scheduler import events as ev
+from pipedist.scheduler.membership import Lease, Membership, Worker
+from pipedist.worker.kept import KeptResults
+from tests.reattach.lives import World, Wrong
+
+SEEDS = 150
+
+
+def test_whatever_happens_everything_counts_once_and_nothing_stale_does() -> None:
+    taken = executed = 0
+    for seed in range(SEEDS):
+        world = World(seed)
+        try:
+            world.run()
+        except Exception as error:
+            raise AssertionError(f"seed {seed}: {error}") from error
+        taken, executed = taken + world.taken, executed + world.executed
+    assert taken > SEEDS  # otherwise nothing was tried
+    assert executed > 10 * SEEDS
+
+
+def _any_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The coordinator takes what was finished with other code."""
+    take = Offers.take
+
+    def blind(self: Offers, hello: Hello, passes: dict[str, int]) -> list[ev.CallsKept]:
+        keys = {text.partition(":")[0] for text in hello.kept}
+        return take(self, hello, dict.fromkeys(keys, 1) | passes)
+
+    monkeypatch.setattr(Offers, "take", blind)
+
+
+def _any_incarnation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scheduler takes reports of other lives."""
+
+    def blind(self: Membership, worker: str, _incarnation: int) -> Worker | None:
+        found = self.workers.get(worker)
+        return found if found is not None and found.state.value == "ready" else None
+
+    monkeypatch.setattr(Membership, "current", blind)
+
+
+def _nothing_settled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scheduler recalls what waits and what does not."""
+    grant = Membership.grant
+
+    def twice(self: Membership, *args: Any, **kwargs: Any) -> Lease:
+        lease = grant(self, *args, **kwargs)
+        lease.lo = lease.next = max(0, lease.lo - 1)
+        return lease
+
+    monkeypatch.setattr(Membership, "grant", twice)
+
+
+def _lets_go_too_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker forgets what it has offered."""
+    load = KeptResults.load
+
+    def forgetful(self: KeptResults, file: int) -> None:
+        load(self, file)
+        offers = self.offers()
+        self._passes.clear()
+        self.offers = lambda: offers  # type: ignore[method-assign]
+
+    monkeypatch.setattr(KeptResults, "load", forgetful)
+
+
+def _dealt_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scheduler deals what a worker has."""
+    handlers = "pipedist.scheduler.dealing.Dealing._recall_all"
+    monkeypatch.setattr(handlers, lambda self: None)
+
+
+@pytest.mark.parametrize(
+    "mistake", [_any_key, _any_incarnation, _nothing_settled, _lets_go_too_soon, _dealt_all_the_same]
+)
+def test_mistakes_are_found(
+    mistake: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mistake(monkeypatch)
+    for seed in range(SEEDS):
+        try:
+            World(seed, scheduler=Scheduler).run()
+        except (Wrong, PipedistError, KeyError, AssertionError):
+            return
+    raise AssertionError(f"{SEEDS} seeds did not find that {mistake.__doc__}")

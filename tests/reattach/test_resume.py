@@ -1,0 +1,117 @@
+"""The run's process dies, its workers live: what they have finished is not executed again."""
+
+from __future__ import annotations
+
+import re
+import signal
+from contextlib import ExitStack
+from pathlib import Path
+
+from tests.reattach.jobs import Job, Outcome, until
+
+
+def test_what_is_finished_is_offered_to_the_resumed_run_and_counts(
+    tmp_path: Path, undisturbed: Outcome
+) -> None:
+    """Also what ran when the process of the run was killed. It is killed twice."""
+    job = Job(tmp_path)
+    with ExitStack() as stack:
+        flags: tuple[str, ...] = ()
+        worker = None
+        for turn, step in enumerate((4, 9), 1):
+            held = job.hold(step)
+            run = stack.enter_context(job.run(*flags))
+            run.hears("waiting for workers")
+            worker = worker or stack.enter_context(job.worker())
+            job.reaches(step)
+            run.process.kill()
+            assert run.ends() == -signal.SIGKILL
+            held.unlink()  # what runs goes on, and is kept too
+            worker.hears("finished calls are kept for whoever goes on with the run", turn)
+            flags = ("--resume",)
+        assert worker is not None
+        again = stack.enter_context(job.run("--resume"))
+        assert again.ends() == 0, again.said
+        assert worker.ends() == 0, worker.said
+        assert len(re.findall("joined cluster", worker.said)) == 3
+    assert set(job.calls().values()) == {1}, f"executed again: {job.calls()}"
+    assert job.outcome() == undisturbed
+
+
+def test_two_workers_give_back_what_each_of_them_has(tmp_path: Path, undisturbed: Outcome) -> None:
+    """The resumed run waits for both before it deals anything."""
+    job = Job(tmp_path, workers=2)
+    held = job.hold(9)
+    with job.run() as run, ExitStack() as stack:
+        run.hears("waiting for workers")
+        workers = [stack.enter_context(job.worker()) for _ in range(2)]
+        job.reaches(9)
+        run.process.kill()
+        run.ends()
+        held.unlink()
+        for worker in workers:
+            worker.hears("the connection to .* was lost")
+        with job.run("--resume") as again:
+            assert again.ends() == 0, again.said
+            assert [worker.ends() for worker in workers] == [0, 0]
+    assert set(job.calls().values()) == {1}, f"executed again: {job.calls()}"
+    assert job.outcome() == undisturbed
+
+
+def test_what_was_finished_with_other_code_is_executed_again(tmp_path: Path) -> None:
+    job = Job(tmp_path)
+    held = job.hold(6)
+    with job.run() as run:
+        run.hears("waiting for workers")
+        with job.worker() as worker:
+            job.reaches(6)
+            run.process.kill()
+            run.ends()
+            held.unlink()
+            worker.hears("finished calls are kept")
+            before = job.calls()
+            mended = (tmp_path / "mine.py").read_text().replace("return np.sqrt(", "return 0 * np.sqrt(")
+            (tmp_path / "mine.py").write_text(mended)
+            with job.run("--resume") as again:
+                assert again.ends() == 0, again.said
+                assert worker.ends() == 0, worker.said
+    done = int(re.findall(r"done before: y: (\d+) step", again.said)[0])
+    for call in before:
+        assert job.calls()[call] == (1 if call[0] < done else 2), call
+    assert "changed since then: module mine" in again.said
+
+
+def test_a_run_that_begins_anew_gets_nothing_of_the_one_before(tmp_path: Path) -> None:
+    job = Job(tmp_path)
+    held = job.hold(6)
+    with job.run() as run:
+        run.hears("waiting for workers")
+        with job.worker() as worker:
+            job.reaches(6)
+            run.process.kill()
+            run.ends()
+            held.unlink()
+            worker.hears("finished calls are kept")
+            before = job.calls()
+            with job.run("--restart") as again:
+                assert again.ends() == 0, again.said
+                assert worker.ends() == 0, worker.said
+    for call, count in job.calls().items():
+        assert count == 1 + before[call], call
+
+
+def test_a_worker_whose_scheduler_never_comes_back_says_so_and_ends(tmp_path: Path) -> None:
+    """One is idle then, the other one in a call that has no end."""
+    job = Job(tmp_path, workers=2, rejoin_s=1.0, steps=1)
+    job.hold(0)
+    with job.run() as run, ExitStack() as stack:
+        run.hears("waiting for workers")
+        workers = [stack.enter_context(job.worker()) for _ in range(3)]
+        for worker in workers:
+            worker.hears("joined cluster")
+        until(lambda: len(job.calls()) == 2)
+        run.process.kill()
+        run.ends()
+        for worker in workers:
+            assert worker.ends() == 1
+            assert f"its scheduler is gone, and none came back at {job.endpoint} within 1 s" in worker.said

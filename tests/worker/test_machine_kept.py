@@ -1,0 +1,96 @@
+"""Playbooks of a worker that keeps finished calls, reports them again, or is to leave."""
+
+from __future__ import annotations
+
+import pytest
+
+from pipedist.errors import LocalProtocolError, RemoteProtocolError
+from pipedist.messages import (
+    Assign,
+    Bind,
+    Cancel,
+    Goodbye,
+    Recall,
+    Results,
+    Settled,
+    Unbind,
+)
+from pipedist.worker import commands, events
+from tests.worker.test_machine import WELCOME, Playbook, execute, raised
+
+KEY = "0" * 32
+
+
+def keeping() -> Playbook:
+    return Playbook(events.Started(), WELCOME, Bind(1, KEY), Bind(2))
+
+
+def test_results_of_a_pass_with_a_key_are_kept_before_they_are_sent() -> None:
+    play = Playbook(events.Started(), WELCOME)
+    assert play.handle(Bind(1, KEY)) == [commands.OpenPass(1, KEY)]
+    play.handle(Bind(2))
+    play.handle(Assign(7, 1, 0, 3, 0))
+    play.handle(Assign(8, 2, 0, 1, 0))
+    assert play.handle(events.Finished(7, 0, 2, 9)) == [commands.SendResults(Results(7, 0, 2, 9), kept_of=1)]
+    play.handle(raised(7, 2))
+    play.handle(events.SliceEnded(7))
+    assert play.handle(events.Finished(8, 0, 1, 9)) == [commands.SendResults(Results(8, 0, 1, 9))]
+
+
+def test_a_result_of_some_elements_of_a_call_is_never_kept() -> None:
+    play = keeping()
+    play.handle(Assign(7, 1, 3, 4, 0, 2))
+    assert play.handle(events.Finished(7, 3, 4, 9)) == [commands.SendResults(Results(7, 3, 4, 9))]
+
+
+def test_a_recall_is_reported_in_its_turn_and_not_kept_twice() -> None:
+    play = keeping()
+    play.handle(Assign(7, 1, 0, 1, 0))
+    assert play.handle(Recall(8, 1, 4, 9)) == [commands.RecallLease(8)]
+    play.handle(events.Finished(7, 0, 1, 9))
+    assert play.handle(events.SliceEnded(7)) == [commands.DropLease(7), execute(8, 4, 9)]
+    assert play.handle(events.Finished(8, 4, 9, 9)) == [commands.SendResults(Results(8, 4, 9, 9))]
+    assert play.handle(events.SliceEnded(8)) == [commands.DropLease(8)]
+
+
+def test_recalls_do_not_count_as_leases_that_wait_and_are_cancelled_like_them() -> None:
+    play = keeping()
+    play.handle(Recall(7, 1, 0, 1))
+    for lease in range(8, 20):
+        play.handle(Recall(lease, 1, lease, lease + 1))
+    for lease in (30, 31):
+        play.handle(Assign(lease, 2, lease, lease + 1, 0))
+    with pytest.raises(RemoteProtocolError, match="more than 2 leases wait"):
+        play.handle(Assign(32, 2, 32, 33, 0))
+    assert play.handle(Cancel(9)) == [commands.DropLease(9)]
+    dropped = play.handle(Unbind(1))
+    assert dropped[-1] == commands.Execute(30, 2, 30, 31, 0.5, 100)
+
+
+def test_what_is_durable_is_let_go() -> None:
+    play = keeping()
+    assert play.handle(Settled(1, 12)) == [commands.LetGo(1, 12)]
+    for wrong in (Settled(2, 1), Settled(5, 1), Recall(9, 2, 0, 1), Recall(9, 5, 0, 1)):
+        with pytest.raises(RemoteProtocolError, match="of which none is kept"):
+            keeping().handle(wrong)
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_a_worker_that_is_to_leave_says_goodbye(busy: bool) -> None:
+    play = keeping()
+    if busy:
+        play.handle(Assign(7, 1, 0, 3, 0))
+        play.handle(Assign(8, 1, 3, 4, 0))
+        play.handle(events.Finished(7, 0, 1, 9))
+    assert play.handle(events.Leaving("told to")) == [
+        commands.Send(Goodbye("w0", 2, "told to")),
+        commands.Leave(commands.Ending.STOPPED, "told to"),
+    ]
+    with pytest.raises(LocalProtocolError, match="does not expect"):
+        play.handle(events.Leaving("again"))
+
+
+def test_it_may_be_in_while_it_joins() -> None:
+    """The Welcome may be on its way: the scheduler must hear that it goes."""
+    play = Playbook(events.Started())
+    assert commands.Send(Goodbye("w0", 2, "told to")) in play.handle(events.Leaving("told to"))
