@@ -30,6 +30,7 @@ from pipedist.coordinator.handle import Arrival, PassHandle, SetAside
 from pipedist.coordinator.log_sinks import LogSink, LogSinks
 from pipedist.coordinator.policy import Policy
 from pipedist.coordinator.remote_exceptions import call_error
+from pipedist.coordinator.rejections import Rejections
 from pipedist.coordinator.roster import Peer
 from pipedist.coordinator.segments import Segments
 from pipedist.coordinator.states import States
@@ -107,8 +108,10 @@ class Coordinator:
             boot=boot,
             heard_within_s=limits.heard_within_s,
             explain=self._explain,
+            on_refuse=self._on_reject,
         )
         self._rejected = 0
+        self._rejections = Rejections()
         self._scheduler = scheduler = Scheduler(limits)
         self._states = States(self._fleet)
         self._gangs = Gangs(
@@ -172,7 +175,7 @@ class Coordinator:
     @property
     def rejected(self) -> int:
         """How many messages, results and workers were refused."""
-        return self._rejected + self._fleet.refused
+        return self._rejected + self._rejections.count + self._fleet.refused
 
     @property
     def pids(self) -> dict[str, int]:
@@ -485,5 +488,5 @@ class Coordinator:
         if peer is not None and not self._closed:
             self._fleet.lose(peer, reason)
 
-    def _on_reject(self, _reason: str) -> None:
-        self._rejected += 1
+    def _on_reject(self, reason: str) -> None:
+        self._rejections.note(reason)

@@ -23,8 +23,8 @@ from pipedist.worker.progress import Running
 _WATCH_S = 0.1
 """How often it is looked for functions of stages that take longer than they may."""
 
-_HEARTBEATS = 4
-"""Heartbeats that a supervisor sends in the time in which it must be heard."""
+_HEARTBEATS = 3
+"""Heartbeats that a supervisor sends in the time in which it must be heard: so many have to be missing."""
 
 
 @record
@@ -59,6 +59,7 @@ class Fleet:
         boot: this host's boot id: workers with the same one can read our files.
         heard_within_s: how long a supervisor may be silent.
         explain: says what a lost worker's end means for the call that it ran; see `Explain`.
+        on_refuse: told who may not join, and why.
     """
 
     def __init__(
@@ -72,16 +73,18 @@ class Fleet:
         boot: str,
         heard_within_s: float,
         explain: Explain = lambda _worker, _running, _timed_out: None,
+        on_refuse: Callable[[str], None] = lambda _reason: None,
     ) -> None:
         self.names = tuple(names)
         self.refused = 0
-        """How many workers were refused or told to leave."""
+        """How many workers were told to leave: they belong to no member."""
         self.launcher: Launcher | None = None
         """Starts the workers; None where all dial in, and before it is open."""
         self._post = post
         self._cluster_id = cluster_id
         self._router = router
         self._explain = explain
+        self._on_refuse = on_refuse
         self._dial_in = dial_in
         self._boot = boot
         self._heartbeat_s = heard_within_s / _HEARTBEATS
@@ -290,7 +293,7 @@ class Fleet:
         )
         if reason:
             self._router.send(identity, msg.Refuse(reason))
-            self.refused += 1
+            self._on_refuse(f"worker {hello.worker!r} of {hello.host!r}: {reason}")
             return
         local = hello.boot == self._boot
         if current is not None:

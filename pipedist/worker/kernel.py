@@ -37,3 +37,12 @@ def die_with(parent_pid: int) -> None:
             raise OSError(errno, f"prctl(PR_SET_PDEATHSIG): {os.strerror(errno)}")
     if os.getppid() != parent_pid:
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def is_stopped(pid: int) -> bool:
+    """Return whether a process is stopped (SIGSTOP); False where the system does not tell, or it is gone."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as stat:
+            return stat.read().rpartition(b")")[2].split()[0] in (b"T", b"t")
+    except OSError:
+        return False

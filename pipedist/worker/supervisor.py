@@ -32,7 +32,7 @@ from pipedist.messages import Goodbye, Heartbeat, Refuse, Stop, Welcome
 from pipedist.transport.dealer import ConnectionLost, Dealer
 from pipedist.transport.keys import ClientKeys, read_key_file
 from pipedist.worker import boot
-from pipedist.worker.kernel import die_with
+from pipedist.worker.kernel import die_with, is_stopped
 from pipedist.worker.process import ExitCode, run_process
 from pipedist.worker.progress import Overdue, Progress, end_of
 from pipedist.worker.settings import WorkerSettings
@@ -42,6 +42,9 @@ HEARTBEAT_S = 1.0
 
 LOOK_S = 0.05
 """How soon the end of the worker process is noticed."""
+
+STOPPED_S_MAX = 3.0
+"""How long the worker process may be stopped (SIGSTOP) before it is killed; as in a local launcher."""
 
 LIVED_S = 10.0
 """A worker process that ends sooner counts as a failed start."""
@@ -125,6 +128,8 @@ class Supervisor:
         self._progress = Progress()
         self._overdue: Overdue | None = None
         """What the process was ended for, because it took too long."""
+        self._stopped_at: float | None = None
+        """Since when the process is stopped, None while it runs."""
 
     def run(self) -> int:
         """Start the worker process again and again, until there is a reason not to."""
@@ -164,6 +169,7 @@ class Supervisor:
         )
         self._progress.idle()
         self._overdue = None
+        self._stopped_at = None
         arguments = {"parent": os.getpid(), "progress": self._progress_file, "settings": asdict(settings)}
         return subprocess.Popen(
             boot.command("pipedist.worker.supervisor", arguments),
@@ -174,11 +180,15 @@ class Supervisor:
 
     def _watch(self, process: subprocess.Popen[bytes], incarnation: int) -> int:
         """Speak for the worker process until it has ended; return its exit code."""
-        refused = False
+        refused = stopped = False
         try:
             while process.poll() is None:
                 self._overdue = self._progress.overdue(time.monotonic_ns())
                 if self._overdue is not None:
+                    _end(process, grace_s=0.0)
+                    break
+                stopped = self._is_stopped_for_good(process.pid)
+                if stopped:
                     _end(process, grace_s=0.0)
                     break
                 order = self._listen(process, incarnation)
@@ -197,6 +207,8 @@ class Supervisor:
         code = process.returncode
         if code not in _ENDS:
             text = _describe(code)
+            if stopped:
+                text = f"stopped for {STOPPED_S_MAX:g} s, then killed with {text}"
             running, timed_out = end_of(self._progress, self._overdue)
             if timed_out:
                 text = "its call took longer than its timeout_s"
@@ -209,6 +221,15 @@ class Supervisor:
         elif code != ExitCode.STOPPED:  # it has said why
             self._tell_end(Goodbye(self.worker, incarnation, _describe(code)))
         return code
+
+    def _is_stopped_for_good(self, pid: int) -> bool:
+        """Whether the process has been stopped for too long: heartbeats say only that it is there."""
+        if not is_stopped(pid):
+            self._stopped_at = None
+            return False
+        now = time.monotonic()
+        self._stopped_at = self._stopped_at or now
+        return now - self._stopped_at >= STOPPED_S_MAX
 
     def _listen(self, process: subprocess.Popen[bytes], incarnation: int) -> Stop | Refuse | None:
         """Send a heartbeat if one is due, and wait a moment for an order."""
