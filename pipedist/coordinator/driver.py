@@ -29,8 +29,8 @@ from pipedist.coordinator.gangs import Gangs
 from pipedist.coordinator.handle import Arrival, PassHandle, SetAside
 from pipedist.coordinator.log_sinks import LogSink, LogSinks
 from pipedist.coordinator.policy import Policy
-from pipedist.coordinator.remote_exceptions import call_error
 from pipedist.coordinator.rejections import Rejections
+from pipedist.coordinator.remote_exceptions import call_error
 from pipedist.coordinator.roster import Peer
 from pipedist.coordinator.segments import Segments
 from pipedist.coordinator.states import States
@@ -175,7 +175,7 @@ class Coordinator:
     @property
     def rejected(self) -> int:
         """How many messages, results and workers were refused."""
-        return self._rejected + self._rejections.count + self._fleet.refused
+        return self._rejected + self._rejections.count
 
     @property
     def pids(self) -> dict[str, int]:

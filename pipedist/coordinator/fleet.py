@@ -59,7 +59,7 @@ class Fleet:
         boot: this host's boot id: workers with the same one can read our files.
         heard_within_s: how long a supervisor may be silent.
         explain: says what a lost worker's end means for the call that it ran; see `Explain`.
-        on_refuse: told who may not join, and why.
+        on_refuse: told who may not join or speak, and why.
     """
 
     def __init__(
@@ -76,8 +76,6 @@ class Fleet:
         on_refuse: Callable[[str], None] = lambda _reason: None,
     ) -> None:
         self.names = tuple(names)
-        self.refused = 0
-        """How many workers were told to leave: they belong to no member."""
         self.launcher: Launcher | None = None
         """Starts the workers; None where all dial in, and before it is open."""
         self._post = post
@@ -236,7 +234,7 @@ class Fleet:
     def turn_away(self, identity: bytes) -> None:
         """Fence a worker that is no member: its next incarnation may join."""
         self._router.send(identity, msg.Refuse("this incarnation is not a member"))
-        self.refused += 1
+        self._on_refuse(f"a message from connection {identity.hex()}, which is no member's")
 
     def heard(self, identity: bytes, worker: str, incarnation: int) -> None:
         """Take note that a supervisor's worker process is there; have it ended if it was put out."""

@@ -65,5 +65,7 @@ def fuzz(corpus: Sequence[Frames], seeds: Sequence[int]) -> tuple[Counter[str], 
             peak = peak_bytes()
             before = before or peak
             if peak - before > GROWTH_BYTES_MAX:
-                raise Found(f"within 1000 before seed {seed}: memory has grown by {(peak - before) // MIB} MiB")
+                raise Found(
+                    f"within 1000 before seed {seed}: memory has grown by {(peak - before) // MIB} MiB"
+                )
     return told, slowest_s

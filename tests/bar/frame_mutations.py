@@ -12,9 +12,9 @@ from tests.bar.recorded import Frames
 LENGTHS = (0, 1, 7, 255, 65_535, 2**31 - 1, 2**31, 2**32 - 1)
 
 TAGS = bytes(
-    [0xC0, 0xC1, 0xC4, 0xC6, 0xC7, 0xC9, 0xCA, 0xCB, 0xCF, 0xD3, 0xD4, 0xD8, 0xD9, 0xDB, 0xDC, 0xDD]
-    + [0xDE, 0xDF, 0x80, 0x8F, 0x90, 0x9F, 0xA0, 0xBF, 0x00, 0x7F, 0xE0, 0xFF]
-)
+    (0xC0, 0xC1, 0xC4, 0xC6, 0xC7, 0xC9, 0xCA, 0xCB, 0xCF, 0xD3, 0xD4, 0xD8, 0xD9, 0xDB, 0xDC, 0xDD,
+     0xDE, 0xDF, 0x80, 0x8F, 0x90, 0x9F, 0xA0, 0xBF, 0x00, 0x7F, 0xE0, 0xFF)
+)  # fmt: skip
 """Bytes with which msgpack begins something."""
 
 
@@ -30,11 +30,12 @@ def mutated(corpus: Sequence[Frames], seed: int) -> list[bytes]:
             continue
         # what is said stands in the first frame
         at = 0 if random.random() < 0.85 else random.randrange(len(frames))
-        frames[at] = _damaged_within(frames[0], random, corpus) if at == 0 else _damaged(frames[at], corpus, random)
+        damage = _damaged if at else _damaged_within
+        frames[at] = damage(frames[at], corpus, random)
     return frames
 
 
-def _damaged_within(first: bytes, random: Random, corpus: Sequence[Frames]) -> bytes:
+def _damaged_within(first: bytes, corpus: Sequence[Frames], random: Random) -> bytes:
     """Damage a first frame anywhere; or its head or the payload's header alone, with lengths that fit."""
     size_bytes, references = START.unpack_from(first) if len(first) >= START.size else (len(first), 1)
     end = START.size + size_bytes

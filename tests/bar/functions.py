@@ -58,6 +58,7 @@ def floats(x: np.ndarray, ctx: Any, pause_s: float = 0.0) -> np.ndarray:
     if pause_s:
         time.sleep(pause_s)
     y = (x[:, None].astype(np.float32) + np.float32(0.1)) ** np.array([1.5, 0.5, -1.0, 1.0], np.float32)
+    y[:, 2] = np.where(x % 53 == 7, np.float32("inf"), y[:, 2])
     y[:, 3] = np.where(x % 37 == 5, np.float32("nan"), np.float32(-0.0))
     return y + ctx.rng.standard_normal((len(x), 1)).astype(np.float32) * np.array([1, 1, 1, 0], np.float32)
 
@@ -66,8 +67,9 @@ def minus_total(x: np.ndarray, total: np.ndarray) -> np.ndarray:
     return x - np.nan_to_num(total)
 
 
-def merge(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    return a + b
+def fold(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Sums of floats: the order of folding shows in their bits."""
+    return a[:1].sum(0, keepdims=True) + b[:1].sum(0, keepdims=True)
 
 
 def once(folder: str, ctx: Any) -> bool:
@@ -145,6 +147,14 @@ def hangs(x: np.ndarray, folder: str, ctx: Any) -> np.ndarray:
         Path(folder, "began").write_text(str(time.monotonic()))
         libc = ctypes.PyDLL(None)
         libc.usleep(600_000_000)
+    return x
+
+
+def patient(x: np.ndarray, folder: str, pause_s: float) -> np.ndarray:
+    """Takes its time until somebody has had enough."""
+    deadline = time.monotonic() + 30 * pause_s
+    while not Path(folder, "enough").exists() and time.monotonic() < deadline:
+        time.sleep(pause_s)
     return x
 
 

@@ -27,15 +27,20 @@ MEMORY_BYTES_MAX = 4096 * MIB
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.bar.fuzz", description=__doc__)
-    parser.add_argument("targets", nargs="*", choices=[[], *TARGETS], default=list(TARGETS))
+    parser.add_argument("targets", nargs="*", help=", ".join(TARGETS))
     parser.add_argument("--share", type=float, default=1.0, help="which part of the whole")
     parser.add_argument("--seed", type=int, help="this seed alone")
     told = parser.parse_args()
+    if unknown := set(told.targets) - set(TARGETS):
+        parser.error(f"unknown: {', '.join(sorted(unknown))}")
     try:
-        for target in told.targets:
+        for target in told.targets or TARGETS:
             begin = time.monotonic()
             found = {"decoder": _decoder, "socket": _socket, "specs": _specs}[target](told.share, told.seed)
-            print(f"{target}: {found}; {time.monotonic() - begin:.0f} s, peak {peak_bytes() // MIB} MiB", flush=True)
+            print(
+                f"{target}: {found}; {time.monotonic() - begin:.0f} s, peak {peak_bytes() // MIB} MiB",
+                flush=True,
+            )
     except decoder_fuzz.Found as found:
         print(f"FOUND: {found}", flush=True)
         return 1

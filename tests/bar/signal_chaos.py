@@ -2,9 +2,9 @@
 
     python -m tests.bar.signal_chaos [--count 200] [--seed N]
 
-Each seed starts `pipedist run`, sends SIGINT or SIGTERM at some time of its life (starting, first phase, second
-phase, writing, ending), a second time in two of five cases, and then resumes it: the files' bytes have to be
-those of a run that nobody disturbed.
+Each seed starts `pipedist run`, sends SIGINT or SIGTERM at some time of its life (starting, first phase,
+second phase, writing, ending), a second time in two of five cases, and then resumes it: the files' bytes
+have to be those of a run that nobody disturbed.
 """
 
 from __future__ import annotations
@@ -51,9 +51,24 @@ class Wrong(Exception):
 
 
 def start(folder: Path, *flags: str) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "pipedist", "run", "spec.yaml", "--workers", "2", "--output", "out", *flags]
+    command = [
+        sys.executable,
+        "-m",
+        "pipedist",
+        "run",
+        "spec.yaml",
+        "--workers",
+        "2",
+        "--output",
+        "out",
+        *flags,
+    ]
     return subprocess.Popen(
-        command, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True
+        [*command, *flags],
+        cwd=folder,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
     )
 
 
@@ -83,7 +98,7 @@ def disturb(seed: int, folder: Path, want: dict[str, str], took_s: float) -> str
     (folder / "spec.yaml").write_text(SPEC)
     signals = [random.choice((signal.SIGINT, signal.SIGTERM))]
     if random.random() < 0.4:
-        signals.append(random.choice(signals + [signal.SIGINT]))
+        signals.append(random.choice([*signals, signal.SIGINT]))
     process = start(folder)
     time.sleep(random.random() * took_s * 1.05)
     sent = 0
@@ -127,8 +142,7 @@ def chaos(seeds: range, folder: Path) -> Counter[str]:
         told[disturb(seed, place, want, took_s)] += 1
         if len(seeds) > 20 and (seed + 1) % 20 == 0:
             print(f"{seed + 1} of {len(seeds)}", flush=True)
-    left = {name for name in shared_memory() - before if "pipedist" in name}
-    if left:
+    if left := shared_memory() - before:
         raise Wrong(f"in /dev/shm: {left}")
     return told
 

@@ -41,18 +41,21 @@ def check(path: Path) -> str:
     try:
         load(path)
     except SpecError as error:
-        assert error.problems, "refused without a problem"
-        lines = path.read_bytes().count(b"\n") + path.read_bytes().count(b"\r") + 2
-        for problem in error.problems:
-            place = re.fullmatch(rf"{re.escape(str(path))}:(\d+):(\d+)", problem.where)
-            assert place is not None, f"no line and column: {problem.where!r}: {problem.message}"
-            assert 1 <= int(place[1]) <= lines, f"there is no line {place[1]}"
-            assert int(place[2]) >= 1
-            assert problem.message
-            assert problem.expected
-            assert len(str(problem)) < 2_000
-        return "refused"
-    return "read"
+        problems = error.problems
+    else:
+        return "read"
+    assert problems, "refused without a problem"
+    data = path.read_bytes()
+    lines = data.count(b"\n") + data.count(b"\r") + 2
+    for problem in problems:
+        place = re.fullmatch(rf"{re.escape(str(path))}:(\d+):(\d+)", problem.where)
+        assert place is not None, f"no line and column: {problem.where!r}: {problem.message}"
+        assert 1 <= int(place[1]) <= lines, f"there is no line {place[1]}"
+        assert int(place[2]) >= 1, f"column {place[2]}"
+        assert problem.message, "no message"
+        assert problem.expected, f"nothing was expected: {problem.message}"
+        assert len(str(problem)) < 2_000, "it quotes too much"
+    return "refused"
 
 
 def fuzz(corpus: Sequence[bytes], seeds: Sequence[int], folder: Path) -> tuple[Counter[str], float]:

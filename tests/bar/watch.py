@@ -30,10 +30,15 @@ def descriptors(pid: int | str = "self") -> int:
     return len(os.listdir(f"/proc/{pid}/fd"))
 
 
+SEGMENTS = ("pipedist", "psm_", "wnsm_")
+"""How the names of segments begin that this project, or Python's shared memory, might leave behind."""
+
+
 def shared_memory() -> set[str]:
-    """Return what stands in /dev/shm, of whoever."""
+    """Return the segments in /dev/shm, of whoever."""
     folder = Path("/dev/shm")
-    return {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+    found = folder.iterdir() if folder.is_dir() else ()
+    return {path.name for path in found if path.name.startswith(SEGMENTS) and path.is_file()}
 
 
 def session(sid: int) -> dict[int, str]:
