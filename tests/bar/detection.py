@@ -21,6 +21,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 
 import pipedist
+from pipedist.scheduler import Limits
 from tests.launchers.processes import children_of
 
 KINDS = ("crash", "stop", "silent", "hang", "starved")
@@ -34,11 +35,13 @@ BAR_S = {"crash": 0.1, "stop": 17.0, "silent": 17.0, "hang": 1.0}
 
 
 @contextlib.asynccontextmanager
-async def dialled_in(folder: Path) -> AsyncIterator[tuple[pipedist.ConnectCluster, subprocess.Popen[bytes]]]:
+async def dialled_in(
+    folder: Path, limits: Limits | None = None
+) -> AsyncIterator[tuple[pipedist.ConnectCluster, subprocess.Popen[bytes]]]:
     """A cluster with one worker that has dialled in, and its supervisor."""
     key_file = folder / "cluster.key"
     with contextlib.redirect_stderr(io.StringIO()):
-        cluster = await pipedist.ConnectCluster(key_file=key_file).__aenter__()
+        cluster = await pipedist.ConnectCluster(key_file=key_file, limits=limits).__aenter__()
     command = [sys.executable, "-m", "pipedist", "worker", "--connect", cluster.coordinator.endpoint]
     supervisor = subprocess.Popen(  # noqa: ASYNC220 - it takes no time
         [*command, "--key-file", str(key_file)], stderr=subprocess.DEVNULL, start_new_session=True

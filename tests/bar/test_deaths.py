@@ -6,12 +6,15 @@ The whole: make chaos-workers, make chaos-signals, make soak.
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import pipedist
+from pipedist.scheduler import Limits
 from tests.bar import detection, signal_chaos, soak, worker_chaos
 from tests.bar.watch import descriptors
 from tests.launchers.processes import wait_gone
@@ -90,3 +93,26 @@ def test_what_grows_is_told() -> None:
 async def test_a_worker_that_holds_its_interpreter_is_alive() -> None:
     """Longer than some heartbeats: its supervisor speaks for it. The whole: make detection."""
     assert await detection.starved(hold_s=3.0) > 3.0
+
+
+@pytest.mark.asyncio
+async def test_a_worker_that_wakes_after_it_was_given_up_is_fenced(tmp_path: Path) -> None:
+    """Its host stood still, with calls queued: they are done elsewhere, and nothing of it counts any more."""
+    document = {**spec("floats", pause_s=0.02), "code": str(detection.ROOT)}
+    async with pipedist.LocalCluster(workers=1) as cluster:
+        want = await bits(cluster, spec("floats"))
+    async with detection.dialled_in(tmp_path, Limits(heard_within_s=1.5)) as (remote, supervisor):
+        (first,) = remote.coordinator._fleet.peers
+        async with asyncio.timeout(60), pipedist.open(document, cluster=remote) as run:
+            stream = run.steps("y")
+            await anext(stream)  # more are queued at the worker
+            os.killpg(supervisor.pid, signal.SIGSTOP)
+            await detection.until(lambda: remote.coordinator.workers_ready == 0)
+            os.killpg(supervisor.pid, signal.SIGCONT)
+            async for _ in stream:
+                pass
+            result = await run.results()
+        (second,) = remote.coordinator._fleet.peers
+        assert (second.worker, second.incarnation) == (first.worker, first.incarnation + 1)
+        assert (result["total"].tobytes(), result["rows"].tobytes()) == want
+        assert result.ledger == pipedist.Ledger(100, 100)
