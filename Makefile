@@ -47,6 +47,35 @@ chaos-scheduler: $(INSTALLED)  ## Kill three runs at every record of their journ
 test-memory: $(INSTALLED)  ## Test workers that the kernel kills for want of memory; takes root: sudo make test-memory.
 	$(BIN)/python -m pytest -q tests/launchers/test_out_of_memory.py
 
+.PHONY: chaos-workers
+chaos-workers: $(INSTALLED)  ## Kill, stop and crash workers for a minute: the same bytes, nothing left.
+	$(BIN)/python -m tests.bar.worker_chaos $(ARGS)
+
+.PHONY: chaos-signals
+chaos-signals: $(INSTALLED)  ## Interrupt 200 runs at seeded times, and resume each (ten minutes or more).
+	$(BIN)/python -m tests.bar.signal_chaos $(ARGS)
+
+.PHONY: fuzz
+fuzz: $(INSTALLED)  ## Damaged messages and specs: the whole bar, or make fuzz SHARE=0.01.
+	$(BIN)/python -m tests.bar.fuzz --share $(or $(SHARE),1) $(ARGS)
+
+.PHONY: rogues
+rogues: $(INSTALLED)  ## Rogue clients of five kinds and more, beside honest workers.
+	$(BIN)/python -m pytest -q tests/bar/test_rogues.py tests/transport/test_rogues.py \
+	  tests/transport/test_shared_memory_rogues.py tests/architecture/test_execution.py
+
+.PHONY: soak
+soak: $(INSTALLED)  ## A million calls: memory and descriptors do not grow (some minutes).
+	$(BIN)/python -m tests.bar.soak $(ARGS)
+
+.PHONY: detection
+detection: $(INSTALLED)  ## Measure how soon a dead, stopped, silent or hanging worker is noticed.
+	$(BIN)/python -m tests.bar.detection $(ARGS)
+
+.PHONY: determinism
+determinism: $(INSTALLED)  ## 1, 2, 4 and 8 workers, 20 shuffled schedules each: the same bytes.
+	$(BIN)/python -m pytest -q tests/bar/test_schedules.py tests/pipeline/test_determinism.py
+
 .PHONY: simulate
 simulate: $(INSTALLED)  ## Simulate the scheduler and workers with faults: the whole bar, or make simulate SHARE=0.1.
 	$(BIN)/python -m pipedist.harness --share $(or $(SHARE),1)

@@ -116,6 +116,7 @@ class Coordinator:
             heard_within_s=limits.heard_within_s,
             rejoin_s=rejoin_s,
             explain=self._explain,
+            on_refuse=self._on_reject,
         )
         self._refusals = Refusals(tells=dial_in)
         self._stale = 0
@@ -185,7 +186,7 @@ class Coordinator:
     @property
     def rejected(self) -> int:
         """How many messages, results and workers were refused."""
-        return self._refusals.count + self._stale + self._fleet.refused
+        return self._refusals.count + self._stale
 
     @property
     def pids(self) -> dict[str, int]:

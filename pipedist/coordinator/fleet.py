@@ -60,6 +60,7 @@ class Fleet:
         heard_within_s: how long a supervisor may be silent.
         rejoin_s: how long workers that dialled in wait for another scheduler when this one is gone.
         explain: says what a lost worker's end means for the call that it ran; see `Explain`.
+        on_refuse: told who may not join or speak, and why.
     """
 
     def __init__(
@@ -74,16 +75,16 @@ class Fleet:
         heard_within_s: float,
         rejoin_s: float = 0.0,
         explain: Explain = lambda _worker, _running, _timed_out: None,
+        on_refuse: Callable[[str], None] = lambda _reason: None,
     ) -> None:
         self.names = tuple(names)
-        self.refused = 0
-        """How many workers were refused or told to leave."""
         self.launcher: Launcher | None = None
         """Starts the workers; None where all dial in, and before it is open."""
         self._post = post
         self._cluster_id = cluster_id
         self._router = router
         self._explain = explain
+        self._on_refuse = on_refuse
         self._dial_in = dial_in
         self._boot = boot
         self._heartbeat_s = heard_within_s / _HEARTBEATS
@@ -241,7 +242,7 @@ class Fleet:
                 was away, each is answered, and the next incarnation is there by then.
         """
         self._router.send(identity, msg.Refuse("this incarnation is not a member", before))
-        self.refused += 1
+        self._on_refuse(f"a message from connection {identity.hex()}, which is no member's")
 
     def heard(self, identity: bytes, worker: str, incarnation: int) -> None:
         """Take note that a supervisor's worker process is there; have it ended if it was put out."""
@@ -300,7 +301,7 @@ class Fleet:
         )
         if reason:
             self._router.send(identity, msg.Refuse(reason))
-            self.refused += 1
+            self._on_refuse(f"worker {hello.worker!r} of {hello.host!r}: {reason}")
             return
         local = hello.boot == self._boot
         if current is not None:

@@ -8,6 +8,8 @@ LOGGER = "pipedist.cluster"
 _EACH_UP_TO = 8
 """So many are told one by one, then every time that their number has doubled: nobody can fill a log."""
 
+_REASON_CHARACTERS_MAX = 500
+
 
 class Refusals:
     """Counts refusals.
@@ -21,9 +23,15 @@ class Refusals:
         self._tells = tells
 
     def note(self, reason: str) -> None:
-        """Count one, for a reason that a person can read."""
+        """Count one.
+
+        Args:
+            reason: who, and why; what a stranger wrote may stand in it.
+        """
         self.count += 1
         if self._tells and (self.count <= _EACH_UP_TO or self.count.bit_count() == 1):
             import logging  # hardly any run needs it
 
-            logging.getLogger(LOGGER).warning("pipedist: refused (%d so far): %s", self.count, reason)
+            text = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in reason)
+            text = text[:_REASON_CHARACTERS_MAX]
+            logging.getLogger(LOGGER).warning("pipedist: refused (%d so far): %s", self.count, text)

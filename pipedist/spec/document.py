@@ -19,6 +19,9 @@ Path = tuple[str | int, ...]
 
 EXCERPT_CHARACTERS_MAX = 100
 
+TEXT_CHARACTERS_MAX = 800
+"""Of what is said of a problem: it may quote what somebody wrote."""
+
 
 @dataclass(frozen=True, slots=True)
 class Place:
@@ -70,7 +73,7 @@ class Document:
             fragment: a part of the value at which the caret points, if it is on the same line.
         """
         path = self.written(path)
-        message, expected = printable(message), printable(expected)
+        message, expected = _bounded(message), _bounded(expected)
         if not given:
             value = self._lookup(path)
             given = value if isinstance(value, str) and not at_key else str(path[-1] if path else "")
@@ -152,3 +155,10 @@ def holds(value: object, part: str | int) -> bool:
     if isinstance(value, dict):
         return part in value
     return isinstance(value, list | tuple) and isinstance(part, int) and part < len(value)
+
+
+def _bounded(text: str) -> str:
+    """Return a text for people: printable, and without the middle of what somebody wrote at great length."""
+    if len(text) > TEXT_CHARACTERS_MAX:
+        text = f"{text[: TEXT_CHARACTERS_MAX // 2]} ... {text[-TEXT_CHARACTERS_MAX // 2 :]}"
+    return printable(text)

@@ -49,14 +49,14 @@ HEARTBEAT_S = 1.0
 LOOK_S = 0.05
 """How soon the end of the worker process is noticed."""
 
+STOPPED_S_MAX = 3.0
+"""How long the worker process may be stopped (SIGSTOP) before it is killed; as in a local launcher."""
+
 LIVED_S = 10.0
 """A worker process that ends sooner counts as a failed start."""
 
 STARTS_FAILED_MAX = 5
 """Failed starts in a row before the supervisor gives up."""
-
-STOPPED_S_MAX = 3.0
-"""How long the worker process may be stopped (SIGSTOP) before it is killed: its calls go elsewhere."""
 
 LEAVE_S = 10.0
 """How long the worker process may take, after SIGTERM, to finish what it runs."""

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -93,3 +94,16 @@ def test_a_worker_with_other_keys_is_told_so(folder: Path) -> None:
         run.send_signal(signal.SIGINT)
         run.communicate(timeout=60)
         assert run.returncode == 130
+
+
+def test_a_port_that_is_taken_is_a_usage_error(folder: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        address = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
+        (folder / "cubes.yaml").write_text(SPEC.replace("tcp://127.0.0.1:0", address))
+        with started("run", "cubes.yaml", "--json", cwd=folder) as run:
+            out, err = run.communicate(timeout=60)
+        assert (run.returncode, out) == (2, ""), err
+        assert f"port {taken.getsockname()[1]} on 127.0.0.1 is taken" in err
+        assert "Traceback" not in err

@@ -131,3 +131,22 @@ def test_only_the_incarnation_that_is_meant_is_killed(fleet: Fleet, record: Reco
     assert record.started == [("w0", 0)]
     fleet.exited(WorkerExit("w0", 0, 9, None, 9, "signal 9 (SIGKILL)"))
     assert record.started == [("w0", 0), ("w0", 1)]
+
+
+def test_silence_is_three_heartbeats(fleet: Fleet, record: Record) -> None:
+    """So it is known after three heartbeats, and a second for the road at most."""
+    fleet.greet(b"a", hello("far", 0))
+    welcome = record.told(b"a")
+    assert isinstance(welcome, msg.Welcome)
+    assert 3 * welcome.heartbeat_s == pytest.approx(4.0)
+
+
+def test_who_is_refused_is_told_with_the_reason(fleet: Fleet, record: Record) -> None:
+    told: list[str] = []
+    fleet._on_refuse = told.append
+    fleet.greet(b"a", replace(hello("far", 0), wire=99))
+    fleet.turn_away(b"\x00\x01")
+    assert told == [
+        f"worker 'far' of {hello('far', 0).host!r}: it runs protocol 99 (here {msg.WIRE_VERSION})",
+        "a message from connection 0001, which is no member's",
+    ]

@@ -29,6 +29,13 @@ def test_where_nobody_may_come_they_are_only_counted(caplog: pytest.LogCaptureFi
     assert caplog.records == []
 
 
+def test_what_a_stranger_wrote_is_one_short_line(caplog: pytest.LogCaptureFixture) -> None:
+    Refusals(tells=True).note("peer\n\x1b[31m" + "x" * 10_000)
+    (text,) = [record.getMessage() for record in caplog.records]
+    assert text.startswith("pipedist: refused (1 so far): peer\ufffd\ufffd[31mx")
+    assert len(text) < 600
+
+
 @pytest.mark.asyncio
 async def test_the_run_says_who_was_kept_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async with ConnectCluster(key_file=tmp_path / "cluster.key") as cluster:

@@ -18,7 +18,7 @@ from pipedist.errors import UsageError
 from pipedist.messages import Goodbye, Heartbeat, Hello, Log, Refuse, Stop, Welcome
 from pipedist.transport.keys import write_key_file
 from pipedist.worker.supervisor import run_worker
-from tests.launchers.processes import wait_gone
+from tests.launchers.processes import state_of, wait_gone, wait_state
 from tests.worker.fake_scheduler import FakeScheduler, program
 
 FUNCTIONS = "tests.worker.replica_functions"
@@ -121,6 +121,26 @@ async def test_a_crash_is_told_at_once_and_the_next_incarnation_joins(tmp_path: 
         assert isinstance(second, Hello)
         assert (second.worker, second.incarnation) == (first.worker, 1)
         assert second.pid != first.pid
+
+
+async def test_a_process_that_stays_stopped_is_killed_and_one_that_goes_on_is_not(tmp_path: Path) -> None:
+    async with supervised(tmp_path) as it:
+        _, first = await it.take(Hello)
+        assert isinstance(first, Hello)
+        await it.take(Heartbeat)
+        os.kill(first.pid, signal.SIGSTOP)
+        wait_state(first.pid, "T")
+        os.kill(first.pid, signal.SIGCONT)
+        for _ in range(2):
+            await it.take(Heartbeat)
+        assert state_of(first.pid) not in ("", "Z", "T")
+        os.kill(first.pid, signal.SIGSTOP)
+        _, goodbye = await it.take(Goodbye)
+        reason = "stopped for 3 s, then killed with signal 9 (SIGKILL)"
+        assert goodbye == Goodbye(first.worker, 0, reason, crashed=True)
+        _, second = await it.take(Hello)
+        assert isinstance(second, Hello)
+        assert second.incarnation == 1
 
 
 async def test_a_function_that_takes_too_long_costs_the_process(tmp_path: Path) -> None:

@@ -1,0 +1,213 @@
+"""Five kinds of rogues beside an honest worker that works: nothing of theirs counts, and both ends say so."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import pipedist
+from pipedist import messages as msg
+from pipedist.coordinator.refusals import LOGGER
+from pipedist.errors import RemoteProtocolError
+from pipedist.transport.codec import encode
+from pipedist.transport.keys import ClusterKeys, new_keys, read_key_file
+from pipedist.transport.settings import Settings
+from pipedist.transport.zeromq import ConnectionLost, Dealer
+from pipedist.worker.hello import make_hello
+from tests.transport.sockets import WAIT_S, blocking, first_frame, identity, other_keys
+from tests.transport.test_rogues import raw
+
+N = 400
+ROOT = Path(__file__).parents[2]
+EVIL = encode([{"y": np.full(2, 10**6)}])
+TIMES = Settings(handshake_s=1.0)
+
+
+@dataclass
+class Live:
+    """A cluster with one honest worker that has dialled in and works.
+
+    Args:
+        heard: who said something that counts: identities of those that have joined.
+    """
+
+    cluster: pipedist.ConnectCluster
+    keys: ClusterKeys
+    heard: set[bytes]
+    logs: pytest.LogCaptureFixture
+
+    @property
+    def endpoint(self) -> str:
+        return self.cluster.coordinator.endpoint
+
+    @property
+    def worker(self) -> Any:
+        (peer,) = self.cluster.coordinator._fleet.peers
+        return peer
+
+    def dealer(self, keys: ClusterKeys, name: bytes | None = None) -> Dealer:
+        return Dealer(self.endpoint, identity=name or identity(), keys=keys.client, settings=TIMES)
+
+    async def logged(self, *words: str) -> None:
+        """Wait until the scheduler's log has a line with these words."""
+        async with asyncio.timeout(WAIT_S):
+            while not any(all(word in text for word in words) for text in self.logs.messages):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+
+
+@asynccontextmanager
+async def live(folder: Path, logs: pytest.LogCaptureFixture) -> AsyncIterator[Live]:
+    """Have a run go on from the beginning of the block to its end, and check its result."""
+    logs.set_level(logging.WARNING, logger=LOGGER)
+    key_file = folder / "cluster.key"
+    document = {
+        "pipedist": 1,
+        "dataset": {"range": N, "batch": 2},
+        "stages": {
+            "y": {"run": "tests.bar.functions:patient", "with": {"folder": str(folder), "pause_s": 0.005}},
+            "total": {"reduce": "sum", "of": "y", "axis": 0},
+        },
+        "code": str(ROOT),
+    }
+    async with pipedist.ConnectCluster(key_file=key_file) as cluster:
+        coordinator = cluster.coordinator
+        heard: set[bytes] = set()
+        on_word = coordinator._on_word
+
+        def hears(peer: Any, message: Any, frames: Any) -> None:
+            heard.add(peer.identity)
+            on_word(peer, message, frames)
+
+        coordinator._on_word = hears  # type: ignore[method-assign]
+        worker = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "pipedist", "worker", "--connect", coordinator.endpoint),
+            *("--key-file", str(key_file)),
+            stderr=asyncio.subprocess.PIPE,
+        )
+        try:
+            async with asyncio.timeout(60):
+                await coordinator.wait_ready(1)
+                found = Live(cluster, ClusterKeys(read_key_file(key_file).client, None), heard, logs)
+                honest = found.worker
+                async with pipedist.open(document, cluster=cluster) as run:
+                    results = asyncio.ensure_future(run.results())
+                    try:
+                        yield found
+                    finally:
+                        (folder / "enough").touch()
+                    result = await results
+            assert result["total"] == N * (N - 1) // 2
+            assert result.ledger == pipedist.Ledger(N, N)
+            assert found.worker == honest, "the honest worker was lost"
+            assert heard == {honest.identity}, "somebody else was heard"
+        finally:
+            worker.kill()
+            await worker.communicate()
+
+
+async def say_all(rogue: Dealer, live: Live) -> str:
+    """Say everything that a worker might say for another one; return how it was turned away."""
+    honest = live.worker
+    words: list[tuple[msg.Message, list[Any]]] = [
+        (msg.Results(lease, at, at + 1, 5), EVIL) for lease in range(1, 6) for at in range(3)
+    ]
+    hello = make_hello(honest.worker, honest.incarnation)
+    for message, payload in [(hello, []), *words, (replace(hello, incarnation=0), []), *words]:
+        await blocking(rogue.send, message, payload)
+    reason = ""
+    for _ in words:
+        refused, _ = await blocking(rogue.recv)
+        assert isinstance(refused, msg.Refuse)
+        reason += refused.reason
+    return reason
+
+
+async def no_key(live: Live, _folder: Path) -> None:
+    with raw(live.endpoint, b"rogue") as rogue:
+        rogue.send(first_frame(make_hello("rogue", 0)))
+        rogue.send(first_frame(msg.Results(1, 0, 1, 0)))
+        await live.logged("refused")
+
+
+async def unknown_key(live: Live, _folder: Path) -> None:
+    refused = pytest.raises(RemoteProtocolError, match="refused this worker's key")
+    with live.dealer(other_keys(live.keys)) as rogue, refused:
+        await blocking(rogue.poll, WAIT_S)
+    await live.logged("unknown key")
+
+
+async def wrong_server_key(live: Live, _folder: Path) -> None:
+    client = live.keys.client
+    wrong = ClusterKeys(type(client)(new_keys().client.server_public, client.public, client.secret), None)
+    with live.dealer(wrong) as rogue, pytest.raises(RemoteProtocolError, match="another one"):
+        await blocking(rogue.poll, WAIT_S)
+    await live.logged("refused")
+
+
+async def anothers_identity(live: Live, _folder: Path) -> None:
+    """The honest worker's identity, with a valid key, while that is connected: the socket hears nothing."""
+    with raw(live.endpoint, live.worker.identity, live.keys) as rogue:
+        for _ in range(50):
+            rogue.send(first_frame(msg.Results(1, 0, 1, 0)))
+    with live.dealer(live.keys) as rogue:  # and its name, over a connection of its own
+        assert "has joined already" in await say_all(rogue, live)
+    await live.logged("has joined already")
+
+
+async def replay(live: Live, _folder: Path) -> None:
+    """What a worker has said, said again by somebody else: its Hello, and results of its leases."""
+    with live.dealer(live.keys) as rogue:
+        await say_all(rogue, live)
+    await live.logged("which is no member's")
+
+
+async def wrong_version(live: Live, _folder: Path) -> None:
+    with live.dealer(live.keys) as rogue:
+        await blocking(rogue.send, replace(make_hello("rogue", 0), wire=msg.WIRE_VERSION + 1))
+        refused, _ = await blocking(rogue.recv)
+        assert isinstance(refused, msg.Refuse)
+        assert f"protocol {msg.WIRE_VERSION + 1} (here {msg.WIRE_VERSION})" in refused.reason
+        await blocking(rogue.send, msg.Results(1, 0, 1, 0), EVIL)
+    await live.logged("it runs protocol")
+
+
+async def no_gate(live: Live, _folder: Path) -> None:
+    """Without the ZAP handler nobody comes in, whatever the key; who is in stays."""
+    zap = live.cluster.coordinator._router._server._zap
+    assert zap is not None
+    zap.close()
+    for keys in (live.keys, other_keys(live.keys)):
+        with live.dealer(keys) as rogue, pytest.raises((RemoteProtocolError, ConnectionLost)):
+            await blocking(rogue.poll, WAIT_S)
+    with raw(live.endpoint, b"rogue") as rogue:
+        rogue.send(first_frame(make_hello("rogue", 0)))
+        await live.logged("refused")
+
+
+Rogue = Callable[[Live, Path], Awaitable[None]]
+ROGUES: tuple[Rogue, ...] = (
+    no_key,
+    unknown_key,
+    wrong_server_key,
+    anothers_identity,
+    replay,
+    wrong_version,
+    no_gate,
+)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("rogue", ROGUES, ids=lambda rogue: rogue.__name__)
+async def test_a_rogue_beside_a_run(rogue: Rogue, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async with live(tmp_path, caplog) as running:
+        await rogue(running, tmp_path)
+        assert not any("\n" in text for text in caplog.messages)
