@@ -5,14 +5,14 @@ from __future__ import annotations
 LOGGER = "pipedist.cluster"
 """The logger that is told; without a handler its lines go to stderr."""
 
-_EACH_UP_TO = 8
-"""So many are told one by one, then every time that their number has doubled: nobody can fill a log."""
+_REASONS_MAX = 8
+"""So many different reasons are told as they come; then how many there are, each time that it has doubled."""
 
 _REASON_CHARACTERS_MAX = 500
 
 
 class Refusals:
-    """Counts refusals.
+    """Counts refusals, and tells of them so that nobody can fill a log.
 
     Args:
         tells: whether the logger is told; otherwise they are only counted.
@@ -21,6 +21,7 @@ class Refusals:
     def __init__(self, *, tells: bool) -> None:
         self.count = 0
         self._tells = tells
+        self._told: set[str] = set()
 
     def note(self, reason: str) -> None:
         """Count one.
@@ -29,9 +30,13 @@ class Refusals:
             reason: who, and why; what a stranger wrote may stand in it.
         """
         self.count += 1
-        if self._tells and (self.count <= _EACH_UP_TO or self.count.bit_count() == 1):
+        is_new = reason not in self._told and len(self._told) < _REASONS_MAX
+        has_doubled = self.count > _REASONS_MAX and self.count.bit_count() == 1
+        if self._tells and (is_new or has_doubled):
             import logging  # hardly any run needs it
 
+            if is_new:
+                self._told.add(reason)
             text = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in reason)
             text = text[:_REASON_CHARACTERS_MAX]
             logging.getLogger(LOGGER).warning("pipedist: refused (%d so far): %s", self.count, text)

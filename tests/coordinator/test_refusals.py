@@ -22,6 +22,18 @@ def test_nobody_can_fill_a_log(caplog: pytest.LogCaptureFixture) -> None:
     assert told == [*range(1, 9), *(2**k for k in range(4, 17))]
 
 
+def test_what_is_said_already_is_only_counted(caplog: pytest.LogCaptureFixture) -> None:
+    refusals = Refusals(tells=True)
+    for _ in range(20):
+        refusals.note("an old key")
+    refusals.note("no key")
+    assert [record.getMessage() for record in caplog.records] == [
+        "pipedist: refused (1 so far): an old key",
+        "pipedist: refused (16 so far): an old key",
+        "pipedist: refused (21 so far): no key",
+    ]
+
+
 def test_where_nobody_may_come_they_are_only_counted(caplog: pytest.LogCaptureFixture) -> None:
     refusals = Refusals(tells=False)
     refusals.note("it died in its handshake")
