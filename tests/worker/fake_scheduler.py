@@ -13,6 +13,7 @@ from pipedist.messages import (
     Assign,
     AssignGang,
     Bind,
+    Cancelled,
     Exchange,
     Failed,
     Hello,
@@ -77,9 +78,9 @@ class FakeScheduler:
         assert self._router.send(identity, message, payload)
 
     async def take(
-        self, kind: type[M], *, aside: type | tuple[type, ...] = Log
+        self, kind: type[M], *, aside: type | tuple[type, ...] = (Log, Cancelled)
     ) -> tuple[bytes, M, list[memoryview]]:
-        """The next message, which must be of this kind; Logs are put aside."""
+        """The next message, which must be of this kind; Logs, and answers to Cancel, are put aside."""
         while True:
             identity, message, frames = await asyncio.wait_for(self.inbox.get(), PATIENCE_S)
             if isinstance(message, kind):
@@ -203,7 +204,7 @@ class FakeScheduler:
         return [found[call] for call in sorted(found)]
 
     async def outcomes(
-        self, count: int, *, aside: type | tuple[type, ...] = Log
+        self, count: int, *, aside: type | tuple[type, ...] = (Log, Cancelled)
     ) -> list[dict[str, Any] | Failed]:
         """What came of the next `count` calls, in the order of their reports."""
         found: list[dict[str, Any] | Failed] = []

@@ -18,7 +18,19 @@ import pytest
 from pipedist.datasets.sources import open_source
 from pipedist.launchers.base import WorkerExit
 from pipedist.launchers.local import LocalLauncher
-from pipedist.messages import Assign, Bind, Cancel, Failed, Goodbye, Hello, Refuse, Results, Unbind
+from pipedist.messages import (
+    Assign,
+    Bind,
+    Cancel,
+    Cancelled,
+    Failed,
+    Goodbye,
+    Hello,
+    Log,
+    Refuse,
+    Results,
+    Unbind,
+)
 from pipedist.program import Emit, ReaderConfig
 from pipedist.transport.codec import decode, encode
 from pipedist.worker.process import ExitCode
@@ -469,3 +481,18 @@ async def test_nobody_answers(capfd: pytest.CaptureFixture[str]) -> None:
             launcher.start("w0", 0)
             assert (await scheduler.exit()).code == ExitCode.UNANSWERED
     assert "did not answer" in capfd.readouterr().err
+
+
+async def test_who_cancels_is_told_when_nothing_of_it_runs_any_more(tmp_path: Path) -> None:
+    """Whether the lease has begun or not: whatever comes of it comes before."""
+    gate = tmp_path / "gate"
+    async with one_worker() as (scheduler, identity, _):
+        pass_id = scheduler.bind(identity, program(f"{FUNCTIONS}:maybe_wait"))
+        cancelled = scheduler.assign(identity, pass_id, [str(gate)])
+        scheduler.send(identity, Cancel(cancelled))
+        gate.touch()
+        _, heard, _ = await scheduler.take(Cancelled, aside=(Log, Results))
+        assert heard.lease == cancelled
+        other = scheduler.assign(identity, pass_id, [""])
+        _, results, _ = await scheduler.take(Results)
+        assert results.lease == other
