@@ -23,6 +23,8 @@ worker; a result counts only while its lease is held.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from pipedist.records import record
 
 WIRE_VERSION = 1
@@ -306,3 +308,19 @@ Message = (
     | Heartbeat
     | Goodbye
 )
+
+
+@lru_cache(maxsize=256)
+def spans(replicas: int, members: int) -> tuple[tuple[int, int], ...]:
+    """Return which replicas each member of a gang executes, on either side of the wire.
+
+    Args:
+        replicas: R.
+        members: over how many workers they are spread; from 1 to R.
+
+    Returns:
+        Chunks [a, b) in order of member, whose sizes differ by one at most, the longer ones first.
+    """
+    small, larger = divmod(replicas, members)
+    ends = [(member + 1) * small + min(member + 1, larger) for member in range(members)]
+    return tuple(zip([0, *ends], ends, strict=False))

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import lru_cache
 
+from pipedist.messages import spans
 from pipedist.records import record
 from pipedist.scheduler.commands import UNKNOWN, Cause, GangPart
 from pipedist.scheduler.membership import Lease, Membership, Worker
@@ -147,14 +147,6 @@ def _works_for(worker: Worker, group: Group, members: Membership) -> bool:
         return worker.name in members.idle
     gang = members.leases[worker.leases[-1]].gang
     return gang is not None and gang.group is group
-
-
-@lru_cache(maxsize=256)
-def spans(replicas: int, members: int) -> tuple[tuple[int, int], ...]:
-    """Return which replicas each member executes: chunks [a, b) whose sizes differ by one at most."""
-    small, larger = divmod(replicas, members)
-    ends = [(j + 1) * small + min(j + 1, larger) for j in range(members)]
-    return tuple(zip([0, *ends], ends, strict=False))
 
 
 def form(members: Membership, serial: int, pass_id: int, todo: Todo, group: Group) -> Gang:
