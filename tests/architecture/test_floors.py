@@ -21,7 +21,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("partials",),
     ("reductions",),
     ("partial_runs",),
-    ("values", "combiners", "functions", "partitioners", "cluster_resolvers"),
+    ("values", "combiners", "functions", "foreign", "partitioners", "cluster_resolvers"),
     ("transport",),
     ("collectives",),
     ("datasets",),
