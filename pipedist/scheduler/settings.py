@@ -60,6 +60,7 @@ class PassSettings:
         quarantine: of a call under which too many workers died, in nobody knows which stage, the guilty
             elements are set aside; otherwise it fails.
         first_step: the steps before it were done earlier: they are neither offered nor told.
+        gpus: a call runs only at a worker that owns so many; a gang has one such worker a replica.
 
     An unordered pass is neither `fail_fast` (which step is the first to fail would depend on the
     order of arrival) nor `pulled` (its steps are not consumed in order), and it ends by being closed.
@@ -76,6 +77,7 @@ class PassSettings:
     gang: bool = False
     quarantine: bool = False
     first_step: int = 0
+    gpus: float = 0.0
 
     def __post_init__(self) -> None:
         if self.replicas < 1:
