@@ -99,7 +99,7 @@ bench-collectives: $(INSTALLED)  ## Measure all_reduce beside mpi4py and torch g
 
 .PHONY: test-gpu
 test-gpu: $(INSTALLED)  ## Run the tests that need a CUDA device and torch.
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch ml_dtypes
 	$(BIN)/python -m pytest -q -m gpu tests
 
 .PHONY: test-torch

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from contextlib import AsyncExitStack
 from typing import Self
 
+from pipedist.accelerators import VISIBLE, Supply
 from pipedist.coordinator import Coordinator
 from pipedist.errors import UsageError
 from pipedist.local_cluster import Cluster
@@ -27,6 +29,8 @@ class ConnectCluster(Cluster):
         key_file: the cluster's keys; made (mode 0600) where there is no such file.
         workers: how many are expected, for the plan and the size of what is issued in advance.
         limits: the scheduler's bounds.
+        gpus_per_worker: what calls will need, for the command that says how to join. A worker owns what its
+            CUDA_VISIBLE_DEVICES names.
 
     Raises:
         UsageError: there is no key file; (on entering) it can't be used, or the endpoint can't be bound,
@@ -40,10 +44,12 @@ class ConnectCluster(Cluster):
         key_file: str | os.PathLike[str] | None = None,
         workers: int = 1,
         limits: Limits | None = None,
+        gpus_per_worker: float = 0,
     ) -> None:
         if key_file is None:
             raise UsageError("workers that dial in need keys: say `cluster: {key_file: FILE}`")
-        super().__init__(workers)
+        super().__init__(workers, Supply(None, (), "workers that dial in bring them"))
+        self._gpus = math.ceil(gpus_per_worker)
         self._listen = listen or LISTEN
         self._key_file = os.fspath(key_file)
         self._limits = limits
@@ -51,11 +57,14 @@ class ConnectCluster(Cluster):
     async def __aenter__(self) -> Self:
         await super().__aenter__()
         print(  # noqa: T201 - how to join is what the user must know now
-            f"waiting for workers: pipedist worker --connect {self.coordinator.endpoint} "
+            f"waiting for workers: {self._visible()}pipedist worker --connect {self.coordinator.endpoint} "
             f"--key-file {self._key_file}",
             file=sys.stderr,
         )
         return self
+
+    def _visible(self) -> str:
+        return f"{VISIBLE}={','.join(map(str, range(self._gpus)))} " if self._gpus else ""
 
     def _make(self, stack: AsyncExitStack) -> Coordinator:
         keys = self._keys()

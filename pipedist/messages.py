@@ -44,6 +44,7 @@ class Hello:
         wire: its WIRE_VERSION.
         python, numpy, pipedist: versions.
         cpu: processor model, as far as it may change bits.
+        gpus: how many GPUs it owns, for one call at a time; a fraction where workers share one.
     """
 
     worker: str
@@ -56,6 +57,7 @@ class Hello:
     numpy: str
     pipedist: str
     cpu: str
+    gpus: float = 0.0
 
 
 @record

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import shutil
-import subprocess
 from collections.abc import Mapping, MutableMapping
 from typing import Final
 
+from pipedist import accelerators
 from pipedist.cluster_resolvers.base import (
     ClusterResolver,
     ResolverError,
@@ -21,7 +20,6 @@ from pipedist.cluster_resolvers.slurm_lists import expand_hostlist, expand_tasks
 
 PORT_BASE: Final = 8888
 VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
-_TOOL_S: Final = 10.0
 
 
 class SlurmClusterResolver(ClusterResolver):
@@ -172,7 +170,7 @@ class SlurmClusterResolver(ClusterResolver):
 
     def _gpus_of_a_task(self, per_node: int | None, per_task: int | None, tasks: int) -> int:
         gpus = (
-            _installed_gpus(self._environ.get("PATH", ""))
+            accelerators.installed(self._environ)[0]
             if per_node is None
             else number("gpus_per_node", per_node)
         )
@@ -187,17 +185,3 @@ class SlurmClusterResolver(ClusterResolver):
                 f"{gpus}"
             )
         return each
-
-
-def _installed_gpus(path: str) -> int:
-    """Return how many GPUs `nvidia-smi` lists; 0 where there is no such tool, or it fails."""
-    tool = shutil.which("nvidia-smi", path=path)
-    if tool is None:
-        return 0
-    try:
-        listed = subprocess.run(
-            [tool, "--list-gpus"], capture_output=True, text=True, timeout=_TOOL_S, check=True
-        )
-    except (OSError, subprocess.SubprocessError):
-        return 0
-    return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())

@@ -298,5 +298,8 @@ class Fleet:
         self._roster.add(Peer(identity, hello.worker, hello.incarnation, local))
         paths = tuple(sys.path) if local else ()
         self._router.send(identity, msg.Welcome(self._cluster_id, self._heartbeat_s, paths))
-        self._post(ev.WorkerJoined(hello.worker, hello.incarnation, supervised=not managed))
+        joined = ev.WorkerJoined(
+            hello.worker, hello.incarnation, supervised=not managed, gpus=max(0.0, hello.gpus)
+        )
+        self._post(joined)
         self._wake()

@@ -83,7 +83,15 @@ def pass_program(
             kwargs = arguments(stage.with_, values)
             of, fn = index[stage.of], plan.functions[name]
             stages.append(
-                StageProgram(name, fn, of, kwargs, collectives=stage.collectives, timeout_s=stage.timeout_s)
+                StageProgram(
+                    name,
+                    fn,
+                    of,
+                    kwargs,
+                    collectives=stage.collectives,
+                    timeout_s=stage.timeout_s,
+                    gpus=stage.gpus,
+                )
             )
     emits = []
     whole = {*pass_.kept, *streamed} & {*pass_.runs}

@@ -147,6 +147,7 @@ class Reading:
                 gang=self._pass.gang,
                 first_step=self.steps,
                 quarantine=bool(quarantine) and quarantine.issuperset(self._pass.runs),
+                gpus=self._pass.gpus,
             ),
             retries=retries_of(self._plan, self._pass),
             quarantine=quarantine,

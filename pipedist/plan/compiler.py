@@ -7,10 +7,12 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
+from pipedist.accelerators import Supply
 from pipedist.datasets.sources import Source, SourceError, open_source
 from pipedist.errors import PlanError, Problem, UsageError
 from pipedist.functions import FunctionNotFound, load, reference
 from pipedist.plan.callables import Callables, CallForm
+from pipedist.plan.gpus import check_gpus, supply_for
 from pipedist.plan.model import PassPlan, Plan
 from pipedist.plan.phases import TwoReadings, links_of, phases
 from pipedist.plan.states import plan_states
@@ -20,12 +22,13 @@ from pipedist.spec import ReduceSpec, RunSpec, Spec
 from pipedist.spec.training import Training, training_of
 
 
-def compile_plan(spec: Spec, *, workers: int) -> Plan:
+def compile_plan(spec: Spec, *, workers: int, supply: Supply | None = None) -> Plan:
     """Plan a spec.
 
     Args:
         spec: a checked spec.
-        workers: number of worker processes, for the plan's text only.
+        workers: number of worker processes, for the plan's text and the division of GPUs.
+        supply: the GPUs of a cluster that is there already; None: those of the spec's own.
 
     Raises:
         PlanError: listing everything that is missing or not possible here, with its place.
@@ -41,8 +44,10 @@ def compile_plan(spec: Spec, *, workers: int) -> Plan:
         ordered = _phases(spec, training, problems)
         if problems:
             raise PlanError(problems)
-        plan = Plan(spec, workers, sources, functions, states, ordered)
+        supply = supply or supply_for(spec, workers)
+        plan = Plan(spec, workers, sources, functions, states, ordered, supply)
         problems += _check_gangs(plan)
+        problems += check_gpus(plan)
         if problems:
             raise PlanError(problems)
         stack.pop_all()  # the sources are the plan's now

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from pipedist.accelerators import Supply
 from pipedist.datasets.division import Division
 from pipedist.datasets.sources import Source
 from pipedist.program import FunctionRef, Tree
@@ -30,6 +31,7 @@ class PassPlan:
         updates: the updates that its steps feed, in the order in which they are applied.
         follows: the dataset after each of whose epochs this one is read once; "" for a reading of its own.
         gang: the calls of a step run at once.
+        gpus: how many a call needs: as many as the run that needs most.
     """
 
     phase: int
@@ -41,6 +43,7 @@ class PassPlan:
     updates: tuple[str, ...] = ()
     follows: str = ""
     gang: bool = False
+    gpus: float = 0.0
 
     @property
     def name(self) -> str:
@@ -78,6 +81,7 @@ class Plan:
         functions: how each function of a run or an update, and each combine function, travels to workers.
         states: by the name of their update.
         phases: the passes of each phase; those of one phase run together.
+        supply: the GPUs of the workers.
     """
 
     spec: Spec
@@ -86,6 +90,7 @@ class Plan:
     functions: Mapping[str, FunctionRef]
     states: Mapping[str, StatePlan]
     phases: tuple[tuple[PassPlan, ...], ...]
+    supply: Supply
 
     @property
     def passes(self) -> tuple[PassPlan, ...]:
@@ -126,6 +131,11 @@ class Plan:
         asked = [name for name in pass_.updates if self.states[name].until is not None]
         pers = {self.states[name].per for name in (*self.states_read(pass_), *asked)}
         return "step" if "step" in pers else "epoch" if "epoch" in pers else "run"
+
+    @property
+    def gpus_needed(self) -> float:
+        """How many GPUs a call needs, of the pass that needs most; 0 for none."""
+        return max((p.gpus for p in self.passes), default=0.0)
 
     @property
     def training(self) -> PassPlan | None:

@@ -14,12 +14,15 @@ import sys
 from collections.abc import Collection, MutableMapping, Sequence
 from typing import Final
 
+from pipedist.accelerators import VISIBLE
 from pipedist.errors import UsageError
 
 CPU: Final = "cpu"
 """What replicas compute on that were assigned no device."""
 
-VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
+GPU: Final = "cuda:0"
+"""The first of the GPUs that a worker owns: it sees no others, and they are numbered anew."""
+
 LIBRARIES: Final = ("torch", "cupy", "jax", "numba.cuda", "tensorflow")
 """What reads the variable when it is loaded, or when it is first used: nobody can tell which."""
 

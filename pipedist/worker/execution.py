@@ -41,7 +41,7 @@ class Seat(NamedTuple):
 
     Args:
         meet: what its collectives go through, by whether the function that calls them is async.
-        device: see `ReplicaContext.device`.
+        device: that the replica was assigned, see `ReplicaContext.device`; "" for none.
         variables: what its functions read and assign; None where the step has no variables.
     """
 
@@ -224,8 +224,9 @@ class PassExecutor:
             self.program.seed,
             seat.meet(stage.is_async) if seat is not None and stage.collectives else None,
         )
+        ctx.device = stage.device
         if seat is not None:
-            ctx.device = seat.device
+            ctx.device = seat.device or stage.device
             ctx.variables = seat.variables
         return ctx
 

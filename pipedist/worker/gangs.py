@@ -14,7 +14,7 @@ from pipedist.collectives.segment import Segments
 from pipedist.errors import RemoteProtocolError, UsageError
 from pipedist.messages import AssignGang, spans
 from pipedist.program import Shards
-from pipedist.worker.devices import CPU, Devices
+from pipedist.worker.devices import Devices
 from pipedist.worker.execution import PassExecutor
 from pipedist.worker.gang_run import NOT_SHARED, GangRun
 from pipedist.worker.hub_channel import Hub, HubChannel, Inbox
@@ -90,7 +90,7 @@ class Gangs:
             gang=gang,
             channel=channel,
             can_share=not isinstance(channel, HubChannel),
-            device_of=lambda replica: self._devices.name_of(devices[replica]) if devices else CPU,
+            device_of=lambda replica: self._devices.name_of(devices[replica]) if devices else "",
             bound=bound,
             begin=begin,
             on_success=on_success,

@@ -10,7 +10,7 @@ from pipedist.messages import WIRE_VERSION, Hello
 from pipedist.version import __version__
 
 
-def make_hello(worker: str, incarnation: int) -> Hello:
+def make_hello(worker: str, incarnation: int, gpus: float = 0.0) -> Hello:
     """Return this process's Hello."""
     import platform
 
@@ -25,6 +25,7 @@ def make_hello(worker: str, incarnation: int) -> Hello:
         numpy=np.__version__,
         pipedist=__version__,
         cpu=cpu_model(),
+        gpus=gpus,
     )
 
 

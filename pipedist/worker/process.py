@@ -12,6 +12,7 @@ import signal
 import sys
 import traceback
 
+from pipedist.accelerators import VISIBLE
 from pipedist.errors import ProtocolError, UsageError
 from pipedist.transport.dealer import ConnectionLost, Dealer
 from pipedist.worker.commands import Ending
@@ -88,6 +89,8 @@ def run_process(settings: WorkerSettings, progress: Progress | None = None) -> i
 
 
 def _work(settings: WorkerSettings, progress: Progress, label: str) -> int:
+    if settings.visible is not None:  # before anything that reads it is loaded
+        os.environ[VISIBLE] = settings.visible
     keys = None
     if settings.key_file:
         from pipedist.transport.keys import read_key_file  # most workers are local, and need none
@@ -96,7 +99,7 @@ def _work(settings: WorkerSettings, progress: Progress, label: str) -> int:
     identity = f"{settings.worker}.{settings.incarnation}.{os.urandom(8).hex()}".encode()
     dealer = Dealer(settings.endpoint, identity=identity, keys=keys)
     protocol = WorkerMachine(
-        make_hello(settings.worker, settings.incarnation), Limits(join_s=settings.join_s)
+        make_hello(settings.worker, settings.incarnation, settings.gpus), Limits(join_s=settings.join_s)
     )
 
     def tell(text: str) -> None:

@@ -12,6 +12,7 @@ from pipedist.program import OWN_STATE, StageProgram, Tree
 from pipedist.reductions import FoldTree
 from pipedist.worker.boundary import guard
 from pipedist.worker.context import ReplicaContext
+from pipedist.worker.devices import CPU, GPU
 from pipedist.worker.state_store import States, filled, names_in
 
 
@@ -27,6 +28,7 @@ class Stage:
         self.name = program.name
         self.of = program.of
         self.collectives = program.collectives
+        self.device = GPU if program.gpus else CPU
         self.limit_ns = 0 if program.timeout_s is None else max(1, int(program.timeout_s * 1e9))
         """How long a call of the function may take; 0: as long as it needs."""
         self._program = program

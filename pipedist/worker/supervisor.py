@@ -27,6 +27,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
+from pipedist import accelerators
 from pipedist.errors import PipedistError, ProtocolError
 from pipedist.messages import Goodbye, Heartbeat, Refuse, Stop, Welcome
 from pipedist.transport.dealer import ConnectionLost, Dealer
@@ -90,7 +91,8 @@ def run_worker(
     keys = read_key_file(path).client if path else None
     before = signal.signal(signal.SIGTERM, _leave_on_sigterm)
     try:
-        return Supervisor(endpoint, path, keys, threads=threads, join_s=join_s).run()
+        gpus = len(accelerators.named())
+        return Supervisor(endpoint, path, keys, threads=threads, join_s=join_s, gpus=gpus).run()
     finally:
         signal.signal(signal.SIGTERM, before)
 
@@ -104,16 +106,25 @@ class Supervisor:
         keys: what is in it.
         threads: BLAS and OpenMP threads of the worker.
         join_s: how long the scheduler may take to answer, seconds.
+        gpus: how many the worker owns.
     """
 
     def __init__(
-        self, endpoint: str, key_file: str, keys: ClientKeys | None, *, threads: int, join_s: float
+        self,
+        endpoint: str,
+        key_file: str,
+        keys: ClientKeys | None,
+        *,
+        threads: int,
+        join_s: float,
+        gpus: int = 0,
     ) -> None:
         self._endpoint = endpoint
         self._key_file = key_file
         self._keys = keys
         self._threads = threads
         self._join_s = join_s
+        self._gpus = gpus
         # Unique among the workers of a host, also where a batch system starts many in one container.
         self.worker = f"{os.uname().nodename}:{os.getpid()}:{secrets.token_hex(2)}"
         self._heartbeat_s = HEARTBEAT_S
@@ -161,6 +172,7 @@ class Supervisor:
             threads=self._threads,
             join_s=self._join_s,
             tells=True,
+            gpus=float(self._gpus),
         )
         self._progress.idle()
         self._overdue = None

@@ -14,6 +14,7 @@ PACKAGE = Path(pipedist.__file__).parent
 
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("version", "records", "counts"),
+    ("accelerators",),
     ("errors",),
     ("messages", "program"),
     ("trees",),

@@ -62,7 +62,7 @@ def needs(name: str, command: str, mark: str = "") -> Any:
 LIBRARIES = [
     needs("torch", "make bench-torch, then make test-torch", "torch"),
     needs("jax.numpy" if importlib.util.find_spec("jax") else "jax", "make test-jax", "jax"),
-    needs("cupy", "make test-gpu on a machine with a CUDA device", "gpu"),
+    needs("cupy", "pip install cupy-cuda12x, then make test-gpu", "gpu"),
 ]
 
 
