@@ -144,9 +144,14 @@ bench-collectives: $(INSTALLED)  ## Measure all_reduce beside mpi4py and torch g
 
 .PHONY: test-gpu
 test-gpu: $(INSTALLED)  ## Run the tests that need a CUDA device and torch.
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch ml_dtypes
 	$(BIN)/python -m pytest -q -m gpu tests
 
 .PHONY: test-torch
-test-torch:  ## Test the collectives of torch tensors (after make bench-torch).
-	benchmarks/.venv/bin/python -m pytest -q -m torch tests/collectives
+test-torch:  ## Test what takes torch tensors (after make bench-torch).
+	benchmarks/.venv/bin/python -m pytest -q -m torch tests/collectives tests/values
+
+.PHONY: test-jax
+test-jax: $(INSTALLED)  ## Install jax for the CPU, and test that its arrays are taken (120 MiB).
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check jax
+	$(BIN)/python -m pytest -q -m jax tests/values

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from contextlib import AsyncExitStack
@@ -9,6 +10,7 @@ from typing import Self
 
 import anyio
 
+from pipedist.accelerators import VISIBLE, Supply
 from pipedist.coordinator import Coordinator
 from pipedist.errors import UsageError
 from pipedist.local_cluster import Cluster
@@ -40,6 +42,8 @@ class ConnectCluster(Cluster):
         limits: the scheduler's bounds.
         rejoin_s: how long workers keep finished results, and wait for the run to be resumed, when this
             process is gone, seconds.
+        gpus_per_worker: what calls will need, for the command that says how to join. A worker owns what its
+            CUDA_VISIBLE_DEVICES names.
 
     Raises:
         UsageError: there is no key file; (on entering) it can't be used, or the endpoint can't be bound,
@@ -54,10 +58,12 @@ class ConnectCluster(Cluster):
         workers: int = 1,
         limits: Limits | None = None,
         rejoin_s: float = REJOIN_S,
+        gpus_per_worker: float = 0,
     ) -> None:
         if key_file is None:
             raise UsageError("workers that dial in need keys: say `cluster: {key_file: FILE}`")
-        super().__init__(workers)
+        super().__init__(workers, Supply(None, (), "workers that dial in bring them"))
+        self._gpus = math.ceil(gpus_per_worker)
         self._listen = listen or LISTEN
         self._key_file = os.fspath(key_file)
         self._limits = limits
@@ -65,12 +71,16 @@ class ConnectCluster(Cluster):
 
     async def __aenter__(self) -> Self:
         await super().__aenter__()
+        endpoint = _from_elsewhere(self.coordinator.endpoint)
         print(  # noqa: T201 - how to join is what the user must know now
-            f"waiting for workers: pipedist worker --connect {_from_elsewhere(self.coordinator.endpoint)} "
+            f"waiting for workers: {self._visible()}pipedist worker --connect {endpoint} "
             f"--key-file {self._key_file_of_workers()}",
             file=sys.stderr,
         )
         return self
+
+    def _visible(self) -> str:
+        return f"{VISIBLE}={','.join(map(str, range(self._gpus)))} " if self._gpus else ""
 
     def _make(self, stack: AsyncExitStack) -> Coordinator:
         keys = self._keys()

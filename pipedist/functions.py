@@ -219,6 +219,22 @@ def _where(error: BaseException) -> str:
     return f" ({os.path.basename(at.filename)}, line {at.lineno})"
 
 
+def is_async(fn: object) -> bool:
+    """Return whether calling `fn`, a function or an object with a method `__call__`, gives a coroutine."""
+    return inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(
+        inspect.getattr_static(type(fn), "__call__", None)
+    )
+
+
+def wants_ctx(fn: object) -> bool:
+    """Return whether `fn` has a parameter `ctx` that can be given by name: it gets the ReplicaContext."""
+    try:
+        ctx = inspect.signature(fn).parameters.get("ctx")  # type: ignore[arg-type]
+    except (TypeError, ValueError):  # a built-in without a signature
+        return False
+    return ctx is not None and ctx.kind in (ctx.POSITIONAL_OR_KEYWORD, ctx.KEYWORD_ONLY)
+
+
 def _refuse_stale(name: str, module_name: str, code: Sequence[str]) -> None:
     """Refuse a module that an earlier spec's folder brought in under the same name."""
     top = module_name.partition(".")[0]

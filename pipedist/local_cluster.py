@@ -11,6 +11,8 @@ from contextlib import AsyncExitStack
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
+from pipedist import accelerators
+from pipedist.accelerators import Supply
 from pipedist.errors import UsageError
 from pipedist.launchers.server import prepare
 from pipedist.transport.shared_memory.settings import SharedMemory
@@ -44,10 +46,12 @@ class Cluster(ABC):
 
     Args:
         workers: how many there are to be.
+        supply: the GPUs that they own.
     """
 
-    def __init__(self, workers: int) -> None:
+    def __init__(self, workers: int, supply: Supply) -> None:
         self._workers = checked_count(workers)
+        self._supply = supply
         self._stack = AsyncExitStack()
         self._coordinator: Coordinator | None = None
 
@@ -92,6 +96,11 @@ class Cluster(ABC):
         """How many workers there are to be."""
         return self._workers
 
+    @property
+    def supply(self) -> Supply:
+        """The GPUs that its workers own."""
+        return self._supply
+
 
 class LocalCluster(Cluster):
     """Worker processes on this host, for as long as `async with` lasts.
@@ -103,9 +112,13 @@ class LocalCluster(Cluster):
         shared_memory: False: arrays travel through sockets alone; the results are the same. So they
             do where the system has no sealed memory, and where the environment variable
             PIPEDIST_SHARED_MEMORY is 0.
+        gpus_per_worker: how many GPUs of this machine each worker owns, and alone sees; a fraction, 0.5: so
+            many workers share one. As many workers as there are enough for own them, the others none. 0: all
+            workers see what this process sees, and own nothing.
 
     Raises:
-        UsageError: a number makes no sense; (on entering) the cluster is open already.
+        UsageError: a number makes no sense, or there are not so many GPUs; (on entering) the cluster is open
+            already.
     """
 
     def __init__(
@@ -115,8 +128,11 @@ class LocalCluster(Cluster):
         threads_per_replica: int = 1,
         limits: Limits | None = None,
         shared_memory: bool = True,
+        gpus_per_worker: float = 0,
     ) -> None:
-        super().__init__(usable_cores() if workers is None else workers)
+        count = checked_count(usable_cores() if workers is None else workers)
+        self._visible, supply = _divided(gpus_per_worker, count)
+        super().__init__(count, supply)
         self._names = tuple(f"w{i}" for i in range(self._workers))
         self._threads = threads_per_replica
         self._limits = limits
@@ -143,11 +159,19 @@ class LocalCluster(Cluster):
                 on_lost=on_lost,
                 shared_memory=self._shared_memory,
             ),
-            launcher_factory=lambda at: LocalLauncher(at, threads=self._threads),
+            launcher_factory=lambda at: LocalLauncher(at, threads=self._threads, gpus=self._gpus()),
             workers=self._names,
             limits=self._limits,
             boot=boot_id(),
             shared_memory=self._shared_memory is not None,
+        )
+
+    def _gpus(self) -> dict[str, tuple[str, float]]:
+        owned = self._supply.owned or ()
+        return (
+            dict(zip(self._names, zip(self._visible, owned, strict=True), strict=True))
+            if self._visible
+            else {}
         )
 
     @property
@@ -219,6 +243,29 @@ class LocalCluster(Cluster):
             WorkersLost: they die before they join.
         """
         await self.coordinator.wait_ready(len(self._names))
+
+
+def _divided(each: float, workers: int) -> tuple[tuple[str, ...], Supply]:
+    """Return CUDA_VISIBLE_DEVICES of each worker, and what the workers own; () and nothing for 0.
+
+    Raises:
+        UsageError: `each` is no number of GPUs, or there are not so many.
+    """
+    if each == 0:
+        return (), Supply((0.0,) * workers, (), "the cluster was made without gpus_per_worker")
+    if (
+        isinstance(each, bool)
+        or not isinstance(each, int | float)
+        or not (0 < each < 1 or each in range(1, accelerators.GPUS_MAX + 1))
+    ):
+        raise UsageError(
+            f"gpus_per_worker is {each!r}: expected 0, an int up to {accelerators.GPUS_MAX}, or a fraction"
+        )
+    found = accelerators.found()
+    if len(found.gpus) < each:
+        raise UsageError(f"gpus_per_worker is {each:g}, and this machine has {len(found.gpus)}: {found.how}")
+    owned = accelerators.owned(found.gpus, each, workers)
+    return tuple(map(",".join, owned)), accelerators.supply(found, each, workers)
 
 
 def _name(worker: int | str) -> str:

@@ -24,6 +24,8 @@ worker; a result counts only while its lease is held.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from pipedist.records import record
 
 WIRE_VERSION = 1
@@ -47,6 +49,7 @@ class Hello:
         python, numpy, pipedist: versions.
         cpu: processor model, as far as it may change bits.
         kept: finished calls that it kept for a scheduler that is gone: "KEY:LO-HI", KEY as in `Bind`.
+        gpus: how many GPUs it owns, for one call at a time; a fraction where workers share one.
     """
 
     worker: str
@@ -60,6 +63,7 @@ class Hello:
     pipedist: str
     cpu: str
     kept: tuple[str, ...] = ()
+    gpus: float = 0.0
 
 
 @record
@@ -356,3 +360,19 @@ Message = (
     | Heartbeat
     | Goodbye
 )
+
+
+@lru_cache(maxsize=256)
+def spans(replicas: int, members: int) -> tuple[tuple[int, int], ...]:
+    """Return which replicas each member of a gang executes, on either side of the wire.
+
+    Args:
+        replicas: R.
+        members: over how many workers they are spread; from 1 to R.
+
+    Returns:
+        Chunks [a, b) in order of member, whose sizes differ by one at most, the longer ones first.
+    """
+    small, larger = divmod(replicas, members)
+    ends = [(member + 1) * small + min(member + 1, larger) for member in range(members)]
+    return tuple(zip([0, *ends], ends, strict=False))

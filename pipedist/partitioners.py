@@ -21,6 +21,8 @@ from typing import Final, SupportsIndex
 import numpy as np
 from numpy.typing import DTypeLike
 
+from pipedist.counts import count
+
 BYTES_PER_STRING: Final = 16
 """What a string counts, where its dtype does not say how long it is."""
 
@@ -45,7 +47,7 @@ class Partitioner(ABC):
             ValueError: the shape is a scalar's, a length is negative, or there is no such axis.
             TypeError: a length is no int, or a dtype's elements have no size (objects).
         """
-        lengths = [_integer("a length of shape", length, at_least=0) for length in _axes(shape)]
+        lengths = [count("a length of shape", length, at_least=0) for length in _axes(shape)]
         if not lengths:
             raise ValueError("a scalar has no axis that could be cut: expected a shape of at least one axis")
         if isinstance(axis, bool) or not isinstance(axis, SupportsIndex):
@@ -77,7 +79,7 @@ class FixedShardsPartitioner(Partitioner):
     num_shards: int
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "num_shards", _integer("num_shards", self.num_shards))
+        object.__setattr__(self, "num_shards", count("num_shards", self.num_shards))
 
     def _shards(self, rows: int, row_elements: int, dtype: np.dtype) -> int:
         return self.num_shards
@@ -107,7 +109,7 @@ class MinSizePartitioner(Partitioner):
 
     def __post_init__(self) -> None:
         for name in ("min_shard_bytes", "max_shards", "bytes_per_string"):
-            object.__setattr__(self, name, _integer(name, getattr(self, name)))
+            object.__setattr__(self, name, count(name, getattr(self, name)))
 
     def _shards(self, rows: int, row_elements: int, dtype: np.dtype) -> int:
         row_bytes = row_elements * _element_bytes(dtype, self.bytes_per_string)
@@ -141,7 +143,7 @@ class MaxSizePartitioner(Partitioner):
         for name in ("max_shard_bytes", "max_shards", "bytes_per_string"):
             value = getattr(self, name)
             if name != "max_shards" or value is not None:
-                object.__setattr__(self, name, _integer(name, value))
+                object.__setattr__(self, name, count(name, value))
 
     def _shards(self, rows: int, row_elements: int, dtype: np.dtype) -> int:
         row_bytes = row_elements * _element_bytes(dtype, self.bytes_per_string)
@@ -163,7 +165,7 @@ def shard_sizes(rows: int, shards: int) -> list[int]:
         ValueError: a number is out of range.
         TypeError: a number is no int.
     """
-    each, longer = divmod(_integer("rows", rows, at_least=0), _integer("shards", shards))
+    each, longer = divmod(count("rows", rows, at_least=0), count("shards", shards))
     return [each + 1] * longer + [each] * (shards - longer)
 
 
@@ -177,18 +179,3 @@ def _axes(shape: Sequence[int]) -> Sequence[int]:
     if isinstance(shape, str | bytes) or not isinstance(shape, Sequence):
         raise TypeError(f"shape is {shape!r}; expected a tuple or list of ints")
     return shape
-
-
-def _integer(name: str, value: object, *, at_least: int = 1) -> int:
-    """Return `value` as a plain int.
-
-    Raises:
-        TypeError: it is no integer; bool counts as none.
-        ValueError: it is smaller than `at_least`.
-    """
-    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
-        raise TypeError(f"{name} is {value!r}; expected an int")
-    number = operator.index(value)
-    if number < at_least:
-        raise ValueError(f"{name} is {number}; expected an int >= {at_least}")
-    return number

@@ -67,6 +67,7 @@ class StageProgram:
         timeout_s: how long one call of the function may take, seconds; None: as long as it needs.
         collectives: the function may call collectives, and is called with empty shards too. The
             pass is a gang (`Program.gang`).
+        gpus: how many GPUs a call of it needs to itself; a fraction: calls share one.
     """
 
     name: str
@@ -76,6 +77,7 @@ class StageProgram:
     form: Literal["shard", "apply", "combine", "update"] = "shard"
     collectives: bool = False
     timeout_s: float | None = None
+    gpus: float = 0.0
 
 
 @record
@@ -190,6 +192,7 @@ def to_tree(program: Program) -> Tree:
                 s.form,
                 s.collectives,
                 s.timeout_s,
+                s.gpus,
             ]
             for s in program.stages
         ],
@@ -210,8 +213,8 @@ def from_tree(tree: Tree) -> Program:
         replicas=tree["replicas"],
         reader=None if tree["reader"] is None else ReaderConfig(*tree["reader"]),
         stages=tuple(
-            StageProgram(name, FunctionRef(*function), of, kwargs, form, collectives, timeout_s)
-            for name, function, of, kwargs, form, collectives, timeout_s in tree["stages"]
+            StageProgram(name, FunctionRef(*function), of, kwargs, form, collectives, timeout_s, gpus)
+            for name, function, of, kwargs, form, collectives, timeout_s, gpus in tree["stages"]
         ),
         emits=tuple(
             Emit(slot, of, op, None if axis is None else tuple(axis)) for slot, of, op, axis in tree["emits"]

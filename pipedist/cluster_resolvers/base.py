@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import SupportsIndex
 
 from pipedist.cluster_resolvers.cluster_spec import ClusterSpec
@@ -19,7 +20,16 @@ class ResolverStateError(UsageError, RuntimeError):
 
 
 class ClusterResolver(ABC):
-    """Knows the tasks of a cluster, and which of them this process is."""
+    """Knows the tasks of a cluster, and which of them this process is.
+
+    What a kind of resolver knows beyond the tasks' addresses it sets when it is made; the rest stays unknown.
+    """
+
+    _task_type: str | None = None
+    _task_id: int | None = None
+    _environment: str | None = ""
+    _rpc_layer: str | None = None
+    _num_accelerators: Mapping[str, int] = MappingProxyType({})
 
     @abstractmethod
     def cluster_spec(self) -> ClusterSpec:
@@ -43,24 +53,24 @@ class ClusterResolver(ABC):
         """
 
     @property
-    @abstractmethod
     def task_type(self) -> str | None:
         """The job of this process; None: unknown."""
+        return self._task_type
 
     @property
-    @abstractmethod
     def task_id(self) -> int | None:
         """The number of this process in its job; None: unknown."""
+        return self._task_id
 
     @property
     def environment(self) -> str | None:
         """Where the cluster runs, as it was told; "" or None: unknown."""
-        return ""
+        return self._environment
 
     @property
     def rpc_layer(self) -> str | None:
         """What `master` puts in front of addresses; None: nothing."""
-        return None
+        return self._rpc_layer
 
     def num_accelerators(self, task_type: str | None = None, task_id: int | None = None) -> dict[str, int]:
         """Return kind of accelerator -> how many a task has, as far as the resolver was told.
@@ -68,7 +78,7 @@ class ClusterResolver(ABC):
         Args:
             task_type, task_id: which one; all tasks have the same.
         """
-        return {}
+        return dict(self._num_accelerators)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__}, task {self.task_type} {self.task_id}>"

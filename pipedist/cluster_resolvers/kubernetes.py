@@ -98,21 +98,6 @@ class KubernetesClusterResolver(ClusterResolver):
             return ""
         return url(self.cluster_spec().task_address(task_type, task_id), rpc_layer or self._rpc_layer)
 
-    @property
-    def task_type(self) -> None:
-        """Not known."""
-        return None
-
-    @property
-    def task_id(self) -> None:
-        """Not known."""
-        return None
-
-    @property
-    def rpc_layer(self) -> str | None:
-        """What `master` puts in front of addresses."""
-        return self._rpc_layer
-
 
 def _asking() -> ListPods:
     """Return what asks the API server through the package `kubernetes`.

@@ -65,30 +65,6 @@ class SimpleClusterResolver(ClusterResolver):
             address = self._cluster_spec.task_address(task_type, task_id)
         return url(address, rpc_layer or self._rpc_layer)
 
-    @property
-    def task_type(self) -> str | None:
-        """The job of this process, as it was told."""
-        return self._task_type
-
-    @property
-    def task_id(self) -> int | None:
-        """The number of this process in its job, as it was told."""
-        return self._task_id
-
-    @property
-    def environment(self) -> str | None:
-        """Where the cluster runs, as it was told."""
-        return self._environment
-
-    @property
-    def rpc_layer(self) -> str | None:
-        """What `master` puts in front of addresses."""
-        return self._rpc_layer
-
-    def num_accelerators(self, task_type: str | None = None, task_id: int | None = None) -> dict[str, int]:
-        """Return what was told of every task."""
-        return dict(self._num_accelerators)
-
 
 class UnionResolver(ClusterResolver):
     """Several clusters as one (tf.distribute's UnionResolver).
@@ -156,24 +132,9 @@ class UnionResolver(ClusterResolver):
         return self._resolvers[0].master(rpc_layer=rpc_layer)
 
     @property
-    def task_type(self) -> str | None:
-        """The job of this process, as it was told."""
-        return self._task_type
-
-    @property
-    def task_id(self) -> int | None:
-        """The number of this process in its job, as it was told."""
-        return self._task_id
-
-    @property
     def environment(self) -> str | None:
         """Where the first cluster runs."""
         return self._resolvers[0].environment
-
-    @property
-    def rpc_layer(self) -> str | None:
-        """What `master` puts in front of the addresses of tasks."""
-        return self._rpc_layer
 
     def num_accelerators(self, task_type: str | None = None, task_id: int | None = None) -> dict[str, int]:
         """Return the first resolver's."""

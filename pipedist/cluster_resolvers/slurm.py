@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import shutil
-import subprocess
 from collections.abc import Mapping, MutableMapping
 from typing import Final
 
+from pipedist import accelerators
 from pipedist.cluster_resolvers.base import (
     ClusterResolver,
     ResolverError,
@@ -21,7 +20,6 @@ from pipedist.cluster_resolvers.slurm_lists import expand_hostlist, expand_tasks
 
 PORT_BASE: Final = 8888
 VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
-_TOOL_S: Final = 10.0
 
 
 class SlurmClusterResolver(ClusterResolver):
@@ -46,6 +44,9 @@ class SlurmClusterResolver(ClusterResolver):
         ResolverError: a variable or an argument is malformed, or a node has too few GPUs for its tasks.
         TypeError: an argument is of the wrong kind.
     """
+
+    _task_type: str
+    _task_id: int
 
     def __init__(
         self,
@@ -72,7 +73,8 @@ class SlurmClusterResolver(ClusterResolver):
         if rank >= total:
             raise ResolverError(f"SLURM_PROCID is {rank}, but the step has {total} tasks, counted from 0")
         port = number("port_base", port_base, at_least=1)
-        self._gpus = self._gpus_of_a_task(gpus_per_node, gpus_per_task, max(tasks.values(), default=0))
+        gpus = self._gpus_of_a_task(gpus_per_node, gpus_per_task, max(tasks.values(), default=0))
+        self._num_accelerators = {"GPU": gpus}
         addresses = [f"{host}:{port + i}" for host, count in sorted(tasks.items()) for i in range(count)]
         places = [i for _, count in sorted(tasks.items()) for i in range(count)]
         self._cluster: dict[str, list[str]] = {}
@@ -80,10 +82,10 @@ class SlurmClusterResolver(ClusterResolver):
         for job, count in sorted(requested.items()):
             self._cluster[job] = addresses[first : first + count]
             if first <= rank < first + count:
-                self._task = (job, rank - first)
+                self._task_type, self._task_id = job, rank - first
             first += count
-        self._devices = ",".join(str(places[rank] * self._gpus + gpu) for gpu in range(self._gpus))
-        if auto_set_gpu and self._gpus:
+        self._devices = ",".join(str(places[rank] * gpus + gpu) for gpu in range(gpus))
+        if auto_set_gpu and gpus:
             self._environ[VISIBLE] = self._devices
 
     def cluster_spec(self) -> ClusterSpec:
@@ -94,37 +96,18 @@ class SlurmClusterResolver(ClusterResolver):
         self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None
     ) -> str:
         """Return a task's address, this process's own one by default."""
-        kind = self._task[0] if task_type is None else task_type
-        index = self._task[1] if task_id is None else task_id
+        kind = self._task_type if task_type is None else task_type
+        index = self._task_id if task_id is None else task_id
         return url(self.cluster_spec().task_address(kind, index), rpc_layer or self._rpc_layer)
 
     def get_task_info(self) -> tuple[str, int]:
         """Return this process's job, and its number there."""
-        return self._task
-
-    @property
-    def task_type(self) -> str:
-        """The job of this process."""
-        return self._task[0]
-
-    @property
-    def task_id(self) -> int:
-        """The number of this process in its job."""
-        return self._task[1]
-
-    @property
-    def rpc_layer(self) -> str | None:
-        """What `master` puts in front of addresses."""
-        return self._rpc_layer
+        return self._task_type, self._task_id
 
     @property
     def visible_devices(self) -> str:
         """This task's GPUs, in the form of CUDA_VISIBLE_DEVICES: "2,3"."""
         return self._devices
-
-    def num_accelerators(self, task_type: str | None = None, task_id: int | None = None) -> dict[str, int]:
-        """Return how many GPUs each task has."""
-        return {"GPU": self._gpus}
 
     # -- what is found -----------------------------------------------------------------------
 
@@ -187,7 +170,7 @@ class SlurmClusterResolver(ClusterResolver):
 
     def _gpus_of_a_task(self, per_node: int | None, per_task: int | None, tasks: int) -> int:
         gpus = (
-            _installed_gpus(self._environ.get("PATH", ""))
+            accelerators.installed(self._environ)[0]
             if per_node is None
             else number("gpus_per_node", per_node)
         )
@@ -202,17 +185,3 @@ class SlurmClusterResolver(ClusterResolver):
                 f"{gpus}"
             )
         return each
-
-
-def _installed_gpus(path: str) -> int:
-    """Return how many GPUs `nvidia-smi` lists; 0 where there is no such tool, or it fails."""
-    tool = shutil.which("nvidia-smi", path=path)
-    if tool is None:
-        return 0
-    try:
-        listed = subprocess.run(
-            [tool, "--list-gpus"], capture_output=True, text=True, timeout=_TOOL_S, check=True
-        )
-    except (OSError, subprocess.SubprocessError):
-        return 0
-    return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())

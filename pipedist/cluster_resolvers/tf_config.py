@@ -115,26 +115,6 @@ class TFConfigClusterResolver(ClusterResolver):
             )
         return url(cluster.task_address(kind, index), self._rpc_layer if rpc_layer is None else rpc_layer)
 
-    @property
-    def task_type(self) -> str | None:
-        """The job of this process."""
-        return self._task_type
-
-    @property
-    def task_id(self) -> int | None:
-        """The number of this process in its job."""
-        return self._task_id
-
-    @property
-    def environment(self) -> str | None:
-        """Where the cluster runs, as it was told by argument."""
-        return self._environment
-
-    @property
-    def rpc_layer(self) -> str | None:
-        """What `master` puts in front of addresses."""
-        return self._rpc_layer
-
 
 def _parsed(text: str | None) -> dict[str, Any]:
     if text is None:

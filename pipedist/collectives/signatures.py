@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from pipedist import partials, trees
+from pipedist import foreign, partials, trees
 from pipedist.collectives.channel import WORD_BYTES
 from pipedist.collectives.options import CommunicationOptions
 from pipedist.collectives.packing import Layout
@@ -89,6 +89,8 @@ def check(request: Request, options: CommunicationOptions, replicas: int) -> Cal
         options = options.merged(request.options)
     if options.implementation in IMPLEMENTATIONS and request.kind in CARRIED:
         return _check_tensors(request, options, replicas)
+    if type(request.tree) is not np.ndarray:
+        request.tree = foreign.to_host(request.tree)
     return _CHECKS[request.kind](request, options, replicas)
 
 

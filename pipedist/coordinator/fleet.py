@@ -308,7 +308,10 @@ class Fleet:
             self.expel(current.worker, current.incarnation, "a later incarnation has joined")
         self._roster.add(Peer(identity, hello.worker, hello.incarnation, local))
         self._router.send(identity, self._welcome(local=local))
-        self._post(ev.WorkerJoined(hello.worker, hello.incarnation, supervised=not managed))
+        joined = ev.WorkerJoined(
+            hello.worker, hello.incarnation, supervised=not managed, gpus=max(0.0, hello.gpus)
+        )
+        self._post(joined)
         self._wake()
 
     def _welcome(self, *, local: bool) -> msg.Welcome:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import enum
-import operator
 from dataclasses import dataclass
-from typing import Any, SupportsIndex
+from typing import Any
+
+from pipedist.counts import count
 
 
 class AutoShardPolicy(enum.StrEnum):
@@ -152,18 +153,3 @@ class ValueContext:
 
     replica_id_in_sync_group: int = 0
     num_replicas_in_sync: int = 1
-
-
-def count(name: str, value: object, *, at_least: int) -> int:
-    """Return `value` as a plain int.
-
-    Raises:
-        TypeError: it is no integer; bool counts as none.
-        ValueError: it is smaller than `at_least`.
-    """
-    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
-        raise TypeError(f"{name} is {value!r}; expected an int")
-    number = operator.index(value)
-    if number < at_least:
-        raise ValueError(f"{name} is {number}; expected an int >= {at_least}")
-    return number

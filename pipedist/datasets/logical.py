@@ -15,9 +15,10 @@ from typing import Any, Final
 import numpy as np
 
 from pipedist import trees
+from pipedist.counts import count
 from pipedist.datasets import mapping, nodes, transforms
 from pipedist.datasets.element import ArraySpec, as_element
-from pipedist.datasets.input import AutoShardPolicy, count
+from pipedist.datasets.input import AutoShardPolicy
 from pipedist.program import Tree
 
 

@@ -20,7 +20,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from pipedist.datasets.input import AutoShardPolicy, count
+from pipedist.counts import count
+from pipedist.datasets.input import AutoShardPolicy
 from pipedist.datasets.logical import Dataset
 from pipedist.datasets.nodes import INFINITE, UNKNOWN, FileNames, Node, TextFiles
 from pipedist.datasets.transforms import Rebatch, Shard

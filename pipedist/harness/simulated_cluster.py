@@ -10,6 +10,7 @@ isolation (all workers share this process's modules), and what a process says ab
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from random import Random
@@ -17,6 +18,7 @@ from types import TracebackType
 from typing import Any, Self, cast
 
 from pipedist import messages as msg
+from pipedist.accelerators import Supply
 from pipedist.coordinator.driver import Coordinator
 from pipedist.coordinator.handle import PassHandle
 from pipedist.coordinator.store import Chunk
@@ -349,7 +351,7 @@ class SimulatedCluster(Cluster):
         costs: Mapping[str, float] | None = None,
         threads_per_replica: int = 1,
     ) -> None:
-        super().__init__(workers)
+        super().__init__(workers, Supply((math.inf,) * workers, (), "devices are not simulated"))
         self._seed = seed
         self._faults = faults or Faults()
         if self._faults.error:

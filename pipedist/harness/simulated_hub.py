@@ -172,7 +172,9 @@ class SimulatedHub:
             process.connection.send_down((msg.Welcome("simulated", 1.0, ()), None))
             self.books.joined(worker, incarnation)
         if stale or self._peers.get(worker) is process:
-            self.handle(ev.WorkerJoined(worker, incarnation, supervised=process.supervised))
+            # what devices a process has is not simulated: whatever a call needs is there
+            joined = ev.WorkerJoined(worker, incarnation, supervised=process.supervised, gpus=math.inf)
+            self.handle(joined)
 
     def heard(self, supervisor: _Supervisor, message: msg.Message) -> None:
         """Take in what a supervisor says."""

@@ -13,7 +13,7 @@ import signal
 import socket
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, Self
 
 import anyio
@@ -40,6 +40,8 @@ class LocalLauncher:
         join_s: how long the scheduler may take to answer a worker, seconds.
         stopped_s_max: how long a worker may be stopped (SIGSTOP) before it counts as lost and is
             killed, seconds.
+        gpus: what a worker sees of this machine's GPUs, as CUDA_VISIBLE_DEVICES, and how many it owns; those
+            that are not named see what this process sees.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class LocalLauncher:
         grace_s: float = 1.0,
         join_s: float = 30.0,
         stopped_s_max: float = 3.0,
+        gpus: Mapping[str, tuple[str, float]] = MappingProxyType({}),
     ) -> None:
         if isinstance(threads, bool) or threads < 1:
             raise UsageError(f"a worker needs at least 1 thread, not {threads!r}")
@@ -61,6 +64,7 @@ class LocalLauncher:
         self._grace_s = grace_s
         self._join_s = join_s
         self._stopped_s_max = stopped_s_max
+        self._gpus = gpus
         self._workers: dict[tuple[str, int], int] = {}
         """Process id of each (worker, incarnation) that was started; 0 until it is known."""
         self._server: _Server | None = None
@@ -110,6 +114,7 @@ class LocalLauncher:
         self._workers[worker, incarnation] = 0
         if self._server is None:
             self._server = self._start_server()
+        visible, gpus = self._gpus.get(worker, (None, 0.0))
         settings = WorkerSettings(
             endpoint=self._endpoint,
             worker=worker,
@@ -117,6 +122,8 @@ class LocalLauncher:
             key_file=self._key_file,
             threads=self._threads,
             join_s=self._join_s,
+            visible=visible,
+            gpus=gpus,
         )
         self._server.send("start", worker, incarnation, asdict(settings))
 

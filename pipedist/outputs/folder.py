@@ -23,9 +23,8 @@ where one output could not be written, the others are those of the same complete
 without the lock is a run that was interrupted or killed: unfinished.
 
 A kill while `committing` loses nothing: all new files are on disk, and whoever opens the folder
-next completes the move. Files that pipedist did not write are neither removed nor replaced, and
-a folder that is not empty and has no `.pipedist` is not touched at all. Names below the folder
-are resolved without following symbolic links: outputs stay inside.
+next completes the move (`pipedist.outputs.placing`). Files that pipedist did not write are neither
+removed nor replaced, and a folder that is not empty and has no `.pipedist` is not touched at all.
 """
 
 from __future__ import annotations
@@ -35,15 +34,16 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Callable, Collection, Iterator, Sequence
-from pathlib import Path, PurePath
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 from pipedist.errors import UsageError
 from pipedist.outputs.encoding import Json
-from pipedist.outputs.files import sync_folder, writing
+from pipedist.outputs.files import writing
 from pipedist.outputs.formats import path_problem
+from pipedist.outputs.placing import gone_is_fine, put_in_place
 from pipedist.outputs.run_record import (
     LIVE,
     PRIVATE,
@@ -54,8 +54,6 @@ from pipedist.outputs.run_record import (
     write_record,
 )
 from pipedist.records import record
-
-_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 @record
@@ -193,7 +191,7 @@ class RunFolder:
         then: Literal["finished", "failed"] = "failed" if failed else "finished"
         self._record = RunRecord("committing", record.run, record.spec, written, record.previous, then)
         write_record(self.path, self._record)
-        self._record = _commit(self.path, self._record)
+        self._record = put_in_place(self.path, self._record)
         return {name: self.path / name for name in written}
 
     def fail(self) -> None:
@@ -274,7 +272,7 @@ def open_folder(
             ) from None
         old = read_record(path, shown)
         if old is not None and old.state == "committing":
-            old = _commit(path, old)
+            old = put_in_place(path, old)
         if resume and old is not None and old.state == "finished" and old.spec == spec_hash:
             return _finished(path, old, shown)
         previous = _standing(old)
@@ -292,7 +290,7 @@ def open_folder(
         notice = _decide(old, shown, spec_hash=spec_hash, resume=resume, restart=restart, explain=explain)
         with writing(path):
             for name in ("new", "journal"):
-                shutil.rmtree(path / PRIVATE / name, onerror=_gone_is_fine)
+                shutil.rmtree(path / PRIVATE / name, onerror=gone_is_fine)
                 (path / PRIVATE / name).mkdir()
         record = RunRecord("running", run_id, spec_hash, tuple(outputs), previous)
         write_record(path, record)
@@ -384,58 +382,3 @@ def _finished(path: Path, record: RunRecord, shown: Path) -> FinishedRun:
     with reading(shown):
         document = json.loads((path / PRIVATE / "results.json").read_bytes())
     return FinishedRun(path, record.run, document, {name: path / name for name in record.files})
-
-
-def _commit(path: Path, record: RunRecord) -> RunRecord:
-    """Move the new files into place; may be called again after a kill in the middle."""
-    with writing(path):
-        for name in record.previous:
-            if name not in record.files:
-                _remove(path, PurePath(name))
-        for name in record.files:
-            _move(path, PurePath(name))
-        private = path / PRIVATE
-        with contextlib.suppress(FileNotFoundError):  # moved before the kill
-            os.replace(private / "results.json.new", private / "results.json")
-        shutil.rmtree(private / "new", onerror=_gone_is_fine)
-        if record.then == "failed":  # what it could give is in its place: there is nothing to continue
-            shutil.rmtree(private / "journal", onerror=_gone_is_fine)
-        sync_folder(path)
-    done = RunRecord(record.then, record.run, record.spec, record.files)
-    write_record(path, done)
-    return done
-
-
-def _move(path: Path, name: PurePath) -> None:
-    source = path / PRIVATE / "new" / name
-    with _parent(path, name, make=True) as target:
-        with contextlib.suppress(FileNotFoundError):  # moved before the kill
-            os.replace(source, name.name, dst_dir_fd=target)
-        os.fsync(target)
-
-
-def _remove(path: Path, name: PurePath) -> None:
-    with contextlib.suppress(FileNotFoundError), _parent(path, name, make=False) as target:
-        os.unlink(name.name, dir_fd=target)
-
-
-@contextlib.contextmanager
-def _parent(path: Path, name: PurePath, *, make: bool) -> Iterator[int]:
-    """Open the folder that holds `path/name`, following no symbolic link below `path`."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        for part in name.parts[:-1]:
-            if make:
-                with contextlib.suppress(FileExistsError):
-                    os.mkdir(part, dir_fd=fd)
-            below = os.open(part, _DIRECTORY, dir_fd=fd)
-            os.close(fd)
-            fd = below
-        yield fd
-    finally:
-        os.close(fd)
-
-
-def _gone_is_fine(_function: Any, _path: str, info: Any) -> None:
-    if not isinstance(info[1], FileNotFoundError):
-        raise info[1]

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Protocol
 
 from pipedist.errors import OutputError
 from pipedist.feeds import Feed, IndexedFeed, SequentialFeed
-from pipedist.pipeline.folds import Fold, GatherFold, ValueFold
+from pipedist.pipeline.folds import Fold, ValueFold
+from pipedist.pipeline.gather_fold import GatherFold
 from pipedist.pipeline.spool import Spool, SpoolFeed
 from pipedist.plan import PassPlan, Plan
 from pipedist.program import Tree

@@ -84,7 +84,13 @@ def pass_program(
             of, fn = index[stage.of], plan.functions[name]
             stages.append(
                 StageProgram(
-                    name, fn, of, kwargs, collectives=bool(stage.collectives), timeout_s=stage.timeout_s
+                    name,
+                    fn,
+                    of,
+                    kwargs,
+                    collectives=bool(stage.collectives),
+                    timeout_s=stage.timeout_s,
+                    gpus=stage.gpus,
                 )
             )
     emits = []

@@ -15,7 +15,8 @@ from pipedist.coordinator import Arrival, Batch, Chunk, Coordinator, PassHandle,
 from pipedist.errors import CallError, FoldError, OutputError
 from pipedist.partial_runs import step_partial
 from pipedist.pipeline.combining import CombineFold, FoldCall
-from pipedist.pipeline.folds import Fold, GatherFold, ReduceFold
+from pipedist.pipeline.folds import Fold, ReduceFold
+from pipedist.pipeline.gather_fold import GatherFold
 from pipedist.pipeline.gating import GatedFeed
 from pipedist.pipeline.opening import READING, STATE, feed_of, grows, keeps, sink_of, speculation_of
 from pipedist.pipeline.programs import (
@@ -164,6 +165,7 @@ class Reading:
                 first_step=self.steps,
                 speculation=0.0 if self._pass.gang else speculation_of(self._plan),
                 quarantine=bool(quarantine) and quarantine.issuperset(self._pass.runs),
+                gpus=self._pass.gpus,
             ),
             retries=retries_of(self._plan, self._pass),
             quarantine=quarantine,

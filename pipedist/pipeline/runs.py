@@ -110,7 +110,8 @@ class Run:
         self._stack.callback(self._spare.end)
         try:
             workers = self._given_cluster.workers if self._given_cluster else self._worker_count()
-            self._plan = compile_plan(self._spec, workers=workers, verify=self._verify)
+            supply = self._given_cluster.supply if self._given_cluster else None
+            self._plan = compile_plan(self._spec, workers=workers, verify=self._verify, supply=supply)
             self._stack.callback(self._plan.close)
             self._open_folder()
             if self._earlier is None:
@@ -175,7 +176,7 @@ class Run:
     async def _open_cluster(self, workers: int) -> None:
         self._cluster = self._given_cluster
         if self._cluster is None:
-            self._cluster = await self._stack.enter_async_context(cluster_for(self._spec, workers=workers))
+            self._cluster = await self._stack.enter_async_context(cluster_for(self.plan))
         coordinator = self._cluster.coordinator  # raises if the given cluster is not open
         if self._on_log is not None:
             self._stack.callback(coordinator.add_log_sink(self._hear))
@@ -440,15 +441,19 @@ def _restored(spec: Spec, finished: FinishedRun) -> Result:
     )
 
 
-def cluster_for(spec: Spec, *, workers: int) -> Cluster:
+def cluster_for(plan: Plan) -> Cluster:
     """Return the cluster that a spec asks for, not yet open."""
-    if spec.cluster.launcher == "connect":
+    cluster, gpus = plan.spec.cluster, plan.gpus_needed
+    if cluster.launcher == "connect":
         from pipedist.connect_cluster import ConnectCluster
 
         return ConnectCluster(
-            listen=spec.cluster.listen,
-            key_file=spec.cluster.key_file,
-            workers=workers,
-            rejoin_s=spec.cluster.rejoin_s,
+            listen=cluster.listen,
+            key_file=cluster.key_file,
+            workers=plan.workers,
+            rejoin_s=cluster.rejoin_s,
+            gpus_per_worker=gpus,
         )
-    return LocalCluster(workers=workers, threads_per_replica=spec.threads_per_replica)
+    return LocalCluster(
+        workers=plan.workers, threads_per_replica=plan.spec.threads_per_replica, gpus_per_worker=gpus
+    )

@@ -8,10 +8,12 @@ from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
+from pipedist.accelerators import Supply
 from pipedist.datasets.sources import Source, SourceError, open_source
 from pipedist.errors import PlanError, Problem, UsageError
 from pipedist.functions import FunctionNotFound, load, reference
 from pipedist.plan.callables import Callables, CallForm
+from pipedist.plan.gpus import check_gpus, supply_for
 from pipedist.plan.model import PassPlan, Plan
 from pipedist.plan.phases import TwoReadings, links_of, phases
 from pipedist.plan.states import plan_states
@@ -21,13 +23,15 @@ from pipedist.spec import TORCH_IMPLEMENTATIONS, ReduceSpec, RunSpec, Spec
 from pipedist.spec.training import Training, training_of
 
 
-def compile_plan(spec: Spec, *, workers: int, verify: bool = False) -> Plan:
+def compile_plan(spec: Spec, *, workers: int, verify: bool = False, supply: Supply | None = None) -> Plan:
     """Plan a spec.
 
     Args:
         spec: a checked spec.
-        workers: number of worker processes; it decides nothing but whether the plan is possible.
+        workers: number of worker processes; it decides nothing but whether the plan is possible, and how
+            GPUs are divided.
         verify: have every call executed twice.
+        supply: the GPUs of a cluster that is there already; None: those of the spec's own.
 
     Raises:
         PlanError: listing everything that is missing or not possible here, with its place.
@@ -43,9 +47,11 @@ def compile_plan(spec: Spec, *, workers: int, verify: bool = False) -> Plan:
         ordered = _phases(spec, training, problems)
         if problems:
             raise PlanError(problems)
-        plan = Plan(spec, workers, sources, functions, states, ordered, verify)
+        supply = supply or supply_for(spec, workers)
+        plan = Plan(spec, workers, sources, functions, states, ordered, supply, verify)
         problems += _check_gangs(plan)
         problems += _check_communication(plan)
+        problems += check_gpus(plan)
         if problems:
             raise PlanError(problems)
         stack.pop_all()  # the sources are the plan's now

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final, Literal
 
+from pipedist.accelerators import Supply
 from pipedist.datasets.division import Division
 from pipedist.datasets.sources import Source
 from pipedist.program import FunctionRef, Tree
@@ -33,6 +34,7 @@ class PassPlan:
         updates: the updates that its steps feed, in the order in which they are applied.
         follows: the dataset after each of whose epochs this one is read once; "" for a reading of its own.
         gang: the calls of a step run at once.
+        gpus: how many a call needs: as many as the run that needs most.
     """
 
     phase: int
@@ -44,6 +46,7 @@ class PassPlan:
     updates: tuple[str, ...] = ()
     follows: str = ""
     gang: bool = False
+    gpus: float = 0.0
 
     def communication(self, spec: Spec) -> dict[str, CollectivesSpec]:
         """Return what its runs say of their collectives, by name; those that say nothing are left out."""
@@ -90,6 +93,7 @@ class Plan:
         functions: how each function of a run or an update, and each combine function, travels to workers.
         states: by the name of their update.
         phases: the passes of each phase; those of one phase run together.
+        supply: the GPUs of the workers.
         verify: every call is executed twice, and its results are compared; never part of the result.
     """
 
@@ -99,6 +103,7 @@ class Plan:
     functions: Mapping[str, FunctionRef]
     states: Mapping[str, StatePlan]
     phases: tuple[tuple[PassPlan, ...], ...]
+    supply: Supply
     verify: bool = False
 
     @property
@@ -140,6 +145,11 @@ class Plan:
         asked = [name for name in pass_.updates if self.states[name].until is not None]
         pers = {self.states[name].per for name in (*self.states_read(pass_), *asked)}
         return "step" if "step" in pers else "epoch" if "epoch" in pers else "run"
+
+    @property
+    def gpus_needed(self) -> float:
+        """How many GPUs a call needs, of the pass that needs most; 0 for none."""
+        return max((p.gpus for p in self.passes), default=0.0)
 
     @property
     def training(self) -> PassPlan | None:

@@ -80,6 +80,7 @@ def phases(spec: Spec, training: Training | None) -> tuple[tuple[PassPlan, ...],
                 updates=training.updates if trains and training is not None else (),
                 follows=training.feeder if training is not None and dataset in held_out else "",
                 gang=any(getattr(spec.stages[name], "collectives", False) for name in runs),
+                gpus=max((getattr(spec.stages[name], "gpus", 0.0) for name in runs), default=0.0),
             )
         )
     count = max((p.phase for p in passes), default=-1) + 1

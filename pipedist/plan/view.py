@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from pipedist.accelerators import spelled
+from pipedist.plan.gpus import owners
 from pipedist.plan.model import PassPlan, Plan
 from pipedist.program import Tree
 from pipedist.spec import (
@@ -107,6 +109,8 @@ def _pass_lines(plan: Plan, pass_: PassPlan) -> list[str]:
     lines = [f"reads {pass_.dataset}{again}{once}{turns}"]
     if pass_.gang:
         lines.append(f"  {_gang(plan, pass_)}")
+    if pass_.gpus:
+        lines.append(f"  {_gpus(plan, pass_)}")
     for name in pass_.runs:
         lines.append(
             f"  run     {name}: {plan.functions[name].label} of {_of(plan, name)}{_waits(plan, name)}"
@@ -125,9 +129,16 @@ def _pass_lines(plan: Plan, pass_: PassPlan) -> list[str]:
     return lines
 
 
+def _gpus(plan: Plan, pass_: PassPlan) -> str:
+    need = f"needs {spelled(pass_.gpus)} a call"
+    if plan.supply.owned is None:
+        return f"{need}: {plan.supply.how}"
+    return f"{need}: {owners(plan, pass_)} of {plural(plan.workers, 'worker')} own it ({plan.supply.how})"
+
+
 def _gang(plan: Plan, pass_: PassPlan) -> str:
     replicas = plan.spec.replicas
-    workers = plural(min(replicas, plan.workers), "worker")
+    workers = plural(replicas if pass_.gpus else min(replicas, plan.workers), "worker")
     roads = {each.implementation for each in pass_.communication(plan.spec).values()} - {"auto"}
     through = f", collectives through {roads.pop()}" if roads else ""
     return f"a gang of {plural(replicas, 'replica')}: at once, on {workers}{through}"
@@ -245,6 +256,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
                     "kept": list(p.kept),
                     "updates": list(p.updates),
                     "follows": p.follows or None,
+                    "gpus": p.gpus or None,
                     "gang": {"replicas": spec.replicas, "workers": min(spec.replicas, plan.workers)}
                     if p.gang
                     else None,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from pipedist.scheduler import commands as cmd
 from pipedist.scheduler.gangs import form, parts
 from pipedist.scheduler.membership import Lease, Membership, Worker
@@ -16,6 +18,10 @@ class Dealing:
     Passes of the best priority take turns. Only short calls are sent in advance, and a gang needs
     several idle workers: while the pass whose turn it is can't be dealt, no other one is, so that
     workers become idle for it. Looking is no turn, or another pass would have it every time.
+
+    A call that needs GPUs is dealt to a worker that owns them, and to no other; while none of these has
+    room, passes that others can serve are dealt. A worker executes one call at a time, so no two calls
+    are on one GPU, unless workers share it.
 
     Args:
         limits, members: the scheduler's.
@@ -38,14 +44,20 @@ class Dealing:
         """Issue all that workers have room for: first to the idle, then in advance."""
         members = self._members
         self._recall_all()
-        while members.ready and (pass_ := self._whose_turn()) is not None:
+        stuck: set[int] = set()
+        while members.ready and (pass_ := self._whose_turn(stuck)) is not None:
+            gpus = pass_.settings.gpus
             if pass_.settings.gang:
+                if gpus and members.ready_for(gpus) < pass_.settings.replicas:
+                    stuck.add(pass_.id)  # that others become idle would not help it
+                    continue
                 if not self._issue_gang(pass_):
                     return
-            elif members.idle:
-                self._issue(next(iter(members.idle.values())), pass_)
-            elif members.thirsty and pass_.is_short(self._limits) and not pass_.suspects.waiting:
-                self._issue(next(iter(members.thirsty.values())), pass_)
+            elif (worker := self._with_room(pass_)) is not None:
+                self._issue(worker, pass_)
+            elif gpus:
+                stuck.add(pass_.id)
+                continue
             else:
                 return
             self._turn = pass_.id
@@ -55,9 +67,8 @@ class Dealing:
         """Whether nothing waits for a worker."""
         return not any(pass_.deals for pass_ in self._waiting.values())
 
-    def issue_again(self, pass_: Pass, lease: Lease) -> Lease:
+    def issue_again(self, pass_: Pass, lease: Lease, worker: Worker) -> Lease:
         """Issue what has not come back of a lease to an idle worker too, and return its twin."""
-        worker = next(iter(self._members.idle.values()))
         lo, hi, attempt = lease.next, lease.hi, lease.attempt
         self._bind(worker, pass_)
         twin = self._members.grant(worker, pass_.id, lo, hi, attempt, 0.0)
@@ -87,11 +98,25 @@ class Dealing:
             pass_.leased += hi - lo
             self._out.append(cmd.SendRecall(worker.name, lease.id, pass_.id, lo, hi))
 
-    def _whose_turn(self) -> Pass | None:
-        """Return the pass whose turn it is, None if nothing waits."""
+    def _with_room(self, pass_: Pass) -> Worker | None:
+        """Return a worker that a call of a pass may be sent to now, None if there is none."""
+        gpus = pass_.settings.gpus
+        worker = self._members.idle_for(gpus) if self._members.idle else None
+        if worker is None and pass_.is_short(self._limits) and not pass_.suspects.waiting:
+            return self._members.thirsty_for(gpus)
+        return worker
+
+    def _whose_turn(self, stuck: Collection[int]) -> Pass | None:
+        """Return the pass whose turn it is, None if nothing waits.
+
+        Args:
+            stuck: passes that no worker which is fit for them has room for.
+        """
         waiting = self._waiting
         for idle in [p.id for p in waiting.values() if not p.deals]:
             del waiting[idle]
+        if stuck:
+            waiting = {id_: pass_ for id_, pass_ in waiting.items() if id_ not in stuck}
         if len(waiting) < 2:
             return next(iter(waiting.values()), None)
         best = min(p.settings.priority for p in waiting.values())
@@ -102,7 +127,7 @@ class Dealing:
         if pass_.suspects.waiting:
             self._issue_probe(worker, pass_)
             return
-        todo = pass_.todo.take(pass_.bundle_calls(self._limits, self._members.ready))
+        todo = pass_.todo.take(pass_.bundle_calls(self._limits, self._members.ready_for(pass_.settings.gpus)))
         lo, hi, attempt = todo
         self._bind(worker, pass_)
         expected_s = (pass_.call_s or 0.0) * (hi - lo)
@@ -123,10 +148,10 @@ class Dealing:
 
     def _issue_gang(self, pass_: Pass) -> bool:
         """Issue the next step of a gang pass; return False where too few workers have room."""
-        members, replicas = self._members, pass_.settings.replicas
-        group = pass_.groups.idle(members, replicas)
+        members, replicas, gpus = self._members, pass_.settings.replicas, pass_.settings.gpus
+        group = pass_.groups.idle(members, replicas, gpus)
         if group is None:
-            group = pass_.groups.in_advance(members, replicas, pass_.gangs_queued(self._limits))
+            group = pass_.groups.in_advance(members, replicas, gpus, pass_.gangs_queued(self._limits))
         if group is None:
             return False
         todo = pass_.todo.take(replicas)

@@ -19,11 +19,13 @@ class WorkerJoined:
 
     Args:
         supervised: it dialled in, and is lost when its supervisor is not heard.
+        gpus: how many it owns; a fraction where it shares one.
     """
 
     worker: str
     incarnation: int
     supervised: bool = False
+    gpus: float = 0.0
 
 
 @record

@@ -9,10 +9,10 @@ never wait for each other.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
 
+from pipedist.messages import spans
 from pipedist.records import record
 from pipedist.scheduler.commands import UNKNOWN, Cause, GangPart
 from pipedist.scheduler.membership import Lease, Membership, Worker
@@ -98,13 +98,18 @@ class Groups:
     def __iter__(self) -> Iterator[Group]:
         return iter(self._busy.values())
 
-    def idle(self, members: Membership, replicas: int) -> Group | None:
+    def idle(self, members: Membership, replicas: int, gpus: float = 0.0) -> Group | None:
         """Return a group of idle workers for R replicas, None if too few are idle.
 
         The workers of the latest group are preferred, then those that are idle for longest.
+
+        Args:
+            gpus: how many each of them must own.
         """
-        size = min(replicas, members.ready)
-        idle = members.idle
+        size = _size(members, replicas, gpus)
+        idle: Mapping[str, Worker] = members.idle
+        if gpus:
+            idle = {name: worker for name, worker in idle.items() if worker.gpus >= gpus}
         if len(idle) < size:
             return None
         last = self._last
@@ -119,10 +124,10 @@ class Groups:
         workers = sorted(list(chosen.values())[:size], key=lambda w: (len(w.name), w.name))
         return Group(tuple(workers))
 
-    def in_advance(self, members: Membership, replicas: int, depth_max: int) -> Group | None:
+    def in_advance(self, members: Membership, replicas: int, gpus: float, depth_max: int) -> Group | None:
         """Return a busy group at which one more gang may wait, None if there is none."""
         for group in self._busy.values():
-            if group.gangs >= depth_max or len(group.workers) != min(replicas, members.ready):
+            if group.gangs >= depth_max or len(group.workers) != _size(members, replicas, gpus):
                 return None
             return group if all(_works_for(w, group, members) for w in group.workers) else None
         return None
@@ -141,20 +146,17 @@ class Groups:
             del self._busy[id(group)]
 
 
+def _size(members: Membership, replicas: int, gpus: float) -> int:
+    """Return over how many workers R replicas are spread; on one that owns GPUs there is one alone."""
+    return replicas if gpus else min(replicas, members.ready)
+
+
 def _works_for(worker: Worker, group: Group, members: Membership) -> bool:
     """Return whether nothing but gangs of this group waits at a worker."""
     if not worker.leases:
         return worker.name in members.idle
     gang = members.leases[worker.leases[-1]].gang
     return gang is not None and gang.group is group
-
-
-@lru_cache(maxsize=256)
-def spans(replicas: int, members: int) -> tuple[tuple[int, int], ...]:
-    """Return which replicas each member executes: chunks [a, b) whose sizes differ by one at most."""
-    small, larger = divmod(replicas, members)
-    ends = [(j + 1) * small + min(j + 1, larger) for j in range(members)]
-    return tuple(zip([0, *ends], ends, strict=False))
 
 
 def form(members: Membership, serial: int, pass_id: int, todo: Todo, group: Group) -> Gang:

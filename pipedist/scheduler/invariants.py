@@ -34,6 +34,8 @@ def check(passes: Mapping[int, Pass], members: Membership, waiting: Mapping[int,
             _check_twins(lease, lease.twin, members)
         if lease.id not in members.workers[lease.worker].leases:
             raise LocalProtocolError(f"lease {lease.id} is not known to its worker {lease.worker}")
+        if members.workers[lease.worker].gpus < passes[lease.pass_id].settings.gpus:
+            raise LocalProtocolError(f"lease {lease.id} needs GPUs, and worker {lease.worker} owns too few")
         held[lease.pass_id].append(lease)
     for id_, pass_ in passes.items():
         _check_calls(pass_, held[id_])
@@ -69,7 +71,8 @@ def _check_kept(pass_: Pass, members: Membership) -> None:
 
 def _check_workers(members: Membership) -> None:
     ready = 0
-    leases, idle, thirsty, supervised = members.leases, members.idle, members.thirsty, members.supervised
+    leases, idle, supervised = members.leases, members.idle, members.supervised
+    rooms = members.rooms
     for name, worker in members.workers.items():
         held = worker.leases
         is_ready = worker.state is WorkerState.READY
@@ -90,10 +93,17 @@ def _check_workers(members: Membership) -> None:
             raise LocalProtocolError(
                 f"worker {name} has {len(held)} leases and is {worker.state.value}: idle or not?"
             )
-        if len(held) != 1 and name in thirsty:
-            raise LocalProtocolError(f"worker {name} has {len(held)} leases and wants one in advance")
+        room = rooms.get(worker.gpus)
+        if room is not None:
+            if (name in idle) != (name in room.idle):
+                raise LocalProtocolError(f"worker {name} is idle among all, or in its room, but not in both")
+            if name in room.thirsty and len(held) != 1:
+                raise LocalProtocolError(f"worker {name} has {len(held)} leases and wants one in advance")
         if (name in supervised) != (is_ready and worker.supervised):
             raise LocalProtocolError(f"worker {name} is {worker.state.value}: supervised or not?")
+    in_rooms = sum([room.ready for room in rooms.values()])
+    if in_rooms != ready or sum([len(room.idle) for room in rooms.values()]) != len(idle):
+        raise LocalProtocolError(f"{ready} workers are ready and {len(idle)} idle, but not so in their rooms")
     if ready != members.ready:
         raise LocalProtocolError(f"{members.ready} workers are counted as ready, {ready} are")
     if supervised:

@@ -196,7 +196,9 @@ class Scheduler:
             cause = "a later incarnation has joined"
             self._out.append(cmd.ExpelWorker(worker.name, worker.incarnation, cause))
             self._lose(worker, cause, graceful=False, replace=False)
-        self._members.admit(worker, event.incarnation, supervised=event.supervised, now=self._now)
+        self._members.admit(
+            worker, event.incarnation, supervised=event.supervised, now=self._now, gpus=event.gpus
+        )
         self._fruitless = 0
 
     def _on_worker_heard(self, event: ev.WorkerHeard) -> None:
@@ -389,8 +391,8 @@ class Scheduler:
     # -- the valve ---------------------------------------------------------------------
 
     def _pull(self) -> None:
-        workers = max(1, self._members.ready)
         for pass_ in self._pulled.values():
+            workers = max(1, self._members.ready_for(pass_.settings.gpus))
             wanted = pass_.steps_wanted(self._limits, workers)
             if wanted > 0:
                 pass_.requested += wanted

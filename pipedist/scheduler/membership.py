@@ -56,6 +56,8 @@ class Worker:
     """When it joined or its supervisor was heard last. Supervised only."""
     supervised: bool = False
     """It is lost when it is not heard."""
+    gpus: float = 0.0
+    """How many it owns; a fraction where it shares one."""
     unsure: bool = False
     """The lease that it ran was cancelled, and it has reported nothing since: it may run that one's
     call still, so its death is no fault of the lease that is first now. READY only."""
@@ -66,6 +68,18 @@ class Worker:
     def become(self, what: str) -> None:
         """Take the transition `what`."""
         self.state = next_worker_state(self.name, self.state, what)
+
+
+@dataclass(slots=True, eq=False)
+class Room:
+    """The READY workers that own equally many GPUs."""
+
+    ready: int = 0
+    # Ordered dicts: the first entry of a plain dict is found by passing over all deleted ones.
+    idle: OrderedDict[str, Worker] = field(default_factory=OrderedDict)
+    """Those without a lease, the longest idle first."""
+    thirsty: OrderedDict[str, Worker] = field(default_factory=OrderedDict)
+    """Those whose only lease is short: a second one should wait there."""
 
 
 class Membership:
@@ -87,8 +101,8 @@ class Membership:
         # Ordered dicts: the first entry of a plain dict is found by passing over all deleted ones.
         self.idle: OrderedDict[str, Worker] = OrderedDict()
         """READY workers without a lease that are not laid off, the longest idle first."""
-        self.thirsty: OrderedDict[str, Worker] = OrderedDict()
-        """READY workers whose only lease is short: a second one should wait there."""
+        self.rooms: dict[float, Room] = {}
+        """READY workers that are not laid off by the GPUs that they own; the fewest first."""
         self.supervised: OrderedDict[str, Worker] = OrderedDict()
         """READY supervised workers, the longest unheard first."""
         self._prefetch_below_s = prefetch_below_s
@@ -108,11 +122,35 @@ class Membership:
             return False
         return found.incarnation > incarnation or found.state is WorkerState.GONE
 
-    def admit(self, worker: Worker, incarnation: int, *, supervised: bool, now: float) -> None:
+    def ready_for(self, gpus: float) -> int:
+        """Return how many workers are READY that own so many GPUs."""
+        return sum(room.ready for owned, room in self.rooms.items() if owned >= gpus) if gpus else self.ready
+
+    def idle_for(self, gpus: float) -> Worker | None:
+        """Return an idle worker that owns so many GPUs: the fewest that will do, then the longest idle."""
+        for owned, room in self.rooms.items():
+            if room.idle and owned >= gpus:
+                return next(iter(room.idle.values()))
+        return None
+
+    def thirsty_for(self, gpus: float) -> Worker | None:
+        """Return a worker whose only lease is short, and that owns so many GPUs."""
+        for owned, room in self.rooms.items():
+            if room.thirsty and owned >= gpus:
+                return next(iter(room.thirsty.values()))
+        return None
+
+    def admit(
+        self, worker: Worker, incarnation: int, *, supervised: bool, now: float, gpus: float = 0.0
+    ) -> None:
         """Make a worker READY in this incarnation."""
         worker.become("joined")
         worker.incarnation = incarnation
         worker.supervised = supervised
+        worker.gpus = gpus
+        if gpus not in self.rooms:
+            self.rooms = dict(sorted([*self.rooms.items(), (gpus, Room())], key=lambda item: item[0]))
+        self.rooms[gpus].ready += 1
         self.ready += 1
         self._sort(worker)
         self.hear(worker, now)
@@ -129,7 +167,9 @@ class Membership:
         held = [self.leases.pop(i) for i in worker.leases]
         for lease in held:
             self._over(lease)
-        self.ready -= worker.state is WorkerState.READY and not worker.laid_off
+        if worker.state is WorkerState.READY and not worker.laid_off:
+            self.ready -= 1
+            self.rooms[worker.gpus].ready -= 1
         worker.become("lost" if worker.managed else "lost unmanaged")
         worker.leases.clear()
         worker.bound.clear()
@@ -193,6 +233,7 @@ class Membership:
         """Give a worker without leases nothing more until it has heard that this lease was cancelled."""
         worker.laid_off = lease
         self.ready -= 1
+        self.rooms[worker.gpus].ready -= 1
         self._sort(worker)
 
     def take_on(self, worker: Worker) -> None:
@@ -200,6 +241,7 @@ class Membership:
         worker.laid_off = 0
         worker.unsure = False
         self.ready += 1
+        self.rooms[worker.gpus].ready += 1
         self._sort(worker)
 
     def _begun(self, lease: Lease) -> None:
@@ -220,12 +262,16 @@ class Membership:
     def _sort(self, worker: Worker) -> None:
         """Put a worker where its number of leases says it belongs."""
         self.idle.pop(worker.name, None)
-        self.thirsty.pop(worker.name, None)
+        room = self.rooms.get(worker.gpus)
+        if room is None:
+            return  # it has never joined
+        room.idle.pop(worker.name, None)
+        room.thirsty.pop(worker.name, None)
         if worker.state is not WorkerState.READY or worker.laid_off:
             return
         if not worker.leases:
-            self.idle[worker.name] = worker
+            self.idle[worker.name] = room.idle[worker.name] = worker
         elif len(worker.leases) == 1 and (
             0 < self.leases[worker.leases[0]].expected_s < self._prefetch_below_s
         ):
-            self.thirsty[worker.name] = worker
+            room.thirsty[worker.name] = worker

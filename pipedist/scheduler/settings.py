@@ -66,6 +66,7 @@ class PassSettings:
         first_step: the steps before it were done earlier: they are neither offered nor told.
         speculation: a call that takes so many times as long as 19 of 20 do gets a second attempt, on an
             idle worker; 0: none does. Never of a gang.
+        gpus: a call runs only at a worker that owns so many; a gang has one such worker a replica.
 
     An unordered pass is neither `fail_fast` (which step is the first to fail would depend on the
     order of arrival) nor `pulled` (its steps are not consumed in order), and it ends by being closed.
@@ -83,6 +84,7 @@ class PassSettings:
     quarantine: bool = False
     first_step: int = 0
     speculation: float = 0.0
+    gpus: float = 0.0
 
     def __post_init__(self) -> None:
         if self.replicas < 1:

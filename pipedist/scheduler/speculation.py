@@ -19,7 +19,7 @@ from collections.abc import Callable
 
 from pipedist.scheduler import commands as cmd
 from pipedist.scheduler.dealing import Dealing
-from pipedist.scheduler.membership import Lease, Membership
+from pipedist.scheduler.membership import Lease, Membership, Worker
 from pipedist.scheduler.passes import Pass
 from pipedist.scheduler.settings import Limits
 from pipedist.scheduler.stragglers import Stragglers
@@ -60,7 +60,7 @@ class Speculation:
 
     def _begin_one(self, now: float) -> bool:
         """Let something go on elsewhere; return False where nothing takes too long."""
-        for pass_, running in self._watched():
+        for pass_, running, idle in self._watched():
             limit_s = self._limit_s(running)
             while limit_s is not None and (lease := running.first) is not None:
                 if lease.since + limit_s > now:
@@ -69,7 +69,7 @@ class Speculation:
                     return True
                 running.over(lease)
                 if lease.probe is None and lease.twin is None and pass_.needs(lease.next):
-                    running.over(self._dealing.issue_again(pass_, lease))
+                    running.over(self._dealing.issue_again(pass_, lease, idle))
                     return True
         return False
 
@@ -91,16 +91,21 @@ class Speculation:
         if not self._members.idle or not self._dealing.is_dealt:
             return None
         due = []
-        for _, running in self._watched():
+        for _, running, _ in self._watched():
             limit_s, first = self._limit_s(running), running.first
             if limit_s is not None and first is not None:
                 due.append(first.since + limit_s)
         return min(due, default=None)
 
-    def _watched(self) -> list[tuple[Pass, Stragglers]]:
-        """Return the passes whose calls may get a second attempt now."""
-        passes = [(self._passes[id_], running) for id_, running in self._members.watched.items()]
-        return [(pass_, running) for pass_, running in passes if not pass_.held]
+    def _watched(self) -> list[tuple[Pass, Stragglers, Worker]]:
+        """Return the passes whose calls may get a second attempt now, each with a worker for it."""
+        found = []
+        for id_, running in self._members.watched.items():
+            pass_ = self._passes[id_]
+            idle = None if pass_.held else self._members.idle_for(pass_.settings.gpus)
+            if idle is not None:
+                found.append((pass_, running, idle))
+        return found
 
     def _limit_s(self, running: Stragglers) -> float | None:
         return running.limit_s(self._limits.speculation_reports_min, self._limits.speculation_s_min)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
+from pipedist.accelerators import GPUS_MAX
 from pipedist.program import Tree
 from pipedist.records import record
 from pipedist.spec.keys import FUNCTION_PATTERN, WITH, Arguments, Function, Names, function_name
@@ -145,6 +146,36 @@ class CollectivesSpec(Section):
     )
 
 
+def _resources(value: object) -> object:
+    if not isinstance(value, dict):
+        raise Wrong
+    for name in value:
+        if name != "gpus":
+            raise Wrong(f"`resources` has no {name!r}", allowed=("gpus",))
+    gpus: Any = value.get("gpus")
+    if type(gpus) not in (int, float) or not (0 < gpus < 1 or gpus in range(1, GPUS_MAX + 1)):
+        raise Wrong(f"`gpus` is {gpus!r}")
+    return {"gpus": gpus}
+
+
+_Resources = Checked(
+    _resources,
+    {
+        "type": "object",
+        "properties": {
+            "gpus": {
+                "anyOf": [
+                    {"type": "integer", "minimum": 1, "maximum": GPUS_MAX},
+                    {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1},
+                ]
+            }
+        },
+        "required": ["gpus"],
+        "additionalProperties": False,
+    },
+)
+
+
 class RunSpec(Section):
     """A replica function, called once on each shard."""
 
@@ -212,6 +243,17 @@ class RunSpec(Section):
         ),
         default=False,
     )
+    resources: dict[str, float] | None = key(
+        Nullable(_Resources),
+        Key(
+            "What a call of the function needs for itself. `gpus`: so many GPUs; it runs only on a worker "
+            "that owns them, and `ctx.device` is the first one. A fraction, 0.5: so many calls share one. "
+            "`null`: nothing but a processor.",
+            f"a mapping {{gpus: N}}: an integer from 1 to {GPUS_MAX}, or a fraction between 0 and 1",
+            "resources: {gpus: 1}",
+        ),
+        default=None,
+    )
     after: tuple[str, ...] = key(
         Names,
         Key(
@@ -221,6 +263,11 @@ class RunSpec(Section):
         ),
         default=(),
     )
+
+    @property
+    def gpus(self) -> float:
+        """How many GPUs a call needs; 0 for none."""
+        return float(self.resources["gpus"]) if self.resources else 0.0
 
 
 class ReduceSpec(Section):

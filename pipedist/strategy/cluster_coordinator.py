@@ -27,7 +27,7 @@ import anyio.lowlevel
 
 from pipedist import trees
 from pipedist.coordinator import Slots
-from pipedist.datasets.input import count
+from pipedist.counts import count
 from pipedist.datasets.logical import Dataset
 from pipedist.errors import RunCancelled, UsageError
 from pipedist.program import Tree

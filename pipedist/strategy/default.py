@@ -7,6 +7,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Final
 
+from pipedist import functions
 from pipedist.collectives.gang import Gang
 from pipedist.collectives.requests import Request
 from pipedist.errors import CallError
@@ -53,7 +54,7 @@ class DefaultStrategy(BaseStrategy):
             seed=0,
             collectives=_Alone(inspect.iscoroutinefunction(fn)),
         )
-        if _has_ctx(fn):
+        if functions.wants_ctx(fn):
             own_kwargs.setdefault("ctx", context)
         token = current.set(context)
         try:
@@ -102,10 +103,3 @@ class _Alone:
 
     async def _later(self, request: Request) -> Tree:
         return self._result(request)
-
-
-def _has_ctx(fn: Callable[..., Any]) -> bool:
-    try:
-        return "ctx" in inspect.signature(fn).parameters
-    except (TypeError, ValueError):  # a built-in without a signature
-        return False

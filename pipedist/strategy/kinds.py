@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from pipedist.collectives.options import CommunicationOptions
-from pipedist.datasets.input import count
+from pipedist.counts import count
 from pipedist.local_cluster import Cluster as OpenedCluster
 from pipedist.local_cluster import LocalCluster
 from pipedist.strategy.replicated import Cluster, Strategy

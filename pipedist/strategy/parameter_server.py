@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from pipedist import trees
-from pipedist.datasets.input import InputOptions, count
+from pipedist.counts import count
+from pipedist.datasets.input import InputOptions
 from pipedist.datasets.logical import Dataset
 from pipedist.errors import UsageError
 from pipedist.partitioners import shard_sizes

@@ -14,11 +14,9 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-import numpy as np
-
 from pipedist.strategy.context import NotForReplicas, require_outside
 from pipedist.worker.closures import Change, ClosureVariable, Sent
-from pipedist.worker.variable_access import ArrayOperators
+from pipedist.worker.variable_access import AnyVariable
 from pipedist.worker.variable_rules import Array, How, Traits, operand_of, updated
 
 
@@ -42,11 +40,11 @@ class Turns:
         self.known = max(self.known, min(number + 1, self.over))
 
 
-class ParameterVariable(ArrayOperators):
+class ParameterVariable(AnyVariable):
     """A variable of a parameter server; made by `pipedist.Variable` in the strategy's scope.
 
-    Outside of closures it reads as its value now, and is assigned at once: `join` first, where the
-    order matters. In a closure, that takes it as an argument or captures it, it is a
+    Outside of closures it reads as its value now, and is assigned at once, which returns None: `join`
+    first, where the order matters. In a closure, that takes it as an argument or captures it, it is a
     `pipedist.worker.closures.ClosureVariable`.
 
     Args:
@@ -59,6 +57,8 @@ class ParameterVariable(ArrayOperators):
 
     __slots__ = ("__weakref__", "_number", "_traits", "_turns", "_versions", "parameter_server")
 
+    _traits: Traits
+
     def __init__(
         self, turns: Turns, number: int, traits: Traits, value: Array, parameter_server: int
     ) -> None:
@@ -69,54 +69,10 @@ class ParameterVariable(ArrayOperators):
         self._versions: deque[tuple[int, Array]] = deque([(turns.over, value)])
         """(version, value) of every change; the first one is the oldest that may be read."""
 
-    @property
-    def name(self) -> str:
-        """Its name."""
-        return self._traits.name
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of its value."""
-        return self._traits.shape
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """Dtype of its value."""
-        return self._traits.dtype
-
-    @property
-    def trainable(self) -> bool:
-        """Whether an optimizer should change it."""
-        return self._traits.trainable
-
     def value(self) -> Array:
         """Return the value now, read-only: all closures whose turn is over have changed it."""
         self._turns.look()
         return self._versions[-1][1]
-
-    def numpy(self) -> Array:
-        """Return the value now, as an array of the caller's own."""
-        return self.value().copy()
-
-    def assign(self, value: object) -> None:
-        """Set the value, at once.
-
-        Args:
-            value: an array of the variable's dtype and shape, or Python numbers.
-
-        Raises:
-            ValueError: dtype or shape don't fit; or called inside a replica function.
-            OverflowError: an integer result does not fit the dtype.
-        """
-        self._assign("assign", value)
-
-    def assign_add(self, delta: object) -> None:
-        """Add to the value, at once; see `assign`."""
-        self._assign("assign_add", delta)
-
-    def assign_sub(self, delta: object) -> None:
-        """Subtract from the value, at once; see `assign`."""
-        self._assign("assign_sub", delta)
 
     def __repr__(self) -> str:
         return f"<ParameterVariable {self._traits.label} on parameter server {self.parameter_server}>"
@@ -167,9 +123,9 @@ class ParameterVariable(ArrayOperators):
         while len(self._versions) > 1 and self._versions[1][0] <= self._turns.readable:
             self._versions.popleft()
 
-    def _assign(self, how: How, value: object) -> None:
+    def _change(self, how: How, operand: object) -> None:
         require_outside("assigning to a parameter server's variable", "capture it in a closure instead")
-        new = updated(self._traits, self.latest, how, operand_of(self._traits, value, how))
+        new = updated(self._traits, self.latest, how, operand_of(self._traits, operand, how))
         self._turns.look()
         self.put(self._turns.over, new)
 

@@ -14,7 +14,7 @@ import anyio.lowlevel
 
 from pipedist import trees
 from pipedist.collectives.options import CommunicationOptions
-from pipedist.datasets.input import count
+from pipedist.counts import count
 from pipedist.errors import CallError, LocalProtocolError
 from pipedist.program import FunctionRef, Tree
 from pipedist.strategy.base import BaseStrategy

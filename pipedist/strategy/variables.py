@@ -19,7 +19,7 @@ import numpy as np
 from pipedist.errors import RemoteProtocolError
 from pipedist.program import StateValue, Tree
 from pipedist.strategy.context import NotForReplicas, current_strategy, require_outside
-from pipedist.worker.variable_access import ArrayOperators, update_copies
+from pipedist.worker.variable_access import AnyVariable, update_copies
 from pipedist.worker.variable_rules import (
     Array,
     How,
@@ -44,7 +44,7 @@ _COPIED_BYTES_MAX: Final = 2**16
 """A new value up to this size is copied out of the message that brought it, so as not to keep that."""
 
 
-class Variable(ArrayOperators):
+class Variable(AnyVariable):
     """A value that replica functions read and assign, kept from step to step (tf.Variable).
 
         with strategy.scope():
@@ -54,6 +54,11 @@ class Variable(ArrayOperators):
     Make it in the scope of the strategy whose functions use it. A function uses it by capturing it, or
     as an argument; there it is the replica's side of it, a `ReplicaVariable`. NumPy takes a variable
     for its value: `w + 1`. A variable that was made outside of every scope stays in this process.
+
+    Assigning it here, outside of replica functions, returns None; while a run that uses it is not done,
+    that is a RuntimeError. Of an on_read variable each replica gets the value; with sum the replicas'
+    parts add up to it instead (floats are divided evenly, of integers replica 0 also has the remainder),
+    and only a replica adds to it: `assign_add` and `assign_sub` here are a ValueError.
 
     Args:
         initial_value: an array, a number, nested lists of them, or a function that returns one.
@@ -75,6 +80,8 @@ class Variable(ArrayOperators):
     """In a function it is pickled to the same bytes, whatever its value is."""
 
     __slots__ = ("__weakref__", "_copies", "_sent", "_space", "_strategy", "_traits", "_users", "_version")
+
+    _traits: Traits
 
     def __new__(cls, *args: Any, **options: Any) -> Any:
         """In the scope of a strategy that keeps variables in its own way, one of these."""
@@ -115,36 +122,6 @@ class Variable(ArrayOperators):
     # -- what it is ----------------------------------------------------------------------------
 
     @property
-    def name(self) -> str:
-        """Its name, for people."""
-        return self._traits.name
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of its value."""
-        return self._traits.shape
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """Dtype of its value."""
-        return self._traits.dtype
-
-    @property
-    def trainable(self) -> bool:
-        """Whether an optimizer should change it."""
-        return self._traits.trainable
-
-    @property
-    def synchronization(self) -> VariableSynchronization:
-        """ON_WRITE or ON_READ."""
-        return self._traits.synchronization
-
-    @property
-    def aggregation(self) -> VariableAggregation:
-        """How the replicas' values become one."""
-        return self._traits.aggregation
-
-    @property
     def has_copies(self) -> bool:
         """Whether each replica has a value of its own."""
         return self._traits.copies
@@ -161,46 +138,10 @@ class Variable(ArrayOperators):
         """
         return read_copies(self._traits, self._copies) if self._traits.copies else self._copies[0]
 
-    def numpy(self) -> Array:
-        """Return the value now, as an array of the caller's own; see `value`."""
-        return self.value().copy()
-
     @property
     def local_values(self) -> tuple[Array, ...]:
         """What each replica has, in order of replica id; read-only."""
         return tuple(self._copies if self._traits.copies else self._copies * self._traits.replicas)
-
-    def assign(self, value: object) -> Any:
-        """Set the value; of an on_read variable so that reading it gives the value.
-
-        Of an on_read variable with sum the replicas' parts add up to it: floats are divided evenly, of
-        integers replica 0 also has the remainder. With another aggregation each replica gets the value.
-
-        Args:
-            value: an array of the variable's dtype and shape, or Python numbers.
-
-        Returns:
-            None; in a replica function the replica's new value (`ReplicaVariable.assign`).
-
-        Raises:
-            ValueError: dtype or shape don't fit, or it is a per-replica value.
-            RuntimeError: a run that uses the variable is not done.
-        """
-        self._change("assign", value)
-
-    def assign_add(self, delta: object) -> Any:
-        """Add to the value; see `assign`.
-
-        Raises:
-            ValueError: as for `assign`; or it is an on_read variable with sum, to which only a replica
-                adds.
-            OverflowError: an integer result does not fit the dtype.
-        """
-        self._change("assign_add", delta)
-
-    def assign_sub(self, delta: object) -> Any:
-        """Subtract from the value; see `assign_add`."""
-        self._change("assign_sub", delta)
 
     def _change(self, how: How, operand: object) -> None:
         if self._traits.copies:

@@ -3,7 +3,8 @@
 `guard` protects a value that a function is about to receive: arrays are C-contiguous and
 read-only, containers are the function's own. `own` protects a result that waits to be sent:
 nothing that user code still holds can change it any more. Without it, a function that returns
-one reused buffer would give results that depend on how calls are bundled.
+one reused buffer would give results that depend on how calls are bundled. Arrays of other libraries
+become NumPy's there (`pipedist.foreign`).
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ import sys
 
 import numpy as np
 
-from pipedist import trees
+from pipedist import foreign, trees
 from pipedist.program import Tree
+from pipedist.transport.encoder import UnsendableError
 
 _COPIED_BYTES = 512
 """To copy so small an array takes less time than to find out whether it must be."""
@@ -39,6 +41,9 @@ def own(box: list[Tree]) -> tuple[Tree, int]:
 
     Returns:
         The same tree in own containers, and the approximate number of bytes that it takes.
+
+    Raises:
+        UnsendableError: another library's array that NumPy can't have; the text has its path.
     """
     value = box.pop()
     kind = type(value)
@@ -55,8 +60,17 @@ def own(box: list[Tree]) -> tuple[Tree, int]:
             leaves[index] = np.array(leaves[index], order="C", copy=True)
         elif type(leaves[index]) in (bytearray, memoryview):
             leaves[index] = bytes(leaves[index])
+        elif foreign.is_foreign(type(leaves[index])):
+            leaves[index] = _taken(leaves[index], treedef, index)
         size += _size(leaves[index])
     return leaves[0] if treedef is None else trees.unflatten(treedef, leaves), size
+
+
+def _taken(leaf: trees.Leaf, treedef: trees.Treedef | None, index: int) -> trees.Leaf:
+    try:
+        return np.array(foreign.taken(leaf), order="C", copy=True)
+    except foreign.ForeignArrayError as error:
+        raise UnsendableError(f"can't send {error}, {foreign.place_of(treedef, index)}") from error
 
 
 def _read_only(leaf: trees.Leaf) -> trees.Leaf:

@@ -7,7 +7,6 @@ parameter server applies it when the closure's turn has come.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from pipedist import functions, trees
 from pipedist.program import FunctionRef, Tree
 from pipedist.worker.context import ReplicaContext
 from pipedist.worker.sharded_variable import ShardedVariable
-from pipedist.worker.variable_access import ArrayOperators
+from pipedist.worker.variable_access import AnyVariable, plain
 from pipedist.worker.variable_rules import Array, How, Traits, operand_of, updated
 
 Change = tuple[int, How, Array]
@@ -73,8 +72,11 @@ _running: ContextVar[_Execution | None] = ContextVar("pipedist_closure", default
 """Set around every closure that has variables."""
 
 
-class ClosureVariable(ArrayOperators):
+class ClosureVariable(AnyVariable):
     """A parameter server's variable inside a closure.
+
+    Assigning changes the closure's own copy at once, and returns its new value, read-only; the parameter
+    server does the same when the closure's turn has come, to whatever the value is then.
 
     Args:
         number: of the variable.
@@ -85,51 +87,9 @@ class ClosureVariable(ArrayOperators):
     def __init__(self, number: int) -> None:
         self._number = number
 
-    @property
-    def name(self) -> str:
-        """The variable's name."""
-        return self._held.traits.name
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The value's shape."""
-        return self._held.traits.shape
-
-    @property
-    def dtype(self) -> Any:
-        """The value's dtype."""
-        return self._held.traits.dtype
-
     def value(self) -> Array:
         """Return the value that the closure was sent with, changed by what it has assigned since."""
         return self._held.value
-
-    def numpy(self) -> Array:
-        """Return the value, as an array of the caller's own."""
-        return self.value().copy()
-
-    def assign(self, value: object) -> Array:
-        """Set the value; the parameter server does it when the closure's turn has come.
-
-        Args:
-            value: an array of the variable's dtype and shape, or Python numbers.
-
-        Returns:
-            The new value of the closure's own copy, read-only.
-
-        Raises:
-            ValueError: dtype or shape don't fit.
-            OverflowError: an integer result does not fit the dtype.
-        """
-        return self._change("assign", value)
-
-    def assign_add(self, delta: object) -> Array:
-        """Add to the value, whatever it is when the closure's turn has come; see `assign`."""
-        return self._change("assign_add", delta)
-
-    def assign_sub(self, delta: object) -> Array:
-        """Subtract from the value, whatever it is when the closure's turn has come; see `assign`."""
-        return self._change("assign_sub", delta)
 
     def __repr__(self) -> str:
         return f"<ClosureVariable {self.name!r} {self.dtype}{list(self.shape)}>"
@@ -148,12 +108,16 @@ class ClosureVariable(ArrayOperators):
     def _held(self) -> _Held:
         return self._execution.held[self._number]
 
-    def _change(self, how: How, value: object) -> Array:
+    @property
+    def _traits(self) -> Traits:
+        return self._held.traits
+
+    def _change(self, how: How, operand: object) -> Array:
         execution = self._execution
         held = execution.held[self._number]
-        operand = operand_of(held.traits, value, how)
-        held.value = updated(held.traits, held.value, how, operand)
-        execution.changes.append((self._number, how, operand))
+        own = operand_of(held.traits, operand, how)
+        held.value = updated(held.traits, held.value, how, own)
+        execution.changes.append((self._number, how, own))
         return held.value
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -177,7 +141,7 @@ class Closure:
         """Return what the function returned, and its changes."""
         token = _running.set(execution := _Execution(sent))
         try:
-            return _plain(self._called(args, kwargs, ctx)), execution.changes
+            return plain(self._called(args, kwargs, ctx)), execution.changes
         finally:
             _running.reset(token)
 
@@ -185,7 +149,7 @@ class Closure:
         if self._fn is None:
             self._fn = functions.load(self._function, ())
         args, kwargs = trees.replace((args, kwargs), Standin, _variable)
-        if "ctx" not in kwargs and _has_ctx(self._fn):
+        if "ctx" not in kwargs and functions.wants_ctx(self._fn):
             kwargs["ctx"] = ctx
         return self._fn(*args, **kwargs)
 
@@ -202,7 +166,7 @@ class AsyncClosure(Closure):
         """Return what the function returned, and its changes."""
         token = _running.set(execution := _Execution(sent))
         try:
-            return _plain(await self._called(args, kwargs, ctx)), execution.changes
+            return plain(await self._called(args, kwargs, ctx)), execution.changes
         finally:
             _running.reset(token)
 
@@ -214,25 +178,9 @@ def closure_of(fn: Callable[..., Any], function: FunctionRef) -> Closure:
         fn: the function.
         function: how it travels.
     """
-    called = inspect.getattr_static(type(fn), "__call__", None)
-    is_async = inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(called)
-    return AsyncClosure(function) if is_async else Closure(function)
+    return AsyncClosure(function) if functions.is_async(fn) else Closure(function)
 
 
 def _variable(standin: Standin) -> ClosureVariable | ShardedVariable:
     variables = [ClosureVariable(number) for number in standin.numbers]
     return ShardedVariable(standin.name, variables) if standin.name else variables[0]
-
-
-def _plain(result: Tree) -> Tree:
-    """Return what a function returned, with values in place of variables."""
-    return trees.tree_map(
-        lambda leaf: leaf.value() if isinstance(leaf, ClosureVariable | ShardedVariable) else leaf, result
-    )
-
-
-def _has_ctx(fn: Callable[..., Any]) -> bool:
-    try:
-        return "ctx" in inspect.signature(fn).parameters
-    except (TypeError, ValueError):  # a built-in without a signature
-        return False

@@ -14,9 +14,15 @@ import sys
 from collections.abc import Collection, MutableMapping, Sequence
 from typing import Final
 
+from pipedist.accelerators import VISIBLE
 from pipedist.errors import UsageError
 
-VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
+CPU: Final = "cpu"
+"""What replicas compute on that were assigned no device."""
+
+GPU: Final = "cuda:0"
+"""The first of the GPUs that a worker owns: it sees no others, and they are numbered anew."""
+
 LIBRARIES: Final = ("torch", "cupy", "jax", "numba.cuda", "tensorflow")
 """What reads the variable when it is loaded, or when it is first used: nobody can tell which."""
 
@@ -47,7 +53,7 @@ class Devices:
         """Make the devices of this process's replicas visible; others than CUDA's always are.
 
         Args:
-            devices: of its replicas, "cuda:1", "cpu:0"; empty where they were assigned none.
+            devices: of its replicas, "cuda:1", "cpu:0".
 
         Raises:
             DevicesUnseen: a library has read what this process was to see before.
@@ -85,13 +91,13 @@ class Devices:
         """Return the name, in this process, of a device.
 
         Args:
-            device: as it was assigned: "cuda:3"; "" where none was.
+            device: as it was assigned: "cuda:3".
         """
         kind, _, number = device.partition(":")
         visible = _listed(self._environment.get(VISIBLE, ""))
         if kind == "cuda" and number in visible:
             return f"cuda:{visible.index(number)}"
-        return device or "cpu"
+        return device
 
 
 def _listed(visible: str) -> list[str]:

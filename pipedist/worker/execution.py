@@ -12,6 +12,7 @@ import sys
 from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from pipedist import foreign
 from pipedist.errors import PipedistError
 from pipedist.program import Emit, Program, Tree
 from pipedist.reductions import Reduction
@@ -42,7 +43,7 @@ class Seat(NamedTuple):
 
     Args:
         meet: what its collectives go through, by whether the function that calls them is async.
-        device: see `ReplicaContext.device`.
+        device: that the replica was assigned, see `ReplicaContext.device`; "" for none.
         variables: what its functions read and assign; None where the step has no variables.
     """
 
@@ -264,8 +265,9 @@ class PassExecutor:
             self.program.seed,
             seat.meet(stage.is_async) if seat is not None and stage.collectives else None,
         )
+        ctx.device = stage.device
         if seat is not None:
-            ctx.device = seat.device
+            ctx.device = seat.device or stage.device
             ctx.variables = seat.variables
         return ctx
 
@@ -310,7 +312,7 @@ class PassExecutor:
             if value is _ABSENT:
                 del outcome[emit.slot]
                 continue
-            outcome[emit.slot], bytes_ = own([reduction.partial(value)])
+            outcome[emit.slot], bytes_ = own([reduction.partial(foreign.to_host(value))])
             del value
             size += bytes_
         owned: dict[int, Tree] = {}

@@ -52,7 +52,7 @@ class GangRun:
         gang: of these replicas; run once.
         channel: closed when the gang is over; None where there are no other members.
         can_share: its members share memory.
-        device_of: the name, in this process, of the device that a replica was assigned.
+        device_of: the name, in this process, of the device that a replica was assigned; "" for none.
         bound: the variables of the step; None where it has none.
         begin: told the number of a call before it runs.
         on_success: told when every call has returned.

@@ -12,7 +12,7 @@ from pipedist.collectives.gang import Gang
 from pipedist.collectives.options import CommunicationOptions, Implementation
 from pipedist.collectives.segment import Segments
 from pipedist.errors import RemoteProtocolError, UsageError
-from pipedist.messages import AssignGang
+from pipedist.messages import AssignGang, spans
 from pipedist.program import Shards
 from pipedist.worker.devices import Devices
 from pipedist.worker.execution import PassExecutor
@@ -67,8 +67,9 @@ class Gangs:
         """
         program, lo, hi = executor.program, assigned.lo, assigned.hi
         local = local_replicas(lo, hi, program.replicas, assigned.member, assigned.members)
-        devices = program.devices or ("",) * program.replicas
-        self._devices.show(devices[local.start : local.stop])
+        devices = program.devices
+        if devices:
+            self._devices.show(devices[local.start : local.stop])
         bytes_per_pack, timeout_s, implementation = program.communication
         options = CommunicationOptions(bytes_per_pack, timeout_s, Implementation.of(implementation))
         channel = self._channel(assigned, program.replicas, options.implementation, inbox)
@@ -89,7 +90,7 @@ class Gangs:
             gang=gang,
             channel=channel,
             can_share=not isinstance(channel, HubChannel),
-            device_of=lambda replica: self._devices.name_of(devices[replica]),
+            device_of=lambda replica: self._devices.name_of(devices[replica]) if devices else "",
             bound=bound,
             begin=begin,
             on_success=on_success,
@@ -107,7 +108,7 @@ class Gangs:
                 self._segments.get(assigned.segment),
                 serial=assigned.serial,
                 member=assigned.member,
-                spans=spans(replicas, assigned.members),
+                spans=[range(a, b) for a, b in spans(replicas, assigned.members)],
             )
         if implementation is Implementation.SHARED:
             raise UsageError(NOT_SHARED)
@@ -121,13 +122,6 @@ class Gangs:
         self._segments.close()
 
 
-def spans(replicas: int, members: int) -> list[range]:
-    """Return the replicas of each member of a gang: chunks whose sizes differ by one at most."""
-    small, larger = divmod(replicas, members)
-    ends = [(member + 1) * small + min(member + 1, larger) for member in range(members)]
-    return [range(a, b) for a, b in zip([0, *ends], ends, strict=False)]
-
-
 def local_replicas(lo: int, hi: int, replicas: int, member: int, members: int) -> range:
     """Return which replicas the calls [lo, hi) of a gang are.
 
@@ -135,7 +129,7 @@ def local_replicas(lo: int, hi: int, replicas: int, member: int, members: int) -
         RemoteProtocolError: they are of several steps, or not those of this member.
     """
     local = range(lo % replicas, lo % replicas + hi - lo)
-    if members > replicas or local != spans(replicas, members)[member]:
+    if members > replicas or local != range(*spans(replicas, members)[member]):
         raise RemoteProtocolError(
             f"calls [{lo}, {hi}) are not those of member {member} of {members}, with {replicas} replicas"
         )

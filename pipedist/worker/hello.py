@@ -10,11 +10,12 @@ from pipedist.messages import WIRE_VERSION, Hello
 from pipedist.version import __version__
 
 
-def make_hello(worker: str, incarnation: int, kept: tuple[str, ...] = ()) -> Hello:
+def make_hello(worker: str, incarnation: int, kept: tuple[str, ...] = (), gpus: float = 0.0) -> Hello:
     """Return this process's Hello.
 
     Args:
         kept: finished calls that it offers.
+        gpus: how many it owns.
     """
     import platform
 
@@ -30,6 +31,7 @@ def make_hello(worker: str, incarnation: int, kept: tuple[str, ...] = ()) -> Hel
         pipedist=__version__,
         cpu=cpu_model(),
         kept=kept,
+        gpus=gpus,
     )
 
 

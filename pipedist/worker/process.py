@@ -13,6 +13,7 @@ import sys
 import traceback
 from collections.abc import Callable
 
+from pipedist.accelerators import VISIBLE
 from pipedist.errors import ProtocolError, UsageError
 from pipedist.transport.dealer import ConnectionLost, Dealer
 from pipedist.worker.commands import Ending
@@ -98,6 +99,8 @@ def run_process(
 
 
 def _work(settings: WorkerSettings, progress: Progress, label: str, kept_file: int | None) -> int:
+    if settings.visible is not None:  # before anything that reads it is loaded
+        os.environ[VISIBLE] = settings.visible
     keys = None
     if settings.key_file:
         from pipedist.transport.keys import read_key_file  # most workers are local, and need none
@@ -109,7 +112,8 @@ def _work(settings: WorkerSettings, progress: Progress, label: str, kept_file: i
     if kept_file is not None:
         kept.load(kept_file)
     protocol = WorkerMachine(
-        make_hello(settings.worker, settings.incarnation, kept.offers()), Limits(join_s=settings.join_s)
+        make_hello(settings.worker, settings.incarnation, kept.offers(), settings.gpus),
+        Limits(join_s=settings.join_s),
     )
 
     def tell(text: str) -> None:

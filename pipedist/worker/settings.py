@@ -17,6 +17,8 @@ class WorkerSettings:
         threads: BLAS and OpenMP threads that the environment was set to.
         join_s: how long the scheduler may take to answer, seconds.
         tells: it says on stderr that it has joined, or waits.
+        visible: the GPUs that it sees, as CUDA_VISIBLE_DEVICES names them; None: what whoever starts it does.
+        gpus: how many it owns; a fraction where it shares one.
     """
 
     endpoint: str
@@ -26,3 +28,5 @@ class WorkerSettings:
     threads: int = 1
     join_s: float = 30.0
     tells: bool = False
+    visible: str | None = None
+    gpus: float = 0.0

@@ -3,55 +3,21 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol, SupportsIndex
+from collections.abc import Iterator, Sequence
+from typing import Any, SupportsIndex
 
 import numpy as np
 
-from pipedist.worker.variable_access import ArrayOperators
-from pipedist.worker.variable_rules import Array
+from pipedist.worker.variable_access import AnyVariable, ArrayOperators, Assignable
+from pipedist.worker.variable_rules import Array, How
 
 
-class Shard(Protocol):
-    """One of the variables that a sharded variable consists of."""
-
-    @property
-    def name(self) -> str:
-        """Its name: that of the whole, then `/part_` and its place."""
-        ...
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The value's shape."""
-        ...
-
-    @property
-    def dtype(self) -> Any:
-        """The value's dtype."""
-        ...
-
-    def value(self) -> Array:
-        """Return the value, read-only."""
-        ...
-
-    def assign(self, value: object) -> object:
-        """Set the value."""
-        ...
-
-    def assign_add(self, delta: object) -> object:
-        """Add to the value."""
-        ...
-
-    def assign_sub(self, delta: object) -> object:
-        """Subtract from the value."""
-        ...
-
-
-class ShardedVariable(ArrayOperators):
+class ShardedVariable(Assignable):
     """Consecutive rows of one variable, each shard a variable of its own.
 
     It reads like an array and is assigned like a variable: NumPy takes it, and rows can be indexed:
-    `v[ids]` with an array of row numbers is tf.nn.embedding_lookup, and reads only these rows.
+    `v[ids]` with an array of row numbers is tf.nn.embedding_lookup, and reads only these rows. Assigning
+    gives each shard its rows, and returns None; where the value does not fit, no shard is changed.
 
     Args:
         name: of the whole.
@@ -60,13 +26,13 @@ class ShardedVariable(ArrayOperators):
 
     __slots__ = ("_shards", "_starts", "name")
 
-    def __init__(self, name: str, shards: Sequence[Shard]) -> None:
+    def __init__(self, name: str, shards: Sequence[AnyVariable]) -> None:
         self.name = name
         self._shards = tuple(shards)
         self._starts: list[int] | None = None
 
     @property
-    def variables(self) -> tuple[Shard, ...]:
+    def variables(self) -> tuple[AnyVariable, ...]:
         """The shards, each a variable."""
         return self._shards
 
@@ -85,30 +51,6 @@ class ShardedVariable(ArrayOperators):
         whole = np.concatenate([shard.value() for shard in self._shards])
         whole.flags.writeable = False
         return whole
-
-    def numpy(self) -> Array:
-        """Return the whole value, as an array of the caller's own."""
-        return self.value().copy()
-
-    def assign(self, value: object) -> None:
-        """Set the whole value; each shard gets its rows.
-
-        Args:
-            value: an array of the variable's dtype and shape, or Python numbers.
-
-        Raises:
-            ValueError: dtype or shape don't fit; then no shard is changed.
-            OverflowError: an integer result does not fit the dtype.
-        """
-        self._each(value, lambda shard, part: shard.assign(part))
-
-    def assign_add(self, delta: object) -> None:
-        """Add to the whole value; see `assign`."""
-        self._each(delta, lambda shard, part: shard.assign_add(part))
-
-    def assign_sub(self, delta: object) -> None:
-        """Subtract from the whole value; see `assign`."""
-        self._each(delta, lambda shard, part: shard.assign_sub(part))
 
     def __getitem__(self, index: Any) -> Any:
         """Return what NumPy's indexing of the whole gives; rows alone are read from their shards."""
@@ -154,11 +96,11 @@ class ShardedVariable(ArrayOperators):
             found[mine] = self._shards[int(owner)].value()[places[mine] - bounds[owner]]
         return found
 
-    def _each(self, value: object, change: Callable[[Shard, Array], object]) -> None:
-        whole = np.asarray(value)
+    def _change(self, how: How, operand: object) -> None:
+        whole = np.asarray(operand)
         if whole.shape != self.shape:
             raise ValueError(f"a value of shape {list(whole.shape)} for {self!r}: the shape must be the same")
-        if not isinstance(value, np.ndarray | ArrayOperators) and np.can_cast(
+        if not isinstance(operand, np.ndarray | ArrayOperators) and np.can_cast(
             whole.dtype, self.dtype, "same_kind"
         ):
             whole = whole.astype(self.dtype)  # plain numbers adapt, as they do to one variable
@@ -166,4 +108,4 @@ class ShardedVariable(ArrayOperators):
             raise ValueError(f"a value of dtype {whole.dtype} for {self!r}: cast it first")
         bounds = self._bounds()
         for shard, lo, hi in zip(self._shards, bounds, bounds[1:], strict=False):
-            change(shard, whole[lo:hi])
+            shard._change(how, whole[lo:hi])

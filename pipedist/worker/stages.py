@@ -12,6 +12,7 @@ from pipedist.program import OWN_STATE, StageProgram, Tree
 from pipedist.reductions import FoldTree
 from pipedist.worker.boundary import guard
 from pipedist.worker.context import ReplicaContext
+from pipedist.worker.devices import CPU, GPU
 from pipedist.worker.state_store import States, filled, names_in
 
 
@@ -27,6 +28,7 @@ class Stage:
         self.name = program.name
         self.of = program.of
         self.collectives = program.collectives
+        self.device = GPU if program.gpus else CPU
         self.limit_ns = 0 if program.timeout_s is None else max(1, int(program.timeout_s * 1e9))
         """How long a call of the function may take; 0: as long as it needs."""
         self._program = program
@@ -75,8 +77,8 @@ class Stage:
             if wrong := functions.uncallable(fn, label):
                 raise TypeError(wrong)
             called = functions.call_of(fn)
-        self.is_async = _is_async(called)
-        self._wants_ctx = _has_ctx(called)
+        self.is_async = functions.is_async(called)
+        self._wants_ctx = functions.wants_ctx(called)
         if self._program.form == "combine" and self.is_async:
             raise TypeError(f"{label} combines values, so it must be a plain function, not an async one")
         self._fn = fn
@@ -169,20 +171,3 @@ def _fold(fn: Callable[..., Tree], groups: Sequence[Sequence[Tree]], kwargs: dic
         if group:
             nodes.push(place, node.result())
     return nodes.result()
-
-
-def _is_async(called: object) -> bool:
-    if inspect.iscoroutinefunction(called):
-        return True
-    return not inspect.isroutine(called) and inspect.iscoroutinefunction(
-        inspect.getattr_static(type(called), "__call__", None)
-    )
-
-
-def _has_ctx(called: object) -> bool:
-    try:
-        parameters = inspect.signature(called).parameters  # type: ignore[arg-type]
-    except (TypeError, ValueError):
-        return False  # a built-in without a signature
-    ctx = parameters.get("ctx")
-    return ctx is not None and ctx.kind in (ctx.POSITIONAL_OR_KEYWORD, ctx.KEYWORD_ONLY)

@@ -33,6 +33,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
+from pipedist import accelerators
 from pipedist.errors import PipedistError, ProtocolError
 from pipedist.messages import Goodbye, Heartbeat, Refuse, Stop, Welcome
 from pipedist.transport.dealer import ConnectionLost, Dealer
@@ -106,7 +107,8 @@ def run_worker(
     """
     path = "" if key_file is None else os.path.abspath(os.fspath(key_file))
     keys = read_key_file(path).client if path else None
-    supervisor = Supervisor(endpoint, path, keys, threads=threads, join_s=join_s, leave_s=leave_s)
+    gpus = len(accelerators.named())
+    supervisor = Supervisor(endpoint, path, keys, threads=threads, join_s=join_s, leave_s=leave_s, gpus=gpus)
     before = signal.signal(signal.SIGTERM, lambda _number, _frame: supervisor.leave())
     try:
         return supervisor.run()
@@ -124,6 +126,7 @@ class Supervisor:
         threads: BLAS and OpenMP threads of the worker.
         join_s: how long the scheduler may take to answer, seconds.
         leave_s: how long the worker may take to finish what it runs, seconds.
+        gpus: how many the worker owns.
     """
 
     def __init__(
@@ -135,6 +138,7 @@ class Supervisor:
         threads: int,
         join_s: float,
         leave_s: float = LEAVE_S,
+        gpus: int = 0,
     ) -> None:
         self._endpoint = endpoint
         self._key_file = key_file
@@ -142,6 +146,7 @@ class Supervisor:
         self._threads = threads
         self._join_s = join_s
         self._leave_s = leave_s
+        self._gpus = gpus
         # Unique among the workers of a host, also where a batch system starts many in one container.
         self.worker = f"{os.uname().nodename}:{os.getpid()}:{secrets.token_hex(2)}"
         self._heartbeat_s = HEARTBEAT_S
@@ -231,6 +236,7 @@ class Supervisor:
             threads=self._threads,
             join_s=self._patience_s(),
             tells=True,
+            gpus=float(self._gpus),
         )
         self._progress.idle()
         self._overdue = None

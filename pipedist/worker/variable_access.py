@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -11,7 +12,15 @@ from numpy.lib.mixins import NDArrayOperatorsMixin
 from pipedist import trees, values
 from pipedist.program import Tree
 from pipedist.values import Mirrored, PerReplica
-from pipedist.worker.variable_rules import Array, How, Traits, operand_of, updated
+from pipedist.worker.variable_rules import (
+    Array,
+    How,
+    Traits,
+    VariableAggregation,
+    VariableSynchronization,
+    operand_of,
+    updated,
+)
 
 
 class ArrayOperators(NDArrayOperatorsMixin):
@@ -51,8 +60,85 @@ class ArrayOperators(NDArrayOperatorsMixin):
         return bool(self.value())
 
 
-class VariableCopy(ArrayOperators):
+class Assignable(ArrayOperators, ABC):
+    """Reads like an array, and is assigned: what every variable is, wherever it is used."""
+
+    __slots__ = ()
+
+    def numpy(self) -> Array:
+        """Return the value now, as an array of the caller's own; see `value`."""
+        return self.value().copy()
+
+    def assign(self, value: object) -> Any:
+        """Set the value; what that means here and what it returns, the class says.
+
+        Args:
+            value: an array of the variable's dtype and shape, or Python numbers.
+
+        Raises:
+            ValueError: dtype or shape don't fit.
+            OverflowError: an integer result does not fit the dtype.
+        """
+        return self._change("assign", value)
+
+    def assign_add(self, delta: object) -> Any:
+        """Add to the value; see `assign`."""
+        return self._change("assign_add", delta)
+
+    def assign_sub(self, delta: object) -> Any:
+        """Subtract from the value; see `assign`."""
+        return self._change("assign_sub", delta)
+
+    @abstractmethod
+    def _change(self, how: How, operand: object) -> Any:
+        """Assign, add or subtract."""
+
+
+class AnyVariable(Assignable):
+    """Tells what a variable was declared as, on whichever side it is used."""
+
+    __slots__ = ()
+
+    @property
+    @abstractmethod
+    def _traits(self) -> Traits:
+        """What of the variable never changes."""
+
+    @property
+    def name(self) -> str:
+        """Its name, for people."""
+        return self._traits.name
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of its value."""
+        return self._traits.shape
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Dtype of its value."""
+        return self._traits.dtype
+
+    @property
+    def trainable(self) -> bool:
+        """Whether an optimizer should change it."""
+        return self._traits.trainable
+
+    @property
+    def synchronization(self) -> VariableSynchronization:
+        """ON_WRITE or ON_READ."""
+        return self._traits.synchronization
+
+    @property
+    def aggregation(self) -> VariableAggregation:
+        """How the replicas' values become one."""
+        return self._traits.aggregation
+
+
+class VariableCopy(Assignable):
     """One copy of a variable, while `Strategy.update` lets a function change it.
+
+    Assigning returns the copy's new value, read-only.
 
     Args:
         traits: the variable's.
@@ -68,18 +154,6 @@ class VariableCopy(ArrayOperators):
     def value(self) -> Array:
         """Return the value now: an array, read-only."""
         return self._value
-
-    def assign(self, value: object) -> Array:
-        """Set this copy's value, and return it."""
-        return self._change("assign", value)
-
-    def assign_add(self, delta: object) -> Array:
-        """Add to this copy's value, and return it."""
-        return self._change("assign_add", delta)
-
-    def assign_sub(self, delta: object) -> Array:
-        """Subtract from this copy's value, and return it."""
-        return self._change("assign_sub", delta)
 
     def _change(self, how: How, operand: object) -> Array:
         self._value = updated(self._traits, self._value, how, operand_of(self._traits, operand, how))

@@ -24,13 +24,12 @@ from pipedist import trees
 from pipedist.program import Tree
 from pipedist.values import PerReplica
 from pipedist.worker.context import get_replica_context
-from pipedist.worker.variable_access import ArrayOperators, plain, update_copies
+from pipedist.worker.variable_access import AnyVariable, plain, update_copies
 from pipedist.worker.variable_rules import (
     Array,
     How,
     Traits,
     VariableAggregation,
-    VariableSynchronization,
     assign_copies,
     frozen,
     operand_of,
@@ -59,49 +58,22 @@ def to_state(traits: Traits, copies: Sequence[Array]) -> Tree:
     return {"traits": traits.to_wire(), "value": list(copies) if traits.copies else copies[0]}
 
 
-class ReplicaVariable(ArrayOperators):
+class ReplicaVariable(AnyVariable):
     """A variable inside a replica function: the replica's side of `pipedist.Variable`.
 
     It reads as this replica's value, in NumPy too (`x @ w`). Assignments to an ON_WRITE variable are
     collectives: every replica must make them, in the same order, and what is assigned is the aggregate
-    of what they bring. In an async function they are awaited.
+    of what they bring; without aggregation they are a ValueError, where there are several replicas. They
+    return the new value, read-only; in an async function something to await, which gives it.
     """
 
     __slots__ = ("_space", "_traits")
 
+    _traits: Traits
+
     def __init__(self, space: int, traits: Traits) -> None:
         self._space = space
         self._traits = traits
-
-    @property
-    def name(self) -> str:
-        """Its name."""
-        return self._traits.name
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of its value."""
-        return self._traits.shape
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """Dtype of its value."""
-        return self._traits.dtype
-
-    @property
-    def trainable(self) -> bool:
-        """Whether an optimizer should change it."""
-        return self._traits.trainable
-
-    @property
-    def synchronization(self) -> VariableSynchronization:
-        """ON_WRITE or ON_READ."""
-        return self._traits.synchronization
-
-    @property
-    def aggregation(self) -> VariableAggregation:
-        """How the replicas' values become one."""
-        return self._traits.aggregation
 
     def value(self) -> Array:
         """Return this replica's value now, read-only: an array, of shape () for a number.
@@ -111,32 +83,8 @@ class ReplicaVariable(ArrayOperators):
         """
         return self._side().value(self._space)
 
-    def numpy(self) -> Array:
-        """Return this replica's value now, as an array of the caller's own."""
-        return self.value().copy()
-
-    def assign(self, value: object) -> Any:
-        """Set the value; of an ON_WRITE variable to the aggregate of what all replicas bring.
-
-        Args:
-            value: an array of the variable's dtype and shape, or Python numbers.
-
-        Returns:
-            The new value, read-only; in an async function something to await, which gives it.
-
-        Raises:
-            ValueError: dtype or shape don't fit, or several replicas assign without aggregation.
-            OverflowError: an integer result does not fit the dtype.
-        """
-        return self._side().change(self, "assign", value)
-
-    def assign_add(self, delta: object) -> Any:
-        """Add to the value; see `assign`."""
-        return self._side().change(self, "assign_add", delta)
-
-    def assign_sub(self, delta: object) -> Any:
-        """Subtract from the value; see `assign`."""
-        return self._side().change(self, "assign_sub", delta)
+    def _change(self, how: How, operand: object) -> Any:
+        return self._side().change(self, how, operand)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ReplicaVariable, (self._space, self._traits)

@@ -13,7 +13,8 @@ import pipedist
 PACKAGE = Path(pipedist.__file__).parent
 
 FLOORS: tuple[tuple[str, ...], ...] = (
-    ("version", "records"),
+    ("version", "records", "counts"),
+    ("accelerators",),
     ("errors",),
     ("messages", "program"),
     ("trees",),
@@ -21,7 +22,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("partials",),
     ("reductions",),
     ("partial_runs",),
-    ("values", "combiners", "functions", "partitioners", "cluster_resolvers"),
+    ("values", "combiners", "functions", "foreign", "partitioners", "cluster_resolvers"),
     ("transport",),
     ("collectives",),
     ("datasets",),

@@ -162,3 +162,14 @@ def test_a_defect_is_called_one(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     told = capsys.readouterr().err
     assert told.startswith("pipedist: this is a defect in pipedist")
     assert "ZeroDivisionError: oh" in told
+
+
+def test_plan_says_where_gpus_are_missing(pipedist: Command, spec: Path) -> None:
+    text = spec.read_text().replace('"squares:squares"', '"squares:squares", resources: {gpus: 1}')
+    assert "gpus" in text
+    spec.write_text(text)
+    done = pipedist("plan", "squares.yaml", PATH="/nowhere")
+    assert done.returncode == 2
+    assert done.stderr.startswith("squares.yaml:7:")
+    assert "needs 1 GPU a call, and there is none here (there is no nvidia-smi on the PATH" in done.stderr
+    assert "resources: {gpus: 1}" in done.stderr

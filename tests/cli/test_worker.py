@@ -37,11 +37,11 @@ SPEC = (
 
 
 @contextmanager
-def started(*args: str | Path, cwd: Path) -> Iterator[subprocess.Popen[str]]:
+def started(*args: str | Path, cwd: Path, **environment: str) -> Iterator[subprocess.Popen[str]]:
     process = subprocess.Popen(
         [sys.executable, "-m", "pipedist", *map(str, args)],
         cwd=cwd,
-        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        env={**os.environ, "PYTHONUNBUFFERED": "1", **environment},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -107,3 +107,39 @@ def test_a_port_that_is_taken_is_a_usage_error(folder: Path) -> None:
         assert (run.returncode, out) == (2, ""), err
         assert f"port {taken.getsockname()[1]} on 127.0.0.1 is taken" in err
         assert "Traceback" not in err
+
+
+def test_calls_that_need_a_gpu_wait_for_a_worker_that_was_given_one(folder: Path) -> None:
+    tool = folder / "bin" / "nvidia-smi"
+    tool.parent.mkdir()
+    tool.write_text(
+        "#!/bin/sh\necho 'GPU 0: NVIDIA H100 (UUID: GPU-00)'\necho 'GPU 1: NVIDIA H100 (UUID: GPU-11)'\n"
+    )
+    tool.chmod(0o700)
+    path = f"{tool.parent}{os.pathsep}{os.environ['PATH']}"
+    (folder / "seen.py").write_text(
+        "import os\n"
+        "def see(shard, ctx):\n"
+        "    return [ctx.device, os.environ['CUDA_VISIBLE_DEVICES']] if shard[0] == 0 else None\n"
+        "def device(tree):\n"
+        "    return 10 * (tree[0] == 'cuda:0') + int(tree[1]) if tree else 0\n"
+    )
+    spec = (folder / "cubes.yaml").read_text().partition("stages:")[0]
+    (folder / "seen.yaml").write_text(
+        f"{spec}stages:\n"
+        "  sees: {run: 'seen:see', resources: {gpus: 1}}\n"
+        "  on: {run: 'seen:device', of: sees}\n"
+        "  which: {reduce: max, of: on, axis: null}\n"
+    )
+    with started("run", "seen.yaml", "--json", cwd=folder) as run:
+        assert run.stderr is not None
+        line = next(line for line in run.stderr if "--connect" in line)
+        assert "waiting for workers: CUDA_VISIBLE_DEVICES=0 pipedist worker" in line
+        join = ("worker", "--connect", line.split("--connect ")[1].split()[0], "--key-file", "cluster.key")
+        with started(*join, cwd=folder) as plain:
+            assert plain.stderr is not None
+            assert any("joined" in said for said in plain.stderr)  # and is dealt nothing
+            with started(*join, cwd=folder, CUDA_VISIBLE_DEVICES="1", PATH=path):
+                out, err = run.communicate(timeout=60)
+                assert run.returncode == 0, err
+    assert json.loads(out)["results"]["which"] == 11

@@ -12,7 +12,8 @@ import pytest
 from pipedist.errors import JournalError
 from pipedist.journal.logs import End, Log, read_log
 from pipedist.pipeline.combining import CombineFold
-from pipedist.pipeline.folds import Fold, GatherFold, Per, ReduceFold
+from pipedist.pipeline.folds import Fold, Per, ReduceFold
+from pipedist.pipeline.gather_fold import GatherFold
 from pipedist.reductions import FoldTree, Reduction
 from pipedist.transport.codec import decode, encode
 

@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 
 from pipedist.errors import OutputError
 from pipedist.outputs import open_sink
-from pipedist.pipeline import folds
+from pipedist.pipeline import gather_fold
 from pipedist.pipeline.combining import CombineFold
-from pipedist.pipeline.folds import GatherFold, ReduceFold
+from pipedist.pipeline.folds import ReduceFold
+from pipedist.pipeline.gather_fold import GatherFold
 from pipedist.pipeline.spool import Spool, SpoolFeed
 from pipedist.reductions import FoldTree, Reduction
 
@@ -94,7 +95,7 @@ async def test_a_combine_that_fails_ends_the_fold() -> None:
 @pytest.mark.asyncio
 @pytest.mark.parametrize("tiny", [4, 1024])
 async def test_a_gather_of_tiny_parts_is_that_of_all(tiny: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(folds, "TINY_PARTS", tiny)
+    monkeypatch.setattr(gather_fold, "TINY_PARTS", tiny)
     for value in (lambda i: np.arange(i % 3), lambda i: {"a": np.array([i]), "b": np.array(["x" * (i % 4)])}):
         fold = GatherFold("g", "run", 0, None)
         for i in range(0, 50, 2):

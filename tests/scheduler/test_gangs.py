@@ -7,11 +7,11 @@ import dataclasses
 import pytest
 
 from pipedist.errors import LocalProtocolError
+from pipedist.messages import spans
 from pipedist.scheduler import Limits, PassSettings
 from pipedist.scheduler import commands as cmd
 from pipedist.scheduler import events as ev
 from pipedist.scheduler.commands import GangPart
-from pipedist.scheduler.gangs import spans
 from tests.scheduler.playbook import Playbook, assigns
 
 RUN = PassSettings(replicas=2, ordered=False, fail_fast=False, pulled=False, gang=True)

@@ -292,10 +292,10 @@ def a_worker_is_told_of_a_pass_once_for_all_its_lives(patch: pytest.MonkeyPatch)
 
 @bug
 def a_gang_is_spread_over_those_that_happen_to_be_idle(patch: pytest.MonkeyPatch) -> None:
-    def idle(original: Any, self: Groups, members: Membership, replicas: int) -> Any:
+    def idle(original: Any, self: Groups, members: Membership, replicas: int, gpus: float) -> Any:
         ready, members.ready = members.ready, min(members.ready, len(members.idle))
         try:
-            return original(self, members, replicas) if members.ready else None
+            return original(self, members, replicas, gpus) if members.ready else None
         finally:
             members.ready = ready
 
@@ -397,8 +397,8 @@ def a_gang_that_is_over_stays_with_its_group(patch: pytest.MonkeyPatch) -> None:
 
 @bug
 def nobody_waits_for_a_gang_to_have_its_workers(patch: pytest.MonkeyPatch) -> None:
-    def whose_turn(original: Any, self: Dealing) -> Pass | None:
-        turn: Pass | None = original(self)
+    def whose_turn(original: Any, self: Dealing, stuck: Any) -> Pass | None:
+        turn: Pass | None = original(self, stuck)
         if turn is None or not turn.settings.gang or turn.groups.idle(self._members, turn.settings.replicas):
             return turn
         others = [p for p in self._waiting.values() if not p.settings.gang]
@@ -561,8 +561,8 @@ def probes_are_queued_in_advance(patch: pytest.MonkeyPatch) -> None:
     def deal(original: Any, self: Dealing) -> None:
         original(self)
         for pass_ in [p for p in self._waiting.values() if p.deals and p.suspects.waiting]:
-            if self._members.thirsty:
-                self._issue(next(iter(self._members.thirsty.values())), pass_)
+            if (worker := self._members.thirsty_for(0.0)) is not None:
+                self._issue(worker, pass_)
 
     wrapped(patch, Dealing, "deal", deal)
 

@@ -24,6 +24,7 @@ from pipedist.messages import (
     Stalled,
     Stop,
     Welcome,
+    spans,
 )
 from pipedist.program import Emit, FunctionRef, Program, ReaderConfig, StageProgram
 from pipedist.transport.codec import decode, encode
@@ -31,7 +32,6 @@ from pipedist.transport.keys import ServerKeys
 from pipedist.transport.rendezvous import ipc_endpoint, private_directory
 from pipedist.transport.zeromq import Router
 from pipedist.worker.binding import to_frames
-from pipedist.worker.gangs import spans
 
 M = TypeVar("M")
 PATIENCE_S = 20.0
@@ -159,9 +159,9 @@ class FakeScheduler:
         for member, (identity, span) in enumerate(zip(identities, spans(replicas, members), strict=True)):
             self.leases += 1
             leases[self.leases] = identity
-            lo, hi = step * replicas + span.start, step * replicas + span.stop
-            own = None if values is None else list(values[span.start : span.stop])
-            own_ids = None if ids is None else ids[span.start : span.stop]
+            lo, hi = step * replicas + span[0], step * replicas + span[1]
+            own = None if values is None else list(values[slice(*span)])
+            own_ids = None if ids is None else ids[slice(*span)]
             message = AssignGang(self.leases, pass_id, lo, hi, 0, self.serials, member, members, segment)
             self.send(identity, message, encode([own_ids, None, own, states]))
         return leases
@@ -194,7 +194,7 @@ class FakeScheduler:
                 failed.add(member)
             else:
                 found.update(zip(range(message.lo, message.hi), decode(frames), strict=True))
-            span = spans(count, len(members))[member]
+            span = range(*spans(count, len(members))[member])
             own = [call for call in found if call % count in span]
             if member not in told and (len(own) == len(span) or member in failed):
                 told.add(member)

@@ -47,7 +47,6 @@ def test_what_a_library_has_read_stays() -> None:
 @pytest.mark.parametrize(
     ("device", "visible", "name"),
     [
-        ("", "0", "cpu"),
         ("cuda:3", "2,3", "cuda:1"),
         ("cuda:3", "", "cuda:3"),
         ("cpu:1", "0", "cpu:1"),

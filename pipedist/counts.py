@@ -1,0 +1,21 @@
+"""Arguments that count something."""
+
+from __future__ import annotations
+
+import operator
+from typing import SupportsIndex
+
+
+def count(name: str, value: object, *, at_least: int = 1) -> int:
+    """Return `value` as a plain int.
+
+    Raises:
+        TypeError: it is no integer; bool counts as none.
+        ValueError: it is smaller than `at_least`.
+    """
+    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
+        raise TypeError(f"{name} is {value!r}; expected an int")
+    number = operator.index(value)
+    if number < at_least:
+        raise ValueError(f"{name} is {number}; expected an int >= {at_least}")
+    return number
