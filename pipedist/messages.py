@@ -10,7 +10,9 @@ worker; a result counts only while its lease is held.
 |---|---|---|
 | Hello | worker -> scheduler | - |
 | Welcome, Refuse | scheduler -> worker | - |
+| Code | scheduler -> worker | the files of a code folder (`pipedist.code_snapshots`), or none |
 | Bind | scheduler -> worker | the pass's `Program` |
+| Sees | worker -> scheduler | - |
 | Assign, AssignGang | scheduler -> worker | shards of the range (see `pipedist.program.Shards`) |
 | State | scheduler -> worker | one version of a state: a tree |
 | DropState | scheduler -> worker | - |
@@ -19,6 +21,7 @@ worker; a result counts only while its lease is held.
 | Relay | scheduler -> worker | what another member of the gang brings, untouched |
 | Failed, Stalled, Log, Heartbeat, Goodbye | worker -> scheduler | - |
 | Unbind, Cancel, Stop | scheduler -> worker | - |
+| Share | scheduler -> supervisor | a tree that every program of the cluster gets |
 """
 
 from __future__ import annotations
@@ -41,7 +44,9 @@ class Hello:
         boot: the host's boot id: two processes with the same one share a kernel.
         wire: its WIRE_VERSION.
         python, numpy, pipedist: versions.
-        cpu: processor model, as far as it may change bits.
+        cpu: processor model, for people.
+        traits: what numeric libraries choose their code by: architecture, vendor, features of the processor.
+        holds: digests of the code folders that its supervisor has copies of.
     """
 
     worker: str
@@ -54,6 +59,8 @@ class Hello:
     numpy: str
     pipedist: str
     cpu: str
+    traits: tuple[str, ...] = ()
+    holds: tuple[str, ...] = ()
 
 
 @record
@@ -64,11 +71,13 @@ class Welcome:
         cluster: random id of this scheduler's life; stamps the worker's later messages.
         heartbeat_s: how often a supervised worker's supervisor must be heard.
         sys_path: the scheduler process's import path, for workers on the same host; may be empty.
+        notice: what its user should know: where it differs from the scheduler's process, and was let in.
     """
 
     cluster: str
     heartbeat_s: float
     sys_path: tuple[str, ...]
+    notice: str = ""
 
 
 @record
@@ -80,9 +89,48 @@ class Refuse:
 
 @record
 class Bind:
-    """Introduces a pass, once per worker, before its first Assign. Payload: its Program."""
+    """Introduces a pass, once per worker, before its first Assign. Payload: its Program.
+
+    Args:
+        elsewhere: the worker does not share the scheduler's files: it looks what it sees of the pass's data.
+    """
 
     pass_id: int
+    elsewhere: bool = False
+
+
+@record
+class Code:
+    """What is in a folder of the user's modules, before the first Bind that names it. Payload: its files.
+
+    Args:
+        folder: absolute, on the scheduler's host.
+        digest: of names and contents; "": it is not sent, for the reason in `text`. There is no payload
+            where the worker holds a copy already.
+        text: for people: what was sent, what was left out, or why nothing was.
+    """
+
+    folder: str
+    digest: str
+    text: str
+
+
+@record
+class Sees:
+    """The worker sees the very data files of a pass, and can read its shards itself."""
+
+    pass_id: int
+
+
+@record
+class Share:
+    """What the scheduling program gives to the others of its cluster. Payload: a tree.
+
+    Args:
+        number: counts what is given, from 1.
+    """
+
+    number: int
 
 
 @record
@@ -289,7 +337,10 @@ Message = (
     Hello
     | Welcome
     | Refuse
+    | Code
     | Bind
+    | Sees
+    | Share
     | Unbind
     | Assign
     | AssignGang

@@ -27,6 +27,7 @@ from pipedist.coordinator.dispatch import Dispatch
 from pipedist.coordinator.fleet import Fate, Fleet
 from pipedist.coordinator.gangs import Gangs
 from pipedist.coordinator.handle import Arrival, PassHandle, SetAside
+from pipedist.coordinator.introductions import Introductions
 from pipedist.coordinator.log_sinks import LogSink, LogSinks
 from pipedist.coordinator.policy import Policy
 from pipedist.coordinator.remote_exceptions import call_error
@@ -49,6 +50,7 @@ from pipedist.program import Program, Tree
 from pipedist.scheduler import Limits, PassSettings, Scheduler
 from pipedist.scheduler import commands as cmd
 from pipedist.scheduler import events as ev
+from pipedist.transport.codec import encode
 from pipedist.transport.router import Router
 from pipedist.worker.progress import Running
 
@@ -82,6 +84,8 @@ class Coordinator:
         dial_in: whether workers that were not started here may join.
         boot: this host's boot id: workers with the same one can read our files.
         shared_memory: whether workers that were started here may share memory with each other.
+        force: let workers in whose versions or processors could change bits.
+        tell: told, for people, which workers were not let in, or differ.
     """
 
     def __init__(
@@ -94,6 +98,8 @@ class Coordinator:
         dial_in: bool = False,
         boot: str,
         shared_memory: bool = False,
+        force: bool = False,
+        tell: Callable[[str], None] = lambda _text: None,
     ) -> None:
         limits = limits or Limits()
         self._router = router_factory(self._on_message, self._on_reject, self._on_lost)
@@ -107,7 +113,10 @@ class Coordinator:
             boot=boot,
             heard_within_s=limits.heard_within_s,
             explain=self._explain,
+            force=force,
+            tell=tell,
         )
+        self._introductions = Introductions(self._fleet)
         self._rejected = 0
         self._scheduler = scheduler = Scheduler(limits)
         self._states = States(self._fleet)
@@ -223,6 +232,18 @@ class Coordinator:
         """
         await self._fleet.wait_for(count)
 
+    def share(self, tree: Tree) -> None:
+        """Give a tree to every program whose supervisor dials in, now or later.
+
+        Raises:
+            UnsendableError: it can't be sent; the text names the place.
+        """
+        self._fleet.share(encode(tree))
+
+    def on_supervisor(self, tell: Callable[[str], None]) -> None:
+        """Have `tell` called with the name of each worker whose supervisor is heard."""
+        self._fleet.on_supervisor = tell
+
     # -- passes ----------------------------------------------------------------------------
 
     def open_pass(
@@ -330,6 +351,7 @@ class Coordinator:
     def _forget(self, pass_id: int) -> None:
         handle = self._handles.pop(pass_id, None)
         if handle is not None:
+            self._introductions.forget(pass_id)
             handle.closed(RunCancelled(f"{handle.name} was closed"))
             if handle.policy.is_timed and not any(x.policy.is_timed for x in self._handles.values()):
                 self._fleet.watch(wanted=False)
@@ -358,7 +380,7 @@ class Coordinator:
             case cmd.RequestSteps(pass_id, count):
                 self._handles[pass_id].want(count)
             case cmd.SendBind(worker, pass_id):
-                self._fleet.send(worker, msg.Bind(pass_id), self._handles[pass_id].program_frames)
+                self._introductions.bind(worker, self._handles[pass_id])
             case cmd.SendUnbind(worker, pass_id):
                 self._fleet.send(worker, msg.Unbind(pass_id))
             case cmd.SendCancel(worker, lease):
@@ -420,6 +442,9 @@ class Coordinator:
                 self._rejected += not self._gangs.exchange(peer, message, frames)
             case msg.Stalled():
                 self._on_stalled(peer, message)
+            case msg.Sees(pass_id):
+                if pass_id in self._handles:
+                    self._introductions.saw(peer, pass_id)
             case msg.Log():
                 self._log_sinks.tell(peer.worker, message)
             case msg.Heartbeat():

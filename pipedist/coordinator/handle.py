@@ -110,6 +110,8 @@ class PassHandle:
         self.slots = frozenset(emit.slot for emit in program.emits)
         """What each call sends back."""
         self.program_frames: list[Frame] = to_frames(program)
+        self.code = program.code
+        """Folders of the user's modules."""
         self.counts = PassCounts()
         self.raised: dict[int, msg.Failed] = {}
         """The latest exception of each call that raised and whose step is not visible."""

@@ -37,6 +37,9 @@ _TAGS: Final[dict[int, type[Any]]] = {
     17: messages.Exchange,
     18: messages.Relay,
     19: messages.Stalled,
+    40: messages.Code,
+    41: messages.Sees,
+    42: messages.Share,
 }
 """The number of each message class on the wire; a number is never used for another one."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 
-from pipedist.messages import AssignGang, Exchange, Message, Relay, Results, Welcome
+from pipedist.messages import AssignGang, Code, Exchange, Message, Relay, Results, Welcome
 from pipedist.records import record
 
 
@@ -48,9 +48,21 @@ class Join:
 
 @record
 class OpenPass:
-    """Keep the program that came with the message."""
+    """Keep the program that came with the message.
+
+    Args:
+        elsewhere: the scheduler's files are not this host's: see which of them are here (`events.Saw`).
+    """
 
     pass_id: int
+    elsewhere: bool = False
+
+
+@record
+class KeepCode:
+    """Keep the files that came with the message; see `pipedist.worker.code_store`."""
+
+    code: Code
 
 
 @record
@@ -133,6 +145,7 @@ Command = (
     | SendResults
     | SendExchange
     | Join
+    | KeepCode
     | OpenPass
     | DropPass
     | KeepLease

@@ -54,6 +54,7 @@ from pipedist.messages import (
     AssignGang,
     Bind,
     Cancel,
+    Code,
     DropState,
     Exchange,
     Failed,
@@ -63,6 +64,7 @@ from pipedist.messages import (
     Refuse,
     Relay,
     Results,
+    Sees,
     Stalled,
     Stop,
     Unbind,
@@ -78,6 +80,7 @@ from pipedist.worker.commands import (
     Execute,
     ForgetState,
     Join,
+    KeepCode,
     KeepLease,
     KeepRelay,
     KeepState,
@@ -87,7 +90,18 @@ from pipedist.worker.commands import (
     SendExchange,
     SendResults,
 )
-from pipedist.worker.events import Brought, Event, Finished, Missed, Raised, SliceEnded, Started, Tick, Unfit
+from pipedist.worker.events import (
+    Brought,
+    Event,
+    Finished,
+    Missed,
+    Raised,
+    Saw,
+    SliceEnded,
+    Started,
+    Tick,
+    Unfit,
+)
 
 
 class State(enum.Enum):
@@ -130,7 +144,9 @@ TRANSITIONS: dict[State, dict[type, frozenset[State]]] = {
     },
     State.READY: {
         Tick: frozenset({State.READY}),
+        Code: frozenset({State.READY}),
         Bind: frozenset({State.READY}),
+        Saw: frozenset({State.READY}),
         Unbind: frozenset({State.READY}),
         Assign: frozenset({State.EXECUTING}),
         AssignGang: frozenset({State.EXECUTING}),
@@ -143,7 +159,9 @@ TRANSITIONS: dict[State, dict[type, frozenset[State]]] = {
     },
     State.EXECUTING: {
         Tick: frozenset({State.EXECUTING}),
+        Code: frozenset({State.EXECUTING}),
         Bind: frozenset({State.EXECUTING}),
+        Saw: frozenset({State.EXECUTING}),
         Unbind: frozenset({State.EXECUTING, State.READY}),
         Assign: frozenset({State.EXECUTING}),
         AssignGang: frozenset({State.EXECUTING}),
@@ -278,7 +296,15 @@ class WorkerMachine:
         if len(self._passes) >= self._limits.passes_max:
             raise RemoteProtocolError(f"more than {self._limits.passes_max} passes are bound")
         self._passes.add(event.pass_id)
-        return [OpenPass(event.pass_id)]
+        return [OpenPass(event.pass_id, event.elsewhere)]
+
+    def _on_code(self, event: Code, _now: float) -> list[Command]:
+        return [KeepCode(event)]
+
+    def _on_saw(self, event: Saw, _now: float) -> list[Command]:
+        if event.pass_id not in self._passes:
+            raise LocalProtocolError(f"the files of pass {event.pass_id} were seen, but it is not bound")
+        return [Send(Sees(event.pass_id))]
 
     def _on_unbind(self, event: Unbind, now: float) -> list[Command]:
         if event.pass_id not in self._passes:
@@ -475,7 +501,9 @@ _HANDLERS: dict[type, Callable[[WorkerMachine, Any, float], list[Command]]] = {
     Refuse: WorkerMachine._on_refuse,
     Stop: WorkerMachine._on_stop,
     Unfit: WorkerMachine._on_unfit,
+    Code: WorkerMachine._on_code,
     Bind: WorkerMachine._on_bind,
+    Saw: WorkerMachine._on_saw,
     Unbind: WorkerMachine._on_unbind,
     Assign: WorkerMachine._on_assign,
     AssignGang: WorkerMachine._on_assign_gang,

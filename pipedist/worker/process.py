@@ -14,7 +14,9 @@ import traceback
 
 from pipedist.errors import ProtocolError, UsageError
 from pipedist.transport.dealer import ConnectionLost, Dealer
+from pipedist.worker.code_store import CodeStore, held
 from pipedist.worker.commands import Ending
+from pipedist.worker.context import set_task
 from pipedist.worker.driver import Driver
 from pipedist.worker.hello import make_hello
 from pipedist.worker.kernel import WORKER_NAME, set_process_name
@@ -62,6 +64,7 @@ def run_process(settings: WorkerSettings, progress: Progress | None = None) -> i
     worker's. Never raises; what goes wrong is printed to stderr.
     """
     set_process_name(WORKER_NAME)
+    set_task(settings.task)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's Ctrl-C is the scheduler's to answer
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     label = f"pipedist worker {settings.worker}"
@@ -96,8 +99,10 @@ def _work(settings: WorkerSettings, progress: Progress, label: str) -> int:
     identity = f"{settings.worker}.{settings.incarnation}.{os.urandom(8).hex()}".encode()
     dealer = Dealer(settings.endpoint, identity=identity, keys=keys)
     protocol = WorkerMachine(
-        make_hello(settings.worker, settings.incarnation), Limits(join_s=settings.join_s)
+        make_hello(settings.worker, settings.incarnation, held(settings.code_root)),
+        Limits(join_s=settings.join_s),
     )
+    code = CodeStore(settings.code_root, settings.worker)
 
     def tell(text: str) -> None:
         if settings.tells:
@@ -112,6 +117,7 @@ def _work(settings: WorkerSettings, progress: Progress, label: str) -> int:
             progress=progress,
             die=_die,
             tell=tell,
+            code=code,
         )
         driver.output.install()
         ending, reason = driver.run()
@@ -121,6 +127,7 @@ def _work(settings: WorkerSettings, progress: Progress, label: str) -> int:
         ending, reason = Ending.UNANSWERED, str(error)
     finally:
         dealer.close(LINGER_S)
+        code.close()
     if ending is not Ending.STOPPED:
         _print_to_stderr(f"{label}: {ending.value} ({settings.endpoint}): {reason}\n")
     return _EXIT_CODES[ending]

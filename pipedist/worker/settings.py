@@ -17,6 +17,8 @@ class WorkerSettings:
         threads: BLAS and OpenMP threads that the environment was set to.
         join_s: how long the scheduler may take to answer, seconds.
         tells: it says on stderr that it has joined, or waits.
+        code_root: where copies of the scheduler's code folders are kept; "": nowhere beyond its life.
+        task: role and index of the program that it belongs to, "worker/1"; "": of none.
     """
 
     endpoint: str
@@ -26,3 +28,5 @@ class WorkerSettings:
     threads: int = 1
     join_s: float = 30.0
     tells: bool = False
+    code_root: str = ""
+    task: str = ""

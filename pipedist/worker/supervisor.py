@@ -9,6 +9,7 @@ What the scheduler can tell the supervisor, over that connection:
 
 | Refuse | kill the worker process; the next incarnation may join |
 | Stop | kill it, and leave for good |
+| Share | hand over what the scheduling program gives to all programs of its cluster |
 
 It ends when the worker process was told to stop or was refused, when no scheduler answers any
 more, or when the process keeps dying before it has lived for `LIVED_S`.
@@ -22,13 +23,16 @@ import secrets
 import signal
 import subprocess
 import sys
+import tempfile
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
+from pipedist.code_snapshots import remove
 from pipedist.errors import PipedistError, ProtocolError
-from pipedist.messages import Goodbye, Heartbeat, Refuse, Stop, Welcome
+from pipedist.messages import Goodbye, Heartbeat, Refuse, Share, Stop, Welcome
 from pipedist.transport.dealer import ConnectionLost, Dealer
 from pipedist.transport.keys import ClientKeys, read_key_file
 from pipedist.worker import boot
@@ -104,10 +108,20 @@ class Supervisor:
         keys: what is in it.
         threads: BLAS and OpenMP threads of the worker.
         join_s: how long the scheduler may take to answer, seconds.
+        task: role and index of the program that this belongs to, "worker/1"; "": of none.
+        on_share: told the number and the frames of what is shared, in the thread of `run`.
     """
 
     def __init__(
-        self, endpoint: str, key_file: str, keys: ClientKeys | None, *, threads: int, join_s: float
+        self,
+        endpoint: str,
+        key_file: str,
+        keys: ClientKeys | None,
+        *,
+        threads: int,
+        join_s: float,
+        task: str = "",
+        on_share: Callable[[int, list[memoryview]], None] = lambda _number, _frames: None,
     ) -> None:
         self._endpoint = endpoint
         self._key_file = key_file
@@ -116,6 +130,11 @@ class Supervisor:
         self._join_s = join_s
         # Unique among the workers of a host, also where a batch system starts many in one container.
         self.worker = f"{os.uname().nodename}:{os.getpid()}:{secrets.token_hex(2)}"
+        if task:
+            self.worker = f"{task}:{self.worker}"
+        self._task = task
+        self._on_share = on_share
+        self._leave = threading.Event()
         self._heartbeat_s = HEARTBEAT_S
         self._dealer: Dealer | None = None
         self._next_at = 0.0
@@ -125,12 +144,19 @@ class Supervisor:
         self._progress = Progress()
         self._overdue: Overdue | None = None
         """What the process was ended for, because it took too long."""
+        self._code_root = ""
+        """Where copies of the scheduler's code are kept while this runs."""
+
+    def leave(self) -> None:
+        """Have `run` end the worker process and return, from another thread."""
+        self._leave.set()
 
     def run(self) -> int:
         """Start the worker process again and again, until there is a reason not to."""
         failed = 0
         incarnation = 0
         try:
+            self._code_root = tempfile.mkdtemp(prefix="pipedist-code-")  # mode 0700
             self._progress_file = os.memfd_create("pipedist-progress")
             os.ftruncate(self._progress_file, Progress.BYTES)
             self._progress = Progress(self._progress_file)
@@ -140,6 +166,7 @@ class Supervisor:
                 process = self._start(incarnation)
                 code = self._watch(process, incarnation)
                 if code in _FINAL:
+                    self._hear_out(code)
                     return _FINAL[ExitCode(code)]
                 failed = 0 if time.monotonic() - began >= LIVED_S else failed + 1
                 if failed >= STARTS_FAILED_MAX:
@@ -148,6 +175,8 @@ class Supervisor:
                 incarnation += 1
         finally:
             self._disconnect()
+            if self._code_root:
+                remove(self._code_root)
             self._progress.close()
             if self._progress_file >= 0:
                 os.close(self._progress_file)
@@ -161,6 +190,8 @@ class Supervisor:
             threads=self._threads,
             join_s=self._join_s,
             tells=True,
+            code_root=self._code_root,
+            task=self._task,
         )
         self._progress.idle()
         self._overdue = None
@@ -177,6 +208,10 @@ class Supervisor:
         refused = False
         try:
             while process.poll() is None:
+                if self._leave.is_set():
+                    _end(process, grace_s=0.0)
+                    self._tell_end(Goodbye(self.worker, incarnation, "its program leaves"))
+                    return ExitCode.STOPPED
                 self._overdue = self._progress.overdue(time.monotonic_ns())
                 if self._overdue is not None:
                     _end(process, grace_s=0.0)
@@ -221,7 +256,7 @@ class Supervisor:
                 self._dealer.send(Heartbeat(self.worker, incarnation), timeout_s=self._heartbeat_s)
             if not self._dealer.poll(LOOK_S):
                 return None
-            message, _ = self._dealer.recv()
+            message, frames = self._dealer.recv()
         except (ConnectionLost, ProtocolError):
             # The worker process notices too, and its exit code says whether to go on.
             self._disconnect(linger_s=0.0)
@@ -230,7 +265,22 @@ class Supervisor:
             return None
         if isinstance(message, Welcome):
             self._heartbeat_s = message.heartbeat_s
+        if isinstance(message, Share):
+            self._on_share(message.number, frames)
         return message if isinstance(message, (Stop, Refuse)) else None
+
+    def _hear_out(self, code: int) -> None:
+        """Take in what was shared before the worker process, on a connection of its own, was told to stop."""
+        if not self._task or code != ExitCode.STOPPED:
+            return
+        until = time.monotonic() + _END_S
+        with contextlib.suppress(ConnectionLost, ProtocolError):
+            while self._dealer is not None and self._dealer.poll(max(0.0, until - time.monotonic())):
+                message, frames = self._dealer.recv()
+                if isinstance(message, Stop):
+                    return
+                if isinstance(message, Share):
+                    self._on_share(message.number, frames)
 
     def _tell_end(self, goodbye: Goodbye) -> None:
         if self._dealer is None:
