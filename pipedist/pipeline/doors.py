@@ -31,6 +31,7 @@ def open(
     resume: Resume = False,
     restart: bool = False,
     on_log: LogSink | None = None,
+    force: bool = False,
 ) -> Run:
     """Open a run: `async with pipedist.open(spec) as run`.
 
@@ -49,6 +50,7 @@ def open(
         restart: discard an unfinished run in the folder, and begin again.
         on_log: called with a worker's name and a line (`stage`, `step`, `replica`, `text`) that a replica
             function printed or logged, inside the event loop.
+        force: let workers in that dial in and run other versions, or have another type of processor.
 
     Raises:
         SpecError: the document has mistakes; all of them are listed.
@@ -69,6 +71,7 @@ def open(
             resume=resume,
             restart=restart,
             on_log=on_log,
+            force=force,
             spare=spare,
         )
     except BaseException:
@@ -85,6 +88,7 @@ def run(
     resume: Resume = False,
     restart: bool = False,
     on_log: LogSink | None = None,
+    force: bool = False,
 ) -> Result:
     """Run a spec to its end and return the results; works inside a running event loop too.
 
@@ -104,6 +108,7 @@ def run(
             resume=resume,
             restart=restart,
             on_log=on_log,
+            force=force,
         ) as opened:
             runs.append(opened)
             return await opened.results()

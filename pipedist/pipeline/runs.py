@@ -62,6 +62,7 @@ class Run:
         resume: Resume = False,
         restart: bool = False,
         on_log: LogSink | None = None,
+        force: bool = False,
         spare: Spare | None = None,
     ) -> None:
         self.id = os.urandom(8).hex()
@@ -77,6 +78,7 @@ class Run:
         self._resume = resume
         self._restart = restart
         self._on_log = on_log
+        self._force = force
         self._spare = spare or Spare()
         self._stack = AsyncExitStack()
         self._tasks: anyio.abc.TaskGroup | None = None
@@ -160,7 +162,9 @@ class Run:
     async def _open_cluster(self, workers: int) -> None:
         self._cluster = self._given_cluster
         if self._cluster is None:
-            self._cluster = await self._stack.enter_async_context(cluster_for(self._spec, workers=workers))
+            self._cluster = await self._stack.enter_async_context(
+                cluster_for(self._spec, workers=workers, force=self._force)
+            )
         coordinator = self._cluster.coordinator  # raises if the given cluster is not open
         if self._on_log is not None:
             self._stack.callback(coordinator.add_log_sink(self._hear))
@@ -399,10 +403,12 @@ def _restored(spec: Spec, finished: FinishedRun) -> Result:
     )
 
 
-def cluster_for(spec: Spec, *, workers: int) -> Cluster:
+def cluster_for(spec: Spec, *, workers: int, force: bool = False) -> Cluster:
     """Return the cluster that a spec asks for, not yet open."""
     if spec.cluster.launcher == "connect":
         from pipedist.connect_cluster import ConnectCluster
 
-        return ConnectCluster(listen=spec.cluster.listen, key_file=spec.cluster.key_file, workers=workers)
+        return ConnectCluster(
+            listen=spec.cluster.listen, key_file=spec.cluster.key_file, workers=workers, force=force
+        )
     return LocalCluster(workers=workers, threads_per_replica=spec.threads_per_replica)

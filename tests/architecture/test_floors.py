@@ -33,7 +33,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("local_cluster",),
     ("strategy", "connect_cluster"),
     ("task_cluster",),
-    ("pipeline",),
+    ("pipeline", "templates"),
     ("harness",),
     ("cli",),
     ("__init__", "__main__"),
