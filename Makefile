@@ -16,7 +16,7 @@ $(INSTALLED): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "pipedist needs Python 3.11 or newer; say which: make PYTHON=python3.12 ..."; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[examples,parquet,test,check]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[examples,parquet,fsspec,test,check]'
 	@touch $@
 
 .PHONY: install
@@ -30,6 +30,10 @@ demo: $(INSTALLED)  ## Run a pipeline over 336,776 real flights on 2 worker proc
 .PHONY: test
 test: $(INSTALLED)  ## Run the test suite, on two cores.
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal
+
+.PHONY: test-hosts
+test-hosts: $(INSTALLED)  ## Run the tests of several hosts; some need mount namespaces (unshare -rm).
+	$(BIN)/python -m pytest -q tests/hosts
 
 .PHONY: chaos-scheduler
 chaos-scheduler: $(INSTALLED)  ## Kill a run at every record of its journal, and resume each (a quarter of an hour).

@@ -16,6 +16,8 @@ import pytest
 
 import pipedist
 from pipedist.coordinator import introductions
+from pipedist.plan import compile_plan
+from pipedist.spec import load
 from pipedist.transport.keys import write_key_file
 from tests.hosts.dialled import needs_namespaces, worker
 
@@ -146,3 +148,40 @@ async def test_a_missing_import_names_module_worker_and_what_was_sent(
     assert f"was sent: {project.folder} (" in told
     assert f"without {project.name}_large.py (2.0 MiB)" in told
     assert leftovers() == before
+
+
+def test_the_plan_says_who_reads_each_dataset_and_why(project: Project, tmp_path: Path) -> None:
+    import gzip
+
+    (project.folder / "packed.csv.gz").write_bytes(gzip.compress(b"n\n1\n2\n"))
+    spec: dict[str, object] = {
+        "pipedist": 1,
+        "cluster": {"launcher": "connect", "listen": "tcp://127.0.0.1:0", "key_file": str(tmp_path / "key")},
+        "datasets": {
+            "own": {"arrays": np.arange(4), "batch": 2},
+            "seen": {"npy": {"path": f"{project.folder}/x.npy"}, "batch": 2},
+            "numbers": {"range": 4, "batch": 2},
+            "packed": {
+                "csv": {"path": f"{project.folder}/packed.csv.gz", "columns": {"n": "int64"}}, "batch": 2,
+            },
+            "whole": {"files": {"path": f"{project.folder}/*.npy"}, "batch": 2},
+        },
+        "stages": {
+            f"s_{name}": {"gather": 0, "of": name} for name in ("own", "seen", "numbers", "packed")
+        } | {"w": {"run": len, "of": "whole"}},
+    }  # fmt: skip
+    plan = compile_plan(load(spec), workers=2)
+    try:
+        roads = {name: found["road"] for name, found in plan.to_json()["datasets"].items()}
+    finally:
+        plan.close()
+    assert roads == {
+        "own": "shards are sent to the workers: they are in this process's memory",
+        "seen": "workers that see the same files (path, size, time of change) read their own shards; "
+        "to others they are sent",
+        "numbers": "workers read their own shards",
+        "packed": "workers on this host read their own shards; to others they are sent: they are packed, and "
+        "were unpacked on this host",
+        "whole": "workers on this host read their own shards; to others they are sent: files that are "
+        "elements are read one by one",
+    }

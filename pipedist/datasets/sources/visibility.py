@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 
-from pipedist.datasets.sources.base import Config, SourceError
+from pipedist.datasets.sources.base import Config, Source, SourceError
 from pipedist.datasets.sources.paths import UNPACKED, DataFile
 
 FILES_LOOKED_AT_MAX = 10_000
@@ -26,6 +25,22 @@ def is_visible(config: Config) -> bool:
     return 0 < len(files) <= FILES_LOOKED_AT_MAX and all(map(_is_here, files))
 
 
+def hindrance(source: Source) -> str:
+    """Return why no process on another host can read a source, for people; "" if one may be able to."""
+    if source.travels:
+        return source.travels
+    if source.config["kind"] == "range":
+        return ""
+    files = list(_files(source.config))
+    if any(file.mtime_ns == UNPACKED for file in files):
+        return "they are packed, and were unpacked on this host"
+    if not files:
+        return "files that are elements are read one by one"
+    if len(files) > FILES_LOOKED_AT_MAX:
+        return f"more than {FILES_LOOKED_AT_MAX:,} files are not looked at"
+    return ""
+
+
 def _files(config: Config) -> Iterator[DataFile]:
     """Yield the files that a configuration names; of `files`, which come one by one, none."""
     yield from map(DataFile.from_config, config.get("files", ()))
@@ -37,7 +52,7 @@ def _is_here(file: DataFile) -> bool:
     if file.mtime_ns == UNPACKED:  # in a folder of the scheduler's own
         return False
     try:
-        os.close(file.open())
+        file.check()
     except SourceError:
         return False
     return True
