@@ -16,6 +16,7 @@ import pytest
 
 import pipedist
 from pipedist.coordinator import introductions
+from pipedist.datasets.sources.visibility import is_visible
 from pipedist.plan import compile_plan
 from pipedist.spec import load
 from pipedist.transport.keys import write_key_file
@@ -173,6 +174,10 @@ def test_the_plan_says_who_reads_each_dataset_and_why(project: Project, tmp_path
     plan = compile_plan(load(spec), workers=2)
     try:
         roads = {name: found["road"] for name, found in plan.to_json()["datasets"].items()}
+        visible = {
+            name for name, source in plan.sources.items() if source.config and is_visible(source.config)
+        }
+        assert visible == {"seen", "numbers"}, "here all files are; but not all would be elsewhere"
     finally:
         plan.close()
     assert roads == {

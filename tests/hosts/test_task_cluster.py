@@ -47,6 +47,12 @@ async def total(cluster):
     async with pipedist.open(spec(cubes, victim=os.environ.get("VICTIM")), cluster=cluster) as run:
         return dict(await run.results())
 
+async def with_strategy(cluster):
+    resolver = pipedist.TFConfigClusterResolver()
+    strategy = pipedist.MultiWorkerMirroredStrategy(cluster, cluster_resolver=resolver)
+    values = await strategy.run(lambda: pipedist.get_replica_context().replica_id_in_sync_group * 3)
+    return list(strategy.local_results(values))
+
 async def wrong(cluster):
     async with pipedist.open(spec(fails), cluster=cluster) as run:
         return dict(await run.results())
@@ -55,6 +61,8 @@ async def main():
     async with pipedist.open_cluster(join_s=float(os.environ.get("JOIN_S", 60))) as cluster:
         first = await cluster.everywhere(total)
         second = await cluster.everywhere(total) if "TWICE" in os.environ else None
+        if "TWICE" in os.environ:
+            assert await cluster.everywhere(with_strategy) == [0, 3, 6]
         error = ""
         if "FAIL" in os.environ:
             try:
