@@ -16,7 +16,7 @@ $(INSTALLED): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "pipedist needs Python 3.11 or newer; say which: make PYTHON=python3.12 ..."; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[examples,parquet,test,check]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[examples,parquet,fsspec,test,check]'
 	@touch $@
 
 .PHONY: install
@@ -38,6 +38,10 @@ test-networks: $(INSTALLED)  ## Test runs over several hosts, in network namespa
 .PHONY: test-many
 test-many: $(INSTALLED)  ## Finish a run on 64 worker processes, and say what they cost.
 	PIPEDIST_TEST_MANY=64 $(BIN)/python -m pytest -q -s tests/pipeline/test_many_workers.py
+
+.PHONY: test-hosts
+test-hosts: $(INSTALLED)  ## Run the tests of several hosts; some need mount namespaces (unshare -rm).
+	$(BIN)/python -m pytest -q tests/hosts
 
 .PHONY: chaos-scheduler
 chaos-scheduler: $(INSTALLED)  ## Kill three runs at every record of their journals, and resume each (a quarter of an hour).

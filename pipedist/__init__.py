@@ -75,6 +75,7 @@ if TYPE_CHECKING:
     from pipedist.strategy.cluster_coordinator import ClusterCoordinator
     from pipedist.strategy.parameter_server import ParameterServerStrategy
     from pipedist.strategy.remote_value import ClosureCancelled, RemoteValue
+    from pipedist.task_cluster import TaskCluster, open_cluster
     from pipedist.values import Mirrored, PerReplica, ReduceOp
     from pipedist.worker.context import ReplicaContext, get_replica_context
     from pipedist.worker.sharded_variable import ShardedVariable
@@ -141,6 +142,7 @@ _HOMES = {
     "pipedist.strategy.cluster_coordinator": ("ClusterCoordinator",),
     "pipedist.strategy.parameter_server": ("ParameterServerStrategy",),
     "pipedist.strategy.remote_value": ("ClosureCancelled", "RemoteValue"),
+    "pipedist.task_cluster": ("TaskCluster", "open_cluster"),
     "pipedist.values": ("Mirrored", "PerReplica", "ReduceOp"),
     "pipedist.worker.context": ("ReplicaContext", "get_replica_context"),
     "pipedist.worker.sharded_variable": ("ShardedVariable",),
@@ -201,6 +203,7 @@ __all__ = [
     "Step",
     "Strategy",
     "TFConfigClusterResolver",
+    "TaskCluster",
     "UnionResolver",
     "UsageError",
     "ValueContext",
@@ -215,6 +218,7 @@ __all__ = [
     "has_strategy",
     "in_cross_replica_context",
     "open",
+    "open_cluster",
     "run",
     "strategy_of",
 ]

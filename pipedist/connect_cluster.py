@@ -44,6 +44,8 @@ class ConnectCluster(Cluster):
             process is gone, seconds.
         gpus_per_worker: what calls will need, for the command that says how to join. A worker owns what its
             CUDA_VISIBLE_DEVICES names.
+        force: let workers in that run other versions of Python, NumPy or pipedist, or have another type of
+            processor: results may differ in their last bits.
 
     Raises:
         UsageError: there is no key file; (on entering) it can't be used, or the endpoint can't be bound,
@@ -59,6 +61,7 @@ class ConnectCluster(Cluster):
         limits: Limits | None = None,
         rejoin_s: float = REJOIN_S,
         gpus_per_worker: float = 0,
+        force: bool = False,
     ) -> None:
         if key_file is None:
             raise UsageError("workers that dial in need keys: say `cluster: {key_file: FILE}`")
@@ -68,14 +71,14 @@ class ConnectCluster(Cluster):
         self._key_file = os.fspath(key_file)
         self._limits = limits
         self._rejoin_s = rejoin_s
+        self._force = force
 
     async def __aenter__(self) -> Self:
         await super().__aenter__()
         endpoint = _from_elsewhere(self.coordinator.endpoint)
-        print(  # noqa: T201 - how to join is what the user must know now
+        _tell(
             f"waiting for workers: {self._visible()}pipedist worker --connect {endpoint} "
-            f"--key-file {self._key_file_of_workers()}",
-            file=sys.stderr,
+            f"--key-file {_file_of_workers(self._key_file)}"
         )
         return self
 
@@ -83,35 +86,63 @@ class ConnectCluster(Cluster):
         return f"{VISIBLE}={','.join(map(str, range(self._gpus)))} " if self._gpus else ""
 
     def _make(self, stack: AsyncExitStack) -> Coordinator:
-        keys = self._keys()
-        return Coordinator(
-            router_factory=lambda on_message, on_reject, on_lost: Router(
-                self._listen, keys=keys, on_message=on_message, on_reject=on_reject, on_lost=on_lost
-            ),
-            launcher_factory=None,
-            workers=(),
-            limits=self._limits,
-            dial_in=True,
-            boot=boot_id(),
-            rejoin_s=self._rejoin_s,
+        keys = server_keys(self._key_file)
+        return dial_in_coordinator(
+            self._listen, keys, self._limits, force=self._force, rejoin_s=self._rejoin_s
         )
-
-    def _key_file_of_workers(self) -> str:
-        """Return what workers need: the file without the run's own secret, where there is one."""
-        theirs = workers_file(self._key_file)
-        return str(theirs) if theirs.exists() else self._key_file
 
     async def gather(self) -> None:
         """Wait a moment for the workers that are expected; those that wait themselves come at once."""
         with anyio.move_on_after(min(GATHER_S, self._rejoin_s)):
             await self.coordinator.wait_ready(self.workers)
 
-    def _keys(self) -> ServerKeys:
-        exists = os.path.exists(self._key_file)
-        keys = read_key_file(self._key_file) if exists else write_key_file(self._key_file)
-        if keys.server is None:
-            raise UsageError(f"key file {self._key_file} is made for workers: it lacks `server_secret`")
-        return keys.server
+
+def dial_in_coordinator(
+    listen: str,
+    keys: ServerKeys,
+    limits: Limits | None = None,
+    *,
+    force: bool = False,
+    rejoin_s: float = 0.0,
+) -> Coordinator:
+    """Return a coordinator, not open, whose workers all dial in.
+
+    Args:
+        listen: `tcp://ADDRESS:PORT`.
+        keys: of the cluster.
+        limits, force, rejoin_s: as for `ConnectCluster`.
+    """
+    return Coordinator(
+        router_factory=lambda on_message, on_reject, on_lost: Router(
+            listen, keys=keys, on_message=on_message, on_reject=on_reject, on_lost=on_lost
+        ),
+        launcher_factory=None,
+        workers=(),
+        limits=limits,
+        dial_in=True,
+        boot=boot_id(),
+        force=force,
+        tell=_tell,
+        rejoin_s=rejoin_s,
+    )
+
+
+def server_keys(key_file: str) -> ServerKeys:
+    """Return the keys of who schedules; where there is no such file, it is made.
+
+    Raises:
+        UsageError: the file can't be used, or is made for workers alone.
+    """
+    keys = read_key_file(key_file) if os.path.exists(key_file) else write_key_file(key_file)
+    if keys.server is None:
+        raise UsageError(f"key file {key_file} is made for workers: it lacks `server_secret`")
+    return keys.server
+
+
+def _file_of_workers(key_file: str) -> str:
+    """Return what workers need: the file without the run's own secret, where there is one."""
+    theirs = workers_file(key_file)
+    return str(theirs) if theirs.exists() else key_file
 
 
 def _from_elsewhere(endpoint: str) -> str:
@@ -119,3 +150,7 @@ def _from_elsewhere(endpoint: str) -> str:
     if endpoint.startswith(_ANY_ADDRESS):
         return f"tcp://{os.uname().nodename}:{endpoint.rpartition(':')[2]}"
     return endpoint
+
+
+def _tell(text: str) -> None:
+    print(text, file=sys.stderr)  # noqa: T201 - who may join, and how, is what the user must know now

@@ -33,6 +33,9 @@ PICKLED_BYTES_MAX = 64 * 2**20
 _IDENTIFIERS = r"[^\W\d]\w*(?:\.[^\W\d]\w*)*"
 _NAME = re.compile(rf"(?P<module>{_IDENTIFIERS}):(?P<attribute>{_IDENTIFIERS})")
 
+_here = ""
+"""What errors say about this process; see `say_where`."""
+
 _appended: list[str] = []
 """The code folders at the end of sys.path that were put there by `append_code`."""
 
@@ -104,6 +107,16 @@ def load(ref: FunctionRef, code: Sequence[str]) -> Callable[..., Any]:
     return found  # type: ignore[no-any-return]
 
 
+def say_where(text: str) -> None:
+    """Have every FunctionNotFound of this process say which process it is, and what it has."""
+    global _here
+    _here = text
+
+
+def _which() -> str:
+    return f" ({_here})" if _here else ""
+
+
 def uncallable(fn: Callable[..., Any], label: str) -> str:
     """Return why a function can't serve a run stage, whatever its arguments are; "" if it can.
 
@@ -161,7 +174,7 @@ def _unpickled(ref: FunctionRef) -> Callable[..., Any]:
     except Exception as error:
         raise FunctionNotFound(
             f"{ref.label} travelled by value but can't be loaded here: {type(error).__name__}: {error}; "
-            "the modules that it uses must be importable on the worker's host"
+            f"the modules that it uses must be importable on the worker's host{_which()}"
         ) from error
     if not callable(found):
         raise FunctionNotFound(f"{ref.label}: expected a function or class, found a {type(found).__name__}")
@@ -191,7 +204,7 @@ def _import(name: str, module_name: str, code: Sequence[str]) -> ModuleType:
         if missing != module_name and not module_name.startswith(f"{missing}."):
             raise FunctionNotFound(
                 f"{name}: importing {module_name} failed, because it needs the module {missing!r}, "
-                "which is not installed here"
+                f"which is not installed here{_which()}"
             ) from error
         looked = ", ".join(code) if code else "the installed packages"
         top = module_name.partition(".")[0]
@@ -200,6 +213,7 @@ def _import(name: str, module_name: str, code: Sequence[str]) -> ModuleType:
             f"{name}: there is no module {missing!r} in {looked} or on the import path"
             + (_shadowed(module_name, found, code) if found is not None and missing != top else "")
             + _nearest(missing, _modules_in(code))
+            + _which()
         ) from None
     except (Exception, SystemExit) as error:
         text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

@@ -10,7 +10,9 @@ worker; a result counts only while its lease is held.
 |---|---|---|
 | Hello | worker -> scheduler | - |
 | Welcome, Refuse | scheduler -> worker | - |
+| Code | scheduler -> worker | the files of a code folder (`pipedist.code_snapshots`), or none |
 | Bind | scheduler -> worker | the pass's `Program` |
+| Sees | worker -> scheduler | - |
 | Assign, AssignGang | scheduler -> worker | shards of the range (see `pipedist.program.Shards`) |
 | Recall, Settled | scheduler -> worker | - |
 | State | scheduler -> worker | one version of a state: a tree |
@@ -20,6 +22,7 @@ worker; a result counts only while its lease is held.
 | Relay | scheduler -> worker | what another member of the gang brings, untouched |
 | Failed, Stalled, Cancelled, Log, Heartbeat, Goodbye | worker -> scheduler | - |
 | Unbind, Cancel, Stop | scheduler -> worker | - |
+| Share | scheduler -> supervisor | a tree that every program of the cluster gets |
 """
 
 from __future__ import annotations
@@ -47,9 +50,11 @@ class Hello:
         boot: the host's boot id: two processes with the same one share a kernel.
         wire: its WIRE_VERSION.
         python, numpy, pipedist: versions.
-        cpu: processor model, as far as it may change bits.
+        cpu: processor model, for people.
         kept: finished calls that it kept for a scheduler that is gone: "KEY:LO-HI", KEY as in `Bind`.
         gpus: how many GPUs it owns, for one call at a time; a fraction where workers share one.
+        traits: what numeric libraries choose their code by: architecture, vendor, features of the processor.
+        holds: digests of the code folders that its supervisor has copies of.
     """
 
     worker: str
@@ -64,6 +69,8 @@ class Hello:
     cpu: str
     kept: tuple[str, ...] = ()
     gpus: float = 0.0
+    traits: tuple[str, ...] = ()
+    holds: tuple[str, ...] = ()
 
 
 @record
@@ -75,12 +82,14 @@ class Welcome:
         heartbeat_s: how often a supervised worker's supervisor must be heard.
         sys_path: the scheduler process's import path, for workers on the same host; may be empty.
         rejoin_s: how long a worker that dialled in waits for another scheduler when this one is gone.
+        notice: what its user should know: where it differs from the scheduler's process, and was let in.
     """
 
     cluster: str
     heartbeat_s: float
     sys_path: tuple[str, ...]
     rejoin_s: float = 0.0
+    notice: str = ""
 
 
 @record
@@ -103,10 +112,46 @@ class Bind:
     Args:
         key: of the run, the pass and its code: what a worker finished under the same key is as good as if
             it were done again. "": nobody will ask for it again, so nothing of the pass is kept.
+        elsewhere: the worker does not share the scheduler's files: it looks what it sees of the pass's data.
     """
 
     pass_id: int
     key: str = ""
+    elsewhere: bool = False
+
+
+@record
+class Code:
+    """What is in a folder of the user's modules, before the first Bind that names it. Payload: its files.
+
+    Args:
+        folder: absolute, on the scheduler's host.
+        digest: of names and contents; "": it is not sent, for the reason in `text`. There is no payload
+            where the worker holds a copy already.
+        text: for people: what was sent, what was left out, or why nothing was.
+    """
+
+    folder: str
+    digest: str
+    text: str
+
+
+@record
+class Sees:
+    """The worker sees the very data files of a pass, and can read its shards itself."""
+
+    pass_id: int
+
+
+@record
+class Share:
+    """What the scheduling program gives to the others of its cluster. Payload: a tree.
+
+    Args:
+        number: counts what is given, from 1.
+    """
+
+    number: int
 
 
 @record
@@ -340,7 +385,10 @@ Message = (
     Hello
     | Welcome
     | Refuse
+    | Code
     | Bind
+    | Sees
+    | Share
     | Unbind
     | Assign
     | Recall

@@ -133,6 +133,25 @@ def run(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON document instead of a table.")
     ] = False,
+    listen: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ENDPOINT",
+            help="Start no workers: they dial in here, tcp://ADDRESS:PORT. In place of the spec's launcher.",
+            show_default=False,
+        ),
+    ] = None,
+    key_file: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="With --listen: the cluster's keys.", show_default=False),
+    ] = None,
+    force: Annotated[
+        bool,
+        typer.Option(
+            "--force",
+            help="Let workers in that differ in versions or processor type: bits of results may differ.",
+        ),
+    ] = False,
 ) -> None:
     """Execute a spec and print its results.
 
@@ -151,6 +170,9 @@ def run(
         restart=restart,
         as_json=as_json,
         verify=verify,
+        listen=listen,
+        key_file=key_file,
+        force=force,
     )
     raise typer.Exit(guarded(lambda: execute(options)))
 
@@ -355,3 +377,84 @@ def keys_new(
     from pipedist.cli.keys_command import new_key_files
 
     raise typer.Exit(guarded(lambda: new_key_files(output)))
+
+
+launch = typer.Typer(
+    help="Print what starts a run and its workers in a batch system.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+app.add_typer(launch, name="launch")
+
+Nodes = Annotated[int, typer.Option(metavar="N", min=1, help="Hosts with workers.")]
+WorkersPerNode = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N", min=1, help="Default: the spec's workers, divided among the nodes.", show_default=False
+    ),
+]
+Gpus = Annotated[int, typer.Option(metavar="N", min=0, help="GPUs of each node.")]
+Print = Annotated[bool, typer.Option("--print", help="Print it; nothing is submitted.")]
+
+
+@launch.command()
+def slurm(
+    spec: SpecPath,
+    prints: Print = False,
+    nodes: Nodes = 1,
+    workers_per_node: WorkersPerNode = None,
+    gpus: Gpus = 0,
+    time: Annotated[str, typer.Option(metavar="TIME", help="Limit of the job, as for sbatch.")] = "01:00:00",
+    port: Annotated[
+        int | None,
+        typer.Option(
+            min=1, max=65535, help="Where the run listens. Default: by the job's number.", show_default=False
+        ),
+    ] = None,
+) -> None:
+    """Print a batch script for sbatch: the run on the first node, workers on all."""
+    from pipedist.cli import launch_command
+    from pipedist.cli.exits import guarded
+
+    options = launch_command.LaunchOptions(spec, nodes, workers_per_node, gpus, prints)
+    raise typer.Exit(guarded(lambda: launch_command.slurm(options, time=time, port=port)))
+
+
+@launch.command()
+def kubernetes(
+    spec: SpecPath,
+    image: Annotated[str, typer.Option(metavar="IMAGE", help="Has pipedist, and what the functions import.")],
+    prints: Print = False,
+    nodes: Nodes = 1,
+    workers_per_node: WorkersPerNode = None,
+    gpus: Gpus = 0,
+    namespace: Annotated[str, typer.Option(metavar="NAME", help="Where it is to run.")] = "default",
+    claim: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="A PersistentVolumeClaim for outputs: a driver that is restarted resumes.",
+            show_default=False,
+        ),
+    ] = None,
+    spec_in_image: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PATH",
+            help="Where the image has the spec. Default: a ConfigMap of the spec's folder.",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """Print a JobSet: one job of the driver, one of the workers."""
+    from pipedist.cli import launch_command
+    from pipedist.cli.exits import guarded
+
+    options = launch_command.LaunchOptions(spec, nodes, workers_per_node, gpus, prints)
+    raise typer.Exit(
+        guarded(
+            lambda: launch_command.kubernetes(
+                options, image=image, namespace=namespace, claim=claim, spec_in_image=spec_in_image
+            )
+        )
+    )

@@ -41,6 +41,8 @@ class RunOptions:
         resume, restart: what to do with an unfinished run in the folder.
         as_json: one JSON document instead of a table.
         verify: execute every call twice, and compare.
+        listen, key_file: where workers dial in, in place of what the spec says; None: as the spec says.
+        force: let workers in that differ.
     """
 
     spec: str
@@ -51,6 +53,9 @@ class RunOptions:
     restart: bool = False
     as_json: bool = False
     verify: bool = False
+    listen: str | None = None
+    key_file: str | None = None
+    force: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +89,8 @@ def execute(options: RunOptions) -> int:
     """
     if options.resume and options.restart:
         raise UsageError("--resume and --restart exclude each other")
+    if options.key_file is not None and options.listen is None:
+        raise UsageError("--key-file goes with --listen")
 
     # modules of the user may print
     def tell(text: str) -> None:
@@ -122,15 +129,17 @@ async def _run(options: RunOptions, interruption: Interruption, guard: StallGuar
         if reporter is not None:
             reporter.log(worker, log)
 
+    spec = _dialled(options) if options.listen is not None else options.spec
     opened = open_run(
-        options.spec,
+        spec,
         workers=options.workers,
-        sets=options.sets,
+        sets=options.sets if isinstance(spec, str) else (),
         output=options.output,
         resume=options.resume,
         restart=options.restart,
         verify=options.verify,
         on_log=on_log,
+        force=options.force,
     )
     # What is imported stays until the process ends: there is nothing to collect in it, neither now nor
     # at the end, where the interpreter would look three times. Nothing of the user's is there yet.
@@ -153,6 +162,22 @@ async def _run(options: RunOptions, interruption: Interruption, guard: StallGuar
         if ended is None:
             raise RuntimeError("the run has ended, and nobody knows how")
         return ended
+
+
+def _dialled(options: RunOptions) -> Spec:
+    """Return the spec with workers that dial in, whatever its own launcher is."""
+    import os
+    from dataclasses import replace
+
+    from pipedist.spec import load
+
+    spec = load(options.spec, sets=options.sets)
+    own = spec.cluster.key_file
+    key_file = os.path.abspath(options.key_file) if options.key_file is not None else own
+    if key_file is None:
+        raise UsageError("--listen needs keys: --key-file FILE; it is made where there is none")
+    cluster = spec.cluster.replaced(launcher="connect", listen=options.listen, key_file=key_file)
+    return replace(spec, cluster=cluster)
 
 
 async def _outcome(run: Run) -> Ended:

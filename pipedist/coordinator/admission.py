@@ -10,12 +10,13 @@ import numpy as np
 from pipedist import messages as msg
 from pipedist.coordinator.roster import Peer
 from pipedist.version import __version__
+from pipedist.worker.hello import cpu_model, cpu_traits
 
 
 def refusal(
     hello: msg.Hello, *, started: Mapping[str, int], managed: bool, dial_in: bool, current: Peer | None
 ) -> str:
-    """Return why a worker may not join, "" if it may.
+    """Return why a worker may not join, whatever it runs; "" if it may.
 
     Args:
         started: the incarnation of each worker that was started here and is alive.
@@ -31,17 +32,33 @@ def refusal(
         return f"incarnation {hello.incarnation} of {hello.worker} has joined already"
     if current is not None and current.incarnation > hello.incarnation:
         return f"incarnation {current.incarnation} of {hello.worker} has joined, which is a later one"
+    if hello.wire != msg.WIRE_VERSION:
+        return f"it speaks protocol {hello.wire} (here {msg.WIRE_VERSION})"
+    return ""
+
+
+def differences(hello: msg.Hello, *, managed: bool) -> str:
+    """Return in what a worker differs from this process that could change bits of a result, "" for nothing.
+
+    Args:
+        managed: it was started here, on this very processor.
+    """
     ours = {
-        "protocol": msg.WIRE_VERSION,
         "python": ".".join(map(str, sys.version_info[:2])),
         "numpy": np.__version__,
         "pipedist": __version__,
     }
     theirs = {
-        "protocol": hello.wire,
         "python": ".".join(hello.python.split(".")[:2]),
         "numpy": hello.numpy,
         "pipedist": hello.pipedist,
     }
     differing = [f"{k} {theirs[k]} (here {ours[k]})" for k in ours if ours[k] != theirs[k]]
+    here = () if managed else cpu_traits()
+    if not managed and hello.traits != here:
+        only_there = [trait for trait in hello.traits if trait not in here]
+        only_here = [trait for trait in here if trait not in hello.traits]
+        parts = [f"with {' '.join(only_there)}"] if only_there else []
+        parts += [f"without {' '.join(only_here)}"] if only_here else []
+        differing.append(f"another processor type, {hello.cpu}, {' and '.join(parts)} (here {cpu_model()})")
     return "it runs " + ", ".join(differing) if differing else ""

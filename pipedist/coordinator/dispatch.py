@@ -68,7 +68,7 @@ class Dispatch:
         Where that can't be had the pass fails, if a feed made it, or else the steps of these calls.
         """
         try:
-            shards = handle.shards(lo, hi, local=self._fleet.shares_files(worker), elements=elements)
+            shards = handle.shards(lo, hi, local=self._fleet.reads(worker, handle.id), elements=elements)
             payload = encode([shards.ids, shards.locations, shards.values, shards.states])
             if shards.states:
                 self._states.send(worker, shards.states)

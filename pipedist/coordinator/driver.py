@@ -28,6 +28,7 @@ from pipedist.coordinator.dispatch import Dispatch
 from pipedist.coordinator.fleet import Fate, Fleet
 from pipedist.coordinator.gangs import Gangs
 from pipedist.coordinator.handle import Arrival, PassHandle, SetAside
+from pipedist.coordinator.introductions import Introductions
 from pipedist.coordinator.log_sinks import LogSink, LogSinks
 from pipedist.coordinator.offers import Offers
 from pipedist.coordinator.policy import Policy
@@ -52,6 +53,7 @@ from pipedist.program import Program, Tree
 from pipedist.scheduler import Limits, PassSettings, Scheduler
 from pipedist.scheduler import commands as cmd
 from pipedist.scheduler import events as ev
+from pipedist.transport.codec import encode
 from pipedist.transport.router import Router
 from pipedist.worker.progress import Running
 
@@ -89,6 +91,8 @@ class Coordinator:
         boot: this host's boot id: workers with the same one can read our files.
         shared_memory: whether workers that were started here may share memory with each other.
         rejoin_s: how long workers that dialled in wait for another scheduler when this one is gone.
+        force: let workers in whose versions or processors could change bits.
+        tell: told, for people, which workers were not let in, or differ.
     """
 
     def __init__(
@@ -102,6 +106,8 @@ class Coordinator:
         boot: str,
         shared_memory: bool = False,
         rejoin_s: float = 0.0,
+        force: bool = False,
+        tell: Callable[[str], None] = lambda _text: None,
     ) -> None:
         limits = limits or Limits()
         self._router = router_factory(self._on_message, self._on_reject, self._on_lost)
@@ -117,7 +123,10 @@ class Coordinator:
             rejoin_s=rejoin_s,
             explain=self._explain,
             on_refuse=self._on_reject,
+            force=force,
+            tell=tell,
         )
+        self._introductions = Introductions(self._fleet)
         self._refusals = Refusals(tells=dial_in)
         self._stale = 0
         self._scheduler = scheduler = Scheduler(limits)
@@ -236,6 +245,18 @@ class Coordinator:
             RunCancelled: the cluster was closed.
         """
         await self._fleet.wait_for(count)
+
+    def share(self, tree: Tree) -> None:
+        """Give a tree to every program whose supervisor dials in, now or later.
+
+        Raises:
+            UnsendableError: it can't be sent; the text names the place.
+        """
+        self._fleet.share(encode(tree))
+
+    def on_supervisor(self, tell: Callable[[str], None]) -> None:
+        """Have `tell` called with the name of each worker whose supervisor is heard."""
+        self._fleet.on_supervisor = tell
 
     # -- passes ----------------------------------------------------------------------------
 
@@ -361,6 +382,7 @@ class Coordinator:
     def _forget(self, pass_id: int) -> None:
         handle = self._handles.pop(pass_id, None)
         if handle is not None:
+            self._introductions.forget(pass_id)
             handle.closed(RunCancelled(f"{handle.name} was closed"))
             if handle.policy.is_timed and not any(x.policy.is_timed for x in self._handles.values()):
                 self._fleet.watch(wanted=False)
@@ -389,8 +411,7 @@ class Coordinator:
             case cmd.RequestSteps(pass_id, count):
                 self._handles[pass_id].want(count)
             case cmd.SendBind(worker, pass_id):
-                handle = self._handles[pass_id]
-                self._fleet.send(worker, msg.Bind(pass_id, handle.key), handle.program_frames)
+                self._introductions.bind(worker, self._handles[pass_id])
             case cmd.SendRecall(worker, lease, pass_id, lo, hi):
                 self._fleet.send(worker, msg.Recall(lease, pass_id, lo, hi))
             case cmd.SendSettled(worker, pass_id, before):
@@ -468,6 +489,9 @@ class Coordinator:
                 self._on_stalled(peer, message)
             case msg.Cancelled(lease):
                 self.post(ev.CancelHeard(peer.worker, peer.incarnation, lease))
+            case msg.Sees(pass_id):
+                if pass_id in self._handles:
+                    self._introductions.saw(peer, pass_id)
             case msg.Log():
                 self._log_sinks.tell(peer.worker, message)
             case msg.Heartbeat():

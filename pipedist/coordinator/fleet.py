@@ -9,7 +9,7 @@ from dataclasses import replace
 import anyio
 
 from pipedist import messages as msg
-from pipedist.coordinator.admission import refusal
+from pipedist.coordinator.admission import differences, refusal
 from pipedist.coordinator.roster import Peer, Roster
 from pipedist.errors import LocalProtocolError, PipedistError, RemoteProtocolError
 from pipedist.launchers.base import Launcher, WorkerExit
@@ -25,6 +25,9 @@ _WATCH_S = 0.1
 
 _HEARTBEATS = 3.2
 """Heartbeats that a supervisor sends in the time in which it must be heard: the third may be a bit late."""
+
+HOLDS_MAX = 1024
+"""Copies of code folders that a worker can say it has."""
 
 
 @record
@@ -61,6 +64,8 @@ class Fleet:
         rejoin_s: how long workers that dialled in wait for another scheduler when this one is gone.
         explain: says what a lost worker's end means for the call that it ran; see `Explain`.
         on_refuse: told who may not join or speak, and why.
+        force: let workers in that differ in what could change bits.
+        tell: told, for people, who was not let in, or differs.
     """
 
     def __init__(
@@ -76,6 +81,8 @@ class Fleet:
         rejoin_s: float = 0.0,
         explain: Explain = lambda _worker, _running, _timed_out: None,
         on_refuse: Callable[[str], None] = lambda _reason: None,
+        force: bool = False,
+        tell: Callable[[str], None] = lambda _text: None,
     ) -> None:
         self.names = tuple(names)
         self.launcher: Launcher | None = None
@@ -86,6 +93,8 @@ class Fleet:
         self._explain = explain
         self._on_refuse = on_refuse
         self._dial_in = dial_in
+        self._force = force
+        self._tell = tell
         self._boot = boot
         self._heartbeat_s = heard_within_s / _HEARTBEATS
         self._rejoin_s = rejoin_s
@@ -98,6 +107,10 @@ class Fleet:
         """Incarnations to start when the process before has ended."""
         self._supervisors: dict[str, bytes] = {}
         """The connection of each supervisor that was heard, by its worker."""
+        self._shared: list[tuple[msg.Share, Sequence[Frame]]] = []
+        """What every supervisor gets, in order."""
+        self.on_supervisor: Callable[[str], None] = lambda _worker: None
+        """Told of each worker whose supervisor is heard for the first time, or over another connection."""
         self._changed = anyio.Event()
         self._error: PipedistError | None = None
 
@@ -124,10 +137,10 @@ class Fleet:
         """Return whether a worker's process was started here."""
         return peer.worker in self._started and peer.local
 
-    def shares_files(self, worker: str) -> bool:
-        """Return whether a worker runs on this host."""
+    def reads(self, worker: str, pass_id: int) -> bool:
+        """Return whether a worker reads a pass's data itself: it is on this host, or sees the same files."""
         peer = self._roster.of(worker)
-        return peer is not None and peer.local
+        return peer is not None and (peer.local or pass_id in peer.sees)
 
     async def wait_for(self, count: int) -> None:
         """Return as soon as `count` workers are there.
@@ -234,6 +247,13 @@ class Fleet:
         for identity in (*(peer.identity for peer in self._roster), *self._supervisors.values()):
             self._router.send(identity, msg.Stop(reason))
 
+    def share(self, payload: Sequence[Frame]) -> None:
+        """Give something to every supervisor, now or when it is heard."""
+        message = msg.Share(len(self._shared) + 1)
+        self._shared.append((message, payload))
+        for identity in self._supervisors.values():
+            self._router.send(identity, message, payload)
+
     def turn_away(self, identity: bytes, before: int = 0) -> None:
         """Fence a worker that is no member: its next incarnation may join.
 
@@ -246,9 +266,13 @@ class Fleet:
 
     def heard(self, identity: bytes, worker: str, incarnation: int) -> None:
         """Take note that a supervisor's worker process is there; have it ended if it was put out."""
-        if self._dial_in and self._supervisors.get(worker) != identity:
-            self._router.send(identity, self._welcome(local=False))
-        self._supervisors[worker] = identity
+        if self._supervisors.get(worker) != identity:
+            self._supervisors[worker] = identity
+            if self._dial_in:
+                self._router.send(identity, self._welcome(local=False))
+            for message, frames in self._shared:
+                self._router.send(identity, message, frames)
+            self.on_supervisor(worker)
         if incarnation <= self._expelled.get(worker, -1):
             self.turn_away(identity, before=incarnation + 1)
         else:
@@ -299,21 +323,32 @@ class Fleet:
         reason = refusal(
             hello, started=self._started, managed=managed, dial_in=self._dial_in, current=current
         )
+        notice = "" if reason else differences(hello, managed=managed)
+        if notice and not self._force:
+            reason = (
+                f"{notice}, so results could differ in their last bits; `pipedist run --force` lets it in"
+            )
         if reason:
             self._router.send(identity, msg.Refuse(reason))
             self._on_refuse(f"worker {hello.worker!r} of {hello.host!r}: {reason}")
             return
+        if notice:
+            notice = f"{notice}, so results may differ in their last bits (--force)"
+            self._tell(f"worker {hello.worker} joins, though {notice}")
+            notice = f"let in, though {notice}"
         local = hello.boot == self._boot
         if current is not None:
             self.expel(current.worker, current.incarnation, "a later incarnation has joined")
-        self._roster.add(Peer(identity, hello.worker, hello.incarnation, local))
-        self._router.send(identity, self._welcome(local=local))
+        self._roster.add(
+            Peer(identity, hello.worker, hello.incarnation, local, codes=set(hello.holds[:HOLDS_MAX]))
+        )
+        self._router.send(identity, self._welcome(local=local, notice=notice))
         joined = ev.WorkerJoined(
             hello.worker, hello.incarnation, supervised=not managed, gpus=max(0.0, hello.gpus)
         )
         self._post(joined)
         self._wake()
 
-    def _welcome(self, *, local: bool) -> msg.Welcome:
+    def _welcome(self, *, local: bool, notice: str = "") -> msg.Welcome:
         paths = tuple(sys.path) if local else ()
-        return msg.Welcome(self._cluster_id, self._heartbeat_s, paths, self._rejoin_s)
+        return msg.Welcome(self._cluster_id, self._heartbeat_s, paths, self._rejoin_s, notice)

@@ -115,6 +115,8 @@ class PassHandle:
         self.program_frames: list[Frame] = to_frames(program)
         self.key = key_of(stamp, self.program_frames) if stamp else ""
         """Under which workers keep results of the pass until they are durable; "": they do not."""
+        self.code = program.code
+        """Folders of the user's modules."""
         self.counts = PassCounts()
         self.raised: dict[int, msg.Failed] = {}
         """The latest exception of each call that raised and whose step is not visible."""

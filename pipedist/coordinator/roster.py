@@ -15,6 +15,9 @@ class Peer:
 
     Args:
         local: it shares this host's files.
+        sees: passes whose data files it sees too, as it has said.
+        codes: digests of the code folders that it has copies of.
+        told: code folders that it was told of.
         held: by space, the versions of the state that it holds.
     """
 
@@ -23,6 +26,9 @@ class Peer:
     incarnation: int
     local: bool
     held: dict[int, tuple[int, ...]] = field(default_factory=dict, compare=False)
+    sees: set[int] = field(default_factory=set, compare=False)
+    codes: set[str] = field(default_factory=set, compare=False)
+    told: set[str] = field(default_factory=set, compare=False)
 
     def hold(self, space: int, version: int) -> None:
         """Enter a version of a state that it holds; it keeps the highest ones."""

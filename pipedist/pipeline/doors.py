@@ -32,6 +32,7 @@ def open(
     restart: bool = False,
     verify: bool = False,
     on_log: LogSink | None = None,
+    force: bool = False,
 ) -> Run:
     """Open a run: `async with pipedist.open(spec) as run`.
 
@@ -51,6 +52,7 @@ def open(
         verify: execute every call twice; one that gives two different results fails the run.
         on_log: called with a worker's name and a line (`stage`, `step`, `replica`, `text`) that a replica
             function printed or logged, inside the event loop.
+        force: let workers in that dial in and run other versions, or have another type of processor.
 
     Raises:
         SpecError: the document has mistakes; all of them are listed.
@@ -72,6 +74,7 @@ def open(
             restart=restart,
             verify=verify,
             on_log=on_log,
+            force=force,
             spare=spare,
         )
     except BaseException:
@@ -89,6 +92,7 @@ def run(
     restart: bool = False,
     verify: bool = False,
     on_log: LogSink | None = None,
+    force: bool = False,
 ) -> Result:
     """Run a spec to its end and return the results; works inside a running event loop too.
 
@@ -109,6 +113,7 @@ def run(
             restart=restart,
             verify=verify,
             on_log=on_log,
+            force=force,
         ) as opened:
             runs.append(opened)
             return await opened.results()

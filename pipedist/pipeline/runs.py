@@ -66,6 +66,7 @@ class Run:
         restart: bool = False,
         verify: bool = False,
         on_log: LogSink | None = None,
+        force: bool = False,
         spare: Spare | None = None,
     ) -> None:
         self.id = os.urandom(8).hex()
@@ -83,6 +84,7 @@ class Run:
         self._restart = restart
         self._verify = verify
         self._on_log = on_log
+        self._force = force
         self._spare = spare or Spare()
         self._stack = AsyncExitStack()
         self._tasks: anyio.abc.TaskGroup | None = None
@@ -176,7 +178,7 @@ class Run:
     async def _open_cluster(self, workers: int) -> None:
         self._cluster = self._given_cluster
         if self._cluster is None:
-            self._cluster = await self._stack.enter_async_context(cluster_for(self.plan))
+            self._cluster = await self._stack.enter_async_context(cluster_for(self.plan, force=self._force))
         coordinator = self._cluster.coordinator  # raises if the given cluster is not open
         if self._on_log is not None:
             self._stack.callback(coordinator.add_log_sink(self._hear))
@@ -441,7 +443,7 @@ def _restored(spec: Spec, finished: FinishedRun) -> Result:
     )
 
 
-def cluster_for(plan: Plan) -> Cluster:
+def cluster_for(plan: Plan, *, force: bool = False) -> Cluster:
     """Return the cluster that a spec asks for, not yet open."""
     cluster, gpus = plan.spec.cluster, plan.gpus_needed
     if cluster.launcher == "connect":
@@ -453,6 +455,7 @@ def cluster_for(plan: Plan) -> Cluster:
             workers=plan.workers,
             rejoin_s=cluster.rejoin_s,
             gpus_per_worker=gpus,
+            force=force,
         )
     return LocalCluster(
         workers=plan.workers, threads_per_replica=plan.spec.threads_per_replica, gpus_per_worker=gpus

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from pipedist.accelerators import spelled
+from pipedist.datasets.sources.visibility import hindrance
 from pipedist.plan.gpus import owners
 from pipedist.plan.model import PassPlan, Plan
 from pipedist.program import Tree
@@ -95,9 +96,18 @@ def _ranges(plan: Plan, name: str) -> list[str]:
 
 def _road(plan: Plan, name: str) -> str:
     source = plan.sources[name]
-    if source.portable:
+    if not source.portable:
+        return f"shards are sent to the workers: {source.travels}"
+    if plan.spec.cluster.launcher == "local":
         return "workers read their own shards"
-    return "shards are sent to the workers"
+    if why := hindrance(source):
+        return f"workers on this host read their own shards; to others they are sent: {why}"
+    if source.config["kind"] == "range":
+        return "workers read their own shards"
+    return (
+        "workers that see the same files (path, size, time of change) read their own shards; "
+        "to others they are sent"
+    )
 
 
 def _pass_lines(plan: Plan, pass_: PassPlan) -> list[str]:
@@ -238,6 +248,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
                 for step, bounds in element_ranges(plan, name)
             ],
             "read_by": "workers" if plan.sources[name].portable else "scheduler",
+            "road": _road(plan, name),
         }
     return {
         "format": 1,

@@ -104,6 +104,7 @@ _SOURCES = f"""\
 ### Sources
 
 A `path` is a glob (`**` goes into subfolders) or a list of globs, relative to the spec's folder.
+A URL (`s3://bucket/part-*.csv`) is one too, with `pip install 'pipedist[fsspec]'`.
 Matches are expanded once and sorted; several files are one dataset in that order; no match is an
 error. Types of `columns`: {", ".join(f"`{name}`" for name in COLUMN_TYPES)}.
 """

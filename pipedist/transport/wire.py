@@ -40,6 +40,9 @@ _TAGS: Final[dict[int, type[Any]]] = {
     20: messages.Cancelled,
     21: messages.Recall,
     22: messages.Settled,
+    23: messages.Code,
+    24: messages.Sees,
+    25: messages.Share,
 }
 """The number of each message class on the wire; a number is never used for another one."""
 

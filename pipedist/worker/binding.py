@@ -6,7 +6,8 @@ path before it decodes the rest: a value among a stage's `with` may be of a clas
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from pipedist import functions
 from pipedist.errors import PipedistError, RemoteProtocolError
@@ -28,15 +29,19 @@ def to_frames(program: Program) -> list[Frame]:
     return [*encode(list(program.code)), *encode(to_tree(program))]
 
 
-def from_frames(frames: Sequence[memoryview]) -> Program:
+def from_frames(frames: Sequence[memoryview], place: Callable[[str], str] = str) -> Program:
     """Return the program that `to_frames` wrote, with its code folders on the import path.
+
+    Args:
+        place: returns the folder here that stands for one of the scheduler's.
 
     Raises:
         Unloadable: a value's class can't be had here; the text names class and module.
         RemoteProtocolError: the payload is malformed.
     """
-    functions.append_code(decode(frames[:1]))
-    return from_tree(load_tree(frames[1:], "the arguments of this pass"))
+    code = tuple(map(place, decode(frames[:1])))
+    functions.append_code(code)
+    return replace(from_tree(load_tree(frames[1:], "the arguments of this pass")), code=code)
 
 
 def load_tree(frames: Sequence[memoryview], what: str) -> Tree:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 
-from pipedist.messages import AssignGang, Exchange, Message, Relay, Results, Welcome
+from pipedist.messages import AssignGang, Code, Exchange, Message, Relay, Results, Welcome
 from pipedist.records import record
 
 
@@ -57,10 +57,19 @@ class OpenPass:
 
     Args:
         key: under which results of the pass are kept until they are durable; "": they are not.
+        elsewhere: the scheduler's files are not this host's: see which of them are here (`events.Saw`).
     """
 
     pass_id: int
     key: str = ""
+    elsewhere: bool = False
+
+
+@record
+class KeepCode:
+    """Keep the files that came with the message; see `pipedist.worker.code_store`."""
+
+    code: Code
 
 
 @record
@@ -158,6 +167,7 @@ Command = (
     | SendResults
     | SendExchange
     | Join
+    | KeepCode
     | OpenPass
     | DropPass
     | KeepLease

@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipedist.program import Tree
+from pipedist.records import record
 
 if TYPE_CHECKING:
     from numpy.random import Generator
@@ -45,6 +46,30 @@ _CROSS_REPLICA = {
     "scope": "open the scope outside",
 }
 """Methods of Strategy that need all replicas, and what to do in a replica function instead."""
+
+
+@record
+class ClusterTask:
+    """Which program of a cluster a replica function runs in, where each host has one.
+
+    Args:
+        type: its role: "chief", "worker", ...
+        index: its number among those of that role.
+    """
+
+    type: str
+    index: int
+
+
+_task: ClusterTask | None = None
+"""Of this process."""
+
+
+def set_task(text: str) -> None:
+    """Say which program of a cluster this process belongs to: "worker/1"; "": to none."""
+    global _task
+    role, slash, index = text.rpartition("/")
+    _task = ClusterTask(role, int(index)) if slash else None
 
 
 class ReplicaStrategy:
@@ -165,6 +190,11 @@ class ReplicaContext:
             entropy = [self._seed, stage_digest(self.stage), self.step, self.replica_id_in_sync_group]
             self._rng = Generator(PCG64(SeedSequence(entropy)))
         return self._rng
+
+    @property
+    def cluster(self) -> ClusterTask | None:
+        """Which program of `open_cluster` this worker belongs to, if any; no result may depend on it."""
+        return _task
 
     @property
     def strategy(self) -> ReplicaStrategy:

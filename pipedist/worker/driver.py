@@ -27,6 +27,7 @@ from pipedist.messages import Log, Message
 from pipedist.transport.client_socket import ConnectionLost
 from pipedist.transport.codec import Frame, UnsendableError, encode
 from pipedist.worker import commands
+from pipedist.worker.code_store import CodeStore
 from pipedist.worker.commands import Ending, Execute
 from pipedist.worker.devices import DevicesUnseen
 from pipedist.worker.events import (
@@ -36,6 +37,7 @@ from pipedist.worker.events import (
     Leaving,
     Missed,
     Raised,
+    Saw,
     SliceEnded,
     Started,
     Tick,
@@ -107,6 +109,7 @@ class Driver:
         die: ends the process; called with a text when the reporter thread fails.
         tell: told, for people, that the worker has joined, or waits for a scheduler.
         kept: where results are kept until they are durable.
+        code: keeps copies of the scheduler's code folders.
     """
 
     def __init__(
@@ -120,6 +123,7 @@ class Driver:
         die: Callable[[str], None],
         tell: Callable[[str], None] = _tell_nobody,
         kept: KeptResults | None = None,
+        code: CodeStore | None = None,
     ) -> None:
         self._socket = socket
         self._machine = machine
@@ -132,7 +136,8 @@ class Driver:
         """Since when nobody has answered; None where that has been told, or does not matter any more."""
         self._core = threading.Lock()
         """Held by whoever uses `_machine` or `_socket`."""
-        self._leases = Leases(self, threads, progress.clock)
+        self._code = CodeStore("", "") if code is None else code
+        self._leases = Leases(self, threads, progress.clock, self._code)
         self._fault: BaseException | None = None
         """What went wrong with the scheduler while user code ran; told when it is over."""
         self._kept = KeptResults() if kept is None else kept
@@ -435,6 +440,8 @@ class Driver:
         self._waits_from = None
         threads = "1 thread" if self._threads == 1 else f"{self._threads} threads"
         self._tell(f"joined cluster {command.welcome.cluster}, {threads}")
+        if command.welcome.notice:
+            self._tell(command.welcome.notice)
         theirs = [entry for entry in command.welcome.sys_path if os.path.isabs(entry)]
         if theirs:
             sys.path[:] = theirs + [entry for entry in sys.path if entry not in theirs]
@@ -442,7 +449,12 @@ class Driver:
     def _do_open_pass(self, command: commands.OpenPass) -> None:
         if command.key:
             self._keys[command.pass_id] = command.key
-        self._leases.open_pass(command.pass_id, self._frames)
+        self._leases.open_pass(command.pass_id, self._frames, elsewhere=command.elsewhere)
+        if command.elsewhere and self._leases.sees_data(command.pass_id):
+            self._handle(Saw(command.pass_id))
+
+    def _do_keep_code(self, command: commands.KeepCode) -> None:
+        self._code.keep(command.code, self._frames)
 
     def _do_drop_pass(self, command: commands.DropPass) -> None:
         key = self._keys.pop(command.pass_id, "")
@@ -490,6 +502,7 @@ _CARRY_OUT: dict[type, Callable[[Driver, Any], None]] = {
     commands.SendResults: Driver._do_send_results,
     commands.SendExchange: Driver._do_send_exchange,
     commands.Join: Driver._do_join,
+    commands.KeepCode: Driver._do_keep_code,
     commands.OpenPass: Driver._do_open_pass,
     commands.DropPass: Driver._do_drop_pass,
     commands.KeepLease: Driver._do_keep_lease,

@@ -12,6 +12,13 @@ class Started:
 
 
 @record
+class Saw:
+    """The data files of a pass are here, the very ones."""
+
+    pass_id: int
+
+
+@record
 class Finished:
     """Calls [lo, hi) of the executing lease returned; the driver holds their encoded results."""
 
@@ -79,4 +86,4 @@ class Tick:
     """Nothing happened, but time passed."""
 
 
-Event = Message | Started | Finished | Raised | Brought | Missed | Unfit | Leaving | SliceEnded | Tick
+Event = Message | Started | Saw | Finished | Raised | Brought | Missed | Unfit | Leaving | SliceEnded | Tick

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from pipedist.errors import PipedistError, ProtocolError
 from pipedist.messages import AssignGang, Relay
-from pipedist.program import Shards
+from pipedist.program import ReaderConfig, Shards
 from pipedist.worker.binding import Unloadable, from_frames, load_tree
 from pipedist.worker.commands import Execute
 from pipedist.worker.execution import PassExecutor
@@ -17,6 +17,7 @@ from pipedist.worker.ranges import RangeRun, RefusedRange
 from pipedist.worker.state_store import StateStore
 
 if TYPE_CHECKING:
+    from pipedist.worker.code_store import CodeStore
     from pipedist.worker.gang_run import GangRun
     from pipedist.worker.gangs import Gangs, Scheduler
     from pipedist.worker.hub_channel import Inbox
@@ -32,15 +33,19 @@ class Leases:
         scheduler: whom gangs talk to.
         threads: BLAS and OpenMP threads of this process.
         clock: where it is noted which stage runs.
+        code: what stands here for the scheduler's code folders.
     """
 
-    def __init__(self, scheduler: Scheduler, threads: int, clock: StageClock) -> None:
+    def __init__(self, scheduler: Scheduler, threads: int, clock: StageClock, code: CodeStore) -> None:
         self._scheduler = scheduler
         self._threads = threads
         self._clock = clock
+        self._code = code
         self._loop = PersistentLoop()
         self._passes: dict[int, PassExecutor | Unloadable] = {}
         """What executes each bound pass, or why nothing can."""
+        self._readers: dict[int, ReaderConfig | None] = {}
+        """How the shards of each of them are found."""
         self._payloads: dict[int, Sequence[memoryview]] = {}
         """Shards of leases that have not begun."""
         self._members: dict[int, tuple[AssignGang, Inbox]] = {}
@@ -49,15 +54,34 @@ class Leases:
         """Made when the first gang needs it."""
         self.states = StateStore()
 
-    def open_pass(self, pass_id: int, frames: Sequence[memoryview]) -> None:
-        """Keep a program; one that can't be loaded is told by each of its calls."""
+    def open_pass(self, pass_id: int, frames: Sequence[memoryview], *, elsewhere: bool = False) -> None:
+        """Keep a program; one that can't be loaded is told by each of its calls.
+
+        Args:
+            elsewhere: the scheduler's files are not this host's.
+        """
+        if elsewhere:
+            self._code.announce()
         try:
-            self._passes[pass_id] = PassExecutor(from_frames(frames), self._threads, self._clock)
+            program = from_frames(frames, self._code.place)
+            self._passes[pass_id] = PassExecutor(program, self._threads, self._clock)
         except Unloadable as error:
             self._passes[pass_id] = error
+            return
+        self._readers[pass_id] = program.reader
+
+    def sees_data(self, pass_id: int) -> bool:
+        """Whether this host has the very files that a pass reads."""
+        reader = self._readers.get(pass_id)
+        if reader is None or reader.source is None:
+            return False
+        from pipedist.datasets.sources.visibility import is_visible  # only where hosts differ
+
+        return is_visible(reader.source)
 
     def drop_pass(self, pass_id: int) -> None:
         """Let go of a pass."""
+        self._readers.pop(pass_id, None)
         executor = self._passes.pop(pass_id)
         if isinstance(executor, PassExecutor):
             executor.close()

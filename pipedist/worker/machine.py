@@ -60,6 +60,7 @@ from pipedist.messages import (
     Bind,
     Cancel,
     Cancelled,
+    Code,
     DropState,
     Exchange,
     Failed,
@@ -70,6 +71,7 @@ from pipedist.messages import (
     Refuse,
     Relay,
     Results,
+    Sees,
     Settled,
     Stalled,
     Stop,
@@ -86,6 +88,7 @@ from pipedist.worker.commands import (
     Execute,
     ForgetState,
     Join,
+    KeepCode,
     KeepLease,
     KeepRelay,
     KeepState,
@@ -104,6 +107,7 @@ from pipedist.worker.events import (
     Leaving,
     Missed,
     Raised,
+    Saw,
     SliceEnded,
     Started,
     Tick,
@@ -262,7 +266,15 @@ class WorkerMachine:
         self._passes.add(event.pass_id)
         if event.key:
             self._keeping.add(event.pass_id)
-        return [OpenPass(event.pass_id, event.key)]
+        return [OpenPass(event.pass_id, event.key, event.elsewhere)]
+
+    def _on_code(self, event: Code, _now: float) -> list[Command]:
+        return [KeepCode(event)]
+
+    def _on_saw(self, event: Saw, _now: float) -> list[Command]:
+        if event.pass_id not in self._passes:
+            raise LocalProtocolError(f"the files of pass {event.pass_id} were seen, but it is not bound")
+        return [Send(Sees(event.pass_id))]
 
     def _on_unbind(self, event: Unbind, now: float) -> list[Command]:
         if event.pass_id not in self._passes:
@@ -482,7 +494,9 @@ _HANDLERS: dict[type, Callable[[WorkerMachine, Any, float], list[Command]]] = {
     Stop: WorkerMachine._on_stop,
     Unfit: WorkerMachine._on_unfit,
     Leaving: WorkerMachine._on_leaving,
+    Code: WorkerMachine._on_code,
     Bind: WorkerMachine._on_bind,
+    Saw: WorkerMachine._on_saw,
     Unbind: WorkerMachine._on_unbind,
     Assign: WorkerMachine._on_assign,
     Recall: WorkerMachine._on_recall,

@@ -16,7 +16,9 @@ from collections.abc import Callable
 from pipedist.accelerators import VISIBLE
 from pipedist.errors import ProtocolError, UsageError
 from pipedist.transport.dealer import ConnectionLost, Dealer
+from pipedist.worker.code_store import CodeStore, held
 from pipedist.worker.commands import Ending
+from pipedist.worker.context import set_task
 from pipedist.worker.driver import Driver
 from pipedist.worker.hello import make_hello
 from pipedist.worker.kept import KeptResults
@@ -73,6 +75,7 @@ def run_process(
     worker's. Never raises; what goes wrong is printed to stderr.
     """
     set_process_name(WORKER_NAME)
+    set_task(settings.task)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's Ctrl-C is the scheduler's to answer
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     label = f"pipedist worker {settings.worker}"
@@ -112,9 +115,12 @@ def _work(settings: WorkerSettings, progress: Progress, label: str, kept_file: i
     if kept_file is not None:
         kept.load(kept_file)
     protocol = WorkerMachine(
-        make_hello(settings.worker, settings.incarnation, kept.offers(), settings.gpus),
+        make_hello(
+            settings.worker, settings.incarnation, kept.offers(), settings.gpus, held(settings.code_root)
+        ),
         Limits(join_s=settings.join_s),
     )
+    code = CodeStore(settings.code_root, settings.worker)
 
     def tell(text: str) -> None:
         if settings.tells:
@@ -130,6 +136,7 @@ def _work(settings: WorkerSettings, progress: Progress, label: str, kept_file: i
             die=_die,
             tell=tell,
             kept=kept,
+            code=code,
         )
         driver.output.install()
         if kept_file is not None:
@@ -146,6 +153,7 @@ def _work(settings: WorkerSettings, progress: Progress, label: str, kept_file: i
         _hand_on(kept, kept_file, tell)
     if ending is Ending.UNANSWERED and len(kept):
         reason += f"; {len(kept)} finished calls that were kept for a scheduler are given up"
+        code.close()
     if ending is not Ending.STOPPED:
         _print_to_stderr(f"{label}: {ending.value} ({settings.endpoint}): {reason}\n")
     return _EXIT_CODES[ending]

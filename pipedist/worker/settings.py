@@ -19,6 +19,8 @@ class WorkerSettings:
         tells: it says on stderr that it has joined, or waits.
         visible: the GPUs that it sees, as CUDA_VISIBLE_DEVICES names them; None: what whoever starts it does.
         gpus: how many it owns; a fraction where it shares one.
+        code_root: where copies of the scheduler's code folders are kept; "": nowhere beyond its life.
+        task: role and index of the program that it belongs to, "worker/1"; "": of none.
     """
 
     endpoint: str
@@ -30,3 +32,5 @@ class WorkerSettings:
     tells: bool = False
     visible: str | None = None
     gpus: float = 0.0
+    code_root: str = ""
+    task: str = ""

@@ -10,6 +10,7 @@ What the scheduler can tell the supervisor, over that connection:
 | Welcome | how often it wants to be told, and how long to wait for another one when it is gone |
 | Refuse | kill the worker process, if it is the one that is meant; the next incarnation may join |
 | Stop | kill it, and leave for good |
+| Share | hand over what the scheduling program gives to all programs of its cluster |
 
 When the scheduler is gone, the worker process finishes what it runs, leaves its finished results in
 memory that the supervisor holds, and ends. The next one, which has the code as it is then, takes them
@@ -28,14 +29,16 @@ import secrets
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
 from pipedist import accelerators
+from pipedist.code_snapshots import remove
 from pipedist.errors import PipedistError, ProtocolError
-from pipedist.messages import Goodbye, Heartbeat, Refuse, Stop, Welcome
+from pipedist.messages import Goodbye, Heartbeat, Refuse, Share, Stop, Welcome
 from pipedist.transport.dealer import ConnectionLost, Dealer
 from pipedist.transport.keys import ClientKeys, read_key_file
 from pipedist.worker import boot
@@ -127,6 +130,8 @@ class Supervisor:
         join_s: how long the scheduler may take to answer, seconds.
         leave_s: how long the worker may take to finish what it runs, seconds.
         gpus: how many the worker owns.
+        task: role and index of the program that this belongs to, "worker/1"; "": of none.
+        on_share: told the number and the frames of what is shared, in the thread of `run`.
     """
 
     def __init__(
@@ -139,6 +144,8 @@ class Supervisor:
         join_s: float,
         leave_s: float = LEAVE_S,
         gpus: int = 0,
+        task: str = "",
+        on_share: Callable[[int, list[memoryview]], None] = lambda _number, _frames: None,
     ) -> None:
         self._endpoint = endpoint
         self._key_file = key_file
@@ -149,6 +156,10 @@ class Supervisor:
         self._gpus = gpus
         # Unique among the workers of a host, also where a batch system starts many in one container.
         self.worker = f"{os.uname().nodename}:{os.getpid()}:{secrets.token_hex(2)}"
+        if task:
+            self.worker = f"{task}:{self.worker}"
+        self._task = task
+        self._on_share = on_share
         self._heartbeat_s = HEARTBEAT_S
         self._dealer: Dealer | None = None
         self._next_at = 0.0
@@ -172,11 +183,14 @@ class Supervisor:
         self._progress = Progress()
         self._overdue: Overdue | None = None
         """What the process was ended for, because it took too long."""
+        self._code_root = ""
+        """Where copies of the scheduler's code are kept while this runs."""
 
     def run(self) -> int:
         """Start the worker process again and again, until there is a reason not to."""
         incarnation = 0
         try:
+            self._code_root = tempfile.mkdtemp(prefix="pipedist-code-")  # mode 0700
             self._progress_file = os.memfd_create("pipedist-progress")
             os.ftruncate(self._progress_file, Progress.BYTES)
             self._progress = Progress(self._progress_file)
@@ -199,6 +213,7 @@ class Supervisor:
                         )
                     return 1
                 if code in _FINAL:
+                    self._hear_out(code)
                     return _FINAL[ExitCode(code)]
                 self._failed = 0 if time.monotonic() - began >= LIVED_S else self._failed + 1
                 if self._failed >= STARTS_FAILED_MAX:
@@ -208,15 +223,20 @@ class Supervisor:
             return 0
         finally:
             self._disconnect()
+            if self._code_root:
+                remove(self._code_root)
             self._progress.close()
             for file in (self._progress_file, self._kept_file):
                 if file >= 0:
                     os.close(file)
 
-    def leave(self) -> None:
-        """Leave as soon as the worker process has finished what it runs; called again, at once."""
-        again = self._leave_until is not None
-        self._leave_until = time.monotonic() + (0.0 if again else self._leave_s)
+    def leave(self, *, at_once: bool = False) -> None:
+        """Leave as soon as the worker process has finished what it runs; called again, at once.
+
+        From any thread.
+        """
+        at_once = at_once or self._leave_until is not None
+        self._leave_until = time.monotonic() + (0.0 if at_once else self._leave_s)
 
     def _is_leaving(self) -> bool:
         return self._leave_until is not None
@@ -237,6 +257,8 @@ class Supervisor:
             join_s=self._patience_s(),
             tells=True,
             gpus=float(self._gpus),
+            code_root=self._code_root,
+            task=self._task,
         )
         self._progress.idle()
         self._overdue = None
@@ -328,7 +350,7 @@ class Supervisor:
                 self._dealer.send(Heartbeat(self.worker, incarnation), timeout_s=self._heartbeat_s)
             if not self._dealer.poll(LOOK_S):
                 return None
-            message, _ = self._dealer.recv()
+            message, frames = self._dealer.recv()
         except (ConnectionLost, ProtocolError):
             # The worker process notices too, and its exit code says whether to go on.
             self._disconnect(linger_s=0.0)
@@ -342,6 +364,8 @@ class Supervisor:
             self._gone_since = None
             if message.cluster != self._cluster:
                 self._cluster, self._failed = message.cluster, 0
+        if isinstance(message, Share):
+            self._on_share(message.number, frames)
         if isinstance(message, Refuse) and 0 < message.before <= incarnation:
             return None  # the answer to an old heartbeat: that process is gone
         return message if isinstance(message, (Stop, Refuse)) else None
@@ -360,6 +384,19 @@ class Supervisor:
             self._stopped_since = time.monotonic() if told.si_code == os.CLD_STOPPED else None
         since = self._stopped_since
         return since is not None and time.monotonic() - since >= STOPPED_S_MAX
+
+    def _hear_out(self, code: int) -> None:
+        """Take in what was shared before the worker process, on a connection of its own, was told to stop."""
+        if not self._task or code != ExitCode.STOPPED:
+            return
+        until = time.monotonic() + _END_S
+        with contextlib.suppress(ConnectionLost, ProtocolError):
+            while self._dealer is not None and self._dealer.poll(max(0.0, until - time.monotonic())):
+                message, frames = self._dealer.recv()
+                if isinstance(message, Stop):
+                    return
+                if isinstance(message, Share):
+                    self._on_share(message.number, frames)
 
     def _tell_end(self, goodbye: Goodbye) -> None:
         if self._dealer is None:

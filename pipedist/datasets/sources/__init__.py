@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from pipedist.datasets.sources.base import Config, Ids, Reader, Source, SourceError
+from pipedist.datasets.sources.paths import is_private
 
 __all__ = ["KINDS", "Config", "Ids", "Reader", "Source", "SourceError", "open_reader", "open_source"]
 
@@ -32,7 +33,14 @@ def open_source(kind: str, config: Mapping[str, Any], *, folder: Path, code: Seq
     Raises:
         SourceError: the settings don't fit the data, or the data can't be read.
     """
-    settings = dict(config)
+    source = _open(kind, dict(config), folder, code)
+    path = config.get("path", ())
+    if source.portable and any(map(is_private, [path] if isinstance(path, str) else path)):
+        source.portable, source.travels = False, "memory:// is this process's own"
+    return source
+
+
+def _open(kind: str, settings: Config, folder: Path, code: Sequence[str]) -> Source:
     match kind:
         case "range":
             from pipedist.datasets.sources.memory import open_range

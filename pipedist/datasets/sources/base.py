@@ -74,6 +74,7 @@ class Source(abc.ABC):
         length: N, elements of one epoch; None where only reading tells.
         random_access: elements can be read in any order, so the dataset can be shuffled.
         portable: another process on this host can read it, with `open_reader(config)`.
+        travels: where that is False, why, for people; "" elsewhere.
         by_id: `locate` is the identity, so a reader that can compute ids needs no location.
         config: see `portable`; empty where that is False.
     """
@@ -81,6 +82,7 @@ class Source(abc.ABC):
     length: int | None
     random_access: bool = True
     portable: bool = True
+    travels: str = ""
     by_id: bool = False
     config: Config
 

@@ -52,6 +52,7 @@ class IterableSource(Source):
     length = None
     random_access = False
     portable = False
+    travels = "the function that makes them is called in this process"
 
     def __init__(self, label: str, factory: Callable[[], object], first: Iterable[Tree]) -> None:
         self.config = {}

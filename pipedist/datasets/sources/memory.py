@@ -96,6 +96,7 @@ class ArraysSource(Source):
     """
 
     portable = False
+    travels = "they are in this process's memory"
     by_id = True
 
     def __init__(self, tree: Tree, length: int) -> None:

@@ -7,7 +7,6 @@ one. Nulls are csv's missing values.
 
 from __future__ import annotations
 
-import os
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,7 +19,7 @@ from pipedist.datasets.sources.base import Config, Ids, Reader, Source, SourceEr
 from pipedist.datasets.sources.columns import CellError, Column, check_types, no_such_column
 from pipedist.datasets.sources.layout import Layout
 from pipedist.datasets.sources.parquet_columns import OWN_TYPE, numpy_column, plain_type, readable
-from pipedist.datasets.sources.paths import FILES_OPEN_MAX, DataFile, expand
+from pipedist.datasets.sources.paths import FILES_OPEN_MAX, DataFile, expand, is_remote
 from pipedist.program import Tree
 
 ROW_GROUPS_BYTES_MAX = 256 << 20
@@ -217,8 +216,12 @@ def open_parquet(config: Config, folder: Path) -> ParquetSource:
 
 
 def _open(arrow: Any, file: DataFile) -> Any:
-    os.close(file.open())  # for its checks; pyarrow opens the file itself, to read without Python's lock
+    file.check()  # pyarrow opens the file itself, to read without Python's lock
     try:
+        if is_remote(file.path):
+            from pipedist.datasets.sources.remote import open_stream
+
+            return arrow.parquet.ParquetFile(open_stream(file.path), pre_buffer=True)
         return arrow.parquet.ParquetFile(file.path, pre_buffer=False)
     except (arrow.ArrowException, OSError) as error:
         raise SourceError(f"{file.shown}: not a readable parquet file: {error}", key="path") from error

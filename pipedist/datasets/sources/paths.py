@@ -22,16 +22,35 @@ UNPACKED = -1
 """`mtime_ns` of a file that pipedist itself unpacked, which nobody else can change."""
 
 
+_PRIVATE = ("memory",)
+"""File systems that each process has for itself, by the beginning of their URLs."""
+
+
+def is_remote(path: str) -> bool:
+    """Whether a path is a URL, which is read through fsspec; `file://` is none."""
+    return "://" in path and not path.startswith("file://")
+
+
+def is_private(path: str) -> bool:
+    """Whether a path is a URL that only this process can read."""
+    return any(part.partition("://")[0] in _PRIVATE for part in path.split("::")) and is_remote(path)
+
+
+def local_path(path: str) -> str:
+    """Return a path without `file://`."""
+    return path.removeprefix("file://")
+
+
 @dataclass(frozen=True, slots=True)
 class DataFile:
     """A file of a source, or a stretch of one, with what tells whether it has changed.
 
     Args:
         shown: its name for people and in results: relative to the spec's folder if `path` was.
-        path: absolute.
+        path: absolute, or a URL (`pipedist.datasets.sources.remote`).
         offset: first byte that belongs to it.
         size_bytes: how many bytes belong to it.
-        mtime_ns: its modification time when the source was opened, or `UNPACKED`.
+        mtime_ns: its modification time when the source was opened, or `UNPACKED`; of a URL, its stamp.
     """
 
     shown: str
@@ -50,11 +69,17 @@ class DataFile:
         return cls(*config)
 
     def open(self) -> int:
-        """Return a new descriptor of the file, for reading.
+        """Return a new descriptor of the file, for reading; of a URL, one of a copy.
 
         Raises:
             SourceError: it can't be opened, or is not the file it was when the source was opened.
         """
+        if is_remote(self.path):
+            self.check()
+            from pipedist.datasets.sources.remote import copy
+
+            with copy(self.path) as held:
+                return os.dup(held.fileno())
         try:
             descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
@@ -67,6 +92,22 @@ class DataFile:
                     f"{self.shown}: the file has changed since the run began; start again", key="path"
                 )
         return descriptor
+
+    def check(self) -> None:
+        """Look whether the file is here, and is the one that the source was opened with.
+
+        Raises:
+            SourceError: it is not, or has changed.
+        """
+        if not is_remote(self.path):
+            os.close(self.open())
+            return
+        from pipedist.datasets.sources.remote import look
+
+        if look(self.path) != (self.size_bytes, self.mtime_ns):
+            raise SourceError(
+                f"{self.shown}: the file has changed since the run began; start again", key="path"
+            )
 
     def contents(self) -> bytes:
         """Return all bytes of the file, opened just for that.
@@ -110,6 +151,8 @@ class OpenFiles:
     def __init__(self, files: Sequence[DataFile]) -> None:
         self.files = tuple(files)
         self._descriptors: OrderedDict[int, int] = OrderedDict()
+        self._checked: set[int] = set()
+        """URLs that were looked at."""
 
     def read(self, file: int, start: int, stop: int) -> bytes:
         """Return the bytes [start, stop) of a file.
@@ -117,6 +160,14 @@ class OpenFiles:
         Raises:
             SourceError: it is gone, or is not the file it was.
         """
+        data_file = self.files[file]
+        if is_remote(data_file.path) and file not in self._descriptors:  # there is no copy: none is needed
+            from pipedist.datasets.sources.remote import read_range
+
+            if file not in self._checked:
+                data_file.check()
+                self._checked.add(file)
+            return read_range(data_file.path, data_file.offset + start, data_file.offset + stop)
         return self.files[file].read(self.descriptor(file), start, stop)
 
     def descriptor(self, file: int) -> int:
@@ -154,7 +205,18 @@ def expand(path: str | Iterable[str], folder: Path) -> list[DataFile]:
     if not patterns:
         raise SourceError("no path is given", key="path", expected="a file name or glob pattern")
     found: dict[str, DataFile] = {}
-    for pattern in patterns:
+    for given in patterns:
+        if is_remote(given):
+            from pipedist.datasets.sources.remote import find
+
+            urls = find(given)
+            if not urls:
+                raise SourceError(f"no file matches {given!r}", key="path")
+            found.update(
+                (each.url, DataFile(each.url, each.url, 0, each.size_bytes, each.stamp)) for each in urls
+            )
+            continue
+        pattern = local_path(given)
         names = [name for name in _matches(pattern, folder) if os.path.isfile(os.path.join(folder, name))]
         if not names:
             place = "" if os.path.isabs(pattern) else f" in {os.path.abspath(folder)}"

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import IO
 
 from pipedist.datasets.sources.base import SourceError
-from pipedist.datasets.sources.paths import UNPACKED, DataFile
+from pipedist.datasets.sources.paths import UNPACKED, DataFile, is_remote
 
 UNPACKED_BYTES_MAX = 1 << 40
 """How much one source may unpack: a limit for decompression bombs."""
@@ -98,13 +98,18 @@ def unpacked(files: Sequence[DataFile], spool: Spool) -> list[DataFile]:
 
 
 def _unpack(file: DataFile, spool: Spool) -> DataFile:
-    ending = os.path.splitext(file.path)[1].lower()
+    name = file.path.partition("::")[0] if is_remote(file.path) else file.path
+    ending = os.path.splitext(name)[1].lower()
     try:
         if ending == ".gz":
-            with gzip.open(file.path) as stream:
+            with os.fdopen(file.open(), "rb") as packed, gzip.open(packed) as stream:
                 return spool.add(file.shown, stream)
         if ending == ".zip":
-            with zipfile.ZipFile(file.path) as archive, archive.open(_only_member(file, archive)) as stream:
+            with (
+                os.fdopen(file.open(), "rb") as packed,
+                zipfile.ZipFile(packed) as archive,
+                archive.open(_only_member(file, archive)) as stream,
+            ):
                 return spool.add(file.shown, stream)
     except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, OSError) as error:
         raise SourceError(f"{file.shown}: can't be unpacked: {error}", key="path") from error

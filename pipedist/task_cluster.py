@@ -1,0 +1,286 @@
+"""A cluster formed by one program that is started on every host, each with its own TF_CONFIG.
+
+The first task (chief 0, else master 0, else worker 0) SCHEDULES: its program has the coordinator. The
+others SERVE: they have worker processes, and wait for what the scheduling program gives to all. So every
+program runs the same text, as with tf.distribute's MultiWorkerMirroredStrategy, but the work itself is
+written once: `everywhere` runs it in one program, on the workers of all, and returns its result in all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AsyncExitStack
+from types import TracebackType
+from typing import Self
+
+import anyio
+import anyio.to_thread
+
+from pipedist.accelerators import Supply
+from pipedist.cluster_resolvers import ClusterResolver, TFConfigClusterResolver
+from pipedist.connect_cluster import dial_in_coordinator, server_keys
+from pipedist.coordinator import Coordinator
+from pipedist.errors import RemoteError, RunCancelled, UsageError
+from pipedist.local_cluster import Cluster, checked_count
+from pipedist.program import Tree
+from pipedist.transport.codec import decode, encode
+from pipedist.transport.keys import ClientKeys, read_key_file
+from pipedist.transport.loopback_keys import is_loopback, loopback_key_file
+from pipedist.worker.supervisor import Supervisor
+
+KEY_FILE_VARIABLE = "PIPEDIST_KEY_FILE"
+"""Names the key file where no argument does."""
+
+_SCHEDULING = ("chief", "master", "worker")
+"""Whose task 0 schedules: the first of these jobs that the cluster has."""
+
+_JOIN_S = 60.0
+_LEAVE_S = 10.0
+
+
+def open_cluster(
+    resolver: ClusterResolver | None = None,
+    *,
+    key_file: str | os.PathLike[str] | None = None,
+    workers: int = 1,
+    threads_per_replica: int = 1,
+    join_s: float = _JOIN_S,
+    force: bool = False,
+) -> TaskCluster:
+    """Return the cluster that this program is a part of: `async with pipedist.open_cluster() as cluster`.
+
+    Args:
+        resolver: knows the tasks, and which one this program is; None: the environment's TF_CONFIG. The
+            scheduling task's address is where it listens.
+        key_file: the cluster's keys, the same on every host; None: the file that the environment variable
+            PIPEDIST_KEY_FILE names. Not needed where the scheduling task's address is a loopback one.
+        workers: worker processes of each program.
+        threads_per_replica: BLAS and OpenMP threads of each of them.
+        join_s: how long the programs wait for each other, seconds.
+        force: as for `ConnectCluster`.
+
+    Raises:
+        UsageError: the resolver does not know which task this is, a number makes no sense, or there are
+            no keys though other hosts can reach the address.
+    """
+    return TaskCluster(
+        TFConfigClusterResolver() if resolver is None else resolver,
+        key_file=key_file,
+        workers=workers,
+        threads_per_replica=threads_per_replica,
+        join_s=join_s,
+        force=force,
+    )
+
+
+class TaskCluster(Cluster):
+    """One program on each host, together; see `open_cluster`.
+
+    In the scheduling program it is used like any cluster. In the others it serves: leaving it waits until
+    the scheduling program leaves its own. An exception, or a cancellation, leaves at once.
+    """
+
+    def __init__(
+        self,
+        resolver: ClusterResolver,
+        *,
+        key_file: str | os.PathLike[str] | None,
+        workers: int,
+        threads_per_replica: int,
+        join_s: float,
+        force: bool,
+    ) -> None:
+        spec = resolver.cluster_spec()
+        if not spec:
+            raise UsageError("the cluster has no tasks: set TF_CONFIG, or give a resolver")
+        role, index = resolver.task_type, resolver.task_id
+        if role is None or index is None or role not in spec.jobs or index not in spec.task_indices(role):
+            raise UsageError(f"task {role}/{index} is none of the cluster's: {_tasks_text(spec.as_dict())}")
+        job = next((each for each in _SCHEDULING if each in spec.jobs and 0 in spec.task_indices(each)), None)
+        if job is None:
+            raise UsageError(f"no task can schedule: there is no chief 0 or worker 0 in {spec!r}")
+        tasks = [f"{each}/{i}" for each in spec.jobs for i in spec.task_indices(each)]
+        super().__init__(checked_count(workers) * len(tasks), Supply(None, (), "programs bring them"))
+        self.task_type: str = role
+        """The role of this program."""
+        self.task_id: int = index
+        """Its number among those of that role."""
+        self._scheduling = f"{job}/0"
+        self._missing = set(tasks)
+        """Tasks that have not been heard of; of the scheduling program."""
+        address = spec.task_address(job, 0)
+        host, _, port = address.rpartition(":")
+        if not host or not port.isdecimal():
+            raise UsageError(f"the address of {job}/0 is {address!r}; expected HOST:PORT")
+        self._endpoint = f"tcp://{address}"
+        self._listen = f"tcp://{'127.0.0.1' if host == 'localhost' else host if is_loopback(host) else '*'}"
+        self._listen += f":{port}"
+        self._key_file = _key_file_of(key_file, host, int(port), address)
+        self._each = workers
+        self._threads = threads_per_replica
+        self._join_s = join_s
+        self._force = force
+        self._supervisors: list[Supervisor] = []
+        self._threads_running: list[threading.Thread] = []
+        self._shared: dict[int, Tree] = {}
+        self._asked = 0
+        self._ended = 0
+        """Supervisors that have ended."""
+        self._changed = anyio.Event()
+
+    @property
+    def is_scheduling(self) -> bool:
+        """Whether this program schedules; the others serve."""
+        return f"{self.task_type}/{self.task_id}" == self._scheduling
+
+    @property
+    def coordinator(self) -> Coordinator:
+        """The open coordinator, in the scheduling program.
+
+        Raises:
+            UsageError: the cluster is not open, or this program serves.
+        """
+        if self._threads_running and not self.is_scheduling:
+            raise UsageError(
+                f"{self.task_type}/{self.task_id} serves; {self._scheduling} schedules: put what is to be "
+                "executed into a function, and `await cluster.everywhere(function)` in every program"
+            )
+        return super().coordinator
+
+    async def everywhere(self, work: Callable[[Cluster], Awaitable[Tree]]) -> Tree:
+        """Do some work in the scheduling program, on the workers of all, and return its result in all.
+
+        Every program must call it equally often.
+
+        Args:
+            work: called with this cluster, in the scheduling program alone; returns a tree.
+
+        Raises:
+            UnsendableError: in the scheduling program: the result can't be sent; the text names the place.
+            RemoteError: in the others: the work has failed there.
+            RunCancelled: in the others: the scheduling program is gone.
+        """
+        self._asked += 1
+        if not self.is_scheduling:
+            return await self._given(self._asked)
+        try:
+            made = await work(self)
+            made = dict(made) if isinstance(made, Mapping) else made
+            frames = encode([True, made])
+        except BaseException as error:
+            self.coordinator.share([False, f"{type(error).__name__}: {error}"])
+            raise
+        self.coordinator.share([True, made])
+        return decode([memoryview(frame) for frame in frames])[1]
+
+    async def _given(self, number: int) -> Tree:
+        while number not in self._shared:
+            if self._ended == len(self._supervisors):
+                raise RunCancelled(
+                    f"{self._scheduling} at {self._endpoint} has ended, or never answered: it gave no result"
+                )
+            await self._changed.wait()
+        well, value = self._shared.pop(number)
+        if not well:
+            raise RemoteError(f"{self._scheduling} failed: {value}")
+        return value
+
+    # -- lifetime --------------------------------------------------------------------------
+
+    async def __aenter__(self) -> Self:
+        if self._supervisors:
+            raise UsageError("this cluster is open already: a shared one is entered once")
+        keys = read_key_file(self._key_file).client  # before anything is started
+        if self.is_scheduling:
+            await super().__aenter__()
+            self.coordinator.on_supervisor(self._heard)
+        loop = asyncio.get_running_loop()
+        for number in range(self._each):
+            self._start(loop, keys, number)
+        return self
+
+    def _start(self, loop: asyncio.AbstractEventLoop, keys: ClientKeys, number: int) -> None:
+        def on_share(share: int, frames: list[memoryview]) -> None:
+            # every supervisor is given the same; who listens to one, has heard all
+            if number == 0 and not self.is_scheduling:
+                loop.call_soon_threadsafe(self._received, share, decode(frames))
+
+        supervisor = Supervisor(
+            self._endpoint,
+            self._key_file,
+            keys,
+            threads=self._threads,
+            join_s=self._join_s,
+            task=f"{self.task_type}/{self.task_id}",
+            on_share=on_share,
+        )
+
+        def serve() -> None:
+            try:
+                supervisor.run()
+            finally:
+                loop.call_soon_threadsafe(self._served)
+
+        thread = threading.Thread(target=serve, name=f"pipedist-supervisor-{number}", daemon=True)
+        self._supervisors.append(supervisor)
+        self._threads_running.append(thread)
+        thread.start()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.is_scheduling:
+            if kind is None:
+                with anyio.move_on_after(self._join_s):
+                    while self._missing:  # they wait for what was shared, and are told to leave
+                        await self._changed.wait()
+            await super().__aexit__(kind, error, trace)
+        elif kind is None:
+            while self._ended < len(self._supervisors):
+                await self._changed.wait()
+        for supervisor in self._supervisors:
+            supervisor.leave(at_once=True)
+        with anyio.move_on_after(_LEAVE_S, shield=True):
+            while self._ended < len(self._supervisors):
+                await self._changed.wait()
+
+    def _make(self, stack: AsyncExitStack) -> Coordinator:
+        return dial_in_coordinator(self._listen, server_keys(self._key_file), force=self._force)
+
+    # -- on the event loop -------------------------------------------------------------------
+
+    def _heard(self, worker: str) -> None:
+        self._missing.discard(worker.partition(":")[0])
+        self._wake()
+
+    def _received(self, number: int, value: Tree) -> None:
+        if number > self._asked - 1:  # after a reconnection all are given again
+            self._shared.setdefault(number, value)
+        self._wake()
+
+    def _served(self) -> None:
+        self._ended += 1
+        self._wake()
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = anyio.Event()
+
+
+def _tasks_text(cluster: Mapping[str, object]) -> str:
+    return ", ".join(f"{job}: {tasks}" for job, tasks in cluster.items())
+
+
+def _key_file_of(given: str | os.PathLike[str] | None, host: str, port: int, address: str) -> str:
+    named = os.fspath(given) if given is not None else os.environ.get(KEY_FILE_VARIABLE, "")
+    if named:
+        return os.path.abspath(named)
+    if not is_loopback(host):
+        raise UsageError(
+            f"other hosts can reach {address}, so the cluster needs keys: make them with `pipedist keys "
+            f"new`, copy the file to every host, and name it (key_file=, or {KEY_FILE_VARIABLE})"
+        )
+    return loopback_key_file(port)

@@ -1,0 +1,201 @@
+"""Programs that are started once per host, each with its own TF_CONFIG; here three of them, on loopback."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+
+import pipedist
+from pipedist.errors import UsageError
+from pipedist.transport.loopback_keys import loopback_key_file
+
+PROGRAM = """
+import asyncio, json, os, signal, sys
+import pipedist
+
+def cubes(shard, ctx, go=None, victim=None):
+    task = f"{ctx.cluster.type}/{ctx.cluster.index}"
+    print("call at", task)
+    if victim == task and not os.path.exists("died"):
+        open("died", "w").close()
+        os.kill(os.getppid(), signal.SIGKILL)  # the program itself; its worker process goes with it
+        os.kill(os.getpid(), signal.SIGKILL)
+    return shard ** 3
+
+def fails(shard):
+    raise ValueError("no such luck")
+
+def spec(function, **with_):
+    return {
+        "pipedist": 1, "replicas": 2, "dataset": {"range": 400, "batch": 4},
+        "stages": {
+            "cubes": {"run": function, "with": with_}, "total": {"reduce": "sum", "of": "cubes", "axis": 0}
+        },
+    }
+
+async def total(cluster):
+    await cluster.coordinator.wait_ready(3)
+    async with pipedist.open(spec(cubes, victim=os.environ.get("VICTIM")), cluster=cluster) as run:
+        return dict(await run.results())
+
+async def with_strategy(cluster):
+    resolver = pipedist.TFConfigClusterResolver()
+    strategy = pipedist.MultiWorkerMirroredStrategy(cluster, cluster_resolver=resolver)
+    values = await strategy.run(lambda: pipedist.get_replica_context().replica_id_in_sync_group * 3)
+    return list(strategy.local_results(values))
+
+async def wrong(cluster):
+    async with pipedist.open(spec(fails), cluster=cluster) as run:
+        return dict(await run.results())
+
+async def main():
+    async with pipedist.open_cluster(join_s=float(os.environ.get("JOIN_S", 60))) as cluster:
+        first = await cluster.everywhere(total)
+        second = await cluster.everywhere(total) if "TWICE" in os.environ else None
+        if "TWICE" in os.environ:
+            assert await cluster.everywhere(with_strategy) == [0, 3, 6]
+        error = ""
+        if "FAIL" in os.environ:
+            try:
+                await cluster.everywhere(wrong)
+            except pipedist.PipedistError as caught:
+                error = f"{type(caught).__name__}: {caught}"
+        if "DIE" in os.environ:
+            if cluster.is_scheduling:
+                os.kill(os.getpid(), signal.SIGKILL)
+            await cluster.everywhere(total)
+        print(json.dumps({
+            "task": f"{cluster.task_type}/{cluster.task_id}", "first": int(first["total"]),
+            "same": second is None or second == first, "error": error,
+        }))
+
+asyncio.run(main())
+"""
+
+CUBES = sum(k**3 for k in range(400))
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextmanager
+def programs(folder: Path, jobs: dict[str, int], **env: str) -> Iterator[dict[str, subprocess.Popen[str]]]:
+    (folder / "program.py").write_text(PROGRAM)
+    cluster = {job: [f"127.0.0.1:{free_port()}" for _ in range(count)] for job, count in jobs.items()}
+    with ExitStack() as stack:
+        started = {}
+        for job, count in jobs.items():
+            for index in range(count):
+                config = json.dumps({"cluster": cluster, "task": {"type": job, "index": index}})
+                process = subprocess.Popen(
+                    [sys.executable, "program.py"],
+                    cwd=folder,
+                    env={**os.environ, "TMPDIR": str(folder), "TF_CONFIG": config, **env},
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                )
+                stack.callback(process.communicate)
+                stack.callback(process.kill)
+                started[f"{job}/{index}"] = process
+        yield started
+
+
+def outcome(process: subprocess.Popen[str]) -> dict[str, object]:
+    out, err = process.communicate(timeout=100)
+    assert process.returncode == 0, err
+    found: dict[str, object] = json.loads(out.splitlines()[-1])
+    return found
+
+
+@pytest.mark.parametrize("jobs", [{"worker": 3}, {"worker": 2, "chief": 1}], ids=["workers", "chief"])
+def test_every_program_has_the_same_result(tmp_path: Path, jobs: dict[str, int]) -> None:
+    with programs(tmp_path, jobs, TWICE="1", FAIL="1") as started:
+        scheduling = "chief/0" if "chief" in jobs else "worker/0"
+        for task, process in started.items():
+            found = outcome(process)
+            assert (found["task"], found["first"], found["same"]) == (task, CUBES, True)
+            error = str(found["error"])
+            assert "no such luck" in error
+            assert error.startswith(
+                "CallError" if task == scheduling else f"RemoteError: {scheduling} failed"
+            )
+
+
+def test_one_that_is_killed_changes_nothing_for_the_others(tmp_path: Path) -> None:
+    with programs(tmp_path, {"worker": 3}, VICTIM="worker/2") as started:
+        assert outcome(started["worker/0"])["first"] == CUBES
+        assert outcome(started["worker/1"])["first"] == CUBES
+        started["worker/2"].communicate(timeout=60)
+        assert started["worker/2"].returncode == -9
+        assert (tmp_path / "died").exists()
+
+
+def test_without_the_scheduling_program_the_others_say_so(tmp_path: Path) -> None:
+    with programs(tmp_path, {"worker": 3}, DIE="1", JOIN_S="8") as started:
+        for task in ("worker/1", "worker/2"):
+            _, err = started[task].communicate(timeout=100)
+            assert started[task].returncode == 1
+            assert "RunCancelled: worker/0 at tcp://127.0.0.1" in err
+
+
+def config(monkeypatch: pytest.MonkeyPatch, cluster: object, kind: str = "worker", index: int = 0) -> None:
+    text = json.dumps({"cluster": cluster, "task": {"type": kind, "index": index}})
+    monkeypatch.setenv("TF_CONFIG", text)
+
+
+def test_what_is_needed_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("TF_CONFIG", raising=False)
+    monkeypatch.delenv("PIPEDIST_KEY_FILE", raising=False)
+    with pytest.raises(UsageError, match="set TF_CONFIG"):
+        pipedist.open_cluster()
+    config(monkeypatch, {"worker": ["10.0.0.1:5555"]})
+    with pytest.raises(UsageError, match="needs keys: make them with `pipedist keys new`"):
+        pipedist.open_cluster()
+    pipedist.open_cluster(key_file=tmp_path / "key")
+    monkeypatch.setenv("PIPEDIST_KEY_FILE", str(tmp_path / "key"))
+    pipedist.open_cluster()
+    config(monkeypatch, {"ps": ["10.0.0.1:5555"]}, "ps")
+    with pytest.raises(UsageError, match="no chief 0 or worker 0"):
+        pipedist.open_cluster()
+    config(monkeypatch, {"worker": ["10.0.0.1"]})
+    with pytest.raises(UsageError, match="expected HOST:PORT"):
+        pipedist.open_cluster()
+    config(monkeypatch, {"worker": ["10.0.0.1:1"]}, "evaluator")
+    with pytest.raises(UsageError, match="task evaluator/0 is none of the cluster's"):
+        pipedist.open_cluster()
+
+
+def test_keys_of_a_loopback_address_are_this_users_alone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    import tempfile
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    path = Path(loopback_key_file(5555))
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    content = path.read_bytes()
+    assert loopback_key_file(5555) == str(path)
+    assert path.read_bytes() == content, "who comes later has the same keys"
+    assert [found.name for found in path.parent.iterdir()] == ["5555.key"]
+    path.parent.chmod(0o755)
+    with pytest.raises(UsageError, match="not a folder of yours alone"):
+        loopback_key_file(5555)
+    path.unlink()
+    path.parent.rmdir()
+    path.parent.symlink_to(tmp_path)
+    with pytest.raises(UsageError, match="not a folder of yours alone"):
+        loopback_key_file(5555)
