@@ -9,11 +9,9 @@ from typing import Self
 
 from pipedist.coordinator import Coordinator
 from pipedist.errors import UsageError
-from pipedist.local_cluster import Cluster
+from pipedist.local_cluster import Cluster, dial_in
 from pipedist.scheduler import Limits
 from pipedist.transport.keys import ServerKeys, read_key_file, write_key_file
-from pipedist.transport.router import Router
-from pipedist.worker.hello import boot_id
 
 LISTEN = "tcp://127.0.0.1:*"
 """Where workers dial in, if nothing else is said: this host alone, any free port."""
@@ -58,17 +56,7 @@ class ConnectCluster(Cluster):
         return self
 
     def _make(self, stack: AsyncExitStack) -> Coordinator:
-        keys = self._keys()
-        return Coordinator(
-            router_factory=lambda on_message, on_reject, on_lost: Router(
-                self._listen, keys=keys, on_message=on_message, on_reject=on_reject, on_lost=on_lost
-            ),
-            launcher_factory=None,
-            workers=(),
-            limits=self._limits,
-            dial_in=True,
-            boot=boot_id(),
-        )
+        return dial_in(self._listen, self._keys(), self._limits)
 
     def _keys(self) -> ServerKeys:
         exists = os.path.exists(self._key_file)

@@ -19,6 +19,7 @@ from pipedist.transport.shared_memory.settings import SharedMemory
 if TYPE_CHECKING:
     from pipedist.coordinator import Coordinator
     from pipedist.scheduler import Limits
+    from pipedist.transport.keys import ServerKeys
 
 WORKERS_MAX = 4096
 
@@ -56,6 +57,7 @@ class Cluster(ABC):
             raise UsageError("this cluster is open already: a shared one is entered once")
         await self._stack.__aenter__()
         try:
+            await self._prepare(self._stack)
             self._coordinator = await self._stack.enter_async_context(self._make(self._stack))
         except BaseException as error:
             await self._stack.__aexit__(type(error), error, error.__traceback__)
@@ -67,6 +69,9 @@ class Cluster(ABC):
     ) -> None:
         self._coordinator = None
         await self._stack.__aexit__(kind, error, trace)
+
+    async def _prepare(self, stack: AsyncExitStack) -> None:  # noqa: B027 - most clusters need nothing
+        """Enter into `stack` what must be there before the coordinator is made."""
 
     @abstractmethod
     def _make(self, stack: AsyncExitStack) -> Coordinator:
@@ -87,6 +92,30 @@ class Cluster(ABC):
     def workers(self) -> int:
         """How many workers there are to be."""
         return self._workers
+
+
+def dial_in(listen: str, keys: ServerKeys, limits: Limits | None) -> Coordinator:
+    """Return a coordinator, not open, whose workers all dial in over TCP.
+
+    Args:
+        listen: `tcp://ADDRESS:PORT`; `*` is any free port.
+        keys: the cluster's; only workers that have theirs may join.
+        limits: the scheduler's bounds.
+    """
+    from pipedist.coordinator import Coordinator
+    from pipedist.transport.router import Router
+    from pipedist.worker.hello import boot_id
+
+    return Coordinator(
+        router_factory=lambda on_message, on_reject, on_lost: Router(
+            listen, keys=keys, on_message=on_message, on_reject=on_reject, on_lost=on_lost
+        ),
+        launcher_factory=None,
+        workers=(),
+        limits=limits,
+        dial_in=True,
+        boot=boot_id(),
+    )
 
 
 class LocalCluster(Cluster):

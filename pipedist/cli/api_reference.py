@@ -36,7 +36,7 @@ most 500 lines a second and worker are passed on; a line says how many were left
 
 SECTIONS: dict[str, tuple[str, ...]] = {
     "Running a spec": ("run", "open", "Run", "Step", "Part", "Progress", "Result", "Ledger"),
-    "Clusters": ("LocalCluster", "ConnectCluster"),
+    "Clusters": ("LocalCluster", "ConnectCluster", "RayCluster", "DaskCluster"),
     "Strategies": (
         "Strategy",
         "MirroredStrategy",

@@ -60,6 +60,17 @@ Workers = Annotated[
     ),
 ]
 
+ClusterChoice = Annotated[
+    str | None,
+    typer.Option(
+        "--cluster",
+        metavar="NAME[:ADDRESS]",
+        help="Where workers come from: local, connect, ray, dask, as in ray:auto or "
+        "dask:tcp://10.0.0.1:8786; never changes a result. Default: the spec's.",
+        show_default=False,
+    ),
+]
+
 
 class PlanFormat(enum.StrEnum):
     """How a plan is printed."""
@@ -105,6 +116,7 @@ def _root(
 def run(
     spec: SpecPath,
     workers: Workers = None,
+    cluster: ClusterChoice = None,
     output: Annotated[
         str | None,
         typer.Option(metavar="DIR", help="Folder of the outputs. Default: out/NAME.", show_default=False),
@@ -138,6 +150,7 @@ def run(
     options = RunOptions(
         spec=spec,
         workers=workers,
+        cluster=cluster,
         output=output,
         sets=tuple(sets or ()),
         resume="reuse" if reuse else resume,
@@ -165,13 +178,14 @@ def plan(
     spec: SpecPath,
     form: Annotated[PlanFormat, typer.Option("--format", help="How it is printed.")] = PlanFormat.TEXT,
     workers: Workers = None,
+    cluster: ClusterChoice = None,
     sets: Sets = None,
 ) -> None:
     """Check a spec, open its sources, import its functions, and print what would be executed."""
     from pipedist.cli.exits import guarded
     from pipedist.cli.spec_commands import print_plan
 
-    raise typer.Exit(guarded(lambda: print_plan(spec, form.value, workers, tuple(sets or ()))))
+    raise typer.Exit(guarded(lambda: print_plan(spec, form.value, workers, tuple(sets or ()), cluster)))
 
 
 @app.command()

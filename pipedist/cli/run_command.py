@@ -35,6 +35,7 @@ class RunOptions:
     Args:
         spec: path of the spec, as typed.
         workers: number of worker processes, None for the spec's.
+        cluster: where they come from, None for the spec's.
         output: folder of the outputs, None for `out/NAME`.
         sets: texts NAME=VALUE.
         resume, restart: what to do with an unfinished run in the folder.
@@ -43,6 +44,7 @@ class RunOptions:
 
     spec: str
     workers: int | None = None
+    cluster: str | None = None
     output: str | None = None
     sets: tuple[str, ...] = ()
     resume: bool | Literal["reuse"] = False
@@ -115,6 +117,7 @@ async def _run(options: RunOptions, interruption: Interruption) -> Ended:
 
     opened = open_run(
         options.spec,
+        cluster=options.cluster,
         workers=options.workers,
         sets=options.sets,
         output=options.output,

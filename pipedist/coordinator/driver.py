@@ -223,6 +223,10 @@ class Coordinator:
         """
         await self._fleet.wait_for(count)
 
+    def fail(self, reason: str) -> None:
+        """End every pass with WorkersLost, now and later: no worker is there any more, nor will be."""
+        self._fail_all(WorkersLost(reason))
+
     # -- passes ----------------------------------------------------------------------------
 
     def open_pass(

@@ -20,14 +20,15 @@ from pipedist import messages as msg
 from pipedist.coordinator import LogSink
 from pipedist.errors import JournalError, LocalProtocolError, OutputError, RunCancelled, UsageError
 from pipedist.launchers.server import Spare
-from pipedist.local_cluster import Cluster, LocalCluster, checked_count, usable_cores
+from pipedist.local_cluster import Cluster, checked_count, usable_cores
+from pipedist.pipeline.clusters import cluster_for
 from pipedist.pipeline.execution import Execution
 from pipedist.pipeline.quarantine import FILE as QUARANTINE
 from pipedist.pipeline.result import Ledger, Progress, Result
 from pipedist.pipeline.subscription import Part, Step, Subscription
 from pipedist.plan import Plan, compile_plan
 from pipedist.program import Tree
-from pipedist.spec import RunSpec, Spec, load
+from pipedist.spec import RunSpec, Spec, load, with_cluster
 
 if TYPE_CHECKING:
     from pipedist.outputs import FinishedRun, RunFolder
@@ -54,7 +55,7 @@ class Run:
         self,
         spec: SpecLike,
         *,
-        cluster: Cluster | None = None,
+        cluster: Cluster | str | None = None,
         workers: int | None = None,
         params: Mapping[str, Tree] | None = None,
         sets: Sequence[str] = (),
@@ -69,6 +70,8 @@ class Run:
         if isinstance(spec, Spec) and (params or sets):
             raise UsageError("`params` and `sets` come too late for a spec that was loaded already")
         self._spec = spec if isinstance(spec, Spec) else load(spec, params=params, sets=sets)
+        if isinstance(cluster, str):
+            self._spec, cluster = with_cluster(self._spec, cluster), None
         if cluster is not None and workers is not None:
             raise UsageError("say `cluster` or `workers`, not both: a cluster has its workers")
         self._given_cluster = cluster
@@ -101,12 +104,12 @@ class Run:
         await self._stack.__aenter__()
         self._stack.callback(self._spare.end)
         try:
-            workers = self._given_cluster.workers if self._given_cluster else self._worker_count()
-            self._plan = compile_plan(self._spec, workers=workers)
+            cluster = self._given_cluster or cluster_for(self._spec, workers=self._worker_count())
+            self._plan = compile_plan(self._spec, workers=cluster.workers)
             self._stack.callback(self._plan.close)
             self._open_folder()
             if self._earlier is None:
-                await self._open_cluster(workers)
+                await self._open_cluster(cluster)
             self._spare.end()  # it was taken, or nobody will
             self._tasks = await self._stack.enter_async_context(anyio.create_task_group())
         except BaseException as error:
@@ -157,11 +160,11 @@ class Run:
         self._journal, self._journal_notice = journal.run, journal.notice
         self.id = opened.run_id  # a run that is resumed stays the run that it is
 
-    async def _open_cluster(self, workers: int) -> None:
-        self._cluster = self._given_cluster
-        if self._cluster is None:
-            self._cluster = await self._stack.enter_async_context(cluster_for(self._spec, workers=workers))
-        coordinator = self._cluster.coordinator  # raises if the given cluster is not open
+    async def _open_cluster(self, cluster: Cluster) -> None:
+        if cluster is not self._given_cluster:
+            await self._stack.enter_async_context(cluster)
+        self._cluster = cluster
+        coordinator = cluster.coordinator  # raises if the given cluster is not open
         if self._on_log is not None:
             self._stack.callback(coordinator.add_log_sink(self._hear))
 
@@ -397,12 +400,3 @@ def _restored(spec: Spec, finished: FinishedRun) -> Result:
         notice=f"this run was finished before, in {finished.path}",
         restored=document,
     )
-
-
-def cluster_for(spec: Spec, *, workers: int) -> Cluster:
-    """Return the cluster that a spec asks for, not yet open."""
-    if spec.cluster.launcher == "connect":
-        from pipedist.connect_cluster import ConnectCluster
-
-        return ConnectCluster(listen=spec.cluster.listen, key_file=spec.cluster.key_file, workers=workers)
-    return LocalCluster(workers=workers, threads_per_replica=spec.threads_per_replica)

@@ -28,6 +28,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from pipedist.errors import PipedistError, ProtocolError
+from pipedist.functions import append_code
 from pipedist.messages import Goodbye, Heartbeat, Refuse, Stop, Welcome
 from pipedist.transport.dealer import ConnectionLost, Dealer
 from pipedist.transport.keys import ClientKeys, read_key_file
@@ -104,16 +105,28 @@ class Supervisor:
         keys: what is in it.
         threads: BLAS and OpenMP threads of the worker.
         join_s: how long the scheduler may take to answer, seconds.
+        inherited: descriptors that the worker process gets too.
+        code: folders that become the last entries of its `sys.path`.
     """
 
     def __init__(
-        self, endpoint: str, key_file: str, keys: ClientKeys | None, *, threads: int, join_s: float
+        self,
+        endpoint: str,
+        key_file: str,
+        keys: ClientKeys | None,
+        *,
+        threads: int,
+        join_s: float,
+        inherited: tuple[int, ...] = (),
+        code: tuple[str, ...] = (),
     ) -> None:
         self._endpoint = endpoint
         self._key_file = key_file
         self._keys = keys
         self._threads = threads
         self._join_s = join_s
+        self._inherited = inherited
+        self._code = code
         # Unique among the workers of a host, also where a batch system starts many in one container.
         self.worker = f"{os.uname().nodename}:{os.getpid()}:{secrets.token_hex(2)}"
         self._heartbeat_s = HEARTBEAT_S
@@ -164,12 +177,17 @@ class Supervisor:
         )
         self._progress.idle()
         self._overdue = None
-        arguments = {"parent": os.getpid(), "progress": self._progress_file, "settings": asdict(settings)}
+        arguments = {
+            "parent": os.getpid(),
+            "progress": self._progress_file,
+            "code": self._code,
+            "settings": asdict(settings),
+        }
         return subprocess.Popen(
             boot.command("pipedist.worker.supervisor", arguments),
             env=boot.environment(self._threads),
             stdin=subprocess.DEVNULL,
-            pass_fds=(self._progress_file,),
+            pass_fds=(self._progress_file, *self._inherited),
         )
 
     def _watch(self, process: subprocess.Popen[bytes], incarnation: int) -> int:
@@ -284,9 +302,11 @@ def main(arguments: Mapping[str, Any]) -> None:
 
     Args:
         arguments: `parent`, the supervisor's pid; `progress`, the descriptor of the memory in which is
-            noted what is executed; `settings`, the fields of WorkerSettings.
+            noted what is executed; `code`, folders for the end of `sys.path`; `settings`, the fields of
+            WorkerSettings.
     """
     die_with(int(arguments["parent"]))
+    append_code(arguments["code"])
     os.dup2(2, 1)  # what user code writes to descriptor 1 is no output of the supervisor's
     code = run_process(WorkerSettings(**arguments["settings"]), Progress(int(arguments["progress"])))
     for stream in (sys.__stdout__, sys.__stderr__):

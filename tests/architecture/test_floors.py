@@ -31,7 +31,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("scheduler",),
     ("coordinator",),
     ("local_cluster",),
-    ("strategy", "connect_cluster"),
+    ("strategy", "connect_cluster", "engine_clusters"),
     ("pipeline",),
     ("harness",),
     ("cli",),
