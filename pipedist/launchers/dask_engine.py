@@ -6,6 +6,7 @@ not do: execute calls, carry data, or try anything again.
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import sys
 from contextlib import AsyncExitStack
@@ -13,10 +14,9 @@ from types import TracebackType
 from typing import Any, Self
 
 import anyio
-import anyio.abc
 
 from pipedist.errors import UsageError
-from pipedist.launchers.engines import LOCAL, OnFailed, address_towards, not_installed, require
+from pipedist.launchers.engines import LOCAL, OnFailed, Watchers, address_towards, not_installed, require
 from pipedist.launchers.hosted import Terms
 
 _CLOSE_S = 30.0
@@ -47,7 +47,7 @@ class DaskEngine:
         self._cluster: Any = None
         self._client: Any = None
         self._is_registered = False
-        self._tasks: anyio.abc.TaskGroup | None = None
+        self._watchers: Watchers | None = None
         self._left: dict[str, str] = {}
         """How our worker left, by the address of its Dask worker."""
         self.host = ""
@@ -57,8 +57,7 @@ class DaskEngine:
         try:
             self._stack.push_async_callback(self._end)
             await self._connect()
-            self._tasks = await self._stack.enter_async_context(anyio.create_task_group())
-            self._stack.callback(self._tasks.cancel_scope.cancel)
+            self._watchers = await self._stack.enter_async_context(Watchers())
         except BaseException:
             await self._stack.__aexit__(*sys.exc_info())
             raise
@@ -74,18 +73,18 @@ class DaskEngine:
 
     async def start(self, terms: Terms, on_failed: OnFailed) -> None:
         """Have every Dask worker keep one of ours; see `Engine.start`."""
-        if self._tasks is None:
+        if self._watchers is None:
             raise UsageError("an engine is used inside `async with`")
-        tasks = self._tasks
+        watchers = self._watchers
         self._client.subscribe_topic(
-            self._name, lambda event: tasks.start_soon(self._note, event[1], on_failed)
+            self._name, lambda event: watchers.start(self._note, event[1], on_failed)
         )
-        self._is_registered = True
         try:
             with anyio.fail_after(self._place_s):
                 await self._client.wait_for_workers(1)
                 from pipedist.launchers.dask_plugin import DaskPlugin
 
+                self._is_registered = True
                 await self._client.register_plugin(
                     DaskPlugin(self._name, terms.endpoint, terms.keys, terms.threads)
                 )
@@ -140,7 +139,8 @@ class DaskEngine:
             try:
                 if self._is_registered:
                     self._client.unsubscribe_topic(self._name)
-                    await self._client.unregister_worker_plugin(self._name)
+                    with contextlib.suppress(ValueError):  # it came to nothing
+                        await self._client.unregister_worker_plugin(self._name)
             finally:
                 if self._client is not None:
                     await self._client.close()

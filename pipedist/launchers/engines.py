@@ -7,9 +7,11 @@ the scheduler know nothing of engines.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
+
+import anyio
 
 from pipedist.errors import UsageError
 from pipedist.launchers.hosted import Terms
@@ -58,6 +60,25 @@ class Engine(Protocol):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None: ...
+
+
+class Watchers:
+    """Tasks that end with the engine. No error of the run passes through them: a task group would wrap it."""
+
+    def __init__(self) -> None:
+        self._group = anyio.create_task_group()
+
+    def start(self, function: Callable[..., Coroutine[Any, Any, None]], *args: object) -> None:
+        """Begin a task, which must not raise."""
+        self._group.start_soon(function, *args)
+
+    async def __aenter__(self) -> Self:
+        await self._group.__aenter__()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._group.cancel_scope.cancel()
+        await self._group.__aexit__(None, None, None)
 
 
 def require(module: str, extra: str) -> None:

@@ -130,9 +130,9 @@ class HostedWorker:
                 os.close(keys)
         except Exception as error:  # nobody can wait for a thread's exceptions: it is how the worker left
             how = f"{type(error).__name__}: {error}"
-        self._how = how
+        self._how = "" if self._closing else how
         self._left.set()
-        if how and not self._closing:
+        if self._how:
             self._on_left(how)
 
     def _live(self, keys: int) -> int | None:

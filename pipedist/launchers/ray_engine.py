@@ -21,13 +21,13 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import anyio
-import anyio.abc
 
 from pipedist.errors import UsageError
 from pipedist.launchers.engines import (
     GRACE_S,
     LOCAL,
     OnFailed,
+    Watchers,
     address_towards,
     not_installed,
     require,
@@ -91,7 +91,7 @@ class RayEngine:
         """Whether the connection is this engine's to end."""
         self._stack = AsyncExitStack()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="pipedist-ray")
-        self._tasks: anyio.abc.TaskGroup | None = None
+        self._watchers: Watchers | None = None
         self._group: Any = None
         self._actors: list[Any] = []
         self._left: list[str] = []
@@ -106,8 +106,7 @@ class RayEngine:
             self._stack.callback(shutil.rmtree, scratch, ignore_errors=True)
             self._stack.push_async_callback(self._end)
             await self._call(self._connect, Path(scratch))
-            self._tasks = await self._stack.enter_async_context(anyio.create_task_group())
-            self._stack.callback(self._tasks.cancel_scope.cancel)
+            self._watchers = await self._stack.enter_async_context(Watchers())
         except BaseException:
             await self._stack.__aexit__(*sys.exc_info())
             raise
@@ -123,12 +122,12 @@ class RayEngine:
 
     async def start(self, terms: Terms, on_failed: OnFailed) -> None:
         """Have Ray place the actors; see `Engine.start`."""
-        if self._tasks is None:
+        if self._watchers is None:
             raise UsageError("an engine is used inside `async with`")
         await self._room()
         self._actors = await self._call(self._make_actors, terms)
         for number in range(self._workers):
-            self._tasks.start_soon(self._watch, number, on_failed, name=f"Ray actor {number}")
+            self._watchers.start(self._watch, number, on_failed)
 
     async def _call(self, function: Callable[..., T], *args: object) -> T:
         """Call a function in Ray's thread."""

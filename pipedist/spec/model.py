@@ -114,7 +114,8 @@ class ClusterSpec(Section):
         Key(
             "Where Ray or Dask is, with `launcher: ray` or `dask`. `local`: one of the run's own, on this "
             "host. `auto` (Ray): the one that runs here, or that RAY_ADDRESS names. Default: the one "
-            "that runs here or that RAY_ADDRESS or DASK_SCHEDULER_ADDRESS names, and `local` where there is none.",
+            "that runs here or that RAY_ADDRESS or DASK_SCHEDULER_ADDRESS names, and `local` where there is "
+            "none.",
             "local; for ray also auto, HOST:PORT or ray://HOST:PORT; for dask also tcp://HOST:PORT",
             'address: "ray://10.0.0.1:10001"',
         ),
