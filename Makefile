@@ -105,3 +105,9 @@ test-gpu: $(INSTALLED)  ## Run the tests that need a CUDA device and torch.
 .PHONY: test-torch
 test-torch:  ## Test the collectives of torch tensors (after make bench-torch).
 	benchmarks/.venv/bin/python -m pytest -q -m torch tests/collectives
+
+.PHONY: test-engines
+test-engines:  ## Test the launchers ray and dask with real ones, in .venv-engines (1 GiB).
+	@test -x .venv-engines/bin/python || $(PYTHON) -m venv .venv-engines
+	.venv-engines/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[test,ray,dask]'
+	.venv-engines/bin/python -m pytest -q tests/engines

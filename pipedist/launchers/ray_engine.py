@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import shutil
+import socket
 import sys
 import tempfile
 from collections.abc import Callable
@@ -44,6 +45,9 @@ STORE_BYTES = 100 * 2**20
 
 _LOOK_S = 0.5
 """How soon a cancel is noticed while Ray looks for room."""
+
+_ANSWER_S = 10.0
+"""How long a Ray cluster's address may take to answer."""
 
 _CLOSE_S = 30.0
 """How long Ray may take to end everything."""
@@ -178,6 +182,12 @@ class RayEngine:
     def _join(self, address: str, scratch: Path) -> None:
         import ray
 
+        if address != "auto":  # Ray itself would try for a long time
+            host, _, port = address.removeprefix("ray://").rpartition(":")
+            try:
+                socket.create_connection((host.strip("[]"), int(port)), _ANSWER_S).close()
+            except OSError as error:
+                raise ConnectionError(str(error)) from error
         environment = {}
         if self._code is not None:
             copy = scratch / "code"
