@@ -28,7 +28,6 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from pipedist.errors import PipedistError, ProtocolError
-from pipedist.functions import append_code
 from pipedist.messages import Goodbye, Heartbeat, Refuse, Stop, Welcome
 from pipedist.transport.dealer import ConnectionLost, Dealer
 from pipedist.transport.keys import ClientKeys, read_key_file
@@ -306,7 +305,7 @@ def main(arguments: Mapping[str, Any]) -> None:
             WorkerSettings.
     """
     die_with(int(arguments["parent"]))
-    append_code(arguments["code"])
+    sys.path.extend(arguments["code"])  # a copy of the spec's own modules: none of another spec's
     os.dup2(2, 1)  # what user code writes to descriptor 1 is no output of the supervisor's
     code = run_process(WorkerSettings(**arguments["settings"]), Progress(int(arguments["progress"])))
     for stream in (sys.__stdout__, sys.__stderr__):

@@ -73,13 +73,9 @@ async def test_a_node_killed_in_mid_run_changes_nothing(nodes: Any, tmp_path: Pa
 
 
 @pytest.mark.asyncio
-async def test_nothing_is_left_behind_of_a_ray_that_stays(
-    nodes: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_nothing_is_left_behind_of_a_ray_that_stays(nodes: Any, tmp_path: Path) -> None:
     import ray
 
-    mark = secrets.token_hex(8)
-    monkeypatch.setenv("PIPEDIST_TEST_MARK", mark)
     here, sent = tmp_path / "here", tmp_path / "sent"
     for folder in (here, sent):
         folder.mkdir()
@@ -92,19 +88,20 @@ async def test_nothing_is_left_behind_of_a_ray_that_stays(
         "dataset": {"range": 4, "batch": 4},
         "stages": {"w": {"run": "mine:where"}, "all": {"reduce": "tests.engines.test_ray:first", "of": "w"}},
     }
-    before = workers_of_pipedist()
     async with pipedist.RayCluster(2, address=nodes.address, code=sent) as cluster:
+        await cluster.ready()
+        endpoint = cluster.coordinator.endpoint
+        assert len(dialling(endpoint)) == 4, "two supervisors and their workers"
         async with pipedist.open(spec, cluster=cluster) as run:
             (here / "mine.py").unlink()  # as on another host
             file, path = (await run.results())["all"]
         with pytest.raises(pipedist.CallError):
             async with pipedist.open(document("raises"), cluster=cluster) as run:
                 await run.results()
-        assert len(workers_of_pipedist() - before) == 2
     assert "working_dir_files" in file, "the modules came with Ray, not from this host's folder"
     assert "working_dir_files" not in path, "they come after what is installed"
     assert not ray.is_initialized()
-    assert workers_of_pipedist() <= before
+    assert dialling(endpoint) == set()
     assert scratch() == []
     assert shared_memory() == set()
     ray.init(address=nodes.address, log_to_driver=False)
@@ -127,12 +124,12 @@ def first(a: Any, _b: Any) -> Any:
     return a
 
 
-def workers_of_pipedist() -> set[int]:
-    """The worker processes on this host, of whoever."""
+def dialling(endpoint: str) -> set[int]:
+    """The supervisors and worker processes on this host that were started for an endpoint."""
     found = set()
     for entry in Path("/proc").iterdir():
         try:
-            if entry.name.isdigit() and (entry / "comm").read_text().strip() == "pipedist-worker":
+            if entry.name.isdigit() and endpoint.encode() in (entry / "cmdline").read_bytes():
                 found.add(int(entry.name))
         except OSError:
             continue
