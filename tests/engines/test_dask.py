@@ -124,7 +124,7 @@ def test_the_example_and_the_command_line(tmp_path: Path, monkeypatch: pytest.Mo
     command = [sys.executable, str(root / "examples" / "dask_cluster.py")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert done.stdout == "mean of sqrt over 1,000,000 elements: 666.166459\n"
+    assert done.stdout == "mean of sqrt over 1,000,000 elements: 666.666166\n"
     spec = tmp_path / "sum.yaml"
     spec.write_text(
         "pipedist: 1\ncluster: {launcher: dask, address: local, workers: 2}\n"
