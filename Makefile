@@ -159,3 +159,9 @@ test-torch:  ## Test what takes torch tensors (after make bench-torch).
 test-jax: $(INSTALLED)  ## Install jax for the CPU, and test that its arrays are taken (120 MiB).
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check jax
 	$(BIN)/python -m pytest -q -m jax tests/values
+
+.PHONY: test-engines
+test-engines:  ## Test the launchers ray and dask with real ones, in .venv-engines (1 GiB).
+	@test -x .venv-engines/bin/python || $(PYTHON) -m venv .venv-engines
+	.venv-engines/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[test,ray,dask]'
+	.venv-engines/bin/python -m pytest -q tests/engines

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         ValueContext,
     )
     from pipedist.datasets.logical import Dataset
+    from pipedist.engine_clusters import DaskCluster, RayCluster
     from pipedist.errors import (
         CallError,
         CollectiveMismatchError,
@@ -102,6 +103,7 @@ _HOMES = {
         "ValueContext",
     ),
     "pipedist.datasets.logical": ("Dataset",),
+    "pipedist.engine_clusters": ("DaskCluster", "RayCluster"),
     "pipedist.errors": (
         "CallError",
         "CollectiveMismatchError",
@@ -163,6 +165,7 @@ __all__ = [
     "CollectiveTimeoutError",
     "CommunicationOptions",
     "ConnectCluster",
+    "DaskCluster",
     "Dataset",
     "DistributedDataset",
     "FixedShardsPartitioner",
@@ -189,6 +192,7 @@ __all__ = [
     "PlanError",
     "Problem",
     "Progress",
+    "RayCluster",
     "ReduceOp",
     "RemoteValue",
     "ReplicaContext",

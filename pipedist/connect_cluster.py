@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import sys
 from contextlib import AsyncExitStack
 from typing import Self
 
@@ -13,11 +12,9 @@ import anyio
 from pipedist.accelerators import VISIBLE, Supply
 from pipedist.coordinator import Coordinator
 from pipedist.errors import UsageError
-from pipedist.local_cluster import Cluster
+from pipedist.local_cluster import Cluster, dial_in, tell
 from pipedist.scheduler import Limits
 from pipedist.transport.keys import ServerKeys, read_key_file, workers_file, write_key_file
-from pipedist.transport.router import Router
-from pipedist.worker.hello import boot_id
 
 _ANY_ADDRESS = ("tcp://0.0.0.0:", "tcp://[::]:")
 """How the endpoint begins that is bound to every address of this host."""
@@ -76,7 +73,7 @@ class ConnectCluster(Cluster):
     async def __aenter__(self) -> Self:
         await super().__aenter__()
         endpoint = _from_elsewhere(self.coordinator.endpoint)
-        _tell(
+        tell(
             f"waiting for workers: {self._visible()}pipedist worker --connect {endpoint} "
             f"--key-file {_file_of_workers(self._key_file)}"
         )
@@ -87,44 +84,12 @@ class ConnectCluster(Cluster):
 
     def _make(self, stack: AsyncExitStack) -> Coordinator:
         keys = server_keys(self._key_file)
-        return dial_in_coordinator(
-            self._listen, keys, self._limits, force=self._force, rejoin_s=self._rejoin_s
-        )
+        return dial_in(self._listen, keys, self._limits, force=self._force, rejoin_s=self._rejoin_s)
 
     async def gather(self) -> None:
         """Wait a moment for the workers that are expected; those that wait themselves come at once."""
         with anyio.move_on_after(min(GATHER_S, self._rejoin_s)):
             await self.coordinator.wait_ready(self.workers)
-
-
-def dial_in_coordinator(
-    listen: str,
-    keys: ServerKeys,
-    limits: Limits | None = None,
-    *,
-    force: bool = False,
-    rejoin_s: float = 0.0,
-) -> Coordinator:
-    """Return a coordinator, not open, whose workers all dial in.
-
-    Args:
-        listen: `tcp://ADDRESS:PORT`.
-        keys: of the cluster.
-        limits, force, rejoin_s: as for `ConnectCluster`.
-    """
-    return Coordinator(
-        router_factory=lambda on_message, on_reject, on_lost: Router(
-            listen, keys=keys, on_message=on_message, on_reject=on_reject, on_lost=on_lost
-        ),
-        launcher_factory=None,
-        workers=(),
-        limits=limits,
-        dial_in=True,
-        boot=boot_id(),
-        force=force,
-        tell=_tell,
-        rejoin_s=rejoin_s,
-    )
 
 
 def server_keys(key_file: str) -> ServerKeys:
@@ -150,7 +115,3 @@ def _from_elsewhere(endpoint: str) -> str:
     if endpoint.startswith(_ANY_ADDRESS):
         return f"tcp://{os.uname().nodename}:{endpoint.rpartition(':')[2]}"
     return endpoint
-
-
-def _tell(text: str) -> None:
-    print(text, file=sys.stderr)  # noqa: T201 - who may join, and how, is what the user must know now

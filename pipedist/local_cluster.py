@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -21,6 +22,7 @@ from pipedist.transport.shared_memory.settings import SharedMemory
 if TYPE_CHECKING:
     from pipedist.coordinator import Coordinator
     from pipedist.scheduler import Limits
+    from pipedist.transport.keys import ServerKeys
 
 WORKERS_MAX = 4096
 
@@ -60,6 +62,7 @@ class Cluster(ABC):
             raise UsageError("this cluster is open already: a shared one is entered once")
         await self._stack.__aenter__()
         try:
+            await self._prepare(self._stack)
             self._coordinator = await self._stack.enter_async_context(self._make(self._stack))
         except BaseException as error:
             await self._stack.__aexit__(type(error), error, error.__traceback__)
@@ -71,6 +74,9 @@ class Cluster(ABC):
     ) -> None:
         self._coordinator = None
         await self._stack.__aexit__(kind, error, trace)
+
+    async def _prepare(self, stack: AsyncExitStack) -> None:  # noqa: B027 - most clusters need nothing
+        """Enter into `stack` what must be there before the coordinator is made."""
 
     @abstractmethod
     def _make(self, stack: AsyncExitStack) -> Coordinator:
@@ -100,6 +106,46 @@ class Cluster(ABC):
     def supply(self) -> Supply:
         """The GPUs that its workers own."""
         return self._supply
+
+
+def dial_in(
+    listen: str,
+    keys: ServerKeys,
+    limits: Limits | None = None,
+    *,
+    force: bool = False,
+    rejoin_s: float = 0.0,
+) -> Coordinator:
+    """Return a coordinator, not open, whose workers all dial in over TCP.
+
+    Args:
+        listen: `tcp://ADDRESS:PORT`; `*` is any free port.
+        keys: the cluster's; only workers that have theirs may join.
+        limits: the scheduler's bounds.
+        force, rejoin_s: as for `ConnectCluster`.
+    """
+    from pipedist.coordinator import Coordinator
+    from pipedist.transport.router import Router
+    from pipedist.worker.hello import boot_id
+
+    return Coordinator(
+        router_factory=lambda on_message, on_reject, on_lost: Router(
+            listen, keys=keys, on_message=on_message, on_reject=on_reject, on_lost=on_lost
+        ),
+        launcher_factory=None,
+        workers=(),
+        limits=limits,
+        dial_in=True,
+        boot=boot_id(),
+        force=force,
+        tell=tell,
+        rejoin_s=rejoin_s,
+    )
+
+
+def tell(text: str) -> None:
+    """Say who may join, and how: what the user must know now."""
+    print(text, file=sys.stderr)  # noqa: T201
 
 
 class LocalCluster(Cluster):

@@ -21,10 +21,10 @@ import anyio.to_thread
 
 from pipedist.accelerators import Supply
 from pipedist.cluster_resolvers import ClusterResolver, TFConfigClusterResolver
-from pipedist.connect_cluster import dial_in_coordinator, server_keys
+from pipedist.connect_cluster import server_keys
 from pipedist.coordinator import Coordinator
 from pipedist.errors import RemoteError, RunCancelled, UsageError
-from pipedist.local_cluster import Cluster, checked_count
+from pipedist.local_cluster import Cluster, checked_count, dial_in
 from pipedist.program import Tree
 from pipedist.transport.codec import decode, encode
 from pipedist.transport.keys import ClientKeys, read_key_file
@@ -248,7 +248,7 @@ class TaskCluster(Cluster):
                 await self._changed.wait()
 
     def _make(self, stack: AsyncExitStack) -> Coordinator:
-        return dial_in_coordinator(self._listen, server_keys(self._key_file), force=self._force)
+        return dial_in(self._listen, server_keys(self._key_file), force=self._force)
 
     # -- on the event loop -------------------------------------------------------------------
 

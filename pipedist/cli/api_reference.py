@@ -36,7 +36,14 @@ most 500 lines a second and worker are passed on; a line says how many were left
 
 SECTIONS: dict[str, tuple[str, ...]] = {
     "Running a spec": ("run", "open", "Run", "Step", "Part", "Progress", "Result", "Ledger"),
-    "Clusters": ("LocalCluster", "ConnectCluster", "open_cluster", "TaskCluster"),
+    "Clusters": (
+        "LocalCluster",
+        "ConnectCluster",
+        "RayCluster",
+        "DaskCluster",
+        "open_cluster",
+        "TaskCluster",
+    ),
     "Strategies": (
         "Strategy",
         "MirroredStrategy",

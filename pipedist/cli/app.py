@@ -63,6 +63,17 @@ Workers = Annotated[
     ),
 ]
 
+ClusterChoice = Annotated[
+    str | None,
+    typer.Option(
+        "--cluster",
+        metavar="NAME[:ADDRESS]",
+        help="Where workers come from: local, connect, ray, dask, as in ray:auto or "
+        "dask:tcp://10.0.0.1:8786; never changes a result. Default: the spec's.",
+        show_default=False,
+    ),
+]
+
 
 class PlanFormat(enum.StrEnum):
     """How a plan is printed."""
@@ -108,6 +119,7 @@ def _root(
 def run(
     spec: SpecPath,
     workers: Workers = None,
+    cluster: ClusterChoice = None,
     output: Annotated[
         str | None,
         typer.Option(metavar="DIR", help="Folder of the outputs. Default: out/NAME.", show_default=False),
@@ -133,17 +145,11 @@ def run(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON document instead of a table.")
     ] = False,
-    listen: Annotated[
-        str | None,
-        typer.Option(
-            metavar="ENDPOINT",
-            help="Start no workers: they dial in here, tcp://ADDRESS:PORT. In place of the spec's launcher.",
-            show_default=False,
-        ),
-    ] = None,
     key_file: Annotated[
         str | None,
-        typer.Option(metavar="FILE", help="With --listen: the cluster's keys.", show_default=False),
+        typer.Option(
+            metavar="FILE", help="Keys of workers that dial in: with --cluster connect.", show_default=False
+        ),
     ] = None,
     force: Annotated[
         bool,
@@ -164,13 +170,13 @@ def run(
     options = RunOptions(
         spec=spec,
         workers=workers,
+        cluster=cluster,
         output=output,
         sets=tuple(sets or ()),
         resume="reuse" if reuse else resume,
         restart=restart,
         as_json=as_json,
         verify=verify,
-        listen=listen,
         key_file=key_file,
         force=force,
     )
@@ -195,13 +201,14 @@ def plan(
     spec: SpecPath,
     form: Annotated[PlanFormat, typer.Option("--format", help="How it is printed.")] = PlanFormat.TEXT,
     workers: Workers = None,
+    cluster: ClusterChoice = None,
     sets: Sets = None,
 ) -> None:
     """Check a spec, open its sources, import its functions, and print what would be executed."""
     from pipedist.cli.exits import guarded
     from pipedist.cli.spec_commands import print_plan
 
-    raise typer.Exit(guarded(lambda: print_plan(spec, form.value, workers, tuple(sets or ()))))
+    raise typer.Exit(guarded(lambda: print_plan(spec, form.value, workers, tuple(sets or ()), cluster)))
 
 
 @app.command()

@@ -36,24 +36,25 @@ class RunOptions:
     Args:
         spec: path of the spec, as typed.
         workers: number of worker processes, None for the spec's.
+        cluster: where they come from, None for the spec's.
         output: folder of the outputs, None for `out/NAME`.
         sets: texts NAME=VALUE.
         resume, restart: what to do with an unfinished run in the folder.
         as_json: one JSON document instead of a table.
         verify: execute every call twice, and compare.
-        listen, key_file: where workers dial in, in place of what the spec says; None: as the spec says.
+        key_file: of workers that dial in, in place of what the spec says; None: as the spec says.
         force: let workers in that differ.
     """
 
     spec: str
     workers: int | None = None
+    cluster: str | None = None
     output: str | None = None
     sets: tuple[str, ...] = ()
     resume: bool | Literal["reuse"] = False
     restart: bool = False
     as_json: bool = False
     verify: bool = False
-    listen: str | None = None
     key_file: str | None = None
     force: bool = False
 
@@ -89,8 +90,6 @@ def execute(options: RunOptions) -> int:
     """
     if options.resume and options.restart:
         raise UsageError("--resume and --restart exclude each other")
-    if options.key_file is not None and options.listen is None:
-        raise UsageError("--key-file goes with --listen")
 
     # modules of the user may print
     def tell(text: str) -> None:
@@ -129,9 +128,10 @@ async def _run(options: RunOptions, interruption: Interruption, guard: StallGuar
         if reporter is not None:
             reporter.log(worker, log)
 
-    spec = _dialled(options) if options.listen is not None else options.spec
+    spec = options.spec if options.key_file is None else _keyed(options, options.key_file)
     opened = open_run(
         spec,
+        cluster=options.cluster if isinstance(spec, str) else None,
         workers=options.workers,
         sets=options.sets if isinstance(spec, str) else (),
         output=options.output,
@@ -164,20 +164,19 @@ async def _run(options: RunOptions, interruption: Interruption, guard: StallGuar
         return ended
 
 
-def _dialled(options: RunOptions) -> Spec:
-    """Return the spec with workers that dial in, whatever its own launcher is."""
+def _keyed(options: RunOptions, key_file: str) -> Spec:
+    """Return the spec with workers that dial in with these keys."""
     import os
     from dataclasses import replace
 
-    from pipedist.spec import load
+    from pipedist.spec import load, with_cluster
 
     spec = load(options.spec, sets=options.sets)
-    own = spec.cluster.key_file
-    key_file = os.path.abspath(options.key_file) if options.key_file is not None else own
-    if key_file is None:
-        raise UsageError("--listen needs keys: --key-file FILE; it is made where there is none")
-    cluster = spec.cluster.replaced(launcher="connect", listen=options.listen, key_file=key_file)
-    return replace(spec, cluster=cluster)
+    if options.cluster is not None:
+        spec = with_cluster(spec, options.cluster)
+    if spec.cluster.launcher != "connect":
+        raise UsageError("--key-file is for workers that dial in: say --cluster connect:tcp://ADDRESS:PORT")
+    return replace(spec, cluster=spec.cluster.replaced(key_file=os.path.abspath(key_file)))
 
 
 async def _outcome(run: Run) -> Ended:

@@ -29,7 +29,9 @@ def validate_specs(paths: Sequence[str]) -> int:
     return code
 
 
-def print_plan(path: str, form: str, workers: int | None, sets: Sequence[str]) -> int:
+def print_plan(
+    path: str, form: str, workers: int | None, sets: Sequence[str], cluster: str | None = None
+) -> int:
     """Print what `pipedist run` would execute.
 
     Args:
@@ -37,20 +39,28 @@ def print_plan(path: str, form: str, workers: int | None, sets: Sequence[str]) -
         form: text, mermaid or json.
         workers: overrides the spec's number of worker processes.
         sets: texts NAME=VALUE.
+        cluster: overrides where its workers come from.
+
+    Raises:
+        UsageError: what that needs is not installed.
     """
     import json
 
     from pipedist.local_cluster import usable_cores
     from pipedist.outputs import encoding
+    from pipedist.pipeline.clusters import cluster_for
     from pipedist.plan import compile_plan
-    from pipedist.spec import load
+    from pipedist.spec import load, with_cluster
 
     spec = load(path, sets=sets)
+    if cluster is not None:
+        spec = with_cluster(spec, cluster)
     if workers is None:
         workers = usable_cores() if spec.cluster.workers == "auto" else spec.cluster.workers
     with stdout_to_stderr():  # modules of the user may print
         plan = compile_plan(spec, workers=workers)
     try:
+        cluster_for(plan)  # is not opened: whether it could be
         if form == "json":
             text = json.dumps(encoding.to_json(plan.to_json()))
         else:

@@ -258,6 +258,10 @@ class Coordinator:
         """Have `tell` called with the name of each worker whose supervisor is heard."""
         self._fleet.on_supervisor = tell
 
+    def fail(self, reason: str) -> None:
+        """End every pass with WorkersLost, now and later: no worker is there any more, nor will be."""
+        self._fail_all(WorkersLost(reason))
+
     # -- passes ----------------------------------------------------------------------------
 
     def open_pass(

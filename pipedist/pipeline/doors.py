@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def open(
     spec: SpecLike,
     *,
-    cluster: Cluster | None = None,
+    cluster: Cluster | str | None = None,
     workers: int | None = None,
     params: Mapping[str, Tree] | None = None,
     sets: Sequence[str] = (),
@@ -39,7 +39,8 @@ def open(
     Args:
         spec: a path, or the same document as a dict, in which a function may be a callable and a
             source may be `{"arrays": tree}`.
-        cluster: an open cluster to run on; None: one of its own, as the spec says.
+        cluster: an open cluster to run on; or one of its own instead of the spec's, "NAME" or "NAME:ADDRESS"
+            ("ray", "dask:tcp://10.0.0.1:8786"); None: one of its own, as the spec says.
         workers: number of worker processes of its own cluster; None: as the spec says.
         params: values for the spec's `params`.
         sets: the same as texts, "NAME=VALUE", as on the command line.
@@ -59,7 +60,7 @@ def open(
         PlanError: it can't be carried out here (on entering).
         UsageError: arguments that make no sense, or the output folder is in use (on entering).
     """
-    spare = Spare() if cluster is not None else _head_start(spec)
+    spare = _head_start(spec) if cluster in (None, "local") else Spare()
     try:
         from pipedist.pipeline.runs import Run
 
@@ -85,6 +86,7 @@ def open(
 def run(
     spec: SpecLike,
     *,
+    cluster: str | None = None,
     workers: int | None = None,
     params: Mapping[str, Tree] | None = None,
     output: str | os.PathLike[str] | None = None,
@@ -106,6 +108,7 @@ def run(
     async def main() -> Result:
         async with open(
             spec,
+            cluster=cluster,
             workers=workers,
             params=params,
             output=output,
@@ -122,7 +125,7 @@ def run(
         for opened in runs:
             opened.cancel()
 
-    with _head_start(spec):
+    with _head_start(spec) if cluster in (None, "local") else Spare():
         import anyio
 
         return _in_thread(main, cancel) if _in_event_loop() else anyio.run(main)

@@ -21,15 +21,16 @@ from pipedist import messages as msg
 from pipedist.coordinator import LogSink
 from pipedist.errors import CallError, JournalError, LocalProtocolError, OutputError, RunCancelled, UsageError
 from pipedist.launchers.server import Spare
-from pipedist.local_cluster import Cluster, LocalCluster, checked_count, usable_cores
+from pipedist.local_cluster import Cluster, checked_count, usable_cores
 from pipedist.pipeline.call_keys import replay_of
+from pipedist.pipeline.clusters import cluster_for
 from pipedist.pipeline.execution import Execution
 from pipedist.pipeline.quarantine import FILE as QUARANTINE
 from pipedist.pipeline.result import Ledger, Progress, Result
 from pipedist.pipeline.subscription import Part, Step, Subscription
 from pipedist.plan import Plan, compile_plan
 from pipedist.program import Tree
-from pipedist.spec import RunSpec, Spec, load
+from pipedist.spec import RunSpec, Spec, load, with_cluster
 
 if TYPE_CHECKING:
     from pipedist.outputs import FinishedRun, RunFolder
@@ -57,7 +58,7 @@ class Run:
         self,
         spec: SpecLike,
         *,
-        cluster: Cluster | None = None,
+        cluster: Cluster | str | None = None,
         workers: int | None = None,
         params: Mapping[str, Tree] | None = None,
         sets: Sequence[str] = (),
@@ -75,6 +76,8 @@ class Run:
             raise UsageError("`params` and `sets` come too late for a spec that was loaded already")
         self._spec = spec if isinstance(spec, Spec) else load(spec, params=params, sets=sets)
         self._given: tuple[SpecLike, Mapping[str, Tree] | None, Sequence[str]] = (spec, params, sets)
+        if isinstance(cluster, str):
+            self._spec, cluster = with_cluster(self._spec, cluster), None
         if cluster is not None and workers is not None:
             raise UsageError("say `cluster` or `workers`, not both: a cluster has its workers")
         self._given_cluster = cluster
@@ -111,13 +114,18 @@ class Run:
         await self._stack.__aenter__()
         self._stack.callback(self._spare.end)
         try:
-            workers = self._given_cluster.workers if self._given_cluster else self._worker_count()
-            supply = self._given_cluster.supply if self._given_cluster else None
-            self._plan = compile_plan(self._spec, workers=workers, verify=self._verify, supply=supply)
+            given = self._given_cluster
+            self._plan = compile_plan(
+                self._spec,
+                workers=given.workers if given else self._worker_count(),
+                verify=self._verify,
+                supply=given.supply if given else None,
+            )
+            cluster = given or cluster_for(self._plan, force=self._force)
             self._stack.callback(self._plan.close)
             self._open_folder()
             if self._earlier is None:
-                await self._open_cluster(workers)
+                await self._open_cluster(cluster)
             self._spare.end()  # it was taken, or nobody will
             if self._folder is not None:
                 from pipedist.pipeline.inquiry import answering  # as the folder
@@ -175,11 +183,11 @@ class Run:
         self._journal, self._journal_notice = journal.run, journal.notice
         self.id = opened.run_id  # a run that is resumed stays the run that it is
 
-    async def _open_cluster(self, workers: int) -> None:
-        self._cluster = self._given_cluster
-        if self._cluster is None:
-            self._cluster = await self._stack.enter_async_context(cluster_for(self.plan, force=self._force))
-        coordinator = self._cluster.coordinator  # raises if the given cluster is not open
+    async def _open_cluster(self, cluster: Cluster) -> None:
+        if cluster is not self._given_cluster:
+            await self._stack.enter_async_context(cluster)
+        self._cluster = cluster
+        coordinator = cluster.coordinator  # raises if the given cluster is not open
         if self._on_log is not None:
             self._stack.callback(coordinator.add_log_sink(self._hear))
 
@@ -440,23 +448,4 @@ def _restored(spec: Spec, finished: FinishedRun) -> Result:
         quarantine_file=finished.files.get(QUARANTINE),
         notice=f"this run was finished before, in {finished.path}",
         restored=document,
-    )
-
-
-def cluster_for(plan: Plan, *, force: bool = False) -> Cluster:
-    """Return the cluster that a spec asks for, not yet open."""
-    cluster, gpus = plan.spec.cluster, plan.gpus_needed
-    if cluster.launcher == "connect":
-        from pipedist.connect_cluster import ConnectCluster
-
-        return ConnectCluster(
-            listen=cluster.listen,
-            key_file=cluster.key_file,
-            workers=plan.workers,
-            rejoin_s=cluster.rejoin_s,
-            gpus_per_worker=gpus,
-            force=force,
-        )
-    return LocalCluster(
-        workers=plan.workers, threads_per_replica=plan.spec.threads_per_replica, gpus_per_worker=gpus
     )

@@ -42,7 +42,7 @@ def as_text(plan: Plan) -> str:
     if len(sizes) == 1:
         batch = sizes.pop()
         head += f"; {batch} element{'s' * (batch != 1)} a step, {-(-batch // replicas)} a replica"
-    lines = [head, "", f"{spec.name}: seed {spec.seed}, launcher {spec.cluster.launcher}"]
+    lines = [head, "", f"{spec.name}: seed {spec.seed}, {_launcher(plan)}"]
     for name, dataset in spec.datasets.items():
         lines += ["", f"dataset {name}: {dataset.kind}, {_extent(plan, name)}"]
         lines += [f"  {line}" for line in _ranges(plan, name)]
@@ -52,6 +52,13 @@ def as_text(plan: Plan) -> str:
         for pass_ in phase:
             lines += [f"  {line}" for line in _pass_lines(plan, pass_)]
     return "\n".join(lines)
+
+
+def _launcher(plan: Plan) -> str:
+    cluster = plan.spec.cluster
+    where = cluster.listen if cluster.launcher == "connect" else cluster.address
+    placed = f", {cluster.placement}" if cluster.launcher == "ray" else ""
+    return f"launcher {cluster.launcher}{f' at {where}' if where else ''}{placed}"
 
 
 def _extent(plan: Plan, name: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pipedist.spec.choice import with_cluster
 from pipedist.spec.interpolation import StageRef, StateRef, references, substitute
 from pipedist.spec.loading import Spec, load
 from pipedist.spec.model import ClusterSpec
@@ -38,4 +39,5 @@ __all__ = [
     "load",
     "references",
     "substitute",
+    "with_cluster",
 ]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import keyword
 import posixpath
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,8 @@ from pipedist.records import record
 from pipedist.spec.document import Path
 from pipedist.spec.graph import cycles
 from pipedist.spec.interpolation import NAME, NAME_EXPECTED, StageRef, StateRef
+from pipedist.spec.keys import ENGINE_ADDRESS_EXPECTED, ENGINE_ADDRESS_PATTERN, fits_engine
+from pipedist.spec.model import LAUNCHERS_OF
 from pipedist.spec.problems import Problems, listing
 from pipedist.spec.scalars import describe
 from pipedist.spec.stages import OPS, OUTPUT_ENDINGS
@@ -171,7 +174,7 @@ class Checks:
                 )
 
     def cluster(self, cluster: Mapping[object, object]) -> None:
-        """What `launcher: connect` needs is there with it, and what belongs to it is there only with it."""
+        """Keys that belong to some launchers are there with them, and only with them."""
         launcher = cluster.get("launcher", "local")
         for key, example in (
             ("listen", '"tcp://ADDRESS:PORT"'),
@@ -181,14 +184,20 @@ class Checks:
                 self._note(
                     ("cluster",), f"`{key}` is missing: `launcher: connect` needs it", example, at_key=True
                 )
-        for key in ("listen", "key_file", "rejoin_s"):
-            if launcher != "connect" and key in cluster:
+        for key, launchers in LAUNCHERS_OF.items():
+            if key in cluster and launcher not in launchers:
+                names = "`launcher: " + "` or `".join(launchers) + "`"
                 self._note(
                     ("cluster", key),
-                    f"`{key}` goes with `launcher: connect` only",
-                    f"no `{key}`, or `launcher: connect`",
+                    f"`{key}` goes with {names} only",
+                    f"no `{key}`, or {names}",
                     at_key=True,
                 )
+        address = cluster.get("address")
+        expected = ENGINE_ADDRESS_EXPECTED.get(str(launcher))
+        is_read = isinstance(address, str) and re.match(ENGINE_ADDRESS_PATTERN, address)
+        if is_read and expected and not fits_engine(str(address), str(launcher)):
+            self._note(("cluster", "address"), f"`address` is no address of {launcher}", expected)
 
     def states(self, datasets: Mapping[str, object]) -> None:
         """States are fed and read as the language says.

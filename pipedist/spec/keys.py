@@ -11,6 +11,17 @@ from pipedist.spec.section import Key
 
 FUNCTION_PATTERN = r"^[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*$"
 ENDPOINT_PATTERN = r"^tcp://(\[[0-9A-Fa-f:.]+\]|[^\s:/\[\]]+):(\d{1,5}|\*)$"
+ENGINE_ADDRESS_PATTERN = r"^(local|auto|([a-z]+://)?(\[[0-9A-Fa-f:.]+\]|[^\s:/\[\]]+):\d{1,5})$"
+_ENGINE_ADDRESSES = {
+    "ray": re.compile(r"local|auto|(ray://)?[^/]+"),
+    "dask": re.compile(r"local|(tcp|tls|ws|wss|ucx)://[^/]+"),
+}
+ENGINE_ADDRESS_EXPECTED = {
+    "ray": "local, auto, HOST:PORT or ray://HOST:PORT",
+    "dask": "local or tcp://HOST:PORT (tls, ws, wss, ucx)",
+}
+"""By launcher."""
+
 COLUMN_TYPES = (
     "str",
     "bool",
@@ -55,6 +66,17 @@ def _endpoint(value: object) -> object:
     raise Wrong
 
 
+def fits_engine(address: str, launcher: str) -> bool:
+    """Return whether a text can be the address of an engine."""
+    return bool(re.match(ENGINE_ADDRESS_PATTERN, address) and _ENGINE_ADDRESSES[launcher].fullmatch(address))
+
+
+def _engine_address(value: object) -> object:
+    if not isinstance(value, str) or not re.match(ENGINE_ADDRESS_PATTERN, value):
+        raise Wrong
+    return value
+
+
 Function: Final = Checked(function_name, {"type": "string", "pattern": FUNCTION_PATTERN})
 """A function: "package.module:name", or (in a dict) a callable."""
 
@@ -72,6 +94,9 @@ ColumnType: Final = Checked(_column_type, {"enum": list(COLUMN_TYPES)})
 
 Endpoint: Final = Checked(_endpoint, {"type": "string", "pattern": ENDPOINT_PATTERN})
 """A TCP address to listen at."""
+
+EngineAddress: Final = Checked(_engine_address, {"type": "string", "pattern": ENGINE_ADDRESS_PATTERN})
+"""Where an engine is."""
 
 Arguments: Final = MappingOf(Anything())
 """The `with` of a function."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pipedist.spec.keys import Endpoint, PathText
+from pipedist.spec.keys import Endpoint, EngineAddress, PathText
 from pipedist.spec.kinds import (
     Anything,
     Checked,
@@ -32,6 +32,8 @@ GRACE_S_MAX = 10_000_000
 NAME_CHARACTERS_MAX = 100
 SPECULATION_MAX = 1_000_000
 
+PLACE_S_MAX = 10_000_000
+PLACEMENTS = ("pack", "spread")
 LAUNCHERS = ("local", "connect", "ray", "dask", "slurm", "kubernetes")
 
 
@@ -123,7 +125,8 @@ class ClusterSpec(Section):
     listen: str | None = key(
         Nullable(Endpoint),
         Key(
-            "Where workers dial in, with `launcher: connect`: an address of this host and a port.",
+            "Where workers dial in, with `launcher: connect`: an address of this host and a port. With `ray` "
+            "and `dask`, instead of the address that their nodes reach and any free port.",
             '"tcp://ADDRESS:PORT"',
             'listen: "tcp://10.0.0.1:5555"',
         ),
@@ -139,6 +142,50 @@ class ClusterSpec(Section):
         ),
         default=None,
     )
+
+    address: str | None = key(
+        Nullable(EngineAddress),
+        Key(
+            "Where Ray or Dask is, with `launcher: ray` or `dask`. `local`: one of the run's own, on this "
+            "host. `auto` (Ray): the one that runs here, or that RAY_ADDRESS names. Default: the one "
+            "that runs here or that RAY_ADDRESS or DASK_SCHEDULER_ADDRESS names, and `local` where there is "
+            "none.",
+            "local; for ray also auto, HOST:PORT or ray://HOST:PORT; for dask also tcp://HOST:PORT",
+            'address: "ray://10.0.0.1:10001"',
+        ),
+        default=None,
+    )
+    placement: Literal["pack", "spread"] = key(
+        Choice(*PLACEMENTS),
+        Key(
+            "How Ray places the workers, with `launcher: ray`: on as few nodes as have room (`pack`), or on "
+            "as many (`spread`).",
+            "pack or spread",
+            "placement: spread",
+            choices=PLACEMENTS,
+        ),
+        default="pack",
+    )
+    place_s: float = key(
+        Number(PLACE_S_MAX, positive=True),
+        Key(
+            "How long Ray may take to have room for the workers, or Dask to have one of its own, in seconds.",
+            "a number of seconds above 0",
+            "place_s: 600",
+        ),
+        default=60.0,
+    )
+
+
+LAUNCHERS_OF = {
+    "listen": ("connect", "ray", "dask"),
+    "key_file": ("connect",),
+    "rejoin_s": ("connect",),
+    "address": ("ray", "dask"),
+    "placement": ("ray",),
+    "place_s": ("ray", "dask"),
+}
+"""The launchers that keys of a cluster go with; others go with all."""
 
 
 class SpecKeys(Section):

@@ -15,7 +15,7 @@ from pipedist.spec.problems import Problems
 from pipedist.spec.section import Section
 from pipedist.version import __version__
 
-LAUNCHERS_EXECUTED = ("local", "connect")
+LAUNCHERS_EXECUTED = ("local", "connect", "ray", "dask")
 """What can start workers today."""
 
 
@@ -45,7 +45,7 @@ NOT_YET = (
         ClusterSpec,
         "launcher",
         "the launchers " + ", ".join(f"`{name}`" for name in _LATER),
-        "`launcher: local`, or `connect`",
+        "`launcher: local`, `connect`, `ray` or `dask`",
         lambda value: value in _LATER,
     ),
 )

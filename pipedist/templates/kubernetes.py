@@ -73,7 +73,7 @@ def jobset(
         "image": image,
         "command": ["pipedist", "run", at],
         "args": [
-            *("--listen", f"tcp://*:{PORT}", "--key-file", f"{_KEYS}/cluster.key"),
+            *("--cluster", f"connect:tcp://*:{PORT}", "--key-file", f"{_KEYS}/cluster.key"),
             *("--workers", str(request.workers), "--output", _OUT),
             *(["--resume"] if claim else []),
         ],

@@ -30,7 +30,7 @@ resume=()
 if [[ "${SLURM_RESTART_COUNT:-0}" -gt 0 ]]; then resume=(--resume); fi
 
 srun --overlap --nodes=1 --ntasks=1 --cpus-per-task=1 --nodelist="$first" \
-  pipedist run "$spec" --listen "tcp://*:$port" --key-file "$keys/cluster.key" \
+  pipedist run "$spec" --cluster "connect:tcp://*:$port" --key-file "$keys/cluster.key" \
   --workers @workers@ ${resume[@]+"${resume[@]}"} &
 run=$!
 srun --overlap --nodes=@nodes@ --ntasks=@workers@ --ntasks-per-node=@per_node@ \

@@ -76,6 +76,19 @@ def workers_file(path: str | os.PathLike[str]) -> Path:
     return whole.with_name(f"{whole.stem}.worker{whole.suffix}")
 
 
+def key_text(keys: ClusterKeys) -> str:
+    """Return what a file with these keys holds."""
+    document: dict[str, object] = {
+        "pipedist_keys": KEY_FILE_VERSION,
+        "server_public": keys.client.server_public.decode("ascii"),
+        "client_public": keys.client.public.decode("ascii"),
+        "client_secret": keys.client.secret.decode("ascii"),
+    }
+    if keys.server is not None:
+        document["server_secret"] = keys.server.secret.decode("ascii")
+    return json.dumps(document, indent=1) + "\n"
+
+
 def write_key_file(path: str | os.PathLike[str], keys: ClusterKeys | None = None) -> ClusterKeys:
     """Write a cluster's keys to a new file that only its owner can read (mode 0600).
 
@@ -90,19 +103,10 @@ def write_key_file(path: str | os.PathLike[str], keys: ClusterKeys | None = None
     """
     if keys is None:
         keys = new_keys()
-    document: dict[str, object] = {
-        "pipedist_keys": KEY_FILE_VERSION,
-        "server_public": keys.client.server_public.decode("ascii"),
-        "client_public": keys.client.public.decode("ascii"),
-        "client_secret": keys.client.secret.decode("ascii"),
-    }
-    if keys.server is not None:
-        document["server_secret"] = keys.server.secret.decode("ascii")
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
         with open(descriptor, "w", encoding="ascii") as file:
-            json.dump(document, file, indent=1)
-            file.write("\n")
+            file.write(key_text(keys))
     except FileExistsError:
         raise UsageError(
             f"key file {os.fspath(path)} exists already; remove it first, or choose another name"

@@ -132,6 +132,8 @@ class Supervisor:
         gpus: how many the worker owns.
         task: role and index of the program that this belongs to, "worker/1"; "": of none.
         on_share: told the number and the frames of what is shared, in the thread of `run`.
+        inherited: descriptors that the worker process gets too.
+        code: folders that become the last entries of its `sys.path`.
     """
 
     def __init__(
@@ -146,6 +148,8 @@ class Supervisor:
         gpus: int = 0,
         task: str = "",
         on_share: Callable[[int, list[memoryview]], None] = lambda _number, _frames: None,
+        inherited: tuple[int, ...] = (),
+        code: tuple[str, ...] = (),
     ) -> None:
         self._endpoint = endpoint
         self._key_file = key_file
@@ -154,6 +158,8 @@ class Supervisor:
         self._join_s = join_s
         self._leave_s = leave_s
         self._gpus = gpus
+        self._inherited = inherited
+        self._code = code
         # Unique among the workers of a host, also where a batch system starts many in one container.
         self.worker = f"{os.uname().nodename}:{os.getpid()}:{secrets.token_hex(2)}"
         if task:
@@ -267,13 +273,14 @@ class Supervisor:
             "parent": os.getpid(),
             "progress": self._progress_file,
             "kept": self._kept_file,
+            "code": self._code,
             "settings": asdict(settings),
         }
         return subprocess.Popen(
             boot.command("pipedist.worker.supervisor", arguments),
             env=boot.environment(self._threads),
             stdin=subprocess.DEVNULL,
-            pass_fds=(self._progress_file, self._kept_file),
+            pass_fds=(self._progress_file, self._kept_file, *self._inherited),
         )
 
     def _patience_s(self) -> float:
@@ -447,9 +454,10 @@ def main(arguments: Mapping[str, Any]) -> None:
     Args:
         arguments: `parent`, the supervisor's pid; `progress`, the descriptor of the memory in which is
             noted what is executed; `kept`, of that through which finished results go to the next one;
-            `settings`, the fields of WorkerSettings.
+            `code`, folders for the end of `sys.path`; `settings`, the fields of WorkerSettings.
     """
     die_with(int(arguments["parent"]))
+    sys.path.extend(arguments["code"])  # a copy of the spec's own modules: none of another spec's
     os.dup2(2, 1)  # what user code writes to descriptor 1 is no output of the supervisor's
     settings = WorkerSettings(**arguments["settings"])
     code = run_process(settings, Progress(int(arguments["progress"])), int(arguments["kept"]))

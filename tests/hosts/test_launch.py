@@ -216,7 +216,7 @@ def test_the_jobset_is_one(spec: Path, options: tuple[str, ...]) -> None:
     name = manifest["metadata"]["name"]
     assert name == "square-of-numbers"
     assert f"tcp://{name}-driver-0-0.{name}:5555" in worker["args"]
-    assert "tcp://*:5555" in run["args"]
+    assert "connect:tcp://*:5555" in run["args"]
     assert run["args"][run["args"].index("--workers") + 1] == str(workers["completions"])
     assert "# pipedist keys new --output cluster.key" in done.stdout
     volumes = workers["template"]["spec"]["volumes"]

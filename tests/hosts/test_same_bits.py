@@ -76,8 +76,8 @@ def test_another_type_of_processor_is_refused_without_force(tmp_path: Path, forc
         "run",
         "spec.yaml",
         "--json",
-        "--listen",
-        "tcp://127.0.0.1:0",
+        "--cluster",
+        "connect:tcp://127.0.0.1:*",
     ]
     command += ["--key-file", "key", *(["--force"] if force else [])]
     run = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

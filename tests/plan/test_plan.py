@@ -155,7 +155,7 @@ def test_a_chain_longer_than_the_stack() -> None:
 
 
 NOT_YET: dict[str, tuple[dict[str, Any], str]] = {
-    "launcher": ({"cluster": {"launcher": "ray"}}, "cluster.launcher"),
+    "launcher": ({"cluster": {"launcher": "slurm"}}, "cluster.launcher"),
 }
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipedist.errors import PlanError, SpecError
+from pipedist.errors import PlanError, SpecError, UsageError
 from pipedist.spec import (
     GatherSpec,
     InitFile,
@@ -21,6 +21,7 @@ from pipedist.spec import (
     load,
     references,
     substitute,
+    with_cluster,
 )
 from pipedist.spec.sources import CsvSource, RangeSource
 from pipedist.version import __version__
@@ -289,7 +290,7 @@ def test_terminal_escapes_never_reach_an_error() -> None:
 def test_what_this_version_does_not_execute_is_told_with_its_place(tmp_path: Path) -> None:
     text = """\
         pipedist: 1
-        cluster: {launcher: ray}
+        cluster: {launcher: slurm}
         dataset: {range: 10, batch: 4}
         stages:
           a: {run: "m:f"}
@@ -357,3 +358,63 @@ def test_patience_that_makes_no_sense(value: object) -> None:
 def test_patience_and_second_attempts_have_defaults() -> None:
     cluster = load(TOTAL).cluster
     assert (cluster.speculation, cluster.stall_s) == (4.0, 60.0)
+
+
+@pytest.mark.parametrize(
+    ("launcher", "address"),
+    [
+        ("ray", "local"),
+        ("ray", "auto"),
+        ("ray", "10.0.0.1:6379"),
+        ("ray", "ray://[::1]:10001"),
+        ("dask", "local"),
+        ("dask", "tcp://h:8786"),
+        ("dask", "tls://h:8786"),
+    ],
+)
+def test_every_key_of_an_engines_cluster(launcher: str, address: str) -> None:
+    keys = {"launcher": launcher, "address": address, "place_s": 5, "listen": "tcp://10.0.0.1:5555"}
+    cluster = load({**TOTAL, "cluster": keys}).cluster
+    assert (cluster.address, cluster.place_s, cluster.placement) == (address, 5.0, "pack")
+
+
+@pytest.mark.parametrize(
+    ("launcher", "address"),
+    [
+        ("ray", "tcp://h:1"),
+        ("ray", "h"),
+        ("dask", "auto"),
+        ("dask", "h:8786"),
+        ("dask", "ray://h:1"),
+        ("ray", 5),
+    ],
+)
+def test_an_address_of_another_kind_is_refused(launcher: str, address: object) -> None:
+    (problem,) = problems_of({**TOTAL, "cluster": {"launcher": launcher, "address": address}})
+    assert problem.startswith("cluster.address: `address` is ")
+
+
+@pytest.mark.parametrize(
+    ("choice", "launcher", "key", "value"),
+    [
+        ("local", "local", "address", None),
+        ("ray", "ray", "address", None),
+        ("ray:auto", "ray", "address", "auto"),
+        ("ray:ray://h:10001", "ray", "address", "ray://h:10001"),
+        ("dask:tcp://h:8786", "dask", "address", "tcp://h:8786"),
+        ("connect:tcp://h:5555", "connect", "listen", "tcp://h:5555"),
+        ("connect", "connect", "key_file", str(Path.cwd() / "cluster.key")),
+    ],
+)
+def test_another_cluster_can_be_chosen(choice: str, launcher: str, key: str, value: object) -> None:
+    spec = load({**TOTAL, "cluster": {"launcher": "ray", "placement": "spread", "workers": 3, "grace_s": 7}})
+    cluster = with_cluster(spec, choice).cluster
+    assert (cluster.launcher, getattr(cluster, key)) == (launcher, value)
+    assert (cluster.workers, cluster.grace_s) == (3, 7.0), "what goes with every launcher stays"
+    assert cluster.placement == ("spread" if launcher == "ray" else "pack"), "nothing of another launcher's"
+
+
+@pytest.mark.parametrize("choice", ["", "rey", "local:x", "ray:tcp://h:1", "dask:auto", "connect:h", "slurm"])
+def test_a_choice_that_makes_no_sense_is_refused(choice: str) -> None:
+    with pytest.raises(UsageError, match="cluster"):
+        with_cluster(load(TOTAL), choice)

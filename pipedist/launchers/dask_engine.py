@@ -1,0 +1,148 @@
+"""Workers placed by Dask: a plugin by which every present and every future Dask worker keeps one of ours.
+
+What Dask does: starts Dask workers, and starts them again; each gets the plugin when it joins. What it does
+not do: execute calls, carry data, or try anything again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import sys
+from contextlib import AsyncExitStack
+from types import TracebackType
+from typing import Any, Self
+
+import anyio
+
+from pipedist.errors import UsageError
+from pipedist.launchers.engines import LOCAL, OnFailed, Watchers, address_towards, not_installed, require
+from pipedist.launchers.hosted import Terms
+
+_CLOSE_S = 30.0
+"""How long Dask may take to end everything."""
+
+
+class DaskEngine:
+    """A connection to Dask, and the plugin that keeps the workers.
+
+    Args:
+        address: `local`: Dask workers of its own, in this process; `tcp://HOST:PORT`, or what else a Dask
+            client takes; None: the one that Dask's configuration names (DASK_SCHEDULER_ADDRESS), and
+            `local` where it names none.
+        workers: how many Dask workers a `local` one has; others have as many as they have.
+        place_s: how long a Dask scheduler may take to answer, and to have a worker.
+
+    Raises:
+        UsageError: Dask's `distributed` is not installed.
+    """
+
+    def __init__(self, *, address: str | None, workers: int, place_s: float) -> None:
+        require("distributed", "dask")
+        self._address = address
+        self._workers = workers
+        self._place_s = place_s
+        self._name = f"pipedist-{secrets.token_hex(8)}"
+        self._stack = AsyncExitStack()
+        self._cluster: Any = None
+        self._client: Any = None
+        self._is_registered = False
+        self._watchers: Watchers | None = None
+        self._left: dict[str, str] = {}
+        """How our worker left, by the address of its Dask worker."""
+        self.host = ""
+
+    async def __aenter__(self) -> Self:
+        await self._stack.__aenter__()
+        try:
+            self._stack.push_async_callback(self._end)
+            await self._connect()
+            self._watchers = await self._stack.enter_async_context(Watchers())
+        except BaseException:
+            await self._stack.__aexit__(*sys.exc_info())
+            raise
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self._stack.__aexit__(kind, error, trace)
+
+    async def start(self, terms: Terms, on_failed: OnFailed) -> None:
+        """Have every Dask worker keep one of ours; see `Engine.start`."""
+        if self._watchers is None:
+            raise UsageError("an engine is used inside `async with`")
+        watchers = self._watchers
+        self._client.subscribe_topic(
+            self._name, lambda event: watchers.start(self._note, event[1], on_failed)
+        )
+        try:
+            with anyio.fail_after(self._place_s):
+                await self._client.wait_for_workers(1)
+                from pipedist.launchers.dask_plugin import DaskPlugin
+
+                self._is_registered = True
+                await self._client.register_plugin(
+                    DaskPlugin(self._name, terms.endpoint, terms.keys, terms.threads)
+                )
+        except TimeoutError:
+            raise UsageError(
+                f"Dask has had no worker within {self._place_s:g} s: start some (dask worker ADDRESS), or "
+                "wait longer (`cluster: {place_s: SECONDS}`)"
+            ) from None
+        except ImportError as error:
+            raise UsageError(not_installed(str(error)) or f"a Dask worker lacks a module: {error}") from error
+
+    async def _note(self, told: dict[str, str], on_failed: OnFailed) -> None:
+        self._left[told["worker"]] = how = told["how"]
+        print(f"pipedist: the worker kept by {told['worker']} has left: {how}", file=sys.stderr)  # noqa: T201
+        present = await self._client.nthreads()
+        if all(worker in self._left for worker in present):
+            on_failed(f"the workers kept by {len(present)} Dask workers have left; the last one: {how}")
+
+    async def _connect(self) -> None:
+        import dask
+        import distributed
+
+        address = self._address or dask.config.get("scheduler-address", None) or LOCAL
+        at: Any = address
+        if address == LOCAL:
+            at = self._cluster = distributed.LocalCluster(
+                n_workers=self._workers,
+                threads_per_worker=1,
+                processes=False,  # they execute nothing: our workers are processes
+                dashboard_address=None,
+                asynchronous=True,
+            )
+            await self._cluster
+        self._client = distributed.Client(at, asynchronous=True, set_as_default=False, timeout=self._place_s)
+        try:
+            await self._client
+        except (OSError, ValueError) as error:
+            raise UsageError(
+                f"no Dask scheduler answers at {address}: {error}; start one (dask scheduler), or say "
+                "`address: local` for one of the run's own"
+            ) from error
+        self.host = "127.0.0.1" if address == LOCAL else self._own_address()
+
+    def _own_address(self) -> str:
+        from distributed.comm import get_address_host
+
+        return address_towards(get_address_host(self._client.scheduler.address))
+
+    async def _end(self) -> None:
+        """End the plugin and the connection, whatever has happened."""
+        with anyio.move_on_after(_CLOSE_S, shield=True):
+            try:
+                if self._is_registered:
+                    self._client.unsubscribe_topic(self._name)
+                    with contextlib.suppress(ValueError):  # it came to nothing
+                        await self._client.unregister_worker_plugin(self._name)
+            finally:
+                if self._client is not None:
+                    await self._client.close()
+                if self._cluster is not None:
+                    await self._cluster.close()

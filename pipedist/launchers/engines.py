@@ -1,0 +1,118 @@
+"""What an engine is: a system that places worker processes on its nodes, and brings them back.
+
+A worker that an engine has placed dials in, like one that was started by hand: the protocol, the ledger and
+the scheduler know nothing of engines.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Coroutine
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+import anyio
+
+from pipedist.errors import UsageError
+from pipedist.launchers.hosted import Terms
+
+LOCAL = "local"
+"""The address that stands for an engine of the run's own, on this host."""
+
+GRACE_S = 3.0
+"""How long a worker's processes may take to leave when the cluster is closed; then they are killed."""
+
+PLACE_S = 60.0
+"""How long an engine may take to have room for the workers, if nothing else is said."""
+
+OnFailed = Callable[[str], None]
+"""Told why no worker of an engine is there any more, nor will be."""
+
+
+class Engine(Protocol):
+    """Places workers, inside `async with`: entering connects to it.
+
+    Leaving ends its workers, and whatever was started for the run.
+    """
+
+    @property
+    def host(self) -> str:
+        """This host's address, as the engine's nodes reach it."""
+        ...
+
+    async def start(self, terms: Terms, on_failed: OnFailed) -> None:
+        """Place the workers; return as soon as the engine has room for them.
+
+        Args:
+            terms: how they join.
+            on_failed: called on the event loop.
+
+        Raises:
+            UsageError: there is no room in time, or pipedist is not installed where they are placed.
+        """
+        ...
+
+    async def __aenter__(self) -> Self: ...
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None: ...
+
+
+class Watchers:
+    """Tasks that end with the engine. No error of the run passes through them: a task group would wrap it."""
+
+    def __init__(self) -> None:
+        self._group = anyio.create_task_group()
+
+    def start(self, function: Callable[..., Coroutine[Any, Any, None]], *args: object) -> None:
+        """Begin a task, which must not raise."""
+        self._group.start_soon(function, *args)
+
+    async def __aenter__(self) -> Self:
+        await self._group.__aenter__()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._group.cancel_scope.cancel()
+        await self._group.__aexit__(None, None, None)
+
+
+def require(module: str, extra: str) -> None:
+    """See to it that an extra is installed, without importing it.
+
+    Args:
+        module: what is imported.
+        extra: its name among pipedist's extras, and that of the launcher.
+
+    Raises:
+        UsageError: it is not.
+    """
+    if importlib.util.find_spec(module) is None:
+        raise UsageError(
+            f"the launcher {extra} needs the package {module}: pip install 'pipedist[{extra}]', "
+            "here and on every node"
+        )
+
+
+def address_towards(host: str) -> str:
+    """Return this host's address on the way to another one; nothing is sent."""
+    import socket
+
+    family, kind, protocol, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(target)
+        return str(probe.getsockname()[0])
+
+
+def not_installed(text: str) -> str:
+    """Return what to do about an engine's error if it says that its node lacks pipedist; else ""."""
+    if "No module named 'pipedist" not in text:
+        return ""
+    return (
+        "pipedist can't be imported on a node: install the same version there, in the environment that "
+        "the engine's processes run in"
+    )

@@ -1,0 +1,1 @@
+"""Clusters whose workers an engine places."""

@@ -1,0 +1,138 @@
+"""Workers kept by a real Dask: a LocalCluster of processes, one of which is killed."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import os
+import secrets
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import anyio.to_thread
+import pytest
+
+import pipedist
+from pipedist.errors import UsageError, WorkersLost
+from tests.engines.placing import digest, document, processes_with, steps_begun, undisturbed, wait_until
+
+pytestmark = [
+    pytest.mark.engines,
+    pytest.mark.timeout(240),
+    pytest.mark.skipif(
+        importlib.util.find_spec("distributed") is None,
+        reason="Dask is not installed here: make test-engines",
+    ),
+    pytest.mark.filterwarnings("default"),  # Dask's own
+]
+
+
+@asynccontextmanager
+async def dask_of(workers: int) -> AsyncIterator[Any]:
+    """A Dask scheduler, and workers that are processes with nannies."""
+    from distributed import LocalCluster
+
+    cluster = LocalCluster(
+        n_workers=workers,
+        threads_per_worker=1,
+        memory_limit=0,
+        dashboard_address=None,
+        asynchronous=True,
+    )
+    async with cluster:
+        yield cluster
+
+
+def ours_with(mark: str) -> dict[int, str]:
+    """The supervisors and workers whose environment has a mark."""
+    return {pid: line for pid, line in processes_with(mark).items() if "pipedist" in line}
+
+
+def pid_of(worker: Any) -> int:
+    """Of the process that a nanny keeps."""
+    return int(worker.process.pid)
+
+
+@pytest.mark.asyncio
+async def test_a_worker_killed_in_mid_run_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mark = secrets.token_hex(8)
+    monkeypatch.setenv("PIPEDIST_TEST_MARK", mark)
+    async with dask_of(2) as dask:
+        async with pipedist.DaskCluster(2, address=dask.scheduler_address) as cluster:
+            await cluster.ready()
+            spec = document("slow_roots", begun=str(tmp_path))
+            async with pipedist.open(spec, cluster=cluster) as run:
+                results = asyncio.create_task(run.results())
+                assert await anyio.to_thread.run_sync(wait_until, lambda: steps_begun(tmp_path) > 10)
+                os.kill(pid_of(dask.workers[0]), signal.SIGKILL)
+                found = digest(await results)
+                assert run.ledger().lost == 0
+            await cluster.ready(2)  # its nanny has started it again, and it has the plugin
+            with pytest.raises(pipedist.CallError):
+                async with pipedist.open(document("raises"), cluster=cluster) as run:
+                    await run.results()
+        assert ours_with(mark) == {}, "the Dask stays, nothing of ours does"
+    assert found == await anyio.to_thread.run_sync(undisturbed)
+
+
+@pytest.mark.asyncio
+async def test_a_dask_worker_that_joins_later_keeps_one_too() -> None:
+    async with dask_of(1) as dask, pipedist.DaskCluster(1, address=dask.scheduler_address) as cluster:
+        await cluster.ready(1)
+        dask.scale(2)
+        await cluster.ready(2)
+
+
+@pytest.mark.asyncio
+async def test_a_run_ends_when_all_workers_have_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their supervisors leave by themselves: without that news, the run would wait for ever."""
+    monkeypatch.setattr("pipedist.launchers.hosted.STARTS_MAX", 1)
+    async with pipedist.DaskCluster(2, address="local") as cluster:
+        await cluster.ready()
+        spec = document("dies_always")
+        with pytest.raises(WorkersLost, match=r"kept by 2 Dask workers have left.*signal 9"):
+            async with pipedist.open(spec, cluster=cluster) as run:
+                await run.results()
+
+
+@pytest.mark.asyncio
+async def test_no_dask_at_an_address_is_told() -> None:
+    with pytest.raises(UsageError, match=r"no Dask scheduler answers at tcp://127\.0\.0\.1:1"):
+        async with pipedist.DaskCluster(1, address="tcp://127.0.0.1:1", place_s=1):
+            pass
+
+
+@pytest.mark.asyncio
+async def test_a_dask_without_workers_says_so() -> None:
+    async with dask_of(0) as dask:
+        with pytest.raises(UsageError, match=r"no worker within 0.2 s"):
+            async with pipedist.DaskCluster(1, address=dask.scheduler_address, place_s=0.2):
+                pass
+
+
+def test_the_example_and_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mark = secrets.token_hex(8)
+    monkeypatch.setenv("PIPEDIST_TEST_MARK", mark)
+    root = Path(__file__).parents[2]
+    command = [sys.executable, str(root / "examples" / "dask_cluster.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "mean of sqrt over 1,000,000 elements: 666.666166\n"
+    spec = tmp_path / "sum.yaml"
+    spec.write_text(
+        "pipedist: 1\ncluster: {launcher: dask, address: local, workers: 2}\n"
+        "dataset: {range: 10, batch: 2}\nstages: {t: {reduce: sum, of: dataset, axis: 0}}\n"
+    )
+    for words, said in (("plan",), "launcher dask at local"), (("run", "--json"), '"t": 45'):
+        command = [sys.executable, "-m", "pipedist", *words, str(spec)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+        assert said in done.stdout
+    assert wait_until(lambda: not processes_with(mark), 10), processes_with(mark)

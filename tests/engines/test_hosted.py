@@ -1,0 +1,288 @@
+"""Workers that a process of somebody else keeps, and clusters of them: real processes, no engine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import anyio.to_thread
+import pytest
+
+import pipedist
+from pipedist.engine_clusters import EngineCluster
+from pipedist.errors import UsageError, WorkersLost
+from pipedist.launchers import hosted
+from pipedist.launchers.engines import OnFailed, not_installed, require
+from pipedist.launchers.hosted import HostedWorker, Terms
+from pipedist.launchers.modules import copy_modules
+from pipedist.scheduler import Limits
+from pipedist.transport.keys import ClusterKeys, key_text, new_keys
+from tests.engines.placing import (
+    F,
+    digest,
+    document,
+    processes_with,
+    steps_begun,
+    undisturbed,
+    wait_until,
+)
+from tests.launchers.processes import children_of, wait_gone, wait_state
+
+ROOT = Path(__file__).parents[2]
+GONE_S = 10.0
+
+
+class HereEngine:
+    """Keeps workers in this very process.
+
+    Args:
+        count: how many.
+        terms: how they join, instead of what they are told.
+    """
+
+    host = "127.0.0.1"
+
+    def __init__(self, count: int, terms: Terms | None = None) -> None:
+        self.hosted: list[HostedWorker] = []
+        self.told: list[Terms] = []
+        self._count = count
+        self._terms = terms
+
+    async def start(self, terms: Terms, on_failed: OnFailed) -> None:
+        self.told.append(terms)
+        loop = asyncio.get_running_loop()
+        for _ in range(self._count):
+            self.hosted.append(
+                HostedWorker(self._terms or terms, lambda how: loop.call_soon_threadsafe(on_failed, how))
+            )
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for each in self.hosted:
+            await anyio.to_thread.run_sync(each.close, GONE_S)
+
+
+def cluster_of(engine: HereEngine, workers: int = 2, threads: int = 1) -> EngineCluster:
+    limits = Limits(heard_within_s=4)  # a killed supervisor can't say Goodbye
+    return EngineCluster(workers, engine, listen=None, threads_per_replica=threads, limits=limits)
+
+
+@pytest.mark.asyncio
+async def test_workers_dial_in_and_nothing_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    mark = secrets.token_hex(8)
+    monkeypatch.setenv("PIPEDIST_TEST_MARK", mark)
+    files = len(os.listdir("/proc/self/fd"))
+    engine = HereEngine(2)
+    async with cluster_of(engine) as cluster:
+        await cluster.ready()
+        async with pipedist.open(document("roots"), cluster=cluster) as run:
+            assert digest(await run.results()) == await anyio.to_thread.run_sync(undisturbed)
+        with pytest.raises(pipedist.CallError):
+            async with pipedist.open(document("raises"), cluster=cluster) as run:
+                await run.results()
+    assert [each.wait(0) for each in engine.hosted] == ["", ""], "told to leave, by the scheduler"
+    assert processes_with(mark) == {}
+    assert len(os.listdir("/proc/self/fd")) <= files
+
+
+@pytest.mark.asyncio
+async def test_a_killed_supervisor_is_started_again(tmp_path: Path) -> None:
+    engine = HereEngine(1)
+    async with cluster_of(engine, workers=1) as cluster:
+        await cluster.ready()
+        before = engine.hosted[0].pid
+        async with pipedist.open(document("dies_once", marker=str(tmp_path / "m")), cluster=cluster) as run:
+            found = digest(await run.results())
+        assert engine.hosted[0].pid not in (0, before)
+    assert found == await anyio.to_thread.run_sync(undisturbed)
+
+
+def seen_of(pid: int) -> str:
+    """What others on the host can see of a process, and what it has open."""
+    process = Path(f"/proc/{pid}")
+    texts = [(process / file).read_bytes().decode() for file in ("cmdline", "environ")]
+    return " ".join([*texts, *(os.readlink(entry) for entry in (process / "fd").iterdir())])
+
+
+@pytest.mark.asyncio
+async def test_secrets_are_in_memory_only() -> None:
+    engine = HereEngine(1)
+    async with cluster_of(engine, workers=1) as cluster:
+        await cluster.ready()
+        secret = json.loads(engine.told[0].keys)["client_secret"]
+        supervisor = engine.hosted[0].pid
+        for pid in (supervisor, *children_of(supervisor)):
+            assert secret not in seen_of(pid)
+            assert "memfd:pipedist-keys" in seen_of(pid)
+    assert "server_secret" not in engine.told[0].keys, "a worker can't stand in for the scheduler"
+    assert secret not in repr(engine.told[0])
+
+
+@pytest.mark.asyncio
+async def test_threads_are_those_of_the_run() -> None:
+    async with cluster_of(HereEngine(1), workers=1, threads=3) as cluster:
+        spec = {
+            "pipedist": 1,
+            "threads_per_replica": 3,
+            "dataset": {"range": 2, "batch": 2},
+            "stages": {
+                "t": {"run": f"{F}:threads"},
+                "most": {"reduce": "max", "of": "t", "axis": None},
+            },
+        }
+        async with pipedist.open(spec, cluster=cluster) as run:
+            assert (await run.results())["most"] == 3
+
+
+@pytest.mark.asyncio
+async def test_a_run_ends_when_no_worker_will_come() -> None:
+    """Without it, the run would wait for ever: nobody else looks after the workers of an engine."""
+    lost = Terms("nowhere", key_text(ClusterKeys(new_keys().client, None)))
+    async with cluster_of(HereEngine(1, lost), workers=1) as cluster:
+        with pytest.raises(WorkersLost, match="nowhere"):
+            async with pipedist.open(document("roots"), cluster=cluster) as run:
+                await run.results()
+
+
+@contextmanager
+def keeper(terms: Terms) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """A process that keeps a worker, and its supervisor's pid."""
+    script = (
+        "import json, sys, time\n"
+        "from pipedist.launchers.hosted import HostedWorker, Terms\n"
+        "kept = HostedWorker(Terms(sys.argv[1], json.loads(sys.stdin.readline())))\n"
+        "while not kept.pid: time.sleep(0.01)\n"
+        "print(kept.pid, flush=True)\n"
+        "kept.wait()\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", script, terms.endpoint],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        cwd=ROOT,
+        text=True,
+    )
+    with process:
+        try:
+            assert process.stdin is not None
+            assert process.stdout is not None
+            process.stdin.write(json.dumps(terms.keys) + "\n")
+            process.stdin.flush()
+            yield process, int(process.stdout.readline())
+        finally:
+            process.kill()
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("stopped", [False, True])
+async def test_a_killed_keeper_leaves_nothing_and_its_calls_go_elsewhere(
+    tmp_path: Path, stopped: bool
+) -> None:
+    engine = HereEngine(0)
+    async with cluster_of(engine) as cluster:
+        with keeper(engine.told[0]) as (process, supervisor):
+            await cluster.ready(1)
+            (worker,) = children_of(supervisor)
+            async with pipedist.open(document("slow_roots", begun=str(tmp_path)), cluster=cluster) as run:
+                results = asyncio.create_task(run.results())
+                assert await anyio.to_thread.run_sync(wait_until, lambda: steps_begun(tmp_path) > 5)
+                if stopped:
+                    os.kill(worker, signal.SIGSTOP)
+                    wait_state(worker, "T")
+                process.kill()
+                assert wait_gone([supervisor, worker], GONE_S) == []
+                engine.hosted.append(HostedWorker(engine.told[0]))
+                found = digest(await results)
+    assert found == await anyio.to_thread.run_sync(undisturbed)
+
+
+def test_closing_kills_what_does_not_leave() -> None:
+    """The supervisor is stopped: it can't hear anything."""
+    kept = HostedWorker(Terms("tcp://127.0.0.1:1", key_text(new_keys())))
+    assert wait_until(lambda: kept.pid != 0)
+    supervisor = kept.pid
+    assert wait_until(lambda: bool(children_of(supervisor)))
+    processes = [supervisor, *children_of(supervisor)]
+    os.kill(supervisor, signal.SIGSTOP)
+    kept.close(grace_s=0.2)
+    assert wait_gone(processes) == []
+    assert kept.pid == 0
+
+
+def test_how_a_worker_left_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hosted, "STARTS_MAX", 2)
+    told: list[str] = []
+    kept = HostedWorker(Terms("nowhere", key_text(new_keys())), told.append)
+    how = kept.wait(GONE_S)
+    assert how is not None
+    assert "nowhere" in how
+    assert "exit code 2" in how
+    kept.close(GONE_S)
+    assert told == [how]
+
+
+def test_code_comes_after_what_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", "/copy:/mine")
+    assert hosted._environment(("/copy",))["PYTHONPATH"] == "/mine"
+    monkeypatch.setenv("PYTHONPATH", "/copy")
+    assert "PYTHONPATH" not in hosted._environment(("/copy",))
+
+
+def test_modules_are_copied_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code, to = tmp_path / "code", tmp_path / "to"
+    for folder in ("pack/deep", ".git", "__pycache__", "data"):
+        (code / folder).mkdir(parents=True)
+    for name in ("a.py", "pack/__init__.py", "pack/deep/b.py", ".git/c.py", "data/d.csv", "__pycache__/e.py"):
+        (code / name).write_text(name)
+    (code / "link.py").symlink_to("/etc/hostname")
+    to.mkdir()
+    copy_modules(code, to)
+    copied = sorted(str(path.relative_to(to)) for path in to.rglob("*") if path.is_file())
+    assert copied == ["a.py", "pack/__init__.py", "pack/deep/b.py"]
+    monkeypatch.setattr("pipedist.launchers.modules.MODULES_MAX", 2)
+    with pytest.raises(UsageError, match="folder of their own"):
+        copy_modules(code, to)
+
+
+def test_a_missing_extra_says_what_to_install() -> None:
+    with pytest.raises(UsageError, match=r"pip install 'pipedist\[ray\]'"):
+        require("no_such_engine", "ray")
+    require("json", "ray")
+    assert "install the same version" in not_installed("ModuleNotFoundError: No module named 'pipedist'")
+    assert not_installed("something else") == ""
+
+
+@pytest.mark.parametrize("command", ["plan", "run"])
+@pytest.mark.parametrize(("engine", "module"), [("ray", "ray"), ("dask", "distributed")])
+def test_a_missing_extra_is_told_before_anything_runs(
+    tmp_path: Path, command: str, engine: str, module: str
+) -> None:
+    spec = tmp_path / "spec.yaml"
+    spec.write_text(
+        "pipedist: 1\ndataset: {range: 4, batch: 2}\nstages: {t: {reduce: sum, of: dataset, axis: 0}}\n"
+    )
+    hide = (
+        "import sys, importlib.util as u; find = u.find_spec\n"
+        f"u.find_spec = lambda name, *rest: None if name == {module!r} else find(name, *rest)\n"
+        "from pipedist.cli import main; main()\n"
+    )
+    words = [sys.executable, "-c", hide, command, str(spec), "--cluster", engine]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2, done.stderr
+    assert f"pip install 'pipedist[{engine}]'" in done.stderr
+    assert done.stdout == ""
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,202 @@
+"""Workers placed by a real Ray: several nodes, one of which is killed."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import os
+import secrets
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import anyio.to_thread
+import pytest
+
+import pipedist
+from pipedist.errors import UsageError
+from tests.engines.placing import digest, document, processes_with, steps_begun, undisturbed, wait_until
+
+pytestmark = [
+    pytest.mark.engines,
+    pytest.mark.timeout(240),
+    pytest.mark.skipif(
+        importlib.util.find_spec("ray") is None, reason="Ray is not installed here: make test-engines"
+    ),
+    pytest.mark.filterwarnings("default"),  # Ray's own
+]
+
+STORE_BYTES = 80 * 2**20
+EARLIER = set(Path("/tmp").glob("pipedist-ray-*"))
+
+
+@pytest.fixture(autouse=True)
+def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+
+
+@pytest.fixture
+def nodes() -> Iterator[Any]:
+    """A Ray of a head without room, and three nodes of one CPU."""
+    import ray
+    from ray.cluster_utils import Cluster
+
+    head = {"num_cpus": 0, "object_store_memory": STORE_BYTES, "include_dashboard": False}
+    cluster = Cluster(initialize_head=True, head_node_args=head)
+    try:
+        for _ in range(3):
+            cluster.add_node(num_cpus=1, object_store_memory=STORE_BYTES)
+        yield cluster
+    finally:
+        ray.shutdown()  # a test that failed may have left this process connected
+        cluster.shutdown()
+
+
+@pytest.mark.asyncio
+async def test_a_node_killed_in_mid_run_changes_nothing(nodes: Any, tmp_path: Path) -> None:
+    async with pipedist.RayCluster(3, address=nodes.address, placement="spread") as cluster:
+        await cluster.ready()
+        spec = document("slow_roots", begun=str(tmp_path))
+        async with pipedist.open(spec, cluster=cluster) as run:
+            results = asyncio.create_task(run.results())
+            assert await anyio.to_thread.run_sync(wait_until, lambda: steps_begun(tmp_path) > 10)
+            lost = next(iter(nodes.worker_nodes))
+            await anyio.to_thread.run_sync(lambda: nodes.remove_node(lost, allow_graceful=False))
+            nodes.add_node(num_cpus=1, object_store_memory=STORE_BYTES, wait=False)
+            found = digest(await results)
+            assert run.ledger().lost == 0
+        await cluster.ready()  # Ray has started the actor again, on the new node
+    assert found == await anyio.to_thread.run_sync(undisturbed)
+    assert len(workers_in(tmp_path)) >= 3, "each node's worker took part"
+
+
+@pytest.mark.asyncio
+async def test_nothing_is_left_behind_of_a_ray_that_stays(nodes: Any, tmp_path: Path) -> None:
+    import ray
+
+    here, sent = tmp_path / "here", tmp_path / "sent"
+    for folder in (here, sent):
+        folder.mkdir()
+        (folder / "mine.py").write_text(
+            "import os\ndef where(shard): return [__file__, os.environ.get('PYTHONPATH', '')]\n"
+        )
+    spec = {
+        "pipedist": 1,
+        "code": str(here),
+        "dataset": {"range": 4, "batch": 4},
+        "stages": {"w": {"run": "mine:where"}, "all": {"reduce": "tests.engines.test_ray:first", "of": "w"}},
+    }
+    async with pipedist.RayCluster(2, address=nodes.address, code=sent) as cluster:
+        await cluster.ready()
+        endpoint = cluster.coordinator.endpoint
+        assert len(dialling(endpoint)) == 4, "two supervisors and their workers"
+        async with pipedist.open(spec, cluster=cluster) as run:
+            (here / "mine.py").unlink()  # as on another host
+            file, path = (await run.results())["all"]
+        with pytest.raises(pipedist.CallError):
+            async with pipedist.open(document("raises"), cluster=cluster) as run:
+                await run.results()
+    assert "working_dir_files" in file, "the modules came with Ray, not from this host's folder"
+    assert "working_dir_files" not in path, "they come after what is installed"
+    assert not ray.is_initialized()
+    assert dialling(endpoint) == set()
+    assert scratch() == []
+    assert shared_memory() == set()
+    ray.init(address=nodes.address, log_to_driver=False)
+    try:
+        from ray.util import placement_group_table
+
+        states = {group["state"] for group in placement_group_table().values()}
+        assert states <= {"REMOVED"}
+        async with pipedist.RayCluster(1) as cluster:  # this process's connection is used, and stays
+            await cluster.ready()
+        assert ray.is_initialized()
+        with pytest.raises(UsageError, match="connected to Ray already"):
+            async with pipedist.RayCluster(1, address="local"):
+                pass
+    finally:
+        ray.shutdown()
+
+
+def first(a: Any, _b: Any) -> Any:
+    return a
+
+
+def dialling(endpoint: str) -> set[int]:
+    """The supervisors and worker processes on this host that were started for an endpoint."""
+    found = set()
+    for entry in Path("/proc").iterdir():
+        try:
+            if entry.name.isdigit() and endpoint.encode() in (entry / "cmdline").read_bytes():
+                found.add(int(entry.name))
+        except OSError:
+            continue
+    return found
+
+
+def scratch() -> list[Path]:
+    """What clusters on Ray have on this host's disk; runs that were killed before do not count."""
+    return list(set(Path("/tmp").glob("pipedist-ray-*")) - EARLIER)
+
+
+def workers_in(begun: Path) -> set[str]:
+    return {path.name.split("-")[2] for path in begun.iterdir()}
+
+
+def shared_memory() -> set[str]:
+    return {name for name in os.listdir("/dev/shm") if "pipedist" in name or "plasma" in name}
+
+
+@pytest.mark.asyncio
+async def test_a_cluster_without_room_says_so(nodes: Any) -> None:
+    with pytest.raises(UsageError, match=r"no room for 4 workers of 1 CPU each within 1 s; it has 3 CPU"):
+        async with pipedist.RayCluster(4, address=nodes.address, place_s=1):
+            pass
+
+
+@pytest.mark.asyncio
+async def test_no_ray_at_an_address_is_told() -> None:
+    with pytest.raises(UsageError, match=r"no Ray cluster answers at 127\.0\.0\.1:1"):
+        async with pipedist.RayCluster(1, address="127.0.0.1:1"):
+            pass
+
+
+def test_the_example_and_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mark = secrets.token_hex(8)
+    monkeypatch.setenv("PIPEDIST_TEST_MARK", mark)
+    root = Path(__file__).parents[2]
+    command = [sys.executable, str(root / "examples" / "ray_cluster.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "mean of sqrt over 1,000,000 elements: 666.666166\n"
+    spec = tmp_path / "sum.yaml"
+    spec.write_text(
+        "pipedist: 1\ndataset: {range: 10, batch: 2}\nstages: {t: {reduce: sum, of: dataset, axis: 0}}\n"
+    )
+    for words, said in (("plan",), "launcher ray at local, pack"), (("run", "--json"), '"t": 45'):
+        command = [sys.executable, "-m", "pipedist", *words, str(spec), "--cluster", "ray:local"]
+        done = subprocess.run([*command, "--workers", "2"], capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+        assert said in done.stdout
+    assert wait_until(lambda: not processes_with(mark), 10), processes_with(mark)
+    assert scratch() == []
+
+
+def test_a_killed_driver_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray's own processes go with the thread that started them, ours with Ray's actors."""
+    mark = secrets.token_hex(8)
+    monkeypatch.setenv("PIPEDIST_TEST_MARK", mark)
+    script = (
+        "import pipedist\n"
+        "from tests.engines.placing import document\n"
+        f"pipedist.run(document('slow_roots', begun={str(tmp_path)!r}), cluster='ray:local', workers=2)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", script], cwd=Path(__file__).parents[2]) as driver:
+        try:
+            assert wait_until(lambda: steps_begun(tmp_path) > 5)
+        finally:
+            driver.kill()
+    assert wait_until(lambda: not processes_with(mark)), processes_with(mark)
