@@ -138,7 +138,7 @@ def test_silence_is_three_heartbeats(fleet: Fleet, record: Record) -> None:
     fleet.greet(b"a", hello("far", 0))
     welcome = record.told(b"a")
     assert isinstance(welcome, msg.Welcome)
-    assert 3 * welcome.heartbeat_s == pytest.approx(4.0)
+    assert 3 * welcome.heartbeat_s <= 4.0 <= 3 * welcome.heartbeat_s + 1
 
 
 def test_who_is_refused_is_told_with_the_reason(fleet: Fleet, record: Record) -> None:
@@ -147,6 +147,6 @@ def test_who_is_refused_is_told_with_the_reason(fleet: Fleet, record: Record) ->
     fleet.greet(b"a", replace(hello("far", 0), wire=99))
     fleet.turn_away(b"\x00\x01")
     assert told == [
-        f"worker 'far' of {hello('far', 0).host!r}: it runs protocol 99 (here {msg.WIRE_VERSION})",
+        f"worker 'far' of {hello('far', 0).host!r}: it speaks protocol 99 (here {msg.WIRE_VERSION})",
         "a message from connection 0001, which is no member's",
     ]

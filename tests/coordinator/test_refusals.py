@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from pipedist import ConnectCluster
+from pipedist.connect_cluster import server_keys
 from pipedist.coordinator.refusals import LOGGER, Refusals
 from pipedist.errors import RemoteProtocolError
 from pipedist.transport.keys import new_keys
@@ -51,7 +52,7 @@ def test_what_a_stranger_wrote_is_one_short_line(caplog: pytest.LogCaptureFixtur
 @pytest.mark.asyncio
 async def test_the_run_says_who_was_kept_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async with ConnectCluster(key_file=tmp_path / "cluster.key") as cluster:
-        keys, others = cluster._keys(), new_keys()
+        keys, others = server_keys(str(tmp_path / "cluster.key")), new_keys()
         stranger = type(others.client)(keys.public, others.client.public, others.client.secret)
         with (
             Dealer(cluster.coordinator.endpoint, identity=b"stranger", keys=stranger) as worker,
