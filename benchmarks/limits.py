@@ -26,7 +26,7 @@ SLOTS = 4
 CORE_IMPORTS = "numpy, zmq, msgpack, anyio"
 """What a program that embeds an engine like this one imports."""
 
-CLI_IMPORTS = f"{CORE_IMPORTS}, optree, ruamel.yaml, typer"
+CLI_IMPORTS = f"{CORE_IMPORTS}, optree, ruamel.yaml, click"
 """What the command line can't do without: also a YAML reader and a parser of options."""
 
 

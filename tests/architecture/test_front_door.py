@@ -17,7 +17,7 @@ def test_every_public_name_is_there() -> None:
 HEAVY = frozenset(
     {
         "anyio", "asyncio", "cloudpickle", "numpy", "optree", "psutil", "pyarrow", "pydantic", "rich",
-        "ruamel", "secrets", "tempfile", "typer", "zmq",
+        "ruamel", "secrets", "tempfile", "click", "zmq",
     }
 )  # fmt: skip
 """What takes more than a few milliseconds to import."""

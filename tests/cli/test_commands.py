@@ -135,7 +135,7 @@ def test_the_current_directory_is_not_importable(pipedist: Command, tmp_path: Pa
     elsewhere.mkdir()
     spec.rename(elsewhere / "squares.yaml")
     spec.with_name("squares.py").rename(elsewhere / "squares.py")
-    for name in ("numpy", "typer", "zmq", "pydantic"):
+    for name in ("numpy", "click", "zmq", "pydantic"):
         (tmp_path / f"{name}.py").write_text(f"raise SystemExit('a shadow of {name} was imported')")
     done = pipedist("plan", "elsewhere/squares.yaml")
     assert done.returncode == 0, done.stderr

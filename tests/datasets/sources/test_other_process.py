@@ -78,7 +78,7 @@ def test_a_worker_reads_the_same(tmp_path: Path, kind: str, config: dict[str, An
 
 
 def test_a_reader_imports_only_what_it_uses() -> None:
-    heavy = ["pyarrow", "pandas", "pydantic", "gzip", "zipfile", "cloudpickle", "ruamel", "rich", "typer"]
+    heavy = ["pyarrow", "pandas", "pydantic", "gzip", "zipfile", "cloudpickle", "ruamel", "rich", "click"]
     code = (
         "import sys\nfrom pipedist.datasets import open_reader\n"
         "open_reader({'kind': 'range', 'start': 0, 'stop': 3, 'step': 1}).read(range(3))\n"
