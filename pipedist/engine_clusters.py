@@ -42,7 +42,7 @@ class EngineCluster(Cluster):
         listen: str | None,
         threads_per_replica: int,
         limits: Limits | None,
-        force: bool,
+        force: bool = False,
     ) -> None:
         count = usable_cores() if workers is None else workers
         super().__init__(count, Supply(None, (), "workers that are placed bring them"))

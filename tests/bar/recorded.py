@@ -10,6 +10,7 @@ from unittest import mock
 import pipedist
 from pipedist import messages as msg
 from pipedist.errors import PipedistError
+from pipedist.transport.codec import encode
 from pipedist.transport.envelope import seal
 from pipedist.transport.router import Router
 from pipedist.transport.shared_memory.references import Reference
@@ -61,6 +62,10 @@ UNSEEN: tuple[msg.Message, ...] = (
     msg.Exchange(3, 1),
     msg.Cancel(7),
     msg.DropState(2),
+    msg.Cancelled(7),
+    msg.Recall(8, 1, 4, 9),
+    msg.Settled(1, 4),
+    msg.Sees(1),
 )
 """Messages of dialled-in workers, and of what does not happen in every run."""
 
@@ -92,6 +97,9 @@ def record() -> list[Frames]:
             except PipedistError:
                 assert spec is SPECS[-1], "only the last one is to fail"
     seen += [(seal(pack(message)),) for message in UNSEEN]
+    files = encode([["mine.py", False, b"x = 1"]])
+    seen.append((seal(pack(msg.Code("/spec", "ab" * 16, "1 file")), bytes(files[0])), *map(bytes, files[1:])))
+    seen.append((seal(pack(msg.Share(1)), bytes(encode({"total": 45})[0])),))
     head = pack(msg.Results(1, 0, 1, 5))
     seen.append((seal(head, b"\x91\xc0", [Reference(1, 1, 0, 1, 65536), Reference(2, 1, 1, 2, 70000)]),))
     small = {frames for frames in seen if sum(map(len, frames)) <= FRAME_BYTES_MAX}

@@ -72,6 +72,7 @@ def test_a_failing_function(pipedist: Command, spec: Path, tmp_path: Path) -> No
         "stage": "squares",
         "step": 1,
         "replica": 0,
+        "replay": "pipedist replay out/squares --call squares/1/0",
     }
     assert document["results"] == {}
     ledger = document["ledger"]

@@ -139,7 +139,10 @@ def test_threads_are_kept_by_a_crew_and_ended_with_it() -> None:
 
 
 def test_a_signals_handler_that_raises_ends_the_gang_and_hangs_nobody() -> None:
+    delivered = threading.Event()
+
     def interrupt(_signal: int, _frame: Any) -> None:
+        delivered.set()
         raise KeyboardInterrupt
 
     before = signal.signal(signal.SIGUSR2, interrupt)
@@ -148,7 +151,7 @@ def test_a_signals_handler_that_raises_ends_the_gang_and_hangs_nobody() -> None:
         if replica.number == 1:
             with replica.gang.outside(1):
                 signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR2)
-                time.sleep(0.05)  # it is delivered some time
+                assert delivered.wait(30)
         replica.barrier()
         return "met"
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import glob
 import json
 import os
-import tempfile
 import uuid
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -73,8 +71,9 @@ def project(tmp_path: Path) -> Project:
     return it
 
 
-def leftovers() -> set[str]:
-    return set(glob.glob(os.path.join(tempfile.gettempdir(), "pipedist-code-*")))
+def leftovers(tmp_path: Path) -> list[Path]:
+    """Return what is in the folder for temporary files that `run_with` gives to its worker."""
+    return list((tmp_path / "temporary").iterdir())
 
 
 @pytest.fixture
@@ -93,11 +92,16 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 async def run_with(tmp_path: Path, spec: Path, hidden: Path) -> tuple[pipedist.Result, str]:
     """Run with one worker that does not see a folder; return the result, and what the worker said."""
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    env = {"TMPDIR": str(temporary)}
     with ExitStack() as stack:
         try:
             async with pipedist.ConnectCluster(key_file=tmp_path / "key") as cluster:
                 endpoint = cluster.coordinator.endpoint
-                process = stack.enter_context(worker(endpoint, tmp_path / "key", hidden=hidden, cwd=tmp_path))
+                process = stack.enter_context(
+                    worker(endpoint, tmp_path / "key", hidden=hidden, cwd=tmp_path, env=env)
+                )
                 async with pipedist.open(spec, cluster=cluster) as run:
                     result = await run.results()
         finally:
@@ -112,7 +116,6 @@ async def test_code_and_shards_travel_where_the_folder_is_not_there(
 ) -> None:
     """Also after the worker process died: the copy is its supervisor's. Nothing of it is left at the end."""
     needs_namespaces()
-    before = leftovers()
     died = tmp_path / "died"
     spec = project.spec("functions:double", died=str(died))
     result, said = await run_with(tmp_path, spec, project.folder)
@@ -120,7 +123,7 @@ async def test_code_and_shards_travel_where_the_folder_is_not_there(
     assert died.exists()
     assert "worker process ended: signal 9" in said
     assert seen == []
-    assert leftovers() == before
+    assert leftovers(tmp_path) == []
 
 
 @pytest.mark.asyncio
@@ -140,7 +143,6 @@ async def test_a_missing_import_names_module_worker_and_what_was_sent(
     tmp_path: Path, project: Project
 ) -> None:
     needs_namespaces()
-    before = leftovers()
     with pytest.raises(pipedist.CallError) as caught:
         await run_with(tmp_path, project.spec("broken:f"), project.folder)
     told = str(caught.value)
@@ -148,7 +150,7 @@ async def test_a_missing_import_names_module_worker_and_what_was_sent(
     assert f"this is worker {os.uname().nodename}:" in told
     assert f"was sent: {project.folder} (" in told
     assert f"without {project.name}_large.py (2.0 MiB)" in told
-    assert leftovers() == before
+    assert leftovers(tmp_path) == []
 
 
 def test_the_plan_says_who_reads_each_dataset_and_why(project: Project, tmp_path: Path) -> None:

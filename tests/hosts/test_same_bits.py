@@ -103,5 +103,5 @@ def test_another_type_of_processor_is_refused_without_force(tmp_path: Path, forc
         run.communicate()
     assert run.returncode == 0, err
     assert json.loads(out)["results"]["total"] == sum(range(40))
-    assert ("joins, though" if force else "may not join") in err
+    assert ("joins, though" if force else "pipedist: refused (1 so far): worker ") in err
     assert f"without {feature}" in err

@@ -122,7 +122,7 @@ async def test_a_disk_that_does_not_answer() -> None:
         def commit(self, *_: object, **__: object) -> None:
             assert answered.wait(PATIENCE_S)
 
-    journal = RunJournal(Slow(), None)  # type: ignore[arg-type]
+    journal = RunJournal(Slow(), None, "")  # type: ignore[arg-type]
     assert journal.committing_since is None
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(journal.commit, [])
@@ -141,7 +141,7 @@ async def test_the_journal_and_the_outputs_are_named(tmp_path: Path) -> None:
         assert execution is not None
         said = document("r", "n", "running", execution)
         assert [wait["reason"] for wait in said["waits"]] == ["outputs"]
-        execution._journal = RunJournal(None, None)  # type: ignore[arg-type]
+        execution._journal = RunJournal(None, None, "")  # type: ignore[arg-type]
         execution._journal.committing_since = 0.0
         said = document("r", "n", "running", execution)
         assert [wait["reason"] for wait in said["waits"]] == ["journal"]

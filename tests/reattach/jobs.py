@@ -139,6 +139,7 @@ cluster:
   key_file: cluster.key
   workers: {self.workers}
   rejoin_s: {self.rejoin_s}
+  speculation: off  # what is held takes long, and is counted
 dataset: {{range: {4 * self.steps}, batch: 4}}
 stages:
   y: {{run: "mine:work", with: {{folder: "{self.folder}"}}}}

@@ -203,7 +203,7 @@ GARBAGE: dict[str, list[bytes]] = {
     "a head of 4294967295 bytes": [START.pack(2**32 - 1, 0) + pack(Bind(1))],
     "and 4294967295 references": [START.pack(2, 2**32 - 1) + bytes(100)],
     "unknown tag 99": [seal(b"\x92\x63\x01")],
-    "Assign has 5 fields": [seal(b"\x92\x06\x01")],
+    "Assign has 6 fields": [seal(b"\x92\x06\x01")],
     "malformed message": [seal(b"\xdd\xff\xff\xff\xff")],
     "a head of 1500 bytes": [seal(bytes(1500))],
     "a first frame of 4000 bytes": [bytes(4000)],

@@ -9,6 +9,7 @@ from pipedist.messages import (
     Assign,
     Bind,
     Cancel,
+    Cancelled,
     Goodbye,
     Recall,
     Results,
@@ -62,7 +63,7 @@ def test_recalls_do_not_count_as_leases_that_wait_and_are_cancelled_like_them() 
         play.handle(Assign(lease, 2, lease, lease + 1, 0))
     with pytest.raises(RemoteProtocolError, match="more than 2 leases wait"):
         play.handle(Assign(32, 2, 32, 33, 0))
-    assert play.handle(Cancel(9)) == [commands.DropLease(9)]
+    assert play.handle(Cancel(9)) == [commands.DropLease(9), commands.Send(Cancelled(9))]
     dropped = play.handle(Unbind(1))
     assert dropped[-1] == commands.Execute(30, 2, 30, 31, 0.5, 100)
 
