@@ -8,8 +8,7 @@ from dataclasses import replace
 from pipedist.errors import UsageError
 from pipedist.spec.keys import ENDPOINT_PATTERN, ENGINE_ADDRESS_EXPECTED, fits_engine
 from pipedist.spec.loading import Spec
-from pipedist.spec.model import LAUNCHERS_OF, ClusterSpec
-from pipedist.spec.not_yet import LAUNCHERS_EXECUTED
+from pipedist.spec.model import LAUNCHERS, LAUNCHERS_OF, ClusterSpec
 
 KEY_FILE = "cluster.key"
 """The file with a cluster's keys, where the spec names none."""
@@ -28,9 +27,9 @@ def with_cluster(spec: Spec, choice: str) -> Spec:
         UsageError: there is no such launcher, or the address is none of its kind.
     """
     name, colon, address = choice.partition(":")
-    if name not in LAUNCHERS_EXECUTED:
+    if name not in LAUNCHERS:
         raise UsageError(
-            f"there is no cluster {name!r}: expected {', '.join(LAUNCHERS_EXECUTED)}, or one of them with an "
+            f"there is no cluster {name!r}: expected {', '.join(LAUNCHERS)}, or one of them with an "
             "address, as in ray:auto"
         )
     cluster = spec.cluster

@@ -16,10 +16,8 @@ from pipedist.spec.checks import Checks, outline
 from pipedist.spec.document import Document, Path
 from pipedist.spec.interpolation import DEPTH_MAX, Interpolation
 from pipedist.spec.model import ClusterSpec, SpecKeys
-from pipedist.spec.not_yet import note_not_yet
 from pipedist.spec.problems import Problems, listing, nearest
 from pipedist.spec.scalars import describe
-from pipedist.spec.section import Section
 from pipedist.spec.sections import SectionReader
 from pipedist.spec.sources import DatasetSpec
 from pipedist.spec.stages import InitFunction, StageSpec, UpdateSpec
@@ -89,7 +87,6 @@ def load(
     params: Mapping[str, Tree] | None = None,
     sets: Sequence[str] = (),
     env: Mapping[str, str] | None = None,
-    language_only: bool = False,
 ) -> Spec:
     """Load a spec.
 
@@ -101,7 +98,6 @@ def load(
         params: values for parameters of the spec.
         sets: texts "NAME=VALUE", as after `--set`; they win over `params`.
         env: the environment; default: this process's.
-        language_only: accept all of the language, also what this version does not execute.
 
     Raises:
         SpecError: the spec has mistakes; it lists all of them, in order of place.
@@ -116,7 +112,7 @@ def load(
         document, problems = _read(name)
         folder = os.path.dirname(os.path.abspath(name))
         stem = os.path.basename(name).rpartition(".")[0].lstrip(".-") or "spec"
-    return _Loader(document, problems, folder, language_only).load(
+    return _Loader(document, problems, folder).load(
         stem, params or {}, sets, os.environ if env is None else env
     )
 
@@ -155,13 +151,10 @@ def _no_such_file(name: str) -> Problem:
 class _Loader:
     """Carries one document through all checks; the first three steps make it canonical."""
 
-    def __init__(
-        self, document: Document, problems: Problems, folder: str, language_only: bool = False
-    ) -> None:
+    def __init__(self, document: Document, problems: Problems, folder: str) -> None:
         self._document = document
         self._problems = problems
         self._folder = folder
-        self._language_only = language_only
 
     def load(
         self, stem: str, params: Mapping[str, Tree], sets: Sequence[str], env: Mapping[str, str]
@@ -195,10 +188,6 @@ class _Loader:
         checks.outputs(_mapping(raw.get("outputs")))
         checks.cluster(_mapping(raw.get("cluster")))
         self._check_nested_arguments(checks, datasets, stages)
-        if not self._language_only:
-            written_sections: dict[Path, Section | None] = {("stages", name): s for name, s in stages.items()}
-            written_sections["cluster",] = None if keys is None else keys.cluster
-            note_not_yet(problems, written_sections)
         problems.raise_all()
         assert keys is not None, "a section without a model has a problem"
         return self._spec(stem, keys, datasets, stages, values)

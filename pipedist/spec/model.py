@@ -34,7 +34,7 @@ SPECULATION_MAX = 1_000_000
 
 PLACE_S_MAX = 10_000_000
 PLACEMENTS = ("pack", "spread")
-LAUNCHERS = ("local", "connect", "ray", "dask", "slurm", "kubernetes")
+LAUNCHERS = ("local", "connect", "ray", "dask")
 
 
 def _version(value: object) -> object:
@@ -60,12 +60,12 @@ def _run_name(value: object) -> object:
 class ClusterSpec(Section):
     """Where workers come from; it never changes a result."""
 
-    launcher: Literal["local", "connect", "ray", "dask", "slurm", "kubernetes"] = key(
+    launcher: Literal["local", "connect", "ray", "dask"] = key(
         Choice(*LAUNCHERS),
         Key(
             "What starts the workers: processes on this host (`local`), hosts that dial in (`connect`), or a "
-            "system that places them.",
-            "local, connect, ray, dask, slurm or kubernetes",
+            "system that places them. For Slurm and Kubernetes, `pipedist launch` writes what they start.",
+            "local, connect, ray or dask; for Slurm and Kubernetes see `pipedist launch`",
             "launcher: local",
             choices=LAUNCHERS,
         ),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from pipedist.errors import PlanError, Problem, SpecError
+from pipedist.errors import Problem, SpecError
 from pipedist.spec.scalars import printable
 
 if TYPE_CHECKING:
@@ -30,7 +30,6 @@ class Problems:
         self._document = document
         self._found: dict[Problem, tuple[tuple[int, ...], int]] = {}
         self._broken: set[Path] = set()
-        self._not_yet: set[Problem] = set()
 
     def add(
         self,
@@ -61,12 +60,6 @@ class Problems:
         )
         self._note(problem, self._document.order(path, at_key=at_key, fragment=fragment))
 
-    def add_not_yet(self, path: Path, message: str, *, expected: str, fragment: str = "") -> None:
-        """Note at `path` what is right in the language, and not executed by this version."""
-        problem = self._document.problem(path, message, expected=expected, fragment=fragment)
-        self._not_yet.add(problem)
-        self._note(problem, self._document.order(path, fragment=fragment))
-
     def add_outside(
         self, where: str, message: str, *, expected: str = "", allowed: Iterable[str] = (), given: str = ""
     ) -> None:
@@ -94,11 +87,9 @@ class Problems:
 
         Raises:
             SpecError: there is at least one problem; it lists all of them in order of place.
-            PlanError: all of them are about what this version does not execute.
         """
         if self._found:
-            kind = PlanError if self._not_yet.issuperset(self._found) else SpecError
-            raise kind(self._sorted())
+            raise SpecError(self._sorted())
 
     def _note(self, problem: Problem, order: tuple[int, ...]) -> None:
         self._found.setdefault(problem, (order, len(self._found)))

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from pipedist.spec.interpolation import DEPTH_MAX
 from pipedist.spec.keys import COLUMN_TYPES
 from pipedist.spec.model import ClusterSpec, SpecKeys
-from pipedist.spec.not_yet import not_yet_of
 from pipedist.spec.scalars import as_text
 from pipedist.spec.section import REQUIRED, Field, FlagOrSection, Key, Section
 from pipedist.spec.sources import SOURCE_EXAMPLES, SOURCES, DatasetKeys
@@ -49,8 +48,7 @@ outputs: {late: late.json, rows: rows.npz}
 
 `pipedist validate SPEC` reads the file alone and tells every mistake at once, each with its
 line, its column, what was expected, and the nearest allowed name. `pipedist schema` prints the
-JSON Schema, for editors. This page describes all of version 1; what this version of pipedist does
-not execute yet is marked here, and `validate` tells it with its place.
+JSON Schema, for editors. This page describes all of version 1.
 """
 
 _DOCUMENT = f"""\
@@ -172,17 +170,11 @@ def _keys(model: type[Section], heading: str, prefix: str = "") -> Iterator[str]
         if key is not None:
             yield f"{heading} {prefix}`{name}`"
             yield f"{key.says} Expected: {key.expected}. {_default(field, key)}"
-            if row := not_yet_of(model, name):
-                yield _later(row.what, row.instead)
             yield _code(key.example)
             if isinstance(field.kind, FlagOrSection):
                 inner = field.kind.section
                 yield f"{_doc(inner)} Its keys:"
                 yield from _keys(inner, f"{heading}#", f"{name}: ")
-
-
-def _later(what: str, instead: str) -> str:
-    return f"**Not yet executed by this version:** {what}. Until then: {instead}."
 
 
 def _default(field: Field, key: Key) -> str:

@@ -154,11 +154,6 @@ def test_a_chain_longer_than_the_stack() -> None:
     assert [p.runs for p in plan.passes] == [tuple(f"s{i}" for i in range(1500))]
 
 
-NOT_YET: dict[str, tuple[dict[str, Any], str]] = {
-    "launcher": ({"cluster": {"launcher": "slurm"}}, "cluster.launcher"),
-}
-
-
 def test_a_class_whose_instances_cannot_be_called_is_a_mistake_in_the_spec() -> None:
     stages = {"y": {"run": "decimal:Decimal", "with": {"value": 1}}}
     with pytest.raises(PlanError) as caught:
@@ -166,21 +161,6 @@ def test_a_class_whose_instances_cannot_be_called_is_a_mistake_in_the_spec() -> 
     (problem,) = caught.value.problems
     assert problem.where == "stages.y.run"
     assert "class decimal:Decimal has no __call__ method" in problem.message
-
-
-@pytest.mark.parametrize("name", NOT_YET)
-def test_what_is_not_there_yet_is_said_with_its_place(name: str) -> None:
-    keys, place = NOT_YET[name]
-    base = {
-        "pipedist": 1,
-        "dataset": {"range": 3, "batch": 1},
-        "stages": {"y": {"run": f"{F}:double"}},
-    }
-    with pytest.raises(PlanError) as caught:
-        planned({**base, **keys})
-    told = {p.where: p.message for p in caught.value.problems}
-    assert any(where.endswith(place) for where in told), told
-    assert all("not yet" in message for message in told.values())
 
 
 def with_update(**keys: Any) -> dict[str, Any]:

@@ -28,14 +28,14 @@ def document(with_: dict[str, Any], params: dict[str, Any] | None = None) -> dic
 
 
 def with_of(with_: dict[str, Any], params: dict[str, Any] | None = None, **options: Any) -> dict[str, Any]:
-    stage = load(document(with_, params), language_only=True, **options).stages["x"]
+    stage = load(document(with_, params), **options).stages["x"]
     assert isinstance(stage, RunSpec)
     return stage.with_
 
 
 def messages(with_: dict[str, Any], params: dict[str, Any] | None = None, **options: Any) -> list[str]:
     with pytest.raises(SpecError) as caught:
-        load(document(with_, params), language_only=True, **options)
+        load(document(with_, params), **options)
     return [problem.message for problem in caught.value.problems]
 
 
@@ -94,7 +94,7 @@ def test_environment_and_folder() -> None:
 def test_settings_override_defaults_and_given_values() -> None:
     params = {"a": 1, "b": 2, "c": 3}
     tree = {name: f"${{params.{name}}}" for name in params} | {"t": "c=${params.c}"}
-    spec = load(document(tree, params), language_only=True, params={"b": 20, "c": 30}, sets=["c=3.0"])
+    spec = load(document(tree, params), params={"b": 20, "c": 30}, sets=["c=3.0"])
     assert dict(spec.params) == {"a": 1, "b": 20, "c": 3.0}
     stage = spec.stages["x"]
     assert isinstance(stage, RunSpec)
@@ -121,7 +121,7 @@ def test_a_setting_replaces_a_default_that_has_no_value() -> None:
 )
 def test_bad_settings_are_usage_errors(setting: str, message: str) -> None:
     with pytest.raises(SpecError) as caught:
-        load(document({}, {"rate": 1}), language_only=True, sets=[setting])
+        load(document({}, {"rate": 1}), sets=[setting])
     (problem,) = caught.value.problems
     assert problem.where == f"--set {setting}"
     assert problem.message == message
@@ -130,7 +130,7 @@ def test_bad_settings_are_usage_errors(setting: str, message: str) -> None:
 
 def test_unknown_given_parameters_are_refused() -> None:
     with pytest.raises(SpecError) as caught:
-        load(document({}, {"rate": 1}), language_only=True, params={"rats": 2})
+        load(document({}, {"rate": 1}), params={"rats": 2})
     (problem,) = caught.value.problems
     assert (problem.where, problem.nearest) == ("params", "rate")
 
@@ -200,7 +200,7 @@ def test_numbers_that_a_spec_can_t_hold_are_refused(text: str) -> None:
 def test_no_text_crashes_the_interpolation(text: str) -> None:
     found: tuple[Problem, ...] = ()
     try:
-        load(document({"v": text}, {"p": 1}), language_only=True, env={})
+        load(document({"v": text}, {"p": 1}), env={})
     except SpecError as error:
         found = error.problems
     assert all(problem.where == "stages.x.with.v" for problem in found)

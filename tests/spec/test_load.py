@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipedist.errors import PlanError, SpecError, UsageError
+from pipedist.errors import SpecError, UsageError
 from pipedist.spec import (
     GatherSpec,
     InitFile,
@@ -24,7 +24,6 @@ from pipedist.spec import (
     with_cluster,
 )
 from pipedist.spec.sources import CsvSource, RangeSource
-from pipedist.version import __version__
 
 TOTAL: dict[str, Any] = {
     "pipedist": 1,
@@ -66,7 +65,7 @@ def test_the_page_s_own_example(tmp_path: Path) -> None:
         outputs: {late: ./late.json, rows: rows.npz}
         """,
     )
-    spec = load(path, language_only=True)
+    spec = load(path)
     assert (spec.name, spec.replicas, spec.seed, spec.threads_per_replica) == ("flights", 4, 0, 1)
     assert spec.folder == spec.code == tmp_path
     assert (spec.cluster.launcher, spec.cluster.workers, spec.cluster.grace_s) == ("local", "auto", 10.0)
@@ -114,7 +113,7 @@ def test_a_dict_may_hold_functions_and_arrays() -> None:
             "c": {"update": double, "of": "b", "init": np.zeros(3), "until": double},
         },
     }
-    spec = load(document, language_only=True)
+    spec = load(document)
     assert spec.name == "spec"
     assert spec.datasets["dataset"].config["arrays"] is data
     run, reduce, update = spec.stages.values()
@@ -189,7 +188,7 @@ def test_initial_states(init: object, expected: object) -> None:
         "total": TOTAL["stages"]["total"],
         "state": {"update": "m:u", "of": "total", "init": init},
     }
-    state = load({**TOTAL, "stages": stages}, language_only=True).stages["state"]
+    state = load({**TOTAL, "stages": stages}).stages["state"]
     assert isinstance(state, UpdateSpec)
     assert state.init == expected
 
@@ -285,30 +284,6 @@ def test_one_mistake_hides_no_other(tmp_path: Path) -> None:
 def test_terminal_escapes_never_reach_an_error() -> None:
     (problem, *_) = problems_of({**TOTAL, "\x1b[2J": 1})
     assert "\x1b" not in problem
-
-
-def test_what_this_version_does_not_execute_is_told_with_its_place(tmp_path: Path) -> None:
-    text = """\
-        pipedist: 1
-        cluster: {launcher: slurm}
-        dataset: {range: 10, batch: 4}
-        stages:
-          a: {run: "m:f"}
-          b: {reduce: sum, of: a, axis: 0}
-        """
-    path = write(tmp_path, text)
-    with pytest.raises(PlanError) as caught:  # which is a SpecError, of a spec that is well formed
-        load(path)
-    told = [(p.where.removeprefix(f"{path}:"), p.message) for p in caught.value.problems]
-    assert [where for where, _ in told] == ["2:21"]
-    assert all(message.startswith(f"not yet: pipedist {__version__} does not exec") for _, message in told)
-    assert all(p.expected for p in caught.value.problems)
-    assert load(path, language_only=True).stages["b"]
-    write(tmp_path, text.replace("axis: 0", "axis: x"))
-    with pytest.raises(SpecError) as caught_too:
-        load(path)
-    assert not isinstance(caught_too.value, PlanError)
-    assert len(caught_too.value.problems) == 2, "a mistake hides nothing"
 
 
 @pytest.mark.parametrize(
