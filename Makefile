@@ -29,11 +29,15 @@ demo: $(INSTALLED)  ## Run a pipeline over 336,776 real flights on 2 worker proc
 
 .PHONY: test
 test: $(INSTALLED)  ## Run the test suite, on two cores.
-	$(BIN)/python -m pytest -q -n 2 --dist worksteal
+	$(BIN)/python -m pytest -q -n 3 --dist worksteal
+
+.PHONY: test-slow
+test-slow: $(INSTALLED)  ## Run the tests that make test leaves out because they take long.
+	PIPEDIST_TEST_SLOW=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal -m slow
 
 .PHONY: test-networks
 test-networks: $(INSTALLED)  ## Test runs over several hosts, in network namespaces, as root (4 minutes).
-	PIPEDIST_TEST_NETWORKS=full $(BIN)/python -m pytest -q -s tests/networks
+	PIPEDIST_TEST_NETWORKS=full PIPEDIST_TEST_SLOW=1 $(BIN)/python -m pytest -q -s tests/networks
 
 .PHONY: test-many
 test-many: $(INSTALLED)  ## Finish a run on 64 worker processes, and say what they cost.
@@ -65,7 +69,7 @@ fuzz: $(INSTALLED)  ## Damaged messages and specs: the whole bar, or make fuzz S
 
 .PHONY: rogues
 rogues: $(INSTALLED)  ## Rogue clients of five kinds and more, beside honest workers.
-	$(BIN)/python -m pytest -q tests/bar/test_rogues.py tests/transport/test_rogues.py \
+	PIPEDIST_TEST_SLOW=1 $(BIN)/python -m pytest -q tests/bar/test_rogues.py tests/transport/test_rogues.py \
 	  tests/transport/test_shared_memory_rogues.py tests/architecture/test_execution.py
 
 .PHONY: soak
@@ -78,7 +82,7 @@ detection: $(INSTALLED)  ## Measure how soon a dead, stopped, silent or hanging 
 
 .PHONY: determinism
 determinism: $(INSTALLED)  ## 1, 2, 4 and 8 workers, 20 shuffled schedules each: the same bytes.
-	$(BIN)/python -m pytest -q tests/bar/test_schedules.py tests/pipeline/test_determinism.py
+	PIPEDIST_TEST_SLOW=1 $(BIN)/python -m pytest -q tests/bar/test_schedules.py tests/pipeline/test_determinism.py
 
 .PHONY: simulate
 simulate: $(INSTALLED)  ## Simulate the scheduler and workers with faults: the whole bar, or make simulate SHARE=0.1.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
 
+import pytest
 from hypothesis import settings
 
 settings.register_profile("pipedist", deadline=None)  # how long an example takes says nothing here
@@ -14,3 +16,12 @@ settings.load_profile("pipedist")
 for number, disposition in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, disposition)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave the tests that take long to `make test-slow`, and say so."""
+    if os.environ.get("PIPEDIST_TEST_SLOW"):
+        return
+    for item in items:
+        if item.get_closest_marker("slow"):
+            item.add_marker(pytest.mark.skip(reason="takes long: make test-slow"))

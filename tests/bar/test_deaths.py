@@ -70,6 +70,7 @@ def test_random_deaths(tmp_path: Path) -> None:
     assert "the same SHA-256 of 4 files" in told
 
 
+@pytest.mark.slow
 def test_signals_at_seeded_times(tmp_path: Path) -> None:
     told = signal_chaos.chaos(range(1000, 1004), tmp_path)
     assert told.total() == 4
@@ -89,6 +90,7 @@ def test_what_grows_is_told() -> None:
         soak.check(early, {"driver": (11 * 2**20, 11)})
 
 
+@pytest.mark.slow
 @pytest.mark.asyncio
 async def test_a_worker_that_holds_its_interpreter_is_alive() -> None:
     """Longer than some heartbeats: its supervisor speaks for it. The whole: make detection."""

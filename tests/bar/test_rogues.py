@@ -177,7 +177,7 @@ async def wrong_version(live: Live, _folder: Path) -> None:
         assert isinstance(refused, msg.Refuse)
         assert f"protocol {msg.WIRE_VERSION + 1} (here {msg.WIRE_VERSION})" in refused.reason
         await blocking(rogue.send, msg.Results(1, 0, 1, 0), EVIL)
-    await live.logged("it runs protocol")
+    await live.logged("it speaks protocol")
 
 
 async def no_gate(live: Live, _folder: Path) -> None:
@@ -203,10 +203,17 @@ ROGUES: tuple[Rogue, ...] = (
     wrong_version,
     no_gate,
 )
+QUICK = (unknown_key, replay)
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("rogue", ROGUES, ids=lambda rogue: rogue.__name__)
+@pytest.mark.parametrize(
+    "rogue",
+    [
+        pytest.param(rogue, id=rogue.__name__, marks=() if rogue in QUICK else pytest.mark.slow)
+        for rogue in ROGUES
+    ],
+)
 async def test_a_rogue_beside_a_run(rogue: Rogue, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async with live(tmp_path, caplog) as running:
         await rogue(running, tmp_path)

@@ -41,12 +41,14 @@ def want() -> dict[str, bytes]:
     return bits(result)
 
 
-@pytest.mark.parametrize("workers", [2, 4, 8])
+@pytest.mark.parametrize("workers", [2, 4, pytest.param(8, marks=pytest.mark.slow)])
 def test_real_workers(workers: int, want: dict[str, bytes]) -> None:
     assert bits(pipedist.run(SPEC, workers=workers)) == want
 
 
-@pytest.mark.parametrize("workers", [1, 2, 4, 8])
+@pytest.mark.parametrize(
+    "workers", [1, 2, pytest.param(4, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.slow)]
+)
 def test_shuffled_schedules(workers: int, want: dict[str, bytes]) -> None:
     """Messages are late, overtake each other and come twice, calls are slow, workers crash."""
     faults = Faults.parse("delay=0.3,reorder=0.3,slow=0.2,duplicate=0.01,crash=0.01")

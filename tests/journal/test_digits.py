@@ -41,6 +41,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Job:
     return job
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_training_that_is_killed_applies_no_update_twice(undisturbed: Job, tmp_path: Path) -> None:
     job = digits(tmp_path)

@@ -24,7 +24,9 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Job:
     return job
 
 
-@pytest.mark.parametrize("share", [0.3, 0.6, 1.0])
+@pytest.mark.parametrize(
+    "share", [pytest.param(0.3, marks=pytest.mark.slow), 0.6, pytest.param(1.0, marks=pytest.mark.slow)]
+)
 def test_a_run_that_is_killed_at_a_record_goes_on_from_there(
     undisturbed: Job, tmp_path: Path, share: float
 ) -> None:
@@ -35,6 +37,7 @@ def test_a_run_that_is_killed_at_a_record_goes_on_from_there(
     assert job.outcome() == undisturbed.outcome()
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_again_and_again_comes_to_its_end(undisturbed: Job, tmp_path: Path) -> None:
     job = Job(tmp_path, everything(tmp_path, STEPS))
     assert job.run(kill_at=3) == -signal.SIGKILL
@@ -132,6 +135,7 @@ outputs: {t: t.json}
     assert (tmp_path / "out" / "t.json").read_text() == f"{2 * sum(range(100))}\n"
 
 
+@pytest.mark.slow
 def test_gangs_and_sources_without_random_access_go_on(tmp_path: Path) -> None:
     """All records: make chaos-scheduler."""
     straight = Job(tmp_path / "straight", GANG.spec(tmp_path / "straight", 10))

@@ -40,7 +40,9 @@ def fresh(tmp_path_factory: pytest.TempPathFactory) -> Job:
     return job
 
 
-@pytest.mark.parametrize("end", ["finished", "killed in phase 2", "killed in phase 1"])
+@pytest.mark.parametrize(
+    "end", ["finished", pytest.param("killed in phase 2", marks=pytest.mark.slow), "killed in phase 1"]
+)
 def test_a_change_of_the_second_phase_keeps_the_first(fresh: Job, tmp_path: Path, end: str) -> None:
     job = Job(tmp_path / "job", everything(tmp_path / "job", STEPS))
     kill_at = {"finished": 0, "killed in phase 2": 2 + STEPS + 4, "killed in phase 1": 4}[end]

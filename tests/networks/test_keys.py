@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from pipedist.transport.keys import write_key_file
 from tests.networks.hosts import Network
 from tests.networks.runs import Work, files_of
@@ -21,6 +23,7 @@ def on(hosts: Network, name: str, cwd: Path, *args: str) -> subprocess.Popen[byt
         return hosts[name].start([sys.executable, "-m", "pipedist", *args], cwd=cwd, stderr=errors, env=ENV)
 
 
+@pytest.mark.slow
 def test_only_workers_with_the_clusters_keys_join(
     hosts: Network, work: Work, expected: dict[str, bytes]
 ) -> None:

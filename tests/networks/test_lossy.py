@@ -6,10 +6,13 @@ import json
 import signal
 from pathlib import Path
 
+import pytest
+
 from tests.networks.relay import relayed
 from tests.networks.runs import Work, running
 
 
+@pytest.mark.slow
 def test_delay_loss_and_repeats_change_nothing(
     tmp_path: Path, work: Work, expected: dict[str, bytes]
 ) -> None:

@@ -30,13 +30,12 @@ def test_a_run_over_three_hosts(hosts: Network, work: Work, expected: dict[str, 
     assert len(work.begun()) == 3 * Work.STEPS  # nothing went wrong, so nothing was done twice
 
 
+LONG = {"to_scheduler": [pytest.mark.slow], "from_scheduler": [pytest.mark.networks_full]}
+
+
 # TCP's acknowledgements are packets too: what is cut in one direction soon says nothing in the other.
 @pytest.mark.parametrize(
-    "ways",
-    [
-        pytest.param(ways, id=name, marks=[pytest.mark.networks_full] if name == "from_scheduler" else [])
-        for name, ways in WAYS.items()
-    ],
+    "ways", [pytest.param(ways, id=name, marks=LONG.get(name, [])) for name, ways in WAYS.items()]
 )
 def test_a_partition_costs_time_and_the_worker_comes_back(
     hosts: Network, work: Work, expected: dict[str, bytes], ways: list[tuple[str, str]]
@@ -56,6 +55,7 @@ def test_a_partition_costs_time_and_the_worker_comes_back(
     assert "one" in {host for _, _, host in work.begun()[before:]}, "it came back, and was given nothing"
 
 
+@pytest.mark.slow
 def test_a_host_that_is_cut_off_for_good(hosts: Network, work: Work, expected: dict[str, bytes]) -> None:
     with running(work, hosts["scheduler"], heard_within_s=HEARD_WITHIN_S) as run:
         worker, other = (run.start_worker(hosts[name]) for name in ("one", "two"))

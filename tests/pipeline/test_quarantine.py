@@ -78,8 +78,8 @@ def test_an_element_that_exhausts_memory_is_found() -> None:
     ("how", "run"),
     [
         ("hang with the GIL", "poison"),
-        ("hang", "poison"),
-        ("hang with the GIL", "poison_async"),
+        pytest.param("hang", "poison", marks=pytest.mark.slow),
+        pytest.param("hang with the GIL", "poison_async", marks=pytest.mark.slow),
         ("await", "poison_async"),
     ],
 )
@@ -88,7 +88,7 @@ def test_an_element_that_hangs_is_found_by_its_timeout(how: str, run: str) -> No
     check(result, [17], "TimeoutError: timed out after 1 s", replicas=16)
 
 
-@pytest.mark.parametrize("workers", [1, 2, 4])
+@pytest.mark.parametrize("workers", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_the_result_is_the_same_for_any_number_of_workers(workers: int) -> None:
     result = pipedist.run(document([0, 17, 40], "segfault", replicas=8), workers=workers)
     check(result, [0, 17, 40], "signal 11 (SIGSEGV)", replicas=8)
@@ -351,7 +351,7 @@ def test_a_call_within_its_time_is_left_alone() -> None:
     check(pipedist.run(document([], run="poison_async", timeout_s=30), workers=2), [], "")
 
 
-@pytest.mark.parametrize("how", ["hang", "hang with the GIL"])
+@pytest.mark.parametrize("how", [pytest.param("hang", marks=pytest.mark.slow), "hang with the GIL"])
 def test_a_gang_member_that_hangs_is_found_by_its_timeout(how: str) -> None:
     doc = document([], run="gang_of_three", replicas=3, collectives=True, timeout_s=1, on_error="fail")
     doc["stages"]["a"]["with"] = {"how": how}

@@ -7,6 +7,8 @@ import signal
 from contextlib import ExitStack
 from pathlib import Path
 
+import pytest
+
 from tests.reattach.jobs import Job, until
 
 
@@ -27,6 +29,7 @@ def test_sigterm_lets_what_runs_finish_and_nothing_is_executed_again(tmp_path: P
     assert set(job.calls().values()) == {1}, job.calls()
 
 
+@pytest.mark.slow
 def test_a_call_that_outlasts_the_grace_time_goes_back(tmp_path: Path) -> None:
     job = Job(tmp_path, workers=2)
     held = job.hold(3)
@@ -63,6 +66,7 @@ def test_an_idle_worker_leaves_at_once(tmp_path: Path) -> None:
     assert set(job.calls().values()) == {1}, job.calls()
 
 
+@pytest.mark.slow
 def test_a_worker_process_that_is_stopped_is_replaced(tmp_path: Path) -> None:
     """Its supervisor sees it: the heartbeat goes on, so the scheduler does not."""
     job = Job(tmp_path)
@@ -79,7 +83,8 @@ def test_a_worker_process_that_is_stopped_is_replaced(tmp_path: Path) -> None:
             assert worker.ends() == 0, worker.said
     calls = job.calls()
     assert calls.pop((3, 0)) == 2  # it ran when its process was stopped
-    assert set(calls.values()) == {1}, calls
+    for (step, replica), count in calls.items():  # what was not reported yet is gone with the process
+        assert count == 1 if step > 3 else count <= 2, (step, replica, calls)
 
 
 def children(pid: int) -> list[int]:

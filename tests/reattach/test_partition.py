@@ -77,6 +77,7 @@ async def hears(program: Program, text: str, times: int = 1) -> None:
     await until(lambda: program.said.count(text) >= times)
 
 
+@pytest.mark.slow
 async def test_a_partition_longer_than_the_heartbeat(tmp_path: Path, undisturbed: Outcome) -> None:
     """Its call goes elsewhere; what it says when the network is back does not count."""
     job = Job(tmp_path)
@@ -101,6 +102,7 @@ async def test_a_partition_longer_than_the_heartbeat(tmp_path: Path, undisturbed
     assert job.outcome() == undisturbed
 
 
+@pytest.mark.slow
 async def test_a_stopped_supervisor_and_worker_are_fenced_when_they_wake(
     tmp_path: Path, undisturbed: Outcome
 ) -> None:
