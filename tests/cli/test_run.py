@@ -247,7 +247,15 @@ def test_a_full_disk_behind_stdout(spec: Path, args: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "file", ["rows.npy", "rows.npz", "rows.csv", "rows.json", "rows.parquet", "rows.jsonl"]
+    "file",
+    [
+        "rows.npy",
+        "rows.json",
+        *(
+            pytest.param(f"rows.{ending}", marks=pytest.mark.slow)
+            for ending in ("npz", "csv", "parquet", "jsonl")
+        ),
+    ],
 )
 @pytest.mark.parametrize("axis", [0, 1])
 def test_a_full_disk_below_the_folder(spec: Path, file: str, axis: int) -> None:
@@ -344,7 +352,12 @@ def workers_of(session: int) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+    ("number", "code"),
+    [
+        (signal.SIGINT, 130),
+        pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow),
+        pytest.param(signal.SIGHUP, 129, marks=pytest.mark.slow),
+    ],
 )
 def test_a_signal_drains_the_run(pipedist: Command, spec: Path, number: int, code: int) -> None:
     with slow_run(spec, 30) as process:

@@ -83,6 +83,7 @@ def test_workers_dial_in_and_a_killed_one_comes_back(folder: Path) -> None:
     assert (folder / "cluster.key").stat().st_mode & 0o777 == 0o600
 
 
+@pytest.mark.slow
 def test_a_worker_with_other_keys_is_told_so(folder: Path) -> None:
     write_key_file(folder / "other.key")
     with started("run", "cubes.yaml", "--json", cwd=folder) as run:

@@ -162,6 +162,7 @@ def test_the_batch_script_runs_to_its_end_on_two_nodes(
     assert not list(work.glob(".pipedist-keys*")), "the keys are gone with the job"
 
 
+@pytest.mark.slow
 def test_a_run_that_fails_ends_the_job_with_its_code(
     spec: Path, tmp_path: Path, slurm: dict[str, str]
 ) -> None:
@@ -175,6 +176,7 @@ def test_a_run_that_fails_ends_the_job_with_its_code(
     assert "axes" in again.stderr
 
 
+@pytest.mark.slow
 def test_a_job_that_is_started_again_resumes(spec: Path, tmp_path: Path, slurm: dict[str, str]) -> None:
     done = submit(spec, tmp_path, {**slurm, "SLURM_RESTART_COUNT": "1"})
     assert done.returncode == 0, done.stderr

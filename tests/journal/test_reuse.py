@@ -68,6 +68,7 @@ def test_a_change_of_the_second_phase_keeps_the_first(fresh: Job, tmp_path: Path
     assert job.outcome() == fresh.outcome()
 
 
+@pytest.mark.slow
 def test_what_decides_everything_keeps_nothing(tmp_path: Path) -> None:
     job = Job(tmp_path / "job", everything(tmp_path / "job", STEPS))
     assert job.run() == 0, job.told

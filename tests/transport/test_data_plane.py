@@ -79,7 +79,7 @@ def test_killed_workers_and_the_road_never_show(
     assert memory_left() == before
 
 
-@pytest.mark.parametrize("setting", ["0", "1"])
+@pytest.mark.parametrize("setting", ["0", pytest.param("1", marks=pytest.mark.slow)])
 def test_every_bit_of_the_determinism_spec(
     setting: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -123,6 +123,7 @@ async def test_a_crash_is_told_at_once_and_the_next_incarnation_joins(tmp_path: 
         assert second.pid != first.pid
 
 
+@pytest.mark.slow
 async def test_a_process_that_stays_stopped_is_killed_and_one_that_goes_on_is_not(tmp_path: Path) -> None:
     async with supervised(tmp_path) as it:
         _, first = await it.take(Hello)
@@ -274,6 +275,7 @@ async def test_a_scheduler_that_does_not_answer_is_left(tmp_path: Path) -> None:
     assert b"127.0.0.1:9" in line
 
 
+@pytest.mark.slow
 async def test_that_it_waits_is_told(tmp_path: Path) -> None:
     key_file = tmp_path / "keys.json"
     write_key_file(key_file)
