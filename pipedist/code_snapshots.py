@@ -17,7 +17,6 @@ snapshot says what that was:
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 import stat
@@ -114,6 +113,8 @@ def take(folder: str) -> Snapshot:
 
 def digest_of(names: Sequence[str], contents: Sequence[bytes]) -> str:
     """Return the name of some files: 32 hexadecimal digits."""
+    import hashlib  # it loads OpenSSL, and every worker imports this module
+
     whole = hashlib.sha256()
     for name, content in zip(names, contents, strict=True):
         encoded = name.encode("utf-8", "surrogateescape")

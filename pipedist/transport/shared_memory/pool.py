@@ -112,9 +112,12 @@ class _Shelf:
         self.lent: deque[Loan] = deque()
 
     def find(self) -> Slot | None:
-        """Return a slot that nobody reads; looks at a bounded number of loans."""
-        if self.lent and self.lent[0].is_over:
-            return self.lent.popleft().slot
+        """Return a slot that nobody reads; looks at a bounded number of loans.
+
+        It is the one that was lent last: what has just been read is still in the caches.
+        """
+        while self.lent and self.lent[0].is_over:
+            self.free.append(self.lent.popleft().slot)
         if self.free:
             return self.free.pop()
         for _ in range(min(_LOOKS_MAX, len(self.lent))):
