@@ -97,6 +97,7 @@ async def test_a_worker_that_holds_its_interpreter_is_alive() -> None:
     assert await detection.starved(hold_s=3.0) > 3.0
 
 
+@pytest.mark.slow
 @pytest.mark.asyncio
 async def test_a_worker_that_wakes_after_it_was_given_up_is_fenced(tmp_path: Path) -> None:
     """Its host stood still, with calls queued: they are done elsewhere, and nothing of it counts any more."""

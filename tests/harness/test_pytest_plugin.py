@@ -63,7 +63,7 @@ def test_wrong_marker(faults):
 )
 
 
-@pytest.mark.parametrize("mode", ["strict", "auto"])
+@pytest.mark.parametrize("mode", ["strict", pytest.param("auto", marks=pytest.mark.slow)])
 def test_under_pytest_asyncio(pytester: pytest.Pytester, mode: str) -> None:
     pytester.makepyfile(ASYNC.replace("MARK", "@pytest.mark.asyncio" if mode == "strict" else ""))
     result = pytester.runpytest_subprocess(

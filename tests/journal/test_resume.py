@@ -153,7 +153,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Job:
     return job
 
 
-@pytest.mark.parametrize("record", [4, 8])
+@pytest.mark.parametrize("record", [4, pytest.param(8, marks=pytest.mark.slow)])
 def test_a_training_goes_on_from_any_record(trained: Job, tmp_path: Path, record: int) -> None:
     """Record 8 is of the first epoch's evaluation: the state must be that of its end.
 

@@ -41,7 +41,12 @@ def fresh(tmp_path_factory: pytest.TempPathFactory) -> Job:
 
 
 @pytest.mark.parametrize(
-    "end", ["finished", pytest.param("killed in phase 2", marks=pytest.mark.slow), "killed in phase 1"]
+    "end",
+    [
+        "finished",
+        pytest.param("killed in phase 2", marks=pytest.mark.slow),
+        pytest.param("killed in phase 1", marks=pytest.mark.slow),
+    ],
 )
 def test_a_change_of_the_second_phase_keeps_the_first(fresh: Job, tmp_path: Path, end: str) -> None:
     job = Job(tmp_path / "job", everything(tmp_path / "job", STEPS))

@@ -80,7 +80,7 @@ def test_an_element_that_exhausts_memory_is_found() -> None:
         ("hang with the GIL", "poison"),
         pytest.param("hang", "poison", marks=pytest.mark.slow),
         pytest.param("hang with the GIL", "poison_async", marks=pytest.mark.slow),
-        ("await", "poison_async"),
+        pytest.param("await", "poison_async", marks=pytest.mark.slow),
     ],
 )
 def test_an_element_that_hangs_is_found_by_its_timeout(how: str, run: str) -> None:

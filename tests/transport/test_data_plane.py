@@ -60,6 +60,7 @@ def borrowed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return counts
 
 
+@pytest.mark.slow
 def test_killed_workers_and_the_road_never_show(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, borrowed: list[int]
 ) -> None:
