@@ -49,6 +49,8 @@ def test_two_workers_give_back_what_each_of_them_has(tmp_path: Path, undisturbed
         run.hears("waiting for workers")
         workers = [stack.enter_context(job.worker()) for _ in range(2)]
         job.reaches(9)
+        for worker in workers:
+            worker.hears("joined cluster")
         run.process.kill()
         run.ends()
         held.unlink()
