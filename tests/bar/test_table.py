@@ -15,8 +15,6 @@ ROWS = [
     if line.startswith("| ") and not line.startswith(("| fault |", "| what |"))
 ]
 COMMANDS = sorted({found for row in ROWS for found in re.findall(r"`((?:pytest|make) [^`]*)`", row)})
-ELSEWHERE = {"pytest tests/networks"}
-"""Rows that say "see", for what has not arrived."""
 
 
 def test_every_row_has_a_command() -> None:
@@ -30,8 +28,6 @@ def test_a_command_selects_something(command: str) -> None:
     if program == "make":
         assert f"\n{words[0]}: " in (ROOT / "Makefile").read_text()
         return
-    if command in ELSEWHERE and not (ROOT / words[0]).exists():
-        pytest.skip(f"{words[0]} comes with many hosts: make test-networks")
     selected = words[words.index("-k") + 1].split(" or ") if "-k" in words else []
     places = [ROOT / word for word in words if word.startswith("tests/")]
     text = ""
