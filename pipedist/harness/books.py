@@ -30,6 +30,7 @@ class LeaseBook:
         serial: of its gang; 0 where it is of none.
         is_void: what comes from it does not count any more.
         twin: the other lease of the same calls, while neither of them has reported anything.
+        second_attempts: how many the call that it runs has had, while this lease or its twin ran it.
     """
 
     id: int
@@ -41,6 +42,7 @@ class LeaseBook:
     serial: int = 0
     is_void: bool = False
     twin: LeaseBook | None = None
+    second_attempts: int = 0
 
 
 @dataclass(slots=True)
@@ -91,6 +93,8 @@ class Books:
         """By worker that may be stuck in a call that was executed elsewhere, the lease."""
         self.second_attempts = 0
         """How many calls were executed a second time while the first attempt ran."""
+        self.third_attempts = 0
+        """How many of them followed one of the same call that came to nothing."""
         self.second_won = 0
         """How many of these second attempts came back first."""
 
@@ -143,6 +147,7 @@ class Books:
             self._useless = lease  # the other attempt decides: this one is not charged
             return
         self._useless = twin
+        lease.second_attempts = 0
         if twin is not None:
             self.second_won += twin.id < lease.id
         if isinstance(event, ev.CallFailed):
@@ -170,6 +175,7 @@ class Books:
         if command.twin:
             lease.twin = self.leases[command.twin]
             lease.twin.twin = lease
+            lease.second_attempts = lease.twin.second_attempts
         depth = len(self._of_worker[command.worker])
         if depth > 2:
             raise Violation(f"{command.worker} holds {depth} leases")
@@ -177,6 +183,10 @@ class Books:
     def _second_attempt(self, command: cmd.SendAssign) -> None:
         first = self.leases[command.twin]
         self.second_attempts += 1
+        first.second_attempts += 1
+        self.third_attempts += first.second_attempts > 1
+        if first.second_attempts > self._limits.speculation_attempts_max:
+            raise Violation(f"a call of {first} is executed again and again, and nothing is counted")
         if first.is_void or first.twin is not None or first.serial or first.worker == command.worker:
             raise Violation(f"lease {command.lease} is a second attempt of {first}")
         if (first.pass_id, first.next, first.hi) != (command.pass_id, command.lo, command.hi):

@@ -208,6 +208,7 @@ def _draw_limits(random: Random) -> Limits:
         starts_fruitless_max=1_000_000,
         heard_within_s=2.0,
         speculation_s_min=0.1,
+        speculation_attempts_max=random.choice((1, 3)),
     )
 
 

@@ -73,6 +73,7 @@ class Dealing:
         self._bind(worker, pass_)
         twin = self._members.grant(worker, pass_.id, lo, hi, attempt, 0.0)
         twin.twin, lease.twin = lease, twin
+        twin.second_attempts = lease.second_attempts = lease.second_attempts + 1
         pass_.leased += hi - lo
         elements = pass_.suspects.elements_of(lo) if attempt else ()
         self._out.append(

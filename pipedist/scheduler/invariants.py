@@ -5,6 +5,7 @@ Simulations look after every event: so nothing is put into words, or looked at t
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
@@ -24,6 +25,7 @@ def check(passes: Mapping[int, Pass], members: Membership, waiting: Mapping[int,
         LocalProtocolError: naming the invariant that does not hold.
     """
     _check_workers(members)
+    _check_watched(members)
     held: dict[int, list[Lease]] = {id_: [] for id_ in passes}
     for lease in members.leases.values():
         if not lease.lo <= lease.next < lease.hi:
@@ -56,6 +58,18 @@ def _check_twins(lease: Lease, twin: Lease, members: Membership) -> None:
     calls = [(x.pass_id, x.next, x.hi, x.attempt) for x in (lease, twin)]
     if calls[0] != calls[1] or lease.gang is not None or lease.probe is not None:
         raise LocalProtocolError(f"leases {lease.id} and {twin.id} are twins of different calls: {calls}")
+
+
+def _check_watched(members: Membership) -> None:
+    """Check that what may get a second attempt runs alone, and that the longest silent is the first."""
+    for running in members.watched.values():
+        since = -math.inf
+        for lease in running.leases:
+            if members.leases.get(lease.id) is not lease or lease.twin is not None:
+                raise LocalProtocolError(f"lease {lease.id} is watched, and is over or has a twin")
+            if lease.since < since:
+                raise LocalProtocolError(f"lease {lease.id} is watched behind one that is not silent so long")
+            since = lease.since
 
 
 def _check_kept(pass_: Pass, members: Membership) -> None:

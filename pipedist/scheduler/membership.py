@@ -36,6 +36,8 @@ class Lease:
     """When it became the first one of its worker, or was heard of last."""
     twin: Lease | None = None
     """The other lease of the same calls, where they are executed twice: whichever reports first counts."""
+    second_attempts: int = 0
+    """How many second attempts the call that it runs has had, in this attempt; the same of twins."""
 
 
 @dataclass(slots=True, eq=False)
@@ -205,6 +207,7 @@ class Membership:
         if to >= lease.hi:
             self.revoke(lease)
         else:
+            lease.second_attempts = 0
             self._begun(lease)
 
     def revoke(self, lease: Lease) -> None:

@@ -99,7 +99,7 @@ class Outcomes:
             self._reported(pass_, gang, lease, call + 1)
             return
         if lease.twin is not None:  # the other attempt decides
-            self.speculation.withdraw(pass_, lease)
+            self.speculation.failed(pass_, lease)
             return
         pass_.leased -= 1
         self._members.advance(lease, call + 1)
@@ -137,7 +137,7 @@ class Outcomes:
             self.break_up(pass_, gang)
             self._blame(pass_, gang.lo, gang.hi, 0, calls)
         elif lease.twin is not None:
-            self.speculation.withdraw(pass_, lease)
+            self.speculation.failed(pass_, lease)
         else:
             self._members.revoke(lease)
             pass_.leased -= lease.hi - lease.lo
@@ -154,6 +154,7 @@ class Outcomes:
         pass_.leased -= lease.hi - lo
         guilty = blamed is not None and lo <= blamed < lease.hi and pass_.needs(blamed)
         if lease.twin is not None:  # the other attempt goes on
+            self.speculation.goes_on(lease.twin)
             self.quiet(pass_)
             return
         if lease.probe is not None:

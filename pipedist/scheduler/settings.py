@@ -28,6 +28,8 @@ class Limits:
         probes_max: subsets of the elements of one call that are tried, to find the guilty ones.
         speculation_reports_min: reports of a pass that must have come before any call gets a second attempt.
         speculation_s_min: no call gets a second attempt before it has taken so long.
+        speculation_attempts_max: second attempts that one attempt of a call gets, one after another: its
+            worker was lost, or it raised, while the first one ran.
         starts_fruitless_max: workers in a row that may die before they join.
         heard_within_s: a supervised worker not heard for this long is lost.
     """
@@ -46,6 +48,7 @@ class Limits:
     probes_max: int = 4096
     speculation_reports_min: int = 3
     speculation_s_min: float = 1.0
+    speculation_attempts_max: int = 3
     starts_fruitless_max: int = 5
     heard_within_s: float = 16.0
 

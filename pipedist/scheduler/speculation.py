@@ -3,14 +3,16 @@
     lease runs, silent for too long --second attempt--> two leases of the same calls, TWINS
         one of them reports a result   --> it goes on alone; the other is cancelled, and nothing of it counts
         one of them raises, or is lost --> the other goes on alone; nobody is charged
+        ... and takes long all the same --> it gets another second attempt, `speculation_attempts_max` in all
         ... and that one fails too     --> this attempt of the call has failed, once
 
 Twins cover exactly the same calls at all times: the first report of either ends the pair. Who is
 cancelled so may be stuck in its call for ever, through no fault of its own: its worker is LAID OFF. It is
 given nothing, and not counted on, until it says that it has heard of the cancellation (`CancelHeard`).
 
-A running call has one second attempt at most, and a gang's none: its members wait for each other, so
-all of them would have to be executed twice.
+A running call has one second attempt at a time, and a gang's none: its members wait for each other, so
+all of them would have to be executed twice. How many it has one after the other is bounded, because nobody
+is charged with what becomes of them: a call that kills its workers is to end.
 """
 
 from __future__ import annotations
@@ -119,6 +121,19 @@ class Speculation:
             running.durations.add(now - lease.since)
         if lease.twin is not None:
             self.withdraw(pass_, lease.twin)
+
+    def failed(self, pass_: Pass, lease: Lease) -> None:
+        """One of two attempts raised, or could not be sent: the other goes on alone."""
+        twin = lease.twin
+        self.withdraw(pass_, lease)
+        if twin is not None:
+            self.goes_on(twin)
+
+    def goes_on(self, lease: Lease) -> None:
+        """The other attempt came to nothing: this one may get another, but not for ever."""
+        running = self._members.watched.get(lease.pass_id)
+        if running is not None and lease.second_attempts < self._limits.speculation_attempts_max:
+            running.again(lease)
 
     def withdraw(self, pass_: Pass, lease: Lease) -> None:
         """End one of two attempts: nothing of it counts, and its worker is laid off until it has heard."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -79,10 +80,22 @@ class Stragglers:
         """The one that has been silent for longest."""
         return next(iter(self._running.values()), None)
 
+    @property
+    def leases(self) -> Iterable[Lease]:
+        """All of them, the one that has been silent for longest first."""
+        return self._running.values()
+
     def begun(self, lease: Lease) -> None:
         """A lease runs, or was heard of."""
         self._running[lease.id] = lease
         self._running.move_to_end(lease.id)
+
+    def again(self, lease: Lease) -> None:
+        """A lease goes on alone, and may get a second attempt once more: its silence is not over."""
+        later = [other.id for other in self._running.values() if other.since > lease.since]
+        self._running[lease.id] = lease
+        for id_ in later:  # few calls are slow: this is seldom
+            self._running.move_to_end(id_)
 
     def over(self, lease: Lease) -> None:
         """A lease does not run any more, or may not get a second attempt; it may be another's."""

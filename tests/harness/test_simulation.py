@@ -17,7 +17,7 @@ from pipedist.scheduler import Scheduler
 from pipedist.scheduler import commands as cmd
 from pipedist.scheduler import events as ev
 from pipedist.scheduler.dealing import Dealing
-from pipedist.scheduler.membership import Lease, Membership
+from pipedist.scheduler.membership import Lease, Membership, Worker
 from pipedist.scheduler.outcomes import Outcomes
 from pipedist.scheduler.passes import Pass
 from pipedist.scheduler.speculation import Speculation
@@ -275,10 +275,10 @@ def who_was_stuck_is_never_given_more(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_second_attempt_has_calls_of_its_own(patch: pytest.MonkeyPatch) -> None:
-    def issue_again(self: Dealing, pass_: Pass, lease: Lease) -> Lease:
+    def issue_again(self: Dealing, pass_: Pass, lease: Lease, worker: Worker) -> Lease:
         lease.next, before = lease.lo, lease.next
         try:
-            return original(self, pass_, lease)
+            return original(self, pass_, lease, worker)
         finally:
             lease.next = before
 
@@ -297,6 +297,35 @@ def what_waits_behind_a_slow_call_is_forgotten(patch: pytest.MonkeyPatch) -> Non
     patch.setattr(Speculation, "_take_back_behind", take_back)
 
 
+def second_attempts_are_not_counted(patch: pytest.MonkeyPatch) -> None:
+    """What raises, or kills its worker, gets one after the other."""
+
+    def issue_again(self: Dealing, pass_: Pass, lease: Lease, worker: Worker) -> Lease:
+        twin = original(self, pass_, lease, worker)
+        lease.second_attempts = twin.second_attempts = 1
+        return twin
+
+    original = Dealing.issue_again
+    patch.setattr(Dealing, "issue_again", issue_again)
+
+
+def who_goes_on_alone_is_watched_though_it_is_a_twin(patch: pytest.MonkeyPatch) -> None:
+    """The one that came to nothing is watched too."""
+
+    def goes_on(self: Speculation, lease: Lease) -> None:
+        original(self, lease)
+        if lease.twin is not None:
+            original(self, lease.twin)
+
+    def failed(self: Speculation, pass_: Pass, lease: Lease) -> None:
+        self.withdraw(pass_, lease)
+        original(self, lease)
+
+    original = Speculation.goes_on
+    patch.setattr(Speculation, "goes_on", goes_on)
+    patch.setattr(Speculation, "failed", failed)
+
+
 OF_SECOND_ATTEMPTS: list[Plant] = [
     both_attempts_count,
     what_the_loser_says_counts_too,
@@ -308,6 +337,8 @@ OF_SECOND_ATTEMPTS: list[Plant] = [
     who_was_stuck_is_never_given_more,
     a_second_attempt_has_calls_of_its_own,
     what_waits_behind_a_slow_call_is_forgotten,
+    second_attempts_are_not_counted,
+    who_goes_on_alone_is_watched_though_it_is_a_twin,
 ]
 
 
@@ -316,13 +347,15 @@ def _handlers() -> Any:
 
 
 def test_second_attempts_happen_and_either_may_be_first() -> None:
-    second = won = 0
+    second = won = third = 0
     for seed in range(100):
-        simulation = Simulation(seed, faults=Faults(slow=0.1))
+        simulation = Simulation(seed, faults=OF_SLOW_CALLS)
         simulation.run()
         second += simulation.hub.books.second_attempts
+        third += simulation.hub.books.third_attempts
         won += simulation.hub.books.second_won
     assert 0 < won < second
+    assert third > 0, "one came to nothing, and was followed by another"
 
 
 @pytest.mark.parametrize("plant", OF_SECOND_ATTEMPTS, ids=lambda p: p.__name__)

@@ -167,6 +167,26 @@ def slow_the_first_time(x: np.ndarray, folder: str, ctx: Any) -> np.ndarray:
     return x
 
 
+def slow_then_deadly(x: np.ndarray, folder: str, ctx: Any) -> np.ndarray:
+    """In step 5 take ten minutes the first time, kill the worker the second time, then return."""
+    if ctx.step == 5:
+        name = next(n for n in ("slow", "deadly", "well") if _is_first(Path(folder) / n))
+        if name == "slow":
+            time.sleep(600.0)
+        elif name == "deadly":
+            os.kill(os.getpid(), signal.SIGKILL)
+    return x
+
+
+def _is_first(path: Path) -> bool:
+    """Return whether nobody has made this file before."""
+    try:
+        path.touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
+
+
 def waits_in_step(x: np.ndarray, folder: str, step: int, ctx: Any) -> np.ndarray:
     """Wait in one step until the file `go` is there."""
     while ctx.step == step and not (Path(folder) / "go").exists():

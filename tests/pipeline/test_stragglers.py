@@ -35,3 +35,11 @@ def test_the_one_that_lost_is_out_of_the_way_until_it_is_back(tmp_path: Path) ->
     result = pipedist.run(document("slow_the_first_time", n=400, folder=str(tmp_path)), workers=2)
     assert result["out"].tolist() == list(range(400))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["again", "begun"]
+
+
+def test_a_second_attempt_whose_worker_dies_is_followed_by_another(tmp_path: Path) -> None:
+    result = pipedist.run(document("slow_then_deadly", folder=str(tmp_path)), workers=2)
+    assert result["out"].tolist() == list(range(12))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["deadly", "slow", "well"]
+    assert result.ledger.to_json() == {"elements": 12, "committed": 12, "quarantined": 0, "lost": 0}
+    assert result.timings["total"] < 300.0, "the first attempt takes ten minutes"

@@ -8,7 +8,8 @@ from pipedist.errors import LocalProtocolError
 from pipedist.scheduler import Limits, PassSettings
 from pipedist.scheduler import commands as cmd
 from pipedist.scheduler import events as ev
-from pipedist.scheduler.stragglers import Durations
+from pipedist.scheduler.membership import Lease
+from pipedist.scheduler.stragglers import Durations, Stragglers
 from tests.scheduler.playbook import Playbook, assigns
 
 LIMITS = Limits(speculation_s_min=1.0, speculation_reports_min=3, deaths_max=2)
@@ -101,13 +102,75 @@ def test_what_one_of_two_attempts_raises_counts_for_nothing(fails_first: str) ->
         ev.CallFailed(fails_first, 0, leases[fails_first], 3),
         cmd.SendCancel(fails_first, leases[fails_first]),
     )
-    play.setup(ev.CancelHeard(fails_first, 0, leases[fails_first]))
-    assert play.scheduler.deadline() is None, "this attempt has had its second execution"
+    assert play.scheduler.deadline() is None, "nobody is idle"
     play(
         ev.CallsDone(other, 0, leases[other], 3, 4, 10**9),
         cmd.AcceptResults(1, 3, 4, other),
         cmd.StepsReady(1, 3, 4),
     )
+
+
+@pytest.mark.parametrize("how", ["raised", "lost", "not sent"])
+def test_a_second_attempt_that_came_to_nothing_is_followed_by_another(how: str) -> None:
+    limits = Limits(speculation_s_min=1.0, speculation_reports_min=3, speculation_attempts_max=2)
+    play = begun(limits=limits)
+    twin = second(play)
+    for left in (1, 0):
+        match how:
+            case "raised":
+                play(ev.CallFailed("w1", 0, twin.lease, 3), cmd.SendCancel("w1", twin.lease))
+                came = play.setup(ev.CancelHeard("w1", 0, twin.lease))
+            case "lost":
+                incarnation = play.scheduler._members.workers["w1"].incarnation
+                play.setup(ev.WorkerLost("w1", incarnation, "signal 9", running=(twin.lease, 3)))
+                came = play.setup(ev.WorkerJoined("w1", incarnation + 1))
+            case _:
+                play(ev.LeaseNotSent(twin.lease), cmd.SendCancel("w1", twin.lease))
+                came = play.setup(ev.CancelHeard("w1", 0, twin.lease))
+        if left:
+            [twin] = assigns(came)
+            assert (twin.worker, twin.twin, twin.attempt) == ("w1", 4, 0), "nobody is charged"
+    assert not assigns(came)
+    assert play.scheduler.deadline() is None, "two were enough"
+    play.setup(ev.CallsDone("w0", 0, 4, 3, 4, 10**9))
+
+
+def test_a_second_attempt_that_goes_on_alone_has_its_own_time() -> None:
+    play = begun()
+    play.at(9.0)
+    play.setup(ev.Tick())
+    play.at(9.5).setup(ev.WorkerLost("w0", 0, "signal 9", running=(4, 3)))
+    came = play.at(10.0).setup(ev.WorkerJoined("w0", 1))
+    assert not assigns(came), "it has run for a second"
+    deadline = play.scheduler.deadline()
+    assert deadline == pytest.approx(9.0 + 2.0, rel=1 / 8)
+    [third] = assigns(play.at(deadline).setup(ev.Tick()))
+    assert (third.worker, third.twin) == ("w0", 5)
+    play(
+        ev.CallsDone("w0", 1, third.lease, 3, 4, 10**9),
+        cmd.SendCancel("w1", 5),
+        cmd.AcceptResults(1, 3, 4, "w0"),
+        cmd.StepsReady(1, 3, 4),
+    )
+
+
+def test_the_next_call_of_a_lease_has_its_own_second_attempts() -> None:
+    limits = Limits(
+        speculation_s_min=1.0, speculation_reports_min=3, speculation_attempts_max=1, bundle_s=1000.0
+    )
+    play = Playbook(limits).with_workers("w0").with_pass(TWICE)
+    play.setup(ev.StepsOffered(1, 0, 9, 1))
+    play.at(1.0).setup(ev.CallsDone("w0", 0, 1, 0, 1, 10**9))
+    play.at(2.0).setup(ev.CallsDone("w0", 0, 2, 1, 2, 10**9))
+    play.with_workers("w1")
+    members = play.scheduler._members
+    while others := [x for x in members.leases.values() if x.id != 2 and x.worker == "w1"]:
+        play.setup(ev.CallsDone("w1", 0, others[0].id, others[0].next, others[0].hi, 10**9))
+    twin = second(play)
+    play.setup(ev.CallFailed("w1", 0, twin.lease, 2))
+    assert not assigns(play.setup(ev.CancelHeard("w1", 0, twin.lease)))
+    play.setup(ev.CallsDone("w0", 0, 2, 2, 3, 10**9))
+    assert second(play).lo == 3
 
 
 def test_an_attempt_that_fails_twice_over_is_one_attempt() -> None:
@@ -255,6 +318,18 @@ def test_a_search_for_guilty_elements_begins_once() -> None:
     assert [probe.elements for probe in probes] == [((0, 1),), ((1, 2),)]
     assert play.scheduler.deadline() is None, "probes get no second attempt"
     play.at(1e6)(ev.Tick())
+
+
+def test_the_longest_silent_is_looked_at_first_whoever_comes_back() -> None:
+    running = Stragglers(2.0)
+    leases = [Lease(id_, f"w{id_}", 1, id_, id_ + 1, 0, id_, 0.0, since=float(id_)) for id_ in range(4)]
+    for lease in leases:
+        running.begun(lease)
+    for lease in leases[1:3]:
+        running.over(lease)
+    for lease in (leases[2], leases[1]):
+        running.again(lease)
+    assert [lease.id for lease in running.leases] == [0, 1, 2, 3]
 
 
 # -- what is usual -------------------------------------------------------------------------------
