@@ -338,7 +338,9 @@ class Coordinator:
         """Say what everything waits for, call by call."""
         from pipedist.coordinator.stalls import name_all  # seldom asked for
 
-        return name_all(self._scheduler.why(time.monotonic()), self._handles)
+        launcher = self._fleet.launcher
+        seen = (lambda _worker: None) if launcher is None else launcher.running
+        return name_all(self._scheduler.why(time.monotonic()), self._handles, seen)
 
     @property
     def silent_s(self) -> float:

@@ -28,6 +28,16 @@ class Policy:
         self._quarantine = quarantine
 
     @property
+    def stages(self) -> tuple[str, ...]:
+        """The stages of a call, in the order in which they are executed."""
+        return tuple(stage.name for stage in self._stages)
+
+    def stage_of(self, running: Running) -> str:
+        """Return the stage that runs, "" where nobody knows."""
+        stage = self._stage(running)
+        return "" if stage is None else stage.name
+
+    @property
     def is_timed(self) -> bool:
         """Whether a call may take too long."""
         return any(stage.timeout_s is not None for stage in self._stages)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from pipedist.coordinator.handle import PassHandle
 from pipedist.scheduler.why import Explanation, Reason, Wait
+from pipedist.worker.progress import Running
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +17,7 @@ class Waiting:
     Args:
         pass_id: of the coordinator.
         stages: that the calls execute, "a, b".
+        stage: the one whose function runs; "" where nobody knows.
         step, replica: of the first of them.
         calls: how many they are; 0: a pass as a whole waits, before that step.
         attempt: how often they were tried before.
@@ -27,6 +29,7 @@ class Waiting:
 
     pass_id: int
     stages: str
+    stage: str
     step: int
     replica: int
     calls: int
@@ -54,17 +57,45 @@ class Stall:
     waits: tuple[Waiting, ...]
 
 
-def name_all(explanation: Explanation, handles: Mapping[int, PassHandle]) -> Stall:
+Seen = Callable[[str], tuple[int, ...] | None]
+"""Takes a worker; returns lease, call and stage, from 1, that it executes, as far as that is seen."""
+
+
+def name_all(explanation: Explanation, handles: Mapping[int, PassHandle], seen: Seen) -> Stall:
     """Name what the scheduler has numbered."""
-    waits = [_named(wait, handles[wait.pass_id]) for wait in explanation.waits if wait.pass_id in handles]
+    waits = [_named(x, handles[x.pass_id], seen) for x in explanation.waits if x.pass_id in handles]
     return Stall(explanation, tuple(waits))
 
 
-def _named(wait: Wait, handle: PassHandle) -> Waiting:
+def _named(wait: Wait, handle: PassHandle, seen: Seen) -> Waiting:
     step, replica = divmod(wait.lo, handle.settings.replicas)
-    calls, text = wait.hi - wait.lo, wait.text
+    calls, text, stage = wait.hi - wait.lo, wait.text, ""
     if wait.reason is Reason.DATA and handle.has_feed:
         text = f"the data of step {step} is being read"
+    if wait.reason is Reason.RUNNING:
+        stage, where = _stage(wait, handle, seen(wait.worker))
+        text = "; ".join(filter(None, (where, text)))
     attempt, worker, for_s = wait.attempt, wait.worker, wait.for_s
     reason = wait.reason.value
-    return Waiting(wait.pass_id, handle.name, step, replica, calls, attempt, worker, for_s, reason, text)
+    return Waiting(
+        wait.pass_id, handle.name, stage, step, replica, calls, attempt, worker, for_s, reason, text
+    )
+
+
+def _stage(wait: Wait, handle: PassHandle, seen: tuple[int, ...] | None) -> tuple[str, str]:
+    """Return the stage in which a call is, "" where nobody knows; and where it is, for people.
+
+    Args:
+        seen: what its worker executes, as that has noted it.
+    """
+    stages = handle.policy.stages
+    if len(stages) == 1:
+        return stages[0], ""
+    known = Running(*seen) if seen is not None and seen[0] == wait.lease else None
+    stage = "" if known is None else handle.policy.stage_of(known)
+    if known is None or not stage:
+        return "", "in one of its stages"
+    if known.call == wait.lo:
+        return stage, f"in stage {stage}"
+    step, replica = divmod(known.call, handle.settings.replicas)
+    return stage, f"in stage {stage} of step {step}, replica {replica}: what it did before is not sent yet"

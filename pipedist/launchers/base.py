@@ -60,6 +60,13 @@ class Launcher(Protocol):
         """Process ids of the workers that are alive, by name: of the latest incarnation."""
         ...
 
+    def running(self, worker: str) -> tuple[int, ...] | None:
+        """Return what a worker executes now, as `WorkerExit.running`; None: nothing, or nobody can see it.
+
+        It is looked for only here: that it can be seen costs a worker nothing.
+        """
+        ...
+
     def start(self, worker: str, incarnation: int) -> None:
         """Start a worker process; returns at once. That it failed is told to `on_exit`.
 

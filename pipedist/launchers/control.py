@@ -12,7 +12,7 @@ Frames: 4 bytes of length, big-endian, then a msgpack list whose first item is t
 
 | from the server | |
 |---|---|
-| started, worker, incarnation, pid | |
+| started, worker, incarnation, pid, memory | memory: the server's descriptor of its `Progress`, or -1 |
 | exited, worker, incarnation, pid, code or nil, signal or nil, text, running or nil, timed out | |
 
 The end of the stream is a message too: to the server, that its launcher is gone or done with it

@@ -57,6 +57,7 @@ class _Child:
     Args:
         stopped_at: since when it is stopped, None while it runs.
         note: why it was killed here, for people.
+        memory: descriptor of what `progress` is in, which the launcher opens through /proc; -1: it has none.
         overdue: what it was killed for, because it took too long.
         was_killed: by this server.
     """
@@ -65,10 +66,15 @@ class _Child:
     incarnation: int
     pid: int
     progress: Progress
+    memory: int
     stopped_at: float | None = None
     note: str = ""
     overdue: Overdue | None = None
     was_killed: bool = False
+
+    def let_go(self) -> None:
+        """Close its memory, here."""
+        _close(self.progress, self.memory)
 
 
 class ForkServer:
@@ -181,18 +187,20 @@ class ForkServer:
     # -- children ----------------------------------------------------------------------
 
     def _fork(self, worker: str, incarnation: int, settings: Mapping[str, Any]) -> None:
-        progress = Progress()
+        progress, memory = _progress()
         try:
             pid = os.fork()
         except OSError as error:
-            progress.close()
+            _close(progress, memory)
             text = f"it could not be forked: {error.strerror}"
             self._tell("exited", worker, incarnation, 0, None, None, text, None, False)
             return
         if pid == 0:
+            if memory >= 0:
+                os.close(memory)
             _be_a_worker(self, settings, progress)
-        self._children[pid] = _Child(worker, incarnation, pid, progress)
-        self._tell("started", worker, incarnation, pid)
+        self._children[pid] = _Child(worker, incarnation, pid, progress, memory)
+        self._tell("started", worker, incarnation, pid, memory)
 
     def close_in_child(self) -> None:
         """Let go of what belongs to the server: called in a worker right after the fork."""
@@ -204,7 +212,7 @@ class ForkServer:
         if self._lifeline >= 0:
             os.close(self._lifeline)
         for child in self._children.values():
-            child.progress.close()
+            child.let_go()
         self._children.clear()
 
     def _kill(self, worker: str, incarnation: int) -> None:
@@ -254,7 +262,7 @@ class ForkServer:
         if self._memory_kills.grew() and signum == signal.SIGKILL and not child.was_killed:
             text += ": out of memory"
         running, timed_out = end_of(child.progress, child.overdue)
-        child.progress.close()
+        child.let_go()
         self._tell(
             "exited", child.worker, child.incarnation, child.pid, code, signum, text, running, timed_out
         )
@@ -270,6 +278,23 @@ class ForkServer:
             self._control.sendall(pack_frame(*items))
         except (BrokenPipeError, ConnectionError):
             return  # the launcher is gone; the next turn sees that
+
+
+def _progress() -> tuple[Progress, int]:
+    """Return memory to be shared with a worker, and the descriptor through which others can look at it."""
+    if not hasattr(os, "memfd_create"):
+        return Progress(), -1  # not Linux: nobody else looks
+    memory = os.memfd_create("pipedist-progress")
+    os.ftruncate(memory, Progress.BYTES)
+    progress = Progress(memory)
+    progress.idle()
+    return progress, memory
+
+
+def _close(progress: Progress, memory: int) -> None:
+    progress.close()
+    if memory >= 0:
+        os.close(memory)
 
 
 def _kill(child: _Child) -> None:

@@ -13,6 +13,7 @@ import signal
 import socket
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any, Self
 
@@ -24,6 +25,7 @@ from pipedist.launchers.base import WorkerExit, describe_exit
 from pipedist.launchers.control import FrameBuffer, pack_frame
 from pipedist.launchers.server import END_S, ServerProcess, take
 from pipedist.transport.rendezvous import private_directory_of
+from pipedist.worker.progress import Running, seen
 from pipedist.worker.settings import WorkerSettings
 
 _READ_BYTES = 65_536
@@ -67,6 +69,8 @@ class LocalLauncher:
         self._gpus = gpus
         self._workers: dict[tuple[str, int], int] = {}
         """Process id of each (worker, incarnation) that was started; 0 until it is known."""
+        self._memories: dict[tuple[str, int], int] = {}
+        """The fork server's descriptor of what each of them executes; -1: it has none."""
         self._server: _Server | None = None
         self._old_servers: list[_Server] = []
         """Servers that ended, and whose process is still to be waited for."""
@@ -97,6 +101,17 @@ class LocalLauncher:
     def server_pid(self) -> int:
         """The fork server's process id; 0 where there is none."""
         return self._server.pid if self._server is not None else 0
+
+    def running(self, worker: str) -> Running | None:
+        """Return what a worker executes now; None: nothing, or nobody can see it."""
+        latest = max((number for name, number in self._memories if name == worker), default=None)
+        memory = -1 if latest is None else self._memories[worker, latest]
+        if memory < 0 or self._server is None:
+            return None
+        try:  # the worker may end just now, and its descriptor become another file's
+            return seen(Path(f"/proc/{self._server.pid}/fd/{memory}").read_bytes())
+        except OSError:
+            return None
 
     def start(self, worker: str, incarnation: int) -> None:
         """Start a worker process; returns at once. Earlier incarnations of it are killed.
@@ -186,6 +201,7 @@ class LocalLauncher:
         if kind == "started":
             if (worker, incarnation) in self._workers:
                 self._workers[worker, incarnation] = pid
+                (self._memories[worker, incarnation],) = rest
             return
         code, signum, text, running, timed_out = rest
         ran = tuple(running) if running else None
@@ -193,6 +209,7 @@ class LocalLauncher:
 
     def _lost(self, exit_: WorkerExit) -> None:
         self._workers.pop((exit_.worker, exit_.incarnation), None)
+        self._memories.pop((exit_.worker, exit_.incarnation), None)
         if not self._workers:
             self._empty.set()
         self.on_exit(exit_)

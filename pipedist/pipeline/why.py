@@ -58,6 +58,8 @@ def document(run: str, name: str, state: str, execution: Execution | None) -> Do
 
 def _told(wait: dict[str, Any]) -> dict[str, Any]:
     del wait["pass_id"]
+    if wait["reason"] != "running":
+        del wait["stage"]
     if wait["for_s"] is not None:
         wait["for_s"] = round(wait["for_s"], 3)
     return wait

@@ -60,6 +60,7 @@ class Wait:
         worker: that has them; "" where none has.
         for_s: for how long, as far as that is known, seconds.
         text: for what, for people.
+        lease: that the worker has them under; 0: they are under none, or not its first.
     """
 
     pass_id: int
@@ -70,6 +71,7 @@ class Wait:
     worker: str = ""
     for_s: float | None = None
     text: str = ""
+    lease: int = 0
 
 
 @record
@@ -141,9 +143,8 @@ def _of_leases(pass_: Pass, held: Sequence[Lease], members: Membership, now: flo
             if lease.gang is not None:
                 about = f"in a gang of {len(lease.gang.leases)} workers, of which {_due(lease)} are not done"
             lo = lease.next
-            running.append(
-                Wait(pass_.id, Reason.RUNNING, lo, lo + 1, *at, for_s=now - lease.since, text=about)
-            )
+            for_s = now - lease.since
+            running.append(Wait(pass_.id, Reason.RUNNING, lo, lo + 1, *at, for_s, about, lease.id))
         behind = lease.next + is_first
         if behind < lease.hi:
             queued.append(Wait(pass_.id, Reason.QUEUED, behind, lease.hi, *at, text="behind another call"))

@@ -12,6 +12,7 @@ interpreter that hangs can't be trusted to notice: its parent looks, and ends it
 from __future__ import annotations
 
 import mmap
+import struct
 import threading
 import time
 from collections.abc import Callable, Generator
@@ -32,6 +33,20 @@ class Running(NamedTuple):
     lease: int
     call: int
     stage: int = 0
+
+
+_RUNNING = struct.Struct("3q")
+
+
+def seen(data: bytes) -> Running | None:
+    """Return what a worker executed when somebody else read its memory; None: nothing, or nobody can say.
+
+    It may have gone on between two numbers, so whoever needs it compares the lease with what he knows.
+    """
+    if len(data) < _RUNNING.size:
+        return None
+    running = Running(*_RUNNING.unpack_from(data))
+    return None if _IDLE in running[:2] else running
 
 
 NOBODY = Running(0, 0, 0)

@@ -54,6 +54,27 @@ async def test_processes_have_names() -> None:
 
 
 @pytest.mark.asyncio
+async def test_what_a_worker_executes_can_be_seen_and_leaves_nothing() -> None:
+    async with launched("w0", "w1") as (scheduler, launcher, ids):
+        assert launcher.running("w0") is None
+        assert launcher.running("nobody") is None
+        pass_id = scheduler.bind(ids["w0"], program(f"{FUNCTIONS}:maybe_wait"))
+        lease = scheduler.assign(ids["w0"], pass_id, ["/nonexistent/never"])
+        while (running := launcher.running("w0")) is None:  # noqa: ASYNC110 - nobody tells
+            await asyncio.sleep(0.01)
+        assert running == (lease, 0, 1)
+        assert launcher.running("w1") is None
+        before = len(os.listdir(f"/proc/{launcher.server_pid}/fd"))
+        for incarnation in (1, 2, 3):
+            launcher.start("w0", incarnation)  # which ends the one before
+            await scheduler.welcome()
+        assert launcher.running("w0") is None
+        while len(os.listdir(f"/proc/{launcher.server_pid}/fd")) > before:  # noqa: ASYNC110 - nobody tells
+            await asyncio.sleep(0.01)
+        launcher.kill("w0")
+
+
+@pytest.mark.asyncio
 async def test_leaving_ends_everything() -> None:
     async with launched("w0", "w1") as (_, launcher, _ids):
         pids = [*launcher.pids.values(), launcher.server_pid]

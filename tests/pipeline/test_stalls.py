@@ -6,10 +6,12 @@ import json
 import os
 import socket
 import stat
+import struct
 import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import anyio
 import anyio.lowlevel
@@ -17,11 +19,16 @@ import anyio.to_thread
 import pytest
 
 import pipedist
+from pipedist.coordinator.stalls import name_all
 from pipedist.errors import UsageError
+from pipedist.launchers.local import LocalLauncher
 from pipedist.outputs.run_record import LIVE, PRIVATE
 from pipedist.pipeline.durable import RunJournal
 from pipedist.pipeline.inquiry import answering, ask
 from pipedist.pipeline.why import document, lines
+from pipedist.scheduler import PassSettings
+from pipedist.scheduler.why import Explanation, Reason, Wait
+from pipedist.worker.progress import Running, seen
 
 F = "tests.pipeline.functions"
 PATIENCE_S = 120.0
@@ -79,6 +86,58 @@ async def test_a_call_that_does_not_return(tmp_path: Path) -> None:
             (tmp_path / "go").touch()
         assert run.why()["state"] == "ended"
     assert not live.exists(), "nothing is left of it"
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("sight", ["seen", "unseen"])
+async def test_of_a_call_of_several_stages_the_one_that_runs_is_named(
+    tmp_path: Path, sight: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if sight == "unseen":  # as of a worker that dialled in
+        monkeypatch.setattr(LocalLauncher, "running", lambda _self, _worker: None)
+    spec = stalled(tmp_path)
+    y = spec["stages"]["y"]
+    spec["stages"] = {
+        "before": {"run": f"{F}:double"},
+        "z": y | {"of": "before"},
+        "after": {"run": f"{F}:double", "of": "z"},
+        "out": {"gather": 0, "of": "after"},
+    }
+    async with pipedist.open(spec, workers=1) as run, anyio.create_task_group() as tasks:
+        tasks.start_soon(run.results)
+        stage, where = ("z", "in stage z") if sight == "seen" else ("", "in one of its stages")
+        wanted = [("before -> z -> after", stage, 1, where)]
+        keys = ("stages", "stage", "step", "text")
+        waits = await until(
+            run, lambda waits: [tuple(w[k] for k in keys) for w in of("running", waits)] == wanted
+        )
+        assert all("stage" not in w for w in waits if w["reason"] != "running")
+        line = next(line for line in lines(run.why()) if "running on" in line)
+        assert line.startswith("  before -> z -> after: step 1, replica ")
+        assert line.endswith(f" s; {where}")
+        (tmp_path / "go").touch()
+
+
+def test_a_worker_that_is_ahead_of_what_it_has_sent() -> None:
+    program = {"stages": ("a", "b"), "stage_of": lambda running: "ab"[running.stage - 1]}
+    handle = SimpleNamespace(name="a -> b", settings=PassSettings(2), policy=SimpleNamespace(**program))
+    wait = Wait(1, Reason.RUNNING, 4, 5, worker="w0", for_s=1.0, lease=7)
+    said = Explanation(0.0, (wait,), 1, 1, (), ())
+
+    def named(running: tuple[int, int, int] | None) -> tuple[str, str]:
+        [waiting] = name_all(said, {1: cast(Any, handle)}, lambda _worker: running).waits
+        return waiting.stage, waiting.text
+
+    assert named((7, 4, 2)) == ("b", "in stage b")
+    ahead = "in stage a of step 3, replica 1: what it did before is not sent yet"
+    assert named((7, 7, 1)) == ("a", ahead)
+    assert named((6, 4, 2)) == named(None) == ("", "in one of its stages"), "that is another lease's"
+
+
+def test_what_was_read_while_a_worker_came_and_went() -> None:
+    assert seen(b"") is None
+    assert seen(struct.pack("8q", -1, 4, 1, 0, 0, 0, 0, 0)) is None
+    assert seen(struct.pack("8q", 2, 4, 1, 0, 0, 0, 0, 0)) == Running(2, 4, 1)
 
 
 @pytest.mark.asyncio

@@ -31,8 +31,8 @@ def begun(*workers: str, settings: PassSettings = PLAIN, steps: int = 2, limits:
 def test_what_runs_says_where_and_since_when() -> None:
     play = begun("w0", "w1").at(5.0)
     assert told(play)[Reason.RUNNING] == [
-        Wait(1, Reason.RUNNING, 0, 1, 0, "w0", 5.0),
-        Wait(1, Reason.RUNNING, 1, 2, 0, "w1", 5.0),
+        Wait(1, Reason.RUNNING, 0, 1, 0, "w0", 5.0, lease=1),
+        Wait(1, Reason.RUNNING, 1, 2, 0, "w1", 5.0, lease=2),
     ]
     play.setup(ev.CallsDone("w0", 0, 1, 0, 1, 10**9))
     play.at(7.0)
