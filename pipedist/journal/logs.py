@@ -114,7 +114,14 @@ class Log:
         Raises:
             PipedistError: as `fails` says, if it can't be written.
         """
-        frames = encode(tree)
+        return self.put(encode(tree), meta)
+
+    def put(self, frames: Sequence[Buffer], meta: Tree = None) -> Entry:
+        """Add a record of a tree that is encoded already; as `append`.
+
+        Raises:
+            PipedistError: as `fails` says, if it can't be written.
+        """
         made = packed(meta, frames)
         sizes = [memoryview(frame).nbytes for frame in frames]
         entry = Entry(meta, self._size + memoryview(made[0]).nbytes, sizes)

@@ -211,6 +211,12 @@ class PassJournal:
         names = [name for name in self._before.parts if name.startswith(prefix)]
         return {name.removeprefix(prefix): self.part(name) for name in names}
 
+    def logs(self, prefix: str) -> list[str]:
+        """Return the logs that are durable and whose names begin so."""
+        begin = file_name(self._key, prefix)
+        ours = file_name(self._key, "")
+        return [f.removeprefix(ours).removesuffix(".log") for f in self._before.logs if f.startswith(begin)]
+
     def entries(self, name: str) -> Iterator[tuple[Entry, Tree]]:
         """Yield the entries of a log that are durable, and what is in them.
 
@@ -244,6 +250,10 @@ class PassJournal:
         file = f"{file_name(self._key, name)}.log"
         log = self._logs[file] = self._journal.log(file, self._before.logs.get(file))
         return log
+
+    def is_open(self, name: str) -> bool:
+        """Whether a log was opened, and is not dropped for good."""
+        return f"{file_name(self._key, name)}.log" in self._logs
 
     def snapshot(
         self,
@@ -294,6 +304,7 @@ class PassJournal:
         """Take note that a snapshot is durable; only the latest one may be."""
         self._committed = taken.until
         self._versions.update(taken.versions)
+        self._logs = {file: log for file, log in self._logs.items() if file not in taken.snapshot.dropped}
 
 
 def _tell_nobody(_steps: int) -> None:

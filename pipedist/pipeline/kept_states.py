@@ -1,16 +1,19 @@
 """The states that a call read, as far as the journal of its run still has them.
 
-A journal keeps the latest version of each state. Which version a call read follows from its place in the
-training alone: so many steps or epochs were applied before it. The first version needs no journal.
+A journal has the latest version of each state, and the small ones before it (`versions`). Which one a call
+read follows from its place in the training alone: so many steps or epochs were applied before it. The first
+version needs no journal.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from pipedist.errors import UsageError
 from pipedist.pipeline.call_keys import CallKey
 from pipedist.pipeline.opening import READING, STATE
+from pipedist.pipeline.versions import PART_BYTES_MAX, VERSION_BYTES_MAX, Kept, find
 from pipedist.plan import PassPlan, Plan
 from pipedist.program import Tree
 from pipedist.records import record
@@ -91,14 +94,39 @@ def states_of(
             value, version = durable[name]
             found[name] = (version, value)
         else:
-            raise UsageError(_not_kept(key, name, per, wanted, kept))
+            found[name] = _earlier(key, name, per, wanted, kept, training)
     return found
 
 
-def _not_kept(key: CallKey, name: str, per: str, wanted: int | None, kept: int | None) -> str:
+def _earlier(
+    key: CallKey, name: str, per: str, wanted: int | None, kept: int | None, training: PassJournal
+) -> tuple[int, Tree] | None:
+    """Return an earlier version of a state, and its value; None: its first one."""
+    latest = training.parts(STATE).get(name)
+    among = Kept(False) if wanted is None else find(training, name, per, wanted)
+    if among.is_there and wanted is not None and kept is not None and wanted < kept:
+        return (among.version, among.value) if among.version else None
+    versions = sorted({*among.versions, *(() if latest is None else (latest[1],))})
     read = "an earlier or later version" if wanted is None else f"version {wanted}"
-    return (
-        f"call {key} read {read} of state {name} (one a{'n' * (per == 'epoch')} {per}), which is not kept: "
-        f"the journal has the latest alone, version {kept}. A run keeps the version that a call read if it "
+    often = f"one a{'n' * (per == 'epoch')} {per}"
+    raise UsageError(
+        f"call {key} read {read} of state {name} ({often}), which is not kept: the journal has "
+        f"{_shown(versions)}. It keeps the latest one, and of those before it the last "
+        f"{PART_BYTES_MAX // 2**20} MiB, without any above {VERSION_BYTES_MAX // 2**10} KiB; of a run that "
+        "was killed, as far as it was committed. A run has the version that a call read as its latest if it "
         "ends there: run it again with another --output, and have the function raise at this step"
     )
+
+
+def _shown(versions: Sequence[int]) -> str:
+    """Return versions as ranges, for people."""
+    spans: list[list[int]] = []
+    for version in versions:
+        if spans and spans[-1][1] == version - 1:
+            spans[-1][1] = version
+        else:
+            spans.append([version, version])
+    shown = [str(lo) if lo == hi else f"{lo} to {hi}" for lo, hi in spans]
+    few = shown if len(shown) <= 10 else [*shown[:5], "...", *shown[-4:]]
+    noun = "version" if len(versions) == 1 else "versions"
+    return f"{noun} {', '.join(few)}" if few else "none"

@@ -33,6 +33,7 @@ from pipedist.pipeline.quarantine import PassQuarantine
 from pipedist.pipeline.spool import Spool
 from pipedist.pipeline.subscription import Part, Step, Subscription
 from pipedist.pipeline.training import Lane, Training
+from pipedist.pipeline.versions import Versions
 from pipedist.plan import PassPlan, Plan
 from pipedist.program import Tree
 from pipedist.scheduler import PassSettings
@@ -97,6 +98,8 @@ class Reading:
         self._replicas = plan.spec.replicas
         self._feed = feed_of(plan, pass_, spools)
         self._training = training if pass_.updates else None
+        self._versions: Versions | None = None
+        """Of the states, for who looks at a call again."""
         self._journal = journal
         self._durable = durable
         self.steps = 0 if durable is None else durable.steps
@@ -198,6 +201,8 @@ class Reading:
         """
         if self._durable is None:
             return
+        if self._training is not None:
+            self._versions = Versions(self._durable)
         for name, spool in self._spools.items():
             spool.restore(self._durable.places(name))
         if self.steps:
@@ -334,9 +339,11 @@ class Reading:
             for name, (number, value) in self._training.states.latest().items():
                 parts[STATE + name] = (number, [value, number])
         dropped: list[str] = []
+        if self._versions is not None:
+            dropped += self._versions.dropped()
         if self._is_complete:
             logged = [name for name in self._pass.folds if grows(self._plan, name)]
-            dropped = [name for name in logged if not self._folds[name].kept]
+            dropped += [name for name in logged if not self._folds[name].kept]
         return durable.snapshot(
             self.steps,
             self.elements,
@@ -415,6 +422,8 @@ class Reading:
             for name, fold in self._folds.items():
                 await self._folding(name, fold.end_epoch(epoch))
         await lane.took(last, epoch, self._fresh(), ends=ends)
+        if self._training is not None and self._versions is not None:
+            self._versions.add(self._training.states.latest(), steps=self.steps, epochs=epoch + ends)
 
     def _fresh(self) -> dict[str, list[Tree]]:
         watched = self._lane.watched if self._lane is not None else ()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -46,6 +47,13 @@ def gradient(x: np.ndarray, w: dict[str, Any], fails_at: int, ctx: Any) -> float
 
 def moved(w: dict[str, Any], value: Any) -> dict[str, Any]:
     return {"w": w["w"] + 0.1 * float(value), "updates": w["updates"] + 1}
+
+
+def moved_so_far(w: dict[str, Any], value: Any, limit: str) -> dict[str, Any]:
+    """As `moved`; fails after as many updates as a file says."""
+    if w["updates"] >= int(Path(limit).read_text()):
+        raise Indigestible(f"after {w['updates']}")
+    return moved(w, value)
 
 
 def origin() -> dict[str, Any]:

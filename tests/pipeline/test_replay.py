@@ -13,6 +13,9 @@ import pytest
 
 import pipedist
 from pipedist.errors import CallError, JournalError, UsageError
+from pipedist.journal.audit import audit
+from pipedist.outputs.run_record import PRIVATE
+from pipedist.pipeline import versions
 from pipedist.pipeline.call_keys import CallKey
 from pipedist.pipeline.lone_call import Replayed
 from pipedist.pipeline.replaying import Replay, open_replay
@@ -336,21 +339,74 @@ def test_a_call_that_failed_reads_the_state_that_it_read(tmp_path: Path, step: i
     if step:
         assert again(out, "g/0/1")[1].failure is None  # the first version needs no journal
     if step > 1:
-        text = refused(out, "g/1/0")
-        assert "call g/1/0 read version 1 of state w (one a step), which is not kept" in text
-        assert f"the latest alone, version {step}" in text
+        assert again(out, "g/1/0")[0].states == {"w": 1}
+        text = refused(out, f"g/{step + 1}/0")
+        assert f"read version {step + 1} of state w (one a step), which is not kept" in text
+        assert f"the journal has versions 1 to {step}. " in text
         assert "have the function raise at this step" in text
 
 
-def test_held_out_data_is_read_with_the_state_of_its_epoch(tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    pipedist.run(written(tmp_path, TRAINING), workers=2, output=out)
-    w = json.loads((out / "w.json").read_text())
-    replay, made = again(out, "d/5/1")
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("trained")
+    pipedist.run(written(folder, TRAINING), workers=2, output=folder / "out")
+    return folder / "out"
+
+
+def test_each_call_of_a_training_reads_the_state_that_it_read(trained: Path) -> None:
+    means = [json.loads(line)["value"] for line in (trained / "m.jsonl").read_text().splitlines()]
+    assert len(means) == 12
+    for step, mean in enumerate(means):
+        replays = [again(trained, f"g/{step}/{replica}") for replica in (0, 1)]
+        assert [replay.states for replay, _ in replays] == [{"w": step}] * 2
+        assert sum(made.value for _, made in replays) / 2 == mean
+
+
+def test_held_out_data_is_read_with_the_state_of_its_epoch(trained: Path) -> None:
+    w = json.loads((trained / "w.json").read_text())
+    replay, made = again(trained, "d/5/1")
     assert made.value.tolist() == [[w["w"], 12.0]]
     assert replay.states == {"w": 12}
-    assert "call d/3/0 read version 8 of state w" in refused(out, "d/3/0")
-    assert "calls of updates and combine functions" in refused(out, "w/0/0")
+    for key, version in (("d/0/1", 4), ("d/3/0", 8)):
+        replay, made = again(trained, key)
+        assert replay.states == {"w": version}
+        assert made.value[0, 1] == version
+    assert "calls of updates and combine functions" in refused(trained, "w/0/0")
+
+
+def test_what_is_kept_of_versions_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(versions, "PART_BYTES_MAX", 200)  # of two entries or three
+    out = tmp_path / "out"
+    pipedist.run(written(tmp_path, TRAINING), workers=2, output=out)
+    logs = [path.name for path in (out / PRIVATE / "journal").iterdir() if ".versions." in path.name]
+    assert 1 <= len(logs) <= 2
+    assert again(out, "g/11/0")[0].states == {"w": 11}
+    assert "read version 1 of state w (one a step), which is not kept" in refused(out, "g/1/0")
+    assert audit(out / PRIVATE / "journal").problems == ()
+
+
+def test_a_version_that_is_large_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(versions, "VERSION_BYTES_MAX", 10)
+    out = tmp_path / "out"
+    pipedist.run(written(tmp_path, TRAINING), workers=2, output=out)
+    assert again(out, "d/5/1")[0].states == {"w": 12}
+    assert "which is not kept: the journal has version 12. " in refused(out, "g/11/0")
+
+
+def test_versions_go_on_in_a_run_that_is_resumed(tmp_path: Path) -> None:
+    out, limit = tmp_path / "out", tmp_path / "limit"
+    spec = TRAINING.replace("fails_at: -1", f"fails_at: -1, limit: {limit}").replace(
+        f'"{F}:moved", of: m,', f'"{F}:moved_so_far", of: m, with: {{limit: "${{params.limit}}"}},'
+    )
+    limit.write_text("5")
+    with pytest.raises(CallError):
+        pipedist.run(written(tmp_path, spec), workers=2, output=out)
+    limit.write_text("100")
+    result = pipedist.run(written(tmp_path, spec), workers=1, output=out, resume=True)
+    assert result["w"]["updates"] == 12
+    for step in range(12):
+        assert again(out, f"g/{step}/1")[0].states == {"w": step}
+        assert again(out, f"g/{step}/1")[1].failure is None
 
 
 # -- the command --------------------------------------------------------------------------------------

@@ -1,0 +1,38 @@
+"""Transcripts in the docs are what the commands print."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+DOCS = Path(__file__).parents[2] / "docs"
+HOME = "/home/me"
+TYPED = re.compile(r"\(Pdb\) (.*)\n")
+
+
+def test_what_replay_prints_is_what_its_page_says(tmp_path: Path) -> None:
+    text = (DOCS / "replay.md").read_text()
+    blocks = re.findall(r"```(yaml|python|console)\n(.*?)```\n", text, re.DOTALL)
+    assert [kind for kind, _ in blocks] == ["yaml", "python", "console"]
+    for _, block in blocks[:2]:
+        (tmp_path / block.splitlines()[0].removeprefix("# ")).write_text(block)
+    commands = re.split(r"^\$ pipedist ", blocks[2][1], flags=re.MULTILINE)[1:]
+    assert len(commands) == 3
+    for command in commands:
+        words, _, expected = command.partition("\n")
+        typed = "".join(f"{line}\n" for line in TYPED.findall(expected))
+        done = subprocess.run(
+            [sys.executable, "-m", "pipedist", *shlex.split(words)],
+            cwd=tmp_path, env={**os.environ, "PYTHONUNBUFFERED": "1"}, input=typed, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=100, check=False,
+        )  # fmt: skip
+        assert shown(done.stdout.replace(str(tmp_path), HOME)) == shown(TYPED.sub("(Pdb) ", expected))
+
+
+def shown(text: str) -> str:
+    """Return what does not differ from run to run."""
+    return re.sub(r"run [0-9a-f]{16}", "run ID", re.sub(r"worker w\d", "worker w", text)).strip()
