@@ -48,8 +48,8 @@ test-hosts: $(INSTALLED)  ## Run the tests of several hosts; some need mount nam
 	$(BIN)/python -m pytest -q tests/hosts
 
 .PHONY: chaos-scheduler
-chaos-scheduler: $(INSTALLED)  ## Kill three runs at every record of their journals, and resume each (a quarter of an hour).
-	$(BIN)/python -m tests.journal.chaos
+chaos-scheduler: $(INSTALLED)  ## Kill three runs at every record of their journals, and resume each (a quarter of an hour); EVERY=19: at each 19th.
+	$(BIN)/python -m tests.journal.chaos --steps $(or $(STEPS),100) --every $(or $(EVERY),1)
 
 .PHONY: test-memory
 test-memory: $(INSTALLED)  ## Test workers that the kernel kills for want of memory; takes root: sudo make test-memory.

@@ -108,12 +108,22 @@ def execute(options: RunOptions) -> int:
     if ended.result is not None:
         _show(ended, ended.result, options)
         if options.verify and ended.result.restored is None:
-            write_error("pipedist: every call was executed twice, and gave the same\n")
+            write_error(_verified(options))
         if ended.error is None:
             return exits.QUARANTINED if ended.result.ledger.quarantined else exits.OK
     elif options.as_json:
         _print_document(ended.document)
     return exits.FAILED
+
+
+def _verified(options: RunOptions) -> str:
+    """Say what `--verify` has shown, and what it can't show."""
+    calls = "every call that was left to do" if options.resume else "every call"
+    return (
+        f"pipedist: {calls} was executed twice in a row, in one process, and gave the same. What is the "
+        "same as long as a process lives (its id, its host, the order of a set) is not found so: run again "
+        "with other --workers and another --output, and compare the files\n"
+    )
 
 
 async def _run(options: RunOptions, interruption: Interruption, guard: StallGuard) -> Ended:

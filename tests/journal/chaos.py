@@ -1,15 +1,16 @@
 """Kills runs at every record of their journals, and resumes each; flips every bit of a journal.
 
-    python -m tests.journal.chaos [STEPS]
+    python -m tests.journal.chaos [--steps STEPS] [--every N]
 
-A job of two phases, STEPS batches each (100), a training and a gang. After each kill: the same bytes, and no
-journalled call is done again. Takes a few seconds a record.
+A training (5 steps an epoch, 3 epochs), a gang (10 steps, 2 epochs) and a job of two phases, STEPS batches
+each (100: of 200 in all). After each kill: the same bytes, and no journalled call is done again. Takes a few
+seconds a record; `--every N` has every N-th record, and every N-th bit.
 """
 
 from __future__ import annotations
 
+import argparse
 import shutil
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -19,25 +20,30 @@ from tests.journal.test_frames import check_flips
 
 
 def main() -> int:
-    steps = int(sys.argv[1]) if len(sys.argv) > 1 else 100
+    parser = argparse.ArgumentParser(prog="python -m tests.journal.chaos", description=__doc__)
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--every", type=int, default=1)
+    told = parser.parse_args()
     begin = time.monotonic()
-    check_flips(range(1))
-    print(f"every bit of 100 records: {time.monotonic() - begin:.0f} s", flush=True)
+    check_flips(range(0, 1, told.every))
+    which = "every bit" if told.every == 1 else f"every {told.every}th bit"
+    print(f"{which} of 100 records: {time.monotonic() - begin:.0f} s", flush=True)
     memory = "/dev/shm" if Path("/dev/shm").is_dir() else None  # nobody cuts the power here
     wrong = 0
     with tempfile.TemporaryDirectory(prefix="pipedist-chaos-", dir=memory) as name:
-        for kind, length in ((TRAINING, 5), (GANG, 10), (MANY, steps)):
-            wrong += chaos(Path(name), kind, length, begin)
+        for kind, length in ((TRAINING, 5), (GANG, 10), (MANY, told.steps)):
+            wrong += chaos(Path(name), kind, length, told.every, begin)
     return min(1, wrong)
 
 
-def chaos(base: Path, kind: Kind, steps: int, begin: float) -> int:
-    """Kill jobs of one kind at every record; return how many came to other bytes."""
+def chaos(base: Path, kind: Kind, steps: int, every: int, begin: float) -> int:
+    """Kill jobs of one kind at every record, or every `every`-th; return how many came to other bytes."""
     straight = Job(base / "straight", kind.spec(base / "straight", steps))
     assert straight.run(kill_at=NEVER) == 0, straight.told
     count, want = straight.history().count, straight.outcome()
     wrong = 0
-    for record in range(1, count + 1):
+    records = range(1, count + 1, every)
+    for done, record in enumerate(records, 1):
         folder = base / "killed"
         spec, workers = kind.spec(folder, steps), 1 + record % 3
         job = kill_and_resume(folder, spec, record, kind.passes, workers, or_end=kind is TRAINING)
@@ -45,11 +51,15 @@ def chaos(base: Path, kind: Kind, steps: int, begin: float) -> int:
             wrong += 1
             print(f"record {record}: other bytes", flush=True)
         shutil.rmtree(folder)
-        if record % 20 == 0:
-            print(f"{record} of {count} records, {time.monotonic() - begin:.0f} s", flush=True)
+        if done % 20 == 0:
+            print(f"{done} of {len(records)} records, {time.monotonic() - begin:.0f} s", flush=True)
     shutil.rmtree(straight.folder)
     name = kind.spec.__name__
-    print(f"{name}: killed at each of {count} records: {wrong} with other bytes", flush=True)
+    which = "each" if every == 1 else f"{len(records)}"
+    seconds = time.monotonic() - begin
+    print(
+        f"{name}: killed at {which} of {count} records: {wrong} with other bytes, {seconds:.0f} s", flush=True
+    )
     return wrong
 
 

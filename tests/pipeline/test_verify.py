@@ -106,7 +106,10 @@ def test_the_command_says_what_was_verified(tmp_path: Path) -> None:
 
     done = run(spec("steady"))
     assert done.returncode == 0, done.stderr
-    assert "pipedist: every call was executed twice, and gave the same\n" in done.stderr
+    assert (
+        "pipedist: every call was executed twice in a row, in one process, and gave the same. " in done.stderr
+    )
+    assert "run again with other --workers and another --output, and compare the files\n" in done.stderr
     done = run(spec("clock"))
     assert done.returncode == 1
     assert "stage y, step 0, replica 0, worker w" in done.stderr
