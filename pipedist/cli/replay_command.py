@@ -47,8 +47,19 @@ def execute(options: ReplayOptions) -> int:
 
     Raises:
         UsageError: the call can't be had.
-        JournalError: the journal is damaged.
     """
+    import faulthandler
+
+    from pipedist.errors import JournalError, UsageError
+
+    faulthandler.enable()  # a call that kills its process kills this one: it shows where
+    try:
+        return _execute(options)
+    except JournalError as error:  # 1 would say that the call failed
+        raise UsageError(str(error)) from error
+
+
+def _execute(options: ReplayOptions) -> int:
     from pipedist.pipeline.call_keys import CallKey
     from pipedist.pipeline.replaying import open_replay, threads_of
 

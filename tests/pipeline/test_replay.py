@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -448,3 +449,31 @@ def test_the_command_stops_in_the_debugger_where_the_call_fails(tmp_path: Path) 
     error = json.loads(done.stdout)["error"]
     assert (error["class"], error["message"]) == ("Indigestible", "elements [17]")
     assert "Traceback" in error["traceback"]
+
+
+def test_a_call_that_kills_its_process_shows_where(tmp_path: Path) -> None:
+    document = {
+        "pipedist": 1,
+        "code": str(ROOT),
+        "dataset": {"range": 40, "batch": 8},
+        "stages": {"y": {"run": f"{F}:deadly", "on_error": "quarantine"}, "rows": {"gather": 0, "of": "y"}},
+    }
+    (tmp_path / "spec.yaml").write_text(json.dumps(document))
+    pipedist.run(tmp_path / "spec.yaml", workers=2, output=tmp_path / "out")
+    [line] = (tmp_path / "out" / "quarantine.jsonl").read_text().splitlines()
+    arguments = json.loads(line)["replay"].split()[2:]
+    done = command(*arguments, cwd=tmp_path)
+    assert done.returncode == -signal.SIGSEGV
+    assert "Fatal Python error: Segmentation fault" in done.stderr
+    assert "in deadly" in done.stderr
+
+
+def test_a_damaged_journal_is_no_failure_of_the_call(tmp_path: Path) -> None:
+    pipedist.run(written(tmp_path, NOISY), workers=2, output=tmp_path / "out")
+    journal = tmp_path / "out" / PRIVATE / "journal" / "journal"
+    data = bytearray(journal.read_bytes())
+    data[40] ^= 1
+    journal.write_bytes(data)
+    done = command("out", "--call", "y/2/1", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "is damaged" in done.stderr
