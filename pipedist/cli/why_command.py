@@ -34,7 +34,10 @@ def explain_run(run: str, *, as_json: bool) -> int:
     path = Path(run)
     record = read_record(path, path)
     if record is None:
-        raise UsageError(f"there is no run in {path}: RUN is the output folder of one, as out/NAME")
+        raise UsageError(
+            f"there is no run in {path}: RUN is the output folder of one, as out/NAME. A run without outputs "
+            "has none: kill -USR1 PID has it say on its own standard error what it waits for"
+        )
     answer = ask(path / PRIVATE / LIVE, ANSWER_S)
     if answer is not None:
         try:

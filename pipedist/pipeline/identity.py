@@ -31,7 +31,7 @@ def meaning(spec: Spec) -> dict[str, Any]:
             for name, d in spec.datasets.items()
         },
         "stages": {
-            name: {field: _plain(value) for field, value in stage if value is not None}
+            name: {field.removesuffix("_"): _plain(value) for field, value in stage if value is not None}
             for name, stage in spec.stages.items()
         },
         "outputs": dict(spec.outputs),

@@ -99,6 +99,7 @@ def test_where_there_is_no_run(pipedist: Command, tmp_path: Path) -> None:
     told = pipedist("why", "empty")
     assert told.returncode == 2
     assert "there is no run in empty" in told.stderr
+    assert "A run without outputs has none: kill -USR1 PID" in told.stderr
 
 
 def test_patience_is_doubled_and_begins_anew_when_something_moves() -> None:

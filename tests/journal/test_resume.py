@@ -84,11 +84,14 @@ def test_a_changed_spec_is_refused_with_what_differs(tmp_path: Path) -> None:
     assert job.run(kill_at=3) == -signal.SIGKILL
     there = job.history().header.digest
     (tmp_path / "spec.yaml").write_text(
-        job.spec.replace("seed: 5", "seed: 6").replace("sum, of: c", "max, of: c")
+        job.spec.replace("seed: 5", "seed: 6")
+        .replace("sum, of: c", "max, of: c")
+        .replace('calls: "', 'calls: "/other')
     )
     assert job.run("--resume") == 2
     assert f"there {there[:12]}, now " in job.told
     assert "seed: 5 there, 6 now" in job.told
+    assert "stages.centred.with.calls: " in job.told
     assert "stages.spread.reduce: 'sum' there, 'max' now" in job.told
     assert read_history(job.journal) is not None  # nothing was touched
     (tmp_path / "spec.yaml").write_text(job.spec)
