@@ -120,6 +120,7 @@ class SimulatedRuns:
             SimulationFailure: a run differs from the one without faults, or does not end.
             PipedistError: the run fails, with and without faults.
         """
+        __tracebackhide__ = True  # of a test that fails, what the test says is of interest
         from pipedist.harness.spec_simulation import SpecSimulation
 
         simulation = SpecSimulation(

@@ -159,6 +159,7 @@ class SpecSimulation:
         Raises:
             SimulationFailure: something was wrong; the text says what, and how to play it again.
         """
+        __tracebackhide__ = True  # of a test that fails, what the test says is of interest
         played = self.play(seed)
         if played.violation:
             raise SimulationFailure(
