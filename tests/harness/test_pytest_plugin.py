@@ -51,6 +51,7 @@ def test_marked(faults):
     with faults(crash=0.0, delay=0.1) as simulated:
         simulated.run(SPEC)
         assert set(simulated.injected) == {"delay"}
+    assert faults().run(SPEC)["total"] == 780
 
 def test_wrong(faults):
     with faults(crush=0.1):
