@@ -48,6 +48,10 @@ class Adapter:
         """W1s: the same, each result handed over by itself."""
         raise Unsupported
 
+    def journalled_calls(self, fn: Function, count: int) -> Sequence[Any]:
+        """W1j: as `calls`, with a journal on disk, so that the run could go on after a `kill -9`."""
+        raise Unsupported
+
     def bundled_calls(self, fn: Function, count: int) -> Sequence[Any]:
         """W1b: the same, with the system's own way of bundling."""
         raise Unsupported

@@ -84,6 +84,7 @@ GOALS: tuple[Goal, ...] = (
     Goal("W1", ">=", 5.0, BEST_PEER),
     Goal("W1", ">=", 0.5, "pool", at="W1b", note="stretch"),
     Goal("W1s", ">=", 5.0, BEST_PEER, at="W1"),
+    Goal("W1j", ">=", 0.8, SUBJECT, at="W1"),
     Goal("W2", ">=", 0.85, "limit handover"),
     Goal("W2", ">=", 4.0, BEST_PEER),
     Goal("W3", ">=", 1.5, "zmq"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import sysconfig
+import tempfile
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -15,6 +16,7 @@ import pipedist
 from benchmarks import functions
 from benchmarks.adapter import WORKERS, Adapter, Function, Take
 from benchmarks.sizes import FILE_BLOCK_ROWS, FILE_COLUMNS
+from benchmarks.systems import HOME
 
 _OF_A_SHARD: Mapping[Function, Function] = {
     functions.burn: functions.burn_shard,
@@ -52,6 +54,7 @@ class Pipedist(Adapter):
     settings: ClassVar[Mapping[str, str]] = {
         "cluster": "LocalCluster(workers=2)",
         "W1": "range source, batch 1, run and gather, results()",
+        "W1j": "as W1, with the gather as an output: results.npy, written to the disk of the checkout",
         "W1s": "the same, `steps` of the run stage",
         "W2": "arrays source of float32[256 Mi], batch 1 Mi; W2 and W3c `as_completed`, W3 `steps`",
         "W6": "as W1s, results summed and dropped",
@@ -105,6 +108,13 @@ class Pipedist(Adapter):
         spec = _spec({"range": count, "batch": 1}, fn, {"results": {"gather": 0, "of": "y"}})
         return self._await(self._results(spec))["results"]
 
+    def journalled_calls(self, fn: Function, count: int) -> Sequence[Any]:
+        spec = _spec({"range": count, "batch": 1}, fn, {"results": {"gather": 0, "of": "y"}})
+        spec = {**spec, "outputs": {"results": "results.npy"}}
+        with tempfile.TemporaryDirectory(dir=HOME / "results") as folder:
+            written = self._await(self._results(spec, output=Path(folder) / "out"))["results"]
+            return np.load(written)
+
     def streamed_calls(self, fn: Function, count: int) -> Sequence[Any]:
         spec = _spec({"range": count, "batch": 1}, fn)
         values: list[Any] = []
@@ -145,8 +155,8 @@ class Pipedist(Adapter):
         sums = self._await(self._results(spec))["sums"]
         return np.asarray([sums[f"c{k}"] for k in range(FILE_COLUMNS)] if form == "parquet" else sums)
 
-    async def _results(self, spec: Mapping[str, Any]) -> pipedist.Result:
-        async with pipedist.open(spec, cluster=self._cluster) as run:
+    async def _results(self, spec: Mapping[str, Any], output: Path | None = None) -> pipedist.Result:
+        async with pipedist.open(spec, cluster=self._cluster, output=output) as run:
             return await run.results()
 
     async def _steps(self, spec: Mapping[str, Any], take: Take) -> None:

@@ -59,7 +59,7 @@ SYSTEMS: dict[str, System] = {
         "pipedist_adapter:Pipedist",
         "subject",
         ("pipedist",),
-        (*_CALLS, "W1s", *_STREAMS, "W5", "W5c", "W8", "W9", *_FILES, "MEM"),
+        (*_CALLS, "W1s", "W1j", *_STREAMS, "W5", "W5c", "W8", "W9", *_FILES, "MEM"),
     ),
     "pool": System("peers.multiprocessing_pool:Pool", answers=_ENGINE),
     "executor": System("peers.process_pool_executor:ProcessPool", answers=_ENGINE),

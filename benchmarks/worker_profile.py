@@ -27,9 +27,13 @@ WAITING = "wait for messages"
 
 PARTS = {
     "pipedist.worker.driver:Driver._wait": WAITING,
-    "pipedist.transport.dealer:Dealer.recv": "zmq: receive",
-    "pipedist.transport.dealer:Dealer.send": "zmq: send",
-    "pipedist.transport.dealer:Dealer.poll": "zmq: poll",
+    "pipedist.transport.dealer:Dealer.recv": "dealer: receive",
+    "pipedist.transport.dealer:Dealer.send": "dealer: send",
+    "pipedist.transport.dealer:Dealer.poll": "dealer: poll",
+    "pipedist.transport.lane.client:LaneEnd._wait": WAITING,
+    "pipedist.transport.lane.client:LaneEnd._read": "lane: receive",
+    "pipedist.transport.lane.client:LaneEnd.send": "lane: send",
+    "pipedist.transport.lane.client:write": "lane: send, the system call",
     "pipedist.worker.machine:WorkerMachine.handle": "machine",
     "pipedist.worker.binding:decode": "codec: decode",
     "pipedist.worker.driver:encode": "codec: encode",

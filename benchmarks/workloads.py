@@ -280,6 +280,7 @@ def _memory(system: Adapter, sizes: Sizes, _data: Path) -> Measured:
 WORKLOADS: dict[str, Workload] = {
     "W1": Workload("20,000 calls, one element each, results in order", "calls/s", True, _dispatch("calls")),
     "W1s": Workload("W1, each result by itself", "calls/s", True, _dispatch("streamed_calls")),
+    "W1j": Workload("W1, with a journal on disk", "calls/s", True, _dispatch("journalled_calls")),
     "W1b": Workload("W1, bundled as the system offers", "calls/s", True, _dispatch("bundled_calls")),
     "W2": Workload("256 x 4 MiB in, scalar back", "GiB/s", True, _stream_in),
     "W3": Workload("256 x 4 MiB in, 4 MiB back, in order", "GiB/s", True, _stream_through(True)),

@@ -9,7 +9,8 @@ did a replica function fail (`CallError`), did a peer break the protocol
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+from pipedist.records import record
 
 
 class PipedistError(Exception):
@@ -24,7 +25,7 @@ class UsageError(PipedistError):
     exit_code = 2
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Problem:
     """One mistake in a spec, with its place.
 

@@ -102,7 +102,8 @@ def load(ref: FunctionRef, code: Sequence[str]) -> Callable[..., Any]:
         walked += f".{part}"
     if not callable(found):
         raise FunctionNotFound(
-            f"{ref.name}: expected a function or class, found a {type(found).__name__} in {_place(module)}"
+            f"{ref.name}: expected a function or class, found a value of type {type(found).__name__} "
+            f"in {_place(module)}"
         )
     return found  # type: ignore[no-any-return]
 
@@ -177,7 +178,9 @@ def _unpickled(ref: FunctionRef) -> Callable[..., Any]:
             f"the modules that it uses must be importable on the worker's host{_which()}"
         ) from error
     if not callable(found):
-        raise FunctionNotFound(f"{ref.label}: expected a function or class, found a {type(found).__name__}")
+        raise FunctionNotFound(
+            f"{ref.label}: expected a function or class, found a value of type {type(found).__name__}"
+        )
     return found  # type: ignore[no-any-return]
 
 

@@ -12,7 +12,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import MISSING, Field, FrozenInstanceError, dataclass, fields
 from operator import attrgetter
-from typing import Any, NoReturn, TypeVar, dataclass_transform
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, dataclass_transform
+
+if TYPE_CHECKING:
+    from inspect import Signature
 
 T = TypeVar("T")
 
@@ -54,9 +57,32 @@ def record(cls: type[T]) -> type[T]:
     for method in (__init__, __repr__, __eq__, __hash__, __setstate__):
         if method.__name__ not in vars(cls):
             setattr(made, method.__name__, method)
+    made.__signature__ = _SIGNATURE
     made.__setattr__ = _refuse
     made.__delattr__ = _refuse
     return made  # type: ignore[no-any-return]
+
+
+class _SignatureOnDemand:
+    """What `inspect.signature` and `help` show of a record: the arguments of the `__init__` to come."""
+
+    def __get__(self, _made: object, cls: type[Any]) -> Signature:
+        from inspect import Parameter, Signature  # only people ask for it
+
+        return Signature(
+            [
+                Parameter(
+                    field.name,
+                    Parameter.POSITIONAL_OR_KEYWORD,
+                    default=Parameter.empty if field.default is MISSING else field.default,
+                    annotation=field.type,
+                )
+                for field in fields(cls)
+            ]
+        )
+
+
+_SIGNATURE = _SignatureOnDemand()
 
 
 def _is_plain(field: Field[Any]) -> bool:

@@ -51,7 +51,7 @@ def flatten(tree: Tree) -> tuple[list[Leaf], Treedef]:
     """
     while True:
         leaves, treedef = optree.tree_flatten(tree, namespace=_NAMESPACE)
-        unknown = {type(leaf) for leaf in leaves if hasattr(type(leaf), "__dataclass_fields__")}
+        unknown = [cls for cls in set(map(type, leaves)) if hasattr(cls, "__dataclass_fields__")]
         if not unknown:
             return leaves, treedef
         for cls in unknown:

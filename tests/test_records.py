@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
 import pickle
 from dataclasses import dataclass, field
 from typing import Any
@@ -137,3 +138,14 @@ def test_what_it_can_not_be_is_said() -> None:
     for cls in (Listed, Hidden, Named, type("Derived", (record(Base),), {"__annotations__": {"b": "int"}})):
         with pytest.raises(TypeError, match="is no record: make it a dataclass"):
             record(cls)
+
+
+def test_its_signature_is_shown_before_there_is_an_object() -> None:
+    @record
+    class Fresh:
+        step: int
+        name: str = "none"
+
+    assert str(inspect.signature(Fresh)) == str(inspect.signature(Model)).replace(
+        ", tags: 'tuple[int, ...]' = ()) -> None", ")"
+    )

@@ -69,6 +69,7 @@ class Ended:
         error: why it did not, or which of its files could not be written.
         document: the run's document, None of a run that was interrupted.
         notice: what was said about the output folder before the run.
+        committed: elements that were done when it ended with an error.
     """
 
     spec: Spec
@@ -76,6 +77,7 @@ class Ended:
     error: PipedistError | None
     document: Mapping[str, object] | None
     notice: str = ""
+    committed: int = 0
 
 
 def execute(options: RunOptions) -> int:
@@ -105,6 +107,11 @@ def execute(options: RunOptions) -> int:
         return interruption.exit_code or exits.FAILED
     if ended.error is not None:
         exits.report(ended.error)
+        if ended.result is None and ended.committed and _has_folder(ended, options):
+            write_error(
+                "what was done before is kept: when the cause is mended, --resume goes on from there; "
+                "without it the run begins again\n"
+            )
     if ended.result is not None:
         _show(ended, ended.result, options)
         if options.verify and ended.result.restored is None:
@@ -202,16 +209,17 @@ async def _outcome(run: Run) -> Ended:
         made = getattr(error, "result", None)
         result = made if isinstance(made, Result) else None
         timings = {"total": time.monotonic() - began} if result is None else result.timings
+        ledger = run.ledger()
         document = run_document(
             run_id=run.id,
             name=run.name,
             results={} if result is None else result.by_stage,
             files={} if result is None else result.files,
-            ledger=run.ledger().to_json(),
+            ledger=ledger.to_json(),
             timings={name: round(seconds, 6) for name, seconds in timings.items()},
             error=error,
         )
-        return Ended(run.spec, result, error, document, run.notice)
+        return Ended(run.spec, result, error, document, run.notice, ledger.committed)
     return Ended(run.spec, finished, None, finished.document, run.notice)
 
 

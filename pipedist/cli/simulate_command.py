@@ -66,6 +66,7 @@ def execute(options: SimulateOptions) -> int:
         )
         seeds = range(options.seeds) if options.seed is None else [options.seed]
         try:
+            error = simulation.reference.fingerprint.error
             for seed in seeds:
                 played = simulation.play(seed)
                 counts.update(played.counts)
@@ -76,6 +77,8 @@ def execute(options: SimulateOptions) -> int:
             write_error(f"pipedist: {failure}\n")
             return exits.FAILED
     write_out(_table(len(seeds), options.workers, counts, poisoned, len(failures)))
+    if error:
+        write_out(f"the spec fails without faults too, and was only compared with that: {error}\n")
     for told in failures[:FAILURES_SHOWN_MAX]:
         write_out(told)
     if len(failures) > FAILURES_SHOWN_MAX:

@@ -21,9 +21,9 @@ The rules of `Channel.exchange`
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Protocol
 
+from pipedist.records import record
 from pipedist.transport.form import Frame
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class GangAborted(BaseException):
     """Ends a replica whose gang can't go on; no Exception, so that user code does not swallow it."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Ended:
     """A member whose replicas have all returned, without this exchange."""
 
@@ -49,7 +49,7 @@ class Ended:
 ENDED: Final = Ended()
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Patience:
     """How long a member waits for others.
 
@@ -62,7 +62,7 @@ class Patience:
     on_stalled: Callable[[tuple[int, ...]], None]
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Exchanged:
     """What the members brought to one exchange.
 

@@ -211,7 +211,9 @@ class Coordinator:
         """
         launcher = self._fleet.launcher
         if launcher is None or worker not in self._fleet.names:
-            raise UsageError(f"no worker {worker!r} was started here; only such workers can be killed")
+            names = self._fleet.names if launcher is not None else ()
+            there = f"{names[0]} to {names[-1]}" if names else "none: its workers are started elsewhere"
+            raise UsageError(f"no worker {worker!r} was started here; those that can be killed: {there}")
         launcher.kill(worker)
 
     async def restart(self, worker: str) -> None:

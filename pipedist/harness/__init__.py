@@ -5,6 +5,7 @@
 | `simulate` | runs your own spec in virtual time, with faults: `pipedist simulate` |
 | `SimulatedCluster` | a cluster whose workers, network and clock are simulated |
 | `Faults`, `FaultyNetwork` | which faults there are, and the network that has them |
+| `VirtualTime` | the clock of such a network |
 | `Simulation` | the scheduler and the workers' machines alone, from one seed |
 | `Playbook` | a script of events for the scheduler, and the commands that each must cause |
 | `LocalCluster` | real worker processes: kill, pause, restart, cut |
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from pipedist.harness.simulated_cluster import SimulatedCluster
     from pipedist.harness.simulation import Simulation, SimulationFailure
     from pipedist.harness.spec_simulation import SpecSimulation, simulate
+    from pipedist.harness.virtual_time import VirtualTime
     from pipedist.local_cluster import LocalCluster
 
 _HOME = {
@@ -42,6 +44,7 @@ _HOME = {
     "Simulation": "pipedist.harness.simulation",
     "SimulationFailure": "pipedist.harness.simulation",
     "SpecSimulation": "pipedist.harness.spec_simulation",
+    "VirtualTime": "pipedist.harness.virtual_time",
     "combinations": "pipedist.harness.combining",
     "run_in_processes": "pipedist.harness.processes",
     "simulate": "pipedist.harness.spec_simulation",
@@ -59,6 +62,7 @@ __all__ = [
     "Simulation",
     "SimulationFailure",
     "SpecSimulation",
+    "VirtualTime",
     "combinations",
     "run_in_processes",
     "simulate",

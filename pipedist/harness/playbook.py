@@ -44,6 +44,7 @@ class Playbook:
         Raises:
             PlaybookError: if others came, or an invariant does not hold afterwards.
         """
+        __tracebackhide__ = True  # of a test that fails, what the test says is of interest
         came = self._play(event)
         if came != list(expected):
             wanted, got = [repr(c) for c in expected], [repr(c) for c in came]

@@ -119,6 +119,7 @@ def run_in_processes(
         ProcessesFailed: a process raised, exited, was ended by a signal or took too long; the error
             has the outcomes of all.
     """
+    __tracebackhide__ = True  # of a test that fails, what the test says is of interest
     from pipedist import functions
     from pipedist.transport.codec import encode
 

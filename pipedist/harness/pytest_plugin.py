@@ -15,15 +15,12 @@ tests, under pytest-asyncio in strict and auto mode and under anyio's plugin, an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Self
 
 import pytest
 
 if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
-
     from pipedist.harness.faults import Faults
     from pipedist.local_cluster import LocalCluster
     from pipedist.pipeline.result import Result
@@ -62,22 +59,22 @@ def pipedist_cluster(request: pytest.FixtureRequest) -> Callable[..., LocalClust
 
 
 @pytest.fixture
-def faults(request: pytest.FixtureRequest) -> Callable[..., AbstractContextManager[SimulatedRuns]]:
-    """Make simulations with faults: `with faults(drop=0.1, seed=7) as simulated:`.
+def faults(request: pytest.FixtureRequest) -> Callable[..., SimulatedRuns]:
+    """Make simulations with faults: `with faults(drop=0.1, seed=7) as simulated:`, or without `with`.
 
     Takes rates as `pipedist.harness.Faults` does, `seed` (one), `seeds` (how many, from `seed` on) and
     `workers`.
     """
     marked = _marked(request, FAULTS_MARKER)
 
-    @contextmanager
-    def make(**options: Any) -> Iterator[SimulatedRuns]:
+    def make(**options: Any) -> SimulatedRuns:
+        __tracebackhide__ = True
         from pipedist.harness.faults import Faults  # most tests need no simulation
 
         told = {**marked, **options}
         seed, seeds = told.pop("seed", 0), told.pop("seeds", 1)
         workers = told.pop("workers", 3)
-        yield SimulatedRuns(Faults.of(told), range(seed, seed + seeds), workers)
+        return SimulatedRuns(Faults.of(told), range(seed, seed + seeds), workers)
 
     return make
 
@@ -107,6 +104,12 @@ class SimulatedRuns:
         self.injected: dict[str, int] = {}
         """Faults that have happened until now, by kind."""
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        """Nothing is open: each `run` is complete when it returns."""
+
     def run(
         self,
         spec: SpecLike,
@@ -120,6 +123,7 @@ class SimulatedRuns:
             SimulationFailure: a run differs from the one without faults, or does not end.
             PipedistError: the run fails, with and without faults.
         """
+        __tracebackhide__ = True  # of a test that fails, what the test says is of interest
         from pipedist.harness.spec_simulation import SpecSimulation
 
         simulation = SpecSimulation(

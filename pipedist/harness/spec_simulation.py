@@ -10,6 +10,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import io
+import json
+import os
+import shlex
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -29,6 +32,7 @@ from pipedist.pipeline.result import Result
 from pipedist.pipeline.runs import Run, SpecLike
 from pipedist.program import Tree
 from pipedist.spec import RunSpec, Spec, load
+from pipedist.spec.interpolation import read_setting
 
 CALM_S = 600.0
 """How long a run may take once no new faults happen, beside a hundred times its time without faults."""
@@ -78,7 +82,6 @@ class SpecSimulation:
         costs: seconds of virtual time of a call, by stage; such a stage is not executed.
         params: values for the spec's `params`.
         sets: the same as texts.
-        name: of the spec on the command line, for `replay`.
 
     Raises:
         SpecError: the spec has mistakes.
@@ -95,8 +98,10 @@ class SpecSimulation:
         params: Mapping[str, Tree] | None = None,
         sets: Sequence[str] = (),
     ) -> None:
-        self._name = spec if isinstance(spec, str) else "SPEC"
-        self._sets = tuple(sets)
+        self._file = os.fspath(spec) if isinstance(spec, str | os.PathLike) else ""
+        given = {name: _setting(name, value) for name, value in (params or {}).items()}
+        self._sets = (*sets, *(text for text in given.values() if text))
+        self._can_replay = bool(self._file) and all(given.values())
         self._spec = spec if isinstance(spec, Spec) else load(spec, params=params, sets=sets)
         self._workers = workers
         self._faults = Faults() if faults is None else faults
@@ -154,6 +159,7 @@ class SpecSimulation:
         Raises:
             SimulationFailure: something was wrong; the text says what, and how to play it again.
         """
+        __tracebackhide__ = True  # of a test that fails, what the test says is of interest
         played = self.play(seed)
         if played.violation:
             raise SimulationFailure(
@@ -162,14 +168,17 @@ class SpecSimulation:
         return played
 
     def replay(self, seed: int) -> str:
-        """Return the command that plays one seed again."""
-        words = [f"pipedist simulate {self._name} --seed {seed} --workers {self._workers}"]
-        if str(self._faults) != "none":
-            words.append(f"--faults {self._faults}")
+        """Return the command that plays one seed again, or what a test says where no command can."""
+        if not self._can_replay:
+            rates = [f"{kind}={rate:g}, " for kind, rate in self._faults.rates().items() if rate]
+            return f"with faults({''.join(rates)}workers={self._workers}, seed={seed}) as simulated: ..."
+        words = ["pipedist", "simulate", self._file, "--seed", str(seed), "--workers", str(self._workers)]
+        words += ["--faults", str(self._faults)]  # also none: without the option there are some
         if self._costs:
-            words.append("--costs " + ",".join(f"{name}={cost:g}" for name, cost in self._costs.items()))
-        words += [f"--set {text}" for text in self._sets]
-        return " ".join(words)
+            words += ["--costs", ",".join(f"{name}={cost:g}" for name, cost in self._costs.items())]
+        for text in self._sets:
+            words += ["--set", text]
+        return shlex.join(words)
 
     # -- one run -------------------------------------------------------------------------------
 
@@ -252,6 +261,15 @@ class SpecSimulation:
             if left and not violation:
                 violation = f"something is left of a run that is over: {left}"
             return fingerprint, result, failed, violation
+
+
+def _setting(name: str, value: Tree) -> str:
+    """Return what `--set` says of a parameter; "" where it can't say it."""
+    try:
+        text = json.dumps(value, ensure_ascii=False)
+        return f"{name}={text}" if read_setting(text) == value else ""
+    except (TypeError, ValueError):  # an array, for one
+        return ""
 
 
 def simulate(

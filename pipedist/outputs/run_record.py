@@ -59,7 +59,7 @@ def read_record(path: Path, shown: Path) -> RunRecord | None:
     with reading(shown):
         try:
             data = (path / PRIVATE / "run.json").read_bytes()
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
     try:
         value: Mapping[str, Any] = json.loads(data)

@@ -239,6 +239,8 @@ def array_bytes(value: Tree) -> int:
     """Return the bytes of a tree's arrays."""
     if isinstance(value, np.ndarray):
         return value.nbytes
+    if type(value) is list and set(map(type, value)) == {np.ndarray}:
+        return sum([part.nbytes for part in value])
     return sum(leaf.nbytes for leaf in trees.flatten(value)[0] if isinstance(leaf, np.ndarray))
 
 

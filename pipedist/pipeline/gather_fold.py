@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING
+from itertools import accumulate, groupby, pairwise
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from pipedist import trees
 from pipedist.errors import OutputError
 from pipedist.pipeline.folds import Fold, Per, array_bytes, note, write
 from pipedist.program import Tree
@@ -21,6 +22,10 @@ if TYPE_CHECKING:
 TINY_PARTS = 1024
 TINY_BYTES = 1024
 """So many parts, of about so few bytes each, are put end to end before there are more of them."""
+
+BLOCK_PART_BYTES_MAX = 512
+"""Parts of at most so many bytes go into the file together, where they come together and are alike. A row
+of them is small then, so no format's blocks, which end after so many rows or bytes, depend on it."""
 
 
 class GatherFold(Fold):
@@ -78,16 +83,29 @@ class GatherFold(Fold):
                 raise type(error)(self._located(first, steps, error)) from error
             self._checked = True
         if self._streams and self._sink is not None:
-            for step, parts in enumerate(steps, first):
-                for replica, part in enumerate(parts):
-                    try:
-                        await write(self._sink, part)
-                    except OutputError as error:
-                        raise OutputError(f"{error} (step {step}, replica {replica})") from error
+            for place, block in self._blocks(made):
+                try:
+                    await write(self._sink, block)
+                except OutputError as error:
+                    step, replica = _place_of(steps, place)
+                    raise OutputError(f"{error} (step {first + step}, replica {replica})") from error
         if self.kept or not self._streams:
             self._parts += made
             if len(self._parts) - self._whole >= TINY_PARTS:
                 self._compact()
+
+    def _blocks(self, parts: Sequence[Tree]) -> Iterator[tuple[int, Tree]]:
+        """Yield what is written at once, behind the place of its first part: tiny parts together."""
+        if len(parts) > 1 and _is_one_kind(parts, self._axis):
+            yield 0, self._together(parts)
+            return
+        kinds = [_kind(part, self._axis) for part in parts]
+        for kind, run in groupby(range(len(parts)), kinds.__getitem__):
+            places = list(run)
+            if kind is None or len(places) == 1:
+                yield from ((place, parts[place]) for place in places)
+            else:
+                yield places[0], self._together([parts[place] for place in places])
 
     def _located(self, first: int, steps: Sequence[Sequence[Tree]], error: Exception) -> str:
         """Return the text of an error with the component that does not fit, alone or behind the first."""
@@ -127,3 +145,43 @@ class GatherFold(Fold):
     async def _deliver(self, value: Tree) -> None:
         if not self._streams:
             await super()._deliver(value)
+
+
+def _is_one_kind(parts: Sequence[Tree], axis: int) -> bool:
+    """Tell of tiny arrays of one dtype and shape, as most are, at the cost of three sets."""
+    return (
+        set(map(type, parts)) == {np.ndarray}
+        and _kind(parts[0], axis) is not None
+        and {part.dtype for part in parts} == {parts[0].dtype}
+        and {part.shape for part in parts} == {parts[0].shape}
+    )
+
+
+def _kind(part: Tree, axis: int) -> object:
+    """Return what tiny parts that may be written together have in common; None: it is written alone."""
+    if type(part) is np.ndarray:
+        return _kind_of_array(part, axis) if part.nbytes <= BLOCK_PART_BYTES_MAX else None
+    leaves, structure = trees.flatten(part)
+    if not leaves or not all(type(leaf) is np.ndarray for leaf in leaves):
+        return None
+    if sum(leaf.nbytes for leaf in leaves) > BLOCK_PART_BYTES_MAX:
+        return None
+    kinds = [_kind_of_array(leaf, axis) for leaf in leaves]
+    return None if None in kinds else (structure, kinds)
+
+
+def _kind_of_array(array: np.ndarray[tuple[int, ...], np.dtype[Any]], axis: int) -> object:
+    shape = array.shape
+    if not -len(shape) <= axis < len(shape) or array.dtype.kind not in "biufc":
+        return None
+    axis %= len(shape)
+    return array.dtype, shape[:axis], shape[axis + 1 :]
+
+
+def _place_of(steps: Sequence[Sequence[Tree]], place: int) -> tuple[int, int]:
+    """Return step and replica of the part that has so many parts before it."""
+    for step, parts in enumerate(steps):
+        if place < len(parts):
+            return step, place
+        place -= len(parts)
+    raise IndexError(place)

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from pipedist.program import Tree
+from pipedist.records import record
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Ledger:
     """Where every element went; elements = committed + quarantined + lost.
 
@@ -36,7 +37,7 @@ class Ledger:
         }
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class StageCount:
     """How far one pass is.
 
@@ -57,7 +58,7 @@ class StageCount:
     calls_done: int
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Progress:
     """How far a run is.
 

@@ -10,7 +10,7 @@ included.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -53,7 +53,13 @@ class Opened:
 
 
 def open_journal(
-    plan: Plan, folder: RunFolder, run_id: str, *, reuse: bool, origin: Origin = NOWHERE
+    plan: Plan,
+    folder: RunFolder,
+    run_id: str,
+    outputs: Sequence[str],
+    *,
+    reuse: bool,
+    origin: Origin = NOWHERE,
 ) -> Opened:
     """Open the journal of a run in its folder.
 
@@ -61,6 +67,7 @@ def open_journal(
         plan: of the run.
         folder: open, and locked.
         run_id: of the run, if it is a new one.
+        outputs: every file that the run may leave in its folder, as for `open_folder`.
         reuse: go on with what did not change, where something has.
         origin: how its spec is loaded again.
 
@@ -71,7 +78,7 @@ def open_journal(
     history = read_history(folder.journal) if folder.found else None
     if history is None:  # nothing was there, or it was killed before its first record
         if folder.found == "other":
-            folder.take_over(run_id, digest_of(meaning(plan.spec)), list(plan.spec.outputs.values()), ())
+            folder.take_over(run_id, digest_of(meaning(plan.spec)), outputs, ())
         header = header_of(plan, folder.run_id, origin)
         journal = Journal.create(folder.journal, header)
         return Opened(journal, RunJournal(journal, None, _stamp(header)))
@@ -91,7 +98,7 @@ def open_journal(
             f"(there {history.header.digest[:12]}, now {now.digest[:12]}):{listed(changed)}\n"
             "  --resume=reuse goes on with what did not change, --restart discards the run"
         )
-    return _reused(plan, folder, run_id, history, origin)
+    return _reused(plan, folder, run_id, outputs, history, origin)
 
 
 def changes(there: Header, now: Header) -> list[str]:
@@ -246,7 +253,14 @@ def _described(plan: Plan, pass_: PassPlan) -> dict[str, Any]:
 # -- reuse -------------------------------------------------------------------------------------------
 
 
-def _reused(plan: Plan, folder: RunFolder, run_id: str, history: History, origin: Origin) -> Opened:
+def _reused(
+    plan: Plan,
+    folder: RunFolder,
+    run_id: str,
+    outputs: Sequence[str],
+    history: History,
+    origin: Origin,
+) -> Opened:
     """Begin a run with those passes of another one that have not changed."""
     header = header_of(plan, run_id, origin)
     taken: dict[str, PassHistory] = {}
@@ -264,16 +278,16 @@ def _reused(plan: Plan, folder: RunFolder, run_id: str, history: History, origin
             lines.append(
                 f"reused: {steps} steps of {pass_.name}: its definition and its inputs did not change"
             )
-    outputs = plan.spec.outputs
+    files = plan.spec.outputs
     kept = [
-        outputs[name]
+        files[name]
         for pass_ in plan.passes
         if key_of(pass_) in taken and taken[key_of(pass_)].complete
         for name in (*pass_.folds, *pass_.updates)
-        if name in outputs
+        if name in files
     ]
     Journal.replace(folder.journal, header, taken)
-    folder.take_over(run_id, header.digest, list(outputs.values()), kept)
+    folder.take_over(run_id, header.digest, outputs, kept)
     again = read_history(folder.journal)
     if again is None:
         raise JournalError(f"the journal in {folder.journal} was written, and can't be read")

@@ -163,11 +163,12 @@ class Run:
         from pipedist.pipeline.origin import Origin
         from pipedist.pipeline.resuming import explain, open_journal
 
+        outputs = _files_of(self._spec)
         opened = open_folder(
             self._output if self._output is not None else Path("out") / self._spec.name,
             run_id=self.id,
             spec_hash=digest(self._spec),
-            outputs=_files_of(self._spec),
+            outputs=outputs,
             resume=self._resume,
             restart=self._restart,
             explain=lambda folder: explain(self.plan, folder),
@@ -178,7 +179,8 @@ class Run:
         self._folder = self._stack.enter_context(opened)
         origin = Origin.of(*self._given)
         self._can_replay = bool(origin.source)
-        journal = open_journal(self.plan, opened, self.id, reuse=self._resume == "reuse", origin=origin)
+        reuse = self._resume == "reuse"
+        journal = open_journal(self.plan, opened, self.id, outputs, reuse=reuse, origin=origin)
         self._stack.callback(journal.journal.close)
         self._journal, self._journal_notice = journal.run, journal.notice
         self.id = opened.run_id  # a run that is resumed stays the run that it is

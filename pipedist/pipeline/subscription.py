@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 import anyio
@@ -12,6 +11,7 @@ import anyio
 from pipedist.errors import UsageError
 from pipedist.plan import PassPlan, Plan
 from pipedist.program import Tree
+from pipedist.records import record
 from pipedist.spec import RunSpec
 
 ITEMS_MAX = 64
@@ -21,7 +21,7 @@ ITEM_BYTES_MAX = 64 * 2**20
 """Their bytes, unless a single item has more."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Step:
     """One step of a run, in step order.
 
@@ -49,7 +49,7 @@ class Step:
         return self.values[stage]
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Part:
     """One replica's value of one step, in order of arrival.
 

@@ -109,10 +109,6 @@ class _Form:
     get: Callable[[Any], Any]
     types: tuple[Any, ...]
     """What the fields are annotated with."""
-    ints: tuple[int, ...]
-    """Which fields are ints."""
-    strs: tuple[int, ...]
-    """Which fields are texts."""
 
     @classmethod
     def of(cls, message_class: type[Any], tag: int) -> _Form:
@@ -127,21 +123,14 @@ class _Form:
             tuple(map(_CHECKS.__getitem__, types)),
             get if len(names) > 1 else lambda message: (get(message),),
             types,
-            tuple(place for place, kind in enumerate(types) if kind is int),
-            tuple(place for place, kind in enumerate(types) if kind is str),
         )
 
     def check(self, values: tuple[Any, ...]) -> Sequence[Any]:
-        # Of ints and short texts, as the messages have that there are most of, nothing else is asked.
-        if tuple(map(type, values)) == self.types and len(self.ints) + len(self.strs) == len(values):
-            ints = [values[place] for place in self.ints]
-            chars = [len(values[place]) for place in self.strs]
-            if (
-                min(ints, default=0) >= 0
-                and max(ints, default=0) < _INT_END
-                and max(chars, default=0) <= _SHORT
-            ):
-                return values
+        fits = _FITS.get(self.tag)
+        if fits is None:
+            fits = _FITS[self.tag] = _fits_of(self.types)
+        if fits(values):
+            return values
         if len(values) != len(self.names):
             raise ValueError(f"{self.cls.__name__} has {len(self.names)} fields, not {len(values)}")
         checked = []
@@ -151,6 +140,35 @@ class _Form:
             except ValueError as error:
                 raise ValueError(f"{self.cls.__name__}.{name} must be {error}, not {_shown(value)}") from None
         return checked
+
+
+_FITS: Final[dict[int, Callable[[tuple[Any, ...]], bool]]] = {}
+"""By tag, what tells that values are right as they are; compiled with the first message of a class."""
+
+_PLAIN: Final[dict[Any, str]] = {
+    int: "type({0}) is int and 0 <= {0} < _INT_END",
+    str: "type({0}) is str and len({0}) <= _SHORT",
+    bool: "type({0}) is bool",
+    float: "type({0}) is float and {0} - {0} == 0.0",  # of no NaN, and of no infinity
+    tuple[str, ...]: "{0} == ()",
+}
+
+
+def _fits_of(types: Sequence[Any]) -> Callable[[tuple[Any, ...]], bool]:
+    """Compile the look at all fields of a message into one function: it is most of what a message costs.
+
+    Where it says no, the fields are looked at one by one: they may be allowed all the same.
+    """
+    names = [f"v{place}" for place in range(len(types))]
+    lines = ["def fits(values):", f" if len(values) != {len(names)}: return False"]
+    if names:
+        lines.append(f" {', '.join(names)}, = values")
+    tests = [_PLAIN[kind].format(name) for kind, name in zip(types, names, strict=True)]
+    lines.append(f" return {' and '.join(tests) or True}")
+    scope: dict[str, Any] = {"_INT_END": _INT_END, "_SHORT": _SHORT}
+    exec("\n".join(lines), scope)
+    fits: Callable[[tuple[Any, ...]], bool] = scope["fits"]
+    return fits
 
 
 _BY_TAG: Final = {tag: _Form.of(cls, tag) for tag, cls in _TAGS.items()}

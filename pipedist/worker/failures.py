@@ -32,6 +32,9 @@ _ENDS: dict[type[BaseException], Callable[[BaseException], str]] = {
 }
 """What is said of exceptions whose own text says nothing."""
 
+_READ_ONLY = "arrays that a function gets are read-only: change a copy of them, as of x.copy()\n"
+"""What NumPy does not know of an array that it can't write."""
+
 _TELLING = (PipedistError, TypeError, ValueError)
 """What is raised on purpose around the user's code: by readers, reductions and the codec."""
 
@@ -97,7 +100,8 @@ def _formatted(error: BaseException, in_user_code: bool) -> str:
     if frames is None or (not in_user_code and isinstance(error, _TELLING)):
         return ""
     try:
-        return "".join(traceback.format_exception(type(error), error, frames))
+        told = "".join(traceback.format_exception(type(error), error, frames))
+        return told + _READ_ONLY * (isinstance(error, ValueError) and str(error).endswith("is read-only"))
     except Exception as second:
         return f"<the traceback can't be formatted: {type(second).__name__}>\n"
 

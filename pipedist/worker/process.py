@@ -20,6 +20,7 @@ from pipedist.worker.code_store import CodeStore, held
 from pipedist.worker.commands import Ending
 from pipedist.worker.context import set_task
 from pipedist.worker.driver import Driver
+from pipedist.worker.heap import keep_freed_pages
 from pipedist.worker.hello import make_hello
 from pipedist.worker.kept import KeptResults
 from pipedist.worker.kernel import WORKER_NAME, set_process_name
@@ -75,6 +76,7 @@ def run_process(
     worker's. Never raises; what goes wrong is printed to stderr.
     """
     set_process_name(WORKER_NAME)
+    keep_freed_pages()
     set_task(settings.task)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's Ctrl-C is the scheduler's to answer
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -74,6 +74,8 @@ def test_a_failing_function(pipedist: Command, spec: Path, tmp_path: Path) -> No
         "replica": 0,
         "replay": "pipedist replay out/squares --call squares/1/0",
     }
+    assert document["ledger"]["committed"] == 4
+    assert "what was done before is kept: when the cause is mended, --resume goes on" in done.stderr
     assert document["results"] == {}
     ledger = document["ledger"]
     assert ledger["elements"] == ledger["committed"] + ledger["quarantined"] + ledger["lost"]

@@ -209,7 +209,7 @@ def test_an_import_that_fails_names_the_place(tmp_path: Path, text: str, ends: s
 
 def test_what_is_found_must_be_callable(tmp_path: Path) -> None:
     (tmp_path / "values_only.py").write_text("x = 3\n")
-    assert "found a int" in fault("values_only:x", tmp_path)
+    assert "found a value of type int" in fault("values_only:x", tmp_path)
 
 
 def test_a_module_of_another_spec_is_never_taken_for_ones_own(tmp_path: Path) -> None:

@@ -51,6 +51,7 @@ def test_marked(faults):
     with faults(crash=0.0, delay=0.1) as simulated:
         simulated.run(SPEC)
         assert set(simulated.injected) == {"delay"}
+    assert faults().run(SPEC)["total"] == 780
 
 def test_wrong(faults):
     with faults(crush=0.1):
@@ -90,6 +91,45 @@ def test_it_imports_next_to_nothing(pytester: pytest.Pytester) -> None:
         "    assert ours <= {f'pipedist.{name}' for name in light}, ours\n"
     )
     pytester.runpytest_subprocess(*plugin(pytester)).assert_outcomes(passed=1)
+
+
+FAILING = (
+    SPEC
+    + """
+from pipedist.harness import Playbook, run_in_processes
+from pipedist.scheduler import commands as cmd
+from pipedist.scheduler import events as ev
+
+class Forgetful:
+    def __init__(self):
+        self.seen = 0
+    def __call__(self, x):
+        self.seen += len(x)
+        return x + self.seen
+
+SPEC["stages"] |= {"y": {"run": Forgetful}, "total": {"reduce": "sum", "of": "y", "axis": 0}}
+
+def test_faults(faults):
+    with faults(crash=0.1, seed=7) as simulated:
+        simulated.run(SPEC)
+
+def test_processes():
+    run_in_processes(lambda: 1 / 0, workers=1)
+
+def test_playbook():
+    Playbook()(ev.WorkerExpected("w1"), cmd.StartWorker("w1", 7))
+"""
+)
+
+
+def test_a_failure_shows_the_test_and_not_the_harness(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(FAILING)
+    result = pytester.runpytest_subprocess(*plugin(pytester))
+    result.assert_outcomes(failed=3)
+    for line in (">*simulated.run(SPEC)", ">*run_in_processes(*", ">*Playbook()(*"):
+        result.stdout.fnmatch_lines([line])
+    assert len(result.outlines) < 70
+    assert not [line for line in result.outlines if line.startswith(">       raise ")]
 
 
 def plugin(pytester: pytest.Pytester) -> list[str]:

@@ -1,10 +1,26 @@
 from __future__ import annotations
 
+import shlex
+from pathlib import Path
+
 import pytest
 
+from pipedist.cli.app import app
 from pipedist.cli.simulate_command import EVERYTHING, SimulateOptions, execute, parse_costs
 from pipedist.errors import UsageError
 from pipedist.harness import Faults
+
+FAILING = f"""
+pipedist: 1
+replicas: 3
+code: {Path(__file__).parents[2]}
+dataset: {{range: 60, batch: 6}}
+stages:
+  each: {{run: "tests.harness.replica_functions:fails"}}
+  total: {{reduce: sum, of: each, axis: 0}}
+"""
+
+FORGETFUL = FAILING.replace(":fails", ":HowMany") + "params: {what: x}\n"
 
 
 def test_costs() -> None:
@@ -27,3 +43,30 @@ def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
     assert (lines["seeds"], lines["workers"], lines["violations"]) == ("3", "3", "0")
     assert lines["faults"].startswith("crash ")
+
+
+def test_a_spec_that_always_fails_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    spec = tmp_path / "spec.yaml"
+    spec.write_text(FAILING)
+    assert execute(SimulateOptions(str(spec), seeds=2, faults="crash=0.1")) == 0
+    told = capsys.readouterr().out
+    assert "violations  0" in told
+    assert "the spec fails without faults too" in told
+    assert "CallError: stage each, step 2, replica 0: ValueError: two is bad" in told
+
+
+@pytest.mark.parametrize("faults", ["none", "crash=0.05"])
+def test_what_is_told_plays_the_same_again(
+    faults: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec = tmp_path / "a spec.yaml"
+    spec.write_text(FORGETFUL)
+    options = SimulateOptions(str(spec), seed=3, workers=4, faults=faults, sets=("what=[a, b c]",))
+    assert execute(options) == 1
+    first = capsys.readouterr().out
+    (line,) = [line for line in first.splitlines() if line.startswith("  again: ")]
+    _, *arguments = shlex.split(line.removeprefix("  again: "))
+    with pytest.raises(SystemExit) as ended:
+        app(arguments)
+    assert ended.value.code == 1
+    assert capsys.readouterr().out == first

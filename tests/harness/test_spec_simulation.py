@@ -93,7 +93,30 @@ def test_what_an_instance_remembers_shows() -> None:
     told = str(caught.value)
     assert "stage total is " in told
     assert "not deterministic in (shard," in told
-    assert "play it again: pipedist simulate SPEC --seed " in told
+    assert "play it again: with faults(drop=0.03, duplicate=0.03," in told
+    assert "workers=3, seed=" in told
+
+
+@pytest.mark.parametrize(
+    ("params", "told"),
+    [
+        ({}, ""),
+        ({"what": "a b"}, " --set 'what=\"a b\"'"),
+        ({"what": [1, "2"]}, " --set 'what=[1, \"2\"]'"),
+    ],
+)
+def test_the_command_has_the_file_and_its_parameters(
+    tmp_path: Path, params: dict[str, Any], told: str
+) -> None:
+    file = tmp_path / "spec.yaml"
+    file.write_text(
+        "pipedist: 1\nparams: {what: 1}\ndataset: {range: 4, batch: 2}\n"
+        "stages: {t: {reduce: sum, of: dataset, axis: 0}}\n"
+    )
+    simulation = SpecSimulation(file, params=params)
+    assert simulation.replay(4) == f"pipedist simulate {file} --seed 4 --workers 3 --faults none{told}"
+    unsaid = SpecSimulation(file, params={"what": {"a": 1}})
+    assert unsaid.replay(4) == "with faults(workers=3, seed=4) as simulated: ..."
 
 
 def test_the_time_shows_without_faults() -> None:

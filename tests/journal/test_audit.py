@@ -95,6 +95,10 @@ def test_what_is_no_run_is_a_usage_error(tmp_path: Path) -> None:
     code, told = audit(tmp_path)
     assert code == 2
     assert "there is no run in" in told
+    (tmp_path / "spec.yaml").touch()
+    code, told = audit(tmp_path / "spec.yaml")
+    assert code == 2
+    assert "there is no run in" in told
 
 
 @pytest.mark.parametrize("by", [-1, 1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 from pathlib import Path
 
@@ -114,3 +115,27 @@ def test_a_file_that_is_gone_is_made_again(tmp_path: Path) -> None:
     assert "rows.npz is not as the run left it" in job.told
     assert (job.folder / "out" / "rows.npz").exists()
     assert set(job.calls().values()) == {2}
+
+
+@pytest.mark.parametrize("end", ["finished", "killed"])
+def test_what_is_set_aside_is_listed_anew(tmp_path: Path, end: str) -> None:
+    (tmp_path / "mine.py").write_text(
+        "def f(x):\n    if 13 in x: raise ValueError('indigestible')\n    return x * 2\n"
+    )
+    spec = """
+pipedist: 1
+name: picky
+replicas: 2
+dataset: {range: 40, batch: 4}
+stages:
+  y: {run: "mine:f", on_error: quarantine}
+  t: {reduce: sum, of: y, axis: 0}
+outputs: {t: t.json}
+"""
+    job = Job(tmp_path, spec)
+    assert job.run(kill_at=5 if end == "killed" else 0) == (-signal.SIGKILL if end == "killed" else 3)
+    changed(job, ("replicas: 2", "replicas: 4"))
+    assert job.run("--resume=reuse") == 3, job.told
+    listed = (tmp_path / "out" / "quarantine.jsonl").read_text().splitlines()
+    assert [json.loads(line)["element"] for line in listed] == [13]
+    assert (tmp_path / "out" / "t.json").read_text() == f"{2 * (sum(range(40)) - 13)}\n"

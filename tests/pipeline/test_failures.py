@@ -33,6 +33,13 @@ def test_an_exception_reaches_the_caller_with_its_place() -> None:
     assert "raise KeyError" in error.remote_traceback
 
 
+def test_an_array_that_is_changed_in_place_is_told_how_not_to_be() -> None:
+    with pytest.raises(pipedist.CallError) as caught:
+        pipedist.run(document("doubles_in_place"), workers=1)
+    assert str(caught.value.__cause__) == "output array is read-only"
+    assert "read-only: change a copy of them" in str(caught.value)
+
+
 @pytest.mark.parametrize("workers", [1, 3])
 def test_the_lowest_failure_is_told_whatever_arrives_first(workers: int) -> None:
     with pytest.raises(pipedist.CallError) as caught:

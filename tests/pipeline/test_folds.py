@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -170,6 +170,63 @@ async def test_values_that_are_in_a_file_are_not_kept(tmp_path: Path) -> None:
     assert fold._sink is not None
     fold._sink.finish()
     assert np.load(tmp_path / "g.npy").tolist() == list(range(10))
+
+
+def _rows(i: int) -> Any:
+    return {"id": np.arange(i, i + i % 3), "score": np.full(i % 3, i / 7)}
+
+
+def _words(i: int) -> Any:
+    return np.array(["x" * (i % 5)])
+
+
+def _mixed(i: int) -> Any:
+    return np.full(1 if i % 7 else 300, i, np.int64)
+
+
+def _wide(i: int) -> Any:
+    return np.full((2, i % 2 + 1), i)
+
+
+TABLES = ["g.npz", "g.csv", "g.jsonl", "g.json", "g.parquet"]
+IN_FILES = [
+    *[(name, value, 0) for name in TABLES for value in (_rows, _words, _mixed)],
+    *[("g.npy", value, 0) for value in (_words, _mixed)],
+    *[(name, _wide, 1) for name in ("g.npy", "g.npz", "g.jsonl", "g.json")],
+]
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(("name", "value", "axis"), IN_FILES)
+async def test_a_file_has_the_same_bytes_however_its_parts_come(
+    name: str, value: Callable[[int], Any], axis: int, tmp_path: Path
+) -> None:
+    found = set()
+    for size in (1, 3, 64):
+        sink = open_sink(tmp_path / name, shape="run", gather=True, axis=axis)
+        fold = GatherFold("g", "run", axis, sink, keep=False)
+        for at in range(0, 64, size):
+            await fold.add(0, [[value(i)] for i in range(at, min(at + size, 64))])
+        await fold.finish(1)
+        found.add(sink.finish().read_bytes())
+    assert len(found) == 1
+
+
+@pytest.mark.asyncio
+async def test_tiny_parts_that_come_together_are_written_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sink = open_sink(tmp_path / "g.npy", shape="run", gather=True)
+    appended: list[int] = []
+    append = sink.append
+    monkeypatch.setattr(sink, "append", lambda value: (appended.append(len(value)), append(value)))
+    fold = GatherFold("g", "run", 0, sink, keep=False)
+    await fold.add(0, [[np.array([i]), np.array([i, i])] for i in range(1000)])
+    await fold.add(0, [[np.arange(1000), np.array([1])], [np.array([1])]])
+    assert appended == [3000, 1000, 2]
+    with pytest.raises(OutputError, match=r"dtype.*\(step 1003, replica 1\)"):
+        await fold.add(0, [[np.array([1])], [np.array([1]), np.array([1.0])], [np.array([1.0])]])
+    sink.abort()
 
 
 # -- spools ----------------------------------------------------------------------------------
