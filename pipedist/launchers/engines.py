@@ -72,16 +72,12 @@ class Watchers:
         """Begin a task, which must not raise."""
         self._group.start_soon(function, *args)
 
-    def end(self) -> None:
-        """End them all; none of them does anything any more."""
-        self._group.cancel_scope.cancel()
-
     async def __aenter__(self) -> Self:
         await self._group.__aenter__()
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        self.end()
+        self._group.cancel_scope.cancel()
         await self._group.__aexit__(None, None, None)
 
 

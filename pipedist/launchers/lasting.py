@@ -26,7 +26,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -61,6 +62,9 @@ STARTS_FAILED_MAX = 5
 """Supervisors in a row that left a slot before they have lived for `LIVED_S`; then it stays empty."""
 
 LIVED_S = 10.0
+
+_open: weakref.WeakSet[LastingWorkers] = weakref.WeakSet()
+"""Whose workers would outlive this process."""
 
 _LOOK_S = 0.1
 """How soon it is looked again who has a slot, where that could not be seen."""
@@ -111,6 +115,8 @@ class LastingWorkers:
         """Supervisors that were started here and not waited for, by process id."""
         self._given_up: set[int] = set()
         """Slots that nobody is put into any more."""
+        self._scopes: list[anyio.CancelScope] = []
+        self._rests = False
         self._assembled = anyio.Event()
         self._on_failed: OnFailed = _ignore
         self.stayed = 0
@@ -118,6 +124,7 @@ class LastingWorkers:
 
     async def __aenter__(self) -> Self:
         await self._watchers.__aenter__()
+        _open.add(self)
         return self
 
     async def __aexit__(
@@ -129,6 +136,7 @@ class LastingWorkers:
         await self._watchers.__aexit__()
         with anyio.CancelScope(shield=True):
             await self._end_all()
+        _open.discard(self)
 
     def start(self, on_failed: OnFailed) -> None:
         """Take over who is there, and put workers into the other slots; returns at once.
@@ -139,11 +147,11 @@ class LastingWorkers:
         self._on_failed = on_failed
         for number, holder in self._place.taken.items():
             if number >= len(self._terms):
-                self._watchers.start(self._send_away, number)
+                self._watchers.start(self._until_rest, self._send_away, number)
             if number >= len(self._terms) or holder.terms == self._terms[number].text:
                 self.stayed += 1
         for number in range(len(self._terms)):
-            self._watchers.start(self._keep, number)
+            self._watchers.start(self._until_rest, self._keep, number)
 
     def assembled(self) -> None:
         """Take note that all workers are there that are waited for: those that are not wanted may go soon."""
@@ -151,7 +159,25 @@ class LastingWorkers:
 
     def rest(self) -> None:
         """Put nobody into a slot any more: the workers are about to be told to leave."""
-        self._watchers.end()
+        self._rests = True
+        for scope in self._scopes:
+            scope.cancel()
+
+    async def _until_rest(self, work: Callable[[int], Coroutine[Any, Any, None]], number: int) -> None:
+        """Do something about a slot until there is to be rest.
+
+        The scope of the watchers would not do: that is also who waits for the cluster to be closed.
+        """
+        with anyio.CancelScope() as scope:
+            self._scopes.append(scope)
+            if not self._rests:
+                await work(number)
+
+    def kill(self) -> None:
+        """Kill all of them, and remove the place where they would wait; from any thread, also a signal's."""
+        for number, holder in self._place.taken.items():
+            _signal(self._place.slot(number), holder, signal.SIGKILL)
+        self._place.remove()
 
     # -- one slot ------------------------------------------------------------------------------------
 
@@ -170,9 +196,7 @@ class LastingWorkers:
                 if not began:
                     await anyio.sleep(_LOOK_S)
             elif holder.terms != terms.text:
-                self._tell(
-                    f"worker {number} of the killed process was started with other terms, and is replaced"
-                )
+                self._tell(f"w{number}, of the killed process, was started with other terms, and is replaced")
                 await self._dismiss(slot, holder)
             else:
                 since = time.monotonic()
@@ -216,8 +240,8 @@ class LastingWorkers:
     async def _send_away(self, number: int) -> None:
         """Let the worker of a slot that is not wanted any more hand back what it has, and leave."""
         self._tell(
-            f"worker {number} of the killed process has stayed, and the run has {len(self._terms)} now: it "
-            "hands back what it has finished, and is sent away"
+            f"w{number}, of the killed process, is not wanted any more (workers: {len(self._terms)}): "
+            "it hands back what it has finished, and is sent away"
         )
         with anyio.move_on_after(ASSEMBLE_S):
             await self._assembled.wait()
@@ -260,6 +284,13 @@ class LastingWorkers:
         with anyio.move_on_after(STOP_S):
             await self._gone(slot, holder)
         await self._dismiss(slot, holder)  # it had not joined when the others were told, or is in a call
+
+
+def kill_all() -> None:
+    """Kill all workers that would outlive this process, which is about to end out of order."""
+    for workers in list(_open):
+        with contextlib.suppress(OSError):
+            workers.kill()
 
 
 async def _readable(descriptor: int) -> None:

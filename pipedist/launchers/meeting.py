@@ -116,11 +116,21 @@ class Meeting:
     Args:
         directory: of the sockets and slots.
         socket: the name of the run's.
+        pointer: the file in the run's folder that says where it is; None: for a worker, which does not
+            know it.
     """
 
-    def __init__(self, directory: Path, socket: str) -> None:
+    def __init__(self, directory: Path, socket: str, pointer: Path | None = None) -> None:
         self.directory = directory
         self._socket = socket
+        self._pointer = pointer
+
+    def remove(self) -> None:
+        """Remove it, whoever may be there."""
+        if self._pointer is not None:
+            with contextlib.suppress(OSError):  # it names a directory that is not there: nobody is misled
+                self._pointer.unlink(missing_ok=True)
+        remove_private_directory(str(self.directory))
 
     @property
     def endpoint(self) -> str:
@@ -153,14 +163,12 @@ def meeting(pointer: Path) -> Iterator[Meeting]:
     Raises:
         UsageError: no directory can be made.
     """
-    place, lock = _left(pointer) or _made()
+    place, lock = _left(pointer) or _made(pointer)
     try:
         _point(pointer, place)
         yield place
     finally:
-        with contextlib.suppress(OSError):  # it names a directory that is not there: nobody is misled
-            pointer.unlink(missing_ok=True)
-        remove_private_directory(str(place.directory))
+        place.remove()
         os.close(lock)
 
 
@@ -180,7 +188,7 @@ def leave(directory: Path, slot: int) -> None:
         time.sleep(_TRY_S)
     try:
         if not place.taken:
-            remove_private_directory(str(directory))
+            place.remove()
     finally:
         os.close(lock)
 
@@ -191,7 +199,7 @@ def _left(pointer: Path) -> tuple[Meeting, int] | None:
     directory, socket = document.get("directory"), document.get("socket")
     if document.get("format") != _FORMAT or not isinstance(directory, str) or not isinstance(socket, str):
         return None
-    place = Meeting(Path(directory), socket)
+    place = Meeting(Path(directory), socket, pointer)
     if _SOCKET.fullmatch(socket) is None or private_directory_of(place.endpoint) != directory:
         return None
     lock = _lock(place.directory / _RUN, make=False)
@@ -203,12 +211,12 @@ def _left(pointer: Path) -> tuple[Meeting, int] | None:
     return place, lock
 
 
-def _made() -> tuple[Meeting, int]:
+def _made(pointer: Path) -> tuple[Meeting, int]:
     directory = make_private_directory()
     lock = _lock(directory / _RUN, make=True)
     if lock is None:
         raise UsageError(f"somebody else uses {directory}, which was made a moment ago: try again")
-    return Meeting(directory, ipc_endpoint(directory).rpartition("/")[2]), lock
+    return Meeting(directory, ipc_endpoint(directory).rpartition("/")[2], pointer), lock
 
 
 def _point(pointer: Path, place: Meeting) -> None:

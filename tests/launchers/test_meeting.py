@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -89,6 +90,10 @@ def elsewhere(pointer: Path, _place: Meeting) -> None:
     pointer.write_text(json.dumps({**json.loads(pointer.read_text()), "socket": "../../etc/passwd"}))
 
 
+def no_socket(pointer: Path, _place: Meeting) -> None:
+    pointer.write_text(json.dumps({**json.loads(pointer.read_text()), "socket": "run.lock"}))
+
+
 def open_to_others(_pointer: Path, place: Meeting) -> None:
     place.directory.chmod(0o755)
 
@@ -102,7 +107,7 @@ def none_of_ours(_pointer: Path, place: Meeting) -> None:
 
 
 @pytest.mark.parametrize(
-    "spoil", [garbage, readable, link, future, elsewhere, open_to_others, vanished, none_of_ours]
+    "spoil", [garbage, readable, link, future, elsewhere, no_socket, open_to_others, vanished, none_of_ours]
 )
 def test_what_is_stale_or_not_ours_is_left_alone(
     tmp_path: Path, sockets: Path, spoil: Callable[[Path, Meeting], None]
@@ -156,6 +161,28 @@ def test_a_worker_leaves_the_place_of_a_run_to_it(
     with meeting(tmp_path / "workers.json") as place:
         leave(place.directory, 0)
         assert place.directory.exists()
+
+
+def test_a_lock_on_a_file_that_was_removed_meanwhile_is_none(
+    tmp_path: Path, sockets: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The worker that had the slot leaves just then, and removes its file."""
+    with meeting(tmp_path / "workers.json") as place:
+        path = place.directory / "worker-0"
+        path.touch()
+        flock = fcntl.flock
+
+        def removed(descriptor: int, how: int) -> None:
+            path.unlink()
+            path.touch()
+            flock(descriptor, how)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(fcntl, "flock", removed)
+            assert place.slot(0).take("") is None
+        held = place.slot(0).take("")
+        assert held is not None
+        os.close(held)
 
 
 def test_another_directory_is_not_removed(sockets: Path) -> None:

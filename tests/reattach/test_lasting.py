@@ -116,9 +116,7 @@ async def test_slots_are_kept_filled_and_emptied(
             }
             await until_it(lambda: cluster.coordinator.workers_ready == workers)
         assert not (tmp_path / POINTER).exists()
-    assert ("the run has 1 now: it hands back what it has finished" in capsys.readouterr().err) == (
-        workers == 1
-    )
+    assert ("(workers: 1): it hands back what it has finished" in capsys.readouterr().err) == (workers == 1)
 
 
 async def test_workers_with_other_terms_are_replaced(
@@ -134,11 +132,28 @@ async def test_workers_with_other_terms_are_replaced(
 async def test_a_worker_that_does_not_leave_is_killed(
     tmp_path: Path, sockets: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Also one that this process has not started."""
     monkeypatch.setattr(lasting, "GRACE_S", 0.2)
-    async with LastingCluster(2, folder=tmp_path, rejoin_s=60.0) as cluster:
-        await cluster.coordinator.wait_ready(2)
-        os.kill(taken(cluster)[0], signal.SIGSTOP)
-    assert not (tmp_path / POINTER).exists()
+    with killed(tmp_path, 1) as stayed:
+        async with LastingCluster(2, folder=tmp_path, rejoin_s=60.0) as cluster:
+            await cluster.coordinator.wait_ready(2)
+            pids = taken(cluster).values()
+            for pid in pids:
+                os.kill(pid, signal.SIGSTOP)
+        assert set(stayed.values()) < set(pids)
+        until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
+        assert not (tmp_path / POINTER).exists()
+
+
+async def test_nobody_is_put_into_a_slot_when_the_cluster_is_closed(tmp_path: Path, sockets: Path) -> None:
+    async with LastingCluster(1, folder=tmp_path, rejoin_s=60.0) as cluster:
+        await cluster.coordinator.wait_ready(1)
+        assert cluster._keeper is not None
+        cluster._keeper.rest()
+        os.kill(taken(cluster)[0], signal.SIGKILL)
+        await until_it(lambda: not taken(cluster))
+        await anyio.sleep(5 * lasting._LOOK_S)
+        assert not taken(cluster)
 
 
 async def test_workers_that_cannot_live_fail_the_cluster(

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from pipedist.worker.kernel import WORKER_NAME
 from tests.reattach.jobs import Outcome, until
 from tests.reattach.local_jobs import local_job
 
@@ -76,6 +77,24 @@ def test_a_run_that_is_interrupted_takes_its_workers_with_it(
         with job.start("--resume") as again:
             assert again.ends() == 0, again.said
         assert job.outcome() == undisturbed
+
+
+def test_a_run_that_is_ended_at_once_takes_its_workers_with_it(tmp_path: Path) -> None:
+    """The third signal ends its process; its workers, which are stopped, could not have heard of the end."""
+    with local_job(tmp_path) as job:
+        job.hold(5)
+        with job.start() as run:
+            job.reaches(5)
+            until(lambda: list(job.alive().values()).count(WORKER_NAME) == 2)
+            for pid in job.alive():
+                if pid != run.process.pid:
+                    os.kill(pid, signal.SIGSTOP)
+            for said in ("no new calls are issued", "the run is ended at once", ""):
+                run.process.send_signal(signal.SIGINT)
+                run.hears(said)
+            assert run.ends() == 128 + signal.SIGINT, run.said
+        job.leaves_nothing()
+        assert not (tmp_path / "out/.pipedist/workers.json").exists()
 
 
 @pytest.mark.slow
@@ -151,7 +170,6 @@ def test_workers_whose_standard_error_is_gone_wait_all_the_same(tmp_path: Path, 
             os.close(reading)
             process.kill()
         held.unlink()
-        until(lambda: all(name != "pipedist" for name in job.alive().values()))
         with job.start("--resume") as again:
             assert again.ends() == 0, again.said
         assert len(stayed) == 2
