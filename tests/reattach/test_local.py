@@ -51,6 +51,14 @@ def test_nobody_comes_and_nothing_is_left(tmp_path: Path) -> None:
         job.leaves_nothing()
 
 
+def test_workers_that_are_told_to_leave_while_they_wait_leave_nothing(tmp_path: Path) -> None:
+    with local_job(tmp_path) as job:
+        job.kill_at(4)
+        for pid in job.supervisors():
+            os.kill(pid, signal.SIGTERM)
+        job.leaves_nothing()
+
+
 def test_without_rejoin_s_they_end_with_their_run(tmp_path: Path) -> None:
     with local_job(tmp_path, rejoin_s=None) as job:
         job.hold(3)
