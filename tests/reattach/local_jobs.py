@@ -53,6 +53,7 @@ class LocalJob(Job):
     """
 
     sockets: Path = field(default_factory=Path)
+    runs: set[int] = field(default_factory=set)
     rejoin_s: float | None = 60.0  # type: ignore[assignment] # a job whose workers dial in always says it
 
     def spec(self) -> str:
@@ -75,6 +76,7 @@ class LocalJob(Job):
                 stderr=file,
                 start_new_session=True,  # a shell gives a job a process group of its own too
             )
+        self.runs.add(process.pid)
         try:
             yield LocalRun(process, told)
         finally:
@@ -111,17 +113,21 @@ class LocalJob(Job):
         return found
 
     def supervisors(self) -> set[int]:
-        """Return the supervisors that are there: they lead sessions of their own."""
+        """Return the supervisors that are there: they lead sessions of their own, as a run does here."""
         found = set()
         for pid in self.alive():
             with suppress(ProcessLookupError):
-                if os.getsid(pid) == pid:
+                if os.getsid(pid) == pid and pid not in self.runs:
                     found.add(pid)
         return found
 
     def leaves_nothing(self) -> None:
         """Return as soon as no process, and nothing in the folders that they share, is there."""
-        until(lambda: not self.alive() and not list(self.sockets.iterdir()))
+        until(lambda: not self.left())
+
+    def left(self) -> list[object]:
+        """Return the processes that are there, and what is in the folder of sockets."""
+        return [*self.alive().items(), *self.sockets.iterdir()]
 
 
 @contextmanager
