@@ -34,7 +34,7 @@ def test_what_is_finished_is_taken_over_by_the_resumed_run(tmp_path: Path, undis
         assert set(job.calls().values()) == {1}, f"executed again: {job.calls()}"
         assert job.outcome() == undisturbed
         assert "what this run waits for" not in last.said
-        assert not job.left()
+        job.leaves_nothing()
         assert not (tmp_path / "out/.pipedist/workers.json").exists()
 
 
@@ -80,11 +80,11 @@ def test_a_run_that_is_interrupted_takes_its_workers_with_it(
             os.killpg(run.process.pid, number)  # the terminal's Ctrl-C is for everybody in front of it
             held.unlink()
             assert run.ends() == 128 + number, run.said
-        assert not job.left()
+        job.leaves_nothing()
         assert "kept for who resumes" not in run.said
         with job.start("--resume") as again:
             assert again.ends() == 0, again.said
-        assert not job.left()
+        job.leaves_nothing()
         assert job.outcome() == undisturbed
 
 
