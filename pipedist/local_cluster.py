@@ -110,19 +110,21 @@ class Cluster(ABC):
 
 def dial_in(
     listen: str,
-    keys: ServerKeys,
+    keys: ServerKeys | None,
     limits: Limits | None = None,
     *,
     force: bool = False,
     rejoin_s: float = 0.0,
+    shared_memory: SharedMemory | None = None,
 ) -> Coordinator:
-    """Return a coordinator, not open, whose workers all dial in over TCP.
+    """Return a coordinator, not open, whose workers all dial in.
 
     Args:
-        listen: `tcp://ADDRESS:PORT`; `*` is any free port.
-        keys: the cluster's; only workers that have theirs may join.
+        listen: `tcp://ADDRESS:PORT`; `*` is any free port. Or an ipc endpoint.
+        keys: the cluster's; only workers that have theirs may join. None for an ipc endpoint.
         limits: the scheduler's bounds.
         force, rejoin_s: as for `ConnectCluster`.
+        shared_memory: how much memory is shared with workers, over an ipc endpoint; None: none.
     """
     from pipedist.coordinator import Coordinator
     from pipedist.transport.router import Router
@@ -130,7 +132,12 @@ def dial_in(
 
     return Coordinator(
         router_factory=lambda on_message, on_reject, on_lost: Router(
-            listen, keys=keys, on_message=on_message, on_reject=on_reject, on_lost=on_lost
+            listen,
+            keys=keys,
+            on_message=on_message,
+            on_reject=on_reject,
+            on_lost=on_lost,
+            shared_memory=shared_memory,
         ),
         launcher_factory=None,
         workers=(),
@@ -177,7 +184,7 @@ class LocalCluster(Cluster):
         gpus_per_worker: float = 0,
     ) -> None:
         count = checked_count(usable_cores() if workers is None else workers)
-        self._visible, supply = _divided(gpus_per_worker, count)
+        self._visible, supply = divided(gpus_per_worker, count)
         super().__init__(count, supply)
         self._names = tuple(f"w{i}" for i in range(self._workers))
         self._threads = threads_per_replica
@@ -291,7 +298,7 @@ class LocalCluster(Cluster):
         await self.coordinator.wait_ready(len(self._names))
 
 
-def _divided(each: float, workers: int) -> tuple[tuple[str, ...], Supply]:
+def divided(each: float, workers: int) -> tuple[tuple[str, ...], Supply]:
     """Return CUDA_VISIBLE_DEVICES of each worker, and what the workers own; () and nothing for 0.
 
     Raises:

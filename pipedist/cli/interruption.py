@@ -2,8 +2,8 @@
 
 Before anything runs, a signal ends the process. Then the first one drains: nothing new is
 issued, running calls have the cluster's grace time. The second one ends the run at once; should
-even that take long, the process is ended (its workers die with it). The handlers are plain
-signal handlers, not the event loop's: a loop that is busy must not make Ctrl-C deaf.
+even that take long, the process is ended (its workers die with it, or are killed before). The handlers
+are plain signal handlers, not the event loop's: a loop that is busy must not make Ctrl-C deaf.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from types import FrameType, TracebackType
@@ -22,6 +23,14 @@ from pipedist.cli.exits import Interrupted, interrupted
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _END_S = 5.0
 """How long the run may take to end at once, until the process is ended."""
+
+
+def _end_process(code: int) -> None:
+    """End this process at once; its workers too, those that would wait for it to be resumed."""
+    lasting = sys.modules.get("pipedist.launchers.lasting")  # not loaded: it has none of those
+    if lasting is not None:
+        lasting.kill_all()
+    os._exit(code)
 
 
 class Stoppable(Protocol):
@@ -42,7 +51,7 @@ class Interruption:
         end: ends the process at once with an exit code.
     """
 
-    def __init__(self, tell: Callable[[str], None], end: Callable[[int], None] = os._exit) -> None:
+    def __init__(self, tell: Callable[[str], None], end: Callable[[int], None] = _end_process) -> None:
         self.tell = tell
         self._end = end
         self._run: Stoppable | None = None

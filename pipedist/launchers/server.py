@@ -174,13 +174,13 @@ def _exec(control: socket.socket, threads: int) -> subprocess.Popen[bytes]:
             env=boot.environment(threads),
             pass_fds=(control.fileno(),),
             stdin=subprocess.DEVNULL,
-            stdout=_stderr(),  # what user code writes to descriptor 1 must not mix with our output
+            stdout=stderr(),  # what user code writes to descriptor 1 must not mix with our output
         )
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
-def _stderr() -> int:
+def stderr() -> int:
     """Return the descriptor of this process's stderr; where it has none, of nothing."""
     with contextlib.suppress(OSError, ValueError):
         if sys.__stderr__ is not None:

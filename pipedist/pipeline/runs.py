@@ -25,12 +25,13 @@ from pipedist.local_cluster import Cluster, checked_count, usable_cores
 from pipedist.pipeline.call_keys import replay_of
 from pipedist.pipeline.clusters import cluster_for
 from pipedist.pipeline.execution import Execution
+from pipedist.pipeline.finished import files_of, restored
 from pipedist.pipeline.quarantine import FILE as QUARANTINE
 from pipedist.pipeline.result import Ledger, Progress, Result
 from pipedist.pipeline.subscription import Part, Step, Subscription
 from pipedist.plan import Plan, compile_plan
 from pipedist.program import Tree
-from pipedist.spec import RunSpec, Spec, load, with_cluster
+from pipedist.spec import Spec, load, with_cluster
 
 if TYPE_CHECKING:
     from pipedist.outputs import FinishedRun, RunFolder
@@ -121,7 +122,7 @@ class Run:
                 verify=self._verify,
                 supply=given.supply if given else None,
             )
-            cluster = given or cluster_for(self._plan, force=self._force)
+            cluster = given or cluster_for(self._plan, force=self._force, folder=self._private())
             self._stack.callback(self._plan.close)
             self._open_folder()
             if self._earlier is None:
@@ -155,17 +156,33 @@ class Run:
         wanted = self._spec.cluster.workers if self._workers is None else self._workers
         return usable_cores() if wanted == "auto" else checked_count(wanted)
 
-    def _open_folder(self) -> None:
+    def _path(self) -> Path | None:
+        """Return where the run writes, None if it writes nothing."""
         if self._output is None and not (self._spec.outputs or self._resume or self._restart):
+            return None
+        return Path("out") / self._spec.name if self._output is None else self._output
+
+    def _private(self) -> Path | None:
+        """Return the folder in it that is the run's own."""
+        path = self._path()
+        if path is None:
+            return None
+        from pipedist.outputs.run_record import PRIVATE  # most embedded runs write no files
+
+        return path / PRIVATE
+
+    def _open_folder(self) -> None:
+        path = self._path()
+        if path is None:
             return
         from pipedist.outputs import FinishedRun, open_folder  # most embedded runs write no files
         from pipedist.pipeline.identity import digest
         from pipedist.pipeline.origin import Origin
         from pipedist.pipeline.resuming import explain, open_journal
 
-        outputs = _files_of(self._spec)
+        outputs = files_of(self._spec)
         opened = open_folder(
-            self._output if self._output is not None else Path("out") / self._spec.name,
+            path,
             run_id=self.id,
             spec_hash=digest(self._spec),
             outputs=outputs,
@@ -366,7 +383,7 @@ class Run:
             raise UsageError("a run is used inside `async with pipedist.open(...)`")
         self._has_begun = True
         if self._earlier is not None:
-            self._result = _restored(self._spec, self._earlier)
+            self._result = restored(self._spec, self._earlier)
             self._end(None)
             return
         self._tasks.start_soon(self._main, name=f"run {self.name}")
@@ -426,28 +443,3 @@ class Run:
         if failed:
             raise OutputError("\n".join(map(str, failed.values())), result=result)
         return result
-
-
-def _files_of(spec: Spec) -> list[str]:
-    """Return every file that a run may leave in its folder."""
-    stages = spec.stages.values()
-    sets_aside = any(isinstance(stage, RunSpec) and stage.on_error == "quarantine" for stage in stages)
-    return [*spec.outputs.values(), *([QUARANTINE] if sets_aside else [])]
-
-
-def _restored(spec: Spec, finished: FinishedRun) -> Result:
-    """Return the result of a run that was finished before, from its document."""
-    document: Any = finished.document
-    files = {n: finished.files[o] for n, o in spec.outputs.items() if o in finished.files}
-    return Result(
-        name=document["name"],
-        run_id=document["run"],
-        by_stage={n: files.get(n, value) for n, value in document["results"].items()},
-        files=files,
-        ledger=Ledger(**document["ledger"]),
-        timings=document["timings"],
-        quarantined=document.get("quarantined", []),
-        quarantine_file=finished.files.get(QUARANTINE),
-        notice=f"this run was finished before, in {finished.path}",
-        restored=document,
-    )

@@ -103,8 +103,8 @@ class Scheduler:
         self._dealing = Dealing(self._limits, self._members, self._waiting, self._out)
         self._outcomes = Outcomes(self._limits, self._members, self._passes, self._dealing, self._out)
         self._now = 0.0
-        self._moved_at = 0.0
-        """When something came back, was offered or was taken last."""
+        self._moved_at: float | None = None
+        """When something came back, was offered or was taken last; None: nothing has been to do yet."""
 
     def handle(self, event: ev.Event, now: float) -> list[cmd.Command]:
         """Take in one event and return what must be done, in order.
@@ -151,11 +151,11 @@ class Scheduler:
         """Say what everything waits for."""
         from pipedist.scheduler.why import explain  # seldom asked for
 
-        return explain(self._passes, self._members, self._limits, self._moved_at, now)
+        return explain(self._passes, self._members, self._limits, now - self.silent_s(now), now)
 
     def silent_s(self, now: float) -> float:
         """Return for how long nothing has come back, been offered or been taken, seconds."""
-        return now - self._moved_at
+        return 0.0 if self._moved_at is None else now - self._moved_at
 
     def pass_of(self, worker: str, lease: int) -> int | None:
         """Return the pass of a lease that a worker holds, None if it holds no such lease."""

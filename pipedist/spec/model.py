@@ -112,15 +112,16 @@ class ClusterSpec(Section):
         ),
         default=60.0,
     )
-    rejoin_s: float = key(
-        Number(GRACE_S_MAX),
+    rejoin_s: float | None = key(
+        Nullable(Number(GRACE_S_MAX)),
         Key(
-            "How long workers that dialled in keep their finished results, when the process of the run is "
-            "gone, and wait for it to be resumed, in seconds; with `launcher: connect`.",
+            "How long workers keep their finished results when the process of the run is gone, and wait for "
+            "it to be resumed, in seconds; then they end. Default: 60 with `launcher: connect`; with "
+            "`launcher: local`, workers end with the process of their run.",
             "a number of seconds, 0 or more",
             "rejoin_s: 60",
         ),
-        default=60.0,
+        default=None,
     )
     listen: str | None = key(
         Nullable(Endpoint),
@@ -180,7 +181,7 @@ class ClusterSpec(Section):
 LAUNCHERS_OF = {
     "listen": ("connect", "ray", "dask"),
     "key_file": ("connect",),
-    "rejoin_s": ("connect",),
+    "rejoin_s": ("local", "connect"),
     "address": ("ray", "dask"),
     "placement": ("ray",),
     "place_s": ("ray", "dask"),

@@ -61,6 +61,19 @@ class Endpoint:
 def private_directory() -> Iterator[Path]:
     """Make a directory that only this user can enter, for ipc sockets; removed at the end.
 
+    Raises:
+        UsageError: no such directory can be made.
+    """
+    directory = make_private_directory()
+    try:
+        yield directory
+    finally:
+        _remove(str(directory))
+
+
+def make_private_directory() -> Path:
+    """Make a directory that only this user can enter, for ipc sockets, and for whoever makes it to remove.
+
     It is made in TMPDIR, or in /tmp if paths there were too long for a unix socket, or nothing can be
     written there.
 
@@ -78,10 +91,7 @@ def private_directory() -> Iterator[Path]:
         raise UsageError(
             f"can't make a directory for sockets in {base}: {error.strerror}; set TMPDIR"
         ) from None
-    try:
-        yield Path(directory)
-    finally:
-        _remove(directory)
+    return Path(directory)
 
 
 def private_directory_of(endpoint: str) -> str:
@@ -103,8 +113,9 @@ def remove_private_directory(directory: str) -> None:
 def _remove(directory: str) -> None:
     """Remove a directory of sockets, and whatever else is in it."""
     try:
-        for entry in os.scandir(directory):
-            os.unlink(entry.path)
+        with os.scandir(directory) as entries:
+            for entry in entries:
+                os.unlink(entry.path)
         os.rmdir(directory)
     except OSError:
         import shutil  # takes milliseconds to import, and is never needed where sockets are all there is

@@ -6,6 +6,7 @@ code does to end it (`sys.exit`, `os._exit`, a crash) ends it with that code or 
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import os
 import signal
@@ -182,5 +183,6 @@ def _print_to_stderr(text: str) -> None:
     stream = sys.__stderr__
     if stream is None:
         return
-    stream.write(text)
-    stream.flush()
+    with contextlib.suppress(OSError):  # nobody reads it any more: no reason to end
+        stream.write(text)
+        stream.flush()

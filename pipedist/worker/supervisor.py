@@ -27,13 +27,11 @@ import contextlib
 import os
 import secrets
 import signal
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, replace
-from typing import Any
+from collections.abc import Callable
+from dataclasses import replace
 
 from pipedist import accelerators
 from pipedist.code_snapshots import remove
@@ -41,20 +39,16 @@ from pipedist.errors import PipedistError, ProtocolError
 from pipedist.messages import Goodbye, Heartbeat, Refuse, Share, Stop, Welcome
 from pipedist.transport.dealer import ConnectionLost, Dealer
 from pipedist.transport.keys import ClientKeys, read_key_file
-from pipedist.worker import boot
-from pipedist.worker.kernel import die_with
-from pipedist.worker.process import ExitCode, run_process
+from pipedist.worker.process import ExitCode
 from pipedist.worker.progress import Overdue, Progress, end_of
 from pipedist.worker.settings import WorkerSettings
+from pipedist.worker.supervised import Supervised, describe
 
 HEARTBEAT_S = 1.0
 """How often the scheduler hears of the worker, until it asks for something else."""
 
 LOOK_S = 0.05
 """How soon the end of the worker process is noticed."""
-
-STOPPED_S_MAX = 3.0
-"""How long the worker process may be stopped (SIGSTOP) before it is killed; as in a local launcher."""
 
 LIVED_S = 10.0
 """A worker process that ends sooner counts as a failed start."""
@@ -129,7 +123,12 @@ class Supervisor:
         threads: BLAS and OpenMP threads of the worker.
         join_s: how long the scheduler may take to answer, seconds.
         leave_s: how long the worker may take to finish what it runs, seconds.
-        gpus: how many the worker owns.
+        gpus: how many the worker owns; a fraction where it shares one.
+        worker: its name, no other's in this cluster; "": one is made.
+        tells: it says on stderr what becomes of it, and its process; otherwise only while it waits for
+            another scheduler.
+        folder: in which it keeps what the scheduler sends it to keep, None: the temporary one.
+        forgives: a worker process that died in a call counts as one that has lived.
         task: role and index of the program that this belongs to, "worker/1"; "": of none.
         on_share: told the number and the frames of what is shared, in the thread of `run`.
         inherited: descriptors that the worker process gets too.
@@ -145,7 +144,11 @@ class Supervisor:
         threads: int,
         join_s: float,
         leave_s: float = LEAVE_S,
-        gpus: int = 0,
+        gpus: float = 0,
+        worker: str = "",
+        tells: bool = True,
+        folder: str | None = None,
+        forgives: bool = False,
         task: str = "",
         on_share: Callable[[int, list[memoryview]], None] = lambda _number, _frames: None,
         inherited: tuple[int, ...] = (),
@@ -158,10 +161,15 @@ class Supervisor:
         self._join_s = join_s
         self._leave_s = leave_s
         self._gpus = gpus
+        self._tells = tells
+        self._folder = folder
+        self._forgives = forgives
+        self._died_at_work = False
+        """The worker process that ended last was executing a call."""
         self._inherited = inherited
         self._code = code
         # Unique among the workers of a host, also where a batch system starts many in one container.
-        self.worker = f"{os.uname().nodename}:{os.getpid()}:{secrets.token_hex(2)}"
+        self.worker = worker or f"{os.uname().nodename}:{os.getpid()}:{secrets.token_hex(2)}"
         if task:
             self.worker = f"{task}:{self.worker}"
         self._task = task
@@ -184,8 +192,6 @@ class Supervisor:
         """Worker processes in a row that did not live long."""
         self._leave_until: float | None = None
         """The worker process is to leave, and has time until then; None: it is not."""
-        self._stopped_since: float | None = None
-        """Since when the worker process is stopped; None while it runs."""
         self._progress = Progress()
         self._overdue: Overdue | None = None
         """What the process was ended for, because it took too long."""
@@ -196,7 +202,7 @@ class Supervisor:
         """Start the worker process again and again, until there is a reason not to."""
         incarnation = 0
         try:
-            self._code_root = tempfile.mkdtemp(prefix="pipedist-code-")  # mode 0700
+            self._code_root = tempfile.mkdtemp(prefix="pipedist-code-", dir=self._folder)  # mode 0700
             self._progress_file = os.memfd_create("pipedist-progress")
             os.ftruncate(self._progress_file, Progress.BYTES)
             self._progress = Progress(self._progress_file)
@@ -221,7 +227,8 @@ class Supervisor:
                 if code in _FINAL:
                     self._hear_out(code)
                     return _FINAL[ExitCode(code)]
-                self._failed = 0 if time.monotonic() - began >= LIVED_S else self._failed + 1
+                lived = time.monotonic() - began >= LIVED_S or (self._forgives and self._died_at_work)
+                self._failed = 0 if lived else self._failed + 1
                 if self._failed >= STARTS_FAILED_MAX:
                     self._say(f"{self._failed} worker processes in a row lived for less than {LIVED_S:g} s")
                     return 1
@@ -253,7 +260,7 @@ class Supervisor:
             return False
         return time.monotonic() - self._gone_since >= self._rejoin_s + slack_s
 
-    def _start(self, incarnation: int) -> subprocess.Popen[bytes]:
+    def _start(self, incarnation: int) -> Supervised:
         settings = WorkerSettings(
             endpoint=self._endpoint,
             worker=self.worker,
@@ -261,26 +268,19 @@ class Supervisor:
             key_file=self._key_file,
             threads=self._threads,
             join_s=self._patience_s(),
-            tells=True,
+            tells=self._tells or self._gone_since is not None,
             gpus=float(self._gpus),
             code_root=self._code_root,
             task=self._task,
         )
         self._progress.idle()
         self._overdue = None
-        self._stopped_since = None
-        arguments = {
-            "parent": os.getpid(),
-            "progress": self._progress_file,
-            "kept": self._kept_file,
-            "code": self._code,
-            "settings": asdict(settings),
-        }
-        return subprocess.Popen(
-            boot.command("pipedist.worker.supervisor", arguments),
-            env=boot.environment(self._threads),
-            stdin=subprocess.DEVNULL,
-            pass_fds=(self._progress_file, self._kept_file, *self._inherited),
+        return Supervised(
+            settings,
+            progress=self._progress_file,
+            kept=self._kept_file,
+            code=self._code,
+            inherited=self._inherited,
         )
 
     def _patience_s(self) -> float:
@@ -290,50 +290,50 @@ class Supervisor:
         since = 0.0 if self._gone_since is None else time.monotonic() - self._gone_since
         return max(self._rejoin_s - since, _END_S)
 
-    def _watch(self, process: subprocess.Popen[bytes], incarnation: int) -> int:
+    def _watch(self, process: Supervised, incarnation: int) -> int:
         """Speak for the worker process until it has ended; return its exit code."""
         refused = asked = False
         try:
-            while process.poll() is None:
+            while process.code is None:
                 if self._leave_until is not None:
                     if time.monotonic() >= self._leave_until:
                         self._say("told to leave, but its call is not over: that goes back")
-                        _end(process, grace_s=0.0)
+                        process.end()
                         break
                     if not asked:
                         asked = True
                         process.terminate()
                 if self._is_given_up(_END_S):  # it is in a call: it would have said so by itself
-                    _end(process, grace_s=0.0)
+                    process.end()
                     return ExitCode.UNANSWERED
-                if self._is_stopped(process.pid):
-                    _end(process, grace_s=0.0)
+                if process.is_stopped():
+                    process.end()
                     break
                 self._overdue = self._progress.overdue(time.monotonic_ns())
                 if self._overdue is not None:
-                    _end(process, grace_s=0.0)
+                    process.end()
                     break
                 order = self._listen(process, incarnation)
                 if isinstance(order, Stop):
                     self._say(f"told to stop: {order.reason}")
-                    _end(process, grace_s=_END_S)
+                    process.end(grace_s=_END_S)
                     return ExitCode.STOPPED
                 if isinstance(order, Refuse):
                     self._say(f"the scheduler gave the worker process up: {order.reason}")
                     refused = True
-                    _end(process, grace_s=0.0)
+                    process.end()
         except BaseException:  # Ctrl-C, SIGTERM: leave at once, but say so
-            _end(process, grace_s=0.0)
+            process.end()
             self._tell_end(Goodbye(self.worker, incarnation, "its supervisor was told to leave"))
             raise
-        code = process.returncode
+        code = process.end()
+        self._died_at_work = False
         if self._is_leaving() and code != ExitCode.STOPPED:
             self._tell_end(Goodbye(self.worker, incarnation, "its supervisor was told to leave"))
         elif code not in _ENDS:
-            text = _describe(code)
-            if self._stopped_since is not None:
-                text = f"stopped for {STOPPED_S_MAX:g} s, then killed with {text}"
+            text = process.describe(code)
             running, timed_out = end_of(self._progress, self._overdue)
+            self._died_at_work = running is not None
             if timed_out:
                 text = "its call took longer than its timeout_s"
             self._say(f"worker process ended: {text}")
@@ -343,10 +343,10 @@ class Supervisor:
                 goodbye = replace(goodbye, lease=lease, call=call, stage=stage, timed_out=timed_out)
             self._tell_end(goodbye)
         elif code != ExitCode.STOPPED:  # it has said why
-            self._tell_end(Goodbye(self.worker, incarnation, _describe(code)))
+            self._tell_end(Goodbye(self.worker, incarnation, describe(code)))
         return code
 
-    def _listen(self, process: subprocess.Popen[bytes], incarnation: int) -> Stop | Refuse | None:
+    def _listen(self, process: Supervised, incarnation: int) -> Stop | Refuse | None:
         """Send a heartbeat if one is due, and wait a moment for an order."""
         try:
             if self._dealer is None:
@@ -362,8 +362,7 @@ class Supervisor:
             # The worker process notices too, and its exit code says whether to go on.
             self._disconnect(linger_s=0.0)
             self._lost()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(LOOK_S)  # not to try again as fast as the machine can
+            process.wait(LOOK_S)  # not to try again as fast as the machine can
             return None
         if isinstance(message, Welcome):
             self._heartbeat_s = message.heartbeat_s
@@ -379,18 +378,14 @@ class Supervisor:
 
     def _lost(self) -> None:
         """Take note that the scheduler is gone, until one answers."""
-        self._gone_since = self._gone_since or time.monotonic()
+        if self._gone_since is None:
+            self._gone_since = time.monotonic()
+            if not self._tells and self._rejoin_s:
+                self._say(
+                    "the process of its run is gone: what it has finished is kept for who resumes the run, "
+                    f"for {self._rejoin_s:g} s"
+                )
         self._next_at = 0.0  # whoever comes is asked at once
-
-    def _is_stopped(self, pid: int) -> bool:
-        """Whether the worker process has been stopped for so long that it counts as dead."""
-        if not hasattr(os, "waitid"):  # macOS: it is found when it goes on, or never
-            return False
-        told = os.waitid(os.P_PID, pid, os.WSTOPPED | os.WCONTINUED | os.WNOHANG)
-        if told is not None:
-            self._stopped_since = time.monotonic() if told.si_code == os.CLD_STOPPED else None
-        since = self._stopped_since
-        return since is not None and time.monotonic() - since >= STOPPED_S_MAX
 
     def _hear_out(self, code: int) -> None:
         """Take in what was shared before the worker process, on a connection of its own, was told to stop."""
@@ -423,45 +418,7 @@ class Supervisor:
             dealer.close(linger_s)
 
     def _say(self, text: str) -> None:
-        sys.stderr.write(f"pipedist worker {self.worker}: {text}\n")
-        sys.stderr.flush()
-
-
-def _end(process: subprocess.Popen[bytes], *, grace_s: float) -> None:
-    """See to it that the process is gone."""
-    if process.poll() is None and grace_s:
-        try:
-            process.wait(grace_s)
-        except subprocess.TimeoutExpired:
-            process.kill()
-    if process.poll() is None:
-        process.kill()
-    process.wait()
-
-
-def _describe(code: int) -> str:
-    if code >= 0:
-        return f"exit code {code}"
-    try:
-        return f"signal {-code} ({signal.Signals(-code).name})"
-    except ValueError:
-        return f"signal {-code}"
-
-
-def main(arguments: Mapping[str, Any]) -> None:
-    """Be the worker process of a supervisor.
-
-    Args:
-        arguments: `parent`, the supervisor's pid; `progress`, the descriptor of the memory in which is
-            noted what is executed; `kept`, of that through which finished results go to the next one;
-            `code`, folders for the end of `sys.path`; `settings`, the fields of WorkerSettings.
-    """
-    die_with(int(arguments["parent"]))
-    sys.path.extend(arguments["code"])  # a copy of the spec's own modules: none of another spec's
-    os.dup2(2, 1)  # what user code writes to descriptor 1 is no output of the supervisor's
-    settings = WorkerSettings(**arguments["settings"])
-    code = run_process(settings, Progress(int(arguments["progress"])), int(arguments["kept"]))
-    for stream in (sys.__stdout__, sys.__stderr__):
-        if stream is not None:
-            stream.flush()
-    os._exit(code)
+        if self._tells or self._gone_since is not None:
+            with contextlib.suppress(OSError):  # nobody reads it any more: no reason to leave
+                sys.stderr.write(f"pipedist worker {self.worker}: {text}\n")
+                sys.stderr.flush()

@@ -32,7 +32,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("scheduler",),
     ("coordinator",),
     ("local_cluster",),
-    ("strategy", "connect_cluster", "engine_clusters"),
+    ("strategy", "connect_cluster", "engine_clusters", "lasting_cluster"),
     ("task_cluster",),
     ("pipeline", "templates"),
     ("harness",),

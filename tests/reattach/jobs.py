@@ -167,6 +167,25 @@ outputs: {{total: total.json, rows: rows.npy}}
         path.touch()
         return path
 
+    @contextmanager
+    def outlived(self, step: int) -> Iterator[Program]:
+        """Give a worker whose run was killed when it had reached a step, and which has finished that."""
+        held = self.hold(step)
+        with self.run() as run:
+            run.hears("waiting for workers")
+            with self.worker() as worker:
+                self.reaches(step)
+                run.process.kill()
+                run.ends()
+                held.unlink()
+                worker.hears("finished calls are kept for whoever goes on with the run")
+                yield worker
+
+    def mend(self) -> None:
+        """Change the function: what it has returned until now is not what it returns any more."""
+        module = self.folder / "mine.py"
+        module.write_text(module.read_text().replace("return np.sqrt(", "return 0 * np.sqrt("))
+
     def reaches(self, step: int) -> None:
         """Return as soon as the first call of a step has begun."""
         until(lambda: (step, 0) in self.calls())

@@ -66,21 +66,12 @@ def test_two_workers_give_back_what_each_of_them_has(tmp_path: Path, undisturbed
 @pytest.mark.slow
 def test_what_was_finished_with_other_code_is_executed_again(tmp_path: Path) -> None:
     job = Job(tmp_path)
-    held = job.hold(6)
-    with job.run() as run:
-        run.hears("waiting for workers")
-        with job.worker() as worker:
-            job.reaches(6)
-            run.process.kill()
-            run.ends()
-            held.unlink()
-            worker.hears("finished calls are kept")
-            before = job.calls()
-            mended = (tmp_path / "mine.py").read_text().replace("return np.sqrt(", "return 0 * np.sqrt(")
-            (tmp_path / "mine.py").write_text(mended)
-            with job.run("--resume") as again:
-                assert again.ends() == 0, again.said
-                assert worker.ends() == 0, worker.said
+    with job.outlived(6) as worker:
+        before = job.calls()
+        job.mend()
+        with job.run("--resume") as again:
+            assert again.ends() == 0, again.said
+            assert worker.ends() == 0, worker.said
     said = re.findall(r"done before: y: (\d+) step", again.said)
     done = int(said[0]) if said else 0  # it was killed before its first commit
     for call in before:
@@ -91,19 +82,11 @@ def test_what_was_finished_with_other_code_is_executed_again(tmp_path: Path) -> 
 @pytest.mark.slow
 def test_a_run_that_begins_anew_gets_nothing_of_the_one_before(tmp_path: Path) -> None:
     job = Job(tmp_path)
-    held = job.hold(6)
-    with job.run() as run:
-        run.hears("waiting for workers")
-        with job.worker() as worker:
-            job.reaches(6)
-            run.process.kill()
-            run.ends()
-            held.unlink()
-            worker.hears("finished calls are kept")
-            before = job.calls()
-            with job.run("--restart") as again:
-                assert again.ends() == 0, again.said
-                assert worker.ends() == 0, worker.said
+    with job.outlived(6) as worker:
+        before = job.calls()
+        with job.run("--restart") as again:
+            assert again.ends() == 0, again.said
+            assert worker.ends() == 0, worker.said
     for call, count in job.calls().items():
         assert count == 1 + before[call], call
 

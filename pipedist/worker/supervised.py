@@ -1,0 +1,131 @@
+"""The worker process of a supervisor: how it is started, watched and ended."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from pipedist.worker import boot
+from pipedist.worker.kernel import die_with
+from pipedist.worker.process import run_process
+from pipedist.worker.progress import Progress
+from pipedist.worker.settings import WorkerSettings
+
+STOPPED_S_MAX = 3.0
+"""How long it may be stopped (SIGSTOP) before it is killed; as in a local launcher."""
+
+
+class Supervised:
+    """A worker process, from its start to its end.
+
+    Args:
+        settings: what it is started with.
+        progress: descriptor of the memory in which it notes what it executes.
+        kept: of that through which finished results go to the next one.
+        code: folders that become the last entries of its `sys.path`.
+        inherited: descriptors that it gets too.
+    """
+
+    def __init__(
+        self,
+        settings: WorkerSettings,
+        *,
+        progress: int,
+        kept: int,
+        code: tuple[str, ...] = (),
+        inherited: tuple[int, ...] = (),
+    ) -> None:
+        arguments = {
+            "parent": os.getpid(),
+            "progress": progress,
+            "kept": kept,
+            "code": code,
+            "settings": asdict(settings),
+        }
+        self.stopped_since: float | None = None
+        """Since when it is stopped; None while it runs."""
+        self._process = subprocess.Popen(
+            boot.command("pipedist.worker.supervised", arguments),
+            env=boot.environment(settings.threads),
+            stdin=subprocess.DEVNULL,
+            pass_fds=(progress, kept, *inherited),
+        )
+
+    @property
+    def code(self) -> int | None:
+        """How it ended, as `Popen.returncode`; None while it has not."""
+        return self._process.poll()
+
+    def terminate(self) -> None:
+        """Ask it to leave when what it runs is over."""
+        self._process.terminate()
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait a moment for its end."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout_s)
+
+    def end(self, *, grace_s: float = 0.0) -> int:
+        """See to it that it is gone, after `grace_s` at the latest; return how it ended."""
+        if grace_s:
+            self.wait(grace_s)
+        if self._process.poll() is None:
+            self._process.kill()
+        return self._process.wait()
+
+    def is_stopped(self) -> bool:
+        """Whether it has been stopped for so long that it counts as dead."""
+        if not hasattr(os, "waitid"):  # macOS: it is found when it goes on, or never
+            return False
+        told = os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WCONTINUED | os.WNOHANG)
+        if told is not None:
+            self.stopped_since = time.monotonic() if told.si_code == os.CLD_STOPPED else None
+        since = self.stopped_since
+        return since is not None and time.monotonic() - since >= STOPPED_S_MAX
+
+    def describe(self, code: int) -> str:
+        """Return how it ended, for people.
+
+        Args:
+            code: as `Popen.returncode`.
+        """
+        text = describe(code)
+        if self.stopped_since is not None:
+            text = f"stopped for {STOPPED_S_MAX:g} s, then killed with {text}"
+        return text
+
+
+def describe(code: int) -> str:
+    """Return what an exit code says, for people: "exit code 3", "signal 9 (SIGKILL)"."""
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return f"signal {-code} ({signal.Signals(-code).name})"
+    except ValueError:
+        return f"signal {-code}"
+
+
+def main(arguments: Mapping[str, Any]) -> None:
+    """Be the worker process of a supervisor.
+
+    Args:
+        arguments: `parent`, the supervisor's pid; `progress`, `kept`, `code`, as for `Supervised`;
+            `settings`, the fields of WorkerSettings.
+    """
+    die_with(int(arguments["parent"]))
+    sys.path.extend(arguments["code"])  # a copy of the spec's own modules: none of another spec's
+    os.dup2(2, 1)  # what user code writes to descriptor 1 is no output of the supervisor's
+    settings = WorkerSettings(**arguments["settings"])
+    code = run_process(settings, Progress(int(arguments["progress"])), int(arguments["kept"]))
+    for stream in (sys.__stdout__, sys.__stderr__):
+        if stream is not None:
+            with contextlib.suppress(OSError):  # nobody reads it any more
+                stream.flush()
+    os._exit(code)
