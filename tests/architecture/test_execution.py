@@ -21,7 +21,7 @@ ALLOWED = {
     (
         "transport/wire.py",
         "exec",
-    ): "compiles the look at a message's fields, from its class in our own source",
+    ): "compiles checks of the fields of a message class in our own source",
     (
         "functions.py",
         "pickle.loads",
