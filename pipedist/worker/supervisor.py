@@ -43,6 +43,7 @@ from pipedist.transport.dealer import ConnectionLost, Dealer
 from pipedist.transport.keys import ClientKeys, read_key_file
 from pipedist.worker import boot
 from pipedist.worker.kernel import die_with
+from pipedist.worker.names import new_name
 from pipedist.worker.process import ExitCode, run_process
 from pipedist.worker.progress import Overdue, Progress, end_of
 from pipedist.worker.settings import WorkerSettings
@@ -161,9 +162,8 @@ class Supervisor:
         self._inherited = inherited
         self._code = code
         # Unique among the workers of a host, also where a batch system starts many in one container.
-        self.worker = f"{os.uname().nodename}:{os.getpid()}:{secrets.token_hex(2)}"
-        if task:
-            self.worker = f"{task}:{self.worker}"
+        place = f"{os.uname().nodename}:{os.getpid()}"
+        self.worker, self._proof = new_name(f"{task}:{place}" if task else place)
         self._task = task
         self._on_share = on_share
         self._heartbeat_s = HEARTBEAT_S
@@ -172,6 +172,8 @@ class Supervisor:
         """When the next heartbeat is due."""
         self._progress_file = -1
         """Of the memory in which the worker process notes what it executes."""
+        self._proof_file = -1
+        """Of the memory from which the worker process has the proof of its name: others see command lines."""
         self._kept_file = -1
         """Of the memory through which a worker process hands finished results on to the next."""
         self._rejoin_s: float | None = None
@@ -201,6 +203,8 @@ class Supervisor:
             os.ftruncate(self._progress_file, Progress.BYTES)
             self._progress = Progress(self._progress_file)
             self._kept_file = os.memfd_create("pipedist-kept")
+            self._proof_file = os.memfd_create("pipedist-proof")
+            os.write(self._proof_file, self._proof.encode())
             self._dealer = self._connect()  # an endpoint that can't be used is told before anything starts
             while not self._is_leaving():
                 began = time.monotonic()
@@ -232,7 +236,7 @@ class Supervisor:
             if self._code_root:
                 remove(self._code_root)
             self._progress.close()
-            for file in (self._progress_file, self._kept_file):
+            for file in (self._progress_file, self._kept_file, self._proof_file):
                 if file >= 0:
                     os.close(file)
 
@@ -273,6 +277,7 @@ class Supervisor:
             "parent": os.getpid(),
             "progress": self._progress_file,
             "kept": self._kept_file,
+            "proof": self._proof_file,
             "code": self._code,
             "settings": asdict(settings),
         }
@@ -280,7 +285,7 @@ class Supervisor:
             boot.command("pipedist.worker.supervisor", arguments),
             env=boot.environment(self._threads),
             stdin=subprocess.DEVNULL,
-            pass_fds=(self._progress_file, self._kept_file, *self._inherited),
+            pass_fds=(self._progress_file, self._kept_file, self._proof_file, *self._inherited),
         )
 
     def _patience_s(self) -> float:
@@ -354,7 +359,8 @@ class Supervisor:
             now = time.monotonic()
             if now >= self._next_at:
                 self._next_at = now + self._heartbeat_s
-                self._dealer.send(Heartbeat(self.worker, incarnation), timeout_s=self._heartbeat_s)
+                beat = Heartbeat(self.worker, incarnation, self._proof)
+                self._dealer.send(beat, timeout_s=self._heartbeat_s)
             if not self._dealer.poll(LOOK_S):
                 return None
             message, frames = self._dealer.recv()
@@ -409,7 +415,7 @@ class Supervisor:
         if self._dealer is None:
             return
         try:
-            self._dealer.send(goodbye, timeout_s=self._heartbeat_s)
+            self._dealer.send(replace(goodbye, proof=self._proof), timeout_s=self._heartbeat_s)
         except PipedistError:
             self._disconnect(linger_s=0.0)  # the scheduler will miss the heartbeats
 
@@ -448,19 +454,27 @@ def _describe(code: int) -> str:
         return f"signal {-code}"
 
 
+def _take_proof(file: int) -> str:
+    """Return what is in the supervisor's memory; nothing that user code starts inherits it."""
+    with open(file, "rb") as memory:
+        return os.pread(memory.fileno(), os.fstat(memory.fileno()).st_size, 0).decode()
+
+
 def main(arguments: Mapping[str, Any]) -> None:
     """Be the worker process of a supervisor.
 
     Args:
         arguments: `parent`, the supervisor's pid; `progress`, the descriptor of the memory in which is
             noted what is executed; `kept`, of that through which finished results go to the next one;
-            `code`, folders for the end of `sys.path`; `settings`, the fields of WorkerSettings.
+            `proof`, of that which has the proof of its name; `code`, folders for the end of `sys.path`;
+            `settings`, the fields of WorkerSettings.
     """
     die_with(int(arguments["parent"]))
     sys.path.extend(arguments["code"])  # a copy of the spec's own modules: none of another spec's
     os.dup2(2, 1)  # what user code writes to descriptor 1 is no output of the supervisor's
     settings = WorkerSettings(**arguments["settings"])
-    code = run_process(settings, Progress(int(arguments["progress"])), int(arguments["kept"]))
+    proof = _take_proof(int(arguments["proof"]))
+    code = run_process(settings, Progress(int(arguments["progress"])), int(arguments["kept"]), proof)
     for stream in (sys.__stdout__, sys.__stderr__):
         if stream is not None:
             stream.flush()

@@ -116,7 +116,7 @@ async def test_a_crash_is_told_at_once_and_the_next_incarnation_joins(tmp_path: 
         await it.take(Heartbeat)
         os.kill(first.pid, signal.SIGKILL)
         _, goodbye = await it.take(Goodbye)
-        assert goodbye == Goodbye(first.worker, 0, "signal 9 (SIGKILL)", crashed=True)
+        assert goodbye == Goodbye(first.worker, 0, "signal 9 (SIGKILL)", crashed=True, proof=first.proof)
         _, second = await it.take(Hello)
         assert isinstance(second, Hello)
         assert (second.worker, second.incarnation) == (first.worker, 1)
@@ -138,7 +138,7 @@ async def test_a_process_that_stays_stopped_is_killed_and_one_that_goes_on_is_no
         os.kill(first.pid, signal.SIGSTOP)
         _, goodbye = await it.take(Goodbye)
         reason = "stopped for 3 s, then killed with signal 9 (SIGKILL)"
-        assert goodbye == Goodbye(first.worker, 0, reason, crashed=True)
+        assert goodbye == Goodbye(first.worker, 0, reason, crashed=True, proof=first.proof)
         _, second = await it.take(Hello)
         assert isinstance(second, Hello)
         assert second.incarnation == 1
@@ -155,7 +155,7 @@ async def test_a_function_that_takes_too_long_costs_the_process(tmp_path: Path) 
         lease = it.scheduler.assign(identity, pass_id, [1], lo=5)
         _, goodbye = await it.take(Goodbye)
         reason = "its call took longer than its timeout_s"
-        assert goodbye == Goodbye(first.worker, 0, reason, True, lease, 5, 1, True)
+        assert goodbye == Goodbye(first.worker, 0, reason, True, lease, 5, 1, True, first.proof)
         _, second = await it.take(Hello)
         assert isinstance(second, Hello)
         assert second.incarnation == 1
@@ -169,7 +169,9 @@ async def test_a_crash_names_the_call(tmp_path: Path) -> None:
         pass_id = it.scheduler.bind(identity, program(f"{FUNCTIONS}:segfault"))
         lease = it.scheduler.assign(identity, pass_id, [0, 1, 2, 3], lo=40)
         _, goodbye = await it.take(Goodbye)
-        assert goodbye == Goodbye(first.worker, 0, "signal 11 (SIGSEGV)", True, lease, 42, 1)
+        assert goodbye == Goodbye(
+            first.worker, 0, "signal 11 (SIGSEGV)", True, lease, 42, 1, proof=first.proof
+        )
 
 
 async def test_the_scheduler_can_have_the_process_killed(tmp_path: Path) -> None:
