@@ -158,11 +158,11 @@ def _work(settings: WorkerSettings, progress: Progress, label: str, kept_file: i
         ending, reason = Ending.UNANSWERED, str(error)
     finally:
         dealer.close(LINGER_S)
+        code.close()
     if ending in (Ending.FENCED, Ending.UNFIT):
         _hand_on(kept, kept_file, tell)
     if ending is Ending.UNANSWERED and len(kept):
         reason += f"; {len(kept)} finished calls that were kept for a scheduler are given up"
-        code.close()
     if ending is not Ending.STOPPED:
         _print_to_stderr(f"{label}: {ending.value} ({settings.endpoint}): {reason}\n")
     return _EXIT_CODES[ending]

@@ -29,16 +29,15 @@ import secrets
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
 from pipedist import accelerators
-from pipedist.code_snapshots import remove
 from pipedist.errors import PipedistError, ProtocolError
 from pipedist.messages import Goodbye, Heartbeat, Refuse, Share, Stop, Welcome
+from pipedist.scratch_folders import ScratchFolder
 from pipedist.transport.dealer import ConnectionLost, Dealer
 from pipedist.transport.keys import ClientKeys, read_key_file
 from pipedist.worker import boot
@@ -191,14 +190,14 @@ class Supervisor:
         self._progress = Progress()
         self._overdue: Overdue | None = None
         """What the process was ended for, because it took too long."""
-        self._code_root = ""
+        self._code_root: ScratchFolder | None = None
         """Where copies of the scheduler's code are kept while this runs."""
 
     def run(self) -> int:
         """Start the worker process again and again, until there is a reason not to."""
         incarnation = 0
         try:
-            self._code_root = tempfile.mkdtemp(prefix="pipedist-code-")  # mode 0700
+            self._code_root = ScratchFolder("code")
             self._progress_file = os.memfd_create("pipedist-progress")
             os.ftruncate(self._progress_file, Progress.BYTES)
             self._progress = Progress(self._progress_file)
@@ -233,8 +232,8 @@ class Supervisor:
             return 0
         finally:
             self._disconnect()
-            if self._code_root:
-                remove(self._code_root)
+            if self._code_root is not None:
+                self._code_root.close()
             self._progress.close()
             for file in (self._progress_file, self._kept_file, self._proof_file):
                 if file >= 0:
@@ -267,7 +266,7 @@ class Supervisor:
             join_s=self._patience_s(),
             tells=True,
             gpus=float(self._gpus),
-            code_root=self._code_root,
+            code_root="" if self._code_root is None else self._code_root.path,
             task=self._task,
         )
         self._progress.idle()
