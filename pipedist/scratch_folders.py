@@ -38,7 +38,7 @@ class ScratchFolder:
     def __init__(self, kind: str, parent: str | None = None) -> None:
         parent = parent or _temporary()
         prefix = f"pipedist-{kind}-{zlib.crc32(os.uname().nodename.encode()):08x}-"
-        _sweep(parent, re.compile(re.escape(prefix) + r"[0-9]+-[0-9a-f]{8}"))
+        _sweep(parent, re.compile(re.escape(prefix) + r"[0-9]+-[0-9a-f]{4}"))
         self.path, self._lock = _make(parent, f"{prefix}{os.getpid()}-")
 
     def close(self) -> None:
@@ -53,9 +53,13 @@ class ScratchFolder:
 def _make(parent: str, prefix: str) -> tuple[str, int]:
     """Return a new folder and the descriptor that holds its lock."""
     for _ in range(_ATTEMPTS_MAX):
-        path = os.path.join(parent, prefix + os.urandom(4).hex())
-        os.mkdir(path, _MODE)
-        with contextlib.suppress(FileNotFoundError):  # it was taken for a stale one
+        path = os.path.join(
+            parent, prefix + os.urandom(2).hex()
+        )  # short: paths of sockets may lead through it
+        with contextlib.suppress(
+            FileExistsError, FileNotFoundError
+        ):  # the name is taken; or the folder is gone
+            os.mkdir(path, _MODE)
             lock = _open(path)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

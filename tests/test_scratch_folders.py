@@ -72,7 +72,7 @@ def test_what_is_somebody_elses_is_left_alone(tmp_path: Path, monkeypatch: pytes
         stem + "2": lambda path: path.symlink_to(tmp_path / "target"),
         stem + "33": lambda path: path.mkdir(mode=0o700),  # a longer name
         "pipedist-code-abcdefgh": lambda path: path.mkdir(mode=0o700),
-        "pipedist-code-00000000-1-01234567": lambda path: path.mkdir(mode=0o700),  # of another host
+        "pipedist-code-00000000-1-0123": lambda path: path.mkdir(mode=0o700),  # of another host
         "target": lambda path: path.mkdir(mode=0o700),
     }
     for name, make in others.items():
