@@ -68,7 +68,7 @@ fuzz: $(INSTALLED)  ## Damaged messages and specs: the whole bar, or make fuzz S
 	$(BIN)/python -m tests.bar.fuzz --share $(or $(SHARE),1) $(ARGS)
 
 .PHONY: rogues
-rogues: $(INSTALLED)  ## Rogue clients of five kinds and more, beside honest workers.
+rogues: $(INSTALLED)  ## Rogue clients of eight kinds and more, beside honest workers.
 	PIPEDIST_TEST_SLOW=1 $(BIN)/python -m pytest -q tests/bar/test_rogues.py tests/transport/test_rogues.py \
 	  tests/transport/test_shared_memory_rogues.py tests/architecture/test_execution.py
 

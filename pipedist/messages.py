@@ -55,6 +55,8 @@ class Hello:
         gpus: how many GPUs it owns, for one call at a time; a fraction where workers share one.
         traits: what numeric libraries choose their code by: architecture, vendor, features of the processor.
         holds: digests of the code folders that its supervisor has copies of.
+        proof: that the name is its own, where it was not started here (`pipedist.worker.names`); here, and in
+            what is said before a connection has joined: Heartbeat, Goodbye.
     """
 
     worker: str
@@ -71,6 +73,7 @@ class Hello:
     gpus: float = 0.0
     traits: tuple[str, ...] = ()
     holds: tuple[str, ...] = ()
+    proof: str = ""
 
 
 @record
@@ -353,10 +356,15 @@ class Log:
 
 @record
 class Heartbeat:
-    """The supervisor of a worker that dialled in is there, and so is its worker process."""
+    """The supervisor of a worker that dialled in is there, and so is its worker process.
+
+    Args:
+        proof: as in `Hello`.
+    """
 
     worker: str
     incarnation: int
+    proof: str = ""
 
 
 @record
@@ -369,6 +377,7 @@ class Goodbye:
         lease, call, stage: that call, if it is known, and which stage of its pass's program ran; a lease
             of 0: it is not.
         timed_out: the supervisor ended it, because that stage's function took longer than it may.
+        proof: as in `Hello`.
     """
 
     worker: str
@@ -379,6 +388,7 @@ class Goodbye:
     call: int = 0
     stage: int = 0
     timed_out: bool = False
+    proof: str = ""
 
 
 Message = (

@@ -477,6 +477,7 @@ class Coordinator:
 
     def _greet(self, identity: bytes, hello: msg.Hello) -> None:
         """Let a worker join, if it may; what it has kept is known before it is dealt anything."""
+        self._fleet.check_name(hello)
         passes = {handle.key: handle.id for handle in self._handles.values() if handle.key}
         for kept in self._offers.take(hello, passes):
             self.post(kept)
@@ -513,8 +514,10 @@ class Coordinator:
         """A supervisor speaks for a worker that dialled in; from others nothing counts."""
         match message:
             case msg.Heartbeat(worker, incarnation) if worker not in self._fleet.names:
+                self._fleet.check_name(message)
                 self._fleet.heard(identity, worker, incarnation)
             case msg.Goodbye(worker) if worker not in self._fleet.names:
+                self._fleet.check_name(message)
                 self._fleet.left(message)
             case _:
                 self._fleet.turn_away(identity)

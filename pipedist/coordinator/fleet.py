@@ -18,6 +18,7 @@ from pipedist.scheduler import Event
 from pipedist.scheduler import events as ev
 from pipedist.transport.codec import Frame
 from pipedist.transport.router import Router
+from pipedist.worker.names import is_proven
 from pipedist.worker.progress import Running
 
 _WATCH_S = 0.1
@@ -308,6 +309,15 @@ class Fleet:
         else:
             self._post(ev.WorkerLost(worker, incarnation, told.reason, graceful=True))
         self._wake()
+
+    def check_name(self, said: msg.Hello | msg.Heartbeat | msg.Goodbye) -> None:
+        """See to it that who dials in speaks in a name of its own: all workers may share one key.
+
+        Raises:
+            RemoteProtocolError: it can't prove it.
+        """
+        if self._dial_in and said.worker not in self.names and not is_proven(said.worker, said.proof):
+            raise RemoteProtocolError(f"it speaks as {said.worker!r}, and can't prove that this is its name")
 
     def greet(self, identity: bytes, hello: msg.Hello) -> None:
         """Let a worker join, or say why it may not.

@@ -9,21 +9,23 @@ from __future__ import annotations
 import contextlib
 import secrets
 import sys
-from contextlib import AsyncExitStack
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import anyio
 
 from pipedist.errors import UsageError
-from pipedist.launchers.engines import LOCAL, OnFailed, Watchers, address_towards, not_installed, require
+from pipedist.launchers.engines import (
+    LOCAL,
+    ConnectedEngine,
+    OnFailed,
+    address_towards,
+    not_installed,
+    require,
+)
 from pipedist.launchers.hosted import Terms
 
-_CLOSE_S = 30.0
-"""How long Dask may take to end everything."""
 
-
-class DaskEngine:
+class DaskEngine(ConnectedEngine):
     """A connection to Dask, and the plugin that keeps the workers.
 
     Args:
@@ -38,44 +40,21 @@ class DaskEngine:
     """
 
     def __init__(self, *, address: str | None, workers: int, place_s: float) -> None:
+        super().__init__()
         require("distributed", "dask")
         self._address = address
         self._workers = workers
         self._place_s = place_s
         self._name = f"pipedist-{secrets.token_hex(8)}"
-        self._stack = AsyncExitStack()
         self._cluster: Any = None
         self._client: Any = None
         self._is_registered = False
-        self._watchers: Watchers | None = None
         self._left: dict[str, str] = {}
         """How our worker left, by the address of its Dask worker."""
-        self.host = ""
-
-    async def __aenter__(self) -> Self:
-        await self._stack.__aenter__()
-        try:
-            self._stack.push_async_callback(self._end)
-            await self._connect()
-            self._watchers = await self._stack.enter_async_context(Watchers())
-        except BaseException:
-            await self._stack.__aexit__(*sys.exc_info())
-            raise
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        await self._stack.__aexit__(kind, error, trace)
 
     async def start(self, terms: Terms, on_failed: OnFailed) -> None:
         """Have every Dask worker keep one of ours; see `Engine.start`."""
-        if self._watchers is None:
-            raise UsageError("an engine is used inside `async with`")
-        watchers = self._watchers
+        watchers = self.watchers
         self._client.subscribe_topic(
             self._name, lambda event: watchers.start(self._note, event[1], on_failed)
         )
@@ -103,7 +82,7 @@ class DaskEngine:
         if all(worker in self._left for worker in present):
             on_failed(f"the workers kept by {len(present)} Dask workers have left; the last one: {how}")
 
-    async def _connect(self) -> None:
+    async def _connect(self) -> str:
         import dask
         import distributed
 
@@ -126,23 +105,21 @@ class DaskEngine:
                 f"no Dask scheduler answers at {address}: {error}; start one (dask scheduler), or say "
                 "`address: local` for one of the run's own"
             ) from error
-        self.host = "127.0.0.1" if address == LOCAL else self._own_address()
+        return "127.0.0.1" if address == LOCAL else self._own_address()
 
     def _own_address(self) -> str:
         from distributed.comm import get_address_host
 
         return address_towards(get_address_host(self._client.scheduler.address))
 
-    async def _end(self) -> None:
-        """End the plugin and the connection, whatever has happened."""
-        with anyio.move_on_after(_CLOSE_S, shield=True):
-            try:
-                if self._is_registered:
-                    self._client.unsubscribe_topic(self._name)
-                    with contextlib.suppress(ValueError):  # it came to nothing
-                        await self._client.unregister_worker_plugin(self._name)
-            finally:
-                if self._client is not None:
-                    await self._client.close()
-                if self._cluster is not None:
-                    await self._cluster.close()
+    async def _withdraw(self) -> None:
+        if self._is_registered:
+            self._client.unsubscribe_topic(self._name)
+            with contextlib.suppress(ValueError):  # it came to nothing
+                await self._client.unregister_worker_plugin(self._name)
+
+    async def _disconnect(self) -> None:
+        if self._client is not None:
+            await self._client.close()
+        if self._cluster is not None:
+            await self._cluster.close()

@@ -7,7 +7,10 @@ the scheduler know nothing of engines.
 from __future__ import annotations
 
 import importlib.util
+import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine
+from contextlib import AsyncExitStack
 from types import TracebackType
 from typing import Any, Protocol, Self
 
@@ -24,6 +27,9 @@ GRACE_S = 3.0
 
 PLACE_S = 60.0
 """How long an engine may take to have room for the workers, if nothing else is said."""
+
+CLOSE_S = 30.0
+"""How long an engine may take to end everything."""
 
 OnFailed = Callable[[str], None]
 """Told why no worker of an engine is there any more, nor will be."""
@@ -79,6 +85,73 @@ class Watchers:
     async def __aexit__(self, *_: object) -> None:
         self._group.cancel_scope.cancel()
         await self._group.__aexit__(None, None, None)
+
+
+class ConnectedEngine(ABC):
+    """What engines have in common that are reached over a connection: how one is entered and left.
+
+    Entering prepares, then connects; where that fails, and at the end, the workers are withdrawn and the
+    connection is ended, within CLOSE_S, whatever has happened before.
+    """
+
+    def __init__(self) -> None:
+        self.host = ""
+        """This host's address, as the engine's nodes reach it; known after entering."""
+        self._stack = AsyncExitStack()
+        self._watchers: Watchers | None = None
+
+    async def __aenter__(self) -> Self:
+        await self._stack.__aenter__()
+        try:
+            self._prepare(self._stack)
+            self._stack.push_async_callback(self._end)
+            self.host = await self._connect()
+            self._watchers = await self._stack.enter_async_context(Watchers())
+        except BaseException:
+            await self._stack.__aexit__(*sys.exc_info())
+            raise
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self._stack.__aexit__(kind, error, trace)
+
+    @property
+    def watchers(self) -> Watchers:
+        """Tasks that end with the engine.
+
+        Raises:
+            UsageError: it is not entered.
+        """
+        if self._watchers is None:
+            raise UsageError("an engine is used inside `async with`")
+        return self._watchers
+
+    def _prepare(self, stack: AsyncExitStack) -> None:  # noqa: B027 - not every engine needs anything
+        """Enter into `stack` what must be there before the connection, and longer than it."""
+
+    @abstractmethod
+    async def _connect(self) -> str:
+        """Connect, and return this host's address, as the engine's nodes reach it."""
+
+    @abstractmethod
+    async def _withdraw(self) -> None:
+        """End the workers that were placed, if any were."""
+
+    @abstractmethod
+    async def _disconnect(self) -> None:
+        """End the connection, as far as it came to be, and what was started with it."""
+
+    async def _end(self) -> None:
+        with anyio.move_on_after(CLOSE_S, shield=True):
+            try:
+                await self._withdraw()
+            finally:
+                await self._disconnect()
 
 
 def require(module: str, extra: str) -> None:

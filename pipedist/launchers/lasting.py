@@ -356,7 +356,7 @@ def main(arguments: Mapping[str, Any]) -> None:
             threads=int(arguments["threads"]),
             join_s=float(arguments["join_s"]),
             gpus=float(arguments["gpus"]),
-            worker=f"w{slot}.{os.getpid()}.{time.monotonic_ns() & 0xFFFF:04x}",
+            worker=f"w{slot}.{os.getpid()}",
             tells=False,
             folder=directory,
             forgives=True,

@@ -9,17 +9,16 @@ Ray ties the processes that it starts to the thread that starts them, so one thr
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
-import shutil
 import socket
 import sys
-import tempfile
+import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 import anyio
 
@@ -27,8 +26,8 @@ from pipedist.errors import UsageError
 from pipedist.launchers.engines import (
     GRACE_S,
     LOCAL,
+    ConnectedEngine,
     OnFailed,
-    Watchers,
     address_towards,
     not_installed,
     require,
@@ -36,6 +35,7 @@ from pipedist.launchers.engines import (
 from pipedist.launchers.hosted import Terms
 from pipedist.launchers.modules import copy_modules
 from pipedist.launchers.ray_host import RayHost
+from pipedist.scratch_folders import ScratchFolder
 
 RESTARTS_MAX = 1000
 """How often Ray starts an actor again."""
@@ -49,13 +49,10 @@ _LOOK_S = 0.5
 _ANSWER_S = 10.0
 """How long a Ray cluster's address may take to answer."""
 
-_CLOSE_S = 30.0
-"""How long Ray may take to end everything."""
-
 T = TypeVar("T")
 
 
-class RayEngine:
+class RayEngine(ConnectedEngine):
     """A connection to Ray, and the actors that keep the workers.
 
     Args:
@@ -65,7 +62,7 @@ class RayEngine:
         workers: how many actors.
         cpus, gpus: what Ray sets aside for each.
         placement: `pack`: on as few nodes as there is room on; `spread`: on as many.
-        place_s: how long Ray may take to have room for all of them.
+        place_s: how long Ray may take to have room for all of them; before, a client server to answer.
         code: the folder whose modules are sent to the nodes; None: nothing is sent.
 
     Raises:
@@ -83,6 +80,7 @@ class RayEngine:
         place_s: float,
         code: Path | None,
     ) -> None:
+        super().__init__()
         require("ray", "ray")
         self._address = address
         self._workers = workers
@@ -93,45 +91,39 @@ class RayEngine:
         self._brings_code = False
         self._is_ours = False
         """Whether the connection is this engine's to end."""
-        self._stack = AsyncExitStack()
+        self._scratch = Path()
+        """For a Ray of its own, and for the copy of the modules that are sent."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="pipedist-ray")
-        self._watchers: Watchers | None = None
         self._group: Any = None
         self._actors: list[Any] = []
         self._left: list[str] = []
         """How workers left that will not come back."""
-        self.host = ""
-
-    async def __aenter__(self) -> Self:
-        await self._stack.__aenter__()
-        try:
-            self._stack.callback(self._thread.shutdown, wait=False)
-            scratch = tempfile.mkdtemp(prefix="pipedist-ray-", dir="/tmp")  # of sockets: short
-            self._stack.callback(shutil.rmtree, scratch, ignore_errors=True)
-            self._stack.push_async_callback(self._end)
-            await self._call(self._connect, Path(scratch))
-            self._watchers = await self._stack.enter_async_context(Watchers())
-        except BaseException:
-            await self._stack.__aexit__(*sys.exc_info())
-            raise
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        await self._stack.__aexit__(kind, error, trace)
 
     async def start(self, terms: Terms, on_failed: OnFailed) -> None:
         """Have Ray place the actors; see `Engine.start`."""
-        if self._watchers is None:
-            raise UsageError("an engine is used inside `async with`")
+        watchers = self.watchers
         await self._room()
         self._actors = await self._call(self._make_actors, terms)
         for number in range(self._workers):
-            self._watchers.start(self._watch, number, on_failed)
+            watchers.start(self._watch, number, on_failed)
+
+    def _prepare(self, stack: AsyncExitStack) -> None:
+        stack.callback(self._thread.shutdown, wait=False)
+        scratch = ScratchFolder("ray", "/tmp")  # of sockets: a short path
+        stack.callback(scratch.close)
+        self._scratch = Path(scratch.path)
+
+    async def _connect(self) -> str:
+        return await self._call(self._join_or_start)
+
+    async def _withdraw(self) -> None:
+        await self._call(self._end_actors)
+
+    async def _disconnect(self) -> None:
+        if self._is_ours:
+            import ray
+
+            await self._call(ray.shutdown)
 
     async def _call(self, function: Callable[..., T], *args: object) -> T:
         """Call a function in Ray's thread."""
@@ -140,7 +132,7 @@ class RayEngine:
 
     # -- in Ray's thread -------------------------------------------------------------------------
 
-    def _connect(self, scratch: Path) -> None:
+    def _join_or_start(self) -> str:
         import ray
 
         if ray.is_initialized():
@@ -150,20 +142,20 @@ class RayEngine:
                     "late: leave it out, or call ray.shutdown() before"
                 )
         elif self._address == LOCAL:
-            self._start_local(scratch)
+            self._start_local()
         else:
             try:
-                self._join(self._address or "auto", scratch)
+                self._join(self._address or "auto")
             except ConnectionError as error:
                 if self._address is not None:
                     raise UsageError(
                         f"no Ray cluster answers at {self._address}: {error}; start one (ray start --head), "
                         "or say `address: local` for one of the run's own"
                     ) from None
-                self._start_local(scratch)
-        self.host = self._own_address()
+                self._start_local()
+        return self._own_address()
 
-    def _start_local(self, scratch: Path) -> None:
+    def _start_local(self) -> None:
         import ray
 
         self._is_ours = True
@@ -176,10 +168,10 @@ class RayEngine:
             include_dashboard=False,
             log_to_driver=False,
             logging_level="ERROR",
-            _temp_dir=str(scratch / "ray"),
+            _temp_dir=str(self._scratch / "r"),  # the paths of its sockets must be short
         )
 
-    def _join(self, address: str, scratch: Path) -> None:
+    def _join(self, address: str) -> None:
         import ray
 
         if address != "auto":  # Ray itself would try for a long time
@@ -190,11 +182,20 @@ class RayEngine:
                 raise ConnectionError(str(error)) from error
         environment = {}
         if self._code is not None:
-            copy = scratch / "code"
+            copy = self._scratch / "code"
             copy.mkdir()
             copy_modules(self._code, copy)
             environment = {"working_dir": str(copy)}
-        ray.init(address=address, runtime_env=environment, log_to_driver=False, logging_level="ERROR")
+        until = time.monotonic() + self._place_s
+        while True:
+            try:
+                ray.init(address=address, runtime_env=environment, log_to_driver=False, logging_level="ERROR")
+                break
+            except (
+                ConnectionError
+            ):  # a client server starts a process for each client, which may come to nothing
+                if not address.startswith("ray://") or time.monotonic() >= until:
+                    raise
         self._is_ours = True
         self._brings_code = bool(environment)
 
@@ -203,8 +204,9 @@ class RayEngine:
 
         if self._address == LOCAL:
             return "127.0.0.1"
-        if self._address is not None and self._address.startswith("ray://"):
-            return address_towards(self._address.removeprefix("ray://").rpartition(":")[0].strip("[]"))
+        if ray.util.client.ray.is_connected():  # this host is none of Ray's: seen from one of those
+            nodes = [str(node["NodeManagerAddress"]) for node in ray.nodes() if node["Alive"]]
+            return address_towards(nodes[0])
         return str(ray.util.get_node_ip_address())
 
     def _make_group(self) -> Any:
@@ -253,12 +255,6 @@ class RayEngine:
             remove_placement_group(self._group)
             self._group = None
 
-    def _disconnect(self) -> None:
-        import ray
-
-        if self._is_ours:
-            ray.shutdown()
-
     # -- on the event loop -------------------------------------------------------------------------
 
     async def _room(self) -> None:
@@ -298,13 +294,17 @@ class RayEngine:
             on_failed(f"all {self._workers} workers placed by Ray have left; the last one: {how}")
 
     async def _answer(self, method: Any) -> str:
-        reference = await self._call(method.remote)
-        return str(await asyncio.wrap_future(reference.future()))
+        """Return what a method answers; where that is cancelled, Ray's own future is not.
 
-    async def _end(self) -> None:
-        """End the actors and the connection, whatever has happened."""
-        with anyio.move_on_after(_CLOSE_S, shield=True):
-            try:
-                await self._call(self._end_actors)
-            finally:
-                await self._call(self._disconnect)
+        Ray Client ends its connection over a future that was.
+        """
+        theirs: Future[Any] = await self._call(lambda: method.remote().future())
+        loop, is_done = asyncio.get_running_loop(), asyncio.Event()
+
+        def tell(_future: Future[Any]) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+                loop.call_soon_threadsafe(is_done.set)
+
+        theirs.add_done_callback(tell)
+        await is_done.wait()
+        return str(theirs.result())

@@ -45,6 +45,8 @@ def with_cluster(spec: Spec, choice: str) -> Spec:
 
 def _placed(name: str, address: str, choice: str) -> dict[str, str]:
     """Return the key that says where, and its value."""
+    if name == "ray" and address.startswith("//"):  # `ray://HOST:PORT`, without a name before it
+        address = choice
     if name in ENGINE_ADDRESS_EXPECTED:
         if fits_engine(address, name):
             return {"address": address}

@@ -11,9 +11,10 @@ import os
 from collections.abc import Iterator, Sequence
 
 from pipedist import functions
-from pipedist.code_snapshots import CodeTooLarge, is_digest, remove, take, unpack
+from pipedist.code_snapshots import CodeTooLarge, is_digest, take, unpack
 from pipedist.errors import RemoteProtocolError
 from pipedist.messages import Code
+from pipedist.scratch_folders import ScratchFolder
 from pipedist.transport.codec import decode
 
 
@@ -28,7 +29,7 @@ class CodeStore:
 
     def __init__(self, root: str, worker: str) -> None:
         self._root = root
-        self._made = ""
+        self._made: ScratchFolder | None = None
         self._worker = worker
         self._places: dict[str, str] = {}
         self._told: dict[str, str] = {}
@@ -73,14 +74,13 @@ class CodeStore:
 
     def close(self) -> None:
         """Remove what was made here."""
-        if self._made:
-            remove(self._made)
+        if self._made is not None:
+            self._made.close()
 
     def _folder(self) -> str:
         if not self._root:
-            import tempfile  # takes milliseconds to import, and supervisors give a folder
-
-            self._root = self._made = tempfile.mkdtemp(prefix="pipedist-code-")
+            self._made = ScratchFolder("code")
+            self._root = self._made.path
         return self._root
 
 

@@ -18,6 +18,7 @@ def make_hello(
     kept: tuple[str, ...] = (),
     gpus: float = 0.0,
     holds: tuple[str, ...] = (),
+    proof: str = "",
 ) -> Hello:
     """Return this process's Hello.
 
@@ -25,6 +26,7 @@ def make_hello(
         kept: finished calls that it offers.
         gpus: how many it owns.
         holds: digests of the code folders that there are copies of.
+        proof: that the name is its own.
     """
     import platform
 
@@ -43,6 +45,7 @@ def make_hello(
         gpus=gpus,
         traits=cpu_traits(),
         holds=holds,
+        proof=proof,
     )
 
 

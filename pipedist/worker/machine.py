@@ -234,17 +234,21 @@ class WorkerMachine:
         return self._leave(Ending.FENCED if joined else Ending.REFUSED, event.reason)
 
     def _on_stop(self, event: Stop, _now: float) -> list[Command]:
-        goodbye = Goodbye(self._hello.worker, self._hello.incarnation, event.reason)
+        goodbye = self._goodbye(event.reason)
         return [Send(goodbye), *self._leave(Ending.STOPPED, event.reason)]
 
     def _on_leaving(self, event: Leaving, _now: float) -> list[Command]:
         # Also while joining: the Welcome may be on its way.
-        goodbye = Goodbye(self._hello.worker, self._hello.incarnation, event.reason)
+        goodbye = self._goodbye(event.reason)
         return [Send(goodbye), *self._leave(Ending.STOPPED, event.reason)]
 
     def _on_unfit(self, event: Unfit, _now: float) -> list[Command]:
-        goodbye = Goodbye(self._hello.worker, self._hello.incarnation, event.reason)
+        goodbye = self._goodbye(event.reason)
         return [Send(goodbye), *self._leave(Ending.UNFIT, event.reason)]
+
+    def _goodbye(self, reason: str) -> Goodbye:
+        hello = self._hello
+        return Goodbye(hello.worker, hello.incarnation, reason, proof=hello.proof)
 
     def _leave(self, ending: Ending, reason: str) -> list[Command]:
         self.state = State.STOPPING

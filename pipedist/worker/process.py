@@ -64,7 +64,10 @@ _EXIT_CODES = {
 
 
 def run_process(
-    settings: WorkerSettings, progress: Progress | None = None, kept_file: int | None = None
+    settings: WorkerSettings,
+    progress: Progress | None = None,
+    kept_file: int | None = None,
+    proof: str = "",
 ) -> int:
     """Be a worker until the scheduler says stop; return the process's exit code.
 
@@ -72,6 +75,7 @@ def run_process(
         kept_file: descriptor of memory through which an incarnation hands its kept results on to the next;
             None: there is none, or nobody will ask for them. SIGTERM then ends the process at once,
             otherwise when what it runs is over.
+        proof: that its name is its own (`pipedist.worker.names`); "" where the scheduler started it.
 
     Only for a process that does nothing else: signals, sys.stdout and sys.stderr become the
     worker's. Never raises; what goes wrong is printed to stderr.
@@ -83,7 +87,7 @@ def run_process(
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     label = f"pipedist worker {settings.worker}"
     try:
-        return _work(settings, progress or Progress(), label, kept_file)
+        return _work(settings, progress or Progress(), label, kept_file, proof)
     except SystemExit as error:
         _print_to_stderr(f"{label} ends: a task of a replica function called sys.exit({error.code!r})\n")
         return (error.code or 0) & 0xFF if error.code is None or isinstance(error.code, int) else 1
@@ -104,7 +108,7 @@ def run_process(
         return 1
 
 
-def _work(settings: WorkerSettings, progress: Progress, label: str, kept_file: int | None) -> int:
+def _work(settings: WorkerSettings, progress: Progress, label: str, kept_file: int | None, proof: str) -> int:
     if settings.visible is not None:  # before anything that reads it is loaded
         os.environ[VISIBLE] = settings.visible
     keys = None
@@ -119,7 +123,12 @@ def _work(settings: WorkerSettings, progress: Progress, label: str, kept_file: i
         kept.load(kept_file)
     protocol = WorkerMachine(
         make_hello(
-            settings.worker, settings.incarnation, kept.offers(), settings.gpus, held(settings.code_root)
+            settings.worker,
+            settings.incarnation,
+            kept.offers(),
+            settings.gpus,
+            held(settings.code_root),
+            proof,
         ),
         Limits(join_s=settings.join_s),
     )
@@ -152,11 +161,11 @@ def _work(settings: WorkerSettings, progress: Progress, label: str, kept_file: i
         ending, reason = Ending.UNANSWERED, str(error)
     finally:
         dealer.close(LINGER_S)
+        code.close()
     if ending in (Ending.FENCED, Ending.UNFIT):
         _hand_on(kept, kept_file, tell)
     if ending is Ending.UNANSWERED and len(kept):
         reason += f"; {len(kept)} finished calls that were kept for a scheduler are given up"
-        code.close()
     if ending is not Ending.STOPPED:
         _print_to_stderr(f"{label}: {ending.value} ({settings.endpoint}): {reason}\n")
     return _EXIT_CODES[ending]

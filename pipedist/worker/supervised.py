@@ -29,6 +29,7 @@ class Supervised:
         settings: what it is started with.
         progress: descriptor of the memory in which it notes what it executes.
         kept: of that through which finished results go to the next one.
+        proof: of that which has the proof of its name: others see command lines.
         code: folders that become the last entries of its `sys.path`.
         inherited: descriptors that it gets too.
     """
@@ -39,6 +40,7 @@ class Supervised:
         *,
         progress: int,
         kept: int,
+        proof: int,
         code: tuple[str, ...] = (),
         inherited: tuple[int, ...] = (),
     ) -> None:
@@ -46,6 +48,7 @@ class Supervised:
             "parent": os.getpid(),
             "progress": progress,
             "kept": kept,
+            "proof": proof,
             "code": code,
             "settings": asdict(settings),
         }
@@ -55,7 +58,7 @@ class Supervised:
             boot.command("pipedist.worker.supervised", arguments),
             env=boot.environment(settings.threads),
             stdin=subprocess.DEVNULL,
-            pass_fds=(progress, kept, *inherited),
+            pass_fds=(progress, kept, proof, *inherited),
         )
 
     @property
@@ -112,18 +115,25 @@ def describe(code: int) -> str:
         return f"signal {-code}"
 
 
+def _take_proof(file: int) -> str:
+    """Return what is in the supervisor's memory; nothing that user code starts inherits it."""
+    with open(file, "rb") as memory:
+        return os.pread(memory.fileno(), os.fstat(memory.fileno()).st_size, 0).decode()
+
+
 def main(arguments: Mapping[str, Any]) -> None:
     """Be the worker process of a supervisor.
 
     Args:
-        arguments: `parent`, the supervisor's pid; `progress`, `kept`, `code`, as for `Supervised`;
-            `settings`, the fields of WorkerSettings.
+        arguments: `parent`, the supervisor's pid; `progress`, `kept`, `proof`, `code`, as for
+            `Supervised`; `settings`, the fields of WorkerSettings.
     """
     die_with(int(arguments["parent"]))
     sys.path.extend(arguments["code"])  # a copy of the spec's own modules: none of another spec's
     os.dup2(2, 1)  # what user code writes to descriptor 1 is no output of the supervisor's
     settings = WorkerSettings(**arguments["settings"])
-    code = run_process(settings, Progress(int(arguments["progress"])), int(arguments["kept"]))
+    proof = _take_proof(int(arguments["proof"]))
+    code = run_process(settings, Progress(int(arguments["progress"])), int(arguments["kept"]), proof)
     for stream in (sys.__stdout__, sys.__stderr__):
         if stream is not None:
             with contextlib.suppress(OSError):  # nobody reads it any more

@@ -28,17 +28,17 @@ import os
 import secrets
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
 
 from pipedist import accelerators
-from pipedist.code_snapshots import remove
 from pipedist.errors import PipedistError, ProtocolError
 from pipedist.messages import Goodbye, Heartbeat, Refuse, Share, Stop, Welcome
+from pipedist.scratch_folders import ScratchFolder
 from pipedist.transport.dealer import ConnectionLost, Dealer
 from pipedist.transport.keys import ClientKeys, read_key_file
+from pipedist.worker.names import new_name
 from pipedist.worker.process import ExitCode
 from pipedist.worker.progress import Overdue, Progress, end_of
 from pipedist.worker.settings import WorkerSettings
@@ -124,7 +124,7 @@ class Supervisor:
         join_s: how long the scheduler may take to answer, seconds.
         leave_s: how long the worker may take to finish what it runs, seconds.
         gpus: how many the worker owns; a fraction where it shares one.
-        worker: its name, no other's in this cluster; "": one is made.
+        worker: how its name begins; "": with this host and process.
         tells: it says on stderr what becomes of it, and its process; otherwise only while it waits for
             another scheduler.
         folder: in which it keeps what the scheduler sends it to keep, None: the temporary one.
@@ -169,9 +169,8 @@ class Supervisor:
         self._inherited = inherited
         self._code = code
         # Unique among the workers of a host, also where a batch system starts many in one container.
-        self.worker = worker or f"{os.uname().nodename}:{os.getpid()}:{secrets.token_hex(2)}"
-        if task:
-            self.worker = f"{task}:{self.worker}"
+        place = worker or f"{os.uname().nodename}:{os.getpid()}"
+        self.worker, self._proof = new_name(f"{task}:{place}" if task else place)
         self._task = task
         self._on_share = on_share
         self._heartbeat_s = HEARTBEAT_S
@@ -180,6 +179,8 @@ class Supervisor:
         """When the next heartbeat is due."""
         self._progress_file = -1
         """Of the memory in which the worker process notes what it executes."""
+        self._proof_file = -1
+        """Of the memory from which the worker process has the proof of its name: others see command lines."""
         self._kept_file = -1
         """Of the memory through which a worker process hands finished results on to the next."""
         self._rejoin_s: float | None = None
@@ -195,18 +196,20 @@ class Supervisor:
         self._progress = Progress()
         self._overdue: Overdue | None = None
         """What the process was ended for, because it took too long."""
-        self._code_root = ""
+        self._code_root: ScratchFolder | None = None
         """Where copies of the scheduler's code are kept while this runs."""
 
     def run(self) -> int:
         """Start the worker process again and again, until there is a reason not to."""
         incarnation = 0
         try:
-            self._code_root = tempfile.mkdtemp(prefix="pipedist-code-", dir=self._folder)  # mode 0700
+            self._code_root = ScratchFolder("code", self._folder)
             self._progress_file = os.memfd_create("pipedist-progress")
             os.ftruncate(self._progress_file, Progress.BYTES)
             self._progress = Progress(self._progress_file)
             self._kept_file = os.memfd_create("pipedist-kept")
+            self._proof_file = os.memfd_create("pipedist-proof")
+            os.write(self._proof_file, self._proof.encode())
             self._dealer = self._connect()  # an endpoint that can't be used is told before anything starts
             while not self._is_leaving():
                 began = time.monotonic()
@@ -236,10 +239,10 @@ class Supervisor:
             return 0
         finally:
             self._disconnect()
-            if self._code_root:
-                remove(self._code_root)
+            if self._code_root is not None:
+                self._code_root.close()
             self._progress.close()
-            for file in (self._progress_file, self._kept_file):
+            for file in (self._progress_file, self._kept_file, self._proof_file):
                 if file >= 0:
                     os.close(file)
 
@@ -270,7 +273,7 @@ class Supervisor:
             join_s=self._patience_s(),
             tells=self._tells or self._gone_since is not None,
             gpus=float(self._gpus),
-            code_root=self._code_root,
+            code_root="" if self._code_root is None else self._code_root.path,
             task=self._task,
         )
         self._progress.idle()
@@ -279,6 +282,7 @@ class Supervisor:
             settings,
             progress=self._progress_file,
             kept=self._kept_file,
+            proof=self._proof_file,
             code=self._code,
             inherited=self._inherited,
         )
@@ -354,7 +358,8 @@ class Supervisor:
             now = time.monotonic()
             if now >= self._next_at:
                 self._next_at = now + self._heartbeat_s
-                self._dealer.send(Heartbeat(self.worker, incarnation), timeout_s=self._heartbeat_s)
+                beat = Heartbeat(self.worker, incarnation, self._proof)
+                self._dealer.send(beat, timeout_s=self._heartbeat_s)
             if not self._dealer.poll(LOOK_S):
                 return None
             message, frames = self._dealer.recv()
@@ -404,7 +409,7 @@ class Supervisor:
         if self._dealer is None:
             return
         try:
-            self._dealer.send(goodbye, timeout_s=self._heartbeat_s)
+            self._dealer.send(replace(goodbye, proof=self._proof), timeout_s=self._heartbeat_s)
         except PipedistError:
             self._disconnect(linger_s=0.0)  # the scheduler will miss the heartbeats
 

@@ -1,8 +1,9 @@
-"""Five kinds of rogues beside an honest worker that works: nothing of theirs counts, and both ends say so."""
+"""Rogues of eight kinds beside an honest worker: nothing of theirs counts, and both ends say so."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -23,6 +24,7 @@ from pipedist.transport.keys import ClusterKeys, new_keys, read_key_file
 from pipedist.transport.settings import Settings
 from pipedist.transport.zeromq import ConnectionLost, Dealer
 from pipedist.worker.hello import make_hello
+from pipedist.worker.names import new_name
 from tests.transport.sockets import WAIT_S, blocking, first_frame, identity, other_keys
 from tests.transport.test_rogues import raw
 
@@ -114,21 +116,20 @@ async def live(folder: Path, logs: pytest.LogCaptureFixture) -> AsyncIterator[Li
             await worker.communicate()
 
 
-async def say_all(rogue: Dealer, live: Live) -> str:
-    """Say everything that a worker might say for another one; return how it was turned away."""
-    honest = live.worker
-    words: list[tuple[msg.Message, list[Any]]] = [
-        (msg.Results(lease, at, at + 1, 5), EVIL) for lease in range(1, 6) for at in range(3)
-    ]
-    hello = make_hello(honest.worker, honest.incarnation)
-    for message, payload in [(hello, []), *words, (replace(hello, incarnation=0), []), *words]:
-        await blocking(rogue.send, message, payload)
-    reason = ""
-    for _ in words:
+WORDS = [msg.Results(lease, at, at + 1, 5) for lease in range(1, 6) for at in range(3)]
+"""Of all leases that the honest worker may have."""
+
+
+async def speak_as(live: Live, said: msg.Hello | msg.Heartbeat | msg.Goodbye) -> str:
+    """Say something in a name, over a connection of its own, then results; return how it was turned away."""
+    with live.dealer(live.keys) as rogue:
+        await blocking(rogue.send, said)
         refused, _ = await blocking(rogue.recv)
         assert isinstance(refused, msg.Refuse)
-        reason += refused.reason
-    return reason
+        with contextlib.suppress(ConnectionLost):  # it is cut while it still speaks
+            for message in WORDS:
+                await blocking(rogue.send, message, EVIL)
+    return refused.reason
 
 
 async def no_key(live: Live, _folder: Path) -> None:
@@ -158,21 +159,39 @@ async def anothers_identity(live: Live, _folder: Path) -> None:
     with raw(live.endpoint, live.worker.identity, live.keys) as rogue:
         for _ in range(50):
             rogue.send(first_frame(msg.Results(1, 0, 1, 0)))
-    with live.dealer(live.keys) as rogue:  # and its name, over a connection of its own
-        assert "has joined already" in await say_all(rogue, live)
-    await live.logged("has joined already")
+
+
+async def anothers_name(live: Live, _folder: Path) -> None:
+    """A living worker's name, with a valid key, in all that is said before a connection has joined."""
+    name, incarnation = live.worker.worker, live.worker.incarnation
+    for proof in ("", "0" * 64, new_name(name.rpartition(":")[0])[1]):
+        for said in (
+            make_hello(name, incarnation, proof=proof),
+            make_hello(name, incarnation + 1, proof=proof),
+            msg.Heartbeat(name, incarnation, proof),
+            msg.Goodbye(name, incarnation, "gone", proof=proof),
+            msg.Goodbye(name, incarnation, "signal 11", crashed=True, lease=1, proof=proof),
+        ):
+            assert "can't prove that this is its name" in await speak_as(live, said)
+    await live.logged(name, "can't prove that this is its name")
 
 
 async def replay(live: Live, _folder: Path) -> None:
-    """What a worker has said, said again by somebody else: its Hello, and results of its leases."""
+    """Results of a worker's leases, said by somebody else, who has not joined."""
     with live.dealer(live.keys) as rogue:
-        await say_all(rogue, live)
+        for message in WORDS:
+            await blocking(rogue.send, message, EVIL)
+        for _ in WORDS:
+            refused, _ = await blocking(rogue.recv)
+            assert isinstance(refused, msg.Refuse)
     await live.logged("which is no member's")
 
 
 async def wrong_version(live: Live, _folder: Path) -> None:
     with live.dealer(live.keys) as rogue:
-        await blocking(rogue.send, replace(make_hello("rogue", 0), wire=msg.WIRE_VERSION + 1))
+        name, proof = new_name("rogue")
+        hello = replace(make_hello(name, 0, proof=proof), wire=msg.WIRE_VERSION + 1)
+        await blocking(rogue.send, hello)
         refused, _ = await blocking(rogue.recv)
         assert isinstance(refused, msg.Refuse)
         assert f"protocol {msg.WIRE_VERSION + 1} (here {msg.WIRE_VERSION})" in refused.reason
@@ -199,11 +218,12 @@ ROGUES: tuple[Rogue, ...] = (
     unknown_key,
     wrong_server_key,
     anothers_identity,
+    anothers_name,
     replay,
     wrong_version,
     no_gate,
 )
-QUICK = (unknown_key, replay)
+QUICK = (unknown_key, anothers_name, replay)
 
 
 @pytest.mark.asyncio

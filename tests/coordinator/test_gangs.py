@@ -19,7 +19,7 @@ from pipedist.scheduler import Limits
 from pipedist.transport.codec import UnsendableError
 from pipedist.worker.hello import make_hello
 from tests.coordinator.test_fleet import Record
-from tests.coordinator.wire import Wire, gang_pass, wired
+from tests.coordinator.wire import Wire, gang_pass, named, wired
 
 
 async def begun(handle: Any, values: list[Any], **how: Any) -> asyncio.Future[Any]:
@@ -54,7 +54,8 @@ async def test_results_of_an_attempt_that_lost_a_member_never_count() -> None:
         handle = gang_pass(wire)
         step = await begun(handle, [1, 2])
         wire.done("b.0", "of the first attempt")
-        wire.say("a.0", msg.Goodbye("a", 0, "signal 9", crashed=True))
+        name, proof = named("a")
+        wire.say("a.0", msg.Goodbye(name, 0, "signal 9", crashed=True, proof=proof))
         assert wire.last("b.0", msg.AssignGang) == msg.AssignGang(3, 1, 0, 2, 1, 2, 0, 1, "")
         wire.done("b.0", "x", "y")
         assert await step == [{"v": "x"}, {"v": "y"}]

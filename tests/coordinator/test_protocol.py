@@ -15,6 +15,7 @@ from pipedist.coordinator.admission import refusal
 from pipedist.coordinator.roster import Peer
 from pipedist.worker.hello import make_hello
 from tests.coordinator.functions import RUBBISH
+from tests.coordinator.wire import named
 
 F = "tests.coordinator.functions"
 
@@ -106,7 +107,8 @@ async def test_one_connection_is_one_worker_and_a_later_life_replaces_an_earlier
 
         def says(identity: bytes, worker: str, incarnation: int) -> tuple[int, int]:
             before = coordinator.rejected
-            coordinator._on_message(identity, make_hello(worker, incarnation), [])
+            name, proof = named(worker)
+            coordinator._on_message(identity, make_hello(name, incarnation, proof=proof), [])
             return coordinator.workers_ready, coordinator.rejected - before
 
         assert says(b"1", "a", 0) == (1, 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -15,8 +16,13 @@ from pipedist.program import Emit, Program, StageProgram
 from pipedist.scheduler import Limits, PassSettings
 from pipedist.transport.codec import Frame, decode, encode
 from pipedist.worker.hello import make_hello
+from pipedist.worker.names import new_name
 
 M = TypeVar("M", bound=msg.Message)
+
+
+named = functools.cache(new_name)
+"""The full name of a worker that tests call "a", and its proof; the same each time."""
 
 
 class Wire:
@@ -49,7 +55,8 @@ class Wire:
     def join(self, *workers: str, incarnation: int = 0) -> Wire:
         """Let workers join, each through a connection of its name and incarnation."""
         for worker in workers:
-            hello = replace(make_hello(worker, incarnation), boot="there")
+            name, proof = named(worker)
+            hello = replace(make_hello(name, incarnation, proof=proof), boot="there")
             self._on_message(f"{worker}.{incarnation}".encode(), hello, [])
         return self
 

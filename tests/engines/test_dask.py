@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import importlib.util
 import os
 import secrets
 import signal
-import subprocess
-import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -19,7 +16,15 @@ import pytest
 
 import pipedist
 from pipedist.errors import UsageError, WorkersLost
-from tests.engines.placing import digest, document, processes_with, steps_begun, undisturbed, wait_until
+from tests.engines.placing import (
+    check_the_commands,
+    document,
+    processes_with,
+    run_that_fails,
+    run_that_loses,
+    undisturbed,
+    wait_until,
+)
 
 pytestmark = [
     pytest.mark.engines,
@@ -67,17 +72,13 @@ async def test_a_worker_killed_in_mid_run_changes_nothing(
     async with dask_of(2) as dask:
         async with pipedist.DaskCluster(2, address=dask.scheduler_address) as cluster:
             await cluster.ready()
-            spec = document("slow_roots", begun=str(tmp_path))
-            async with pipedist.open(spec, cluster=cluster) as run:
-                results = asyncio.create_task(run.results())
-                assert await anyio.to_thread.run_sync(wait_until, lambda: steps_begun(tmp_path) > 10)
+
+            async def lose() -> None:
                 os.kill(pid_of(dask.workers[0]), signal.SIGKILL)
-                found = digest(await results)
-                assert run.ledger().lost == 0
+
+            found = await run_that_loses(cluster, tmp_path, lose)
             await cluster.ready(2)  # its nanny has started it again, and it has the plugin
-            with pytest.raises(pipedist.CallError):
-                async with pipedist.open(document("raises"), cluster=cluster) as run:
-                    await run.results()
+            await run_that_fails(cluster)
         assert ours_with(mark) == {}, "the Dask stays, nothing of ours does"
     assert found == await anyio.to_thread.run_sync(undisturbed)
 
@@ -120,19 +121,6 @@ async def test_a_dask_without_workers_says_so() -> None:
 def test_the_example_and_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mark = secrets.token_hex(8)
     monkeypatch.setenv("PIPEDIST_TEST_MARK", mark)
-    root = Path(__file__).parents[2]
-    command = [sys.executable, str(root / "examples" / "dask_cluster.py")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "mean of sqrt over 1,000,000 elements: 666.666166\n"
-    spec = tmp_path / "sum.yaml"
-    spec.write_text(
-        "pipedist: 1\ncluster: {launcher: dask, address: local, workers: 2}\n"
-        "dataset: {range: 10, batch: 2}\nstages: {t: {reduce: sum, of: dataset, axis: 0}}\n"
-    )
-    for words, said in (("plan",), "launcher dask at local"), (("run", "--json"), '"t": 45'):
-        command = [sys.executable, "-m", "pipedist", *words, str(spec)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-        assert done.returncode == 0, done.stderr
-        assert said in done.stdout
+    words = ("--cluster", "dask:local", "--workers", "2")
+    check_the_commands(tmp_path, "dask_cluster.py", "launcher dask at local", *words)
     assert wait_until(lambda: not processes_with(mark), 10), processes_with(mark)

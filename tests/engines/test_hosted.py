@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import secrets
 import signal
 import subprocess
@@ -111,6 +112,10 @@ async def test_a_killed_supervisor_is_started_again(tmp_path: Path) -> None:
     assert found == await anyio.to_thread.run_sync(undisturbed)
 
 
+def command_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/cmdline").read_text()
+
+
 def seen_of(pid: int) -> str:
     """What others on the host can see of a process, and what it has open."""
     process = Path(f"/proc/{pid}")
@@ -128,6 +133,7 @@ async def test_secrets_are_in_memory_only() -> None:
         for pid in (supervisor, *children_of(supervisor)):
             assert secret not in seen_of(pid)
             assert "memfd:pipedist-keys" in seen_of(pid)
+            assert re.search(r"[0-9a-f]{64}", command_of(pid)) is None, "the proof of its name"
     assert "server_secret" not in engine.told[0].keys, "a worker can't stand in for the scheduler"
     assert secret not in repr(engine.told[0])
 

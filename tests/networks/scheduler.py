@@ -1,6 +1,6 @@
 """The run's side of a test: executes a spec with workers that dial in, and tells what it sees.
 
-    python -m tests.networks.scheduler SPEC LISTEN KEY_FILE OUTPUT HEARD_WITHIN_S
+    python -m tests.networks.scheduler SPEC LISTEN KEY_FILE OUTPUT HEARD_WITHIN_S REJOIN_S
 
 On stdout, a JSON object a line, each with `at`, seconds of this machine's one monotonic clock:
 {"event": "listening", "endpoint"}, {"event": "workers", "ready"} for each change of how many have joined,
@@ -35,9 +35,14 @@ async def watch(cluster: pipedist.ConnectCluster) -> None:
         await anyio.sleep(LOOK_S)
 
 
-async def main(spec: str, listen: str, key_file: str, output: str, heard_within_s: float) -> None:
+async def main(
+    spec: str, listen: str, key_file: str, output: str, heard_within_s: float, rejoin_s: float
+) -> None:
     limits = Limits(heard_within_s=heard_within_s)
-    async with pipedist.ConnectCluster(listen=listen, key_file=key_file, workers=2, limits=limits) as cluster:
+    connected = pipedist.ConnectCluster(
+        listen=listen, key_file=key_file, workers=2, limits=limits, rejoin_s=rejoin_s
+    )
+    async with connected as cluster:
         tell("listening", endpoint=cluster.coordinator.endpoint)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(watch, cluster)
@@ -48,4 +53,4 @@ async def main(spec: str, listen: str, key_file: str, output: str, heard_within_
 
 
 if __name__ == "__main__":
-    asyncio.run(main(*sys.argv[1:5], heard_within_s=float(sys.argv[5])))
+    asyncio.run(main(*sys.argv[1:5], *map(float, sys.argv[5:7])))

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from tests.networks.hosts import Network
-from tests.networks.runs import Work, running
+from tests.networks.runs import PATIENCE_S, Work, running
 
 HEARD_WITHIN_S = 3.2
 HEARTBEATS = 3.2
@@ -65,6 +65,25 @@ def test_a_host_that_is_cut_off_for_good(hosts: Network, work: Work, expected: d
         assert run.finish() == expected
         assert other.wait(60) == 0
         assert worker.poll() is None  # it can't know
+
+
+@pytest.mark.networks_full
+@pytest.mark.timeout(300)
+def test_a_worker_that_is_cut_off_for_longer_than_it_waits_leaves(
+    hosts: Network, work: Work, expected: dict[str, bytes]
+) -> None:
+    """No packet says that the network is gone: ZeroMQ's heartbeat misses its answer, after 30 s."""
+    with running(work, hosts["scheduler"], heard_within_s=HEARD_WITHIN_S, rejoin_s=2.0) as run:
+        worker, other = (run.start_worker(hosts[name]) for name in ("one", "two"))
+        run.told.wait_for("workers", ready=2)
+        hosts.part("one", "scheduler")
+        run.told.wait_for("workers", ready=1)
+        assert worker.wait(PATIENCE_S) == 1
+        said = f"its scheduler is gone, and none came back at {run.endpoint} within 2 s"
+        assert said in run.said("one")
+        hosts.join("one", "scheduler")
+        assert run.finish() == expected
+        assert other.wait(60) == 0
 
 
 @pytest.mark.networks_full

@@ -1,4 +1,4 @@
-"""A run whose scheduler soon gives up workers that it does not hear: python -m tests.reattach.impatient."""
+"""A run that soon gives up workers it does not hear: python -m tests.reattach.impatient LISTEN REJOIN_S."""
 
 from __future__ import annotations
 
@@ -11,10 +11,14 @@ from pipedist.scheduler import Limits
 HEARD_WITHIN_S = 2.0
 
 
-async def main(listen: str) -> None:
+async def main(listen: str, rejoin_s: float) -> None:
     """Execute ./spec.yaml."""
     cluster = pipedist.ConnectCluster(
-        listen=listen, key_file="cluster.key", workers=2, limits=Limits(heard_within_s=HEARD_WITHIN_S)
+        listen=listen,
+        key_file="cluster.key",
+        workers=2,
+        limits=Limits(heard_within_s=HEARD_WITHIN_S),
+        rejoin_s=rejoin_s,
     )
     async with cluster, pipedist.open("spec.yaml", cluster=cluster, output="out") as run:
         result = await run.results()
@@ -22,4 +26,4 @@ async def main(listen: str) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1]))
+    asyncio.run(main(sys.argv[1], float(sys.argv[2])))

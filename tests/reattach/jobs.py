@@ -154,7 +154,8 @@ outputs: {{total: total.json, rows: rows.npy}}
 
     def run_impatiently(self) -> AbstractContextManager[Program]:
         """Start the run, with a scheduler that soon gives up whom it does not hear."""
-        return started(self.endpoint, cwd=self.folder, module="tests.reattach.impatient")
+        args = (self.endpoint, str(self.rejoin_s))
+        return started(*args, cwd=self.folder, module="tests.reattach.impatient")
 
     def worker(self, *flags: str, endpoint: str | None = None) -> AbstractContextManager[Program]:
         """Start a worker."""

@@ -24,6 +24,8 @@ class Relay:
         self._target = target
         self._open = asyncio.Event()
         self._open.set()
+        self._is_broken = False
+        self._writers: list[asyncio.StreamWriter] = []
         self.port = 0
 
     def cut(self) -> None:
@@ -34,13 +36,22 @@ class Relay:
         """Pass everything on again."""
         self._open.set()
 
+    def break_off(self) -> None:
+        """End every connection, and each new one at once, for good."""
+        self._is_broken = True
+        for writer in self._writers:
+            writer.close()
+
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Connect one who has dialled in."""
         try:
+            if self._is_broken:
+                raise ConnectionResetError
             there, back = await asyncio.open_connection("127.0.0.1", self._target)
         except OSError:
             writer.close()
             return
+        self._writers += [writer, back]
         await asyncio.gather(self._pass_on(reader, back), self._pass_on(there, writer))
 
     async def _pass_on(self, source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
@@ -99,6 +110,31 @@ async def test_a_partition_longer_than_the_heartbeat(tmp_path: Path, undisturbed
                 assert run.ends() == 0, run.said
                 assert "0 elements lost" in run.said
                 assert near.ends() == far.ends() == 0, far.said
+    assert job.outcome() == undisturbed
+
+
+async def test_a_partition_longer_than_a_worker_waits(tmp_path: Path, undisturbed: Outcome) -> None:
+    """The worker gives up, though the scheduler lives: it says why. The scheduler goes on without it."""
+    job = Job(tmp_path, rejoin_s=1.0)
+    held = job.hold(3)
+    with job.run_impatiently() as run:
+        await hears(run, "waiting for workers")
+        async with relayed(job.port) as relay:
+            endpoint = f"tcp://127.0.0.1:{relay.port}"
+            with job.worker(endpoint=endpoint) as far, ExitStack() as stack:
+                await until(lambda: (3, 0) in job.calls())
+                near = stack.enter_context(job.worker())
+                await hears(near, "joined cluster")
+                relay.break_off()
+                await until(lambda: job.calls()[3, 0] == 2)
+                await until(lambda: far.process.poll() is not None)
+                assert far.ends() == 1
+                assert f"its scheduler is gone, and none came back at {endpoint} within 1 s" in far.said
+                held.unlink()
+                await until(lambda: run.process.poll() is not None)
+                assert run.ends() == 0, run.said
+                assert "0 elements lost" in run.said
+                assert near.ends() == 0, near.said
     assert job.outcome() == undisturbed
 
 

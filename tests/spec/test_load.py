@@ -376,6 +376,7 @@ def test_an_address_of_another_kind_is_refused(launcher: str, address: object) -
         ("ray", "ray", "address", None),
         ("ray:auto", "ray", "address", "auto"),
         ("ray:ray://h:10001", "ray", "address", "ray://h:10001"),
+        ("ray://h:10001", "ray", "address", "ray://h:10001"),
         ("dask:tcp://h:8786", "dask", "address", "tcp://h:8786"),
         ("connect:tcp://h:5555", "connect", "listen", "tcp://h:5555"),
         ("connect", "connect", "key_file", str(Path.cwd() / "cluster.key")),
@@ -389,7 +390,10 @@ def test_another_cluster_can_be_chosen(choice: str, launcher: str, key: str, val
     assert cluster.placement == ("spread" if launcher == "ray" else "pack"), "nothing of another launcher's"
 
 
-@pytest.mark.parametrize("choice", ["", "rey", "local:x", "ray:tcp://h:1", "dask:auto", "connect:h", "slurm"])
+@pytest.mark.parametrize(
+    "choice",
+    ["", "rey", "local:x", "ray:tcp://h:1", "ray://h", "dask://h:1", "dask:auto", "connect:h", "slurm"],
+)
 def test_a_choice_that_makes_no_sense_is_refused(choice: str) -> None:
     with pytest.raises(UsageError, match="cluster"):
         with_cluster(load(TOTAL), choice)

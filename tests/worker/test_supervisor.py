@@ -14,8 +14,10 @@ from pathlib import Path
 
 import pytest
 
+from pipedist.code_snapshots import take
 from pipedist.errors import UsageError
-from pipedist.messages import Goodbye, Heartbeat, Hello, Log, Refuse, Stop, Welcome
+from pipedist.messages import Code, Goodbye, Heartbeat, Hello, Log, Refuse, Results, Stop, Welcome
+from pipedist.transport.codec import encode
 from pipedist.transport.keys import write_key_file
 from pipedist.worker.supervisor import run_worker
 from tests.launchers.processes import state_of, wait_gone, wait_state
@@ -116,7 +118,7 @@ async def test_a_crash_is_told_at_once_and_the_next_incarnation_joins(tmp_path: 
         await it.take(Heartbeat)
         os.kill(first.pid, signal.SIGKILL)
         _, goodbye = await it.take(Goodbye)
-        assert goodbye == Goodbye(first.worker, 0, "signal 9 (SIGKILL)", crashed=True)
+        assert goodbye == Goodbye(first.worker, 0, "signal 9 (SIGKILL)", crashed=True, proof=first.proof)
         _, second = await it.take(Hello)
         assert isinstance(second, Hello)
         assert (second.worker, second.incarnation) == (first.worker, 1)
@@ -138,7 +140,7 @@ async def test_a_process_that_stays_stopped_is_killed_and_one_that_goes_on_is_no
         os.kill(first.pid, signal.SIGSTOP)
         _, goodbye = await it.take(Goodbye)
         reason = "stopped for 3 s, then killed with signal 9 (SIGKILL)"
-        assert goodbye == Goodbye(first.worker, 0, reason, crashed=True)
+        assert goodbye == Goodbye(first.worker, 0, reason, crashed=True, proof=first.proof)
         _, second = await it.take(Hello)
         assert isinstance(second, Hello)
         assert second.incarnation == 1
@@ -155,7 +157,7 @@ async def test_a_function_that_takes_too_long_costs_the_process(tmp_path: Path) 
         lease = it.scheduler.assign(identity, pass_id, [1], lo=5)
         _, goodbye = await it.take(Goodbye)
         reason = "its call took longer than its timeout_s"
-        assert goodbye == Goodbye(first.worker, 0, reason, True, lease, 5, 1, True)
+        assert goodbye == Goodbye(first.worker, 0, reason, True, lease, 5, 1, True, first.proof)
         _, second = await it.take(Hello)
         assert isinstance(second, Hello)
         assert second.incarnation == 1
@@ -169,7 +171,9 @@ async def test_a_crash_names_the_call(tmp_path: Path) -> None:
         pass_id = it.scheduler.bind(identity, program(f"{FUNCTIONS}:segfault"))
         lease = it.scheduler.assign(identity, pass_id, [0, 1, 2, 3], lo=40)
         _, goodbye = await it.take(Goodbye)
-        assert goodbye == Goodbye(first.worker, 0, "signal 11 (SIGSEGV)", True, lease, 42, 1)
+        assert goodbye == Goodbye(
+            first.worker, 0, "signal 11 (SIGSEGV)", True, lease, 42, 1, proof=first.proof
+        )
 
 
 async def test_the_scheduler_can_have_the_process_killed(tmp_path: Path) -> None:
@@ -312,3 +316,49 @@ async def test_other_keys_are_refused_with_a_clear_message(tmp_path: Path) -> No
 async def test_a_missing_key_file_is_a_usage_error(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="nowhere"):
         run_worker("tcp://127.0.0.1:9", tmp_path / "nowhere")
+
+
+async def test_the_folder_of_a_killed_supervisor_goes_with_the_next_ones_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the scheduler sent is in it: nobody is left to remove it after kill -9."""
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    monkeypatch.setenv("TMPDIR", str(scratch))
+    key_file = tmp_path / "keys.json"
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "sent.py").write_text("x = 1\n")
+    snapshot = take(str(source))
+    async with FakeScheduler(write_key_file(key_file).server) as scheduler:
+        started: list[Supervised] = []
+        try:
+            for _ in range(3):
+                process = await dial_in(scheduler.endpoint, key_file)
+                started.append(Supervised(scheduler, process))
+                identity, hello = await started[-1].take(Hello)
+                assert isinstance(hello, Hello)
+                scheduler.send(identity, Welcome("c", 0.1, ()))
+                code = Code("/not/here", snapshot.digest, snapshot.text)
+                scheduler.send(identity, code, encode(snapshot.to_tree()))
+                pass_id = scheduler.bind(identity, program(f"{FUNCTIONS}:identity"))
+                scheduler.assign(identity, pass_id, [3])
+                await started[-1].take(Results)
+                mine = [folder for folder in scratch.iterdir() if f"-{process.pid}-" in folder.name]
+                assert [path.name for path in mine[0].glob("*/*.py")] == ["sent.py"]
+                if len(started) == 1:
+                    process.kill()
+                    await process.communicate()
+                    assert mine[0].is_dir()
+            assert {int(folder.name.split("-")[3]) for folder in scratch.iterdir()} == {
+                it.process.pid for it in started[1:]
+            }
+            for it in started[1:]:
+                it.process.terminate()
+                assert (await it.ended())[0] == 0
+            assert list(scratch.iterdir()) == []
+        finally:
+            for it in started:
+                if it.process.returncode is None:
+                    it.process.kill()
+                    await it.process.communicate()

@@ -1,0 +1,75 @@
+"""A name belongs to whoever can prove it, also while nobody is connected in it; the key is all workers'."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import pipedist
+from pipedist import messages as msg
+from pipedist.worker.hello import make_hello
+from pipedist.worker.names import is_proven, new_name
+
+NAME, PROOF = new_name("vm:17")
+ROGUE = new_name("vm:17")[1]
+OTHERS: list[Callable[[str], msg.Hello | msg.Heartbeat | msg.Goodbye]] = [
+    lambda proof: make_hello(NAME, 0, proof=proof),
+    lambda proof: make_hello(NAME, 7, proof=proof),
+    lambda proof: msg.Heartbeat(NAME, 0, proof),
+    lambda proof: msg.Heartbeat(NAME, 7, proof),
+    lambda proof: msg.Goodbye(NAME, 0, "gone", proof=proof),
+    lambda proof: msg.Goodbye(NAME, 0, "signal 11", crashed=True, proof=proof),
+]
+
+
+def test_a_name_has_one_proof() -> None:
+    assert is_proven(NAME, PROOF)
+    for proof in ("", ROGUE, PROOF[:-1], PROOF + "0", PROOF.upper(), "\ud800"):
+        assert not is_proven(NAME, proof)
+    for name in ("", "vm", "vm:17", NAME + "a", NAME.replace("17", "18"), f"worker/1:{NAME}", "\ud800:a"):
+        assert not is_proven(name, PROOF)
+
+
+def test_names_are_never_alike() -> None:
+    assert len({new_name("vm:17") for _ in range(1000)}) == 1000
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("said", OTHERS)
+async def test_the_name_of_a_living_worker_can_not_be_taken(
+    tmp_path: Path, said: Callable[[str], msg.Message]
+) -> None:
+    async with pipedist.ConnectCluster(key_file=tmp_path / "keys") as cluster:
+        coordinator = cluster.coordinator
+        coordinator._on_message(b"worker", make_hello(NAME, 0, proof=PROOF), [])
+        coordinator._on_message(b"supervisor", msg.Heartbeat(NAME, 0, PROOF), [])
+        honest = coordinator._fleet.of(NAME)
+        assert honest is not None
+        for number, proof in enumerate(["", ROGUE]):
+            coordinator._on_message(b"rogue%d" % number, said(proof), [])
+            assert coordinator._fleet.of(NAME) == honest
+            assert coordinator._fleet._supervisors == {NAME: b"supervisor"}
+        coordinator._on_message(b"supervisor", msg.Goodbye(NAME, 0, "over", proof=PROOF), [])
+        assert coordinator.workers_ready == 0
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("has_been_there", [True, False])
+async def test_the_name_of_a_worker_that_is_away_can_not_be_taken(
+    tmp_path: Path, has_been_there: bool
+) -> None:
+    """It has just left; or it is on its way to a scheduler that takes the place of one that died."""
+    async with pipedist.ConnectCluster(key_file=tmp_path / "keys") as cluster:
+        coordinator = cluster.coordinator
+        if has_been_there:
+            coordinator._on_message(b"worker", make_hello(NAME, 0, proof=PROOF), [])
+            coordinator._on_message(b"supervisor", msg.Goodbye(NAME, 0, "crash", True, proof=PROOF), [])
+        for number, said in enumerate(OTHERS):
+            coordinator._on_message(b"rogue%d" % number, said(ROGUE), [])
+            assert coordinator.workers_ready == 0
+            assert coordinator._fleet._supervisors == {}
+        coordinator._on_message(b"next", make_hello(NAME, 1, proof=PROOF), [])
+        assert coordinator.workers_ready == 1
+        coordinator._on_message(b"supervisor", msg.Goodbye(NAME, 1, "over", proof=PROOF), [])
