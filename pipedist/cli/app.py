@@ -170,9 +170,9 @@ def plan(spec: str, form: str, workers: int | None, cluster: str | None, sets: t
 @app.command()
 @_spec
 @click.option(
-    "--seeds", metavar="N", type=_count(), default=100, show_default=True, help="How many seeds, from 0 on."
+    "--seeds", metavar="N", type=_count(), help="How many seeds, from 0 on.  [default: 100]"
 )
-@click.option("--seed", metavar="K", type=_count(0), help="Play this seed alone.")
+@click.option("--seed", metavar="K", type=_count(0), help="Play this seed alone; not with --seeds.")
 @click.option(
     "--workers", metavar="N", type=_count(), default=3, show_default=True, help="Simulated workers."
 )
@@ -191,8 +191,8 @@ def plan(spec: str, form: str, workers: int | None, cluster: str | None, sets: t
 def simulate(**options: Any) -> None:
     """Execute a spec in virtual time, with simulated workers and faults, and compare the results.
 
-    Exit codes: 0 every seed gave the same as without faults; 1 one did not; 2 the spec or the command
-    line is wrong.
+    Exit codes: 0 every seed gave the same as without faults; 1 one did not, or the spec fails without
+    faults too; 2 the spec or the command line is wrong.
     """
     from pipedist.cli.simulate_command import SimulateOptions, execute
 
