@@ -64,7 +64,9 @@ def execute(options: SimulateOptions) -> int:
         UsageError: the options make no sense.
     """
     if options.seed is not None and options.seeds is not None:
-        raise UsageError("--seeds and --seed exclude each other: --seeds N plays 0 to N-1, --seed K plays K alone")
+        raise UsageError(
+            "--seeds and --seed exclude each other: --seeds N plays 0 to N-1, --seed K plays K alone"
+        )
     from pipedist.harness.faults import Faults
     from pipedist.harness.simulation import SimulationFailure
     from pipedist.harness.spec_simulation import REASONS, SpecSimulation
