@@ -23,6 +23,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("reductions",),
     ("partial_runs",),
     ("values", "combiners", "functions", "foreign", "partitioners", "cluster_resolvers", "code_snapshots"),
+    ("tables",),
     ("transport",),
     ("collectives",),
     ("datasets",),
