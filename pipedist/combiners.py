@@ -24,8 +24,12 @@ to a file like any other; accessors such as `moments.std(tree)` read it.
 | `by_key_counter`, `by_key_moments` | {key: component of counter or moments} | key by key |
 
 All are associative (`moments` up to rounding; the engine's fixed tree makes its bits reproducible),
-and keys come in sorted order. To combine something else by key, name an instance of `ByKey` in a
-module of yours: `by_key_top_k = ByKey("by_key_top_k", top_k)`, `reduce: "mymodule:by_key_top_k"`.
+and keys come in sorted order. In a `.csv`, `.parquet` or `.jsonl` file what is combined by key is a table
+with a row for each key: `key`, and `value` or a column for each leaf path of a component (`count`, `mean`,
+...); of `counter` it is `value, count`, of `by_key_counter` `key, value, count`.
+
+To combine something else by key, name an instance of `ByKey` in a module of yours:
+`by_key_top_k = ByKey("by_key_top_k", top_k)`, `reduce: "mymodule:by_key_top_k"`.
 """
 
 from __future__ import annotations
@@ -63,7 +67,7 @@ class Counter:
     def __call__(self, a: Component, b: Component) -> dict[Key, int]:
         """Add the counts of two components."""
         _check_dicts("counter", a, b)
-        return {key: a.get(key, 0) + b.get(key, 0) for key in _sorted_keys(a, b)}
+        return {key: a.get(key, 0) + b.get(key, 0) for key in sorted_keys({**a, **b})}
 
 
 class Moments:
@@ -229,6 +233,11 @@ class ByKey:
         self._combine = combine
         self._of: Callable[[NDArray[Any]], Any] = getattr(combine, "of", None) if of is None else of  # type: ignore[assignment]
 
+    @property
+    def combine(self) -> Callable[[Any, Any], Any]:
+        """What combines two components of one key."""
+        return self._combine
+
     def of(self, keys: Iterable[Key] | NDArray[Any], values: ArrayLike, **options: Any) -> dict[Key, Any]:
         """Group rows by key and return each group's component.
 
@@ -256,7 +265,7 @@ class ByKey:
         _check_dicts(self._name, a, b)
         return {
             key: self._combine(a[key], b[key]) if key in a and key in b else a[key] if key in a else b[key]
-            for key in _sorted_keys(a, b)
+            for key in sorted_keys({**a, **b})
         }
 
 
@@ -277,8 +286,9 @@ def _check_dicts(name: str, a: Any, b: Any) -> None:
             raise TypeError(f"{name} combines dicts made by {name}.of(...), not {type(part).__name__}")
 
 
-def _sorted_keys(a: Component, b: Component) -> list[Any]:
-    return sorted({**a, **b}, key=lambda key: (isinstance(key, str), key))
+def sorted_keys(component: Component) -> list[Any]:
+    """Return the keys of a component in their order: integers first, then text."""
+    return sorted(component, key=lambda key: (isinstance(key, str), key))
 
 
 def _largest_first(x: NDArray[Any]) -> NDArray[np.intp]:

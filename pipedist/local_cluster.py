@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Self
 
 from pipedist import accelerators
 from pipedist.accelerators import Supply
+from pipedist.async_only import AsyncOnly
 from pipedist.errors import UsageError
 from pipedist.launchers.server import prepare
 from pipedist.transport.shared_memory.settings import SharedMemory
@@ -43,7 +44,7 @@ def checked_count(workers: object) -> int:
     return workers
 
 
-class Cluster(ABC):
+class Cluster(AsyncOnly, ABC):
     """A coordinator with its workers, for as long as `async with` lasts.
 
     Args:
@@ -75,7 +76,7 @@ class Cluster(ABC):
         self._coordinator = None
         await self._stack.__aexit__(kind, error, trace)
 
-    async def _prepare(self, stack: AsyncExitStack) -> None:  # noqa: B027 - most clusters need nothing
+    async def _prepare(self, stack: AsyncExitStack) -> None:
         """Enter into `stack` what must be there before the coordinator is made."""
 
     @abstractmethod

@@ -112,11 +112,11 @@ def app() -> None:
 @click.option(
     "--resume",
     is_flag=True,
-    help="Continue the unfinished run in the output folder. Of a finished run: print it. --resume=reuse: if "
-    "the spec or its inputs have changed, keep what does not hang on that.",
+    help="Continue the unfinished or failed run in the output folder. Of a finished run: print it. "
+    "--resume=reuse: if the spec or its inputs have changed, keep what does not hang on that.",
 )
 @click.option(_REUSE, "reuse", is_flag=True, hidden=True)
-@click.option("--restart", is_flag=True, help="Discard the unfinished run in the folder, and begin again.")
+@click.option("--restart", is_flag=True, help="Discard the run in the folder, and begin again.")
 @click.option(
     "--verify", is_flag=True, help="Execute every call twice: one that gives two results fails the run."
 )
@@ -169,10 +169,8 @@ def plan(spec: str, form: str, workers: int | None, cluster: str | None, sets: t
 
 @app.command()
 @_spec
-@click.option(
-    "--seeds", metavar="N", type=_count(), default=100, show_default=True, help="How many seeds, from 0 on."
-)
-@click.option("--seed", metavar="K", type=_count(0), help="Play this seed alone.")
+@click.option("--seeds", metavar="N", type=_count(), help="How many seeds, from 0 on.  [default: 100]")
+@click.option("--seed", metavar="K", type=_count(0), help="Play this seed alone; not with --seeds.")
 @click.option(
     "--workers", metavar="N", type=_count(), default=3, show_default=True, help="Simulated workers."
 )
@@ -191,8 +189,8 @@ def plan(spec: str, form: str, workers: int | None, cluster: str | None, sets: t
 def simulate(**options: Any) -> None:
     """Execute a spec in virtual time, with simulated workers and faults, and compare the results.
 
-    Exit codes: 0 every seed gave the same as without faults; 1 one did not; 2 the spec or the command
-    line is wrong.
+    Exit codes: 0 every seed gave the same as without faults; 1 one did not, or the spec fails without
+    faults too; 2 the spec or the command line is wrong.
     """
     from pipedist.cli.simulate_command import SimulateOptions, execute
 

@@ -17,6 +17,8 @@ from pipedist.cli.streams import stdout_to_stderr, write_error, write_out
 from pipedist.errors import PipedistError, RunCancelled, UsageError
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from pipedist import messages
     from pipedist.pipeline.result import Result
     from pipedist.pipeline.runs import Run
@@ -69,7 +71,7 @@ class Ended:
         error: why it did not, or which of its files could not be written.
         document: the run's document, None of a run that was interrupted.
         notice: what was said about the output folder before the run.
-        committed: elements that were done when it ended with an error.
+        resumable: its folder has steps that need not be done again.
     """
 
     spec: Spec
@@ -77,7 +79,7 @@ class Ended:
     error: PipedistError | None
     document: Mapping[str, object] | None
     notice: str = ""
-    committed: int = 0
+    resumable: bool = False
 
 
 def execute(options: RunOptions) -> int:
@@ -107,10 +109,10 @@ def execute(options: RunOptions) -> int:
         return interruption.exit_code or exits.FAILED
     if ended.error is not None:
         exits.report(ended.error)
-        if ended.result is None and ended.committed and _has_folder(ended, options):
+        if ended.result is None and ended.resumable:
             write_error(
-                "what was done before is kept: when the cause is mended, --resume goes on from there; "
-                "without it the run begins again\n"
+                "what was done before is kept: when the cause is mended, --resume goes on from there, "
+                "--restart begins again\n"
             )
     if ended.result is not None:
         _show(ended, ended.result, options)
@@ -209,17 +211,16 @@ async def _outcome(run: Run) -> Ended:
         made = getattr(error, "result", None)
         result = made if isinstance(made, Result) else None
         timings = {"total": time.monotonic() - began} if result is None else result.timings
-        ledger = run.ledger()
         document = run_document(
             run_id=run.id,
             name=run.name,
             results={} if result is None else result.by_stage,
             files={} if result is None else result.files,
-            ledger=ledger.to_json(),
+            ledger=run.ledger().to_json(),
             timings={name: round(seconds, 6) for name, seconds in timings.items()},
             error=error,
         )
-        return Ended(run.spec, result, error, document, run.notice, ledger.committed)
+        return Ended(run.spec, result, error, document, run.notice, run.resumable)
     return Ended(run.spec, finished, None, finished.document, run.notice)
 
 
@@ -247,22 +248,45 @@ def _show(ended: Ended, result: Result, options: RunOptions) -> None:
         ]
         write_out(render(rows, result.ledger.to_json(), result.timings))
     if result.quarantined:
-        write_error(_quarantine_text(result))
+        write_error(_quarantine_text(result, replays=options.key_file is None))
 
 
-def _quarantine_text(result: Result) -> str:
-    """Return what is said of the elements that were set aside: the first few, and where all of them are."""
+def _quarantine_text(result: Result, *, replays: bool) -> str:
+    """Return what is said of the elements that were set aside: the first few, and where all of them are.
+
+    Args:
+        replays: their calls can be executed again, from the folder of the run.
+    """
     from pipedist.cli.table import shown
 
     entries = result.quarantined
     count = "1 entry" if len(entries) == 1 else f"{len(entries):,} entries"
     where = f", in {shown(result.quarantine_file)}" if result.quarantine_file is not None else ""
     lines = [f"pipedist: elements were set aside ({count}{where})"]
-    for entry in entries[:QUARANTINED_SHOWN]:
+    again = _replays(result.quarantine_file) if replays and result.quarantine_file is not None else []
+    for place, entry in enumerate(entries[:QUARANTINED_SHOWN]):
         lines.append(f"  element {entry['element']}, stage {entry['stage']}: {entry['cause']}")
+        if place < len(again):
+            lines.append(f"    again: {again[place]}")
     if len(entries) > QUARANTINED_SHOWN:
         lines.append("  ...")
     return "\n".join(lines) + "\n"
+
+
+def _replays(listed: Path) -> list[str]:
+    """Return the commands that execute the first calls of a list of elements set aside again, alone."""
+    import json  # only where something was set aside
+    from itertools import islice
+
+    from pipedist.pipeline.call_keys import CallKey
+
+    commands = []
+    with listed.open("rb") as lines:
+        for line in islice(lines, QUARANTINED_SHOWN):
+            said = json.loads(line)
+            element = said["element"] if said["alone"] else None
+            commands.append(CallKey.of(said["call"]).command(listed.parent, element))
+    return commands
 
 
 def _has_folder(ended: Ended, options: RunOptions) -> bool:

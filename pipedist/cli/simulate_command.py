@@ -10,6 +10,9 @@ from pipedist.cli import exits
 from pipedist.cli.streams import stdout_to_stderr, write_error, write_out
 from pipedist.errors import UsageError
 
+SEEDS = 100
+"""How many are played where the command line says nothing of it."""
+
 FAILURES_SHOWN_MAX = 5
 """Seeds with a violation that are told one by one."""
 
@@ -20,7 +23,7 @@ class SimulateOptions:
 
     Args:
         spec: path of the spec, as typed.
-        seeds: how many are played, from 0 on.
+        seeds: how many are played, from 0 on; None: 100, or `seed`.
         seed: the only one that is played; None for `seeds`.
         workers: how many workers there are.
         faults: text KIND=RATE,... ; None: some of everything.
@@ -29,7 +32,7 @@ class SimulateOptions:
     """
 
     spec: str
-    seeds: int = 100
+    seeds: int | None = None
     seed: int | None = None
     workers: int = 3
     faults: str | None = None
@@ -41,16 +44,29 @@ EVERYTHING = "drop=0.01,duplicate=0.01,delay=0.02,cut=0.01,partition=0.01,crash=
 """The faults of a simulation that names none."""
 
 
+_NOTHING_SHOWN = """\
+The spec fails so without any fault, on one worker: no seed was played, and nothing is shown. Mend it first.
+"""
+
+_ONLY_COMPARED = """\
+The spec fails so without any fault, on one worker: the seed was only compared with that.
+"""
+
+
 def execute(options: SimulateOptions) -> int:
     """Simulate a spec, and print what came of it.
 
     Returns:
-        The exit code: 0, or 1 if a run differs from the one without faults.
+        The exit code: 0, or 1 if a run differs from the one without faults, or that one fails.
 
     Raises:
         SpecError: the spec can't be executed.
         UsageError: the options make no sense.
     """
+    if options.seed is not None and options.seeds is not None:
+        raise UsageError(
+            "--seeds and --seed exclude each other: --seeds N plays 0 to N-1, --seed K plays K alone"
+        )
     from pipedist.harness.faults import Faults
     from pipedist.harness.simulation import SimulationFailure
     from pipedist.harness.spec_simulation import REASONS, SpecSimulation
@@ -64,9 +80,12 @@ def execute(options: SimulateOptions) -> int:
         simulation = SpecSimulation(
             options.spec, workers=options.workers, faults=faults, costs=costs, sets=options.sets
         )
-        seeds = range(options.seeds) if options.seed is None else [options.seed]
+        many = SEEDS if options.seeds is None else options.seeds
+        seeds: Sequence[int] = range(many) if options.seed is None else [options.seed]
         try:
-            error = simulation.reference.fingerprint.error
+            fails = simulation.reference.error
+            if fails is not None and options.seed is None:  # one seed may be played to look into the failure
+                seeds = ()
             for seed in seeds:
                 played = simulation.play(seed)
                 counts.update(played.counts)
@@ -76,17 +95,18 @@ def execute(options: SimulateOptions) -> int:
         except SimulationFailure as failure:
             write_error(f"pipedist: {failure}\n")
             return exits.FAILED
-    write_out(_table(len(seeds), options.workers, counts, poisoned, len(failures)))
-    if error:
-        write_out(f"the spec fails without faults too, and was only compared with that: {error}\n")
+    if seeds:
+        write_out(_table(len(seeds), options.workers, counts, poisoned, len(failures)))
     for told in failures[:FAILURES_SHOWN_MAX]:
         write_out(told)
     if len(failures) > FAILURES_SHOWN_MAX:
         write_out(f"and {len(failures) - FAILURES_SHOWN_MAX} more seeds\n")
     if failures:
         write_out(REASONS + "\n")
-        return exits.FAILED
-    return exits.OK
+    if fails is not None:
+        exits.report(fails)
+        write_error(_NOTHING_SHOWN if not seeds else _ONLY_COMPARED)
+    return exits.FAILED if failures or fails is not None else exits.OK
 
 
 def parse_costs(text: str | None) -> dict[str, float]:

@@ -15,7 +15,9 @@ tests, under pytest-asyncio in strict and auto mode and under anyio's plugin, an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from difflib import get_close_matches
+from inspect import signature
 from typing import TYPE_CHECKING, Any, Self
 
 import pytest
@@ -48,11 +50,15 @@ def pipedist_cluster(request: pytest.FixtureRequest) -> Callable[..., LocalClust
 
     Takes what `pipedist.LocalCluster` takes; two workers if nothing is said.
     """
-    marked = _marked(request, CLUSTER_MARKER)
+    from pipedist.local_cluster import LocalCluster  # most tests need no cluster
+
+    names = list(signature(LocalCluster).parameters)
+    marked = _marked(request, CLUSTER_MARKER, names)
 
     def make(**options: Any) -> LocalCluster:
-        from pipedist.local_cluster import LocalCluster  # most tests need no cluster
-
+        __tracebackhide__ = True
+        if wrong := _unknown(options, names):
+            raise TypeError(f"pipedist_cluster() {wrong}")
         return LocalCluster(**{"workers": 2, **marked, **options})
 
     return make
@@ -65,12 +71,15 @@ def faults(request: pytest.FixtureRequest) -> Callable[..., SimulatedRuns]:
     Takes rates as `pipedist.harness.Faults` does, `seed` (one), `seeds` (how many, from `seed` on) and
     `workers`.
     """
-    marked = _marked(request, FAULTS_MARKER)
+    from pipedist.harness.faults import Faults  # most tests need no simulation
+
+    names = [*Faults().rates(), "seed", "seeds", "workers"]
+    marked = _marked(request, FAULTS_MARKER, names)
 
     def make(**options: Any) -> SimulatedRuns:
         __tracebackhide__ = True
-        from pipedist.harness.faults import Faults  # most tests need no simulation
-
+        if wrong := _unknown(options, names):
+            raise TypeError(f"faults() {wrong}")
         told = {**marked, **options}
         seed, seeds = told.pop("seed", 0), told.pop("seeds", 1)
         workers = told.pop("workers", 3)
@@ -79,13 +88,25 @@ def faults(request: pytest.FixtureRequest) -> Callable[..., SimulatedRuns]:
     return make
 
 
-def _marked(request: pytest.FixtureRequest, name: str) -> dict[str, Any]:
+def _marked(request: pytest.FixtureRequest, name: str, names: Sequence[str]) -> dict[str, Any]:
     marker = request.node.get_closest_marker(name)
     if marker is None:
         return {}
     if marker.args:
         raise pytest.UsageError(f"@pytest.mark.{name} takes keyword arguments alone, not {marker.args!r}")
+    if wrong := _unknown(marker.kwargs, names):
+        raise pytest.UsageError(f"@pytest.mark.{name} {wrong}")
     return dict(marker.kwargs)
+
+
+def _unknown(options: Mapping[str, Any], names: Sequence[str]) -> str:
+    """Return what is said of the first argument that is none of `names`; "" if all are."""
+    for name in options:
+        if name not in names:
+            near = get_close_matches(name, names, 1)
+            hint = f"; did you mean {near[0]!r}?" if near else "."
+            return f"has no argument {name!r}{hint} There are: {', '.join(names)}"
+    return ""
 
 
 class SimulatedRuns:

@@ -17,10 +17,11 @@ run that fails or is killed costs nothing that was there before. The states of `
                        |             '-------> failed ----> running
                        '---------------------> failed
 
-`failed` is a run that ended with an error: a later run takes its place without being told to; its
-journal stays until then, so that it can be continued when the cause is mended. It may have left files:
-where one output could not be written, the others are those of the same complete run. `running`
-without the lock is a run that was interrupted or killed: unfinished.
+`failed` is a run that ended with an error. Its journal stays, so that it can be continued when the cause
+is mended; where the journal has steps, a later run takes its place only if it is told to, and otherwise,
+as there is nothing to lose, unasked. It may have left files: where one output could not be written, the
+others are those of the same complete run. `running` without the lock is a run that was interrupted or
+killed. Neither is finished.
 
 A kill while `committing` loses nothing: all new files are on disk, and whoever opens the folder
 next completes the move (`pipedist.outputs.placing`). Files that pipedist did not write are neither
@@ -194,15 +195,18 @@ class RunFolder:
         self._record = put_in_place(self.path, self._record)
         return {name: self.path / name for name in written}
 
-    def fail(self) -> None:
+    def fail(self, *, resumable: bool) -> None:
         """Say that the run ended with an error: what it has in its journal stays, and the files before it.
+
+        Args:
+            resumable: its journal has steps, which are not to be lost unasked.
 
         Raises:
             OutputError: the folder can't be written; its run counts as unfinished.
         """
         record = self._record
         if record.state == "running":
-            self._record = RunRecord("failed", record.run, record.spec, record.previous)
+            self._record = RunRecord("failed", record.run, record.spec, record.previous, resumable=resumable)
             write_record(self.path, self._record)
 
     def close(self) -> None:
@@ -235,7 +239,7 @@ def open_folder(
         outputs: the files that the run will write, relative to the folder.
         resume: continue the run that is there; of a finished one, return it; with "reuse", go on with
             what a run of another spec can give.
-        restart: discard the unfinished run that is there.
+        restart: discard the unfinished run that is there, or the one that failed.
         explain: says what differs where the run that is there is of another spec; it gets the folder of
             that run's journal.
 
@@ -244,9 +248,9 @@ def open_folder(
 
     Raises:
         UsageError: the folder can't be made or read, or is not pipedist's, another run is
-            writing into it, it holds an unfinished run and neither `resume` nor `restart` says
-            what to do, it holds a run of another spec and is to be resumed, or a file of
-            somebody else is in the way.
+            writing into it, it holds an unfinished run, or a failed one that can be continued, and
+            neither `resume` nor `restart` says what to do, it holds a run of another spec and is
+            to be resumed, or a file of somebody else is in the way.
         OutputError: the disk is full, or fails.
     """
     for problem in filter(None, map(path_problem, outputs)):
@@ -344,10 +348,13 @@ def _decide(
             f"{spec_hash[:12]}), which can't be resumed{differs}\n  --resume=reuse goes on with what did not "
             "change, --restart discards it, --output DIR writes elsewhere"
         )
-    if old is not None and old.state == "running" and not restart:
+    if old is not None and not restart and (old.state == "running" or old.resumable):
+        what = "unfinished run" if old.state == "running" else "failed run"
+        same = old.spec == spec_hash
+        on = "--resume continues it" if same else "--resume=reuse goes on with what did not change in it"
         raise UsageError(
-            f"{shown} holds the unfinished run {old.run}: --resume continues it; --restart discards it and "
-            "begins again; --output DIR writes elsewhere"
+            f"{shown} holds the {what} {old.run}: {on}; --restart discards it and begins again; "
+            "--output DIR writes elsewhere"
         )
     return ""
 

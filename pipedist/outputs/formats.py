@@ -7,7 +7,8 @@
 | .npz | leaf paths joined with "/", a bare array is "data" | each leaf stacked |
 | .csv, .parquet, .jsonl | a row per index of axis 0 | a row for each value |
 
-Rows have a column per leaf path ("value" if bare).
+Rows have a column per leaf path ("value" if bare). What was combined by key (`pipedist.combiners.by_key` and
+its kin) is a row per key instead, with `per: run`: see `pipedist.tables`.
 """
 
 from __future__ import annotations

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from pipedist.errors import OutputError
 from pipedist.outputs.leaves import Array
-from pipedist.outputs.row_files import RowSink
+from pipedist.outputs.row_files import Columns, RowSink
 from pipedist.outputs.sink import Mode
+from pipedist.program import Tree
 
 _GROUP_ROWS = 2**16
 """Rows of a row group: a reader's unit, whatever the steps were."""
@@ -20,13 +22,15 @@ _GROUP_BYTES_MAX = 64 * 2**20
 class ParquetSink(RowSink):
     """Row groups of 65,536 rows, or of 64 MiB where rows are large."""
 
-    def __init__(self, path: Path, mode: Mode, axis: int, label: str) -> None:
+    def __init__(
+        self, path: Path, mode: Mode, axis: int, label: str, table: Callable[[Tree], Columns] | None = None
+    ) -> None:
         try:
             import pyarrow
             import pyarrow.parquet
         except ImportError:
             raise OutputError(f"{label}: .parquet needs pyarrow: pip install 'pipedist[parquet]'") from None
-        super().__init__(path, mode, axis, label)
+        super().__init__(path, mode, axis, label, table)
         self._arrow: Any = pyarrow
         self._writer: Any = None
         self._schema: Any = None

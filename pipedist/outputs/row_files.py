@@ -1,4 +1,4 @@
-"""`.csv` and `.jsonl`: a row for each index of axis 0, a column for each leaf path.
+"""`.csv` and `.jsonl`: a row for each index of axis 0, a column for each leaf path; or a given table.
 
 Cells are in the encoding of `pipedist.outputs.encoding`. csv: comma, header row, lines end with
 a line feed, cells are quoted where RFC 4180 asks for it.
@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import re
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from pipedist.errors import OutputError
 from pipedist.outputs import encoding
@@ -18,6 +20,9 @@ from pipedist.outputs.leaves import Array, Leaves
 from pipedist.outputs.piecewise import Piecewise
 from pipedist.outputs.sink import Mode, Sink
 from pipedist.program import Tree
+
+Columns = dict[str, Array]
+"""Columns by name: arrays [rows, ...]."""
 
 _QUOTED = re.compile('[",\r\n]')
 _ROWS = 4096
@@ -28,12 +33,19 @@ class RowSink(Sink):
     """Turns values into columns of equal length.
 
     `flat`: a cell holds one number or text, so a leaf has no axes but axis 0.
+
+    Args:
+        path, mode, axis, label: as for `Sink`.
+        table: makes the columns of the one value; None: they are its leaves.
     """
 
     flat = True
 
-    def __init__(self, path: Path, mode: Mode, axis: int, label: str) -> None:
+    def __init__(
+        self, path: Path, mode: Mode, axis: int, label: str, table: Callable[[Tree], Columns] | None = None
+    ) -> None:
         super().__init__(path, mode, axis, label)
+        self._table = table
         self._leaves = Leaves(bare="value", target=label)
         self._dtypes: dict[str, Any] = {}
 
@@ -52,7 +64,13 @@ class RowSink(Sink):
         if value is not None:
             self._check(self._columns(value, Leaves(bare="value", target=self.label)), {})
 
-    def _columns(self, value: Tree, leaves: Leaves) -> dict[str, Array]:
+    def _columns(self, value: Tree, leaves: Leaves) -> Columns:
+        if self._table is not None:
+            try:
+                columns = self._table(value)
+            except (TypeError, ValueError) as error:
+                raise OutputError(f"{self.label}: {error}") from error
+            return _spread(columns) if self.flat else columns
         arrays = leaves.take(value)
         if self._mode == "each" or (self._mode == "one" and all(array.ndim == 0 for array in arrays)):
             arrays = [array[None] for array in arrays]
@@ -112,8 +130,10 @@ class JsonLinesSink(RowSink):
 
     flat = False
 
-    def __init__(self, path: Path, mode: Mode, axis: int, label: str) -> None:
-        super().__init__(path, mode, axis, label)
+    def __init__(
+        self, path: Path, mode: Mode, axis: int, label: str, table: Callable[[Tree], Columns] | None = None
+    ) -> None:
+        super().__init__(path, mode, axis, label, table)
         self._pieces = Piecewise(path, axis, "value", label)
         self._aside = False
 
@@ -157,6 +177,15 @@ class JsonLinesSink(RowSink):
 
     def _release(self) -> None:
         self._pieces.close()
+
+
+def _spread(columns: Columns) -> Columns:
+    """Return columns of single values: one that has axes becomes "NAME/0", "NAME/1", ..."""
+    spread: Columns = {}
+    for name, array in columns.items():
+        for place in np.ndindex(array.shape[1:]):
+            spread["/".join([name, *map(str, place)])] = array[(slice(None), *place)]
+    return spread
 
 
 def _columns_of_row(value: Tree, target: str) -> dict[str, Any]:

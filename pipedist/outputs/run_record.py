@@ -36,6 +36,7 @@ class RunRecord:
         files: the outputs of the run, relative paths.
         previous: the outputs of the run before it, which are still in the folder.
         then: the state after `committing`.
+        resumable: of a run that failed: its journal has steps that need not be done again.
     """
 
     state: State
@@ -44,6 +45,7 @@ class RunRecord:
     files: tuple[str, ...]
     previous: tuple[str, ...] = ()
     then: Literal["finished", "failed"] = "finished"
+    resumable: bool = False
 
 
 def read_record(path: Path, shown: Path) -> RunRecord | None:
@@ -72,7 +74,8 @@ def read_record(path: Path, shown: Path) -> RunRecord | None:
         for problem in filter(None, map(path_problem, files + previous)):
             raise ValueError(problem)  # what is listed there is removed one day
         then = value.get("then", "finished")
-        return RunRecord(value["state"], value["run"], value["spec"], files, previous, then)
+        resumable = value.get("resumable") is True
+        return RunRecord(value["state"], value["run"], value["spec"], files, previous, then, resumable)
     except (ValueError, KeyError, TypeError) as error:
         raise UsageError(
             f"{shown}/{PRIVATE}/run.json can't be read ({error!r}): choose another folder with --output DIR"
@@ -93,6 +96,7 @@ def write_record(path: Path, record: RunRecord) -> None:
         "files": list(record.files),
         "previous": list(record.previous),
         "then": record.then,
+        "resumable": record.resumable,
     }
     write_json(path / PRIVATE / "run.json", value)
 

@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
+
+import numpy.typing as npt
 
 from pipedist.errors import OutputError
 from pipedist.outputs.files import AtomicFile, writing
@@ -107,7 +110,13 @@ class Sink(ABC):
 
 
 def open_sink(
-    path: Path, *, shape: Literal["run", "per"], gather: bool, axis: int = 0, label: str = ""
+    path: Path,
+    *,
+    shape: Literal["run", "per"],
+    gather: bool,
+    axis: int = 0,
+    label: str = "",
+    table: Callable[[Tree], dict[str, npt.NDArray[Any]]] | None = None,
 ) -> Sink:
     """Open a file for the values of one stage; its ending chooses the format.
 
@@ -120,6 +129,8 @@ def open_sink(
             the file; another axis goes through a temporary file beside it, and is put in order
             at the end.
         label: what errors call the file: "outputs.rows (rows.npy)"; "": its path.
+        table: with shape "run": returns the columns of the value, arrays [rows, ...] by name, for a format
+            that has rows; None: they are the value's leaves.
 
     Raises:
         OutputError: the ending is unknown, pyarrow is missing, or the folder can't be written.
@@ -142,15 +153,15 @@ def open_sink(
     if suffix == ".csv":
         from pipedist.outputs.row_files import CsvSink
 
-        return CsvSink(path, mode, axis, label)
+        return CsvSink(path, mode, axis, label, table)
     if suffix == ".jsonl":
         from pipedist.outputs.row_files import JsonLinesSink
 
-        return JsonLinesSink(path, mode, axis, label)
+        return JsonLinesSink(path, mode, axis, label, table)
     if suffix == ".parquet":
         from pipedist.outputs.parquet_file import ParquetSink
 
-        return ParquetSink(path, mode, axis, label)
+        return ParquetSink(path, mode, axis, label, table)
     from pipedist.outputs.formats import SUFFIXES
 
     raise OutputError(f"{label}: an output ends in one of {', '.join(SUFFIXES)}")

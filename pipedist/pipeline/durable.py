@@ -53,6 +53,8 @@ class RunJournal:
         self._stamp = stamp
         self._changed = anyio.Event()
         """Something was committed."""
+        self.holds_steps = history is not None and any(each.steps for each in history.passes.values())
+        """Steps are durable: a run that goes on has less to do than one that begins."""
         self.committing_since: float | None = None
         """When the disk was last asked for something that is not durable yet."""
 
@@ -98,6 +100,7 @@ class RunJournal:
             self.committing_since = None
         for one in taken:
             one.pass_.on_committed(one.pass_.steps_committed)
+            self.holds_steps = self.holds_steps or one.pass_.steps_committed > 0
         self._changed.set()
         self._changed = anyio.Event()
 

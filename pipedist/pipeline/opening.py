@@ -18,6 +18,7 @@ from pipedist.spec import GatherSpec, ReduceSpec, RunSpec, StageRef, UpdateSpec,
 if TYPE_CHECKING:
     from pipedist.outputs import RunFolder, Sink
     from pipedist.pipeline.durable import PassJournal
+    from pipedist.tables import Table
 
 READING = "reading"
 """The part of a pass's snapshot that has its folds and its place in a training."""
@@ -40,7 +41,20 @@ def sink_of(plan: Plan, folder: RunFolder | None, name: str) -> Sink | None:
         gather=isinstance(stage, GatherSpec),
         axis=stage.gather if isinstance(stage, GatherSpec) else 0,
         label=f"outputs.{name} ({output})",
+        table=_table(plan, name),
     )
+
+
+def _table(plan: Plan, name: str) -> Table | None:
+    """Return how the value of a stage becomes rows, where that is not by its leaves."""
+    stage = plan.spec.stages[name]
+    if not isinstance(stage, ReduceSpec) or stage.combine is None or stage.per != "run":
+        return None
+    from pipedist.functions import load  # as the formats
+    from pipedist.tables import table_of
+
+    ref = plan.functions[name]
+    return table_of(load(ref, [str(plan.spec.code)]) if ref.name else stage.combine)
 
 
 def feed_of(plan: Plan, pass_: PassPlan, spools: Mapping[str, Spool]) -> Feed:

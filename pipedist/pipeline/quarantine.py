@@ -57,19 +57,22 @@ class SetAside:
         """Return what the results document says of it."""
         return {"element": self.element, "stage": self.stage, "cause": self.cause}
 
-    def line(self, dataset: str, run: Path | None) -> str:
-        """Return its line of the file, without a line end.
+    def line(self, dataset: str) -> str:
+        """Return its line of the file, without a line end: the same wherever the file is.
 
         Args:
             dataset: whose element it is.
-            run: the folder of the run, from which its call can be executed again; None: it can't.
         """
         import json  # only where something is set aside
 
-        head = {"dataset": dataset, **self.entry(), "step": self.step, "replica": self.replica}
-        if run is not None:
-            key = CallKey(self.stage, self.step, self.replica)
-            head["replay"] = key.command(run, self.element if self.alone else None)
+        head = {
+            "dataset": dataset,
+            **self.entry(),
+            "step": self.step,
+            "replica": self.replica,
+            "call": str(CallKey(self.stage, self.step, self.replica)),
+            "alone": self.alone,
+        }
         if not self.input:
             return json.dumps({**head, "input": None, "note": self.note}, ensure_ascii=False)
         return f'{json.dumps(head, ensure_ascii=False)[:-1]}, "input": {self.input}}}'
@@ -232,11 +235,8 @@ class Quarantine:
     def __bool__(self) -> bool:
         return any(self._of)
 
-    def write(self, path: Path, run: Path | None) -> None:
+    def write(self, path: Path) -> None:
         """Write the list, a line each.
-
-        Args:
-            run: as `SetAside.line`.
 
         Raises:
             OutputError: the disk is full, or fails.
@@ -247,7 +247,7 @@ class Quarantine:
         try:
             with writing(FILE):
                 for dataset, each in self:
-                    out.file.write(f"{each.line(dataset, run)}\n".encode("utf-8", "backslashreplace"))
+                    out.file.write(f"{each.line(dataset)}\n".encode("utf-8", "backslashreplace"))
             out.commit()
         finally:
             out.abort()

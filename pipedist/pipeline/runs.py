@@ -9,6 +9,7 @@ import os
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
@@ -18,6 +19,7 @@ import anyio.abc
 import anyio.to_thread
 
 from pipedist import messages as msg
+from pipedist.async_only import AsyncOnly
 from pipedist.coordinator import LogSink
 from pipedist.errors import CallError, JournalError, LocalProtocolError, OutputError, RunCancelled, UsageError
 from pipedist.launchers.server import Spare
@@ -46,7 +48,7 @@ Resume = bool | Literal["reuse"]
 """Continue the run in the folder; "reuse": as far as nothing has changed."""
 
 
-class Run:
+class Run(AsyncOnly):
     """A run, inside `async with pipedist.open(...)`.
 
     It begins with the first of `steps`, `as_completed` and `results`. Leaving the context before its
@@ -95,7 +97,6 @@ class Run:
         self._subscription: Subscription | None = None
         self._has_begun = False
         self._finished = anyio.Event()
-        self._main_scope = anyio.CancelScope()
         self._error: BaseException | None = None
         self._result: Result | None = None
         self._execution: Execution | None = None
@@ -108,6 +109,11 @@ class Run:
         """A run that was finished in the folder before, and is not run again."""
         self._cluster: Cluster | None = None
         self._plan: Plan | None = None
+
+    @cached_property
+    def _main_scope(self) -> anyio.CancelScope:
+        """What is cancelled with the run; it can be made where an event loop runs, as the run need not."""
+        return anyio.CancelScope()
 
     # -- lifetime ------------------------------------------------------------------------------
 
@@ -242,6 +248,11 @@ class Run:
     def notice(self) -> str:
         """What the user should know about the output folder, or ""."""
         return self._journal_notice or ("" if self._folder is None else self._folder.notice)
+
+    @property
+    def resumable(self) -> bool:
+        """Whether steps of it are kept in its folder, which need not be done again with `resume`."""
+        return self._journal is not None and self._journal.holds_steps
 
     def ledger(self) -> Ledger:
         """Return where every element went until now."""
@@ -407,7 +418,7 @@ class Run:
             # a journal that can't be written ends the run, and leaves it to be resumed
             if folder is not None and not isinstance(error, RunCancelled | JournalError):
                 with contextlib.suppress(OutputError):  # then it counts as unfinished
-                    folder.fail()
+                    folder.fail(resumable=self.resumable)
         else:
             self._end(None)
 
@@ -425,8 +436,7 @@ class Run:
             files = {n: folder.final(o) for n, o in self._spec.outputs.items() if n not in failed}
         quarantine = execution.quarantine()
         if folder is not None and quarantine:
-            told = folder.path if self._can_replay else None
-            await anyio.to_thread.run_sync(quarantine.write, folder.staged(QUARANTINE), told)
+            await anyio.to_thread.run_sync(quarantine.write, folder.staged(QUARANTINE))
         result = Result(
             name=self.name,
             run_id=self.id,

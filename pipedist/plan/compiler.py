@@ -19,7 +19,7 @@ from pipedist.plan.phases import TwoReadings, links_of, phases
 from pipedist.plan.states import plan_states
 from pipedist.plan.view import plural
 from pipedist.program import FunctionRef
-from pipedist.spec import TORCH_IMPLEMENTATIONS, ReduceSpec, RunSpec, Spec
+from pipedist.spec import TORCH_IMPLEMENTATIONS, ReduceSpec, RunSpec, Spec, StageSpec
 from pipedist.spec.training import Training, training_of
 
 
@@ -63,6 +63,7 @@ def compile_plan(spec: Spec, *, workers: int, verify: bool = False, supply: Supp
 
 def _open_sources(spec: Spec, problems: list[Problem], stack: ExitStack) -> dict[str, Source]:
     sources: dict[str, Source] = {}
+    forgiving = {_dataset_of(spec, name) for name, stage in spec.stages.items() if _sets_aside(stage)}
     for name, dataset in spec.datasets.items():
         place = ("datasets", name)
         config = dict(dataset.config)
@@ -74,12 +75,14 @@ def _open_sources(spec: Spec, problems: list[Problem], stack: ExitStack) -> dict
                 continue
         try:
             source = open_source(dataset.kind, config, folder=Path(spec.folder))
+            stack.callback(source.close)
+            if name not in forgiving:
+                source.probe()
         except SourceError as error:
             key = [part for part in (error.key, error.name) if part]
             problem = spec.problem((*place, dataset.kind, *key), str(error), expected=error.expected)
             problems.append(replace(problem, nearest=error.nearest))
             continue
-        stack.callback(source.close)
         sources[name] = source
         if dataset.shuffle and not source.random_access:
             problems.append(
@@ -90,6 +93,18 @@ def _open_sources(spec: Spec, problems: list[Problem], stack: ExitStack) -> dict
                 )
             )
     return sources
+
+
+def _sets_aside(stage: StageSpec) -> bool:
+    """Return whether a stage sets elements aside, also those that can't be read."""
+    return isinstance(stage, RunSpec) and stage.on_error == "quarantine"
+
+
+def _dataset_of(spec: Spec, name: str) -> str:
+    """Return the dataset that a run comes from."""
+    while name in spec.stages:
+        name = spec.stages[name].of
+    return name
 
 
 def _import_functions(spec: Spec, callables: Callables) -> dict[str, FunctionRef]:

@@ -140,7 +140,11 @@ leave. The ending chooses the format: {", ".join(f"`{ending}`" for ending in OUT
 | `.json` | any tree; arrays are nested lists, NaN and infinities are texts, bytes are base64 |
 | `.npy` | one array |
 | `.npz` | the leaves of a tree by their paths, joined with `/`; a bare array is `data` |
-| `.csv`, `.parquet`, `.jsonl` | a row per index of axis 0, a column per leaf path |
+| `.csv`, `.parquet`, `.jsonl` | a row per index of axis 0, a column per leaf path; of `by_key`, a row a key |
+
+What `pipedist.combiners.by_key` and its kin combine is, with `per: run`, a table: `key`, and `value` or a
+column for each leaf path of a component. `by_key_moments` gives
+`key,count,m2,max,mean,min,missing`; `counter` gives `value,count`; `by_key_counter` gives `key,value,count`.
 
 A value per step or per epoch is one line each in `.jsonl` and `.csv`, and stacked in `.npy` and
 `.npz`.

@@ -63,8 +63,9 @@ class NpzSource(Section):
 class CsvSource(Section):
     """CSV files with a header row, whose fields are separated by commas (by nothing else) and quoted with
     `"`; `.gz` and one-member `.zip` are read. A missing value (empty, NA, NaN) is NaN in a float column,
-    "" in a str column, and an error with file:row:column in others. A shard of n elements is a dict of
-    columns, array[n].
+    "" in a str column, and an error with file:row:column in others. The first row of each file is read
+    before anything runs, unless a stage sets elements aside: `plan` finds a column of another type than
+    declared. A shard of n elements is a dict of columns, array[n].
     """
 
     path: tuple[str, ...] = key(Paths, _PATH)

@@ -67,6 +67,9 @@ class BaseStrategy(InputStrategy):
     ) -> Tree:
         """Call `fn` on every replica.
 
+        It runs in worker processes, on copies of what it captures: what it changes there, other than by
+        returning it or assigning to a `pipedist.Variable`, is lost.
+
         Args:
             fn: a replica function, sync or async; with a parameter named `ctx` it also gets the
                 ReplicaContext.

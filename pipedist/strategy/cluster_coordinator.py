@@ -26,6 +26,7 @@ import anyio
 import anyio.lowlevel
 
 from pipedist import trees
+from pipedist.async_only import AsyncOnly
 from pipedist.coordinator import Slots
 from pipedist.counts import count
 from pipedist.datasets.logical import Dataset
@@ -46,7 +47,7 @@ STALENESS: Final = 8
 """Turns that a closure may miss, if nothing else is said."""
 
 
-class ClusterCoordinator:
+class ClusterCoordinator(AsyncOnly):
     """Executes functions on the workers, asynchronously (tf.distribute.coordinator.ClusterCoordinator).
 
         strategy = pipedist.ParameterServerStrategy(cluster)

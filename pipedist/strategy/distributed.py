@@ -12,6 +12,7 @@ import anyio.to_thread
 import numpy as np
 
 from pipedist import trees
+from pipedist.async_only import AsyncIterableOnly, AsyncOnly
 from pipedist.datasets.logical import Dataset
 from pipedist.datasets.read_ahead import ReadAhead
 from pipedist.datasets.sharding import MISSING, Missing, steps, steps_cardinality
@@ -23,7 +24,7 @@ from pipedist.values import PerReplica
 _OUTSIDE: Final = "take the step outside and pass it: strategy.run(fn, args=(await anext(iterator),))"
 
 
-class DistributedDataset:
+class DistributedDataset(AsyncIterableOnly):
     """A dataset, divided among the replicas of a strategy; made by `Strategy.distribute_dataset`.
 
     `async for step in dataset` gives the steps in order, each a tree whose leaves are `PerReplica`
@@ -97,7 +98,7 @@ class OptionalStep:
         return self._value
 
 
-class DistributedIterator:
+class DistributedIterator(AsyncOnly, AsyncIterableOnly):
     """Reads the steps of a distributed dataset, a bounded number of them ahead, in a thread.
 
     `async with` it, or `aclose` it, to end the reading at a certain moment; one that nobody holds any

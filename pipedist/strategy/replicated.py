@@ -13,6 +13,7 @@ import anyio
 import anyio.lowlevel
 
 from pipedist import trees
+from pipedist.async_only import AsyncOnly
 from pipedist.collectives.options import CommunicationOptions
 from pipedist.counts import count
 from pipedist.errors import CallError, LocalProtocolError
@@ -41,7 +42,7 @@ class Cluster(Protocol):
         ...
 
 
-class Strategy(BaseStrategy):
+class Strategy(AsyncOnly, BaseStrategy):
     """R replicas whose calls are executed by a cluster's workers (tf.distribute.MirroredStrategy).
 
         async with pipedist.LocalCluster(workers=2) as cluster:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import anyio
 
+from pipedist.async_only import AsyncIterableOnly, AsyncOnly
 from pipedist.program import Tree
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ class Begun:
         self._stack.close()
 
 
-class StepRuns:
+class StepRuns(AsyncOnly, AsyncIterableOnly):
     """The results of a function's runs, in the order of steps: `Strategy.run_steps`.
 
     Leave it with `aclose`, or `async with`, to end it before the last step: what is begun is dropped.

@@ -13,7 +13,7 @@ import pipedist
 PACKAGE = Path(pipedist.__file__).parent
 
 FLOORS: tuple[tuple[str, ...], ...] = (
-    ("version", "records", "counts"),
+    ("version", "records", "counts", "async_only"),
     ("accelerators",),
     ("errors",),
     ("messages", "program"),
@@ -32,6 +32,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "code_snapshots",
         "scratch_folders",
     ),
+    ("tables",),
     ("transport",),
     ("collectives",),
     ("datasets",),

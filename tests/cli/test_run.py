@@ -83,8 +83,12 @@ def test_a_failing_function(pipedist: Command, spec: Path, tmp_path: Path) -> No
     assert "ValueError: seven is bad" in done.stderr
     assert "defect" not in done.stderr
     assert not (tmp_path / "out/squares/rows.npy").exists()
-    plain = pipedist("run", "squares.yaml")  # it is over, and left nothing: no --restart is asked for
-    assert (plain.returncode, plain.stdout) == (1, "")
+    plain = pipedist("run", "squares.yaml")
+    assert (plain.returncode, plain.stdout) == (2, "")
+    assert "holds the failed run" in plain.stderr
+    assert "--resume continues it; --restart discards it" in plain.stderr
+    anew = pipedist("run", "squares.yaml", "--restart")
+    assert (anew.returncode, anew.stdout) == (1, "")
 
 
 @pytest.mark.parametrize(

@@ -60,6 +60,21 @@ def test_wrong(faults):
 @pytest.mark.pipedist_faults(0.1)
 def test_wrong_marker(faults):
     pass
+
+@pytest.mark.pipedist_cluster(wrkers=2)
+def test_mistyped_marker(pipedist_cluster):
+    pass
+
+@pytest.mark.pipedist_faults(sead=2)
+def test_mistyped_faults(faults):
+    pass
+
+def test_mistyped_argument(pipedist_cluster):
+    pipedist_cluster(wrkers=2)
+
+def test_without_async(pipedist_cluster):
+    with pipedist_cluster():
+        pass
 """
 )
 
@@ -77,8 +92,15 @@ def test_under_pytest_asyncio(pytester: pytest.Pytester, mode: str) -> None:
 def test_in_plain_tests(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(PLAIN)
     result = pytester.runpytest_subprocess(*plugin(pytester), "--strict-markers")
-    result.assert_outcomes(passed=1, failed=1, errors=1)
-    result.stdout.fnmatch_lines(["*there is no kind 'crush'; did you mean 'crash'?*"])
+    result.assert_outcomes(passed=1, failed=3, errors=3)
+    for line in (
+        "*faults() has no argument 'crush'; did you mean 'crash'? There are: drop, *, workers*",
+        "*@pytest.mark.pipedist_cluster has no argument 'wrkers'; did you mean 'workers'? There are: *",
+        "*@pytest.mark.pipedist_faults has no argument 'sead'; did you mean 'seed'? There are: *",
+        "*TypeError: pipedist_cluster() has no argument 'wrkers'; did you mean 'workers'? *",
+        "*TypeError: LocalCluster is opened with `async with`, in a coroutine (async def), not with `with`*",
+    ):
+        result.stdout.fnmatch_lines([line])
     result.stdout.fnmatch_lines(["*takes keyword arguments alone*"])
 
 

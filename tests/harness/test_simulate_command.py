@@ -45,14 +45,34 @@ def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert lines["faults"].startswith("crash ")
 
 
-def test_a_spec_that_always_fails_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_spec_that_always_fails_fails_its_simulation(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     spec = tmp_path / "spec.yaml"
     spec.write_text(FAILING)
-    assert execute(SimulateOptions(str(spec), seeds=2, faults="crash=0.1")) == 0
-    told = capsys.readouterr().out
-    assert "violations  0" in told
-    assert "the spec fails without faults too" in told
-    assert "CallError: stage each, step 2, replica 0: ValueError: two is bad" in told
+    assert execute(SimulateOptions(str(spec), faults="crash=0.1")) == 1
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert "stage each, step 2, replica 0, worker w0: ValueError: two is bad" in told.err
+    assert "without any fault, on one worker: no seed was played" in told.err
+
+
+def test_one_seed_of_a_spec_that_always_fails_can_be_played(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec = tmp_path / "spec.yaml"
+    spec.write_text(FAILING)
+    assert execute(SimulateOptions(str(spec), seed=1, faults="crash=0.1")) == 1
+    told = capsys.readouterr()
+    assert "violations  0" in told.out
+    assert "ValueError: two is bad" in told.err
+
+
+def test_seeds_and_seed_exclude_each_other(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        app(["simulate", "specs/total.yaml", "--seeds", "3", "--seed", "2"])
+    assert ended.value.code == 2
+    assert "--seeds and --seed exclude each other" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("faults", ["none", "crash=0.05"])

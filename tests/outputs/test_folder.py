@@ -85,7 +85,7 @@ def test_a_run_with_a_journal_is_continued_and_keeps_what_it_has(tmp_path: Path,
         (folder.staged("sub/c.json").parent / ".c.json.12ab.partial").write_text("half")
         (folder.journal / "journal").write_text("its records")
         if failed:
-            folder.fail()
+            folder.fail(resumable=True)
     with start(out, run="r3", outputs=["b.json", "sub/c.json"], resume=True) as folder:
         assert (folder.run_id, folder.found, folder.notice) == ("r2", "unfinished", "")
         assert folder.staged("b.json").read_text() == "new"
@@ -320,18 +320,38 @@ def test_a_file_in_place_of_the_folder(tmp_path: Path) -> None:
     assert (tmp_path / "x").read_text() == "mine"
 
 
-def test_a_run_that_failed_is_over_but_for_its_journal(tmp_path: Path) -> None:
+def test_a_failed_run_that_can_be_continued_is_never_overwritten_unasked(tmp_path: Path) -> None:
+    out = tmp_path / "x"
+    complete(out, "old")
+    with start(out, run="r2") as folder:
+        (folder.journal / "journal").write_text("its records")
+        folder.fail(resumable=True)
+    with pytest.raises(UsageError, match=r"failed run r2: --resume continues.*--restart discards"):
+        start(out, run="r3")
+    with pytest.raises(
+        UsageError, match=r"failed run r2: --resume=reuse goes on with what did not change in it"
+    ):
+        start(out, run="r3", spec="s2")
+    with start(out, run="r3", resume=True) as folder:
+        assert (folder.run_id, folder.found) == ("r2", "unfinished")
+        folder.fail(resumable=True)
+    complete(out, "new", run="r4", restart=True)
+    complete(out, "newer", run="r5")
+    assert (out / "a.json").read_text() == "newer"
+
+
+def test_a_failed_run_with_nothing_to_continue_is_over(tmp_path: Path) -> None:
     out = tmp_path / "x"
     complete(out, "old", outputs=["a.json", "b.json"])
     with start(out, run="r2") as folder:
         folder.staged("a.json").write_text("half")
-        folder.fail()
+        folder.fail(resumable=False)
     assert visible(out) == ["a.json", "b.json"]
     assert (out / "a.json").read_text() == "old"
     with start(out, run="r3", resume=True) as folder:
         assert "r2" in folder.notice
         assert "left no journal" in folder.notice
-        folder.fail()
+        folder.fail(resumable=False)
     complete(out, "new", run="r4")  # nobody need say --restart: there is nothing to lose
     assert visible(out) == ["a.json"]
 
@@ -341,7 +361,7 @@ def test_a_run_without_some_of_its_files_is_no_finished_one(tmp_path: Path) -> N
     with start(out, outputs=["a.json", "b.json"]) as folder:
         folder.staged("a.json").write_text("1")
         assert folder.finish({}, failed=True) == {"a.json": out / "a.json"}
-        folder.fail()  # it has been said: what was put in its place stays
+        folder.fail(resumable=True)  # it has been said: what was put in its place stays
     assert visible(out) == ["a.json"]
     with start(out, run="r2", outputs=["c.json"], resume=True) as folder:
         assert "starting fresh" in folder.notice

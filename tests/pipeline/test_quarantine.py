@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -254,6 +255,8 @@ def test_the_file_lists_what_they_are(tmp_path: Path) -> None:
             "cause": "ValueError: negative",
             "step": i // 6,
             "replica": 0,
+            "call": f"v/{i // 6}/0",
+            "alone": True,
             "input": {"id": i, "value": -1.0},
         }
         for i in (4, 9)
@@ -261,6 +264,16 @@ def test_the_file_lists_what_they_are(tmp_path: Path) -> None:
     assert result.document["quarantined"] == [
         {"element": i, "stage": "v", "cause": "ValueError: negative"} for i in (4, 9)
     ]
+
+
+def test_the_list_is_the_same_wherever_it_is(tmp_path: Path) -> None:
+    (tmp_path / "spec.yaml").write_text(json.dumps(csv_document(tmp_path)))
+    lists = [
+        pipedist.run(str(tmp_path / "spec.yaml"), output=tmp_path / name, workers=1).quarantine_file
+        for name in ("one", "other")
+    ]
+    one, other = (path.read_bytes() for path in lists if path is not None)
+    assert one == other
 
 
 def test_a_clean_run_after_it_leaves_no_list(tmp_path: Path) -> None:
@@ -319,6 +332,8 @@ def test_the_command_line_says_so_and_exits_with_3(
     assert code == 3
     assert [x["element"] for x in json.loads(out)["quarantined"]] == [4, 9]
     assert "element 4, stage v: ValueError: negative" in err
+    folder = shlex.quote(str(tmp_path / "out"))
+    assert f"again: pipedist replay {folder} --call v/0/0 --element 4\n" in err
     assert "quarantine.jsonl" in err
     again = execute(RunOptions(str(spec), workers=1, output=str(tmp_path / "out"), resume=True))
     assert again == 3, "of a run that is finished already, too"

@@ -213,7 +213,7 @@ def test_elements_that_were_set_aside_are_left_out_and_can_be_had_alone(tmp_path
     rows = [json.loads(line) for line in (out / "each.jsonl").read_text().splitlines()]
     for line in lines:
         key = f"y/{line['step']}/{line['replica']}"
-        assert line["replay"] == f"pipedist replay {out} --call {key} --element {line['element']}"
+        assert (line["call"], line["alone"]) == (key, True)
         replay, made = again(out, key)
         assert line["element"] in replay.left_out
         assert line["element"] not in replay.elements
@@ -242,7 +242,7 @@ outputs: {{n: n.json}}
     result = pipedist.run(written(tmp_path, spec), workers=1, output=out)
     assert len(result.quarantined) == 8
     lines = [json.loads(line) for line in (out / "quarantine.jsonl").read_text().splitlines()]
-    assert {line["replay"] for line in lines} == {f"pipedist replay {out} --call y/0/0"}
+    assert {(line["call"], line["alone"]) for line in lines} == {("y/0/0", False)}
     replay, made = again(out, "y/0/0")
     assert replay.elements == tuple(range(8))
     assert "set aside as a whole" in replay.notes[0]

@@ -78,7 +78,7 @@ def test_retries_are_those_of_the_stage_that_raised(first: int, tmp_path: Path) 
     assert (caught.value.stage, caught.value.attempts) == ("a", 1)
 
 
-def test_a_run_that_failed_leaves_no_file_and_is_replaced(tmp_path: Path) -> None:
+def test_a_run_that_failed_leaves_no_file_and_is_not_replaced_unasked(tmp_path: Path) -> None:
     spec = document(y={"run": f"{F}:fails_on_eleven_once", "with": {"folder": str(tmp_path)}})
     spec["stages"]["rows"] = {"gather": 0, "of": "y"}
     spec["outputs"] = {"rows": "rows.npy"}
@@ -86,8 +86,20 @@ def test_a_run_that_failed_leaves_no_file_and_is_replaced(tmp_path: Path) -> Non
     with pytest.raises(pipedist.CallError):
         pipedist.run(spec, workers=1, output=out)
     assert [path.name for path in out.iterdir()] == [".pipedist"]
-    result = pipedist.run(spec, workers=1, output=out)
+    with pytest.raises(pipedist.UsageError, match=r"holds the failed run \w+: --resume continues"):
+        pipedist.run(spec, workers=1, output=out)
+    result = pipedist.run(spec, workers=1, output=out, restart=True)
     assert np.load(result["rows"]).tolist() == [*range(12), *range(12)]
+
+
+def test_a_run_that_failed_before_anything_was_done_is_replaced(tmp_path: Path) -> None:
+    spec = document(y={"run": f"{F}:fails_on_13"})
+    spec["dataset"] = {"range": {"start": 13, "stop": 25}, "batch": 4}
+    spec["stages"]["rows"] = {"gather": 0, "of": "y"}
+    spec["outputs"] = {"rows": "rows.npy"}
+    for _ in range(2):
+        with pytest.raises(pipedist.CallError):
+            pipedist.run(spec, workers=1, output=tmp_path / "out")
 
 
 @pytest.mark.asyncio

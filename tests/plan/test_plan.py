@@ -327,3 +327,40 @@ if __name__ == "__main__":
     for document in (TWO_PHASES, TRAINING):
         for file, text in shown(planned(document)).items():
             (GOLDEN / file).write_text(text)
+
+
+def rows_of(tmp_path: Path, **stage: Any) -> dict[str, Any]:
+    (tmp_path / "a.csv").write_text("id,name\n1,x\n2,y\n")
+    (tmp_path / "b.csv").write_text('name,id\n\n"z, z",three\n4,5\n')
+    path = [str(tmp_path / "a.csv"), str(tmp_path / "b.csv")]
+    return {
+        "pipedist": 1,
+        "dataset": {"csv": {"path": path, "columns": {"name": "str", "id": "int64"}}, "batch": 2},
+        "stages": {"y": {"run": f"{F}:double", **stage}, "z": {"run": f"{F}:double", "of": "y"}},
+    }
+
+
+def test_the_first_row_of_each_csv_file_is_read(tmp_path: Path) -> None:
+    with pytest.raises(PlanError) as caught:
+        compile_plan(load(rows_of(tmp_path)), workers=1)
+    [problem] = caught.value.problems
+    assert problem.message == f"{tmp_path}/b.csv:3:2: column 'id': 'three' is not of type int64"
+    assert "columns.id" in str(caught.value)
+
+
+def test_the_first_line_of_each_jsonl_file_is_read(tmp_path: Path) -> None:
+    document = rows_of(tmp_path)
+    (tmp_path / "a.jsonl").write_text('{"id": "x"}\n')
+    document["dataset"] = {
+        "jsonl": {"path": str(tmp_path / "a.jsonl"), "columns": {"id": "int8"}},
+        "batch": 2,
+    }
+    with pytest.raises(PlanError, match=r"a\.jsonl:1: column 'id': 'x' is not of type int8"):
+        compile_plan(load(document), workers=1)
+
+
+def test_rows_that_are_set_aside_are_not_refused_by_the_plan(tmp_path: Path) -> None:
+    compile_plan(load(rows_of(tmp_path, on_error="quarantine")), workers=1).close()
+    document = rows_of(tmp_path)
+    document["stages"]["z"]["on_error"] = "quarantine"
+    compile_plan(load(document), workers=1).close()

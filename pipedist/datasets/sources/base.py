@@ -107,6 +107,14 @@ class Source(abc.ABC):
         for start in range(0, length, batch):
             yield self.read(self.locate(range(start, min(start + batch, length))))
 
+    def probe(self) -> None:
+        """Read a little of the data, where its type is known from reading it alone; elsewhere do nothing.
+
+        Raises:
+            SourceError: it is not as declared.
+        """
+        return
+
     def close(self) -> None:
         """Release files, and remove what was unpacked; reading is over."""
         return

@@ -31,6 +31,7 @@ from pipedist.datasets.sources.base import (
     rows_of,
     sealed,
 )
+from pipedist.datasets.sources.file_kinds import unreadable
 from pipedist.datasets.sources.layout import Layout
 from pipedist.datasets.sources.paths import FILES_OPEN_MAX, DataFile, expand
 from pipedist.datasets.sources.unpack import Spool
@@ -197,7 +198,10 @@ def open_npy(config: Config, folder: Path) -> NumpySource:
     arrays = []
     for file in expand(config.get("path", ()), folder):
         with _open(file) as stream:
-            arrays.append(_stored(stream, file, file.shown))
+            try:
+                arrays.append(_stored(stream, file, file.shown))
+            except _NoHeader as error:
+                raise unreadable(file, ".npy", error.why) from error
     return NumpySource({BARE: _agreeing(arrays, "")}, Spool())
 
 
@@ -232,6 +236,14 @@ def open_npz(config: Config, folder: Path) -> NumpySource:
         raise
 
 
+class _NoHeader(SourceError):
+    """What should be an array does not begin as one."""
+
+    def __init__(self, what: str, why: ValueError) -> None:
+        self.why = why
+        super().__init__(f"{what}: not a readable .npy file: {why}", key="path")
+
+
 def _open(file: DataFile) -> IO[bytes]:
     return os.fdopen(file.open(), "rb")
 
@@ -247,7 +259,7 @@ def _stored(stream: IO[bytes], file: DataFile, what: str) -> Stored:
         else:
             raise ValueError(f"its format version {version} is only used for structured arrays")
     except ValueError as error:
-        raise SourceError(f"{what}: not a readable .npy file: {error}", key="path") from error
+        raise _NoHeader(what, error) from error
     check_dtype(dtype, what, "path")
     if not shape:
         raise SourceError(f"{what}: a scalar has no leading dimension", key="path")
@@ -285,7 +297,7 @@ def _members(file: DataFile, spool: Spool) -> dict[str, Stored]:
                         unpacked.seek(plain.offset)
                         found[name] = _stored(unpacked, plain, what)
     except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError) as error:
-        raise SourceError(f"{file.shown}: not a readable .npz file: {error}", key="path") from error
+        raise unreadable(file, ".npz", error) from error
     if not found:
         raise SourceError(f"{file.shown}: there is no array in it", key="path")
     lengths = {name: stored.shape[0] for name, stored in found.items()}

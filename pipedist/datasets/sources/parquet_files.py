@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from pipedist.datasets.sources.base import Config, Ids, Reader, Source, SourceError, rows_of, sealed
 from pipedist.datasets.sources.columns import CellError, Column, check_types, no_such_column
+from pipedist.datasets.sources.file_kinds import unreadable
 from pipedist.datasets.sources.layout import Layout
 from pipedist.datasets.sources.parquet_columns import OWN_TYPE, numpy_column, plain_type, readable
 from pipedist.datasets.sources.paths import FILES_OPEN_MAX, DataFile, expand, is_remote
@@ -224,7 +225,7 @@ def _open(arrow: Any, file: DataFile) -> Any:
             return arrow.parquet.ParquetFile(open_stream(file.path), pre_buffer=True)
         return arrow.parquet.ParquetFile(file.path, pre_buffer=False)
     except (arrow.ArrowException, OSError) as error:
-        raise SourceError(f"{file.shown}: not a readable parquet file: {error}", key="path") from error
+        raise unreadable(file, "parquet", error) from error
 
 
 def _check(arrow: Any, schema: Any, name: str, kind: str, shown: str) -> None:

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipedist.datasets.sources.base import Config, Ids, Reader, Source, SourceError, rows_of
+from pipedist.datasets.sources.file_kinds import refuse_binary
 from pipedist.datasets.sources.layout import Layout
 from pipedist.datasets.sources.paths import DataFile, OpenFiles, expand
 from pipedist.datasets.sources.row_scan import (
@@ -77,6 +78,7 @@ class RowFiles:
             SourceError: the file can't be read, or is not made of rows.
         """
         descriptor, data_file = self._open.descriptor(file), self.files[file]
+        refuse_binary(data_file, descriptor)
         start = byte_order_mark(data_file, descriptor)
         try:
             return row_starts(lambda: file_blocks(data_file, descriptor, start), start, self.rules)
@@ -184,6 +186,12 @@ class RowSource(Source):
     def read(self, location: Tree) -> Tree:
         """Return the shard at `location`."""
         return self._reader.read(location)
+
+    def probe(self) -> None:
+        """Read the first row of each file."""
+        for file, starts in enumerate(self._starts):
+            if len(starts) > 1:
+                self.read([[file, int(starts[0]), int(starts[1]), 1]])
 
     def close(self) -> None:
         """Close the files, and remove what was unpacked."""
