@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import resource
 import signal
 import subprocess
 import tempfile
@@ -79,8 +78,12 @@ def timed(work: Callable[[], Any]) -> tuple[float, Any]:
 
 
 def peak_rss_mib() -> float:
-    """Return the most memory that this process ever had, MiB."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    """Return the most memory that this process ever had, MiB.
+
+    Not `ru_maxrss`: a process that was started by another one begins with what that one had.
+    """
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("VmHWM:")[2].split()[0]) / 1024
 
 
 # -- W1: dispatch --------------------------------------------------------------------------------

@@ -155,3 +155,19 @@ def test_without_pyarrow_the_error_says_what_to_install(
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(SourceError, match=r"pip install 'pipedist\[parquet\]'"):
         open_source("parquet", {"path": "a.parquet"}, folder=tmp_path)
+
+
+@pytest.mark.parametrize(("limit_bytes", "kept"), [(1 << 20, 3), (100, 0)])
+def test_a_row_group_that_was_read_to_its_end_is_kept_if_all_of_them_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit_bytes: int, kept: int
+) -> None:
+    monkeypatch.setattr(parquet_files, "ROW_GROUPS_BYTES_MAX", limit_bytes)
+    _write(tmp_path / "a.parquet", 21)
+    source = open_source("parquet", {"path": "a.parquet", "columns": {"i": "int64"}}, folder=tmp_path)
+    reader = parquet_files.ParquetReader(source.config)
+    reader.read(range(3))
+    assert len(reader._tables) == 1  # more of it is to come
+    reader.read(range(3, 21))
+    assert len(reader._tables) == kept
+    reader.close()
+    source.close()
