@@ -69,7 +69,7 @@ def test_without_rejoin_s_they_end_with_their_run(tmp_path: Path) -> None:
         job.leaves_nothing()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_a_run_that_is_interrupted_takes_its_workers_with_it(
     tmp_path: Path, number: signal.Signals, undisturbed: Outcome
 ) -> None:
@@ -164,6 +164,7 @@ def test_a_run_that_begins_anew_gets_nothing_of_the_one_before(tmp_path: Path, u
         job.leaves_nothing()
 
 
+@pytest.mark.slow
 def test_workers_whose_standard_error_is_gone_wait_all_the_same(tmp_path: Path, undisturbed: Outcome) -> None:
     """A run in a pipeline of the shell, which is killed as a whole."""
     with local_job(tmp_path) as job:
@@ -200,6 +201,7 @@ def test_a_worker_that_is_killed_as_a_whole_is_replaced(tmp_path: Path, undistur
         job.leaves_nothing()
 
 
+@pytest.mark.slow
 def test_all_of_them_are_killed_too(tmp_path: Path, undisturbed: Outcome) -> None:
     """The resumed run finds a directory that nobody is in, uses it, and removes it."""
     with local_job(tmp_path) as job:

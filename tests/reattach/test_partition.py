@@ -113,6 +113,7 @@ async def test_a_partition_longer_than_the_heartbeat(tmp_path: Path, undisturbed
     assert job.outcome() == undisturbed
 
 
+@pytest.mark.slow
 async def test_a_partition_longer_than_a_worker_waits(tmp_path: Path, undisturbed: Outcome) -> None:
     """The worker gives up, though the scheduler lives: it says why. The scheduler goes on without it."""
     job = Job(tmp_path, rejoin_s=1.0)

@@ -91,6 +91,7 @@ def test_a_run_that_begins_anew_gets_nothing_of_the_one_before(tmp_path: Path) -
         assert count == 1 + before[call], call
 
 
+@pytest.mark.slow
 def test_a_worker_whose_scheduler_never_comes_back_says_so_and_ends(tmp_path: Path) -> None:
     """One is idle then, the other one in a call that has no end."""
     job = Job(tmp_path, workers=2, rejoin_s=1.0, steps=1)
