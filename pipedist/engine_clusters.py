@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Self
+from typing import TYPE_CHECKING, Final, Literal, Self
+
+import anyio
 
 from pipedist.accelerators import Supply
 from pipedist.errors import UsageError
+from pipedist.launchers import whereabouts
 from pipedist.launchers.engines import PLACE_S, Engine
-from pipedist.launchers.hosted import Terms
-from pipedist.local_cluster import Cluster, dial_in, usable_cores
+from pipedist.launchers.hosted import JOIN_S, Terms
+from pipedist.launchers.whereabouts import Succession, Whereabouts
+from pipedist.local_cluster import Cluster, dial_in, tell, usable_cores
 from pipedist.transport.keys import ClusterKeys, key_text, new_keys
+from pipedist.version import __version__
 
 if TYPE_CHECKING:
     from pipedist.coordinator import Coordinator
@@ -21,9 +27,18 @@ if TYPE_CHECKING:
 
 _ANYWHERE = ("0.0.0.0", "[::]", "*")
 
+GATHER_S: Final = 5.0
+"""How long a run that is resumed waits for workers that have stayed: they may hold finished results."""
+
+POINTER: Final = "placed.json"
+"""The file that says where the workers of a run find its next process."""
+
 
 class EngineCluster(Cluster):
     """A coordinator that listens with keys of its own, and an engine whose workers dial in.
+
+    Left in order, it leaves nothing behind. With `folder` and `rejoin_s`, where its process is killed, its
+    workers keep what they have finished and wait; the next cluster with the same folder takes them over.
 
     Args:
         workers: how many are asked for, or expected.
@@ -32,6 +47,9 @@ class EngineCluster(Cluster):
         threads_per_replica: BLAS and OpenMP threads of each worker.
         limits: the scheduler's bounds.
         force: as for `ConnectCluster`.
+        folder: the run's private one, where it says where its workers find it; nobody else may use it while
+            this is open. None: there is none.
+        rejoin_s: how long the workers wait for another process of the run, seconds; 0: they don't.
     """
 
     def __init__(
@@ -43,36 +61,96 @@ class EngineCluster(Cluster):
         threads_per_replica: int,
         limits: Limits | None,
         force: bool = False,
+        folder: Path | None = None,
+        rejoin_s: float = 0.0,
     ) -> None:
         count = usable_cores() if workers is None else workers
         super().__init__(count, Supply(None, (), "workers that are placed bring them"))
         self._force = force
         self._engine = engine
+        self._asked = listen
         self._listen = listen
         self._threads = threads_per_replica
         self._limits = limits
         self._keys: ClusterKeys = new_keys()
+        self._rejoin_s = rejoin_s if folder is not None else 0.0
+        self._pointer = folder.absolute() / POINTER if folder is not None and self._rejoin_s else None
+        self._succession: Succession | None = None
+        """Whose workers these are, where they outlive this process."""
 
     async def __aenter__(self) -> Self:
         await super().__aenter__()
         try:
             client = ClusterKeys(self._keys.client, server=None)
-            terms = Terms(self._dialled(), key_text(client), self._threads)
-            await self._engine.start(terms, self.coordinator.fail)
+            terms = Terms(
+                self._dialled(), key_text(client), self._threads, join_s=max(JOIN_S, self._rejoin_s)
+            )
+            self._say_where()
+            await self._engine.start(terms, self.coordinator.fail, self._succession)
         except BaseException:
             await self.__aexit__(*sys.exc_info())
             raise
         return self
 
     async def _prepare(self, stack: AsyncExitStack) -> None:
+        if self._pointer is not None:
+            stack.callback(self._forget, self._pointer)
         await stack.enter_async_context(self._engine)
+        if self._pointer is not None:
+            self._succession = await self._succeed(self._pointer)
 
     def _make(self, stack: AsyncExitStack) -> Coordinator:
         if self._keys.server is None:
             raise UsageError("a cluster listens with the server's keys")
         host = self._engine.host
         listen = self._listen or f"tcp://{f'[{host}]' if ':' in host else host}:*"
-        return dial_in(listen, self._keys.server, self._limits, force=self._force)
+        return dial_in(listen, self._keys.server, self._limits, force=self._force, rejoin_s=self._rejoin_s)
+
+    async def gather(self) -> None:
+        """Wait a moment for the workers that have stayed."""
+        if self._succession is not None and self._succession.life > 1:
+            with anyio.move_on_after(min(GATHER_S, self._rejoin_s)):
+                await self.coordinator.wait_ready(self._engine.placed)
+
+    # -- from one process of a run to the next -----------------------------------------------------
+
+    async def _succeed(self, pointer: Path) -> Succession:
+        """Find out whether the workers of another process of the run can be taken over; end them if not."""
+        left = whereabouts.read(pointer)
+        if left is None:
+            return whereabouts.first(self._rejoin_s)
+        why = ""
+        if left.placing != self._placing():
+            why = "were placed on something else, or with other terms"
+        elif fault := whereabouts.why_deaf(left.endpoint):
+            why = f"can't find this one: it can't listen at {left.endpoint} ({fault})"
+        if not why:
+            self._keys, self._listen = left.keys, left.endpoint
+            return left.succession.next(self._rejoin_s)
+        tell(
+            f"the workers of the killed process {why}: they are replaced, and what they have finished is "
+            "done again"
+        )
+        await self._engine.dismiss(left.succession)
+        return whereabouts.first(self._rejoin_s)
+
+    def _placing(self) -> str:
+        """Return what must be the same for a worker that was placed before to be as good as a new one."""
+        engine = self._engine
+        return json.dumps(
+            [__version__, sys.version_info[:2], self._threads, self._asked, engine.host, engine.placing]
+        )
+
+    def _say_where(self) -> None:
+        """Leave for the next process of the run what it needs to take the workers over."""
+        if self._pointer is not None and self._succession is not None:
+            left = Whereabouts(self._succession, self.coordinator.endpoint, self._keys, self._placing())
+            whereabouts.write(self._pointer, left)
+
+    def _forget(self, pointer: Path) -> None:
+        """Leave nothing: the workers are gone. Where the engine could not be reached, they may wait on."""
+        if self._succession is not None:
+            whereabouts.remove(pointer)
 
     def _dialled(self) -> str:
         """Return the endpoint as a node dials it."""
@@ -108,10 +186,14 @@ class RayCluster(EngineCluster):
             given as objects travel by themselves.
         limits: the scheduler's bounds.
         force: as for `ConnectCluster`.
+        folder: where it says where its workers find it, for the next cluster with this folder to take them
+            over when this process was killed; nobody else may use it while this is open.
+        rejoin_s: with `folder`, how long they keep their finished results and wait for that, seconds; then
+            they end. Not with a Ray of the cluster's own.
 
     Raises:
-        UsageError: Ray is not installed, or a number makes no sense; (on entering) no Ray answers, it has
-            no room in time, or the cluster is open already.
+        UsageError: Ray is not installed, or a number or `rejoin_s` makes no sense; (on entering) no Ray
+            answers, it has no room in time, or the cluster is open already.
     """
 
     def __init__(
@@ -127,6 +209,8 @@ class RayCluster(EngineCluster):
         code: str | os.PathLike[str] | None = None,
         limits: Limits | None = None,
         force: bool = False,
+        folder: Path | None = None,
+        rejoin_s: float = 0.0,
     ) -> None:
         from pipedist.launchers.ray_engine import RayEngine
 
@@ -139,6 +223,7 @@ class RayCluster(EngineCluster):
             placement=placement,
             place_s=place_s,
             code=None if code is None else Path(code),
+            outlives=rejoin_s > 0,
         )
         super().__init__(
             workers,
@@ -147,6 +232,8 @@ class RayCluster(EngineCluster):
             threads_per_replica=threads_per_replica,
             limits=limits,
             force=force,
+            folder=folder,
+            rejoin_s=rejoin_s,
         )
 
 
@@ -165,10 +252,14 @@ class DaskCluster(EngineCluster):
         threads_per_replica: BLAS and OpenMP threads of each worker.
         limits: the scheduler's bounds.
         force: as for `ConnectCluster`.
+        folder: where it says where its workers find it, for the next cluster with this folder to take them
+            over when this process was killed; nobody else may use it while this is open.
+        rejoin_s: with `folder`, how long they keep their finished results and wait for that, seconds; then
+            they end. Not with a Dask of the cluster's own.
 
     Raises:
-        UsageError: Dask is not installed, or a number makes no sense; (on entering) no Dask scheduler
-            answers, it has no worker in time, or the cluster is open already.
+        UsageError: Dask is not installed, or a number or `rejoin_s` makes no sense; (on entering) no Dask
+            scheduler answers, it has no worker in time, or the cluster is open already.
     """
 
     def __init__(
@@ -181,11 +272,13 @@ class DaskCluster(EngineCluster):
         threads_per_replica: int = 1,
         limits: Limits | None = None,
         force: bool = False,
+        folder: Path | None = None,
+        rejoin_s: float = 0.0,
     ) -> None:
         from pipedist.launchers.dask_engine import DaskEngine
 
         workers = usable_cores() if workers is None else workers
-        engine = DaskEngine(address=address, workers=workers, place_s=place_s)
+        engine = DaskEngine(address=address, workers=workers, place_s=place_s, outlives=rejoin_s > 0)
         super().__init__(
             workers,
             engine,
@@ -193,4 +286,6 @@ class DaskCluster(EngineCluster):
             threads_per_replica=threads_per_replica,
             limits=limits,
             force=force,
+            folder=folder,
+            rejoin_s=rejoin_s,
         )

@@ -2,11 +2,16 @@
 
 What Dask does: starts Dask workers, and starts them again; each gets the plugin when it joins. What it does
 not do: execute calls, carry data, or try anything again.
+
+Where the workers outlive the process of the run, its plugin stays registered, and the workers dial again. The
+next process registers a plugin that takes them over inside their Dask workers, and removes the one before;
+where none comes, a plugin of Dask's scheduler removes it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import secrets
 import sys
 from typing import Any
@@ -20,9 +25,13 @@ from pipedist.launchers.engines import (
     OnFailed,
     address_towards,
     not_installed,
+    outliving,
     require,
 )
 from pipedist.launchers.hosted import Terms
+from pipedist.launchers.whereabouts import Succession
+
+_OUTLIVING = ("Dask", "tcp://HOST:8786")
 
 
 class DaskEngine(ConnectedEngine):
@@ -34,14 +43,18 @@ class DaskEngine(ConnectedEngine):
             `local` where it names none.
         workers: how many Dask workers a `local` one has; others have as many as they have.
         place_s: how long a Dask scheduler may take to answer, and to have a worker.
+        outlives: its workers are to outlive this process.
 
     Raises:
-        UsageError: Dask's `distributed` is not installed.
+        UsageError: Dask's `distributed` is not installed, or workers are to outlive a `local` one.
     """
 
-    def __init__(self, *, address: str | None, workers: int, place_s: float) -> None:
+    def __init__(self, *, address: str | None, workers: int, place_s: float, outlives: bool = False) -> None:
         super().__init__()
         require("distributed", "dask")
+        if outlives and address == LOCAL:
+            raise outliving(address, *_OUTLIVING)
+        self._outlives = outlives
         self._address = address
         self._workers = workers
         self._place_s = place_s
@@ -49,12 +62,21 @@ class DaskEngine(ConnectedEngine):
         self._cluster: Any = None
         self._client: Any = None
         self._is_registered = False
+        self._keeper = ""
+        """The name of the plugin of Dask's scheduler, where there is one."""
         self._left: dict[str, str] = {}
         """How our worker left, by the address of its Dask worker."""
+        self.placing = ""
+        """See `Engine`."""
+        self.placed = 0
+        """See `Engine`: as many as there were Dask workers at the start."""
 
-    async def start(self, terms: Terms, on_failed: OnFailed) -> None:
+    async def start(self, terms: Terms, on_failed: OnFailed, succession: Succession | None = None) -> None:
         """Have every Dask worker keep one of ours; see `Engine.start`."""
         watchers = self.watchers
+        run, life = "", 0
+        if succession is not None:
+            self._name, run, life = succession.name, succession.run, succession.life
         self._client.subscribe_topic(
             self._name, lambda event: watchers.start(self._note, event[1], on_failed)
         )
@@ -64,9 +86,12 @@ class DaskEngine(ConnectedEngine):
                 from pipedist.launchers.dask_plugin import DaskPlugin
 
                 self._is_registered = True
-                await self._client.register_plugin(
-                    DaskPlugin(self._name, terms.endpoint, terms.keys, terms.threads)
-                )
+                if succession is not None:
+                    await self._register_keeper(succession)
+                await self._client.register_plugin(DaskPlugin(self._name, terms, run, life))
+                if succession is not None:
+                    await self._remove(succession.earlier)
+                self.placed = len(await self._client.nthreads())
         except TimeoutError:
             raise UsageError(
                 f"Dask has had no worker within {self._place_s:g} s: start some (dask worker ADDRESS), or "
@@ -74,6 +99,30 @@ class DaskEngine(ConnectedEngine):
             ) from None
         except ImportError as error:
             raise UsageError(not_installed(str(error)) or f"a Dask worker lacks a module: {error}") from error
+
+    async def dismiss(self, left: Succession) -> None:
+        """End the workers that another process has left; see `Engine.dismiss`."""
+        await self._remove([left.name, *left.earlier])
+
+    async def _register_keeper(self, succession: Succession) -> None:
+        from pipedist.launchers.dask_keeper import DaskKeeper
+
+        self._keeper = _keeper_of(self._name)
+        keeper = DaskKeeper(self._keeper, self._name, self._client.id, succession.rejoin_s)
+        try:
+            await self._client.register_plugin(keeper)
+        except ValueError as error:  # it is set up to unpickle nothing
+            raise UsageError(
+                f"`rejoin_s` needs a plugin of Dask's scheduler, which ends the workers when nobody goes on "
+                f"with the run, and that takes none: {error}"
+            ) from error
+
+    async def _remove(self, names: list[str]) -> None:
+        for name in names:
+            with contextlib.suppress(ValueError):  # there is none of that name
+                await self._client.unregister_worker_plugin(name)
+            with contextlib.suppress(ValueError):
+                await self._client.unregister_scheduler_plugin(_keeper_of(name))
 
     async def _note(self, told: dict[str, str], on_failed: OnFailed) -> None:
         self._left[told["worker"]] = how = told["how"]
@@ -88,6 +137,8 @@ class DaskEngine(ConnectedEngine):
 
         address = self._address or dask.config.get("scheduler-address", None) or LOCAL
         at: Any = address
+        if address == LOCAL and self._outlives:
+            raise outliving(self._address, *_OUTLIVING)
         if address == LOCAL:
             at = self._cluster = distributed.LocalCluster(
                 n_workers=self._workers,
@@ -105,6 +156,7 @@ class DaskEngine(ConnectedEngine):
                 f"no Dask scheduler answers at {address}: {error}; start one (dask scheduler), or say "
                 "`address: local` for one of the run's own"
             ) from error
+        self.placing = json.dumps(["dask", address])
         return "127.0.0.1" if address == LOCAL else self._own_address()
 
     def _own_address(self) -> str:
@@ -117,9 +169,17 @@ class DaskEngine(ConnectedEngine):
             self._client.unsubscribe_topic(self._name)
             with contextlib.suppress(ValueError):  # it came to nothing
                 await self._client.unregister_worker_plugin(self._name)
+        if self._keeper:
+            with contextlib.suppress(ValueError):
+                await self._client.unregister_scheduler_plugin(self._keeper)
 
     async def _disconnect(self) -> None:
         if self._client is not None:
             await self._client.close()
         if self._cluster is not None:
             await self._cluster.close()
+
+
+def _keeper_of(plugin: str) -> str:
+    """Return the name of the scheduler's plugin that belongs to a worker plugin."""
+    return f"{plugin}-keeper"

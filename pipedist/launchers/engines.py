@@ -18,6 +18,7 @@ import anyio
 
 from pipedist.errors import UsageError
 from pipedist.launchers.hosted import Terms
+from pipedist.launchers.whereabouts import Succession
 
 LOCAL = "local"
 """The address that stands for an engine of the run's own, on this host."""
@@ -46,16 +47,35 @@ class Engine(Protocol):
         """This host's address, as the engine's nodes reach it."""
         ...
 
-    async def start(self, terms: Terms, on_failed: OnFailed) -> None:
+    @property
+    def placing(self) -> str:
+        """What its workers are placed on, and with; known after entering.
+
+        Only those for which it is the same are as good as new ones.
+        """
+        ...
+
+    @property
+    def placed(self) -> int:
+        """How many workers it has placed, or taken over."""
+        ...
+
+    async def start(self, terms: Terms, on_failed: OnFailed, succession: Succession | None = None) -> None:
         """Place the workers; return as soon as the engine has room for them.
 
         Args:
             terms: how they join.
             on_failed: called on the event loop.
+            succession: they outlive this process, and those of the processes before it are taken over;
+                None: they end with it.
 
         Raises:
             UsageError: there is no room in time, or pipedist is not installed where they are placed.
         """
+        ...
+
+    async def dismiss(self, left: Succession) -> None:
+        """End the workers that a process of the run has left, and those before it; nobody wants them."""
         ...
 
     async def __aenter__(self) -> Self: ...
@@ -66,6 +86,21 @@ class Engine(Protocol):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None: ...
+
+
+def outliving(address: str | None, engine: str, example: str) -> UsageError:
+    """Return what to say where workers are to outlive the run, and the engine would not.
+
+    Args:
+        address: what was said; None: nothing, and no engine was found.
+        engine: its name.
+        example: an address of one that does.
+    """
+    said = "`address: local`" if address == LOCAL else "no `address`, where no other one is found"
+    return UsageError(
+        f"`rejoin_s` with {said}: that {engine} is the run's own and ends with its process, and the workers "
+        f"with it; name one that is there without the run (`address: {example}`), or leave `rejoin_s` out"
+    )
 
 
 class Watchers:

@@ -8,7 +8,7 @@ process is no matter of the engine's.
 |---|---|
 | the keeping process, however | the supervisor sees the end of its lifeline (its standard input) and leaves |
 | the supervisor, by a signal | it is started again, a few times |
-| the supervisor, by itself | that is the end: it was told to stop, refused, or had no answer |
+| the supervisor, by itself | that is the end: it was told to stop, refused, or nobody answered (any more) |
 
 The cluster's keys never touch a disk here: they are in memory that the supervisor and the worker
 process inherit.
@@ -37,7 +37,7 @@ LAST_LINES = 5
 """Lines on standard error that are kept, to say why a supervisor left."""
 
 JOIN_S = 30.0
-"""How long the scheduler may take to answer, seconds."""
+"""How long the scheduler may take to answer for the first time, if nothing else is said, seconds."""
 
 _LINE_BYTES_MAX = 4096
 _LOOK_S = 0.5
@@ -55,12 +55,14 @@ class Terms:
         keys: the text of a key file for workers.
         threads: BLAS and OpenMP threads of the worker.
         code: folders that become the last entries of the worker's `sys.path`.
+        join_s: how long the scheduler may take to answer for the first time, seconds.
     """
 
     endpoint: str
     keys: str
     threads: int = 1
     code: tuple[str, ...] = ()
+    join_s: float = JOIN_S
 
     def __repr__(self) -> str:
         return f"Terms({self.endpoint!r}, threads={self.threads}, code={self.code!r})"
@@ -91,6 +93,14 @@ class HostedWorker:
         """The supervisor's process id, 0 where there is none."""
         process = self._process
         return process.pid if process is not None and process.returncode is None else 0
+
+    def report_to(self, on_left: Callable[[str], None]) -> None:
+        """Have somebody else told how it left.
+
+        Args:
+            on_left: as for the class.
+        """
+        self._on_left = on_left
 
     def wait(self, timeout_s: float | None = None) -> str | None:
         """Return how it left, "" if it was told to; None if it has not, after `timeout_s` seconds."""
@@ -144,6 +154,7 @@ class HostedWorker:
             "keys": keys,
             "threads": terms.threads,
             "code": terms.code,
+            "join_s": terms.join_s,
         }
         with self._lock:
             if self._closing:
@@ -203,7 +214,7 @@ def main(arguments: Mapping[str, Any]) -> None:
             path,
             keys,
             threads=int(arguments["threads"]),
-            join_s=JOIN_S,
+            join_s=float(arguments["join_s"]),
             inherited=(descriptor,),
             code=tuple(arguments["code"]),
         )

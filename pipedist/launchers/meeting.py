@@ -19,14 +19,14 @@ import fcntl
 import json
 import os
 import re
-import stat
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from pipedist.errors import UsageError
+from pipedist.launchers.private_files import read_document, write_document
 from pipedist.records import record
 from pipedist.transport.rendezvous import (
     SHARED_MEMORY_SUFFIX,
@@ -37,7 +37,6 @@ from pipedist.transport.rendezvous import (
 )
 
 _FORMAT: Final = 1
-_BYTES_MAX: Final = 16_384
 _RUN: Final = "run.lock"
 _WORKER: Final = "worker-"
 _SOCKET: Final = re.compile(r"[0-9a-f]{16}", re.ASCII)
@@ -103,7 +102,7 @@ class Slot:
         if descriptor is not None:
             os.close(descriptor)
             return None
-        document = _read(self._path) or {}
+        document = read_document(self._path) or {}
         pid, terms = document.get("pid"), document.get("terms")
         if self._path.exists():
             return Holder(pid if isinstance(pid, int) else 0, terms if isinstance(terms, str) else "")
@@ -165,7 +164,10 @@ def meeting(pointer: Path) -> Iterator[Meeting]:
     """
     place, lock = _left(pointer) or _made(pointer)
     try:
-        _point(pointer, place)
+        write_document(
+            pointer,
+            {"format": _FORMAT, "directory": str(place.directory), "socket": place.endpoint[-16:]},
+        )
         yield place
     finally:
         place.remove()
@@ -195,7 +197,7 @@ def leave(directory: Path, slot: int) -> None:
 
 def _left(pointer: Path) -> tuple[Meeting, int] | None:
     """Return the place that a killed process has left, and the lock on it; None if there is none."""
-    document = _read(pointer) or {}
+    document = read_document(pointer) or {}
     directory, socket = document.get("directory"), document.get("socket")
     if document.get("format") != _FORMAT or not isinstance(directory, str) or not isinstance(socket, str):
         return None
@@ -217,33 +219,6 @@ def _made(pointer: Path) -> tuple[Meeting, int]:
     if lock is None:
         raise UsageError(f"somebody else uses {directory}, which was made a moment ago: try again")
     return Meeting(directory, ipc_endpoint(directory).rpartition("/")[2], pointer), lock
-
-
-def _point(pointer: Path, place: Meeting) -> None:
-    text = json.dumps({"format": _FORMAT, "directory": str(place.directory), "socket": place.endpoint[-16:]})
-    new = pointer.with_name(f"{pointer.name}.new")
-    try:
-        new.unlink(missing_ok=True)
-        descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-        with open(descriptor, "w", encoding="ascii") as file:
-            file.write(text)
-        new.replace(pointer)
-    except OSError as error:
-        raise UsageError(f"can't write {pointer}: {error.strerror}") from None
-
-
-def _read(path: Path) -> Mapping[str, Any] | None:
-    """Return the JSON document in a file that is this user's alone; None if there is none."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        with open(descriptor, "rb") as file:
-            found = os.fstat(descriptor)
-            if not stat.S_ISREG(found.st_mode) or found.st_mode & 0o077 or found.st_uid != os.geteuid():
-                return None
-            document = json.loads(file.read(_BYTES_MAX))
-    except (OSError, ValueError):
-        return None
-    return document if isinstance(document, dict) else None
 
 
 def _lock(path: Path, *, make: bool) -> int | None:

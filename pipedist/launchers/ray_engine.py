@@ -4,6 +4,9 @@ What Ray does: finds room, starts the actors, and starts them again where a node
 do: execute calls, carry data, or try anything again; the actors' methods are never repeated.
 
 Ray ties the processes that it starts to the thread that starts them, so one thread makes all calls.
+
+Where the workers outlive the process of the run, a detached actor places them instead
+(`pipedist.launchers.ray_keeper`), which the next process finds by its name.
 """
 
 from __future__ import annotations
@@ -11,10 +14,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import hashlib
+import json
+import os
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -24,21 +30,20 @@ import anyio
 
 from pipedist.errors import UsageError
 from pipedist.launchers.engines import (
-    GRACE_S,
     LOCAL,
     ConnectedEngine,
     OnFailed,
     address_towards,
     not_installed,
+    outliving,
     require,
 )
 from pipedist.launchers.hosted import Terms
 from pipedist.launchers.modules import copy_modules
-from pipedist.launchers.ray_host import RayHost
+from pipedist.launchers.ray_keepers import end_keeper, end_keepers, find_keeper, make_keeper
+from pipedist.launchers.ray_placing import Room, end_hosts, make_group, make_host
+from pipedist.launchers.whereabouts import Succession
 from pipedist.scratch_folders import ScratchFolder
-
-RESTARTS_MAX = 1000
-"""How often Ray starts an actor again."""
 
 STORE_BYTES = 100 * 2**20
 """The object store of a Ray of the run's own: nothing of the run's goes through it."""
@@ -48,6 +53,11 @@ _LOOK_S = 0.5
 
 _ANSWER_S = 10.0
 """How long a Ray cluster's address may take to answer."""
+
+_NEWS_S = 2.0
+"""How long a keeper waits at most for something to tell; so often it hears of this process."""
+
+_OUTLIVING = ("Ray", "auto")
 
 T = TypeVar("T")
 
@@ -64,9 +74,10 @@ class RayEngine(ConnectedEngine):
         placement: `pack`: on as few nodes as there is room on; `spread`: on as many.
         place_s: how long Ray may take to have room for all of them; before, a client server to answer.
         code: the folder whose modules are sent to the nodes; None: nothing is sent.
+        outlives: its workers are to outlive this process.
 
     Raises:
-        UsageError: Ray is not installed.
+        UsageError: Ray is not installed, or workers are to outlive a `local` one.
     """
 
     def __init__(
@@ -79,13 +90,15 @@ class RayEngine(ConnectedEngine):
         placement: str,
         place_s: float,
         code: Path | None,
+        outlives: bool = False,
     ) -> None:
         super().__init__()
         require("ray", "ray")
+        if outlives and address == LOCAL:
+            raise outliving(address, *_OUTLIVING)
         self._address = address
-        self._workers = workers
-        self._bundle = {"CPU": cpus, **({"GPU": gpus} if gpus else {})}
-        self._placement = placement
+        self._outlives = outlives
+        self._room = Room(workers, {"CPU": cpus, **({"GPU": gpus} if gpus else {})}, placement)
         self._place_s = place_s
         self._code = code
         self._brings_code = False
@@ -96,16 +109,38 @@ class RayEngine(ConnectedEngine):
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="pipedist-ray")
         self._group: Any = None
         self._actors: list[Any] = []
+        self._keeper: Any = None
+        """Who places the workers, where they are to outlive this process."""
         self._left: list[str] = []
         """How workers left that will not come back."""
+        self.placed = workers
+        """See `Engine`."""
 
-    async def start(self, terms: Terms, on_failed: OnFailed) -> None:
+    @property
+    def placing(self) -> str:
+        """What its workers are placed on, and with; see `Engine`."""
+        room = self._room
+        return json.dumps(["ray", self._address, room.workers, room.bundle, room.placement, self._modules()])
+
+    async def start(self, terms: Terms, on_failed: OnFailed, succession: Succession | None = None) -> None:
         """Have Ray place the actors; see `Engine.start`."""
         watchers = self.watchers
-        await self._room()
+        if succession is not None:
+            self._keeper = await self._call(find_keeper, succession)
+            if self._keeper is None:
+                self._keeper = await self._call(make_keeper, self._room, terms, self._brings_code, succession)
+            await self._wait_for_room(self._keeper_has_room)
+            watchers.start(self._listen, on_failed)
+            return
+        self._group = await self._call(make_group, self._room)
+        await self._wait_for_room(lambda: self._call(self._group.wait, _LOOK_S))
         self._actors = await self._call(self._make_actors, terms)
-        for number in range(self._workers):
+        for number in range(self._room.workers):
             watchers.start(self._watch, number, on_failed)
+
+    async def dismiss(self, left: Succession) -> None:
+        """End the workers that another process has left; see `Engine.dismiss`."""
+        await self._call(end_keepers, left)
 
     def _prepare(self, stack: AsyncExitStack) -> None:
         stack.callback(self._thread.shutdown, wait=False)
@@ -147,10 +182,11 @@ class RayEngine(ConnectedEngine):
             try:
                 self._join(self._address or "auto")
             except ConnectionError as error:
-                if self._address is not None:
+                if self._address is not None or self._outlives:
                     raise UsageError(
-                        f"no Ray cluster answers at {self._address}: {error}; start one (ray start --head), "
-                        "or say `address: local` for one of the run's own"
+                        f"no Ray cluster answers at {self._address or 'auto'}: {error}; start one "
+                        "(ray start --head), or say `address: local` for one of the run's own, without "
+                        "`rejoin_s`"
                     ) from None
                 self._start_local()
         return self._own_address()
@@ -162,8 +198,8 @@ class RayEngine(ConnectedEngine):
         self._address = LOCAL
         ray.init(
             address=LOCAL,
-            num_cpus=self._workers * self._bundle["CPU"],
-            num_gpus=self._workers * self._bundle.get("GPU", 0) or None,
+            num_cpus=self._room.workers * self._room.bundle["CPU"],
+            num_gpus=self._room.workers * self._room.bundle.get("GPU", 0) or None,
             object_store_memory=STORE_BYTES,
             include_dashboard=False,
             log_to_driver=False,
@@ -209,66 +245,84 @@ class RayEngine(ConnectedEngine):
             return address_towards(nodes[0])
         return str(ray.util.get_node_ip_address())
 
-    def _make_group(self) -> Any:
-        from ray.util.placement_group import placement_group
-
-        return placement_group([self._bundle] * self._workers, strategy=self._placement.upper())
-
     def _make_actors(self, terms: Terms) -> list[Any]:
-        import ray
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-        host = ray.remote(RayHost)
         return [
-            host.options(
-                num_cpus=self._bundle["CPU"],
-                num_gpus=self._bundle.get("GPU", 0),
-                max_restarts=RESTARTS_MAX,
-                max_task_retries=0,
-                max_concurrency=2,  # `close` while `left` waits
-                scheduling_strategy=PlacementGroupSchedulingStrategy(
-                    self._group, placement_group_bundle_index=number
-                ),
-            ).remote(terms.endpoint, terms.keys, terms.threads, self._brings_code)
-            for number in range(self._workers)
+            make_host(self._room, self._group, number, terms, self._brings_code)
+            for number in range(self._room.workers)
         ]
+
+    def _modules(self) -> str:
+        """Return a digest of the modules that are sent to the nodes."""
+        copy, digest = self._scratch / "code", hashlib.sha256()
+        for file in sorted(copy.rglob("*.py")) if self._brings_code else ():
+            for part in (os.fsencode(file.relative_to(copy)), file.read_bytes()):
+                digest.update(len(part).to_bytes(8, "little") + part)
+        return digest.hexdigest()
 
     def _resources(self) -> str:
         import ray
 
         total, free = ray.cluster_resources(), ray.available_resources()
         return ", ".join(
-            f"{total.get(name, 0):g} {name} ({free.get(name, 0):g} free)" for name in self._bundle
+            f"{total.get(name, 0):g} {name} ({free.get(name, 0):g} free)" for name in self._room.bundle
         )
 
     def _end_actors(self) -> None:
-        import ray
-        from ray.util.placement_group import remove_placement_group
-
-        closing = [actor.close.remote(GRACE_S) for actor in self._actors]
-        if closing:  # those of lost nodes do not answer
-            ray.wait(closing, num_returns=len(closing), timeout=2 * GRACE_S)
-        for actor in self._actors:
-            ray.kill(actor)
-        self._actors = []
-        if self._group is not None:
-            remove_placement_group(self._group)
-            self._group = None
+        if self._keeper is not None:
+            end_keeper(self._keeper)
+            self._keeper = None
+        end_hosts(self._actors, self._group)
+        self._actors, self._group = [], None
 
     # -- on the event loop -------------------------------------------------------------------------
 
-    async def _room(self) -> None:
-        self._group = await self._call(self._make_group)
+    async def _wait_for_room(self, is_there: Callable[[], Awaitable[bool]]) -> None:
+        """Return as soon as Ray has set the room aside.
+
+        Args:
+            is_there: waits a moment for that.
+
+        Raises:
+            UsageError: it has not in time.
+        """
         with anyio.move_on_after(self._place_s) as looking:
-            while not await self._call(self._group.wait, _LOOK_S):
+            while not await is_there():
                 pass
         if looking.cancelled_caught:
-            wanted = ", ".join(f"{amount:g} {name}" for name, amount in self._bundle.items())
+            wanted = ", ".join(f"{amount:g} {name}" for name, amount in self._room.bundle.items())
             raise UsageError(
-                f"Ray has had no room for {self._workers} workers of {wanted} each within "
+                f"Ray has had no room for {self._room.workers} workers of {wanted} each within "
                 f"{self._place_s:g} s; it has {await self._call(self._resources)}: ask for fewer "
                 "(--workers), add nodes, or wait longer (`cluster: {place_s: SECONDS}`)"
             )
+
+    async def _keeper_has_room(self) -> bool:
+        from ray.exceptions import RayError
+
+        try:
+            return bool(await self._answer(lambda: self._keeper.has_room.remote(_LOOK_S)))
+        except RayError as error:
+            text = str(error).strip()
+            raise UsageError(
+                not_installed(text) or f"Ray can't place what places the workers: {text}"
+            ) from error
+
+    async def _listen(self, on_failed: OnFailed) -> None:
+        """See to it that the keeper hears of this process, and that the end of the last worker is told."""
+        from ray.exceptions import RayError
+
+        while True:
+            try:
+                known = len(self._left)
+                for how in await self._answer(lambda: self._keeper.news.remote(known, _NEWS_S)):  # noqa: B023
+                    self._note(how, on_failed)
+            except RayError:
+                try:
+                    await self._answer(self._keeper.__ray_ready__.remote)
+                    self._left.clear()  # Ray has started it again, and it has placed all workers anew
+                except RayError as error:
+                    on_failed(f"what placed the workers with Ray has ended: {str(error).strip()}")
+                    return
 
     async def _watch(self, number: int, on_failed: OnFailed) -> None:
         """See to it that the end of the last worker is told."""
@@ -277,28 +331,35 @@ class RayEngine(ConnectedEngine):
         actor = self._actors[number]
         while True:
             try:
-                how = await self._answer(actor.left)
+                how = str(await self._answer(actor.left.remote))
                 break
             except RayError:
                 try:
-                    await self._answer(actor.__ray_ready__)  # it has been started again
+                    await self._answer(actor.__ray_ready__.remote)  # it has been started again
                 except RayError as error:
                     text = str(error).strip()
                     how = not_installed(text) or text
                     break
+        self._note(how, on_failed)
+
+    def _note(self, how: str, on_failed: OnFailed) -> None:
+        """Take note that a worker has left that will not come back."""
+        self._left.append(how)
         if not how:  # it was told to leave: the cluster is closed
             return
         print(f"pipedist: a worker placed by Ray has left: {how}", file=sys.stderr)  # noqa: T201
-        self._left.append(how)
-        if len(self._left) == self._workers:
-            on_failed(f"all {self._workers} workers placed by Ray have left; the last one: {how}")
+        if len(self._left) == self._room.workers:
+            on_failed(f"all {self._room.workers} workers placed by Ray have left; the last one: {how}")
 
-    async def _answer(self, method: Any) -> str:
-        """Return what a method answers; where that is cancelled, Ray's own future is not.
+    async def _answer(self, ask: Callable[[], Any]) -> Any:
+        """Return what is answered; where that is cancelled, Ray's own future is not.
 
         Ray Client ends its connection over a future that was.
+
+        Args:
+            ask: calls a method of an actor.
         """
-        theirs: Future[Any] = await self._call(lambda: method.remote().future())
+        theirs: Future[Any] = await self._call(lambda: ask().future())
         loop, is_done = asyncio.get_running_loop(), asyncio.Event()
 
         def tell(_future: Future[Any]) -> None:
@@ -307,4 +368,4 @@ class RayEngine(ConnectedEngine):
 
         theirs.add_done_callback(tell)
         await is_done.wait()
-        return str(theirs.result())
+        return theirs.result()

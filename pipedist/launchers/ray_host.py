@@ -1,8 +1,9 @@
-"""What runs inside a Ray actor; it needs nothing of Ray."""
+"""What runs inside a Ray actor that keeps a worker; it needs nothing of Ray."""
 
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 from pipedist.launchers.hosted import HostedWorker, Terms
 
@@ -11,13 +12,13 @@ class RayHost:
     """Keeps one worker, as long as its actor lives. Its methods are called in threads of the actor.
 
     Args:
-        endpoint, keys, threads: see `Terms`.
+        terms: how the worker joins.
         brings_code: the actor's working folder is a copy of the spec's modules.
     """
 
-    def __init__(self, endpoint: str, keys: str, threads: int, brings_code: bool) -> None:
+    def __init__(self, terms: Terms, brings_code: bool) -> None:
         code = (os.getcwd(),) if brings_code else ()
-        self._hosted = HostedWorker(Terms(endpoint, keys, threads, code))
+        self._hosted = HostedWorker(replace(terms, code=code))
 
     def left(self) -> str | None:
         """Return how the worker left, as soon as it has: "" if it was told to."""

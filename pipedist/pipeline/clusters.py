@@ -45,6 +45,8 @@ def cluster_for(plan: Plan, *, force: bool = False, folder: Path | None = None) 
                 gpus_per_worker=gpus,
                 code=plan.spec.code,
                 force=force,
+                folder=folder,
+                rejoin_s=wanted.rejoin_s or 0.0,
             )
         case "dask":
             from pipedist.engine_clusters import DaskCluster
@@ -56,6 +58,8 @@ def cluster_for(plan: Plan, *, force: bool = False, folder: Path | None = None) 
                 listen=wanted.listen,
                 threads_per_replica=threads,
                 force=force,
+                folder=folder,
+                rejoin_s=wanted.rejoin_s or 0.0,
             )
         case _ if wanted.rejoin_s and folder is not None:
             from pipedist.lasting_cluster import LastingCluster

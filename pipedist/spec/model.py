@@ -117,7 +117,8 @@ class ClusterSpec(Section):
         Key(
             "How long workers keep their finished results when the process of the run is gone, and wait for "
             "it to be resumed, in seconds; then they end. Default: 60 with `launcher: connect`; with "
-            "`launcher: local`, workers end with the process of their run.",
+            "the other ones, workers end with the process of their run. With `ray` and `dask`, the engine "
+            "must be there without the run: not `address: local`.",
             "a number of seconds, 0 or more",
             "rejoin_s: 60",
         ),
@@ -181,12 +182,12 @@ class ClusterSpec(Section):
 LAUNCHERS_OF = {
     "listen": ("connect", "ray", "dask"),
     "key_file": ("connect",),
-    "rejoin_s": ("local", "connect"),
+    "rejoin_s": LAUNCHERS,
     "address": ("ray", "dask"),
     "placement": ("ray",),
     "place_s": ("ray", "dask"),
 }
-"""The launchers that keys of a cluster go with; others go with all."""
+"""The launchers that keys of a cluster go with, and that another launcher has from the spec alone."""
 
 
 class SpecKeys(Section):

@@ -134,6 +134,19 @@ def read_key_file(path: str | os.PathLike[str]) -> ClusterKeys:
             f"key file {name} has mode {stat.S_IMODE(mode):04o}, so others can use its secrets; "
             f"make new keys, or chmod 600 {name} if nobody did"
         )
+    return keys_in(content, f"key file {name}")
+
+
+def keys_in(content: bytes | str, name: str) -> ClusterKeys:
+    """Return the keys that `key_text` has written.
+
+    Args:
+        content: the text.
+        name: what to call it, for errors.
+
+    Raises:
+        UsageError: it holds no keys.
+    """
     try:
         document = json.loads(content) if len(content) <= _FILE_BYTES_MAX else None
     except ValueError:
@@ -141,9 +154,7 @@ def read_key_file(path: str | os.PathLike[str]) -> ClusterKeys:
     if not isinstance(document, dict) or "pipedist_keys" not in document:
         raise UsageError(f"{name} is no pipedist key file")
     if document["pipedist_keys"] != KEY_FILE_VERSION:
-        raise UsageError(
-            f"key file {name} has version {document['pipedist_keys']!r}, expected {KEY_FILE_VERSION}"
-        )
+        raise UsageError(f"{name} has version {document['pipedist_keys']!r}, expected {KEY_FILE_VERSION}")
     server_public, client_public, client_secret = (_key(document, key, name) for key in _REQUIRED)
     server = None
     if "server_secret" in document:
@@ -157,17 +168,17 @@ def read_key_file(path: str | os.PathLike[str]) -> ClusterKeys:
 def _key(document: dict[str, object], key: str, name: str) -> bytes:
     value = document.get(key)
     if not isinstance(value, str) or len(value) != 40 or not value.isascii():
-        raise UsageError(f"key file {name}: {key} must be a key of 40 characters")
+        raise UsageError(f"{name}: {key} must be a key of 40 characters")
     text = value.encode("ascii")
     try:
         decoded = z85.decode(text)
     except (KeyError, ValueError, struct.error) as error:
-        raise UsageError(f"key file {name}: {key} is not a key in Z85") from error
+        raise UsageError(f"{name}: {key} is not a key in Z85") from error
     if z85.encode(decoded) != text:
-        raise UsageError(f"key file {name}: {key} is not a key in Z85")
+        raise UsageError(f"{name}: {key} is not a key in Z85")
     return text
 
 
 def _check_pair(public: bytes, secret: bytes, who: str, name: str) -> None:
     if zmq.curve_public(secret) != public:
-        raise UsageError(f"key file {name}: {who}_secret does not belong to {who}_public")
+        raise UsageError(f"{name}: {who}_secret does not belong to {who}_public")

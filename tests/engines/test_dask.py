@@ -16,6 +16,8 @@ import pytest
 
 import pipedist
 from pipedist.errors import UsageError, WorkersLost
+from pipedist.launchers.hosted import Terms
+from pipedist.transport.keys import key_text, new_keys
 from tests.engines.placing import (
     check_the_commands,
     document,
@@ -89,6 +91,44 @@ async def test_a_dask_worker_that_joins_later_keeps_one_too() -> None:
         await cluster.ready(1)
         dask.scale(2)
         await cluster.ready(2)
+
+
+class OneWorker:
+    """What a plugin sees of its Dask worker."""
+
+    address = "tcp://127.0.0.1:1"
+
+    def __init__(self) -> None:
+        self.plugins: dict[str, Any] = {}
+
+    def add(self, plugin: Any) -> None:
+        self.plugins[plugin.name] = plugin
+        plugin.setup(self)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("lives", [(1, 2, 3), (3, 2, 1), (2, 3, 1)])
+async def test_the_plugin_of_the_latest_process_has_the_worker(lives: tuple[int, ...]) -> None:
+    """A Dask worker that joins between two of them sets up all that are registered, in any order."""
+    from pipedist.launchers.dask_plugin import DaskPlugin
+
+    terms = Terms("tcp://127.0.0.1:1", key_text(new_keys()))
+    plugins = {life: DaskPlugin(f"p-{life}", terms, "r", life) for life in lives}
+    other = DaskPlugin("q-9", terms, "another run", 9)
+    worker = OneWorker()
+    worker.add(other)
+    for life in lives:
+        worker.add(plugins[life])
+    hosted = plugins[3]._hosted
+    try:
+        assert hosted is not None
+        assert other._hosted is not None
+        for life in (1, 2):
+            await plugins[life].teardown(worker)
+        assert (hosted.wait(0), other._hosted.wait(0)) == (None, None), "both are there"
+    finally:
+        for plugin in (*plugins.values(), other):
+            await plugin.teardown(worker)
 
 
 @pytest.mark.asyncio

@@ -13,8 +13,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 import anyio.to_thread
 import pytest
@@ -23,11 +21,12 @@ import pipedist
 from pipedist.engine_clusters import EngineCluster
 from pipedist.errors import UsageError, WorkersLost
 from pipedist.launchers import hosted
-from pipedist.launchers.engines import OnFailed, not_installed, require
+from pipedist.launchers.engines import not_installed, require
 from pipedist.launchers.hosted import HostedWorker, Terms
 from pipedist.launchers.modules import copy_modules
 from pipedist.scheduler import Limits
 from pipedist.transport.keys import ClusterKeys, key_text, new_keys
+from tests.engines.here import GONE_S, HereEngine
 from tests.engines.placing import (
     F,
     digest,
@@ -40,41 +39,6 @@ from tests.engines.placing import (
 from tests.launchers.processes import children_of, wait_gone, wait_state
 
 ROOT = Path(__file__).parents[2]
-GONE_S = 10.0
-
-
-class HereEngine:
-    """Keeps workers in this very process.
-
-    Args:
-        count: how many.
-        terms: how they join, instead of what they are told.
-    """
-
-    host = "127.0.0.1"
-
-    def __init__(self, count: int, terms: Terms | None = None) -> None:
-        self.hosted: list[HostedWorker] = []
-        self.told: list[Terms] = []
-        self._count = count
-        self._terms = terms
-
-    async def start(self, terms: Terms, on_failed: OnFailed) -> None:
-        self.told.append(terms)
-        loop = asyncio.get_running_loop()
-        for _ in range(self._count):
-            self.hosted.append(
-                HostedWorker(self._terms or terms, lambda how: loop.call_soon_threadsafe(on_failed, how))
-            )
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for each in self.hosted:
-            await anyio.to_thread.run_sync(each.close, GONE_S)
 
 
 def cluster_of(engine: HereEngine, workers: int = 2, threads: int = 1) -> EngineCluster:
