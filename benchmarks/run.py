@@ -28,7 +28,7 @@ from typing import Any
 from benchmarks import report
 from benchmarks.boost import boosted
 from benchmarks.data import make_data
-from benchmarks.goals import best_peer
+from benchmarks.goals import GOALS, best_peer
 from benchmarks.limits import FOR_WORKLOAD
 from benchmarks.one import MARK
 from benchmarks.sizes import FULL, SMOKE
@@ -38,7 +38,7 @@ from benchmarks.workloads import WORKLOADS
 ROOT = HOME.parent
 DOCS = ROOT / "docs" / "benchmarks.md"
 BEHIND = 4.0
-"""A peer so many times behind the best one is not measured again in later rounds."""
+"""A peer so many times behind the best one is not measured again in later rounds, unless a goal names it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +114,8 @@ class Session:
         if not mine.values or (WORKLOADS[workload].once and SYSTEMS[system].kind == "peer"):
             return False
         if self._options.all_rounds or SYSTEMS[system].kind != "peer":
+            return True
+        if system in {goal.of for goal in GOALS if (goal.at or goal.workload) == workload}:
             return True
         best = best_peer(report.medians_of(figures), workload)
         if best is None:
