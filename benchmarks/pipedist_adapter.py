@@ -111,7 +111,7 @@ class Pipedist(Adapter):
     def journalled_calls(self, fn: Function, count: int) -> Sequence[Any]:
         spec = _spec({"range": count, "batch": 1}, fn, {"results": {"gather": 0, "of": "y"}})
         spec = {**spec, "outputs": {"results": "results.npy"}}
-        with tempfile.TemporaryDirectory(dir=HOME / "results") as folder:
+        with tempfile.TemporaryDirectory(dir=HOME) as folder:
             written = self._await(self._results(spec, output=Path(folder) / "out"))["results"]
             return np.load(written)
 
