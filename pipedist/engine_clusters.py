@@ -17,7 +17,7 @@ from pipedist.launchers import whereabouts
 from pipedist.launchers.engines import PLACE_S, Engine
 from pipedist.launchers.hosted import JOIN_S, Terms
 from pipedist.launchers.whereabouts import Succession, Whereabouts
-from pipedist.local_cluster import Cluster, dial_in, tell, usable_cores
+from pipedist.local_cluster import GATHER_S, Cluster, dial_in, tell, usable_cores
 from pipedist.transport.keys import ClusterKeys, key_text, new_keys
 from pipedist.version import __version__
 
@@ -26,9 +26,6 @@ if TYPE_CHECKING:
     from pipedist.scheduler import Limits
 
 _ANYWHERE = ("0.0.0.0", "[::]", "*")
-
-GATHER_S: Final = 5.0
-"""How long a run that is resumed waits for workers that have stayed: they may hold finished results."""
 
 POINTER: Final = "placed.json"
 """The file that says where the workers of a run find its next process."""

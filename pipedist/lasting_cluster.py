@@ -13,15 +13,12 @@ import anyio
 from pipedist.errors import UsageError
 from pipedist.launchers.lasting import LastingTerms, LastingWorkers
 from pipedist.launchers.meeting import Meeting, meeting
-from pipedist.local_cluster import Cluster, dial_in, divided, tell
+from pipedist.local_cluster import GATHER_S, Cluster, dial_in, divided, tell
 from pipedist.transport.shared_memory.settings import SharedMemory
 
 if TYPE_CHECKING:
     from pipedist.coordinator import Coordinator
     from pipedist.scheduler import Limits
-
-GATHER_S: Final = 5.0
-"""How long a run that is resumed waits for workers that have stayed: they may hold finished results."""
 
 POINTER: Final = "workers.json"
 """The file that says where the workers of a run wait."""

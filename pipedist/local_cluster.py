@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 
 WORKERS_MAX = 4096
 
+GATHER_S = 5.0
+"""How long a resumed run waits at most for workers that have stayed: they may hold finished results."""
+
 
 def usable_cores() -> int:
     """Return how many cores this process may use."""
