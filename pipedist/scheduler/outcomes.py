@@ -61,7 +61,7 @@ class Outcomes:
         self.now = 0.0
         """The time of the event that is being handled."""
         self.separation = Separation(limits, members, out, self._cancel, self._finish)
-        self.speculation = Speculation(limits, members, passes, dealing, out, self._cancel)
+        self.speculation = Speculation(limits, members, passes, dealing, out, self._cancel, self._take_back)
 
     # -- reports under a lease that is held ------------------------------------------
 
@@ -202,6 +202,11 @@ class Outcomes:
         self._members.cancel(lease)
         pass_.leased -= lease.hi - lease.next
         self._out.append(cmd.SendCancel(lease.worker, lease.id))
+
+    def _take_back(self, pass_: Pass, lease: Lease) -> None:
+        self._cancel(pass_, lease)
+        pass_.wait(lease.next, lease.hi, lease.attempt)
+        self.quiet(pass_)
 
     # -- another attempt, or failure ---------------------------------------------------
 

@@ -35,6 +35,7 @@ class Speculation:
         dealing: gives calls to workers.
         out: where commands are added.
         cancel: takes a lease away.
+        take_back: takes a lease away that only waits at its worker, and lets its calls wait for another.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class Speculation:
         dealing: Dealing,
         out: list[cmd.Command],
         cancel: Callable[[Pass, Lease], None],
+        take_back: Callable[[Pass, Lease], None],
     ) -> None:
         self._limits = limits
         self._members = members
@@ -52,6 +54,7 @@ class Speculation:
         self._dealing = dealing
         self._out = out
         self._cancel = cancel
+        self._take_back = take_back
 
     # -- beginning ---------------------------------------------------------------------------
 
@@ -82,9 +85,7 @@ class Speculation:
         behind = [members.leases[i] for i in worker.leases[1:]]
         members.send_nothing_behind(lease)
         for other in behind:
-            pass_ = self._passes[other.pass_id]
-            self._cancel(pass_, other)
-            pass_.wait(other.next, other.hi, other.attempt)
+            self._take_back(self._passes[other.pass_id], other)
         return bool(behind)
 
     @property

@@ -260,6 +260,25 @@ def test_what_waits_behind_a_slow_call_is_executed_elsewhere() -> None:
     assert not assigns(play.setup(ev.Tick()))
 
 
+def test_a_held_pass_is_told_quiet_when_its_last_lease_is_taken_back() -> None:
+    """It waited behind a slow call of another pass: nothing of it runs any more, and nobody else would say so."""
+    limits = Limits(speculation_s_min=1.0, speculation_reports_min=3, bundle_s=0.001, prefetch_below_s=10.0)
+    play = Playbook(limits).with_workers("w0").with_pass(TWICE).with_pass(PassSettings(1, pulled=False), 2)
+    play.setup(ev.StepsOffered(2, 0, 1, 1), ev.CallsDone("w0", 0, 1, 0, 1, 10**9))
+    play.setup(ev.StepsOffered(1, 0, 4, 1))
+    for call in range(3):
+        play.at(call + 1.0).setup(ev.CallsDone("w0", 0, call + 2, call, call + 1, 10**9))
+    (behind,) = assigns(play.setup(ev.StepsOffered(2, 1, 2, 1)))
+    assert (behind.worker, behind.pass_id) == ("w0", 2), "behind the last call of pass 1"
+    play.setup(ev.PassHeld(2))
+    play.with_workers("w1")
+    deadline = play.scheduler.deadline()
+    assert deadline is not None
+    came = play.at(deadline).setup(ev.Tick())
+    assert cmd.SendCancel("w0", behind.lease) in came
+    assert cmd.PassQuiet(2) in came
+
+
 def test_a_range_goes_on_with_whoever_reports_first() -> None:
     limits = Limits(speculation_s_min=1.0, speculation_reports_min=3, bundle_s=1000.0, prefetch_below_s=0.0)
     play = Playbook(limits).with_workers("w0").with_pass(TWICE)
