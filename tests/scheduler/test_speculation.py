@@ -261,7 +261,7 @@ def test_what_waits_behind_a_slow_call_is_executed_elsewhere() -> None:
 
 
 def test_a_held_pass_is_told_quiet_when_its_last_lease_is_taken_back() -> None:
-    """It waited behind a slow call of another pass: nothing of it runs any more, and nobody else would say so."""
+    """It waited behind a slow call of another pass; nobody else would say that nothing of its own runs."""
     limits = Limits(speculation_s_min=1.0, speculation_reports_min=3, bundle_s=0.001, prefetch_below_s=10.0)
     play = Playbook(limits).with_workers("w0").with_pass(TWICE).with_pass(PassSettings(1, pulled=False), 2)
     play.setup(ev.StepsOffered(2, 0, 1, 1), ev.CallsDone("w0", 0, 1, 0, 1, 10**9))
