@@ -34,13 +34,19 @@ def main() -> None:
     """Carry out the command line of this process, and end the process with its exit code."""
     # what the commands do is guarded; here are the texts that come of the command line alone: --help
     try:
-        app(prog_name="pipedist")
+        code = app(prog_name="pipedist", standalone_mode=False)
+    except click.Abort:  # click's name for a KeyboardInterrupt; by itself it would end with 1
+        raise SystemExit(130) from None
+    except click.ClickException as error:
+        error.show()
+        raise SystemExit(error.exit_code) from None
     except (OSError, PipedistError) as error:
         from pipedist.cli.exits import report
         from pipedist.cli.streams import lost
 
         report(lost(error) if isinstance(error, OSError) else error)
         raise SystemExit(1) from None
+    raise SystemExit(code)
 
 
 def _end(carry_out: Callable[[], int]) -> None:

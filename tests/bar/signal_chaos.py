@@ -144,6 +144,9 @@ def chaos(seeds: range, folder: Path) -> Counter[str]:
             print(f"{seed + 1} of {len(seeds)}", flush=True)
     if left := shared_memory() - before:
         raise Wrong(f"in /dev/shm: {left}")
+    missed = sum(count for what, count in told.items() if what.startswith("exit 0"))
+    if len(seeds) > 20 and missed > len(seeds) / 2:
+        raise Wrong(f"{missed} of {len(seeds)} runs came to their end as if there had been no signal")
     return told
 
 
@@ -153,6 +156,8 @@ def main() -> int:
     parser.add_argument("--seed", type=int, help="this one alone")
     told = parser.parse_args()
     seeds = range(told.count) if told.seed is None else range(told.seed, told.seed + 1)
+    # Whatever a shell starts in the background ignores this signal, and so would the runs.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     begin = time.monotonic()
     try:
         with tempfile.TemporaryDirectory(prefix="pipedist-signals-") as folder:

@@ -3,9 +3,12 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sys
+import types
 
 import pytest
 
+from pipedist.cli import app
 from pipedist.cli.exits import Interrupted
 from pipedist.cli.interruption import SIGNALS, Interruption
 
@@ -87,3 +90,22 @@ def test_what_is_ignored_stays_so() -> None:
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+class _Signalled(types.ModuleType):
+    def __getattr__(self, name: str) -> object:
+        if name == "RunOptions":  # what is imported first; pytest looks for others
+            raise KeyboardInterrupt
+        raise AttributeError(name)
+
+
+def test_a_signal_while_a_command_is_imported_is_no_failure(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """click would call that an abort, and end with 1."""
+    monkeypatch.setattr(sys, "argv", ["pipedist", "run", "spec.yaml"])
+    monkeypatch.setitem(sys.modules, "pipedist.cli.run_command", _Signalled("run_command"))
+    with pytest.raises(SystemExit) as ended:
+        app.main()
+    assert ended.value.code == 130
+    assert "Aborted" not in capfd.readouterr().err
