@@ -1,9 +1,11 @@
 """What SIGINT, SIGTERM and SIGHUP do to a run.
 
-Before anything runs, a signal ends the process. Then the first one drains: nothing new is
-issued, running calls have the cluster's grace time. The second one ends the run at once; should
-even that take long, the process is ended (its workers die with it, or are killed before). The handlers
-are plain signal handlers, not the event loop's: a loop that is busy must not make Ctrl-C deaf.
+Before anything is opened, a signal ends the process. While a run runs, the first one drains: nothing new
+is issued, running calls have the cluster's grace time. The second one ends the run at once. While it is being
+opened the first one cancels that, and while it is being closed that goes on: an exception out of nowhere
+would leave sockets half made, whose end is waited for in vain. Should any of this take long, the process
+is ended (its workers die with it, or are killed before). The handlers are plain signal handlers, not the
+event loop's: a loop that is busy must not make Ctrl-C deaf.
 """
 
 from __future__ import annotations
@@ -55,6 +57,9 @@ class Interruption:
         self.tell = tell
         self._end = end
         self._run: Stoppable | None = None
+        self._task: asyncio.Task[Any] | None = None
+        """It opens the run, and closes it."""
+        self._has_run = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._watchdog: threading.Timer | None = None
         self._before: dict[signal.Signals, Any] = {}
@@ -73,8 +78,17 @@ class Interruption:
     ) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
-        if self._watchdog is not None:
-            self._watchdog.cancel()
+        self._call_off()
+
+    @contextlib.contextmanager
+    def lifetime(self) -> Iterator[None]:
+        """While this context is open, in the task that opens and closes the run, no signal raises."""
+        self._loop = asyncio.get_running_loop()
+        self._task = asyncio.current_task()
+        try:
+            yield
+        finally:
+            self._task = None
 
     @contextlib.contextmanager
     def watching(self, run: Stoppable, grace_s: float) -> Iterator[None]:
@@ -86,29 +100,46 @@ class Interruption:
             yield
         finally:
             self._run = None
+            self._has_run = True
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         self._count += 1
         if self.exit_code is None:
             self.exit_code = interrupted(number)
-        name = signal.Signals(number).name
-        if self._run is None or self._loop is None:
+        if self._run is None and self._task is None:
             raise Interrupted(self.exit_code)
         if self._count == 1:
-            self._post(
-                self.tell,
-                f"pipedist: {name}: no new calls are issued; running calls have {self._grace_s:g} s "
-                "to finish (a second signal ends the run at once)",
-            )
-            self._post(self._run.drain)
-        elif self._count == 2:
-            self._post(self.tell, f"pipedist: {name}: the run is ended at once")
+            self._post(self._leave, signal.Signals(number).name)
+            if self._run is None:
+                self._give(_END_S)
+        elif self._count == 2 and self._run is not None:
+            self._post(self.tell, f"pipedist: {signal.Signals(number).name}: the run is ended at once")
             self._post(self._run.cancel)
-            self._watchdog = threading.Timer(_END_S, self._end, (self.exit_code,))
-            self._watchdog.daemon = True
-            self._watchdog.start()
+            self._give(_END_S)
         else:
             self._end(self.exit_code)
+
+    def _leave(self, name: str) -> None:
+        """Do what the first signal asks for, in the loop."""
+        if self._run is not None:
+            self._call_off()
+            self.tell(
+                f"pipedist: {name}: no new calls are issued; running calls have {self._grace_s:g} s "
+                "to finish (a second signal ends the run at once)"
+            )
+            self._run.drain()
+        elif self._task is not None and not self._has_run:
+            self._task.cancel()
+
+    def _give(self, seconds: float) -> None:
+        """End the process, unless it has ended by then."""
+        self._watchdog = threading.Timer(seconds, self._end, (self.exit_code,))
+        self._watchdog.daemon = True
+        self._watchdog.start()
+
+    def _call_off(self) -> None:
+        if self._watchdog is not None:
+            self._watchdog.cancel()
 
     def _post(self, call: Callable[..., object], *args: object) -> None:
         if self._loop is not None and not self._loop.is_closed():

@@ -100,7 +100,12 @@ def execute(options: RunOptions) -> int:
         write_error(text + "\n")
 
     with Interruption(tell) as interruption, StallGuard(tell) as guard, stdout_to_stderr():
-        ended = asyncio.run(_run(options, interruption, guard))
+        try:
+            ended = asyncio.run(_run(options, interruption, guard))
+        except asyncio.CancelledError:
+            if interruption.exit_code is None:
+                raise
+            return interruption.exit_code
     if isinstance(ended.error, RunCancelled):
         again = ""
         if _has_folder(ended, options):
@@ -163,24 +168,26 @@ async def _run(options: RunOptions, interruption: Interruption, guard: StallGuar
     # What is imported stays until the process ends: there is nothing to collect in it, neither now nor
     # at the end, where the interpreter would look three times. Nothing of the user's is there yet.
     gc.freeze()
-    async with opened as run:
-        if run.notice:
-            write_error(f"pipedist: {run.notice}\n")
-        reporter = open_reporter(run.name)
-        interruption.tell = guard.tell = reporter.line
-        ended: Ended | None = None
-        try:
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(_watch, run, reporter, guard, name="progress")
-                cluster = run.spec.cluster
-                with interruption.watching(run, cluster.grace_s), guard.watching(run, cluster.stall_s):
-                    ended = await _outcome(run)
-                tasks.cancel_scope.cancel()
-        finally:
-            reporter.close()
-        if ended is None:
-            raise RuntimeError("the run has ended, and nobody knows how")
-        return ended
+    opened.compile()  # it imports modules of the user's, which may take long: a signal ends the process
+    with interruption.lifetime():
+        async with opened as run:
+            if run.notice:
+                write_error(f"pipedist: {run.notice}\n")
+            reporter = open_reporter(run.name)
+            interruption.tell = guard.tell = reporter.line
+            ended: Ended | None = None
+            try:
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(_watch, run, reporter, guard, name="progress")
+                    cluster = run.spec.cluster
+                    with interruption.watching(run, cluster.grace_s), guard.watching(run, cluster.stall_s):
+                        ended = await _outcome(run)
+                    tasks.cancel_scope.cancel()
+            finally:
+                reporter.close()
+            if ended is None:
+                raise RuntimeError("the run has ended, and nobody knows how")
+            return ended
 
 
 def _keyed(options: RunOptions, key_file: str) -> Spec:

@@ -117,10 +117,13 @@ class Run(AsyncOnly):
 
     # -- lifetime ------------------------------------------------------------------------------
 
-    async def __aenter__(self) -> Run:
-        await self._stack.__aenter__()
-        self._stack.callback(self._spare.end)
-        try:
+    def compile(self) -> None:
+        """Import what the spec names, and plan what will be executed; `async with` does it where you don't.
+
+        Raises:
+            SpecError: the spec can't be executed.
+        """
+        if self._plan is None:
             given = self._given_cluster
             self._plan = compile_plan(
                 self._spec,
@@ -128,8 +131,16 @@ class Run(AsyncOnly):
                 verify=self._verify,
                 supply=given.supply if given else None,
             )
-            cluster = given or cluster_for(self._plan, force=self._force, folder=self._private())
-            self._stack.callback(self._plan.close)
+
+    async def __aenter__(self) -> Run:
+        await self._stack.__aenter__()
+        self._stack.callback(self._spare.end)
+        try:
+            self.compile()
+            self._stack.callback(self.plan.close)
+            cluster = self._given_cluster
+            if cluster is None:
+                cluster = cluster_for(self.plan, force=self._force, folder=self._private())
             self._open_folder()
             if self._earlier is None:
                 await self._open_cluster(cluster)

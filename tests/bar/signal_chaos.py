@@ -107,7 +107,11 @@ def disturb(seed: int, folder: Path, want: dict[str, str], took_s: float) -> str
             process.send_signal(number)
             sent += 1
         time.sleep(random.choice((0.0, 0.02, 0.2)))
-    _, told = process.communicate(timeout=WAIT_S)
+    try:
+        _, told = process.communicate(timeout=WAIT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise Wrong(f"seed {seed}: not over {WAIT_S:g} s after {sent} signals") from None
     code = process.returncode
     allowed = {128 + number for number in signals[:sent]}
     if sent:  # before a line of Python has run the kernel's own handling holds, which shells show as 128 + n

@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import types
+from collections.abc import Callable
 
 import pytest
 
@@ -71,6 +72,63 @@ def test_a_busy_loop_does_not_keep_the_third_signal_from_ending_the_process() ->
 
     with Interruption(lambda text: None, end=ended.append) as interruption:
         asyncio.run(main())
+
+
+async def opening(interruption: Interruption, then: Callable[[], None]) -> None:
+    with interruption.lifetime():
+        os.kill(os.getpid(), signal.SIGTERM)
+        then()
+        await asyncio.Event().wait()
+
+
+def test_while_a_run_is_opened_a_signal_raises_nothing_where_it_comes_and_cancels() -> None:
+    went_on: list[bool] = []
+    with Interruption(lambda text: None) as interruption, pytest.raises(asyncio.CancelledError):
+        asyncio.run(opening(interruption, lambda: went_on.append(True)))
+    assert went_on
+    assert interruption.exit_code == 143
+
+
+def test_an_opening_that_does_not_end_is_ended() -> None:
+    ended: list[int] = []
+    with Interruption(lambda text: None, end=ended.append) as interruption:
+        with pytest.raises(asyncio.CancelledError):
+            asyncio.run(opening(interruption, lambda: os.kill(os.getpid(), signal.SIGTERM)))
+        assert ended == [143]
+        timer = interruption._watchdog
+        assert timer is not None
+        assert timer.is_alive(), "the loop has not seen to it yet"
+
+
+def test_a_signal_that_comes_before_the_run_and_is_seen_in_it_drains() -> None:
+    run = FakeRun()
+
+    async def main() -> None:
+        with interruption.lifetime():
+            os.kill(os.getpid(), signal.SIGINT)
+            with interruption.watching(run, 10.0):
+                await run.called.wait()
+            timer = interruption._watchdog
+            assert timer is not None
+            await asyncio.to_thread(timer.join, 30)
+
+    with Interruption(lambda text: None, end=lambda code: pytest.fail("it drains")) as interruption:
+        asyncio.run(main())
+    assert run.calls == ["drain"]
+
+
+def test_while_a_run_is_closed_a_signal_lets_that_go_on() -> None:
+    async def main() -> str:
+        with interruption.lifetime():
+            with interruption.watching(FakeRun(), 10.0):
+                pass
+            os.kill(os.getpid(), signal.SIGINT)
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            return "closed"
+
+    with Interruption(lambda text: None) as interruption:
+        assert asyncio.run(main()) == "closed"
 
 
 def test_handlers_are_given_back() -> None:

@@ -406,6 +406,34 @@ def test_the_grace_time_ends(spec: Path) -> None:
     assert workers_of(process.pid) == []
 
 
+SIGNALLED = """
+import os, signal, zmq
+socket = zmq.Context.socket
+def signalled(self, *args, **kwargs):
+    zmq.Context.socket = socket
+    opened = socket(self, *args, **kwargs)
+    os.kill(os.getpid(), signal.SIGINT)
+    open("went_on", "w").close()
+    return opened
+zmq.Context.socket = signalled
+from pipedist.cli import main
+main()
+"""
+
+
+def test_a_signal_while_the_cluster_is_opened_does_not_tear_it(spec: Path) -> None:
+    """A socket that is made, but known to nobody yet, would be waited for without an end."""
+    ended = subprocess.run(
+        [sys.executable, "-c", SIGNALLED, "run", "squares.yaml"],
+        cwd=spec.parent,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "")
+    assert (spec.parent / "went_on").exists()
+
+
 def test_a_signal_before_the_run_ends_the_process(spec: Path) -> None:
     """While the user's module is imported nothing runs yet, and the event loop is busy."""
     module = spec.with_name("squares.py")
