@@ -22,7 +22,8 @@ from pipedist.transport.wire import pack, unpack
 from pipedist.worker.commands import Ending
 from pipedist.worker.driver import Driver
 from pipedist.worker.hello import make_hello
-from pipedist.worker.machine import Limits, WorkerMachine
+from pipedist.worker.limits import Limits
+from pipedist.worker.machine import WorkerMachine
 from pipedist.worker.progress import Progress, Running
 
 if TYPE_CHECKING:

@@ -47,7 +47,8 @@ from pipedist.worker.execution import Outcome, PassExecutor
 from pipedist.worker.failures import CallFailure
 from pipedist.worker.kept import KeptCalls, KeptResults
 from pipedist.worker.leases import Leases
-from pipedist.worker.machine import Limits, WorkerMachine
+from pipedist.worker.limits import Limits
+from pipedist.worker.machine import WorkerMachine
 from pipedist.worker.output import OutputCapture
 from pipedist.worker.progress import Progress
 from pipedist.worker.ranges import RefusedRange
