@@ -225,7 +225,7 @@ class SimulatedDriver(Driver):
         """Report what is finished, while a call takes long."""
         with self._core:
             if self._run is not None and self._slice is not None:
-                self._report(self._slice.lease, self._run)
+                self._reports.finished(self._slice.lease, self._run)
 
     def pass_of_slice(self) -> int:
         """Return the pass whose calls are executed."""
