@@ -36,7 +36,7 @@ PARTS = {
     "pipedist.transport.lane.client:write": "lane: send, the system call",
     "pipedist.worker.machine:WorkerMachine.handle": "machine",
     "pipedist.worker.binding:decode": "codec: decode",
-    "pipedist.worker.driver:encode": "codec: encode",
+    "pipedist.worker.reports:encode": "codec: encode",
     "pipedist.transport.dealer:unpack": "codec: message heads",
     "pipedist.transport.dealer:pack": "codec: message heads",
     "pipedist.worker.shards:LeaseShards.find": "find shard",

@@ -2,12 +2,12 @@
 
 Theory of operation: everything happens on one event loop, in `post`. An event (a message
 from a worker, a worker's exit, steps from a feed, a reader that consumed) is handled by the
-scheduler at once, and the commands that come back are carried out in order; nothing is ever
-awaited, sends never block. Payloads stay here: inputs in the feeds, results in `ResultStore`s;
+scheduler at once, and the commands that come back are carried out in order (`Orders`); nothing is
+ever awaited, sends never block. Payloads stay here: inputs in the feeds, results in `ResultStore`s;
 the scheduler sees their sizes.
 
-What a worker sends is decoded and checked before the scheduler hears of it. A message that
-breaks the protocol costs its sender the connection, and its calls go elsewhere. Should the
+What a worker sends is decoded and checked before the scheduler hears of it (`Reception`). A message
+that breaks the protocol costs its sender the connection, and its calls go elsewhere. Should the
 scheduler or the driver itself raise, every pass ends with that: a defect must not become a hang.
 """
 
@@ -19,25 +19,24 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING
 
 from pipedist import messages as msg
 from pipedist.coordinator.dispatch import Dispatch
-from pipedist.coordinator.fleet import Fate, Fleet
+from pipedist.coordinator.fleet import Fleet
 from pipedist.coordinator.gangs import Gangs
 from pipedist.coordinator.handle import Arrival, PassHandle, SetAside
 from pipedist.coordinator.introductions import Introductions
 from pipedist.coordinator.log_sinks import LogSink, LogSinks
-from pipedist.coordinator.offers import Offers
+from pipedist.coordinator.orders import Orders
+from pipedist.coordinator.passes import Passes
 from pipedist.coordinator.policy import Policy
+from pipedist.coordinator.reception import Reception
 from pipedist.coordinator.refusals import Refusals
-from pipedist.coordinator.remote_exceptions import call_error
-from pipedist.coordinator.roster import Peer
 from pipedist.coordinator.segments import Segments
 from pipedist.coordinator.states import States
-from pipedist.coordinator.store import Chunk, open_chunk
+from pipedist.coordinator.store import Chunk
 from pipedist.coordinator.timer import Timer
 from pipedist.errors import (
     LocalProtocolError,
@@ -51,11 +50,9 @@ from pipedist.feeds import Feed
 from pipedist.launchers.base import Launcher, WorkerExit
 from pipedist.program import Program, Tree
 from pipedist.scheduler import Limits, PassSettings, Scheduler
-from pipedist.scheduler import commands as cmd
 from pipedist.scheduler import events as ev
 from pipedist.transport.codec import encode
 from pipedist.transport.router import Router
-from pipedist.worker.progress import Running
 
 if TYPE_CHECKING:
     from pipedist.coordinator.stalls import Stall
@@ -69,10 +66,6 @@ RouterFactory = Callable[
     Router,
 ]
 """Makes a router from (on_message, on_reject, on_lost)."""
-
-
-_DIGITS_MAX = 9
-"""Of the number of a gang's member."""
 
 LEAVING_S = 2.0
 """How long workers that dialled in may take to say Goodbye when the cluster is closed."""
@@ -121,31 +114,47 @@ class Coordinator:
             boot=boot,
             heard_within_s=limits.heard_within_s,
             rejoin_s=rejoin_s,
-            explain=self._explain,
+            explain=lambda *told: self._passes.explain(*told),
             on_refuse=self._on_reject,
             force=force,
             tell=tell,
         )
-        self._introductions = Introductions(self._fleet)
         self._refusals = Refusals(tells=dial_in)
-        self._stale = 0
-        self._scheduler = scheduler = Scheduler(limits)
+        self._scheduler = Scheduler(limits)
+        pass_of = self._scheduler.pass_of
+        introductions = Introductions(self._fleet)
+        self._passes = Passes(self.post, pass_of, self._fleet, introductions)
         self._states = States(self._fleet)
         self._gangs = Gangs(
             self._fleet,
             Segments(self._fleet, enabled=shared_memory),
-            lambda worker, lease: scheduler.pass_of(worker, lease) is not None,
+            lambda worker, lease: pass_of(worker, lease) is not None,
         )
-        self._dispatch = Dispatch(self.post, self._fleet, self._states, self._gangs)
         self._events: deque[tuple[ev.Event, Chunk | None]] = deque()
         self._pumping = False
         self._closed = False
-        self._handles: dict[int, PassHandle] = {}
-        self._offers = Offers()
         self._outlived = dial_in and rejoin_s > 0
         """Workers may be there when this process is gone."""
-        self._last_pass = 0
         self._log_sinks = LogSinks()
+        self._orders = Orders(
+            self.post,
+            self._fail_all,
+            fleet=self._fleet,
+            dispatch=Dispatch(self.post, self._fleet, self._states, self._gangs),
+            gangs=self._gangs,
+            introductions=introductions,
+            refusals=self._refusals,
+            passes=self._passes,
+        )
+        self._reception = Reception(
+            self.post,
+            fleet=self._fleet,
+            gangs=self._gangs,
+            introductions=introductions,
+            log_sinks=self._log_sinks,
+            refusals=self._refusals,
+            passes=self._passes,
+        )
         self._failed: PipedistError | None = None
         self._timer: Timer | None = None
         self._stack = AsyncExitStack()
@@ -157,7 +166,7 @@ class Coordinator:
         try:
             await self._stack.enter_async_context(self._router)
             self._stack.callback(self._gangs.close)
-            self._timer = Timer(self._tick)
+            self._timer = Timer(lambda: self.post(ev.Tick()))
             self._stack.callback(self._timer.cancel)
             if self._launcher_factory is not None:
                 launcher = self._launcher_factory(self._router.endpoint)
@@ -195,13 +204,12 @@ class Coordinator:
     @property
     def rejected(self) -> int:
         """How many messages, results and workers were refused."""
-        return self._refusals.count + self._stale
+        return self._refusals.count + self._refusals.stale
 
     @property
     def pids(self) -> dict[str, int]:
         """Process ids of the workers that were started here, by name."""
-        launcher = self._fleet.launcher
-        return dict(launcher.pids) if launcher is not None else {}
+        return self._fleet.pids
 
     def kill(self, worker: str) -> None:
         """Kill a worker's process with SIGKILL; the scheduler replaces it.
@@ -209,12 +217,7 @@ class Coordinator:
         Raises:
             UsageError: no worker of that name was started here.
         """
-        launcher = self._fleet.launcher
-        if launcher is None or worker not in self._fleet.names:
-            names = self._fleet.names if launcher is not None else ()
-            there = f"{names[0]} to {names[-1]}" if names else "none: its workers are started elsewhere"
-            raise UsageError(f"no worker {worker!r} was started here; those that can be killed: {there}")
-        launcher.kill(worker)
+        self._fleet.kill(worker)
 
     async def restart(self, worker: str) -> None:
         """Kill a worker's process, and return as soon as the next one has joined.
@@ -224,7 +227,7 @@ class Coordinator:
             WorkersLost: workers die before they join.
         """
         peer = self._fleet.of(worker)
-        self.kill(worker)
+        self._fleet.kill(worker)
         await self._fleet.wait_for_next(worker, -1 if peer is None else peer.incarnation)
 
     def cut(self, worker: str) -> None:
@@ -300,19 +303,13 @@ class Coordinator:
             raise self._failed
         if self._timer is None:
             raise RunCancelled("the cluster is not open: use it inside `async with`")
-        number = self._last_pass + 1
         stamp = stamp if self._outlived else ""
         policy = Policy(program, dict(retries or {}), frozenset(quarantine))
+        number = self._passes.last + 1
         handle = PassHandle(
             self.post, number, name, program, settings, policy, feed, on_arrival, on_quarantine, stamp
         )
-        self._last_pass = number
-        self._handles[number] = handle
-        if policy.is_timed:
-            self._fleet.watch(wanted=True)
-        self.post(ev.PassOpened(number, settings))
-        for kept in self._offers.of_pass(handle.key, number):
-            self.post(kept)
+        self._passes.open(handle)
         return handle
 
     def open_space(self) -> int:
@@ -342,7 +339,7 @@ class Coordinator:
 
         launcher = self._fleet.launcher
         seen = (lambda _worker: None) if launcher is None else launcher.running
-        return name_all(self._scheduler.why(time.monotonic()), self._handles, seen)
+        return name_all(self._scheduler.why(time.monotonic()), self._passes.handles, seen)
 
     @property
     def silent_s(self) -> float:
@@ -374,9 +371,9 @@ class Coordinator:
             while self._events:
                 event, chunk = self._events.popleft()
                 if isinstance(event, ev.PassClosed):
-                    self._forget(event.pass_id)
+                    self._passes.forget(event.pass_id)
                 for command in self._scheduler.handle(event, time.monotonic()):
-                    self._carry_out(command, chunk)
+                    self._orders.carry_out(command, chunk)
         except Exception as error:
             defect = LocalProtocolError(f"a defect of pipedist ended the cluster: {error}")
             defect.__cause__ = error
@@ -387,78 +384,12 @@ class Coordinator:
         if self._timer is not None:
             self._timer.set(self._scheduler.deadline())
 
-    def _forget(self, pass_id: int) -> None:
-        handle = self._handles.pop(pass_id, None)
-        if handle is not None:
-            self._introductions.forget(pass_id)
-            handle.closed(RunCancelled(f"{handle.name} was closed"))
-            if handle.policy.is_timed and not any(x.policy.is_timed for x in self._handles.values()):
-                self._fleet.watch(wanted=False)
-
-    def _tick(self) -> None:
-        self.post(ev.Tick())
-
-    def _carry_out(self, command: cmd.Command, chunk: Chunk | None) -> None:
-        match command:
-            case cmd.StashResults(serial):
-                if chunk is not None:
-                    self._gangs.stash(serial, chunk)
-            case cmd.GangEnded():
-                pass_id, stash, peers = self._gangs.end(command)
-                if stash:
-                    self._handles[pass_id].gang_arrived(stash, peers)
-            case cmd.AcceptResults(pass_id):
-                if chunk is not None:
-                    self._handles[pass_id].arrived(chunk)
-            case cmd.StepsReady(pass_id, first, last):
-                self._handles[pass_id].ready(first, last)
-            case cmd.SendGang(pass_id=pass_id):
-                self._dispatch.gang(self._handles[pass_id], command)
-            case cmd.SendAssign(pass_id=pass_id):
-                self._dispatch.lease(self._handles[pass_id], command)
-            case cmd.RequestSteps(pass_id, count):
-                self._handles[pass_id].want(count)
-            case cmd.SendBind(worker, pass_id):
-                self._introductions.bind(worker, self._handles[pass_id])
-            case cmd.SendRecall(worker, lease, pass_id, lo, hi):
-                self._fleet.send(worker, msg.Recall(lease, pass_id, lo, hi))
-            case cmd.SendSettled(worker, pass_id, before):
-                self._fleet.send(worker, msg.Settled(pass_id, before))
-            case cmd.SendUnbind(worker, pass_id):
-                self._fleet.send(worker, msg.Unbind(pass_id))
-            case cmd.SendCancel(worker, lease):
-                self._fleet.send(worker, msg.Cancel(lease))
-            case cmd.StepFailed(pass_id, step, failures):
-                handle = self._handles[pass_id]
-                replicas = handle.settings.replicas
-                error = call_error(failures[0], handle.raised, name=handle.name, replicas=replicas)
-                handle.step_failed(step, error)
-            case cmd.SizeCall(pass_id, call):
-                self.post(ev.CallSized(pass_id, call, self._handles[pass_id].separable(call)))
-            case cmd.CallsQuarantined(pass_id):
-                self._handles[pass_id].set_aside(command)
-            case cmd.PassComplete(pass_id):
-                self._handles[pass_id].completed()
-            case cmd.PassQuiet(pass_id):
-                self._handles[pass_id].went_quiet()
-            case cmd.StartWorker(worker, incarnation):
-                self._fleet.start(worker, incarnation)
-            case cmd.ExpelWorker(worker, incarnation, reason):
-                self._fleet.expel(worker, incarnation, reason)
-            case cmd.ClusterFailed(reason):
-                self._fail_all(WorkersLost(reason))
-            case cmd.DropResults():
-                self._stale += 1
-            case _:
-                raise LocalProtocolError(f"the coordinator knows no command {command!r}")
-
     def _fail_all(self, error: PipedistError) -> None:
         self._failed = self._failed or error
         self._fleet.fail(self._failed)
-        for handle in list(self._handles.values()):
-            handle.fail(error)
+        self._passes.fail(error)
 
-    # -- what workers say ------------------------------------------------------------------
+    # -- connections -----------------------------------------------------------------------
 
     def _on_message(self, identity: bytes, message: msg.Message, frames: list[memoryview]) -> None:
         if self._closed:
@@ -466,98 +397,14 @@ class Coordinator:
         try:
             peer = self._fleet.behind(identity)
             if isinstance(message, msg.Hello):
-                self._greet(identity, message)
+                self._reception.greet(identity, message)
             elif peer is not None:
-                self._on_word(peer, message, frames)
+                self._reception.hear(peer, message, frames)
             else:
-                self._on_stranger(identity, message)
+                self._reception.hear_stranger(identity, message)
         except RemoteProtocolError as error:
             self._router.drop(identity, f"peer {identity.hex()}: {error}")
             self._on_lost(identity, f"it broke the protocol: {error}")
-
-    def _greet(self, identity: bytes, hello: msg.Hello) -> None:
-        """Let a worker join, if it may; what it has kept is known before it is dealt anything."""
-        self._fleet.check_name(hello)
-        passes = {handle.key: handle.id for handle in self._handles.values() if handle.key}
-        for kept in self._offers.take(hello, passes):
-            self.post(kept)
-        self._fleet.greet(identity, hello)
-        peer = self._fleet.of(hello.worker)
-        if peer is None or peer.incarnation != hello.incarnation:
-            self._offers.forget(hello.worker, hello.incarnation)
-
-    def _on_word(self, peer: Peer, message: msg.Message, frames: list[memoryview]) -> None:
-        match message:
-            case msg.Results():
-                self._on_results(peer, message, frames)
-            case msg.Failed():
-                self._on_failed(peer, message)
-            case msg.Exchange():
-                self._stale += not self._gangs.exchange(peer, message, frames)
-            case msg.Stalled():
-                self._on_stalled(peer, message)
-            case msg.Cancelled(lease):
-                self.post(ev.CancelHeard(peer.worker, peer.incarnation, lease))
-            case msg.Sees(pass_id):
-                if pass_id in self._handles:
-                    self._introductions.saw(peer, pass_id)
-            case msg.Log():
-                self._log_sinks.tell(peer.worker, message)
-            case msg.Heartbeat():
-                self.post(ev.WorkerHeard(peer.worker, peer.incarnation))
-            case msg.Goodbye():
-                self._fleet.left(replace(message, worker=peer.worker, incarnation=peer.incarnation))
-            case _:
-                raise RemoteProtocolError(f"a worker may not send {type(message).__name__}")
-
-    def _on_stranger(self, identity: bytes, message: msg.Message) -> None:
-        """A supervisor speaks for a worker that dialled in; from others nothing counts."""
-        match message:
-            case msg.Heartbeat(worker, incarnation) if worker not in self._fleet.names:
-                self._fleet.check_name(message)
-                self._fleet.heard(identity, worker, incarnation)
-            case msg.Goodbye(worker) if worker not in self._fleet.names:
-                self._fleet.check_name(message)
-                self._fleet.left(message)
-            case _:
-                self._fleet.turn_away(identity)
-
-    def _handle_of(self, peer: Peer, lease: int) -> PassHandle | None:
-        return self._handle_of_worker(peer.worker, lease)
-
-    def _handle_of_worker(self, worker: str, lease: int) -> PassHandle | None:
-        pass_id = self._scheduler.pass_of(worker, lease)
-        return None if pass_id is None else self._handles.get(pass_id)
-
-    def _on_results(self, peer: Peer, told: msg.Results, frames: list[memoryview]) -> None:
-        handle = self._handle_of(peer, told.lease)
-        chunk, size = None, 0
-        if handle is not None:  # otherwise they don't count, and are not worth decoding
-            chunk = open_chunk(told.lo, told.hi, frames, handle.slots, partial=handle.settings.gang)
-            size = chunk.size
-        who, incarnation = peer.worker, peer.incarnation
-        self.post(ev.CallsDone(who, incarnation, told.lease, told.lo, told.hi, told.busy_ns, size), chunk)
-
-    def _on_failed(self, peer: Peer, told: msg.Failed) -> None:
-        handle = self._handle_of(peer, told.lease)
-        who, incarnation = peer.worker, peer.incarnation
-        failed = ev.CallFailed(who, incarnation, told.lease, told.call, aborted=told.aborted)
-        if handle is not None:
-            handle.raised[told.call] = told
-            failed = handle.policy.judged(failed, told)
-            self._gangs.failed(told)
-        self.post(failed)
-        self._gangs.reported(told.lease)
-
-    def _explain(self, worker: str, running: Running, timed_out: bool) -> Fate | None:
-        handle = self._handle_of_worker(worker, running.lease)
-        return None if handle is None else handle.ended(running, timed_out=timed_out)
-
-    def _on_stalled(self, peer: Peer, told: msg.Stalled) -> None:
-        if not all(member.isdecimal() and len(member) <= _DIGITS_MAX for member in told.members):
-            raise RemoteProtocolError(f"the members {told.members} of a gang")
-        members = tuple(map(int, told.members))
-        self.post(ev.GangStalled(peer.worker, peer.incarnation, told.lease, members, told.text))
 
     def _on_exit(self, exit_: WorkerExit) -> None:
         if not self._closed:

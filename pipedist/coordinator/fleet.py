@@ -11,7 +11,7 @@ import anyio
 from pipedist import messages as msg
 from pipedist.coordinator.admission import differences, refusal
 from pipedist.coordinator.roster import Peer, Roster
-from pipedist.errors import LocalProtocolError, PipedistError, RemoteProtocolError
+from pipedist.errors import LocalProtocolError, PipedistError, RemoteProtocolError, UsageError
 from pipedist.launchers.base import Launcher, WorkerExit
 from pipedist.records import record
 from pipedist.scheduler import Event
@@ -186,6 +186,23 @@ class Fleet:
             return
         self._started[worker] = incarnation
         self.launcher.start(worker, incarnation)
+
+    @property
+    def pids(self) -> dict[str, int]:
+        """Process ids of the workers that were started here, by name."""
+        return {} if self.launcher is None else dict(self.launcher.pids)
+
+    def kill(self, worker: str) -> None:
+        """Kill a worker's process with SIGKILL; the scheduler replaces it.
+
+        Raises:
+            UsageError: no worker of that name was started here.
+        """
+        if self.launcher is None or worker not in self.names:
+            names = self.names if self.launcher is not None else ()
+            there = f"{names[0]} to {names[-1]}" if names else "none: its workers are started elsewhere"
+            raise UsageError(f"no worker {worker!r} was started here; those that can be killed: {there}")
+        self.launcher.kill(worker)
 
     def exited(self, exit_: WorkerExit) -> None:
         """Take note that a process is gone."""

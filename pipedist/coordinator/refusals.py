@@ -20,6 +20,8 @@ class Refusals:
 
     def __init__(self, *, tells: bool) -> None:
         self.count = 0
+        self.stale = 0
+        """Messages for leases that nobody holds any more: nobody's fault, so nobody is told."""
         self._tells = tells
         self._told: set[str] = set()
 

@@ -326,8 +326,9 @@ class CheckedCoordinator(Coordinator):
     def left_open(self) -> str:
         """Return what is left of passes that are over, "" if nothing is."""
         passes, leases = self._scheduler._passes, self._scheduler._members.leases
-        if self._handles or passes or leases:
-            return f"{len(self._handles)} handles, {len(passes)} passes, {len(leases)} leases"
+        handles = self._passes.handles
+        if handles or passes or leases:
+            return f"{len(handles)} handles, {len(passes)} passes, {len(leases)} leases"
         return ""
 
 

@@ -22,7 +22,8 @@ from pipedist.transport.wire import pack, unpack
 from pipedist.worker.commands import Ending
 from pipedist.worker.driver import Driver
 from pipedist.worker.hello import make_hello
-from pipedist.worker.machine import Limits, WorkerMachine
+from pipedist.worker.limits import Limits
+from pipedist.worker.machine import WorkerMachine
 from pipedist.worker.progress import Progress, Running
 
 if TYPE_CHECKING:
@@ -224,7 +225,7 @@ class SimulatedDriver(Driver):
         """Report what is finished, while a call takes long."""
         with self._core:
             if self._run is not None and self._slice is not None:
-                self._report(self._slice.lease, self._run)
+                self._reports.finished(self._slice.lease, self._run)
 
     def pass_of_slice(self) -> int:
         """Return the pass whose calls are executed."""

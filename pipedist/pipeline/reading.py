@@ -1,10 +1,14 @@
-"""Executes one pass of a plan: its dataset is read once, and everything of it is folded, kept, streamed."""
+"""Executes one pass of a plan: its dataset is read once, and everything of it is folded, kept, streamed.
+
+Every step goes to the pass's folds (`pipedist.pipeline.pass_folds`), its spools and its subscriber, in
+order; between two steps is when a snapshot of it may be taken, and when others take their turns.
+"""
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Awaitable, Iterator, Mapping, MutableMapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 import anyio
@@ -12,23 +16,11 @@ import anyio.abc
 import anyio.to_thread
 
 from pipedist.coordinator import Arrival, Batch, Chunk, Coordinator, PassHandle, Slots
-from pipedist.errors import CallError, FoldError, OutputError
-from pipedist.partial_runs import step_partial
-from pipedist.pipeline.combining import CombineFold, FoldCall
-from pipedist.pipeline.folds import Fold, ReduceFold
-from pipedist.pipeline.gather_fold import GatherFold
+from pipedist.errors import OutputError
 from pipedist.pipeline.gating import GatedFeed
-from pipedist.pipeline.opening import READING, STATE, feed_of, grows, keeps, sink_of, speculation_of
-from pipedist.pipeline.programs import (
-    COMBINED,
-    combine_program,
-    parts_of,
-    pass_program,
-    quarantine_of,
-    reduction_of,
-    retries_of,
-    slot_of,
-)
+from pipedist.pipeline.opening import READING, STATE, feed_of, speculation_of
+from pipedist.pipeline.pass_folds import PassFolds
+from pipedist.pipeline.programs import parts_of, pass_program, quarantine_of, retries_of, slot_of
 from pipedist.pipeline.quarantine import PassQuarantine
 from pipedist.pipeline.spool import Spool
 from pipedist.pipeline.subscription import Part, Step, Subscription
@@ -37,17 +29,11 @@ from pipedist.pipeline.versions import Versions
 from pipedist.plan import PassPlan, Plan
 from pipedist.program import Tree
 from pipedist.scheduler import PassSettings
-from pipedist.spec import GatherSpec, ReduceSpec, RunSpec
-from pipedist.values import PerReplica, gather
 
 if TYPE_CHECKING:
     from pipedist.coordinator.stalls import Waiting
-    from pipedist.journal.logs import Log
-    from pipedist.outputs import RunFolder, Sink
+    from pipedist.outputs import RunFolder
     from pipedist.pipeline.durable import PassJournal, RunJournal, Taken, Versioned
-
-FOLD_CALLS_MAX = 16
-"""Fold calls of one stage that run at one time."""
 
 
 class Reading:
@@ -90,11 +76,8 @@ class Reading:
         self._plan = plan
         self._pass = pass_
         self._coordinator = coordinator
-        self._folder = folder
         self._subscription = subscription
         self._values = values
-        self._unwritten = unwritten
-        self._read_later = read_later
         self._replicas = plan.spec.replicas
         self._feed = feed_of(plan, pass_, spools)
         self._training = training if pass_.updates else None
@@ -122,8 +105,10 @@ class Reading:
         elif steps_max is not None:
             self._feed = GatedFeed(self._feed, "run", steps_max=steps_max)
         self._spools = {name: spools[name] for name in pass_.kept}
-        self._slots = {name: slot_of(name, plan.spec.stages[name]) for name in (*pass_.runs, *pass_.folds)}
-        self._folds: dict[str, Fold] = {}
+        self._kept_slots = {name: slot_of(name, plan.spec.stages[name]) for name in pass_.kept}
+        self._folds = PassFolds(
+            plan, pass_, coordinator, folder, read_later=read_later, unwritten=unwritten, durable=durable
+        )
         self.quarantine = PassQuarantine(
             pass_.dataset, next(iter(pass_.runs), ""), self._feed, self._replicas
         )
@@ -154,7 +139,8 @@ class Reading:
             return wait.refined("subscriber", text)
         if self._lane is not None and not self._between:
             return wait.refined("state", f"{wait.text}: states are updated with what came back before them")
-        return wait.refined("fold", f"{wait.text} by the stages {', '.join(self._folds) or 'after them'}")
+        stages = ", ".join(self._folds.names) or "after them"
+        return wait.refined("fold", f"{wait.text} by the stages {stages}")
 
     def _open(self) -> PassHandle:
         streamed = () if self._subscription is None else self._subscription.stages
@@ -222,44 +208,24 @@ class Reading:
             RunDrained: the pass was held before its end.
             ExceptionGroup: of any of these.
         """
+        lane = self._lane
         with ExitStack() as stack:
-            sinks: dict[str, Sink] = {}
-            for name in self._pass.folds:
-                sink = sink_of(self._plan, self._folder, name)
-                if sink is not None:
-                    sinks[name] = sink
-                    stack.callback(sink.abort)  # which does nothing to a finished one
-                self._folds[name] = self._fold(name, sink, stack)
+            self._folds.open(stack)
             async with anyio.create_task_group() as tasks:
-                for fold in self._folds.values():
-                    if isinstance(fold, CombineFold):
-                        fold.attach(tasks)
-                await self._restore_folds()
-                for name in self._lane.watched if self._lane is not None else ():
-                    self._folds[name].watch()
+                left = None if self._durable is None or not self.steps else self._durable.part(READING)
+                await self._folds.begin(tasks, None if left is None else left["folds"])
+                if lane is not None:
+                    self._folds.watch(lane.watched)
                 tasks.start_soon(self.handle.run_feed, name=f"feed of {self._pass.name}")
                 await self._read(tasks)
                 self._between = False
-                lane = self._lane
-                epochs = self._plan.epochs(self._pass) if lane is None else lane.epochs
-                for name, fold in self._folds.items():
-                    with self._file_of(name):
-                        await self._folding(name, fold.finish(epochs))
-                    if fold.of_nothing:
-                        raise FoldError(name, self._no_value(name))
+                await self._folds.finish(self._plan.epochs(self._pass) if lane is None else lane.epochs)
                 if lane is not None:
-                    await lane.finished(self._fresh())
+                    await lane.finished(self._folds.take_fresh(lane.watched))
             for spool in self._spools.values():
                 await anyio.to_thread.run_sync(spool.finish)
-            for name, sink in sinks.items():
-                if name not in self._unwritten:
-                    with self._file_of(name):
-                        await anyio.to_thread.run_sync(sink.finish)
-        for name, fold in self._folds.items():
-            if fold.kept or self._folder is None:
-                self._values[name] = fold.result
-            elif name not in self._unwritten:
-                self._values[name] = self._folder.final(self._plan.spec.outputs[name])
+            await self._folds.write()
+        self._folds.deliver(self._values)
         self._between = self._is_complete = True
 
     async def _read(self, tasks: anyio.abc.TaskGroup) -> None:
@@ -283,14 +249,6 @@ class Reading:
         keeping.cancel()
 
     # -- what is durable ---------------------------------------------------------------------------
-
-    async def _restore_folds(self) -> None:
-        if self._durable is None or not self.steps:
-            return
-        found = self._durable.part(READING)["folds"]
-        for name, fold in self._folds.items():
-            entries = ((entry.meta, tree) for entry, tree in self._durable.entries(name))
-            await fold.restore(found[name], entries)
 
     async def _next_snapshot(self, durable: PassJournal) -> Taken:
         """Return a snapshot as soon as something was taken that whoever streams it has seen."""
@@ -329,7 +287,7 @@ class Reading:
             READING: (
                 version,
                 {
-                    "folds": {name: fold.state() for name, fold in self._folds.items()},
+                    "folds": self._folds.state(),
                     "lane": None if self._lane is None else self._lane.state(),
                     "quarantine": self.quarantine.state(self.steps),
                 },
@@ -342,8 +300,7 @@ class Reading:
         if self._versions is not None:
             dropped += self._versions.dropped()
         if self._is_complete:
-            logged = [name for name in self._pass.folds if grows(self._plan, name)]
-            dropped += [name for name in logged if not self._folds[name].kept]
+            dropped += self._folds.logs_over()
         return durable.snapshot(
             self.steps,
             self.elements,
@@ -353,30 +310,7 @@ class Reading:
             dropped=dropped,
         )
 
-    # ------------------------------------------------------------------------------------------------
-
-    @contextmanager
-    def _file_of(self, name: str) -> Iterator[None]:
-        """At the end of a pass: one file that can't be completed costs no other value."""
-        try:
-            yield
-        except OutputError as error:
-            self._unwritten[name] = error
-
-    def _no_value(self, name: str) -> str:
-        of = self._plan.spec.stages[name].of
-        return f"stage {of} returned None on every call: is a `return` missing?"
-
-    async def _folding(self, name: str, work: Awaitable[None]) -> None:
-        """Await a fold's work; what does not fit together is the stage's error."""
-        try:
-            await work
-        except (TypeError, ValueError, OverflowError, OutputError) as error:
-            if self._folds[name].of_nothing:  # so far, and it ends here
-                raise FoldError(name, self._no_value(name)) from error
-            if isinstance(error, OutputError):
-                raise
-            raise FoldError(name, str(error)) from error
+    # -- step by step --------------------------------------------------------------------------------
 
     def _segments(self, batch: Batch) -> Iterator[tuple[int, int, list[list[Slots]]]]:
         """Yield (first step, epoch, steps): each of one epoch; for who streams steps, each of one step."""
@@ -390,8 +324,7 @@ class Reading:
             first += fitting
 
     async def _take(self, first: int, epoch: int, steps: list[list[Slots]], step_bytes: int) -> None:
-        for name, fold in self._folds.items():
-            await self._folding(name, fold.add(epoch, parts_of(self._slots[name], steps)))
+        await self._folds.add(epoch, steps)
         if self._spools:
             self._keep(first, epoch, steps)
         self.elements += self._feed.elements(first, first + len(steps))
@@ -399,7 +332,7 @@ class Reading:
         subscription = self._subscription
         if subscription is not None and subscription.kind == "steps":
             for step, slots in enumerate(steps, first):
-                values = {name: await self._step_value(name, slots) for name in subscription.stages}
+                values = {name: await self._folds.step_value(name, slots) for name in subscription.stages}
                 subscription.put(Step(step, epoch, values), step_bytes)
         if self._lane is not None:
             await self._take_turns(self._lane, first + len(steps) - 1, epoch)
@@ -410,7 +343,7 @@ class Reading:
         """Append to the spools."""
         places = [self.quarantine.ids(step) for step in range(first, first + len(steps))]
         for name, spool in self._spools.items():
-            for step, parts in enumerate(parts_of(self._slots[name], steps), first):
+            for step, parts in enumerate(parts_of(self._kept_slots[name], steps), first):
                 ids, holes = places[step - first]
                 elements = self._feed.elements(step, step + 1)
                 spool.append(parts, ids, elements=elements, epoch=epoch, holes=holes)
@@ -419,15 +352,10 @@ class Reading:
         """Say that steps up to `last` are taken; others take their turns meanwhile."""
         ends = await lane.feed.ends_epoch(last)
         if ends:
-            for name, fold in self._folds.items():
-                await self._folding(name, fold.end_epoch(epoch))
-        await lane.took(last, epoch, self._fresh(), ends=ends)
+            await self._folds.end_epoch(epoch)
+        await lane.took(last, epoch, self._folds.take_fresh(lane.watched), ends=ends)
         if self._training is not None and self._versions is not None:
             self._versions.add(self._training.states.latest(), steps=self.steps, epochs=epoch + ends)
-
-    def _fresh(self) -> dict[str, list[Tree]]:
-        watched = self._lane.watched if self._lane is not None else ()
-        return {name: self._folds[name].take_fresh() for name in watched}
 
     def leave(self) -> None:
         """End the pass at the coordinator, and its part in a training."""
@@ -438,59 +366,6 @@ class Reading:
         """End its part in a training."""
         if self._lane is not None:
             self._lane.leave()
-
-    async def _step_value(self, name: str, slots: list[Slots]) -> Tree:
-        """Return what one step is worth by itself, for a subscriber."""
-        stage = self._plan.spec.stages[name]
-        (parts,) = parts_of(self._slots[name], [slots])
-        if isinstance(stage, RunSpec):
-            made = [each.get(self._slots[name]) for each in slots]
-            return PerReplica([*made, *[None] * (self._replicas - len(made))])
-        if isinstance(stage, GatherSpec):
-            return gather(PerReplica(parts), stage.gather, len(parts)) if parts else None
-        fold = self._folds[name]
-        if isinstance(fold, CombineFold):
-            return await fold.step_value(parts)
-        if not isinstance(stage, ReduceSpec):
-            raise TypeError(f"stage {name} has no value a step")
-        reduction = reduction_of(stage)
-        return reduction.finish(step_partial(reduction, parts))
-
-    # -- folds -----------------------------------------------------------------------------------
-
-    def _fold(self, name: str, sink: Sink | None, stack: ExitStack) -> Fold:
-        stage = self._plan.spec.stages[name]
-        keep = keeps(self._plan, self._folder, self._read_later, name)
-        log: Log | None = None
-        if self._durable is not None and grows(self._plan, name):
-            log = self._durable.log(name)
-        if isinstance(stage, GatherSpec):
-            return GatherFold(name, stage.per, stage.gather, sink, keep=keep, log=log)
-        if not isinstance(stage, ReduceSpec):
-            raise TypeError(f"stage {name} is neither a reduce nor a gather")
-        if stage.op is not None:
-            return ReduceFold(name, stage.per, reduction_of(stage), sink, keep=keep, log=log)
-        call = self._fold_call(name, stack)
-        return CombineFold(name, stage.per, call, sink, keep=keep, calls_max=FOLD_CALLS_MAX, log=log)
-
-    def _fold_call(self, name: str, stack: ExitStack) -> FoldCall:
-        handle = self._coordinator.open_pass(
-            combine_program(self._plan, name),
-            name=name,
-            settings=PassSettings(1, ordered=False, fail_fast=False, pulled=False, priority=0),
-        )
-        stack.callback(handle.close)
-
-        async def call(groups: list[list[Tree]]) -> Tree:
-            try:
-                slots = await handle.call_step([groups])
-            except CallError as error:
-                if all(part is None for group in groups for part in group):
-                    raise FoldError(name, self._no_value(name)) from error
-                raise
-            return slots[0][COMBINED]
-
-        return call
 
 
 def _announcer(subscription: Subscription | None, replicas: int) -> Arrival | None:

@@ -6,26 +6,23 @@ messages meanwhile. One helper thread, the REPORTER, sends the results of finish
 main thread is stuck in a long one; it looks every `flush_s` while there is work, and is asleep
 when there is none. Machine and socket belong to whoever holds `_core`; the main thread lets go
 of it exactly while it executes user code. In a gang whose members meet through the scheduler, a
-replica that waits for another member holds it, and handles messages (`bring`, `listen`).
+replica that waits for another member holds it, and handles messages (`bring`, `listen`). What is told of
+calls that are over is the business of `Reports`; printed lines find their way by `Uplink`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
-import os
-import sys
 import threading
 import time
 import traceback
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from pipedist.errors import PipedistError
-from pipedist.messages import Log, Message
 from pipedist.transport.client_socket import ConnectionLost
-from pipedist.transport.codec import Frame, UnsendableError, encode
+from pipedist.transport.codec import Frame
 from pipedist.worker import commands
 from pipedist.worker.code_store import CodeStore
 from pipedist.worker.commands import Ending, Execute
@@ -33,25 +30,24 @@ from pipedist.worker.devices import DevicesUnseen
 from pipedist.worker.events import (
     Brought,
     Event,
-    Finished,
     Leaving,
     Missed,
-    Raised,
     Saw,
     SliceEnded,
     Started,
     Tick,
     Unfit,
 )
-from pipedist.worker.execution import Outcome, PassExecutor
-from pipedist.worker.failures import CallFailure
-from pipedist.worker.kept import KeptCalls, KeptResults
+from pipedist.worker.joining import Joining
+from pipedist.worker.kept import KeptResults
 from pipedist.worker.leases import Leases
-from pipedist.worker.machine import Limits, WorkerMachine
+from pipedist.worker.limits import Limits
+from pipedist.worker.machine import WorkerMachine
 from pipedist.worker.output import OutputCapture
 from pipedist.worker.progress import Progress
-from pipedist.worker.ranges import RefusedRange
+from pipedist.worker.reports import Reports
 from pipedist.worker.states import State
+from pipedist.worker.uplink import Socket, Uplink
 
 if TYPE_CHECKING:
     from pipedist.worker.leases import Run
@@ -62,12 +58,6 @@ IDLE_POLL_S = 1.0
 LISTEN_S = 0.1
 """How long a replica waits for another member before lines that were printed meanwhile are sent."""
 
-SILENT_S = 2.0
-"""How long a scheduler may take to answer before that is told."""
-
-LOG_LINES_WAITING_MAX = 1000
-"""Lines printed by threads while the socket was busy; older ones are lost first."""
-
 
 class _Interrupted(Exception):
     """Ends the wait for a message."""
@@ -75,26 +65,6 @@ class _Interrupted(Exception):
 
 def _tell_nobody(_text: str) -> None:
     return
-
-
-class Socket(Protocol):
-    """What the driver needs of `pipedist.transport.zeromq.Dealer`."""
-
-    def send(
-        self,
-        message: Message,
-        payload: Sequence[Frame] = (),
-        *,
-        copy: bool = True,
-        timeout_s: float = 60.0,
-    ) -> None:
-        """Send a message; `copy` False: the payload's memory does not change any more."""
-
-    def poll(self, timeout_s: float) -> bool:
-        """Wait for a message; return whether there is one."""
-
-    def recv(self) -> tuple[Message, list[memoryview]]:
-        """Return the next message and its payload."""
 
 
 class Driver:
@@ -127,42 +97,33 @@ class Driver:
     ) -> None:
         self._socket = socket
         self._machine = machine
-        self._threads = threads
         self._join_s = join_s
         self._progress = progress
         self._die = die
-        self._tell = tell
-        self._waits_from: float | None = None
-        """Since when nobody has answered; None where that has been told, or does not matter any more."""
+        self._joining = Joining(tell, threads=threads, join_s=join_s)
         self._core = threading.Lock()
         """Held by whoever uses `_machine` or `_socket`."""
+        self._uplink = Uplink(socket, self._core)
         self._code = CodeStore("", "") if code is None else code
         self._leases = Leases(self, threads, progress.clock, self._code)
-        self._fault: BaseException | None = None
-        """What went wrong with the scheduler while user code ran; told when it is over."""
-        self._kept = KeptResults() if kept is None else kept
-        self._keys: dict[int, str] = {}
-        """Of bound passes whose results are kept."""
-        self._recalls: set[int] = set()
-        """Leases whose results were kept."""
+        self._reports = Reports(self._handle, KeptResults() if kept is None else kept)
         self._asked_to_leave = ""
         """Why the worker is to leave as soon as it can; "": it is not."""
         self._interruptible = False
         """The main thread waits for a message, and nothing else."""
         self._frames: list[memoryview] = []
         """Payload of the message that is being handled."""
-        self._encoded: Sequence[Frame] = ()
-        """Results that are being reported."""
+        self._brought: Sequence[Frame] = ()
+        """What a gang's replicas bring to a collective."""
         self._slice: Execute | None = None
         """What executes, or is executed next."""
         self._run: Run | None = None
         """The lease that executes."""
         self._left: tuple[Ending, str] | None = None
-        self._lines: deque[Log] = deque(maxlen=LOG_LINES_WAITING_MAX)
         self._working = threading.Event()
         """Set while there is work, so that the reporter looks."""
         self._over = threading.Event()
-        self.output = OutputCapture(self._log)
+        self.output = OutputCapture(self._uplink.put)
 
     def run(self) -> tuple[Ending, str]:
         """Work until the machine says leave; return why.
@@ -173,7 +134,7 @@ class Driver:
         """
         threading.Thread(target=self._report_regularly, name="pipedist-reporter", daemon=True).start()
         try:
-            self._waits_from = time.monotonic()
+            self._joining.begin()
             with self._core:
                 self._handle(Started())
             while self._left is None:
@@ -183,7 +144,7 @@ class Driver:
                 elif self._slice is None:
                     with contextlib.suppress(_Interrupted):
                         self._wait()
-                elif self._slice.lease in self._recalls:
+                elif self._slice.lease in self._reports.recalls:
                     self._report_kept(self._slice)
                 else:
                     self._execute(self._slice)
@@ -191,7 +152,8 @@ class Driver:
             with self._core:
                 # If the connection is what failed, that is the error to tell, not that a line got lost.
                 with contextlib.suppress(PipedistError):
-                    self._send_lines()
+                    self._uplink.send_lines()
+                self._uplink.close()
                 self._run = None
                 self._over.set()
             self._working.set()
@@ -223,10 +185,8 @@ class Driver:
             else:
                 self._working.clear()
                 self._handle(Tick())
-                if self._waits_from is not None and time.monotonic() - self._waits_from >= SILENT_S:
-                    self._waits_from = None
-                    self._tell(f"waiting for a scheduler, for at most {self._join_s:g} s")
-            self._send_lines()
+                self._joining.look()
+            self._uplink.send_lines()
 
     def _poll(self, timeout_s: float) -> bool:
         """Wait for a message; what asks the worker to leave ends the wait."""
@@ -259,38 +219,35 @@ class Driver:
         except BaseException:
             # User code ends the process. What was finished before it counts, and says who did it.
             with self._core:
-                self._report(slice_.lease, run)
+                self._reports.finished(slice_.lease, run)
             raise
         self._progress.idle()
         self.output.finish()
         with self._core:
-            if self._fault is not None:
+            if self._uplink.fault is not None:
                 self._keep_rest(slice_.lease, run)
-                raise self._fault
+                raise self._uplink.fault
             if self._run is not run or self._left is not None:
                 return  # a gang, whose lease was dropped while its replicas listened
-            self._report(slice_.lease, run)
+            self._reports.finished(slice_.lease, run)
             if failure is not None:
                 run.skip()
-                self._report_failure(slice_.lease, failure)
-            self._send_lines()
+                self._reports.failed(slice_.lease, failure)
+            self._uplink.send_lines()
             self._handle(SliceEnded(slice_.lease))
             if self._slice is not None:  # otherwise it is waited for a message anyway
                 self._receive()
 
     def _keep_rest(self, lease: int, run: Run) -> None:
         """Keep what was finished while the connection was lost: the next incarnation may offer it."""
-        if isinstance(self._fault, ConnectionLost) and self._run is run:
+        if isinstance(self._uplink.fault, ConnectionLost) and self._run is run:
             with contextlib.suppress(ConnectionLost):
-                self._report(lease, run)
+                self._reports.finished(lease, run)
 
     def _report_kept(self, slice_: Execute) -> None:
         """Report calls that were finished for a scheduler that is gone."""
         with self._core:
-            for calls in self._kept.recalled(self._keys[slice_.pass_id], slice_.lo, slice_.hi):
-                self._encoded = calls.frames
-                self._handle(Finished(slice_.lease, calls.lo, calls.hi, calls.busy_ns))
-            self._encoded = ()
+            self._reports.recalled(slice_)
             self._handle(SliceEnded(slice_.lease))
             self._receive()
 
@@ -304,16 +261,16 @@ class Driver:
     def bring(self, lease: int, number: int, payload: Sequence[Frame]) -> None:
         """Send a gang's part of an exchange; see `pipedist.worker.hub_channel.Hub`."""
         with self._listening(lease):
-            self._encoded = payload
+            self._brought = payload
             self._handle(Brought(lease, number))
-            self._encoded = ()
+            self._brought = ()
 
     def listen(self, lease: int, timeout_s: float) -> None:
         """Handle what the scheduler says meanwhile; see `pipedist.worker.hub_channel.Hub`."""
         with self._listening(lease):
             if self._socket.poll(min(timeout_s, LISTEN_S)):
                 self._receive()
-            self._send_lines()
+            self._uplink.send_lines()
 
     def miss(self, lease: int, members: tuple[int, ...], text: str) -> None:
         """Tell that a collective has waited too long; see `pipedist.worker.gangs.Scheduler`."""
@@ -326,12 +283,12 @@ class Driver:
         from pipedist.collectives.channel import GangAborted  # loaded already
 
         with self._core:
-            if self._fault is None and self._holds(lease):
+            if self._uplink.fault is None and self._holds(lease):
                 try:
                     yield
                 except BaseException as error:  # it ends the process, but not in the middle of user code
-                    self._fault = error
-                if self._fault is None:
+                    self._uplink.fault = error
+                if self._uplink.fault is None:
                     return
             raise GangAborted("the scheduler has cancelled the step")
 
@@ -339,46 +296,6 @@ class Driver:
         return self._left is None and self._leases.is_gangs(lease)
 
     # -- reporting -----------------------------------------------------------------------
-
-    def _report(self, lease: int, run: Run) -> None:
-        """Report the calls that have finished; whoever calls holds `_core`."""
-        lo, outcomes, busy_ns = run.take()
-        if not outcomes or isinstance(run, RefusedRange):
-            return
-        hi = lo + len(outcomes)
-        try:
-            self._encoded = encode(outcomes)
-        except UnsendableError:
-            for call, outcome in enumerate(outcomes, lo):
-                self._report_one(lease, run.executor, call, outcome, busy_ns if call == lo else 0)
-        else:
-            self._handle(Finished(lease, lo, hi, busy_ns))
-        self._encoded = ()
-
-    def _report_one(
-        self, lease: int, executor: PassExecutor, call: int, outcome: Outcome, busy_ns: int
-    ) -> None:
-        failure = executor.unsendable(call, outcome)
-        if failure is not None:
-            self._report_failure(lease, failure)
-            return
-        self._encoded = encode([outcome])
-        self._handle(Finished(lease, call, call + 1, busy_ns))
-
-    def _report_failure(self, lease: int, failure: CallFailure) -> None:
-        self._handle(
-            Raised(
-                lease,
-                failure.call,
-                failure.stage,
-                failure.module,
-                failure.name,
-                failure.text,
-                failure.traceback,
-                failure.retryable,
-                failure.aborted,
-            )
-        )
 
     def _report_regularly(self) -> None:
         """The reporter thread: sends what is finished while the main thread is in a long call."""
@@ -389,33 +306,18 @@ class Driver:
                 if self._over.wait(pause_s):
                     return
                 with self._core:
-                    if self._fault is not None:
+                    if self._uplink.fault is not None:
                         return  # there is nobody to report to; the main thread tells it
                     due = self._machine.deadline()
                     run, slice_ = self._run, self._slice
                     try:
                         if run is not None and slice_ is not None and due and time.monotonic() >= due:
-                            self._report(slice_.lease, run)
-                        self._send_lines()
+                            self._reports.finished(slice_.lease, run)
+                        self._uplink.send_lines()
                     except ConnectionLost as error:  # what runs may go on, and is kept
-                        self._fault = error
+                        self._uplink.fault = error
         except BaseException:  # nobody would see a thread die
             self._die(traceback.format_exc())
-
-    def _log(self, line: Log) -> None:
-        """Send a line at once if the socket is free, else leave it to whoever uses it."""
-        self._lines.append(line)
-        if self._fault is None and self._core.acquire(blocking=False):
-            try:
-                self._send_lines()
-            except ConnectionLost as error:  # no fault of whoever prints
-                self._fault = error
-            finally:
-                self._core.release()
-
-    def _send_lines(self) -> None:
-        while self._lines and not self._over.is_set():
-            self._socket.send(self._lines.popleft(), timeout_s=math.inf)
 
     # -- commands ------------------------------------------------------------------------
 
@@ -425,30 +327,19 @@ class Driver:
 
     def _do_send_results(self, command: commands.SendResults) -> None:
         if command.kept_of:
-            told = command.message
-            calls = KeptCalls(told.lo, told.hi, told.busy_ns, self._encoded)
-            self._kept.add(self._keys[command.kept_of], calls)
+            self._reports.keep(command.kept_of, command.message)
         # A slow reader is back-pressure, not a fault; what is sent was made ours by `boundary.own`.
-        self._socket.send(command.message, self._encoded, copy=False, timeout_s=math.inf)
+        self._socket.send(command.message, self._reports.payload, copy=False, timeout_s=math.inf)
 
     def _do_send_exchange(self, command: commands.SendExchange) -> None:
         # A copy: its memory is the replicas', who go on when the others have answered.
-        self._socket.send(command.message, self._encoded, timeout_s=math.inf)
+        self._socket.send(command.message, self._brought, timeout_s=math.inf)
 
     def _do_join(self, command: commands.Join) -> None:
-        """Resolve modules as the scheduler's process on this host does."""
-        self._waits_from = None
-        threads = "1 thread" if self._threads == 1 else f"{self._threads} threads"
-        self._tell(f"joined cluster {command.welcome.cluster}, {threads}")
-        if command.welcome.notice:
-            self._tell(command.welcome.notice)
-        theirs = [entry for entry in command.welcome.sys_path if os.path.isabs(entry)]
-        if theirs:
-            sys.path[:] = theirs + [entry for entry in sys.path if entry not in theirs]
+        self._joining.joined(command.welcome)
 
     def _do_open_pass(self, command: commands.OpenPass) -> None:
-        if command.key:
-            self._keys[command.pass_id] = command.key
+        self._reports.open_pass(command.pass_id, command.key)
         self._leases.open_pass(command.pass_id, self._frames, elsewhere=command.elsewhere)
         if command.elsewhere and self._leases.sees_data(command.pass_id):
             self._handle(Saw(command.pass_id))
@@ -457,19 +348,17 @@ class Driver:
         self._code.keep(command.code, self._frames)
 
     def _do_drop_pass(self, command: commands.DropPass) -> None:
-        key = self._keys.pop(command.pass_id, "")
-        if key:
-            self._kept.drop(key)
+        self._reports.drop_pass(command.pass_id)
         self._leases.drop_pass(command.pass_id)
 
     def _do_keep_lease(self, command: commands.KeepLease) -> None:
         self._leases.keep(command.lease, self._frames, command.gang)
 
     def _do_recall_lease(self, command: commands.RecallLease) -> None:
-        self._recalls.add(command.lease)
+        self._reports.recalls.add(command.lease)
 
     def _do_let_go(self, command: commands.LetGo) -> None:
-        self._kept.settle(self._keys[command.pass_id], command.before)
+        self._reports.settle(command.pass_id, command.before)
 
     def _do_keep_relay(self, command: commands.KeepRelay) -> None:
         self._leases.keep_relay(command.relay, self._frames)
@@ -483,8 +372,8 @@ class Driver:
     def _do_drop_lease(self, command: commands.DropLease) -> None:
         if self._slice is not None and self._slice.lease == command.lease:
             self._slice = None
-        if command.lease in self._recalls:
-            self._recalls.discard(command.lease)
+        if command.lease in self._reports.recalls:
+            self._reports.recalls.discard(command.lease)
             return
         if not self._leases.drop(command.lease) and self._run is not None:
             run, self._run = self._run, None

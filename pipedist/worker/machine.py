@@ -33,7 +33,8 @@ Theory of operation
     joining --Welcome--> ready --Assign--> executing --last lease over or dropped--> ready
        any --Stop, Refuse, no Welcome in time--> stopping
 
-A lease is executed in SLICES: `Execute` asks the driver for calls until `flush_s` has passed or
+Assigned leases stand in an `Agenda`: it knows the order, and what of each is reported. A lease is
+executed in SLICES: `Execute` asks the driver for calls until `flush_s` has passed or
 `flush_bytes` of results have gathered. Then the driver reports what is finished (`Finished`,
 `Raised`), says `SliceEnded`, and gets the next `Execute`: for the rest, or for the next lease.
 Before it begins that one, it looks for messages. So a Cancel or Stop is seen between calls, at
@@ -47,14 +48,11 @@ collective that goes through the scheduler, `Missed` where one has waited too lo
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from pipedist.errors import LocalProtocolError, RemoteProtocolError
 from pipedist.messages import (
-    KEPT_RANGES_MAX,
     Assign,
     AssignGang,
     Bind,
@@ -79,7 +77,7 @@ from pipedist.messages import (
     Welcome,
 )
 from pipedist.messages import State as StateMessage
-from pipedist.records import record
+from pipedist.worker.agenda import Agenda, Lease
 from pipedist.worker.commands import (
     Command,
     DropLease,
@@ -113,52 +111,8 @@ from pipedist.worker.events import (
     Tick,
     Unfit,
 )
+from pipedist.worker.limits import Limits
 from pipedist.worker.states import TRANSITIONS, State
-
-
-@record
-class Limits:
-    """The limits of a worker.
-
-    Args:
-        join_s: how long Hello may stay unanswered, seconds.
-        flush_s: how long a finished call may wait to be reported, seconds.
-        flush_bytes: how many bytes of results may gather before they are reported.
-        leases_queued_max: leases that may wait behind the one that executes.
-        recalls_queued_max: recalls that may wait besides; as many as a worker offers.
-        passes_max: passes that may be bound at a time.
-        states_max: states of which values may be kept at a time.
-    """
-
-    join_s: float = 30.0
-    flush_s: float = 0.02
-    flush_bytes: int = 4 * 2**20
-    leases_queued_max: int = 64
-    recalls_queued_max: int = KEPT_RANGES_MAX
-    passes_max: int = 1024
-    states_max: int = 4096
-
-
-@dataclass(slots=True)
-class _Lease:
-    """An assigned range.
-
-    Args:
-        next: its first call that is not reported.
-        members: of its gang; 0 where it is of none.
-        collectives: those that it has brought its part to.
-        recalled: its results were kept, and are reported without executing anything.
-        kept: what it reports is kept until it is durable.
-    """
-
-    id: int
-    pass_id: int
-    next: int
-    hi: int
-    members: int = 0
-    collectives: int = 0
-    recalled: bool = False
-    kept: bool = False
 
 
 class WorkerMachine:
@@ -179,10 +133,8 @@ class WorkerMachine:
         """Those of them that have a key: their results are kept until they are durable."""
         self._spaces: set[int] = set()
         """States of which values are kept."""
-        self._active: _Lease | None = None
-        """The lease that executes; exactly in EXECUTING."""
-        self._queue: OrderedDict[int, _Lease] = OrderedDict()
-        """Leases that wait, in order of arrival; only in EXECUTING."""
+        self._agenda = Agenda(self._limits)
+        """Assigned leases; one is active exactly in EXECUTING."""
         self._due: float | None = None
         """When the answer to Hello, or the next report, is due; in JOINING and EXECUTING."""
 
@@ -234,27 +186,24 @@ class WorkerMachine:
         return self._leave(Ending.FENCED if joined else Ending.REFUSED, event.reason)
 
     def _on_stop(self, event: Stop, _now: float) -> list[Command]:
-        goodbye = self._goodbye(event.reason)
-        return [Send(goodbye), *self._leave(Ending.STOPPED, event.reason)]
+        return self._say_goodbye(Ending.STOPPED, event.reason)
 
     def _on_leaving(self, event: Leaving, _now: float) -> list[Command]:
         # Also while joining: the Welcome may be on its way.
-        goodbye = self._goodbye(event.reason)
-        return [Send(goodbye), *self._leave(Ending.STOPPED, event.reason)]
+        return self._say_goodbye(Ending.STOPPED, event.reason)
 
     def _on_unfit(self, event: Unfit, _now: float) -> list[Command]:
-        goodbye = self._goodbye(event.reason)
-        return [Send(goodbye), *self._leave(Ending.UNFIT, event.reason)]
+        return self._say_goodbye(Ending.UNFIT, event.reason)
 
-    def _goodbye(self, reason: str) -> Goodbye:
+    def _say_goodbye(self, ending: Ending, reason: str) -> list[Command]:
         hello = self._hello
-        return Goodbye(hello.worker, hello.incarnation, reason, proof=hello.proof)
+        goodbye = Goodbye(hello.worker, hello.incarnation, reason, proof=hello.proof)
+        return [Send(goodbye), *self._leave(ending, reason)]
 
     def _leave(self, ending: Ending, reason: str) -> list[Command]:
         self.state = State.STOPPING
         self._due = None
-        self._active = None
-        self._queue.clear()
+        self._agenda.clear()
         self._passes.clear()
         self._keeping.clear()
         self._spaces.clear()
@@ -285,23 +234,21 @@ class WorkerMachine:
             raise RemoteProtocolError(f"pass {event.pass_id} was unbound, but is not bound")
         self._passes.discard(event.pass_id)
         self._keeping.discard(event.pass_id)
-        commands: list[Command] = []
-        for lease in [x for x in self._queue.values() if x.pass_id == event.pass_id]:
-            del self._queue[lease.id]
-            commands.append(DropLease(lease.id))
+        withdrawn = map(DropLease, self._agenda.withdraw_pass(event.pass_id))
         drop = DropPass(event.pass_id)
-        if self._active is None or self._active.pass_id != event.pass_id:
-            return [*commands, drop]
-        return [*commands, DropLease(self._active.id), drop, *self._next(now)]
+        active = self._agenda.active
+        if active is None or active.pass_id != event.pass_id:
+            return [*withdrawn, drop]
+        return [*withdrawn, DropLease(active.id), drop, *self._execute(self._agenda.next(), now)]
 
     def _on_assign(self, event: Assign, now: float) -> list[Command]:
         whole = event.pass_id in self._keeping and not event.elements
-        return self._take(_Lease(event.lease, event.pass_id, event.lo, event.hi, kept=whole), None, now)
+        return self._take(Lease(event.lease, event.pass_id, event.lo, event.hi, kept=whole), None, now)
 
     def _on_recall(self, event: Recall, now: float) -> list[Command]:
         if event.pass_id not in self._keeping:
             raise RemoteProtocolError(f"calls of pass {event.pass_id} were recalled, of which none is kept")
-        return self._take(_Lease(event.lease, event.pass_id, event.lo, event.hi, recalled=True), None, now)
+        return self._take(Lease(event.lease, event.pass_id, event.lo, event.hi, recalled=True), None, now)
 
     def _on_settled(self, event: Settled, _now: float) -> list[Command]:
         if event.pass_id not in self._keeping:
@@ -313,29 +260,19 @@ class WorkerMachine:
             raise RemoteProtocolError(
                 f"lease {event.lease} is of member {event.member} of a gang of {event.members}"
             )
-        return self._take(_Lease(event.lease, event.pass_id, event.lo, event.hi, event.members), event, now)
+        return self._take(Lease(event.lease, event.pass_id, event.lo, event.hi, event.members), event, now)
 
-    def _take(self, lease: _Lease, gang: AssignGang | None, now: float) -> list[Command]:
+    def _take(self, lease: Lease, gang: AssignGang | None, now: float) -> list[Command]:
         if lease.pass_id not in self._passes:
             raise RemoteProtocolError(f"lease {lease.id} is of pass {lease.pass_id}, which is not bound")
-        if not 0 <= lease.next < lease.hi:
-            raise RemoteProtocolError(f"lease {lease.id} has the calls [{lease.next}, {lease.hi})")
-        if self._active is None:
-            self.state = State.EXECUTING
-            self._active = lease
-            return [_keep(lease, gang), self._execute(lease, now)]
-        if lease.id in self._queue or lease.id == self._active.id:
-            raise RemoteProtocolError(f"lease {lease.id} was assigned twice")
-        most = self._limits.recalls_queued_max if lease.recalled else self._limits.leases_queued_max
-        if sum(1 for x in self._queue.values() if x.recalled == lease.recalled) >= most:
-            raise RemoteProtocolError(f"more than {most} leases wait")
-        self._queue[lease.id] = lease
-        return [_keep(lease, gang)]
+        executes = self._agenda.take(lease)
+        keep = RecallLease(lease.id) if lease.recalled else KeepLease(lease.id, gang)
+        if not executes:
+            return [keep]
+        return [keep, *self._execute(lease, now)]
 
     def _on_relay(self, event: Relay, _now: float) -> list[Command]:
-        lease = self._queue.get(event.lease)
-        if lease is None and self._active is not None and self._active.id == event.lease:
-            lease = self._active
+        lease = self._agenda.find(event.lease)
         if lease is None:
             return []  # a lease that is over: the messages have crossed
         if not 0 <= event.member < lease.members:
@@ -347,9 +284,10 @@ class WorkerMachine:
 
     def _on_cancel(self, event: Cancel, now: float) -> list[Command]:
         heard = Send(Cancelled(event.lease))
-        if self._active is not None and self._active.id == event.lease:
-            return [DropLease(event.lease), heard, *self._next(now)]
-        if self._queue.pop(event.lease, None) is not None:
+        active = self._agenda.active
+        if active is not None and active.id == event.lease:
+            return [DropLease(event.lease), heard, *self._execute(self._agenda.next(), now)]
+        if self._agenda.withdraw(event.lease):
             return [DropLease(event.lease), heard]
         return [heard]  # a lease that is over: the messages have crossed
 
@@ -367,40 +305,26 @@ class WorkerMachine:
 
     # -- execution -------------------------------------------------------------------
 
-    def _execute(self, lease: _Lease, now: float) -> Execute:
-        self._due = now + self._limits.flush_s
-        return Execute(
-            lease.id, lease.pass_id, lease.next, lease.hi, self._limits.flush_s, self._limits.flush_bytes
-        )
-
-    def _next(self, now: float) -> list[Command]:
-        """Go on to the lease that waits longest, if one does; the active one is over."""
-        if not self._queue:
+    def _execute(self, lease: Lease | None, now: float) -> list[Command]:
+        """Execute a lease, from its first call that is not reported; None: none is left, be ready."""
+        if lease is None:
             self.state = State.READY
-            self._active = None
             self._due = None
             return []
-        _, self._active = self._queue.popitem(last=False)
-        return [self._execute(self._active, now)]
-
-    def _report(self, lease_id: int, lo: int, hi: int, now: float) -> None:
-        """Take note that calls [lo, hi) are over."""
-        lease = self._active
-        if lease is None or lease.id != lease_id:
-            raise LocalProtocolError(f"calls of lease {lease_id} were reported, but {lease} executes")
-        if not lease.next == lo < hi <= lease.hi:
-            raise LocalProtocolError(f"calls [{lo}, {hi}) were reported of {lease}")
-        lease.next = hi
+        self.state = State.EXECUTING
         self._due = now + self._limits.flush_s
+        slice_s, slice_bytes = self._limits.flush_s, self._limits.flush_bytes
+        return [Execute(lease.id, lease.pass_id, lease.next, lease.hi, slice_s, slice_bytes)]
 
     def _on_finished(self, event: Finished, now: float) -> list[Command]:
-        self._report(event.lease, event.lo, event.hi, now)
-        lease = self._active
-        kept_of = lease.pass_id if lease is not None and lease.kept else 0
+        lease = self._agenda.report(event.lease, event.lo, event.hi)
+        self._due = now + self._limits.flush_s
+        kept_of = lease.pass_id if lease.kept else 0
         return [SendResults(Results(event.lease, event.lo, event.hi, event.busy_ns), kept_of)]
 
     def _on_raised(self, event: Raised, now: float) -> list[Command]:
-        self._report(event.lease, event.call, event.call + 1, now)
+        self._agenda.report(event.lease, event.call, event.call + 1)
+        self._due = now + self._limits.flush_s
         failed = Failed(
             event.lease,
             event.call,
@@ -414,31 +338,24 @@ class WorkerMachine:
         )
         return [Send(failed)]
 
-    def _gang(self, lease_id: int) -> _Lease:
-        """Return the executing lease, of which something was said that only a gang's can do."""
-        lease = self._active
-        if lease is None or lease.id != lease_id or not lease.members:
-            raise LocalProtocolError(f"collectives of lease {lease_id} were reported, but {lease} executes")
-        return lease
-
     def _on_brought(self, event: Brought, _now: float) -> list[Command]:
-        lease = self._gang(event.lease)
+        lease = self._agenda.gang(event.lease)
         if event.number != lease.collectives + 1:
             raise LocalProtocolError(f"collective {event.number} was reported of {lease}")
         lease.collectives += 1
         return [SendExchange(Exchange(event.lease, event.number))]
 
     def _on_missed(self, event: Missed, _now: float) -> list[Command]:
-        self._gang(event.lease)
+        self._agenda.gang(event.lease)
         return [Send(Stalled(event.lease, event.members, event.text))]
 
     def _on_slice_ended(self, event: SliceEnded, now: float) -> list[Command]:
-        lease = self._active
+        lease = self._agenda.active
         if lease is None or lease.id != event.lease:
             raise LocalProtocolError(f"a slice of lease {event.lease} ended, but {lease} executes")
         if lease.next < lease.hi:
-            return [self._execute(lease, now)]
-        return [DropLease(lease.id), *self._next(now)]
+            return self._execute(lease, now)
+        return [DropLease(lease.id), *self._execute(self._agenda.next(), now)]
 
     # -- checks ----------------------------------------------------------------------
 
@@ -454,13 +371,9 @@ class WorkerMachine:
 
     def _broken_invariant(self) -> str:
         """Return an invariant that does not hold, "" if all do; put into words only then."""
-        executing, active = self.state is State.EXECUTING, self._active
-        if executing != (active is not None):
+        executing = self.state is State.EXECUTING
+        if executing != (self._agenda.active is not None):
             return "a lease is active exactly while executing"
-        if self._queue and not executing:
-            return "leases wait only while one executes"
-        if len(self._queue) > self._limits.leases_queued_max + self._limits.recalls_queued_max:
-            return "too many leases wait"
         if not self._keeping <= self._passes:
             return "only results of bound passes are kept"
         if len(self._spaces) > self._limits.states_max:
@@ -469,25 +382,7 @@ class WorkerMachine:
             return "a worker that leaves keeps nothing"
         if executing and self._due is None:
             return "an executing worker has a report due"
-        if active is not None:
-            if active.next > active.hi:
-                return f"{active} is beyond its end"
-            if active.id in self._queue:
-                return f"{active} waits and executes"
-            if active.collectives and not active.members:
-                return f"{active} is of no gang, but has collectives"
-            if active.pass_id not in self._passes:
-                return f"{active} is of no bound pass"
-        for lease in self._queue.values():
-            if lease.pass_id not in self._passes:
-                return f"{lease} waits, but its pass is not bound"
-            if lease.collectives:
-                return f"{lease} waits, but has collectives"
-        return ""
-
-
-def _keep(lease: _Lease, gang: AssignGang | None) -> Command:
-    return RecallLease(lease.id) if lease.recalled else KeepLease(lease.id, gang)
+        return self._agenda.broken_invariant(self._passes)
 
 
 _HANDLERS: dict[type, Callable[[WorkerMachine, Any, float], list[Command]]] = {

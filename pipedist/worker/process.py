@@ -25,7 +25,8 @@ from pipedist.worker.heap import keep_freed_pages
 from pipedist.worker.hello import make_hello
 from pipedist.worker.kept import KeptResults
 from pipedist.worker.kernel import WORKER_NAME, set_process_name
-from pipedist.worker.machine import Limits, WorkerMachine
+from pipedist.worker.limits import Limits
+from pipedist.worker.machine import WorkerMachine
 from pipedist.worker.progress import Progress
 from pipedist.worker.settings import WorkerSettings
 from pipedist.worker.states import State

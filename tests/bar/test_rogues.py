@@ -84,13 +84,14 @@ async def live(folder: Path, logs: pytest.LogCaptureFixture) -> AsyncIterator[Li
     async with pipedist.ConnectCluster(key_file=key_file) as cluster:
         coordinator = cluster.coordinator
         heard: set[bytes] = set()
-        on_word = coordinator._on_word
+        reception = coordinator._reception
+        hear = reception.hear
 
         def hears(peer: Any, message: Any, frames: Any) -> None:
             heard.add(peer.identity)
-            on_word(peer, message, frames)
+            hear(peer, message, frames)
 
-        coordinator._on_word = hears  # type: ignore[method-assign]
+        reception.hear = hears  # type: ignore[method-assign]
         worker = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "pipedist", "worker", "--connect", coordinator.endpoint),
             *("--key-file", str(key_file)),

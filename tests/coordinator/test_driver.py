@@ -79,7 +79,7 @@ async def test_call_step_answers_each_step_by_itself() -> None:
         with pytest.raises(pipedist.RunCancelled):
             await handle.call_step([7, 8])
         handle.close()
-        assert cluster.coordinator._handles == {}
+        assert cluster.coordinator._passes.handles == {}
 
 
 @pytest.mark.asyncio
@@ -182,7 +182,7 @@ async def test_one_of_two_runs_fails_and_the_other_does_not(tmp_path: Path) -> N
         assert isinstance(ends[0], pipedist.CallError)
         assert isinstance(ends[1], pipedist.Result)
         assert np.array_equal(ends[1]["out"], np.arange(4000) * 3)
-        assert cluster.coordinator._handles == {}
+        assert cluster.coordinator._passes.handles == {}
 
 
 @pytest.mark.asyncio

@@ -137,8 +137,9 @@ def a_pass_is_never_let_go(patch: pytest.MonkeyPatch) -> None:
 def what_is_reported_is_executed_again(patch: pytest.MonkeyPatch) -> None:
     def finished(self: WorkerMachine, event: Any, now: float) -> list[Any]:
         commands = original(self, event, now)
-        if self._active is not None and self._active.next < self._active.hi:
-            self._active.next = event.lo
+        active = self._agenda.active
+        if active is not None and active.next < active.hi:
+            active.next = event.lo
         return commands
 
     original = WorkerMachine._on_finished

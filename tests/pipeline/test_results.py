@@ -260,4 +260,4 @@ async def test_progress_and_ledger_follow_the_run() -> None:
             (count,) = progress.passes
             assert (count.elements_done, count.elements_total) == (24, 24)
             assert (count.steps_done, count.steps_total, count.calls_done) == (6, 6, 12)
-        assert cluster.coordinator._handles == {}
+        assert cluster.coordinator._passes.handles == {}

@@ -41,7 +41,7 @@ async def still_works(cluster: pipedist.LocalCluster) -> None:
     """The cluster serves others, and holds nothing of those that left."""
     async with pipedist.open(TOTAL, cluster=cluster) as run:
         assert (await run.results())["t"] == 780
-    assert cluster.coordinator._handles == {}
+    assert cluster.coordinator._passes.handles == {}
     assert not cluster.coordinator._log_sinks
 
 

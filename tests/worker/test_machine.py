@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -32,13 +33,12 @@ from pipedist.messages import (
     Unbind,
     Welcome,
 )
-from pipedist.worker import commands, events, machine
+from pipedist.worker import agenda, commands, events, machine
+from pipedist.worker.limits import Limits
 
 HELLO = Hello("w0", 2, 1, "h", "b", 1, "3", "2", "0", "c")
 WELCOME = Welcome("c", 1.0, ())
-LIMITS = machine.Limits(
-    join_s=5, flush_s=0.5, flush_bytes=100, leases_queued_max=2, passes_max=2, states_max=2
-)
+LIMITS = Limits(join_s=5, flush_s=0.5, flush_bytes=100, leases_queued_max=2, passes_max=2, states_max=2)
 
 
 class Playbook:
@@ -327,8 +327,9 @@ def test_every_event_has_a_handler_and_every_handler_a_state() -> None:
     assert set(machine.TRANSITIONS) == set(machine.State)
 
 
-def test_it_imports_errors_and_messages_only() -> None:
-    tree = ast.parse(Path(machine.__file__).read_text())
+@pytest.mark.parametrize("module", [machine, agenda])
+def test_it_imports_errors_and_messages_only(module: ModuleType) -> None:
+    tree = ast.parse(Path(str(module.__file__)).read_text())
     imported = {
         name
         for node in ast.walk(tree)
@@ -344,9 +345,10 @@ def test_it_imports_errors_and_messages_only() -> None:
     assert ours <= {
         "pipedist.errors",
         "pipedist.messages",
-        "pipedist.records",
-        "pipedist.worker.events",
+        "pipedist.worker.agenda",
         "pipedist.worker.commands",
+        "pipedist.worker.events",
+        "pipedist.worker.limits",
         "pipedist.worker.states",
     }
     assert not imported & {"anyio", "asyncio", "zmq", "numpy", "time", "random", "os", "threading"}
