@@ -122,7 +122,9 @@ def test_an_exit_says_which_call_was_running(fleet: Fleet, record: Record) -> No
     assert record.events[-1] == ev.WorkerLost("w0", 0, "signal 11 (SIGSEGV)", running=(3, 41))
 
 
-def test_a_connection_that_is_gone_before_the_exit_is_told_hides_no_call(fleet: Fleet, record: Record) -> None:
+def test_a_connection_that_is_gone_before_the_exit_is_told_hides_no_call(
+    fleet: Fleet, record: Record
+) -> None:
     fleet.start("w0", 0)
     fleet.greet(b"a", replace(make_hello("w0", 0), boot="here"))
     fleet.greet(b"b", hello("far", 0))
