@@ -89,7 +89,7 @@ def _push_numbers(
     types = set(map(type, data))
     stacked = _stacked(data, types, _FLOATS[code]) if code in _FLOATS and op in _FLOAT_OPS else None
     if stacked is not None:
-        values = _by_replica(_FLOAT_OPS[op], stacked.reshape(-1, calls, *stacked.shape[1:]))
+        values = _by_replica(_FLOAT_OPS[op], stacked.reshape(len(steps), calls, *stacked.shape[1:]))
         for lo, size in _aligned(first, first + len(steps)):
             at = lo - first
             value = _pairwise(_FLOAT_OPS[op], values[at : at + size])

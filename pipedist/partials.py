@@ -295,8 +295,9 @@ def _fold_rows(ufunc: np.ufunc, x: NDArray[Any], axes: tuple[int, ...]) -> Any:
     lanes = max(1, min(_LANES_MAX, _LANE_ELEMENTS // width))
     while len(x) >= 2 * _BLOCK_ROWS * lanes:
         whole = len(x) - len(x) % (_BLOCK_ROWS * lanes)
-        blocks = x[:whole].reshape(-1, _BLOCK_ROWS, lanes * prod(shape))
-        folded = ufunc.reduce(blocks, axis=1).reshape(-1, *shape)
+        groups = whole // (_BLOCK_ROWS * lanes)  # -1 can't be told of arrays without elements
+        blocks = x[:whole].reshape(groups, _BLOCK_ROWS, lanes * prod(shape))
+        folded = ufunc.reduce(blocks, axis=1).reshape(groups * lanes, *shape)
         x = np.concatenate([folded, x[whole:]])
     while len(x) > _BLOCK_ROWS:
         x = ufunc.reduceat(x, np.arange(0, len(x), _BLOCK_ROWS), axis=0)

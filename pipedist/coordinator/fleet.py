@@ -245,7 +245,12 @@ class Fleet:
     def send(self, worker: str, message: msg.Message, payload: Sequence[Frame] = ()) -> None:
         """Say something to a worker; one that can't be reached is lost."""
         peer = self._roster.of(worker)
-        if peer is not None and not self._router.send(peer.identity, message, payload):
+        if peer is None or self._router.send(peer.identity, message, payload):
+            return
+        if self.launcher is not None and self.is_ours(peer) and self._started[worker] == peer.incarnation:
+            # Its exit is told soon, with the call that it died of: a death without one is blamed on a guess.
+            self.launcher.kill(worker, peer.incarnation)
+        else:
             self.lose(peer, "its connection is gone")
 
     async def dismiss(self, reason: str, grace_s: float) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import DTypeLike
+from numpy.typing import DTypeLike, NDArray
 
 from pipedist import trees
 from pipedist.program import Tree
@@ -108,6 +108,17 @@ def as_element(value: Any) -> Tree:
     return _checked(array)[()]
 
 
+def read_only(element: Tree) -> Tree:
+    """Return an element with read-only views of its arrays: who shares it can't change it for others."""
+    return trees.tree_map(lambda leaf: _frozen(leaf) if isinstance(leaf, np.ndarray) else leaf, element)
+
+
+def _frozen(array: NDArray[Any]) -> NDArray[Any]:
+    view = array.view()
+    view.flags.writeable = False
+    return view
+
+
 def _checked(value: Any) -> Any:
     if value.dtype.kind == "O" or value.dtype.type is np.void:
         raise TypeError(
@@ -179,7 +190,7 @@ def stack_padded(elements: Sequence[Tree]) -> Tree:
         block = np.zeros((len(column), *shape), np.result_type(*[np.asarray(leaf).dtype for leaf in column]))
         for row, leaf in enumerate(column):
             place = tuple(slice(size) for size in np.shape(leaf))
-            block[row][place] = leaf
+            block[row, ...][place] = leaf  # `...`: a view also of a scalar, whose place is ()
         stacked.append(block)
     return trees.unflatten(treedef, stacked)
 

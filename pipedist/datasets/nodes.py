@@ -17,7 +17,15 @@ from typing import Any, Final
 import numpy as np
 
 from pipedist import trees
-from pipedist.datasets.element import ArraySpec, as_element, common_rows, merge_specs, spec_of, stack
+from pipedist.datasets.element import (
+    ArraySpec,
+    as_element,
+    common_rows,
+    merge_specs,
+    read_only,
+    spec_of,
+    stack,
+)
 from pipedist.program import Tree
 
 INFINITE: Final = -1
@@ -58,15 +66,19 @@ class Node(ABC):
         """How many leading axes of an element were made by batching."""
         return min((node.batch_depth for node in self.inputs), default=0)
 
-    def blocks(self, size: int) -> Iterator[tuple[int, Tree]]:
-        """Read consecutive elements as (how many, stacked) blocks of `size`, the last one shorter."""
+    def blocks(self, size: int, *, whole: bool = False) -> Iterator[tuple[int, Tree]]:
+        """Read consecutive elements as (how many, stacked) blocks of `size`, the last one shorter.
+
+        Args:
+            whole: who reads them wants no shorter one: what is left need not fit together.
+        """
         pending: list[Tree] = []
         for element in self:
             pending.append(element)
             if len(pending) == size:
                 yield size, stack(pending)
                 pending = []
-        if pending:
+        if pending and not whole:
             yield len(pending), stack(pending)
 
 
@@ -85,7 +97,7 @@ class Range(Node):
     def spec(self) -> Tree:
         return ArraySpec(np.int64)
 
-    def blocks(self, size: int) -> Iterator[tuple[int, Tree]]:
+    def blocks(self, size: int, *, whole: bool = False) -> Iterator[tuple[int, Tree]]:
         for start in range(0, len(self.values), size):
             part = self.values[start : start + size]
             yield len(part), np.arange(part.start, part.stop, part.step, dtype=np.int64)
@@ -106,7 +118,7 @@ class Slices(Node):
             ValueError: a leaf is a scalar, or lengths differ.
             TypeError: a leaf has no NumPy dtype.
         """
-        arrays = trees.tree_map(_read_only, as_element(tree))
+        arrays = read_only(as_element(tree))
         return cls(arrays, common_rows(arrays))
 
     def __iter__(self) -> Iterator[Tree]:
@@ -120,7 +132,7 @@ class Slices(Node):
     def spec(self) -> Tree:
         return trees.tree_map(lambda leaf: ArraySpec(leaf.dtype, leaf.shape[1:]), self.arrays)
 
-    def blocks(self, size: int) -> Iterator[tuple[int, Tree]]:
+    def blocks(self, size: int, *, whole: bool = False) -> Iterator[tuple[int, Tree]]:
         leaves, treedef = trees.flatten(self.arrays)
         for start in range(0, self.length, size):
             stop = min(start + size, self.length)
@@ -134,7 +146,7 @@ class Single(Node):
     element: Tree
 
     def __iter__(self) -> Iterator[Tree]:
-        yield self.element
+        yield read_only(self.element)
 
     def cardinality(self) -> int:
         return 1
@@ -246,9 +258,3 @@ def sampled_spec(node: Node, maker: str) -> Tree:
 
 _SAMPLES = 2
 """Two elements show which dimensions differ; a spec that needs more can be declared."""
-
-
-def _read_only(leaf: Any) -> Any:
-    view = np.asarray(leaf).view()
-    view.flags.writeable = False
-    return view

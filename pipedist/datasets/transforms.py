@@ -15,7 +15,7 @@ from typing import Final
 import numpy as np
 
 from pipedist import trees
-from pipedist.datasets.element import ArraySpec, common_rows, merge_specs, split, stack_padded
+from pipedist.datasets.element import ArraySpec, common_rows, merge_specs, read_only, split, stack_padded
 from pipedist.datasets.nodes import INFINITE, UNKNOWN, Node
 from pipedist.datasets.read_ahead import ReadAhead
 from pipedist.program import Tree
@@ -54,7 +54,8 @@ class Batch(Transform):
     padded: bool = False
 
     def __iter__(self) -> Iterator[Tree]:
-        blocks = self._padded_blocks() if self.padded else self.input.blocks(self.size)
+        whole = self.drop_remainder
+        blocks = self._padded_blocks() if self.padded else self.input.blocks(self.size, whole=whole)
         for rows, block in blocks:
             if rows == self.size or not self.drop_remainder:
                 yield block
@@ -250,7 +251,7 @@ class Cache(Transform):
             yield from self.store.elements
             return
         elements = []
-        for element in self.input:
+        for element in map(read_only, self.input):
             elements.append(element)
             yield element
         self.store.elements = elements

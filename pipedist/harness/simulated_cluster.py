@@ -268,6 +268,9 @@ class SimulatedLauncher:
         if process is not None and incarnation in (None, process.incarnation):
             self._workers.soon(NEWS_S, process.kill)
 
+    def watch(self, _every_s: float | None) -> None:
+        """Nobody looks: in virtual time a call takes as long as it may."""
+
     def exited(
         self,
         process: SimulatedWorker,

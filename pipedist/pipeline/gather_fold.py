@@ -53,7 +53,10 @@ class GatherFold(Fold):
         """What is kept; blocks of tiny parts are one part already."""
         self._whole = 0
         """How many of them are such blocks, at the front."""
-        self._checked = False
+        self._head: list[Tree] = []
+        """The scope's first component, in shape alone: the others must fit behind it."""
+        self._fitting: set[object] = set()
+        """Kinds of components that do."""
         self._steps = 0
 
     async def add(self, epoch: int, steps: Sequence[Sequence[Tree]]) -> None:
@@ -76,12 +79,8 @@ class GatherFold(Fold):
     async def _take(self, steps: Sequence[Sequence[Tree]]) -> None:
         first, self._steps = self._steps, self._steps + len(steps)
         made = [part for parts in steps for part in parts]
-        if made and not self._checked:  # what can't be gathered at all is told at once, not at the end
-            try:
-                self._together(made)
-            except (TypeError, ValueError) as error:
-                raise type(error)(self._located(first, steps, error)) from error
-            self._checked = True
+        if self._per != "step" or not first:
+            self._check(first, steps, made)
         if self._streams and self._sink is not None:
             for place, block in self._blocks(made):
                 try:
@@ -93,6 +92,24 @@ class GatherFold(Fold):
             self._parts += made
             if len(self._parts) - self._whole >= TINY_PARTS:
                 self._compact()
+
+    def _check(self, first: int, steps: Sequence[Sequence[Tree]], made: Sequence[Tree]) -> None:
+        """Tell at once, and where, what does not fit; whatever comes together with what.
+
+        Raises:
+            ValueError, TypeError: a component can't be gathered, or not behind the scope's first one.
+        """
+        unlike = {_look(part): part for part in made}  # most are alike, and looking costs little
+        kinds = {_fit(part, self._axis) for part in unlike.values()}
+        if None not in kinds and kinds <= self._fitting:
+            return
+        try:
+            self._together([*self._head, *made])
+        except (TypeError, ValueError) as error:
+            raise type(error)(self._located(first, steps, error)) from error
+        if not self._head:
+            self._head = [trees.tree_map(_outline, part) for part in made if part is not None][:1]
+        self._fitting |= kinds - {None}
 
     def _blocks(self, parts: Sequence[Tree]) -> Iterator[tuple[int, Tree]]:
         """Yield what is written at once, behind the place of its first part: tiny parts together."""
@@ -109,7 +126,7 @@ class GatherFold(Fold):
 
     def _located(self, first: int, steps: Sequence[Sequence[Tree]], error: Exception) -> str:
         """Return the text of an error with the component that does not fit, alone or behind the first."""
-        seen: list[Tree] = []
+        seen = list(self._head)
         for step, parts in enumerate(steps, first):
             for replica, part in enumerate(parts):
                 seen = [*seen[:1], part]
@@ -140,11 +157,36 @@ class GatherFold(Fold):
 
     async def _scope_value(self) -> Tree:
         parts, self._parts, self._whole = self._parts, [], 0
+        self._head, self._fitting = [], set()
         return self._together(parts)
 
     async def _deliver(self, value: Tree) -> None:
         if not self._streams:
             await super()._deliver(value)
+
+
+def _look(part: Tree) -> object:
+    """Return what is the same for parts of which one need be looked at closely, while they are alive."""
+    if type(part) is np.ndarray:
+        return part.dtype, part.shape
+    if type(part) is dict and {np.ndarray}.issuperset(map(type, part.values())):
+        return *part, *[(leaf.dtype, leaf.shape) for leaf in part.values()]
+    return id(part)
+
+
+def _fit(part: Tree, axis: int) -> object:
+    """Return what parts that fit together have in common, at least; None: each must be tried."""
+    leaves, structure = ([part], None) if type(part) is np.ndarray else trees.flatten(part)
+    if not all(type(leaf) is np.ndarray and -leaf.ndim <= axis < leaf.ndim for leaf in leaves):
+        return None
+    along = [axis % leaf.ndim for leaf in leaves]
+    shapes = [(leaf.shape[:at], leaf.shape[at + 1 :]) for leaf, at in zip(leaves, along, strict=True)]
+    return structure, tuple(leaf.dtype for leaf in leaves), tuple(shapes)
+
+
+def _outline(array: np.ndarray[tuple[int, ...], np.dtype[Any]]) -> np.ndarray[Any, np.dtype[Any]]:
+    """Return an array of the same shape that takes no memory."""
+    return np.broadcast_to(np.zeros((), array.dtype), array.shape)
 
 
 def _is_one_kind(parts: Sequence[Tree], axis: int) -> bool:

@@ -23,7 +23,8 @@ class GatedFeed(Feed):
         feed: whose steps these are.
         rhythm: what is let in at a time.
         states: what the calls read.
-        first_epoch: the first one that is let in from the beginning; -1: none is.
+        first_epoch: the first one that is let in from the beginning; -1: none is, and who lets them in says
+            when it ends, also where there is no data (any more).
         steps_max: it ends here, whatever the feed has; None: where the feed does.
     """
 
@@ -44,6 +45,7 @@ class GatedFeed(Feed):
         """By step: this one and those before it are let in."""
         self._epoch = first_epoch
         """By epoch: this one and those before it are let in."""
+        self._ends_with_data = first_epoch >= 0
         self._ended = False
         self._ahead: deque[Offer] = deque()
         """Read from the feed, and not let in."""
@@ -128,7 +130,7 @@ class GatedFeed(Feed):
             changed = self._changed  # of now: what is let in while the data is read must not be missed
             async with self._reading:
                 await self._look_ahead(1 if self._rhythm == "step" else count)
-            if not self._ended and not self._ahead:
+            if not self._ended and not self._ahead and self._ends_with_data:
                 self.end()
             elif not self._ended and (offers := self._let_in(count)):
                 return offers

@@ -130,7 +130,10 @@ class HubChannel:
         ]
         if not agree(words):
             return Exchanged(words, None)
-        return Exchanged(words, [frames if m == self.member else parts[m][1:] for m in range(self.members)])
+        return Exchanged(
+            words,
+            [frames if m == self.member else parts[m][1:] if m in parts else () for m in range(self.members)],
+        )
 
     def ended(self, *, returned: bool) -> None:
         """Nothing: the scheduler knows it from the results."""

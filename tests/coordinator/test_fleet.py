@@ -21,6 +21,7 @@ class Record:
     """Stands for a router and a launcher."""
 
     def __init__(self) -> None:
+        self.reached = True
         self.sent: list[tuple[bytes, msg.Message]] = []
         self.killed: list[tuple[str, int | None]] = []
         self.started: list[tuple[str, int]] = []
@@ -28,7 +29,7 @@ class Record:
 
     def send(self, identity: bytes, message: msg.Message, payload: Any = ()) -> bool:
         self.sent.append((identity, message))
-        return True
+        return self.reached
 
     def drop(self, identity: bytes, reason: str = "") -> None:
         return
@@ -119,6 +120,23 @@ def test_an_exit_says_which_call_was_running(fleet: Fleet, record: Record) -> No
     fleet.start("w0", 0)
     fleet.exited(WorkerExit("w0", 0, 9, None, 11, "signal 11 (SIGSEGV)", (3, 41)))
     assert record.events[-1] == ev.WorkerLost("w0", 0, "signal 11 (SIGSEGV)", running=(3, 41))
+
+
+def test_a_connection_that_is_gone_before_the_exit_is_told_hides_no_call(
+    fleet: Fleet, record: Record
+) -> None:
+    fleet.start("w0", 0)
+    fleet.greet(b"a", replace(make_hello("w0", 0), boot="here"))
+    fleet.greet(b"b", hello("far", 0))
+    before = len(record.events)
+    record.reached = False
+    fleet.send("w0", msg.Stop("over"))
+    assert len(record.events) == before
+    assert record.killed == [("w0", 0)]
+    fleet.exited(WorkerExit("w0", 0, 9, None, 9, "signal 9 (SIGKILL)", (3, 41)))
+    assert record.events[-1] == ev.WorkerLost("w0", 0, "signal 9 (SIGKILL)", running=(3, 41))
+    fleet.send("far", msg.Stop("over"))
+    assert record.events[-1] == ev.WorkerLost("far", 0, "its connection is gone")
 
 
 def test_only_the_incarnation_that_is_meant_is_killed(fleet: Fleet, record: Record) -> None:

@@ -55,6 +55,12 @@ def test_it_gives_the_result_of_a_real_run() -> None:
     assert np.array_equal(result["all"], np.arange(60) ** 2)
 
 
+def test_a_limit_of_time_limits_nothing_in_virtual_time() -> None:
+    document = spec_of(fn.squares)
+    document["stages"]["each"]["timeout_s"] = 0.001
+    assert simulate(document, seeds=range(4), faults=STORM)["crash"]
+
+
 def test_virtual_hours_take_no_time() -> None:
     began = time.monotonic()
     played = SpecSimulation(spec_of(fn.sleeps), workers=2).check(0)

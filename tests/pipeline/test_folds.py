@@ -18,7 +18,7 @@ from pipedist.errors import OutputError
 from pipedist.outputs import open_sink
 from pipedist.pipeline import gather_fold
 from pipedist.pipeline.combining import CombineFold
-from pipedist.pipeline.folds import ReduceFold
+from pipedist.pipeline.folds import Per, ReduceFold
 from pipedist.pipeline.gather_fold import GatherFold
 from pipedist.pipeline.spool import Spool, SpoolFeed
 from pipedist.reductions import FoldTree, Reduction
@@ -213,6 +213,37 @@ async def test_a_file_has_the_same_bytes_however_its_parts_come(
 
 
 @pytest.mark.asyncio
+@pytest.mark.parametrize("per", ["run", "epoch"])
+@pytest.mark.parametrize("streams", [False, True])
+async def test_what_does_not_fit_is_told_alike_however_it_comes(
+    per: Per, streams: bool, tmp_path: Path
+) -> None:
+    parts: list[Any] = [np.zeros((2, 3)), np.zeros((0, 3)), np.zeros((1, 3)), np.zeros((2, 4))]
+    told = set()
+    for size in (1, 2, 4):
+        sink = open_sink(tmp_path / "g.npz", shape="run", gather=True) if streams and per == "run" else None
+        fold = GatherFold("g", per, 0, sink)
+        *before, last = [[[part] for part in parts[at : at + size]] for at in range(0, 4, size)]
+        for steps in before:
+            await fold.add(0, steps)
+        with pytest.raises(ValueError, match=r"step 3, replica 0: .*\(2, 3\), replica 1 \(2, 4\)") as failed:
+            await fold.add(0, last)
+        told.add(str(failed.value))
+        if sink is not None:
+            sink.abort()
+    assert len(told) == 1
+
+
+@pytest.mark.asyncio
+async def test_values_of_epochs_need_not_fit_together() -> None:
+    fold = GatherFold("g", "epoch", 0, None)
+    await fold.add(0, [[{"a": np.zeros((2, 3))}]])
+    await fold.add(1, [[{"a": np.zeros((2, 4))}]])
+    await fold.finish(2)
+    assert [value["a"].shape for value in fold.result] == [(2, 3), (2, 4)]
+
+
+@pytest.mark.asyncio
 async def test_tiny_parts_that_come_together_are_written_together(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -224,7 +255,7 @@ async def test_tiny_parts_that_come_together_are_written_together(
     await fold.add(0, [[np.array([i]), np.array([i, i])] for i in range(1000)])
     await fold.add(0, [[np.arange(1000), np.array([1])], [np.array([1])]])
     assert appended == [3000, 1000, 2]
-    with pytest.raises(OutputError, match=r"dtype.*\(step 1003, replica 1\)"):
+    with pytest.raises(TypeError, match=r"step 1003, replica 1: .*dtype"):
         await fold.add(0, [[np.array([1])], [np.array([1]), np.array([1.0])], [np.array([1.0])]])
     sink.abort()
 

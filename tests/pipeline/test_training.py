@@ -285,6 +285,23 @@ def test_a_dataset_without_elements_changes_nothing() -> None:
     assert result["es"] == [101, 101]
 
 
+def test_held_out_data_without_a_step_has_no_value_in_each_epoch() -> None:
+    document = counting("step", epochs=3)
+    document["datasets"] = {
+        "d": document.pop("dataset"),
+        "h": {"range": 2, "batch": 3, "drop_remainder": True},
+    }
+    document["stages"]["total"]["of"] = "d"
+    document["stages"] |= {
+        "e": {"run": f"{F}:plus", "of": "h", "with": {"amount": "${state.state}"}},
+        "es": {"reduce": "max", "of": "e", "axis": 0, "per": "epoch"},
+    }
+    result = pipedist.run(document, workers=1)
+    assert result["es"] == [None, None, None]
+    assert result["state"] == 145
+    assert result.ledger == pipedist.Ledger(18, 18, 0, 0)
+
+
 # -- phases --------------------------------------------------------------------------------------
 
 

@@ -25,6 +25,7 @@ COMPONENTS: dict[str, st.SearchStrategy[Any]] = {
     "half arrays": st.lists(st.floats(width=16), min_size=2, max_size=2).map(
         lambda x: np.array(x, np.float16)
     ),
+    "no columns": st.just(np.zeros((0,), np.float32)),
     "integer arrays": st.lists(st.integers(-9, 9), min_size=2, max_size=2).map(np.array),
     "trees": st.floats().map(lambda x: {"a": x, "b": [x]}),
 }

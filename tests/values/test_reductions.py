@@ -234,6 +234,12 @@ def test_sums_of_many_rows_do_not_stand_still() -> None:
     assert mean == np.float32(2**24 / count) != 1.0
 
 
+@pytest.mark.parametrize("op", ["sum", "mean", "prod"])
+def test_many_rows_without_columns(op: str) -> None:
+    rows = np.zeros((2**15, 0), np.float32)
+    assert Reduction.of(op, 0).finish(Reduction.of(op, 0).partial(rows)).shape == (0,)
+
+
 def test_complex_numbers_have_a_sum_and_no_minimum() -> None:
     assert reduced("mean", None, [1 + 2j, 3j]) == 0.5 + 2.5j
     assert reduced("sum", 0, [np.array([1j, 2], np.complex64)]).dtype == np.complex64

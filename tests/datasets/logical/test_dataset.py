@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from pipedist.datasets.element import ArraySpec
 from pipedist.datasets.logical import Dataset, numpy_dataset
@@ -94,6 +95,39 @@ def test_batching_unequal_shapes_names_the_leaf_and_padding_fills() -> None:
     assert second["ones"].tolist() == [[2, 2, 0], [3, 3, 3]]
     assert second["s"].tolist() == [["ab", "ab", ""], ["ab", "ab", "ab"]]
     assert rows.padded_batch(2).element_spec["ones"] == ArraySpec(np.int64, [None, None])
+
+
+def test_padding_takes_scalars_beside_what_is_padded() -> None:
+    rows = Dataset.range(4).map(lambda t: {"ones": np.repeat(t, t), "label": t, "name": f"n{t}"})
+    _, second = rows.padded_batch(2)
+    assert second["label"].tolist() == [2, 3]
+    assert second["name"].tolist() == ["n2", "n3"]
+    assert numbers(Dataset.range(3).padded_batch(2)) == [[0, 1], [2]]
+
+
+def test_a_remainder_that_is_left_out_need_not_fit_together() -> None:
+    unequal = Dataset.range(8).batch(5)
+    assert list(unequal.batch(5, drop_remainder=True)) == []
+
+
+@pytest.mark.parametrize(
+    "dataset",
+    [
+        Dataset.range(4).batch(2).cache(),
+        Dataset.from_generator(lambda: [np.zeros(2)], ArraySpec(np.float64, [2])).cache(),
+        Dataset.from_tensors({"x": np.zeros(2)}).map(lambda element: element["x"]),
+        Dataset.from_tensor_slices(np.zeros((2, 2))),
+    ],
+)
+def test_what_is_kept_can_not_be_changed_by_who_reads_it(dataset: Dataset) -> None:
+    def add(row: NDArray[Any]) -> NDArray[Any]:
+        row += 1
+        return row
+
+    before = numbers(dataset)
+    with pytest.raises(ValueError, match="read-only"):
+        list(dataset.map(add))
+    assert numbers(dataset) == before
 
 
 _STEPS = st.lists(
