@@ -31,6 +31,9 @@ from pipedist.launchers.engines import (
 from pipedist.launchers.hosted import Terms
 from pipedist.launchers.whereabouts import Succession
 
+_LOOK_S = 1.0
+"""How soon it is noticed that Dask's scheduler is gone for good."""
+
 _OUTLIVING = ("Dask", "tcp://HOST:8786")
 
 
@@ -92,6 +95,7 @@ class DaskEngine(ConnectedEngine):
                 if succession is not None:
                     await self._remove(succession.earlier)
                 self.placed = len(await self._client.nthreads())
+                watchers.start(self._watch, on_failed)
         except TimeoutError:
             raise UsageError(
                 f"Dask has had no worker within {self._place_s:g} s: start some (dask worker ADDRESS), or "
@@ -124,10 +128,28 @@ class DaskEngine(ConnectedEngine):
             with contextlib.suppress(ValueError):
                 await self._client.unregister_scheduler_plugin(_keeper_of(name))
 
+    async def _watch(self, on_failed: OnFailed) -> None:
+        """See to it that the end of Dask's scheduler is told: with it go all that it knows, and our plugin.
+
+        The client dials it again for `place_s`, and then closes itself; nothing tells of that.
+        """
+        scheduler = self._client.scheduler_info()["id"]
+        ended = ""
+        while not ended:
+            await anyio.sleep(_LOOK_S)
+            if self._client.status == "closed":
+                ended = "has ended"
+            elif self._client.scheduler_info().get("id", scheduler) != scheduler:
+                ended = "is another one, which knows nothing of the run"
+        on_failed(f"Dask's scheduler {ended}: its workers, and those that they kept, are gone")
+
     async def _note(self, told: dict[str, str], on_failed: OnFailed) -> None:
         self._left[told["worker"]] = how = told["how"]
         print(f"pipedist: the worker kept by {told['worker']} has left: {how}", file=sys.stderr)  # noqa: T201
-        present = await self._client.nthreads()
+        try:
+            present = await self._client.nthreads()
+        except OSError:  # the connection is lost: whether there is a scheduler is seen elsewhere
+            return
         if all(worker in self._left for worker in present):
             on_failed(f"the workers kept by {len(present)} Dask workers have left; the last one: {how}")
 
@@ -165,12 +187,13 @@ class DaskEngine(ConnectedEngine):
         return address_towards(get_address_host(self._client.scheduler.address))
 
     async def _withdraw(self) -> None:
-        if self._is_registered:
-            self._client.unsubscribe_topic(self._name)
-            with contextlib.suppress(ValueError):  # it came to nothing
-                await self._client.unregister_worker_plugin(self._name)
+        if not self._is_registered or self._client.status == "closed":  # with its scheduler, all is gone
+            return
+        self._client.unsubscribe_topic(self._name)
+        with contextlib.suppress(ValueError, OSError):  # it came to nothing; the scheduler is gone
+            await self._client.unregister_worker_plugin(self._name)
         if self._keeper:
-            with contextlib.suppress(ValueError):
+            with contextlib.suppress(ValueError, OSError):
                 await self._client.unregister_scheduler_plugin(self._keeper)
 
     async def _disconnect(self) -> None:

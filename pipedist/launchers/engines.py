@@ -30,7 +30,7 @@ PLACE_S = 60.0
 """How long an engine may take to have room for the workers, if nothing else is said."""
 
 CLOSE_S = 30.0
-"""How long an engine may take to end everything."""
+"""How long an engine may take to end the workers, and then the connection."""
 
 OnFailed = Callable[[str], None]
 """Told why no worker of an engine is there any more, nor will be."""
@@ -108,16 +108,19 @@ class Watchers:
 
     def __init__(self) -> None:
         self._group = anyio.create_task_group()
+        self._is_over = False
 
     def start(self, function: Callable[..., Coroutine[Any, Any, None]], *args: object) -> None:
-        """Begin a task, which must not raise."""
-        self._group.start_soon(function, *args)
+        """Begin a task, which must not raise; nothing begins any more once they end."""
+        if not self._is_over:
+            self._group.start_soon(function, *args)
 
     async def __aenter__(self) -> Self:
         await self._group.__aenter__()
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        self._is_over = True
         self._group.cancel_scope.cancel()
         await self._group.__aexit__(None, None, None)
 
@@ -126,7 +129,7 @@ class ConnectedEngine(ABC):
     """What engines have in common that are reached over a connection: how one is entered and left.
 
     Entering prepares, then connects; where that fails, and at the end, the workers are withdrawn and the
-    connection is ended, within CLOSE_S, whatever has happened before.
+    connection is ended, within CLOSE_S each, whatever has happened before.
     """
 
     def __init__(self) -> None:
@@ -182,10 +185,11 @@ class ConnectedEngine(ABC):
         """End the connection, as far as it came to be, and what was started with it."""
 
     async def _end(self) -> None:
-        with anyio.move_on_after(CLOSE_S, shield=True):
-            try:
+        try:
+            with anyio.move_on_after(CLOSE_S, shield=True):
                 await self._withdraw()
-            finally:
+        finally:
+            with anyio.move_on_after(CLOSE_S, shield=True):
                 await self._disconnect()
 
 

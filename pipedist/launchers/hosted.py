@@ -25,7 +25,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import IO, Any
 
 from pipedist.records import record
 from pipedist.worker import boot
@@ -40,6 +40,9 @@ JOIN_S = 30.0
 """How long the scheduler may take to answer for the first time, if nothing else is said, seconds."""
 
 _LINE_BYTES_MAX = 4096
+_LAST_WORDS_S = 1.0
+"""How long the last lines of a supervisor that has ended are waited for."""
+
 _LOOK_S = 0.5
 """How soon a supervisor notices at the latest that its keeper is gone, or not its parent any more."""
 
@@ -167,19 +170,28 @@ class HostedWorker:
                 stderr=subprocess.PIPE,
                 pass_fds=(keys,),
             )
-        with process:
-            if process.stderr is not None:
-                while line := process.stderr.readline(_LINE_BYTES_MAX):
-                    text = line.decode(errors="replace").rstrip("\n")
-                    self._said.append(text)
-                    print(text, file=sys.stderr, flush=True)  # noqa: T201 - the engine's logs have it
-            return process.wait()
+        listening = threading.Thread(target=self._listen, args=(process.stderr,), daemon=True)
+        listening.start()
+        code = process.wait()
+        if process.stdin is not None:
+            with contextlib.suppress(OSError):
+                process.stdin.close()
+        listening.join(_LAST_WORDS_S)  # what user code has started may have the pipe for ever
+        return code
+
+    def _listen(self, pipe: IO[bytes]) -> None:
+        """Pass on what is said, as long as somebody may say something."""
+        with pipe:
+            while line := pipe.readline(_LINE_BYTES_MAX):
+                text = line.decode(errors="replace").rstrip("\n")
+                self._said.append(text)
+                print(text, file=sys.stderr, flush=True)  # noqa: T201 - the engine's logs have it
 
     def _describe(self, code: int) -> str:
         if code == 0:
             return ""
         ended = f"exit code {code}" if code >= 0 else f"signal {-code}"
-        said = " | ".join(self._said)
+        said = " | ".join(tuple(self._said))
         return f"{ended}: {said}" if said else ended
 
 

@@ -17,9 +17,7 @@ import functools
 import hashlib
 import json
 import os
-import socket
 import sys
-import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AsyncExitStack
@@ -40,6 +38,7 @@ from pipedist.launchers.engines import (
 )
 from pipedist.launchers.hosted import Terms
 from pipedist.launchers.modules import copy_modules
+from pipedist.launchers.ray_joining import AUTO, join, named
 from pipedist.launchers.ray_keepers import end_keeper, end_keepers, find_keeper, make_keeper
 from pipedist.launchers.ray_placing import Room, end_hosts, make_group, make_host
 from pipedist.launchers.whereabouts import Succession
@@ -50,9 +49,6 @@ STORE_BYTES = 100 * 2**20
 
 _LOOK_S = 0.5
 """How soon a cancel is noticed while Ray looks for room."""
-
-_ANSWER_S = 10.0
-"""How long a Ray cluster's address may take to answer."""
 
 _NEWS_S = 2.0
 """How long a keeper waits at most for something to tell; so often it hears of this process."""
@@ -126,15 +122,13 @@ class RayEngine(ConnectedEngine):
         """Have Ray place the actors; see `Engine.start`."""
         watchers = self.watchers
         if succession is not None:
-            self._keeper = await self._call(find_keeper, succession)
-            if self._keeper is None:
-                self._keeper = await self._call(make_keeper, self._room, terms, self._brings_code, succession)
+            await self._call(self._find_or_make_keeper, terms, succession)
             await self._wait_for_room(self._keeper_has_room)
             watchers.start(self._listen, on_failed)
             return
-        self._group = await self._call(make_group, self._room)
+        await self._call(self._make_group)
         await self._wait_for_room(lambda: self._call(self._group.wait, _LOOK_S))
-        self._actors = await self._call(self._make_actors, terms)
+        await self._call(self._make_actors, terms)
         for number in range(self._room.workers):
             watchers.start(self._watch, number, on_failed)
 
@@ -152,7 +146,10 @@ class RayEngine(ConnectedEngine):
         return await self._call(self._join_or_start)
 
     async def _withdraw(self) -> None:
-        await self._call(self._end_actors)
+        try:
+            await self._call(_connected, self._end_actors)
+        except ConnectionError as error:
+            print(f"pipedist: Ray can't be told to end the workers: {error}", file=sys.stderr)  # noqa: T201
 
     async def _disconnect(self) -> None:
         if self._is_ours:
@@ -176,17 +173,18 @@ class RayEngine(ConnectedEngine):
                     f"this process is connected to Ray already, so `address: {self._address}` comes too "
                     "late: leave it out, or call ray.shutdown() before"
                 )
-        elif self._address == LOCAL:
+        elif (address := named(self._address)) == LOCAL:
+            if self._outlives:
+                raise outliving(self._address, *_OUTLIVING)
             self._start_local()
         else:
             try:
-                self._join(self._address or "auto")
+                self._join(address)
             except ConnectionError as error:
-                if self._address is not None or self._outlives:
+                if self._address is not None or address != AUTO or self._outlives:
                     raise UsageError(
-                        f"no Ray cluster answers at {self._address or 'auto'}: {error}; start one "
-                        "(ray start --head), or say `address: local` for one of the run's own, without "
-                        "`rejoin_s`"
+                        f"no Ray cluster answers at {address}: {error}; start one (ray start --head), or say "
+                        "`address: local` for one of the run's own, without `rejoin_s`"
                     ) from None
                 self._start_local()
         return self._own_address()
@@ -208,30 +206,13 @@ class RayEngine(ConnectedEngine):
         )
 
     def _join(self, address: str) -> None:
-        import ray
-
-        if address != "auto":  # Ray itself would try for a long time
-            host, _, port = address.removeprefix("ray://").rpartition(":")
-            try:
-                socket.create_connection((host.strip("[]"), int(port)), _ANSWER_S).close()
-            except OSError as error:
-                raise ConnectionError(str(error)) from error
         environment = {}
         if self._code is not None:
             copy = self._scratch / "code"
             copy.mkdir()
             copy_modules(self._code, copy)
             environment = {"working_dir": str(copy)}
-        until = time.monotonic() + self._place_s
-        while True:
-            try:
-                ray.init(address=address, runtime_env=environment, log_to_driver=False, logging_level="ERROR")
-                break
-            except (
-                ConnectionError
-            ):  # a client server starts a process for each client, which may come to nothing
-                if not address.startswith("ray://") or time.monotonic() >= until:
-                    raise
+        join(address, environment, self._place_s)
         self._is_ours = True
         self._brings_code = bool(environment)
 
@@ -245,11 +226,19 @@ class RayEngine(ConnectedEngine):
             return address_towards(nodes[0])
         return str(ray.util.get_node_ip_address())
 
-    def _make_actors(self, terms: Terms) -> list[Any]:
-        return [
-            make_host(self._room, self._group, number, terms, self._brings_code)
-            for number in range(self._room.workers)
-        ]
+    # What is made is noted here, in this thread: whoever waits for it may be cancelled meanwhile.
+
+    def _find_or_make_keeper(self, terms: Terms, succession: Succession) -> None:
+        self._keeper = find_keeper(succession)
+        if self._keeper is None:
+            self._keeper = make_keeper(self._room, terms, self._brings_code, succession)
+
+    def _make_group(self) -> None:
+        self._group = make_group(self._room)
+
+    def _make_actors(self, terms: Terms) -> None:
+        for number in range(self._room.workers):
+            self._actors.append(make_host(self._room, self._group, number, terms, self._brings_code))
 
     def _modules(self) -> str:
         """Return a digest of the modules that are sent to the nodes."""
@@ -301,7 +290,7 @@ class RayEngine(ConnectedEngine):
 
         try:
             return bool(await self._answer(lambda: self._keeper.has_room.remote(_LOOK_S)))
-        except RayError as error:
+        except (RayError, ConnectionError) as error:
             text = str(error).strip()
             raise UsageError(
                 not_installed(text) or f"Ray can't place what places the workers: {text}"
@@ -316,13 +305,11 @@ class RayEngine(ConnectedEngine):
                 known = len(self._left)
                 for how in await self._answer(lambda: self._keeper.news.remote(known, _NEWS_S)):  # noqa: B023
                     self._note(how, on_failed)
-            except RayError:
-                try:
-                    await self._answer(self._keeper.__ray_ready__.remote)
-                    self._left.clear()  # Ray has started it again, and it has placed all workers anew
-                except RayError as error:
-                    on_failed(f"what placed the workers with Ray has ended: {str(error).strip()}")
+            except (RayError, ConnectionError):
+                if ended := await self._until_it_is_back(self._keeper):
+                    on_failed(f"what placed the workers with Ray is gone: {ended}")
                     return
+                self._left.clear()  # Ray has started it again, and it has placed all workers anew
 
     async def _watch(self, number: int, on_failed: OnFailed) -> None:
         """See to it that the end of the last worker is told."""
@@ -333,14 +320,30 @@ class RayEngine(ConnectedEngine):
             try:
                 how = str(await self._answer(actor.left.remote))
                 break
-            except RayError:
-                try:
-                    await self._answer(actor.__ray_ready__.remote)  # it has been started again
-                except RayError as error:
-                    text = str(error).strip()
-                    how = not_installed(text) or text
+            except (RayError, ConnectionError):
+                if how := await self._until_it_is_back(actor):
                     break
         self._note(how, on_failed)
+
+    async def _until_it_is_back(self, actor: Any) -> str:
+        """Return "" as soon as an actor answers that Ray has started again; otherwise why Ray does not.
+
+        One that does not answer, on a node of which Ray does not know yet whether it is lost, is asked again.
+        """
+        from ray.exceptions import ActorUnavailableError, RayError
+
+        while True:
+            try:
+                await self._answer(actor.__ray_ready__.remote)
+            except ActorUnavailableError:
+                await anyio.sleep(_LOOK_S)
+            except ConnectionError as error:
+                return f"the connection to Ray was lost: {error}"
+            except RayError as error:
+                text = str(error).strip()
+                return not_installed(text) or text or type(error).__name__
+            else:
+                return ""
 
     def _note(self, how: str, on_failed: OnFailed) -> None:
         """Take note that a worker has left that will not come back."""
@@ -359,7 +362,7 @@ class RayEngine(ConnectedEngine):
         Args:
             ask: calls a method of an actor.
         """
-        theirs: Future[Any] = await self._call(lambda: ask().future())
+        theirs: Future[Any] = await self._call(_connected, lambda: ask().future())
         loop, is_done = asyncio.get_running_loop(), asyncio.Event()
 
         def tell(_future: Future[Any]) -> None:
@@ -369,3 +372,19 @@ class RayEngine(ConnectedEngine):
         theirs.add_done_callback(tell)
         await is_done.wait()
         return theirs.result()
+
+
+def _connected(function: Callable[[], T]) -> T:
+    """Call a function of Ray; for a connection that Ray Client has lost, it has no error of its own.
+
+    Raises:
+        ConnectionError: it has lost it.
+    """
+    import ray
+
+    try:
+        return function()
+    except Exception as error:
+        if ray.is_initialized():
+            raise
+        raise ConnectionError(str(error).partition("\n")[0]) from error

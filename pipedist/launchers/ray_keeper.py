@@ -127,16 +127,25 @@ class RayKeeper:
     def _keep(self) -> None:
         import ray
 
+        try:
+            self._until_over()
+        finally:  # also by a mistake: nobody else would ever end this actor
+            try:
+                end_hosts(self._hosts, self._group)
+            finally:
+                ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
+
+    def _until_over(self) -> None:
+        import ray
+
         while not self._may_end():
             with self._news:
                 asked = list(self._asked)
             if asked:
-                for answer in ray.wait(asked, timeout=_LOOK_S)[0]:
-                    self._hear(answer)
-            else:
-                time.sleep(_LOOK_S)
-        end_hosts(self._hosts, self._group)
-        ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
+                heard = [self._hear(answer) for answer in ray.wait(asked, timeout=_LOOK_S)[0]]
+                if all(heard):
+                    continue
+            time.sleep(_LOOK_S)
 
     def _may_end(self) -> bool:
         with self._news:
@@ -147,9 +156,13 @@ class RayKeeper:
             self._is_over = True
             return True
 
-    def _hear(self, answer: Any) -> None:
+    def _hear(self, answer: Any) -> bool:
+        """Take note of an answer; return whether it was one.
+
+        Otherwise Ray does not know yet whether the actor's node is lost: it is asked again.
+        """
         import ray
-        from ray.exceptions import RayError
+        from ray.exceptions import ActorUnavailableError, RayError
 
         with self._news:
             number, asked_left = self._asked.pop(answer)
@@ -160,10 +173,11 @@ class RayKeeper:
                 else:
                     self._ask(number)  # Ray has started it again
             except RayError as error:
-                if asked_left:
+                if asked_left or isinstance(error, ActorUnavailableError):
                     self._ask(number, left=False)
-                else:
-                    self._leave(number, str(error).strip())
+                    return asked_left
+                self._leave(number, str(error).strip())
+            return True
 
     def _leave(self, number: int, how: str) -> None:
         self._left[number] = how

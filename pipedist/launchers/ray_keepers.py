@@ -18,6 +18,9 @@ from pipedist.launchers.whereabouts import Succession
 _ANSWER_S = 10.0
 """How long a keeper may take to say whether it can be taken over."""
 
+_HEAD = "node:__internal_head__"
+"""The resource that Ray's head has, and no other node."""
+
 
 def make_keeper(room: Room, terms: Terms, brings_code: bool, succession: Succession) -> Any:
     """Make a keeper, see `RayKeeper`; return its handle."""
@@ -31,8 +34,19 @@ def make_keeper(room: Room, terms: Terms, brings_code: bool, succession: Success
         max_restarts=RESTARTS_MAX,
         max_task_retries=0,
         max_concurrency=4,  # a call of the next process, while one of this process's waits
+        resources=where(),
     )
     return keeper.remote(room, terms, brings_code, succession.rejoin_s)
+
+
+def where() -> dict[str, float]:
+    """Return what only the head's node has, if that is known: a keeper there is lost with all of Ray only.
+
+    It takes no room there, and no autoscaler ends that node, as it does one that has no more than a keeper.
+    """
+    import ray
+
+    return {_HEAD: 0.001} if _HEAD in ray.cluster_resources() else {}
 
 
 def find_keeper(succession: Succession) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,14 @@ def dies_once(shard: np.ndarray, ctx: Any, marker: str) -> np.ndarray:
         os.kill(os.getppid(), signal.SIGKILL)  # the supervisor; this process dies with it
         time.sleep(60)
     return roots(shard)
+
+
+def leaves_one_behind(shard: np.ndarray, ctx: Any, marker: str) -> np.ndarray:
+    """As `dies_once`, with a process of its own that outlives it and has its standard error."""
+    if ctx.step == 3 and not os.path.exists(marker):
+        stays = subprocess.Popen(["sleep", "300"], start_new_session=True)
+        Path(marker).write_text(str(stays.pid))
+    return dies_once(shard, ctx, f"{marker}.died")
 
 
 def dies_always(shard: np.ndarray) -> np.ndarray:

@@ -39,7 +39,7 @@ def found(dask_scheduler):
     return [str(name) for name in names if "pipedist" in str(name)]
 
 with Client(sys.argv[1], set_as_default=False) as client:
-    print(json.dumps(client.run_on_scheduler(found)))
+    print("has", json.dumps(client.run_on_scheduler(found)))
 """
 
 RAY = f"""
@@ -67,7 +67,8 @@ ray.init(address=sys.argv[1], log_to_driver=False, logging_level="ERROR")
 names = [each["name"] for each in list_named_actors(all_namespaces=True)]
 states = {group["state"] for group in placement_group_table().values()} - {"REMOVED"}
 used = ray.cluster_resources()["CPU"] - ray.available_resources().get("CPU", 0)
-print(json.dumps([name for name in names if "pipedist" in name] + sorted(states) + [used] * (used > 0)))
+names = [name for name in names if "pipedist" in name]
+print("has", json.dumps(names + sorted(states) + [used] * (used > 0)))
 """
 
 
@@ -110,7 +111,8 @@ class EngineJob(LocalJob):
         words = [sys.executable, "-c", self.has, self.address]
         done = subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE_S, env=self.environment)
         assert done.returncode == 0, done.stderr
-        found: list[object] = json.loads(done.stdout.splitlines()[-1])
+        (line,) = [line for line in done.stdout.splitlines() if line.startswith("has ")]  # Ray tells, too
+        found: list[object] = json.loads(line.removeprefix("has "))
         return found
 
     @property

@@ -7,7 +7,7 @@ import os
 import secrets
 import signal
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from tests.engines.placing import (
     undisturbed,
     wait_until,
 )
+from tests.engines.staying import engine
 
 pytestmark = [
     pytest.mark.engines,
@@ -140,6 +141,29 @@ async def test_a_run_ends_when_all_workers_have_left(monkeypatch: pytest.MonkeyP
         spec = document("dies_always")
         with pytest.raises(WorkersLost, match=r"kept by 2 Dask workers have left.*signal 9"):
             async with pipedist.open(spec, cluster=cluster) as run:
+                await run.results()
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("comes_back", [False, True])
+async def test_a_run_ends_when_the_scheduler_has_ended(comes_back: bool, tmp_path: Path) -> None:
+    """With it go its workers: without that news, the run would wait for ever."""
+    from distributed import Scheduler
+
+    spec = document("slow_roots", begun=str(tmp_path))
+    with engine("dask") as at:
+        address = at["address"]
+        (dask,) = [pid for pid, line in processes_with(at["mark"]).items() if "engine.py" in line]
+        async with AsyncExitStack() as stack:
+            cluster = await stack.enter_async_context(pipedist.DaskCluster(2, address=address, place_s=5))
+            await cluster.ready()
+            run = await stack.enter_async_context(pipedist.open(spec, cluster=cluster))
+            os.kill(dask, signal.SIGKILL)
+            if comes_back:
+                port = int(address.rpartition(":")[2])
+                await stack.enter_async_context(Scheduler(port=port, dashboard_address=":0"))
+            ended = "is another one" if comes_back else "has ended"
+            with pytest.raises(WorkersLost, match=f"Dask's scheduler {ended}"):
                 await run.results()
 
 

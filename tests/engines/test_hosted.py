@@ -76,6 +76,22 @@ async def test_a_killed_supervisor_is_started_again(tmp_path: Path) -> None:
     assert found == await anyio.to_thread.run_sync(undisturbed)
 
 
+@pytest.mark.asyncio
+@pytest.mark.timeout(60)
+async def test_what_user_code_has_started_hides_no_end(tmp_path: Path) -> None:
+    """It has the pipe in which the supervisor tells why it leaves: that one does not end with it."""
+    engine, marker = HereEngine(1), tmp_path / "m"
+    try:
+        async with cluster_of(engine, workers=1) as cluster:
+            await cluster.ready()
+            spec = document("leaves_one_behind", marker=str(marker))
+            async with pipedist.open(spec, cluster=cluster) as run:
+                found = digest(await run.results())
+        assert found == await anyio.to_thread.run_sync(undisturbed)
+    finally:
+        os.kill(int(marker.read_text()), signal.SIGKILL)
+
+
 def command_of(pid: int) -> str:
     return Path(f"/proc/{pid}/cmdline").read_text()
 

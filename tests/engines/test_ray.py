@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import importlib.util
 import os
 import secrets
+import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,9 +20,11 @@ import anyio.to_thread
 import pytest
 
 import pipedist
-from pipedist.errors import UsageError
+from pipedist.errors import UsageError, WorkersLost
+from pipedist.launchers.ray_placing import make_group
 from tests.engines.placing import (
     check_the_commands,
+    document,
     processes_with,
     run_that_fails,
     run_that_loses,
@@ -103,7 +109,11 @@ PLACE_S = 240.0
 @pytest.mark.asyncio
 @pytest.mark.parametrize("door", DOORS)
 async def test_a_node_killed_in_mid_run_changes_nothing(
-    nodes: Any, tmp_path: Path, door: str, monkeypatch: pytest.MonkeyPatch
+    nodes: Any,
+    tmp_path: Path,
+    door: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     if door == "client":
         fail_first(monkeypatch)
@@ -121,6 +131,7 @@ async def test_a_node_killed_in_mid_run_changes_nothing(
         await cluster.ready()  # Ray has started the actor again, on the new node
     assert found == await anyio.to_thread.run_sync(undisturbed)
     assert len(workers_in(tmp_path)) >= 3, "each node's worker took part"
+    assert "a worker placed by Ray has left" not in capfd.readouterr().err, "Ray brings it back"
 
 
 @pytest.mark.asyncio
@@ -217,6 +228,100 @@ async def test_a_cluster_without_room_says_so(nodes: Any) -> None:
     with pytest.raises(UsageError, match=r"no room for 4 workers of 1 CPU each within 1 s; it has 3 CPU"):
         async with pipedist.RayCluster(4, address=nodes.address, place_s=1):
             pass
+
+
+@pytest.mark.asyncio
+async def test_a_start_that_is_cancelled_leaves_nothing_in_a_connection_that_stays(
+    nodes: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray makes the placement group after nobody waits for it any more."""
+    import ray
+    from ray.util import placement_group_table
+
+    begun, goes_on = threading.Event(), threading.Event()
+
+    def slow(room: Any) -> Any:
+        begun.set()
+        goes_on.wait()
+        return make_group(room)
+
+    async def enter() -> None:
+        async with pipedist.RayCluster(1):
+            raise AssertionError("it was cancelled")
+
+    monkeypatch.setattr("pipedist.launchers.ray_engine.make_group", slow)
+    ray.init(address=nodes.address, log_to_driver=False)
+    try:
+        entering = asyncio.create_task(enter())
+        await anyio.to_thread.run_sync(begun.wait)
+        entering.cancel()
+        await asyncio.sleep(0)  # it is cancelled before there is a group
+        goes_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await entering
+        assert {group["state"] for group in placement_group_table().values()} == {"REMOVED"}
+    finally:
+        ray.shutdown()
+
+
+@pytest.mark.asyncio
+async def test_a_ray_of_another_version_is_told(nodes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ray, "__version__", "2.0.0")
+        with pytest.raises(UsageError, match=r"can't join the Ray cluster at (?s:.*)Version mismatch"):
+            async with pipedist.RayCluster(1, address=nodes.address):
+                pass
+    async with pipedist.RayCluster(1, address=nodes.address, place_s=PLACE_S) as cluster:
+        await cluster.ready()  # nothing of the attempt is in the way
+
+
+@pytest.mark.asyncio
+async def test_a_lost_client_server_ends_the_run(
+    nodes: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray ends the actors of a client that it has lost: nobody would place workers any more."""
+    monkeypatch.setenv("RAY_CLIENT_RECONNECT_GRACE_PERIOD", "2")
+    spec = document("slow_roots", begun=str(tmp_path))
+    async with pipedist.RayCluster(2, address=address_of(nodes, "client"), place_s=PLACE_S) as cluster:
+        await cluster.ready()
+        async with pipedist.open(spec, cluster=cluster) as run:
+            for pid in client_servers():
+                os.kill(pid, signal.SIGKILL)
+            with pytest.raises(WorkersLost, match="the connection to Ray was lost"):
+                await run.results()
+
+
+def client_servers() -> set[int]:
+    """The processes of which Ray's client server starts one for each client, below this process."""
+    found = set()
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                line = (entry / "cmdline").read_bytes()
+                if b"specific-server" in line and descends(int(entry.name)):
+                    found.add(int(entry.name))
+    return found
+
+
+def descends(pid: int) -> bool:
+    while pid > 1:
+        if pid == os.getpid():
+            return True
+        pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    return False
+
+
+@pytest.mark.asyncio
+async def test_the_ray_that_the_environment_names_is_not_replaced_by_another_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for address in ("127.0.0.1:1", "ray://127.0.0.1:1", "nonsense"):
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        with pytest.raises(UsageError, match=f"no Ray cluster answers at {address}"):
+            async with pipedist.RayCluster(1):
+                pass
 
 
 @pytest.mark.asyncio

