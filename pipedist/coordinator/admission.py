@@ -60,5 +60,7 @@ def differences(hello: msg.Hello, *, managed: bool) -> str:
         only_here = [trait for trait in here if trait not in hello.traits]
         parts = [f"with {' '.join(only_there)}"] if only_there else []
         parts += [f"without {' '.join(only_here)}"] if only_here else []
-        differing.append(f"another processor type, {hello.cpu}, {' and '.join(parts)} (the run: {cpu_model()})")
+        differing.append(
+            f"another processor type, {hello.cpu}, {' and '.join(parts)} (the run: {cpu_model()})"
+        )
     return "it runs " + ", ".join(differing) if differing else ""

@@ -165,9 +165,8 @@ def _truth(found: Tree, name: str) -> bool:
         return bool(found)
     if isinstance(found, np.ndarray) and found.dtype == bool and found.size == 1:
         return bool(found.item())
-    kind = f"an array of {found.dtype}, shape {list(found.shape)}" if isinstance(found, np.ndarray) else ""
+    kind = f"{found!r:.60} of type {type(found).__name__}"
+    if isinstance(found, np.ndarray):
+        kind = f"an array of {found.dtype}, shape {list(found.shape)}"
     hint = "is a `return` missing?" if found is None else "compare it, as in `return change < 1e-6`"
-    raise FoldError(
-        name,
-        f"`until` returned {kind or f'{found!r:.60} of type {type(found).__name__}'}, not True or False: {hint}",
-    )
+    raise FoldError(name, f"`until` returned {kind}, not True or False: {hint}")

@@ -225,7 +225,7 @@ class Driver:
                 self._handle(Tick())
                 if self._waits_from is not None and time.monotonic() - self._waits_from >= SILENT_S:
                     self._waits_from = None
-                    self._tell(f"waiting for a scheduler, for at most {self._join_s:g} s")
+                    self._tell(f"waiting for a scheduler, for at most {self._join_s:.3g} s")
             self._send_lines()
 
     def _poll(self, timeout_s: float) -> bool:
