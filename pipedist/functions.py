@@ -115,6 +115,11 @@ def say_where(text: str) -> None:
     _here = text
 
 
+def whereabouts() -> str:
+    """Return what `say_where` was told; "" in a process that has the files of the run's host."""
+    return _here
+
+
 def _which() -> str:
     return f" ({_here})" if _here else ""
 
