@@ -11,6 +11,7 @@ that makes a name resolve to another module than the user meant, the error names
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import importlib
 import inspect
@@ -114,6 +115,11 @@ def say_where(text: str) -> None:
     _here = text
 
 
+def whereabouts() -> str:
+    """Return what `say_where` was told; "" in a process that has the files of the run's host."""
+    return _here
+
+
 def _which() -> str:
     return f" ({_here})" if _here else ""
 
@@ -158,8 +164,8 @@ def _pickled(fn: Callable[..., Any], label: str) -> bytes:
         pickled: bytes = cloudpickle.dumps(fn)
     except Exception as error:
         raise UsageError(
-            f"{label} can't be sent to workers by value: {type(error).__name__}: {error}; define it "
-            "at the top level of a module, and let it open what it needs itself"
+            f"{label} can't be sent to workers by value: {_culprit(fn)}{type(error).__name__}: {error}; "
+            "define it at the top level of a module, and let it open what it needs itself"
         ) from error
     if len(pickled) > PICKLED_BYTES_MAX:
         raise UsageError(
@@ -167,6 +173,25 @@ def _pickled(fn: Callable[..., Any], label: str) -> bytes:
             "may carry; pass large values as arguments, or read them from a file in the function"
         )
     return pickled
+
+
+def _culprit(fn: Callable[..., Any]) -> str:
+    """Return which captured variable can't be sent, as far as it can be told from outside."""
+    import cloudpickle  # loaded already
+
+    code = getattr(fn, "__code__", None)
+    if code is None:
+        return ""
+    own = {name: fn.__globals__[name] for name in code.co_names if name in fn.__globals__}
+    for name, cell in zip(code.co_freevars, fn.__closure__ or (), strict=True):
+        with contextlib.suppress(ValueError):  # it has no value yet
+            own[name] = cell.cell_contents
+    for name, value in own.items():
+        try:
+            cloudpickle.dumps(value)
+        except Exception:
+            return f"it uses `{name}`, a {type(value).__qualname__}: "
+    return ""
 
 
 def _unpickled(ref: FunctionRef) -> Callable[..., Any]:

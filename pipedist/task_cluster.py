@@ -97,6 +97,11 @@ class TaskCluster(Cluster):
         if not spec:
             raise UsageError("the cluster has no tasks: set TF_CONFIG, or give a resolver")
         role, index = resolver.task_type, resolver.task_id
+        if role is None and index is None:
+            raise UsageError(
+                "it is not said which of the cluster's tasks this program is: TF_CONFIG needs "
+                f'`"task": {{"type": ..., "index": ...}}`, one of {_tasks_text(spec.as_dict())}'
+            )
         if role is None or index is None or role not in spec.jobs or index not in spec.task_indices(role):
             raise UsageError(f"task {role}/{index} is none of the cluster's: {_tasks_text(spec.as_dict())}")
         job = next((each for each in _SCHEDULING if each in spec.jobs and 0 in spec.task_indices(each)), None)

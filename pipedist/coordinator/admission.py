@@ -33,7 +33,7 @@ def refusal(
     if current is not None and current.incarnation > hello.incarnation:
         return f"incarnation {current.incarnation} of {hello.worker} has joined, which is a later one"
     if hello.wire != msg.WIRE_VERSION:
-        return f"it speaks protocol {hello.wire} (here {msg.WIRE_VERSION})"
+        return f"it speaks protocol {hello.wire} (the run {msg.WIRE_VERSION})"
     return ""
 
 
@@ -53,12 +53,14 @@ def differences(hello: msg.Hello, *, managed: bool) -> str:
         "numpy": hello.numpy,
         "pipedist": hello.pipedist,
     }
-    differing = [f"{k} {theirs[k]} (here {ours[k]})" for k in ours if ours[k] != theirs[k]]
+    differing = [f"{k} {theirs[k]} (the run {ours[k]})" for k in ours if ours[k] != theirs[k]]
     here = () if managed else cpu_traits()
     if not managed and hello.traits != here:
         only_there = [trait for trait in hello.traits if trait not in here]
         only_here = [trait for trait in here if trait not in hello.traits]
         parts = [f"with {' '.join(only_there)}"] if only_there else []
         parts += [f"without {' '.join(only_here)}"] if only_here else []
-        differing.append(f"another processor type, {hello.cpu}, {' and '.join(parts)} (here {cpu_model()})")
+        differing.append(
+            f"another processor type, {hello.cpu}, {' and '.join(parts)} (the run: {cpu_model()})"
+        )
     return "it runs " + ", ".join(differing) if differing else ""

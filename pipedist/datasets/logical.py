@@ -10,7 +10,7 @@ from __future__ import annotations
 import glob as globbing
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import numpy as np
 
@@ -20,9 +20,10 @@ from pipedist.datasets import mapping, nodes, transforms
 from pipedist.datasets.element import ArraySpec, as_element
 from pipedist.datasets.input import AutoShardPolicy
 from pipedist.program import Tree
+from pipedist.tf_names import TfNames
 
 
-class Dataset:
+class Dataset(TfNames):
     """A sequence of elements of one structure, finite or endless.
 
     Make one with a static method (`range`, `from_tensor_slices`, `list_files`, ...) and transform it
@@ -32,6 +33,11 @@ class Dataset:
     """
 
     __slots__ = ("_node", "_policy", "_spec")
+
+    _tf_names: ClassVar = {
+        "as_numpy_iterator": "`for element in dataset`",
+        "shuffle": "arrays are put in order before: `from_tensor_slices(x[rng.permutation(len(x))])`",
+    }
 
     INFINITE: Final = nodes.INFINITE
     """`cardinality()` of a dataset that never ends."""

@@ -221,7 +221,13 @@ class Run(AsyncOnly):
 
     async def _open_cluster(self, cluster: Cluster) -> None:
         if cluster is not self._given_cluster:
-            await self._stack.enter_async_context(cluster)
+            try:
+                await self._stack.enter_async_context(cluster)
+            except Exception:
+                if self._folder is not None and not self.resumable:  # nothing was done: nothing to continue
+                    with contextlib.suppress(OutputError):
+                        self._folder.fail(resumable=False)
+                raise
         self._cluster = cluster
         coordinator = cluster.coordinator  # raises if the given cluster is not open
         if self._on_log is not None:

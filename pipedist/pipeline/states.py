@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import anyio
+import numpy as np
 
 from pipedist.coordinator import Coordinator, PassHandle
 from pipedist.errors import FoldError
@@ -111,7 +112,7 @@ class States:
 
         Raises:
             CallError: a function failed; where several did, that of the first update in order.
-            FoldError: an update returned None, or an `until` something that is no truth value.
+            FoldError: an update returned None, or an `until` something else than True or False.
             WorkersLost: no worker can be kept alive.
         """
         ends = False
@@ -146,10 +147,7 @@ class States:
         (slots,) = await self._handles[name].call_step([value], self.read(self._reads[name]))
         if slots[NEW] is None and self._values[name] is not None:
             raise FoldError(name, "the update returned None: is a `return` missing?")
-        try:
-            ends = bool(slots.get(ENDS, False))
-        except ValueError as error:
-            raise FoldError(name, f"`until` returned no truth value: {error}") from error
+        ends = _truth(slots[ENDS], name) if ENDS in slots else False
         self._put(name, slots[NEW], self._versions[name] + 1)
         return ends
 
@@ -159,3 +157,16 @@ class States:
             handle.close()
         for space in self._spaces.values():
             self._coordinator.drop_space(space)
+
+
+def _truth(found: Tree, name: str) -> bool:
+    """Return what an `until` says; a number is refused, which is true wherever it isn't 0."""
+    if isinstance(found, (bool, np.bool_)):
+        return bool(found)
+    if isinstance(found, np.ndarray) and found.dtype == bool and found.size == 1:
+        return bool(found.item())
+    kind = f"{found!r:.60} of type {type(found).__name__}"
+    if isinstance(found, np.ndarray):
+        kind = f"an array of {found.dtype}, shape {list(found.shape)}"
+    hint = "is a `return` missing?" if found is None else "compare it, as in `return change < 1e-6`"
+    raise FoldError(name, f"`until` returned {kind}, not True or False: {hint}")

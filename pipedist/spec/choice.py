@@ -28,9 +28,10 @@ def with_cluster(spec: Spec, choice: str) -> Spec:
     """
     name, colon, address = choice.partition(":")
     if name not in LAUNCHERS:
+        also = f"; `pipedist launch {name}` prints a job of it" if name in ("slurm", "kubernetes") else ""
         raise UsageError(
             f"there is no cluster {name!r}: expected {', '.join(LAUNCHERS)}, or one of them with an "
-            "address, as in ray:auto"
+            f"address, as in ray:auto{also}"
         )
     cluster = spec.cluster
     if cluster.launcher != name:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +20,7 @@ from pipedist.strategy import variables
 from pipedist.strategy.context import require_cross_replica, scope_of
 from pipedist.strategy.inputs import InputStrategy
 from pipedist.strategy.variables import Variable
+from pipedist.tf_names import TfNames
 from pipedist.values import Mirrored, PerReplica, ReduceOp
 from pipedist.worker.context import ReplicaStrategy
 
@@ -26,8 +28,22 @@ _INLINE_BYTES_MAX: Final = 2**20
 """Larger values are combined in a thread: the loop that feeds the workers must not stand still."""
 
 
-class BaseStrategy(InputStrategy):
+_TF_NAMES: Final = {
+    "experimental_distribute_dataset": "`distribute_dataset`",
+    "experimental_distribute_datasets_from_function": "`distribute_datasets_from_function`",
+    "experimental_distribute_values_from_function": "`distribute_values_from_function`",
+    "experimental_local_results": "`local_results`",
+    "experimental_make_numpy_dataset": "`make_numpy_dataset`",
+    "experimental_run_v2": "`run`",
+    "extended": "its methods stand on the strategy itself",
+    "unwrap": "`local_results`",
+}
+
+
+class BaseStrategy(InputStrategy, TfNames):
     """Owns R replicas: runs functions on them, and combines what they return."""
+
+    _tf_names: ClassVar = _TF_NAMES
 
     pickled_alike: ClassVar = True
     """In a function it is pickled to the same bytes at any time."""
@@ -237,6 +253,7 @@ class BaseStrategy(InputStrategy):
 
         Raises:
             ValueError: a PerReplica has another number of components.
+            TypeError: a value is a coroutine: an `await` is missing.
         """
         return values.local_results(self._components(value, mirrored=True), self._replicas)
 
@@ -268,6 +285,8 @@ class BaseStrategy(InputStrategy):
 
         def leaf(item: Any) -> Any:
             if not isinstance(item, Variable):
+                if inspect.isawaitable(item):
+                    raise TypeError(f"a value is a {type(item).__name__}: `await` what made it")
                 return item
             copies = item.local_values
             if item.has_copies:

@@ -194,6 +194,9 @@ class ClusterCoordinator(AsyncOnly):
     ) -> PerWorkerDataset:
         """Return a dataset that closures read, through an iterator for each logical worker.
 
+            batches = iter(coordinator.create_per_worker_dataset(dataset_fn))
+            await coordinator.schedule(step, args=(batches,))  # step gets an element
+
         Args:
             dataset_or_dataset_fn: a Dataset, which every worker reads as a whole, so that with W
                 workers each element comes W times; what the strategy distributes, alike; or a

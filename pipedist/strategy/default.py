@@ -17,6 +17,7 @@ from pipedist.strategy.context import default_running
 from pipedist.strategy.references import require_callable
 from pipedist.worker.boundary import guard
 from pipedist.worker.context import ReplicaContext, current
+from pipedist.worker.owed import Owed
 
 
 class DefaultStrategy(BaseStrategy):
@@ -44,6 +45,7 @@ class DefaultStrategy(BaseStrategy):
         require_callable(fn)
         [(own_args, own_kwargs)] = guard(self._arguments(args, kwargs))
         label = getattr(fn, "__qualname__", type(fn).__qualname__)
+        alone = _Alone(inspect.iscoroutinefunction(fn))
         context = ReplicaContext(
             replica_id_in_sync_group=0,
             num_replicas_in_sync=1,
@@ -52,7 +54,7 @@ class DefaultStrategy(BaseStrategy):
             stage=label,
             elements=None,
             seed=0,
-            collectives=_Alone(inspect.iscoroutinefunction(fn)),
+            collectives=alone,
         )
         if functions.wants_ctx(fn):
             own_kwargs.setdefault("ctx", context)
@@ -62,6 +64,7 @@ class DefaultStrategy(BaseStrategy):
                 result = fn(*own_args, **own_kwargs)
                 if inspect.isawaitable(result):
                     result = await result
+                    alone.owed.settle()
         except Exception as error:
             raise CallError(
                 stage=label,
@@ -74,6 +77,7 @@ class DefaultStrategy(BaseStrategy):
             ) from error
         finally:
             current.reset(token)
+            alone.owed.drop()
         return result
 
     def __repr__(self) -> str:
@@ -89,10 +93,12 @@ class _Alone:
 
     def __init__(self, is_async: bool) -> None:
         self.is_async = is_async
+        self.owed = Owed()
+        """What its async function has not awaited yet."""
 
     def call(self, request: Request) -> Any:
         """Make a collective: its result, or what awaits it."""
-        return self._later(request) if self.is_async else self._result(request)
+        return self.owed.add(request, self._later(request)) if self.is_async else self._result(request)
 
     def _result(self, request: Request) -> Tree:
         gang = Gang(replicas=1, local=range(1))

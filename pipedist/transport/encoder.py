@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -283,7 +284,8 @@ def _unsendable(tree: Tree, error: Exception) -> UnsendableError:
             elif cls not in (dict, list, tuple):
                 _signature(cls)
         except (UnsuitableTree, ValueError, OverflowError) as reason:
-            return UnsendableError(f"can't send {reason}, {where}; {_ADVICE}")
+            advice = "`await` what made it" if inspect.isawaitable(node) else _ADVICE
+            return UnsendableError(f"can't send {reason}, {where}; {advice}")
         if names is not None:
             pending += reversed(
                 [((*path, name), child) for name, child in zip(names, children_of(node), strict=True)]

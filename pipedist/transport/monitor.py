@@ -12,7 +12,7 @@ import zmq
 
 HANDSHAKE_FAILURES: Final[dict[int, str]] = {
     zmq.EVENT_HANDSHAKE_FAILED_AUTH: "its key was refused",
-    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "it does not speak the protocol, or has no key",
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "it does not speak the protocol, or has not this cluster's key",
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "it went away",
 }
 """Why a peer did not get in, as seen by the server."""

@@ -344,7 +344,7 @@ class ReplicaContext:
         if self._collectives is None:
             raise RuntimeError(
                 "a collective needs every replica of the step at once: add `collectives: true` to stage "
-                f"{self.stage}"
+                f"{self.stage} (a closure of ClusterCoordinator.schedule runs alone, and meets nobody)"
             )
         return self._collectives.call(request)
 

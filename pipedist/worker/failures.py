@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Callable
 from types import TracebackType
 
+from pipedist import functions
 from pipedist.errors import PipedistError
 from pipedist.records import record
 
@@ -34,6 +35,9 @@ _ENDS: dict[type[BaseException], Callable[[BaseException], str]] = {
 
 _READ_ONLY = "arrays that a function gets are read-only: change a copy of them, as of x.copy()\n"
 """What NumPy does not know of an array that it can't write."""
+
+_NOT_SENT = "a file that a function opens by itself must be there too: only what a dataset reads is sent\n"
+"""What the file system does not know of a file that is on the run's host."""
 
 _TELLING = (PipedistError, TypeError, ValueError)
 """What is raised on purpose around the user's code: by readers, reductions and the codec."""
@@ -101,6 +105,8 @@ def _formatted(error: BaseException, in_user_code: bool) -> str:
         return ""
     try:
         told = "".join(traceback.format_exception(type(error), error, frames))
+        if isinstance(error, FileNotFoundError) and functions.whereabouts():
+            told += f"{functions.whereabouts()}; {_NOT_SENT}"
         return told + _READ_ONLY * (isinstance(error, ValueError) and str(error).endswith("is read-only"))
     except Exception as second:
         return f"<the traceback can't be formatted: {type(second).__name__}>\n"

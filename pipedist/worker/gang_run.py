@@ -25,6 +25,7 @@ from pipedist.worker.context import Collectives
 from pipedist.worker.execution import Call, Outcome, PassExecutor, Result, Seat
 from pipedist.worker.failures import CallFailure
 from pipedist.worker.loops import PersistentLoop
+from pipedist.worker.owed import Owed
 from pipedist.worker.progress import StageClock
 from pipedist.worker.ranges import Ended, Taken, awaited
 from pipedist.worker.shards import LeaseShards
@@ -163,7 +164,9 @@ class GangRun:
         """Execute one call, in its replica's thread."""
 
         def wait(awaitable: Awaitable[Any]) -> Any:
-            return loop.run(awaited(awaitable), meeting.outside)
+            result = loop.run(awaited(awaitable), meeting.outside)
+            meeting.owed.settle()
+            return result
 
         self._begin(call.number)
         try:
@@ -202,6 +205,8 @@ class Meeting:
         """Collectives of async functions that are not over."""
         self._lock = threading.Lock()
         """Guards `_under_way`."""
+        self.owed = Owed()
+        """What its async functions have not awaited yet."""
 
     def of(self, is_async: bool) -> Collectives:
         """Return what a function's collectives go through."""
@@ -252,6 +257,7 @@ class Meeting:
 
     def close(self) -> None:
         """Wait for a collective that nobody awaits any more: the others have to meet it."""
+        self.owed.drop()
         if self._thread is not None:
             self._thread.shutdown(cancel_futures=True)
 
@@ -273,7 +279,7 @@ class _Awaited:
         self._meeting = meeting
 
     def call(self, request: Request) -> Awaitable[Tree]:
-        return self._meeting.later(request)
+        return self._meeting.owed.add(request, self._meeting.later(request))
 
 
 def _was_aborted(error: BaseException) -> bool:

@@ -37,7 +37,7 @@ class Joining:
         """Tell once that nobody answers, if it has taken that long."""
         if self._waits_from is not None and time.monotonic() - self._waits_from >= SILENT_S:
             self._waits_from = None
-            self._tell(f"waiting for a scheduler, for at most {self._join_s:g} s")
+            self._tell(f"waiting for a scheduler, for at most {self._join_s:.3g} s")
 
     def joined(self, welcome: Welcome) -> None:
         """Tell that the worker is in, and resolve modules as the scheduler's process on this host does."""

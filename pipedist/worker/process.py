@@ -165,11 +165,27 @@ def _work(settings: WorkerSettings, progress: Progress, label: str, kept_file: i
         code.close()
     if ending in (Ending.FENCED, Ending.UNFIT):
         _hand_on(kept, kept_file, tell)
+    if ending is Ending.UNANSWERED:
+        reason += _unknown_host(settings.endpoint)
     if ending is Ending.UNANSWERED and len(kept):
         reason += f"; {len(kept)} finished calls that were kept for a scheduler are given up"
     if ending is not Ending.STOPPED:
         _print_to_stderr(f"{label}: {ending.value} ({settings.endpoint}): {reason}\n")
     return _EXIT_CODES[ending]
+
+
+def _unknown_host(endpoint: str) -> str:
+    """Return what is to be said where an endpoint's host has no address; "" where it has one."""
+    import socket  # seldom needed
+
+    scheme, _, place = endpoint.partition("://")
+    host = place.rpartition(":")[0].strip("[]")
+    try:
+        if scheme == "tcp":
+            socket.getaddrinfo(host, None)
+    except (OSError, UnicodeError) as error:
+        return f"; the host {host!r} can't be found: {error}"
+    return ""
 
 
 def _hand_on(kept: KeptResults, file: int | None, tell: Callable[[str], None]) -> None:

@@ -306,6 +306,7 @@ class Supervisor:
                         break
                     if not asked:
                         asked = True
+                        self._say(f"told to leave: the call that it runs may take {self._leave_s:g} s more")
                         process.terminate()
                 if self._is_given_up(_END_S):  # it is in a call: it would have said so by itself
                     process.end()
@@ -328,6 +329,7 @@ class Supervisor:
                     process.end()
         except BaseException:  # Ctrl-C, SIGTERM: leave at once, but say so
             process.end()
+            self._say("interrupted: the run has its calls done elsewhere")
             self._tell_end(Goodbye(self.worker, incarnation, "its supervisor was told to leave"))
             raise
         code = process.end()

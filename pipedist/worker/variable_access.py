@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
 from pipedist import trees, values
 from pipedist.program import Tree
+from pipedist.tf_names import TfNames
 from pipedist.values import Mirrored, PerReplica
 from pipedist.worker.variable_rules import (
     Array,
@@ -40,7 +41,9 @@ class ArrayOperators(NDArrayOperatorsMixin):
 
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any) -> Any:
         if any(isinstance(out, ArrayOperators) for out in kwargs.get("out", ())):
-            return NotImplemented
+            raise TypeError(
+                f"a {type(self).__name__} can't be changed in place, as by `w += x`: write `w.assign_add(x)`"
+            )
         plain = [each.value() if isinstance(each, ArrayOperators) else each for each in inputs]
         return getattr(ufunc, method)(*plain, **kwargs)
 
@@ -94,10 +97,12 @@ class Assignable(ArrayOperators, ABC):
         """Assign, add or subtract."""
 
 
-class AnyVariable(Assignable):
+class AnyVariable(Assignable, TfNames):
     """Tells what a variable was declared as, on whichever side it is used."""
 
     __slots__ = ()
+
+    _tf_names: ClassVar = {"read_value": "`value()`", "values": "`local_values`"}
 
     @property
     @abstractmethod

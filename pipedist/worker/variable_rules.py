@@ -259,12 +259,24 @@ def operand_of(traits: Traits, value: object, how: How) -> Array:
         fits = array.dtype.kind != "O" and np.can_cast(array.dtype, traits.dtype, "same_kind")
         fits = fits and (array.dtype.kind != "b" or traits.dtype.kind == "b")
     if not fits:
-        raise ValueError(f"{how} of a value of dtype {array.dtype} to the {traits.label}: cast it first")
+        raise ValueError(
+            f"{how} of a value of dtype {array.dtype} to the {traits.label}: cast it first, as in "
+            f"np.asarray(value, '{traits.dtype}'){_why_float64(array.dtype, traits.dtype)}"
+        )
     if array.shape != traits.shape:
         raise ValueError(
             f"{how} of a value of shape {list(array.shape)} to the {traits.label}: the shape must be the same"
         )
     return frozen(np.array(value if array.dtype != traits.dtype else array, traits.dtype, order="C"))
+
+
+def _why_float64(given: np.dtype[Any], wanted: np.dtype[Any]) -> str:
+    if given != np.float64 or wanted.kind != "f":
+        return ""
+    return (
+        f". NumPy makes float64 of a {wanted} array and a NumPy integer, such as all_reduce returns of "
+        "`len(x)`; with a Python int it stays as it is"
+    )
 
 
 def updated(traits: Traits, old: Array, how: How, operand: Array) -> Array:

@@ -14,7 +14,7 @@ when the driver says so: a step that fails, or is tried again, begins with the s
 from __future__ import annotations
 
 import functools
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, Final
 
@@ -64,7 +64,8 @@ class ReplicaVariable(AnyVariable):
     It reads as this replica's value, in NumPy too (`x @ w`). Assignments to an ON_WRITE variable are
     collectives: every replica must make them, in the same order, and what is assigned is the aggregate
     of what they bring; without aggregation they are a ValueError, where there are several replicas. They
-    return the new value, read-only; in an async function something to await, which gives it.
+    return the new value, read-only; in an async function something that gives it and must be awaited: an
+    assignment that was not is not made, and the function fails for it.
     """
 
     __slots__ = ("_space", "_traits")
@@ -197,7 +198,7 @@ class ReplicaVariables:
         own = operand_of(traits, operand, how)
         if traits.copies or traits.replicas == 1:
             new = self._set(space, traits, how, own)
-            return _done(new) if context.is_async else new
+            return _Done(new) if context.is_async else new
         require_aggregation(traits, how)
         label = f"{how} of variable {traits.name!r}"
         if traits.aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
@@ -342,8 +343,24 @@ def size_of(assigned: Tree) -> int:
     return sum(value.nbytes for value in assigned.values())
 
 
-async def _done(value: Array) -> Array:
-    return value
+class _Done(Coroutine[Any, Any, Array]):
+    """A new value, for an async function to await: there already, so nothing is lost where it does not."""
+
+    def __init__(self, value: Array) -> None:
+        self._value = value
+
+    def __await__(self) -> Generator[Any, None, Array]:
+        yield from ()
+        return self._value
+
+    def send(self, _value: Any) -> Any:
+        raise StopIteration(self._value)
+
+    def throw(self, *error: Any) -> Any:
+        return super().throw(*error)
+
+    def close(self) -> None:
+        """It holds nothing."""
 
 
 _merged: ContextVar[MergedVariables | None] = ContextVar("pipedist_merged_variables", default=None)

@@ -13,7 +13,7 @@ import pipedist
 PACKAGE = Path(pipedist.__file__).parent
 
 FLOORS: tuple[tuple[str, ...], ...] = (
-    ("version", "records", "counts", "async_only"),
+    ("version", "records", "counts", "async_only", "tf_names"),
     ("accelerators",),
     ("errors",),
     ("messages", "program"),

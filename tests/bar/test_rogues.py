@@ -197,7 +197,7 @@ async def wrong_version(live: Live, _folder: Path) -> None:
         await blocking(rogue.send, hello)
         refused, _ = await blocking(rogue.recv)
         assert isinstance(refused, msg.Refuse)
-        assert f"protocol {msg.WIRE_VERSION + 1} (here {msg.WIRE_VERSION})" in refused.reason
+        assert f"protocol {msg.WIRE_VERSION + 1} (the run {msg.WIRE_VERSION})" in refused.reason
         await blocking(rogue.send, msg.Results(1, 0, 1, 0), EVIL)
     await live.logged("it speaks protocol")
 

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from pipedist.transport.keys import write_key_file
+from tests.cli.conftest import Command
 
 FUNCTIONS = (
     "import os, signal\n"
@@ -108,6 +109,18 @@ def test_a_port_that_is_taken_is_a_usage_error(folder: Path) -> None:
         assert (run.returncode, out) == (2, ""), err
         assert f"port {taken.getsockname()[1]} on 127.0.0.1 is taken" in err
         assert "Traceback" not in err
+
+
+def test_a_run_whose_cluster_did_not_open_leaves_nothing_to_resume(folder: Path, pipedist: Command) -> None:
+    spec = SPEC + "outputs: {total: total.json}\n"
+    (folder / "cubes.yaml").write_text(spec.replace("tcp://127.0.0.1:0", "tcp://192.0.2.1:5555"))
+    (folder / "died").touch()
+    refused = pipedist("run", "cubes.yaml")
+    assert refused.returncode == 2, refused.stderr
+    assert "can't bind tcp://192.0.2.1:5555" in refused.stderr
+    done = pipedist("run", "cubes.yaml", "--cluster", "local")
+    assert done.returncode == 0, done.stderr
+    assert (folder / "out/cubes/total.json").is_file()
 
 
 def test_calls_that_need_a_gpu_wait_for_a_worker_that_was_given_one(folder: Path) -> None:

@@ -165,6 +165,6 @@ def test_who_is_refused_is_told_with_the_reason(fleet: Fleet, record: Record) ->
     fleet.greet(b"a", replace(hello("far", 0), wire=99))
     fleet.turn_away(b"\x00\x01")
     assert told == [
-        f"worker 'far' of {hello('far', 0).host!r}: it speaks protocol 99 (here {msg.WIRE_VERSION})",
+        f"worker 'far' of {hello('far', 0).host!r}: it speaks protocol 99 (the run {msg.WIRE_VERSION})",
         "a message from connection 0001, which is no member's",
     ]

@@ -120,7 +120,9 @@ def test_no_function_at_all() -> None:
 
 def test_what_cannot_be_pickled() -> None:
     lock = threading.Lock()
-    with pytest.raises(UsageError, match="top level of a module"):
+    with pytest.raises(
+        UsageError, match=r"it uses `lock`, a lock: .*; define it at the top level of a module"
+    ):
         reference(lambda: lock)
 
 

@@ -66,6 +66,9 @@ def project(tmp_path: Path) -> Project:
         f"import {it.name}_large\ndef f(shard):\n    return shard\n"
     )
     (it.folder / f"{it.name}_large.py").write_text("#" * (2 << 20))
+    (it.folder / f"{it.name}_opens.py").write_text(
+        f"def f(shard):\n    return open({str(it.folder / 'x.npy')!r})\n"
+    )
     np.save(it.folder / "x.npy", np.arange(40))
     write_key_file(tmp_path / "key")
     return it
@@ -151,6 +154,19 @@ async def test_a_missing_import_names_module_worker_and_what_was_sent(
     assert f"was sent: {project.folder} (" in told
     assert f"without {project.name}_large.py (2.0 MiB)" in told
     assert leftovers(tmp_path) == []
+
+
+@pytest.mark.asyncio
+async def test_a_file_that_a_function_opens_itself_is_told_not_to_travel(
+    tmp_path: Path, project: Project
+) -> None:
+    needs_namespaces()
+    with pytest.raises(pipedist.CallError) as caught:
+        await run_with(tmp_path, project.spec("opens:f"), project.folder)
+    told = str(caught.value)
+    assert "FileNotFoundError" in told
+    assert f"this is worker {os.uname().nodename}:" in told
+    assert "a file that a function opens by itself must be there too" in told
 
 
 def test_the_plan_says_who_reads_each_dataset_and_why(project: Project, tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ def test_what_could_change_bits() -> None:
     assert differences(alike, managed=False) == ""
     assert (
         differences(replace(alike, numpy="1.0"), managed=False)
-        == f"it runs numpy 1.0 (here {np.__version__})"
+        == f"it runs numpy 1.0 (the run {np.__version__})"
     )
     assert "python 3.5" in differences(replace(alike, python="3.5.1"), managed=False)
     assert "pipedist 9" in differences(replace(alike, pipedist="9"), managed=True)

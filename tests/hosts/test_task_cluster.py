@@ -167,6 +167,9 @@ def test_what_is_needed_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     pipedist.open_cluster(key_file=tmp_path / "key")
     monkeypatch.setenv("PIPEDIST_KEY_FILE", str(tmp_path / "key"))
     pipedist.open_cluster()
+    monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": {"worker": ["10.0.0.1:5555"]}}))
+    with pytest.raises(UsageError, match=r"TF_CONFIG needs `.task"):
+        pipedist.open_cluster()
     config(monkeypatch, {"ps": ["10.0.0.1:5555"]}, "ps")
     with pytest.raises(UsageError, match="no chief 0 or worker 0"):
         pipedist.open_cluster()

@@ -371,10 +371,12 @@ def test_an_update_that_raises_is_the_error_of_its_stage() -> None:
     ("keys", "text"),
     [
         ({"update": f"{F}:nothing"}, "stage state: the update returned None: is a `return` missing"),
-        ({"until": f"{F}:no_truth"}, "stage state: `until` returned no truth value"),
+        ({"until": f"{F}:no_truth"}, r"stage state: `until` returned an array of float64, shape \[2\], not"),
+        ({"until": f"{F}:change"}, r"`until` returned 1.5 of type float, not True or False: compare it"),
+        ({"until": f"{F}:nothing"}, r"`until` returned None of type NoneType, .*: is a `return` missing"),
     ],
 )
-def test_a_missing_return_is_told(keys: dict[str, Any], text: str) -> None:
+def test_a_missing_return_is_told_and_so_is_a_number_for_a_truth(keys: dict[str, Any], text: str) -> None:
     document = counting("step")
     document["stages"]["state"] |= keys
     with pytest.raises(FoldError, match=text):

@@ -103,6 +103,10 @@ def no_truth(old: Any, new: Any) -> np.ndarray:
     return np.zeros(2)
 
 
+def change(old: Any, new: Any) -> float:
+    return 1.5
+
+
 def raises(state: Any, value: Any) -> Any:
     raise ZeroDivisionError(f"update of {value}")
 

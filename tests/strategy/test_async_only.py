@@ -42,6 +42,23 @@ def test_what_is_opened_with_async_with(make: Callable[[], Any], name: str) -> N
 
 
 @pytest.mark.asyncio
+async def test_a_forgotten_await_is_told_where_the_coroutine_is_used() -> None:
+    async with pipedist.LocalCluster(workers=1) as cluster:
+        strategy = pipedist.Strategy(cluster, replicas=2)
+        y = strategy.run(fn.double, args=(1,))
+        for use in (
+            lambda: strategy.reduce("sum", y, axis=None),
+            lambda: strategy.gather(y, axis=0),
+            lambda: strategy.run(fn.double, args=({"x": y},)),
+        ):
+            with pytest.raises(TypeError, match=r"coroutine.*`await` what made it"):
+                await use()
+        with pytest.raises(TypeError, match=r"coroutine.*`await` what made it"):
+            strategy.local_results(y)
+        await y
+
+
+@pytest.mark.asyncio
 async def test_what_is_read_with_async_for() -> None:
     async with pipedist.LocalCluster(workers=1) as cluster:
         strategy = pipedist.Strategy(cluster, replicas=2)

@@ -94,6 +94,17 @@ class TestDefaultStrategy:
         assert await default.run(functions.where) == (False, False, 1)
         assert await default.run(max, args=(1, 2)) == 2
 
+    async def test_a_collective_that_is_not_awaited_is_an_error(self) -> None:
+        async def step(ctx: Any) -> int:
+            await ctx.barrier()
+            ctx.all_reduce("sum", 1)
+            return 0
+
+        with pytest.raises(
+            pipedist.CallError, match=r"all_reduce, at test_context\.py:\d+ in .*, was not awaited"
+        ):
+            await get_strategy().run(step)
+
     async def test_its_arguments_are_read_only(self) -> None:
         default = get_strategy()
         assert isinstance(default, DefaultStrategy)

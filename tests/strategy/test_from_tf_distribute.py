@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import pipedist
 
 PAGE = Path(__file__).parents[2] / "docs" / "from_tf_distribute.md"
@@ -24,6 +26,31 @@ def rows() -> Iterator[list[str]]:
     for line in PAGE.read_text().splitlines():
         if line.startswith("| ") and not line.startswith("| tf.distribute |"):
             yield [cell.strip() for cell in line.strip("|").split(" | ")]
+
+
+@pytest.mark.parametrize(
+    ("holder", "attribute", "here"),
+    [
+        (pipedist.get_strategy(), "experimental_distribute_dataset", "`distribute_dataset`"),
+        (pipedist.get_strategy(), "extended", "on the strategy itself"),
+        (pipedist.Dataset.range(3), "shuffle", "permutation"),
+        (pipedist.Variable(1.0), "read_value", "`value()`"),
+    ],
+)
+def test_a_name_of_tensorflow_is_told_what_it_is_here(holder: Any, attribute: str, here: str) -> None:
+    with pytest.raises(AttributeError, match=re.escape(here)) as caught:
+        getattr(holder, attribute)
+    assert caught.value.name == attribute
+    assert "docs/from_tf_distribute.md" in str(caught.value)
+    with pytest.raises(AttributeError, match=r"has no attribute 'shufle'$"):
+        holder.shufle  # noqa: B018
+
+
+def test_what_is_offered_in_their_place_exists() -> None:
+    for cls in (pipedist.Strategy, pipedist.Dataset, pipedist.Variable):
+        for text in cls._tf_names.values():
+            name = re.match(r"`(\w+)[`(]", text)
+            assert name is None or hasattr(cls, name[1]), text
 
 
 def test_every_row_says_what_became_of_the_name() -> None:

@@ -252,6 +252,60 @@ async def test_they_work_in_async_functions_and_in_merge_calls() -> None:
         assert m.local_values == (34, 33, 33)
 
 
+async def test_what_does_not_fit_a_variable_is_told_with_what_to_write() -> None:
+    async with pipedist.LocalCluster(workers=1) as cluster:
+        strategy = pipedist.Strategy(cluster, replicas=2)
+        with strategy.scope():
+            w = pipedist.Variable(np.zeros(2, np.float32), name="w", aggregation="sum")
+
+        def step(ctx: Any) -> None:
+            rows = ctx.all_reduce("sum", 3)
+            w.assign_sub(np.ones(2, np.float32) / rows)
+
+        with pytest.raises(
+            pipedist.CallError, match=r"np\.asarray\(value, 'float32'\)\. NumPy makes float64 of"
+        ):
+            await strategy.run(step)
+        with pytest.raises(TypeError, match=r"write `w\.assign_add\(x\)`"):
+            w += 1
+        with pytest.raises(ValueError, match=r"cast it first, as in np\.asarray\(value, 'float32'\)$"):
+            w.assign(np.zeros(2, np.int64))
+
+
+async def test_what_an_async_function_forgets_to_await_fails_it_and_is_not_lost_in_silence(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    async with pipedist.LocalCluster(workers=2) as cluster:
+        strategy = pipedist.Strategy(cluster, replicas=2)
+        with strategy.scope():
+            v = pipedist.Variable(1.0, name="v", aggregation="mean")
+            m = pipedist.Variable(0, name="m", synchronization="on_read", aggregation="sum")
+
+        async def assigns() -> None:
+            v.assign_add(1.0)
+
+        async def merges(ctx: Any) -> None:
+            ctx.merge_call(len)
+
+        async def returns(ctx: Any) -> Any:
+            return ctx.all_reduce("sum", 1)
+
+        for fn, what in ((assigns, "assign_add of variable 'v'"), (merges, "len"), (returns, "all_reduce")):
+            with pytest.raises(
+                pipedist.CallError, match=rf"{what}, at test_variables\.py:\d+ in .*, was not awaited"
+            ):
+                await strategy.run(fn)
+
+        async def of_its_own(ctx: Any) -> int:
+            m.assign_add(2)  # nobody else takes part: it is made
+            task = asyncio.create_task(m.assign_add(3))
+            return int(await task) + int(await ctx.all_reduce("sum", 1))
+
+        assert list(await strategy.run(of_its_own)) == [7, 7]
+        assert (v.numpy(), m.numpy()) == (1.0, 10)
+    assert "m.assign_add" not in capfd.readouterr().err
+
+
 async def test_updates_outside() -> None:
     async with pipedist.LocalCluster(workers=1) as cluster:
         strategy = pipedist.Strategy(cluster, replicas=2)

@@ -241,7 +241,8 @@ async def test_a_collective_outside_of_a_gang_says_what_to_add() -> None:
             assert isinstance(failed, Failed)
             assert (failed.name, failed.text) == (
                 "RuntimeError",
-                "a collective needs every replica of the step at once: add `collectives: true` to stage s0",
+                "a collective needs every replica of the step at once: add `collectives: true` to stage s0 "
+                "(a closure of ClusterCoordinator.schedule runs alone, and meets nobody)",
             )
 
 

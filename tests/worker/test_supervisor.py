@@ -245,8 +245,14 @@ async def test_a_refused_worker_says_why_and_does_not_come_again(tmp_path: Path)
         assert "it runs numpy 1.0" in said
 
 
-@pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, -signal.SIGINT)])
-async def test_a_signal_ends_it_and_its_worker(tmp_path: Path, signum: int, code: int) -> None:
+@pytest.mark.parametrize(
+    ("signum", "code", "told"),
+    [
+        (signal.SIGTERM, 0, "told to leave: the call that it runs may take"),
+        (signal.SIGINT, -signal.SIGINT, "interrupted: the run has its calls done elsewhere"),
+    ],
+)
+async def test_a_signal_ends_it_and_its_worker(tmp_path: Path, signum: int, code: int, told: str) -> None:
     async with supervised(tmp_path) as it:
         _, hello = await it.take(Hello)
         await it.take(Heartbeat)
@@ -256,6 +262,7 @@ async def test_a_signal_ends_it_and_its_worker(tmp_path: Path, signum: int, code
         assert not goodbye.crashed
         ended, said = await it.ended()
         assert "signal 9" not in said
+        assert said.count(told) == 1
         assert ended == code, said
         assert isinstance(hello, Hello)
         assert wait_gone([hello.pid], within_s=0) == []
@@ -267,6 +274,14 @@ async def test_killing_the_supervisor_leaves_no_worker(tmp_path: Path) -> None:
         assert isinstance(hello, Hello)
         it.process.kill()
         assert wait_gone([hello.pid]) == []
+
+
+async def test_a_host_that_nobody_knows_is_told(tmp_path: Path) -> None:
+    key_file = tmp_path / "keys.json"
+    write_key_file(key_file)
+    process = await dial_in("tcp://no-such-host.invalid:9", key_file, join_s=0.2)
+    _, said = await asyncio.wait_for(process.communicate(), PATIENCE_S)
+    assert "the host 'no-such-host.invalid' can't be found" in said.decode()
 
 
 async def test_a_scheduler_that_does_not_answer_is_left(tmp_path: Path) -> None:
