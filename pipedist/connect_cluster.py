@@ -34,6 +34,8 @@ class ConnectCluster(Cluster):
         key_file: the cluster's keys; made (mode 0600) where there is no such file.
         workers: how many are expected, for the plan and the size of what is issued in advance.
         limits: the scheduler's bounds.
+        threads_per_replica: BLAS and OpenMP threads of each worker; one with another number is not let in,
+            because they change bits.
         rejoin_s: how long workers keep finished results, and wait for the run to be resumed, when this
             process is gone, seconds.
         gpus_per_worker: what calls will need, for the command that says how to join. A worker owns what its
@@ -53,6 +55,7 @@ class ConnectCluster(Cluster):
         key_file: str | os.PathLike[str] | None = None,
         workers: int = 1,
         limits: Limits | None = None,
+        threads_per_replica: int = 1,
         rejoin_s: float = REJOIN_S,
         gpus_per_worker: float = 0,
         force: bool = False,
@@ -64,6 +67,7 @@ class ConnectCluster(Cluster):
         self._listen = listen or LISTEN
         self._key_file = os.fspath(key_file)
         self._limits = limits
+        self._threads = threads_per_replica
         self._rejoin_s = rejoin_s
         self._force = force
 
@@ -72,16 +76,26 @@ class ConnectCluster(Cluster):
         endpoint = _from_elsewhere(self.coordinator.endpoint)
         tell(
             f"waiting for workers: {self._visible()}pipedist worker --connect {endpoint} "
-            f"--key-file {_file_of_workers(self._key_file)}"
+            f"--key-file {_file_of_workers(self._key_file)}{self._with_threads()}"
         )
         return self
 
     def _visible(self) -> str:
         return f"{VISIBLE}={','.join(map(str, range(self._gpus)))} " if self._gpus else ""
 
+    def _with_threads(self) -> str:
+        return f" --threads {self._threads}" if self._threads != 1 else ""
+
     def _make(self, stack: AsyncExitStack) -> Coordinator:
         keys = server_keys(self._key_file)
-        return dial_in(self._listen, keys, self._limits, force=self._force, rejoin_s=self._rejoin_s)
+        return dial_in(
+            self._listen,
+            keys,
+            self._limits,
+            force=self._force,
+            rejoin_s=self._rejoin_s,
+            threads=self._threads,
+        )
 
     async def gather(self) -> None:
         """Wait a moment for the workers that are expected; those that wait themselves come at once."""

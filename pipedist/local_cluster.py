@@ -120,6 +120,7 @@ def dial_in(
     force: bool = False,
     rejoin_s: float = 0.0,
     shared_memory: SharedMemory | None = None,
+    threads: int | None = None,
 ) -> Coordinator:
     """Return a coordinator, not open, whose workers all dial in.
 
@@ -129,6 +130,7 @@ def dial_in(
         limits: the scheduler's bounds.
         force, rejoin_s: as for `ConnectCluster`.
         shared_memory: how much memory is shared with workers, over an ipc endpoint; None: none.
+        threads: BLAS and OpenMP threads that workers have to have; None: whoever starts them sees to it.
     """
     from pipedist.coordinator import Coordinator
     from pipedist.transport.router import Router
@@ -151,6 +153,7 @@ def dial_in(
         force=force,
         tell=tell,
         rejoin_s=rejoin_s,
+        threads=threads,
     )
 
 

@@ -57,6 +57,7 @@ class Hello:
         holds: digests of the code folders that its supervisor has copies of.
         proof: that the name is its own, where it was not started here (`pipedist.worker.names`); here, and in
             what is said before a connection has joined: Heartbeat, Goodbye.
+        threads: BLAS and OpenMP threads of its process.
     """
 
     worker: str
@@ -74,6 +75,7 @@ class Hello:
     traits: tuple[str, ...] = ()
     holds: tuple[str, ...] = ()
     proof: str = ""
+    threads: int = 1
 
 
 @record

@@ -253,7 +253,8 @@ class TaskCluster(Cluster):
                 await self._changed.wait()
 
     def _make(self, stack: AsyncExitStack) -> Coordinator:
-        return dial_in(self._listen, server_keys(self._key_file), force=self._force)
+        keys = server_keys(self._key_file)
+        return dial_in(self._listen, keys, force=self._force, threads=self._threads)
 
     # -- on the event loop -------------------------------------------------------------------
 

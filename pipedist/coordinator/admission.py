@@ -14,7 +14,13 @@ from pipedist.worker.hello import cpu_model, cpu_traits
 
 
 def refusal(
-    hello: msg.Hello, *, started: Mapping[str, int], managed: bool, dial_in: bool, current: Peer | None
+    hello: msg.Hello,
+    *,
+    started: Mapping[str, int],
+    managed: bool,
+    dial_in: bool,
+    current: Peer | None,
+    threads: int | None = None,
 ) -> str:
     """Return why a worker may not join, whatever it runs; "" if it may.
 
@@ -23,6 +29,7 @@ def refusal(
         managed: the name is one of the workers that are started here.
         dial_in: whether others may join.
         current: the peer of that name that has joined before, None if there is none.
+        threads: BLAS and OpenMP threads that it has to have, since they change bits; None: any.
     """
     if managed and started.get(hello.worker) != hello.incarnation:
         return f"incarnation {hello.incarnation} of {hello.worker} was not started by this cluster"
@@ -34,6 +41,8 @@ def refusal(
         return f"incarnation {current.incarnation} of {hello.worker} has joined, which is a later one"
     if hello.wire != msg.WIRE_VERSION:
         return f"it speaks protocol {hello.wire} (the run {msg.WIRE_VERSION})"
+    if threads is not None and hello.threads != threads:
+        return f"it runs with --threads {hello.threads} (the run: threads_per_replica: {threads})"
     return ""
 
 

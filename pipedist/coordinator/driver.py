@@ -85,6 +85,7 @@ class Coordinator:
         shared_memory: whether workers that were started here may share memory with each other.
         rejoin_s: how long workers that dialled in wait for another scheduler when this one is gone.
         force: let workers in whose versions or processors could change bits.
+        threads: BLAS and OpenMP threads that workers have to have; None: any.
         tell: told, for people, which workers were not let in, or differ.
     """
 
@@ -100,6 +101,7 @@ class Coordinator:
         shared_memory: bool = False,
         rejoin_s: float = 0.0,
         force: bool = False,
+        threads: int | None = None,
         tell: Callable[[str], None] = lambda _text: None,
     ) -> None:
         limits = limits or Limits()
@@ -117,6 +119,7 @@ class Coordinator:
             explain=lambda *told: self._passes.explain(*told),
             on_refuse=self._on_reject,
             force=force,
+            threads=threads,
             tell=tell,
         )
         self._refusals = Refusals(tells=dial_in)

@@ -66,6 +66,7 @@ class Fleet:
         explain: says what a lost worker's end means for the call that it ran; see `Explain`.
         on_refuse: told who may not join or speak, and why.
         force: let workers in that differ in what could change bits.
+        threads: BLAS and OpenMP threads that all have to have, whatever `force` says; None: any.
         tell: told, for people, who was not let in, or differs.
     """
 
@@ -83,6 +84,7 @@ class Fleet:
         explain: Explain = lambda _worker, _running, _timed_out: None,
         on_refuse: Callable[[str], None] = lambda _reason: None,
         force: bool = False,
+        threads: int | None = None,
         tell: Callable[[str], None] = lambda _text: None,
     ) -> None:
         self.names = tuple(names)
@@ -95,6 +97,7 @@ class Fleet:
         self._on_refuse = on_refuse
         self._dial_in = dial_in
         self._force = force
+        self._threads = threads
         self._tell = tell
         self._boot = boot
         self._heartbeat_s = heard_within_s / _HEARTBEATS
@@ -353,7 +356,12 @@ class Fleet:
         managed = hello.worker in self.names
         current = self._roster.of(hello.worker)
         reason = refusal(
-            hello, started=self._started, managed=managed, dial_in=self._dial_in, current=current
+            hello,
+            started=self._started,
+            managed=managed,
+            dial_in=self._dial_in,
+            current=current,
+            threads=self._threads,
         )
         notice = "" if reason else differences(hello, managed=managed)
         if notice and not self._force:

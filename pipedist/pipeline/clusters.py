@@ -28,6 +28,7 @@ def cluster_for(plan: Plan, *, force: bool = False, folder: Path | None = None) 
                 listen=wanted.listen,
                 key_file=wanted.key_file,
                 workers=workers,
+                threads_per_replica=threads,
                 rejoin_s=REJOIN_S if wanted.rejoin_s is None else wanted.rejoin_s,
                 gpus_per_worker=gpus,
                 force=force,

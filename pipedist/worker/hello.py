@@ -19,6 +19,7 @@ def make_hello(
     gpus: float = 0.0,
     holds: tuple[str, ...] = (),
     proof: str = "",
+    threads: int = 1,
 ) -> Hello:
     """Return this process's Hello.
 
@@ -27,6 +28,7 @@ def make_hello(
         gpus: how many it owns.
         holds: digests of the code folders that there are copies of.
         proof: that the name is its own.
+        threads: BLAS and OpenMP threads that it was started with.
     """
     import platform
 
@@ -46,6 +48,7 @@ def make_hello(
         traits=cpu_traits(),
         holds=holds,
         proof=proof,
+        threads=threads,
     )
 
 

@@ -130,6 +130,7 @@ def _work(settings: WorkerSettings, progress: Progress, label: str, kept_file: i
             settings.gpus,
             held(settings.code_root),
             proof,
+            settings.threads,
         ),
         Limits(join_s=settings.join_s),
     )

@@ -61,14 +61,19 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def endpoint_of(run: subprocess.Popen[str]) -> str:
-    """Read stderr until the run says where workers may join."""
+def hint_of(run: subprocess.Popen[str]) -> list[str]:
+    """Read stderr until the run says how workers may join; return the arguments."""
     assert run.stderr is not None
     for line in run.stderr:
-        found = re.search(r"--connect (tcp://\S+)", line)
+        found = re.search(r"pipedist worker (--connect .*)", line)
         if found:
-            return found[1]
+            return found[1].split()
     raise AssertionError("the run ended without saying where to join")
+
+
+def endpoint_of(run: subprocess.Popen[str]) -> str:
+    """Read stderr until the run says where workers may join."""
+    return hint_of(run)[1]
 
 
 def test_workers_dial_in_and_a_killed_one_comes_back(folder: Path) -> None:
@@ -82,6 +87,22 @@ def test_workers_dial_in_and_a_killed_one_comes_back(folder: Path) -> None:
             _, said = worker.communicate(timeout=30)
             assert worker.returncode == 0, said
     assert (folder / "cluster.key").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_worker_with_another_number_of_threads_is_not_let_in(folder: Path) -> None:
+    """Its first call would fail the run."""
+    (folder / "cubes.yaml").write_text(SPEC + "threads_per_replica: 2\n")
+    with started("run", "cubes.yaml", "--json", "--force", cwd=folder) as run:
+        join = hint_of(run)
+        assert join[-2:] == ["--threads", "2"]
+        with started("worker", *join[:-2], cwd=folder) as worker:
+            _, said = worker.communicate(timeout=60)
+            assert worker.returncode == 1, said
+            assert "it runs with --threads 1 (the run: threads_per_replica: 2)" in said
+        with started("worker", *join, cwd=folder):
+            out, err = run.communicate(timeout=60)
+    assert run.returncode == 0, err
+    assert json.loads(out)["results"]["total"] == sum(k**3 for k in range(40))
 
 
 @pytest.mark.slow
