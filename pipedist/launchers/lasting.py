@@ -359,7 +359,6 @@ def main(arguments: Mapping[str, Any]) -> None:
             worker=f"w{slot}.{os.getpid()}",
             tells=False,
             folder=directory,
-            forgives=True,
         )
 
         def on_sigterm(_number: int, _frame: object) -> None:

@@ -17,7 +17,8 @@ memory that the supervisor holds, and ends. The next one, which has the code as 
 over and dials in again, for `Welcome.rejoin_s`: a run that is resumed listens at the same endpoint.
 
 It ends when the worker process was told to stop or was refused, when no scheduler answers any
-more, or when the process keeps dying before it has lived for `LIVED_S`. On SIGTERM it lets the worker
+more, or when the process keeps dying before it has lived for `LIVED_S`, and not in a call: those deaths are
+the scheduler's to count, which may be looking for the elements that cause them. On SIGTERM it lets the worker
 process finish what it runs, for `leave_s`, and ends with 0; on a second one it does not wait.
 """
 
@@ -51,7 +52,7 @@ LOOK_S = 0.05
 """How soon the end of the worker process is noticed."""
 
 LIVED_S = 10.0
-"""A worker process that ends sooner counts as a failed start."""
+"""A worker process that ends sooner, and not in a call, counts as a failed start."""
 
 STARTS_FAILED_MAX = 5
 """Failed starts in a row before the supervisor gives up."""
@@ -128,7 +129,6 @@ class Supervisor:
         tells: it says on stderr what becomes of it, and its process; otherwise only while it waits for
             another scheduler.
         folder: in which it keeps what the scheduler sends it to keep, None: the temporary one.
-        forgives: a worker process that died in a call counts as one that has lived.
         task: role and index of the program that this belongs to, "worker/1"; "": of none.
         on_share: told the number and the frames of what is shared, in the thread of `run`.
         inherited: descriptors that the worker process gets too.
@@ -148,7 +148,6 @@ class Supervisor:
         worker: str = "",
         tells: bool = True,
         folder: str | None = None,
-        forgives: bool = False,
         task: str = "",
         on_share: Callable[[int, list[memoryview]], None] = lambda _number, _frames: None,
         inherited: tuple[int, ...] = (),
@@ -163,7 +162,6 @@ class Supervisor:
         self._gpus = gpus
         self._tells = tells
         self._folder = folder
-        self._forgives = forgives
         self._died_at_work = False
         """The worker process that ended last was executing a call."""
         self._inherited = inherited
@@ -230,10 +228,12 @@ class Supervisor:
                 if code in _FINAL:
                     self._hear_out(code)
                     return _FINAL[ExitCode(code)]
-                lived = time.monotonic() - began >= LIVED_S or (self._forgives and self._died_at_work)
+                lived = time.monotonic() - began >= LIVED_S or self._died_at_work
                 self._failed = 0 if lived else self._failed + 1
                 if self._failed >= STARTS_FAILED_MAX:
-                    self._say(f"{self._failed} worker processes in a row lived for less than {LIVED_S:g} s")
+                    self._say(
+                        f"{self._failed} worker processes in a row ended in {LIVED_S:g} s, and in no call"
+                    )
                     return 1
                 incarnation += 1
             return 0

@@ -178,3 +178,20 @@ def test_calls_that_need_a_gpu_wait_for_a_worker_that_was_given_one(folder: Path
                 out, err = run.communicate(timeout=60)
                 assert run.returncode == 0, err
     assert json.loads(out)["results"]["which"] == 11
+
+
+def test_elements_that_kill_cost_themselves_and_not_the_workers_that_dialled_in(folder: Path) -> None:
+    """Looking for them takes many deaths; the supervisor gave up after five."""
+    (folder / "cubes.py").write_text(
+        "import os, signal\n"
+        "def cube(shard):\n"
+        "    if (shard % 20 == 3).any():\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    return shard ** 3\n"
+    )
+    (folder / "cubes.yaml").write_text(SPEC.replace('cube"', 'cube", on_error: quarantine'))
+    run_ = started("run", "cubes.yaml", "--json", cwd=folder)
+    with run_ as run, started("worker", *hint_of(run), cwd=folder):
+        out, err = run.communicate(timeout=120)
+    assert run.returncode == 3, err
+    assert json.loads(out)["results"]["total"] == sum(k**3 for k in range(40) if k % 20 != 3)
