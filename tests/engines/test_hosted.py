@@ -77,6 +77,29 @@ async def test_a_killed_supervisor_is_started_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.asyncio
+@pytest.mark.timeout(120)
+async def test_elements_that_kill_are_looked_for_without_the_engine() -> None:
+    """That takes more deaths in a row than a host may have that is no good."""
+    spec = {
+        "pipedist": 1,
+        "dataset": {"range": 16, "batch": 8},
+        "stages": {
+            "y": {"run": f"{F}:dies_of_threes", "on_error": "quarantine"},
+            "total": {"reduce": "sum", "of": "y", "axis": 0},
+        },
+    }
+    engine = HereEngine(1)
+    async with cluster_of(engine, workers=1) as cluster:
+        await cluster.ready()
+        before = engine.hosted[0].pid
+        async with pipedist.open(spec, cluster=cluster) as run:
+            result = await run.results()
+        assert engine.hosted[0].pid == before, "the supervisor has stayed"
+    assert result.ledger == pipedist.Ledger(elements=16, committed=14, quarantined=2)
+    assert result["total"] == sum(range(16)) - 3 - 11
+
+
+@pytest.mark.asyncio
 @pytest.mark.timeout(60)
 async def test_what_user_code_has_started_hides_no_end(tmp_path: Path) -> None:
     """It has the pipe in which the supervisor tells why it leaves: that one does not end with it."""
