@@ -246,14 +246,17 @@ class Fleet:
     # -- connections ---------------------------------------------------------------------------
 
     def send(self, worker: str, message: msg.Message, payload: Sequence[Frame] = ()) -> None:
-        """Say something to a worker; one that can't be reached is lost."""
+        """Say something to a worker; one that can't be reached is lost, or will be.
+
+        Whoever watches its process says soon what it died of, and in which call: a death without one is
+        blamed on a guess. A supervisor that can't be reached either falls silent, and that is noticed.
+        """
         peer = self._roster.of(worker)
         if peer is None or self._router.send(peer.identity, message, payload):
             return
         if self.launcher is not None and self.is_ours(peer) and self._started[worker] == peer.incarnation:
-            # Its exit is told soon, with the call that it died of: a death without one is blamed on a guess.
             self.launcher.kill(worker, peer.incarnation)
-        else:
+        elif worker not in self._supervisors:
             self.lose(peer, "its connection is gone")
 
     async def dismiss(self, reason: str, grace_s: float) -> None:

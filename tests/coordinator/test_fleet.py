@@ -139,6 +139,19 @@ def test_a_connection_that_is_gone_before_the_exit_is_told_hides_no_call(
     assert record.events[-1] == ev.WorkerLost("far", 0, "its connection is gone")
 
 
+def test_a_connection_that_is_gone_before_a_supervisor_says_why_hides_no_call(
+    fleet: Fleet, record: Record
+) -> None:
+    fleet.greet(b"a", hello("far", 0))
+    fleet.heard(b"s", "far", 0)
+    before = len(record.events)
+    record.reached = False
+    fleet.send("far", msg.Stop("over"))
+    assert len(record.events) == before
+    fleet.left(msg.Goodbye("far", 0, "signal 9 (SIGKILL)", crashed=True, lease=3, call=41))
+    assert record.events[-1] == ev.WorkerLost("far", 0, "signal 9 (SIGKILL)", running=(3, 41))
+
+
 def test_only_the_incarnation_that_is_meant_is_killed(fleet: Fleet, record: Record) -> None:
     fleet.start("w0", 0)
     fleet.greet(b"a", make_hello("w0", 0))
