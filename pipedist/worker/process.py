@@ -1,7 +1,8 @@
 """A worker process, from its first line to its exit code.
 
 A process ends in one of these ways, and its exit code says which: see `ExitCode`. Whatever user
-code does to end it (`sys.exit`, `os._exit`, a crash) ends it with that code or signal.
+code does to end it (`sys.exit`, `os._exit`, a crash) ends it with that code or signal; that it was user
+code is seen by what the process has not noted (`Progress.is_over`), as any code may be a user's.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
 A segmentation fault, `os._exit` or SIGKILL leaves a process no time to say what it was doing. So the
 number of the running call stands in memory that is shared with the process that started the worker,
 which reads it when the worker is gone: the death is then charged to the right call, also where
-finished calls before it had not been reported.
+finished calls before it had not been reported. So does whether a worker ended by itself: its exit code
+alone can't tell that, as user code may end it with the same one.
 
 There, too, stands how long the stage's function that runs may take, and since when it does. An
 interpreter that hangs can't be trusted to notice: its parent looks, and ends it (`Overdue`).
@@ -19,7 +20,7 @@ from collections.abc import Callable, Generator
 from typing import Any, NamedTuple
 
 _IDLE = -1
-_LEASE, _CALL, _STAGE, _LIMIT, _BEGAN, _TIMED_CALL, _TIMED_STAGE, _CELLS = range(8)
+_LEASE, _CALL, _STAGE, _LIMIT, _BEGAN, _TIMED_CALL, _TIMED_STAGE, _OVER, _CELLS = range(9)
 _BYTES = 8 * _CELLS
 
 
@@ -159,6 +160,20 @@ class Progress:
         cells = self._cells
         running = Running(cells[_LEASE], cells[_TIMED_CALL], cells[_TIMED_STAGE])
         return bool(cells[_LIMIT]) and cells[_BEGAN] == overdue.began_ns and running == overdue.running
+
+    def end(self) -> None:
+        """Note that the process ends by itself: its exit code is no user code's."""
+        self._cells[_OVER] = 1
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the process has ended by itself."""
+        return bool(self._cells[_OVER])
+
+    def begin(self) -> None:
+        """Note that a process begins, which has noted nothing."""
+        self._cells[_OVER] = 0
+        self.idle()
 
     def close(self) -> None:
         """Let go of the memory."""

@@ -14,7 +14,7 @@ from typing import Any
 
 from pipedist.worker import boot
 from pipedist.worker.kernel import die_with
-from pipedist.worker.process import run_process
+from pipedist.worker.process import ExitCode, run_process
 from pipedist.worker.progress import Progress
 from pipedist.worker.settings import WorkerSettings
 
@@ -133,9 +133,12 @@ def main(arguments: Mapping[str, Any]) -> None:
     os.dup2(2, 1)  # what user code writes to descriptor 1 is no output of the supervisor's
     settings = WorkerSettings(**arguments["settings"])
     proof = _take_proof(int(arguments["proof"]))
-    code = run_process(settings, Progress(int(arguments["progress"])), int(arguments["kept"]), proof)
+    progress = Progress(int(arguments["progress"]))
+    code = run_process(settings, progress, int(arguments["kept"]), proof)
     for stream in (sys.__stdout__, sys.__stderr__):
         if stream is not None:
             with contextlib.suppress(OSError):  # nobody reads it any more
                 stream.flush()
+    if isinstance(code, ExitCode):  # else user code ended it, be it with a code of these
+        progress.end()
     os._exit(code)

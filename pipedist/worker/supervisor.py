@@ -74,7 +74,7 @@ _FINAL = {
 
 
 _ENDS = frozenset(ExitCode) - {ExitCode.DEFECT}
-"""Exit codes with which a worker process ends by itself, and says why; others are a crash."""
+"""Exit codes with which a worker process that ends by itself says why; all else is a crash."""
 
 
 def run_worker(
@@ -212,22 +212,22 @@ class Supervisor:
             while not self._is_leaving():
                 began = time.monotonic()
                 process = self._start(incarnation)
-                code = self._watch(process, incarnation)
+                ending = self._watch(process, incarnation)
                 if self._is_leaving():
                     break
-                if code == ExitCode.CONNECTION_LOST:
+                if ending is ExitCode.CONNECTION_LOST:
                     self._lost()
                     self._disconnect()  # it may be the worker's alone: only who answers anew is there
-                if code == ExitCode.UNANSWERED or self._is_given_up():
+                if ending is ExitCode.UNANSWERED or self._is_given_up():
                     if self._rejoin_s is not None:
                         self._say(
                             f"its scheduler is gone, and none came back at {self._endpoint} "
                             f"within {self._rejoin_s:g} s"
                         )
                     return 1
-                if code in _FINAL:
-                    self._hear_out(code)
-                    return _FINAL[ExitCode(code)]
+                if ending in _FINAL:
+                    self._hear_out(ending)
+                    return _FINAL[ending]
                 lived = time.monotonic() - began >= LIVED_S or self._died_at_work
                 self._failed = 0 if lived else self._failed + 1
                 if self._failed >= STARTS_FAILED_MAX:
@@ -276,7 +276,7 @@ class Supervisor:
             code_root="" if self._code_root is None else self._code_root.path,
             task=self._task,
         )
-        self._progress.idle()
+        self._progress.begin()
         self._overdue = None
         return Supervised(
             settings,
@@ -294,8 +294,8 @@ class Supervisor:
         since = 0.0 if self._gone_since is None else time.monotonic() - self._gone_since
         return max(self._rejoin_s - since, _END_S)
 
-    def _watch(self, process: Supervised, incarnation: int) -> int:
-        """Speak for the worker process until it has ended; return its exit code."""
+    def _watch(self, process: Supervised, incarnation: int) -> ExitCode | None:
+        """Speak for the worker process until it has ended; return how it did by itself, None: it crashed."""
         refused = asked = False
         try:
             while process.code is None:
@@ -333,10 +333,11 @@ class Supervisor:
             self._tell_end(Goodbye(self.worker, incarnation, "its supervisor was told to leave"))
             raise
         code = process.end()
+        ending = ExitCode(code) if self._progress.is_over and code in _ENDS else None
         self._died_at_work = False
-        if self._is_leaving() and code != ExitCode.STOPPED:
+        if self._is_leaving() and ending is not ExitCode.STOPPED:
             self._tell_end(Goodbye(self.worker, incarnation, "its supervisor was told to leave"))
-        elif code not in _ENDS:
+        elif ending is None:
             text = process.describe(code)
             running, timed_out = end_of(self._progress, self._overdue)
             self._died_at_work = running is not None
@@ -348,9 +349,9 @@ class Supervisor:
                 lease, call, stage = running
                 goodbye = replace(goodbye, lease=lease, call=call, stage=stage, timed_out=timed_out)
             self._tell_end(goodbye)
-        elif code != ExitCode.STOPPED:  # it has said why
+        elif ending is not ExitCode.STOPPED:  # it has said why
             self._tell_end(Goodbye(self.worker, incarnation, describe(code)))
-        return code
+        return ending
 
     def _listen(self, process: Supervised, incarnation: int) -> Stop | Refuse | None:
         """Send a heartbeat if one is due, and wait a moment for an order."""
@@ -394,9 +395,9 @@ class Supervisor:
                 )
         self._next_at = 0.0  # whoever comes is asked at once
 
-    def _hear_out(self, code: int) -> None:
+    def _hear_out(self, ending: ExitCode) -> None:
         """Take in what was shared before the worker process, on a connection of its own, was told to stop."""
-        if not self._task or code != ExitCode.STOPPED:
+        if not self._task or ending is not ExitCode.STOPPED:
             return
         until = time.monotonic() + _END_S
         with contextlib.suppress(ConnectionLost, ProtocolError):

@@ -19,6 +19,7 @@ from pipedist.errors import UsageError
 from pipedist.messages import Code, Goodbye, Heartbeat, Hello, Log, Refuse, Results, Stop, Welcome
 from pipedist.transport.codec import encode
 from pipedist.transport.keys import write_key_file
+from pipedist.worker.process import ExitCode
 from pipedist.worker.supervisor import run_worker
 from tests.launchers.processes import state_of, wait_gone, wait_state
 from tests.worker.fake_scheduler import FakeScheduler, program
@@ -174,6 +175,23 @@ async def test_a_crash_names_the_call(tmp_path: Path) -> None:
         assert goodbye == Goodbye(
             first.worker, 0, "signal 11 (SIGSEGV)", True, lease, 42, 1, proof=first.proof
         )
+
+
+@pytest.mark.parametrize("code", sorted(ExitCode))
+async def test_an_exit_code_of_user_code_is_a_crash_whatever_it_means_to_the_worker(
+    tmp_path: Path, code: int
+) -> None:
+    async with supervised(tmp_path) as it:
+        identity, first = await it.take(Hello)
+        assert isinstance(first, Hello)
+        it.scheduler.send(identity, Welcome("c", 0.1, (str(ROOT),)))
+        pass_id = it.scheduler.bind(identity, program(f"{FUNCTIONS}:exit_with"))
+        lease = it.scheduler.assign(identity, pass_id, [int(code)], lo=5)
+        _, goodbye = await it.take(Goodbye)
+        assert goodbye == Goodbye(first.worker, 0, f"exit code {code}", True, lease, 5, 1, proof=first.proof)
+        _, second = await it.take(Hello)
+        assert isinstance(second, Hello)
+        assert second.incarnation == 1
 
 
 async def test_the_scheduler_can_have_the_process_killed(tmp_path: Path) -> None:
