@@ -17,7 +17,7 @@ from pipedist.errors import PipedistError
 from pipedist.program import Emit, Program, Tree
 from pipedist.reductions import Reduction
 from pipedist.transport.codec import UnsendableError, encode
-from pipedist.worker import failures
+from pipedist.worker import failures, forks
 from pipedist.worker.boundary import guard, own
 from pipedist.worker.context import Collectives, ReplicaContext, current
 from pipedist.worker.failures import CallFailure
@@ -188,6 +188,8 @@ class PassExecutor:
                 values.append(self._end(call, result))
                 del result  # or `own` would see it as somebody else's
             finally:
+                if forks.is_copy:
+                    forks.end_copy(stage.name)
                 if stage.limit_ns:
                     self.clock.stop(call.number)
                 current.reset(token)
@@ -216,6 +218,8 @@ class PassExecutor:
                 values.append(self._end(call, result))
                 del result
             finally:
+                if forks.is_copy:
+                    forks.end_copy(stage.name)
                 if stage.limit_ns:
                     self.clock.stop(call.number)
                 current.reset(token)

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from pipedist.accelerators import VISIBLE
 from pipedist.errors import ProtocolError, UsageError
 from pipedist.transport.dealer import ConnectionLost, Dealer
+from pipedist.worker import forks
 from pipedist.worker.code_store import CodeStore, held
 from pipedist.worker.commands import Ending
 from pipedist.worker.context import set_task
@@ -87,6 +88,7 @@ def run_process(
     set_task(settings.task)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's Ctrl-C is the scheduler's to answer
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    forks.watch()
     label = f"pipedist worker {settings.worker}"
     try:
         return _work(settings, progress or Progress(), label, kept_file, proof)

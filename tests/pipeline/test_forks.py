@@ -1,0 +1,33 @@
+"""Functions that fork: their copies report nothing, execute nothing, and do not stay."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import pipedist
+from tests.launchers.processes import wait_gone
+
+F = "tests.pipeline.fork_functions"
+
+
+@pytest.mark.parametrize("how", ["returns", "raises"])
+@pytest.mark.parametrize("run", ["plain", "later", "together"])
+def test_a_copy_ends_where_it_leaves_the_function(tmp_path: Path, run: str, how: str) -> None:
+    stage = {"run": f"{F}:{run}", "with": {"folder": str(tmp_path), "how": how}, "on_error": "quarantine"}
+    if run == "together":
+        stage["collectives"] = True
+    results = pipedist.run(
+        {
+            "pipedist": 1,
+            "replicas": 2,
+            "dataset": {"range": 40, "batch": 8},
+            "stages": {"y": {**stage, "timeout_s": 60}, "out": {"gather": 0, "of": "y"}},
+        },
+        workers=2,
+    )
+    np.testing.assert_array_equal(results["out"], np.arange(40) * 2)
+    assert results.ledger.committed == 40
+    assert wait_gone([int((tmp_path / "copy").read_text())]) == []
