@@ -31,7 +31,6 @@ from pipedist.worker.limits import Limits
 from pipedist.worker.machine import WorkerMachine
 from pipedist.worker.progress import Progress
 from pipedist.worker.settings import WorkerSettings
-from pipedist.worker.states import State
 
 LINGER_S = 2.0
 """How long the last messages may take to leave."""
@@ -159,11 +158,9 @@ def _work(settings: WorkerSettings, progress: Progress, label: str, kept_file: i
         if kept_file is not None:
             signal.signal(signal.SIGTERM, lambda _number, _frame: driver.leave("it was told to leave"))
         ending, reason = driver.run()
-    except ConnectionLost as error:
-        if protocol.state is not State.JOINING:
-            _hand_on(kept, kept_file, tell)
-            raise
-        ending, reason = Ending.UNANSWERED, str(error)
+    except ConnectionLost:  # also while it joins: who was there may come back
+        _hand_on(kept, kept_file, tell)
+        raise
     finally:
         dealer.close(LINGER_S)
         code.close()

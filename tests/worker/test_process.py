@@ -473,6 +473,22 @@ async def test_a_scheduler_that_is_gone_is_noticed(capfd: pytest.CaptureFixture[
             await scheduler._router.__aenter__()
 
 
+async def test_a_scheduler_that_goes_while_a_worker_joins_may_come_back(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """Only who has waited for as long as it may gives up."""
+    async with FakeScheduler() as scheduler:
+        launcher = LocalLauncher(scheduler.endpoint)
+        launcher.on_exit = scheduler.exits.put_nowait
+        async with launcher:
+            launcher.start("w0", 0)
+            await scheduler.take(Hello)
+            await scheduler._router.__aexit__(None, None, None)
+            assert (await scheduler.exit()).code == ExitCode.CONNECTION_LOST
+            await scheduler._router.__aenter__()
+    assert "was lost" in capfd.readouterr().err
+
+
 async def test_nobody_answers(capfd: pytest.CaptureFixture[str]) -> None:
     async with FakeScheduler() as scheduler:
         launcher = LocalLauncher(scheduler.endpoint, join_s=0.05)
