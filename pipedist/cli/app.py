@@ -36,7 +36,7 @@ def main() -> None:
     try:
         code = app(prog_name="pipedist", standalone_mode=False)
     except click.Abort:  # click's name for a KeyboardInterrupt; by itself it would end with 1
-        raise SystemExit(130) from None
+        raise KeyboardInterrupt from None
     except click.ClickException as error:
         error.show()
         raise SystemExit(error.exit_code) from None

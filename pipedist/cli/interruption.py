@@ -111,11 +111,11 @@ class Interruption:
         if self._count == 1:
             self._post(self._leave, signal.Signals(number).name)
             if self._run is None:
-                self._give(_END_S)
+                self._end_soon()
         elif self._count == 2 and self._run is not None:
             self._post(self.tell, f"pipedist: {signal.Signals(number).name}: the run is ended at once")
             self._post(self._run.cancel)
-            self._give(_END_S)
+            self._end_soon()
         else:
             self._end(self.exit_code)
 
@@ -131,9 +131,9 @@ class Interruption:
         elif self._task is not None and not self._has_run:
             self._task.cancel()
 
-    def _give(self, seconds: float) -> None:
-        """End the process, unless it has ended by then."""
-        self._watchdog = threading.Timer(seconds, self._end, (self.exit_code,))
+    def _end_soon(self) -> None:
+        """End the process after `_END_S`, unless it has ended by then."""
+        self._watchdog = threading.Timer(_END_S, self._end, (self.exit_code,))
         self._watchdog.daemon = True
         self._watchdog.start()
 

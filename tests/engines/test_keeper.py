@@ -21,7 +21,7 @@ from tests.engines.off_the_head import BESIDE
 from tests.engines.placing import processes_with, wait_until
 from tests.engines.staying import RAY_HAS, WORKERS, EngineJob, engine_job
 from tests.reattach.jobs import PATIENCE_S, Outcome, until
-from tests.reattach.local_jobs import LocalRun, local_job
+from tests.reattach.local_jobs import LocalRun
 
 pytestmark = [
     pytest.mark.engines,
@@ -111,14 +111,6 @@ def nodes(shared: Nodes) -> Nodes:
     while len(shared.others) < WORKERS:
         shared.add()
     return shared
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
-    with local_job(tmp_path_factory.mktemp("undisturbed"), rejoin_s=None) as job:
-        with job.start() as run:
-            assert run.ends() == 0, run.said
-        return job.outcome()
 
 
 @contextmanager

@@ -14,7 +14,6 @@ import pytest
 
 from tests.engines.staying import WORKERS, EngineJob, engine, engine_job
 from tests.reattach.jobs import Outcome, until
-from tests.reattach.local_jobs import local_job
 
 MODULES = {"dask": "distributed", "ray": "ray", "ray-client": "ray"}
 
@@ -37,14 +36,6 @@ pytestmark = [
 def at(request: pytest.FixtureRequest) -> Iterator[dict[str, str]]:
     with engine(request.param) as found:
         yield found
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
-    with local_job(tmp_path_factory.mktemp("undisturbed"), rejoin_s=None) as job:
-        with job.start() as run:
-            assert run.ends() == 0, run.said
-        return job.outcome()
 
 
 def killed(job: EngineJob, step: int, *flags: str) -> set[int]:
