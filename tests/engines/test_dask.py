@@ -150,12 +150,15 @@ async def test_a_run_ends_when_the_scheduler_has_ended(comes_back: bool, tmp_pat
     """With it go its workers: without that news, the run would wait for ever."""
     from distributed import Scheduler
 
+    place_s = 60 if comes_back else 5  # how long the client dials for the next one: it has to be up by then
     spec = document("slow_roots", begun=str(tmp_path))
     with engine("dask") as at:
         address = at["address"]
         (dask,) = [pid for pid, line in processes_with(at["mark"]).items() if "engine.py" in line]
         async with AsyncExitStack() as stack:
-            cluster = await stack.enter_async_context(pipedist.DaskCluster(2, address=address, place_s=5))
+            cluster = await stack.enter_async_context(
+                pipedist.DaskCluster(2, address=address, place_s=place_s)
+            )
             await cluster.ready()
             run = await stack.enter_async_context(pipedist.open(spec, cluster=cluster))
             os.kill(dask, signal.SIGKILL)
