@@ -109,7 +109,7 @@ def array_to_json(array: npt.NDArray[Any], path: tuple[str, ...] = ()) -> Json:
         if kind == "V":  # bfloat16 and its kin, of which NumPy knows no text: exact in float32
             array = array.astype(np.float32)
         shortest = array if array.dtype == np.float64 else _via_shortest_text(array)
-        if np.isfinite(array).all():
+        if np.isfinite(shortest).all():
             return shortest.tolist()
         return _convert(shortest.tolist(), _float)
     if kind == "c":

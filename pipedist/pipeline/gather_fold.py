@@ -112,7 +112,10 @@ class GatherFold(Fold):
         self._fitting |= kinds - {None}
 
     def _blocks(self, parts: Sequence[Tree]) -> Iterator[tuple[int, Tree]]:
-        """Yield what is written at once, behind the place of its first part: tiny parts together."""
+        """Yield what is written at once, behind the place of its first part: tiny parts together.
+
+        A part that is None is left out, as `gather` does it.
+        """
         if len(parts) > 1 and _is_one_kind(parts, self._axis):
             yield 0, self._together(parts)
             return
@@ -120,7 +123,7 @@ class GatherFold(Fold):
         for kind, run in groupby(range(len(parts)), kinds.__getitem__):
             places = list(run)
             if kind is None or len(places) == 1:
-                yield from ((place, parts[place]) for place in places)
+                yield from ((place, parts[place]) for place in places if parts[place] is not None)
             else:
                 yield places[0], self._together([parts[place] for place in places])
 

@@ -36,6 +36,7 @@ class Moments:
         (float("nan"), "NaN"),
         (np.array([np.nan, np.inf, -np.inf, 1.5]), ["NaN", "Infinity", "-Infinity", 1.5]),
         (np.float32("inf"), "Infinity"),
+        (np.array([np.longdouble("-1e400"), 0.5]), ["-Infinity", 0.5]),
         (b"\x00\xff", base64.b64encode(b"\x00\xff").decode()),
         (np.array([b"ab"]), ["YWI="]),
         (np.array(["a", "bc"]), ["a", "bc"]),

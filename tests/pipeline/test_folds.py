@@ -213,6 +213,22 @@ async def test_a_file_has_the_same_bytes_however_its_parts_come(
 
 
 @pytest.mark.asyncio
+@pytest.mark.parametrize(("name", "value", "axis"), IN_FILES)
+async def test_a_component_that_is_none_is_nothing_in_a_file_too(
+    name: str, value: Callable[[int], Any], axis: int, tmp_path: Path
+) -> None:
+    found = []
+    for nothing in ([None], []):
+        sink = open_sink(tmp_path / name, shape="run", gather=True, axis=axis)
+        fold = GatherFold("g", "run", axis, sink, keep=False)
+        for i in range(6):
+            await fold.add(0, [nothing, [value(i)]])
+        await fold.finish(1)
+        found.append(sink.finish().read_bytes())
+    assert found[0] == found[1]
+
+
+@pytest.mark.asyncio
 @pytest.mark.parametrize("per", ["run", "epoch"])
 @pytest.mark.parametrize("streams", [False, True])
 async def test_what_does_not_fit_is_told_alike_however_it_comes(
