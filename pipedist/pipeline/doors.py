@@ -10,7 +10,6 @@ from pipedist.launchers.server import Spare, prepare
 
 # A run needs half of pipedist: its fork server is started first, so that both load at the same time.
 if TYPE_CHECKING:
-    import asyncio
     from collections.abc import Awaitable, Callable, Mapping, Sequence
 
     from pipedist.coordinator import LogSink
@@ -103,8 +102,6 @@ def run(
     Raises: as `open` and `Run.results`.
     """
 
-    runs: list[Run] = []
-
     async def main() -> Result:
         async with open(
             spec,
@@ -118,17 +115,12 @@ def run(
             on_log=on_log,
             force=force,
         ) as opened:
-            runs.append(opened)
             return await opened.results()
-
-    def cancel() -> None:
-        for opened in runs:
-            opened.cancel()
 
     with _head_start(spec) if cluster in (None, "local") else Spare():
         import anyio
 
-        return _in_thread(main, cancel) if _in_event_loop() else anyio.run(main)
+        return _in_thread(main) if _in_event_loop() else anyio.run(main)
 
 
 def _head_start(spec: SpecLike) -> Spare:
@@ -148,12 +140,8 @@ def _in_event_loop() -> bool:
     return True
 
 
-def _in_thread(main: Callable[[], Awaitable[Result]], cancel: Callable[[], None]) -> Result:
-    """Run on an event loop in a thread of its own: the caller's loop is busy with the caller.
-
-    Args:
-        cancel: ends the run at once; called inside its loop, should the caller be interrupted.
-    """
+def _in_thread(main: Callable[[], Awaitable[Result]]) -> Result:
+    """Run on an event loop in a thread of its own: the caller's loop is busy with the caller."""
     import asyncio
     import contextlib
 
@@ -161,28 +149,38 @@ def _in_thread(main: Callable[[], Awaitable[Result]], cancel: Callable[[], None]
 
     outcome: list[Result] = []
     failure: list[BaseException] = []
-    loops: list[asyncio.AbstractEventLoop] = []
+    cancels: list[Callable[[], object]] = []
+    interrupted, over = threading.Event(), threading.Event()
 
-    async def watched() -> Result:
-        loops.append(asyncio.get_running_loop())
-        return await main()
+    async def watched() -> None:
+        # A scope, and no task: asyncio's own cancellation would get through the shields of what closes.
+        with anyio.CancelScope() as scope:
+            loop = asyncio.get_running_loop()
+            cancels.append(lambda: loop.call_soon_threadsafe(scope.cancel))
+            if interrupted.is_set():
+                scope.cancel()
+            outcome.append(await main())
 
     def work() -> None:
         try:
-            outcome.append(anyio.run(watched))
+            anyio.run(watched)
         except BaseException as error:
             failure.append(error)
+        finally:
+            over.set()
 
     thread = threading.Thread(target=work, name="pipedist-run")
     thread.start()
     try:
-        thread.join()
-    except BaseException:  # Ctrl-C: the run must not go on without its caller
-        for loop in loops:
-            with contextlib.suppress(RuntimeError):  # it may be closed already
-                loop.call_soon_threadsafe(cancel)
-        thread.join()
+        over.wait()  # not `join`: interrupted, Python 3.11 takes the thread for ended from then on
+    except BaseException:  # Ctrl-C: the run must not go on without its caller, however far it is
+        interrupted.set()
+        for cancel in cancels:
+            with contextlib.suppress(RuntimeError):  # the loop may be closed already
+                cancel()
+        over.wait()
         raise
+    thread.join()
     if failure:
         raise failure[0]
     return outcome[0]

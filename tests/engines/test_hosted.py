@@ -10,6 +10,7 @@ import secrets
 import signal
 import subprocess
 import sys
+import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -295,3 +296,46 @@ def test_a_missing_extra_is_told_before_anything_runs(
     assert f"pip install 'pipedist[{engine}]'" in done.stderr
     assert done.stdout == ""
     assert "Traceback" not in done.stderr
+
+
+def test_ctrl_c_in_a_notebook_ends_a_run_that_waits_for_its_engine(tmp_path: Path) -> None:
+    script = tmp_path / "notebook.py"
+    script.write_text(
+        textwrap.dedent("""
+        import asyncio, anyio, pipedist
+        from pipedist.engine_clusters import EngineCluster
+        from pipedist.pipeline import runs
+        from tests.engines.here import HereEngine
+        class NoRoom(HereEngine):
+            async def start(self, *_):
+                print("waits for room", flush=True)
+                await anyio.sleep_forever()
+            async def __aexit__(self, *_):
+                with anyio.CancelScope(shield=True):
+                    await anyio.sleep(0.5)
+                print("closed", flush=True)
+        def cluster_for(*_, **__):
+            return EngineCluster(1, NoRoom(1), listen=None, threads_per_replica=1, limits=None)
+        runs.cluster_for = cluster_for
+        async def cell():
+            stages = {"n": {"reduce": "sum", "of": "dataset", "axis": 0}}
+            pipedist.run({"pipedist": 1, "dataset": {"range": 1, "batch": 1}, "stages": stages})
+        try:
+            asyncio.new_event_loop().run_until_complete(cell())
+        except KeyboardInterrupt:
+            print("interrupted")
+        """)
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(
+        [sys.executable, str(script)], stdout=subprocess.PIPE, text=True, env=environment
+    )
+    with process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "waits for room\n"
+            process.send_signal(signal.SIGINT)
+            out, _ = process.communicate(timeout=20)
+        finally:
+            process.kill()
+    assert out == "closed\ninterrupted\n"
