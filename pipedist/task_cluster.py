@@ -237,20 +237,27 @@ class TaskCluster(Cluster):
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self.is_scheduling:
-            if kind is None:
+        try:
+            if self.is_scheduling and kind is None:
                 with anyio.move_on_after(self._join_s):
                     while self._missing:  # they wait for what was shared, and are told to leave
                         await self._changed.wait()
-            await super().__aexit__(kind, error, trace)
-        elif kind is None:
-            while self._ended < len(self._supervisors):
-                await self._changed.wait()
-        for supervisor in self._supervisors:
-            supervisor.leave(at_once=True)
-        with anyio.move_on_after(_LEAVE_S, shield=True):
-            while self._ended < len(self._supervisors):
-                await self._changed.wait()
+            elif kind is None:
+                await self._all_ended()
+        finally:
+            try:
+                if self.is_scheduling:
+                    await super().__aexit__(kind, error, trace)
+            finally:
+                for supervisor in self._supervisors:
+                    supervisor.leave(at_once=True)
+                with anyio.move_on_after(_LEAVE_S, shield=True):
+                    await self._all_ended()
+
+    async def _all_ended(self) -> None:
+        """Return when all supervisors of this program have ended."""
+        while self._ended < len(self._supervisors):
+            await self._changed.wait()
 
     def _make(self, stack: AsyncExitStack) -> Coordinator:
         keys = server_keys(self._key_file)

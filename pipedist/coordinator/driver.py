@@ -190,9 +190,11 @@ class Coordinator:
         trace: TracebackType | None,
     ) -> None:
         self._fail_all(RunCancelled("the cluster was closed"))
-        await self._fleet.dismiss("the cluster is closed", LEAVING_S)
-        self._closed = True
-        await self._stack.__aexit__(kind, error, trace)
+        try:
+            await self._fleet.dismiss("the cluster is closed", LEAVING_S)
+        finally:
+            self._closed = True
+            await self._stack.__aexit__(kind, error, trace)
 
     @property
     def endpoint(self) -> str:

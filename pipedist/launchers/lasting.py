@@ -134,9 +134,17 @@ class LastingWorkers:
         trace: TracebackType | None,
     ) -> None:
         await self._watchers.__aexit__()
-        with anyio.CancelScope(shield=True):
-            await self._end_all()
-        _open.discard(self)
+        try:
+            with anyio.CancelScope(shield=True):
+                await self._end_all()
+        except BaseException:  # asyncio's own cancellation gets through the shield
+            self.kill()
+            for child in self._children.values():
+                child.kill()
+                child.wait()
+            raise
+        finally:
+            _open.discard(self)
 
     def start(self, on_failed: OnFailed) -> None:
         """Take over who is there, and put workers into the other slots; returns at once.

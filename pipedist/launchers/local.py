@@ -169,21 +169,21 @@ class LocalLauncher:
         if not self._open:
             return
         self._closing = True
-        with anyio.CancelScope(shield=True):
-            if self._workers and self._server is not None:
-                self._empty = anyio.Event()
-                with anyio.move_on_after(grace_s):
-                    await self._empty.wait()
-            if self._server is not None:
-                server = self._server
-                server.end()
-                with anyio.move_on_after(END_S):
-                    await server.ended.wait()
-                if not server.ended.is_set():
-                    server.kill()
-                    self._on_server_end(server)
-            for server in self._old_servers:
-                await server.reap()
+        try:
+            with anyio.CancelScope(shield=True):
+                if self._workers and self._server is not None:
+                    self._empty = anyio.Event()
+                    with anyio.move_on_after(grace_s):
+                        await self._empty.wait()
+                if self._server is not None:
+                    self._server.end()
+                    with anyio.move_on_after(END_S):
+                        await self._server.ended.wait()
+                self._kill_server()
+                for server in self._old_servers:
+                    await server.reap()
+        finally:
+            self._kill_server()  # asyncio's own cancellation gets through the shield
             self._old_servers.clear()
             self._open = False
 
@@ -195,6 +195,12 @@ class LocalLauncher:
         if self._look_s is not None:
             server.send("watch", self._look_s)
         return server
+
+    def _kill_server(self) -> None:
+        """Kill the fork server, if it is there (still)."""
+        if self._server is not None:
+            self._server.kill()
+            self._on_server_end(self._server)
 
     def _on_frame(self, frame: list[Any]) -> None:
         kind, worker, incarnation, pid, *rest = frame

@@ -130,9 +130,11 @@ class Router:
         self._is_open = False
         if self._listener is not None:
             self._listener.close()
-        if self._lanes is not None:
-            await self._lanes.close()
-        await self._server.close()
+        try:
+            if self._lanes is not None:
+                await self._lanes.close()
+        finally:
+            await self._server.close()
 
     def send(self, identity: bytes, message: Message, payload: Sequence[bytes | memoryview] = ()) -> bool:
         """Send a message to a peer, now or as soon as its queue has room; never blocks.

@@ -19,6 +19,7 @@ from pipedist.program import Emit, Program, StageProgram
 from pipedist.scheduler import PassSettings, Scheduler
 from pipedist.transport.codec import UnsendableError
 from tests.coordinator import functions
+from tests.coordinator.wire import wired
 
 F = "tests.coordinator.functions"
 LOOSE = PassSettings(2, ordered=False, fail_fast=False, pulled=False)
@@ -138,6 +139,18 @@ async def test_a_death_while_a_pass_is_being_bound(tmp_path: Path) -> None:
         for wrong in (1, "w1", "x"):
             with pytest.raises(pipedist.UsageError, match=r"no worker 'w?[1x]' .* can be killed: w0 to w0"):
                 cluster.kill(wrong)
+
+
+@pytest.mark.asyncio
+async def test_closing_that_is_cancelled_closes_the_road() -> None:
+    """asyncio's own cancellation, as of `asyncio.timeout`, knows nothing of anyio's shields."""
+    async with wired() as wire:
+        closing = asyncio.ensure_future(wire.join("a").coordinator.__aexit__(None, None, None))
+        await asyncio.sleep(0)  # it waits for the worker's Goodbye
+        closing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await closing
+        assert wire.is_closed
 
 
 @pytest.mark.asyncio

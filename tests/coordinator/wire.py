@@ -32,6 +32,7 @@ class Wire:
         self.endpoint = "nowhere"
         self.sent: list[tuple[str, msg.Message, Sequence[Frame]]] = []
         self.dropped: list[str] = []
+        self.is_closed = False
         self.coordinator: Coordinator
         self._on_message = on_message
 
@@ -41,7 +42,7 @@ class Wire:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        return
+        self.is_closed = True
 
     def send(self, identity: bytes, message: msg.Message, payload: Sequence[Frame] = ()) -> bool:
         self.sent.append((identity.decode(), message, payload))

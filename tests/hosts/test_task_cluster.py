@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import socket
 import stat
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -154,6 +156,35 @@ def test_without_the_scheduling_program_the_others_say_so(tmp_path: Path) -> Non
 def config(monkeypatch: pytest.MonkeyPatch, cluster: object, kind: str = "worker", index: int = 0) -> None:
     text = json.dumps({"cluster": cluster, "task": {"type": kind, "index": index}})
     monkeypatch.setenv("TF_CONFIG", text)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("index", [0, 1])
+async def test_leaving_that_is_cancelled_leaves_at_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, index: int
+) -> None:
+    """Both programs wait for the other one, which is not there."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    config(monkeypatch, {"worker": [f"127.0.0.1:{free_port()}" for _ in range(2)]}, index=index)
+    cluster = pipedist.open_cluster(join_s=60)
+    entered = asyncio.Event()
+
+    async def work() -> None:
+        async with cluster:
+            entered.set()
+
+    task = asyncio.ensure_future(work())
+    await entered.wait()
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    for thread in threading.enumerate():
+        if thread.name.startswith("pipedist-supervisor"):
+            thread.join(10)
+            assert not thread.is_alive()
+    with pytest.raises(UsageError):
+        cluster.coordinator  # noqa: B018
 
 
 def test_what_is_needed_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

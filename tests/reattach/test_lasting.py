@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -18,6 +19,7 @@ import pipedist
 from pipedist.lasting_cluster import POINTER, LastingCluster
 from pipedist.launchers import lasting
 from pipedist.worker import boot
+from tests.launchers.processes import wait_gone
 from tests.reattach.jobs import PATIENCE_S, ROOT, until
 
 pytestmark = [
@@ -175,3 +177,32 @@ async def test_nobody_is_there_and_nobody_is_waited_for(tmp_path: Path, sockets:
     async with LastingCluster(1, folder=tmp_path, rejoin_s=60.0) as cluster:
         await cluster.gather()
         await cluster.coordinator.wait_ready(1)
+
+
+async def test_leaving_that_is_cancelled_kills_them(
+    tmp_path: Path, sockets: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """asyncio's own cancellation, as of `asyncio.timeout`, knows nothing of anyio's shields."""
+    ends = asyncio.Event()
+    end_all = lasting.LastingWorkers._end_all
+
+    async def ending(workers: lasting.LastingWorkers) -> None:
+        ends.set()
+        await end_all(workers)
+
+    monkeypatch.setattr(lasting.LastingWorkers, "_end_all", ending)
+
+    async def work() -> None:
+        async with LastingCluster(1, folder=tmp_path, rejoin_s=60.0) as cluster:
+            await cluster.coordinator.wait_ready(1)
+            pids.update(taken(cluster))
+            os.kill(pids[0], signal.SIGSTOP)
+
+    pids: dict[int, int] = {}
+    task = asyncio.ensure_future(work())
+    await ends.wait()
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert wait_gone(pids.values(), within_s=10) == []

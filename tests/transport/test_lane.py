@@ -24,11 +24,12 @@ from pipedist.transport.codec import decode, encode
 from pipedist.transport.keys import new_keys
 from pipedist.transport.lane.framing import HEAD
 from pipedist.transport.limits import MIB
+from pipedist.transport.rendezvous import ipc_endpoint, private_directory
 from pipedist.transport.settings import Settings
 from pipedist.transport.zeromq import ConnectionLost, Router
 
 from .lanes import RawLane, laned, lanes, raw_lane, stream
-from .memory import block, children, is_shared, peers, until
+from .memory import SMALL, block, children, is_shared, peers, until
 from .sockets import WAIT_S, Inbox, blocking, dealer, descriptors, first_frame, is_gone, log, router
 from .test_rogues import GARBAGE, LIMITS, is_served, raw
 
@@ -321,6 +322,36 @@ async def test_closing_sends_what_waits() -> None:
         reading = asyncio.create_task(blocking(read))
     assert await reading == list(range(300))
     worker.close()
+
+
+@pytest.mark.asyncio
+async def test_closing_that_is_cancelled_leaves_no_descriptor() -> None:
+    """asyncio's own cancellation, as of `asyncio.timeout`, knows nothing of anyio's shields."""
+    heard = asyncio.Event()
+    gc.collect()
+    before = descriptors()
+    with private_directory() as directory:
+        opened = Router(
+            ipc_endpoint(directory),
+            keys=None,
+            on_message=lambda *_: heard.set(),
+            on_reject=lambda _reason: None,
+            shared_memory=SMALL,
+        )
+        await opened.__aenter__()
+        with laned(opened, b"w0") as worker:
+            worker.send(log())
+            await heard.wait()
+            for number in range(300):  # more than it reads
+                assert opened.send(b"w0", Bind(number), [bytes(30_000)])
+            closing = asyncio.ensure_future(opened.__aexit__(None, None, None))
+            await asyncio.sleep(0)
+            closing.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await closing
+    del opened
+    gc.collect()
+    assert descriptors() <= before
 
 
 @pytest.mark.asyncio

@@ -140,12 +140,14 @@ class Lanes:
     async def close(self) -> None:
         """Send what waits, for a bounded time, and close all lanes; nobody is heard any more."""
         self._is_closing = True
-        with anyio.move_on_after(self._settings.linger_s, shield=True):
-            while any(lane.outbox.messages for lane in self._lanes.values()):
-                self._drained = anyio.Event()
-                await self._drained.wait()
-        for lane in list(self._lanes.values()):
-            self._cut(lane)
+        try:
+            with anyio.move_on_after(self._settings.linger_s, shield=True):
+                while any(lane.outbox.messages for lane in self._lanes.values()):
+                    self._drained = anyio.Event()
+                    await self._drained.wait()
+        finally:
+            for lane in list(self._lanes.values()):
+                self._cut(lane)
 
     # --- receiving ------------------------------------------------------------------------
 
