@@ -187,11 +187,14 @@ class ForkServer:
     # -- children ----------------------------------------------------------------------
 
     def _fork(self, worker: str, incarnation: int, settings: Mapping[str, Any]) -> None:
-        progress, memory = _progress()
         try:
-            pid = os.fork()
+            progress, memory = _progress()
+            try:
+                pid = os.fork()
+            except OSError:
+                _close(progress, memory)
+                raise
         except OSError as error:
-            _close(progress, memory)
             text = f"it could not be forked: {error.strerror}"
             self._tell("exited", worker, incarnation, 0, None, None, text, None, False)
             return
@@ -281,12 +284,20 @@ class ForkServer:
 
 
 def _progress() -> tuple[Progress, int]:
-    """Return memory to be shared with a worker, and the descriptor through which others can look at it."""
+    """Return memory to be shared with a worker, and the descriptor through which others can look at it.
+
+    Raises:
+        OSError: there is none.
+    """
     if not hasattr(os, "memfd_create"):
         return Progress(), -1  # not Linux: nobody else looks
     memory = os.memfd_create("pipedist-progress")
-    os.ftruncate(memory, Progress.BYTES)
-    progress = Progress(memory)
+    try:
+        os.ftruncate(memory, Progress.BYTES)
+        progress = Progress(memory)
+    except OSError:
+        os.close(memory)
+        raise
     progress.idle()
     return progress, memory
 

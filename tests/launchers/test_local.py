@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -93,6 +94,39 @@ async def test_leaving_kills_a_worker_that_does_not_leave_in_time() -> None:
         assert wait_gone([launcher.server_pid], within_s=0) == [] if launcher.server_pid else True
         with pytest.raises(LocalProtocolError, match="not open"):
             launcher.start("w0", 1)
+
+
+@pytest.mark.asyncio
+async def test_leaving_that_is_cancelled_kills_everything() -> None:
+    """asyncio's own cancellation, as of `asyncio.timeout`, knows nothing of anyio's shields."""
+    async with launched("w0") as (scheduler, launcher, ids):
+        pass_id = scheduler.bind(ids["w0"], program(f"{FUNCTIONS}:maybe_wait"))
+        scheduler.assign(ids["w0"], pass_id, ["/nonexistent/never"])
+        await asyncio.wait_for(scheduler.inbox.get(), 10)
+        pids = [*launcher.pids.values(), launcher.server_pid]
+        leaving = asyncio.ensure_future(launcher.close(grace_s=60))
+        await asyncio.sleep(0)
+        leaving.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await leaving
+        assert wait_gone(pids, within_s=10) == []
+
+
+@pytest.mark.asyncio
+async def test_a_worker_for_which_there_is_no_descriptor_costs_no_other_one() -> None:
+    async with launched("w0") as (scheduler, launcher, _):
+        worker, server = launcher.pids["w0"], launcher.server_pid
+        before = resource.prlimit(server, resource.RLIMIT_NOFILE)
+        resource.prlimit(server, resource.RLIMIT_NOFILE, (3, before[1]))
+        launcher.start("w1", 0)
+        exit_ = await scheduler.exit()
+        assert (exit_.worker, exit_.text) == ("w1", "it could not be forked: Too many open files")
+        resource.prlimit(server, resource.RLIMIT_NOFILE, before)
+        launcher.start("w1", 1)
+        identity, hello = await scheduler.welcome()
+        assert (hello.worker, hello.incarnation) == ("w1", 1)
+        assert launcher.pids == {"w0": worker, "w1": hello.pid}
+        scheduler._router.send(identity, Stop("the test is over"))
 
 
 @pytest.mark.asyncio
