@@ -246,6 +246,7 @@ def operand_of(traits: Traits, value: object, how: How) -> Array:
 
     Raises:
         ValueError: the dtype or the shape does not fit, or it is a per-replica value.
+        OverflowError: a Python integer does not fit the dtype.
     """
     if isinstance(value, PerReplica):
         raise ValueError(
@@ -255,6 +256,13 @@ def operand_of(traits: Traits, value: object, how: How) -> Array:
     array = np.asarray(value)
     if hasattr(type(value), "__array__"):
         fits = array.dtype == traits.dtype
+    elif traits.dtype.kind in "iu" and (whole := _integers_in(array)):
+        fits, bounds = True, np.iinfo(traits.dtype)
+        for number in (min(whole), max(whole)):
+            if not bounds.min <= number <= bounds.max:
+                raise OverflowError(
+                    f"{how} of {number} to the {traits.label}: it does not fit {traits.dtype}"
+                )
     else:
         fits = array.dtype.kind != "O" and np.can_cast(array.dtype, traits.dtype, "same_kind")
         fits = fits and (array.dtype.kind != "b" or traits.dtype.kind == "b")
@@ -268,6 +276,12 @@ def operand_of(traits: Traits, value: object, how: How) -> Array:
             f"{how} of a value of shape {list(array.shape)} to the {traits.label}: the shape must be the same"
         )
     return frozen(np.array(value if array.dtype != traits.dtype else array, traits.dtype, order="C"))
+
+
+def _integers_in(array: Array) -> list[int]:
+    """Return the elements of an array of integers, of any size; none of any other."""
+    found = array.ravel().tolist() if array.dtype.kind in "iuO" else []
+    return found if all(type(each) is int for each in found) else []
 
 
 def _why_float64(given: np.dtype[Any], wanted: np.dtype[Any]) -> str:

@@ -107,6 +107,17 @@ class TestAssignment:
         assert (found.dtype, found.shape) == (made.dtype, made.shape)
         assert found == np.asarray(value, made.dtype)
 
+    @pytest.mark.parametrize("dtype", [np.uint8, np.uint64, np.int8, np.int64])
+    def test_python_integers_adapt_where_they_fit(self, dtype: Any) -> None:
+        made, bounds = traits(0, dtype=dtype), np.iinfo(dtype)
+        for value in (0, 1, int(bounds.min), int(bounds.max)):
+            found = operand_of(made, value, "assign")
+            assert (found.dtype, int(found)) == (bounds.dtype, value)
+        for value in (int(bounds.min) - 1, int(bounds.max) + 1, 2**70):
+            with pytest.raises(OverflowError, match=f"assign of {value} .* does not fit {bounds.dtype}"):
+                operand_of(made, value, "assign")
+        assert operand_of(traits([0, 0], dtype=dtype), [1, 2], "assign").tolist() == [1, 2]
+
     def test_what_is_assigned_is_the_variables_own(self) -> None:
         value = np.zeros(2)
         found = operand_of(traits([1.0, 1.0]), value, "assign")
