@@ -175,9 +175,19 @@ class IndexedFeed(Feed):
         epoch, start, stop = self._division.bounds(step, replica)
         order = self._orders.get(epoch)
         if order is None:
-            order = permutation(self._shuffle_seed, self._name, epoch, self._division.length)
-            self._orders[epoch] = order
+            order = self._orders[epoch] = self._order(self._shuffle_seed, epoch)
         return order[start:stop] + epoch * self._division.length
+
+    def _order(self, seed: int, epoch: int) -> NDArray[np.int64]:
+        length = self._division.length
+        try:
+            return permutation(seed, self._name, epoch, length)
+        except (MemoryError, ValueError) as error:  # no array can be so large at all: a ValueError of NumPy's
+            raise SourceError(
+                f"`shuffle` of {self._name}: the order of {length:,} elements takes {16 * length:,} bytes, "
+                "and there is no memory for them: shuffle fewer, or say `shuffle: false`",
+                key="shuffle",
+            ) from error
 
     def shards(self, lo: int, hi: int, *, local: bool) -> Shards:
         """Return ids, locations or values of calls [lo, hi), whatever is least."""

@@ -70,6 +70,13 @@ async def test_a_shuffle_keeps_the_order_of_the_epochs_in_use_only() -> None:
         assert len(feed._orders) <= 2
 
 
+def test_a_shuffle_for_which_there_is_no_memory_says_so() -> None:
+    source = open_source("range", {"stop": 2**62}, folder=Path())
+    feed = IndexedFeed(source, "d", Division(2**62, 2, 1), epochs=1, shuffle_seed=0)
+    with pytest.raises(SourceError, match=r"order of 4,611,686,018,427,387,904 elements .* `shuffle: false`"):
+        feed.shards(0, 1, local=True)
+
+
 @pytest.mark.asyncio
 async def test_leases_of_values_are_cut_by_bytes() -> None:
     """A worker elsewhere can't read the source: once some shards were sent, offers tell their size."""

@@ -71,7 +71,8 @@ def open_range(config: Config) -> RangeSource:
         config: `stop`, and optional `start` (0) and `step` (1).
 
     Raises:
-        SourceError: a number is missing, no integer, or beyond int64; or the step is 0.
+        SourceError: a number is missing, no integer, or beyond int64; the step is 0; or there are more
+            elements than int64 can count.
     """
     numbers = {"start": 0, "step": 1, **config}
     for key in ("start", "stop", "step"):
@@ -82,7 +83,14 @@ def open_range(config: Config) -> RangeSource:
             raise SourceError(f"{key} of the range does not fit int64", key=key)
     if numbers["step"] == 0:
         raise SourceError("step of the range is 0", key="step", expected="any other integer")
-    return RangeSource(range(numbers["start"], numbers["stop"], numbers["step"]))
+    try:
+        return RangeSource(range(numbers["start"], numbers["stop"], numbers["step"]))
+    except OverflowError:  # its length
+        raise SourceError(
+            "the range has more elements than there are numbers for them",
+            key="stop",
+            expected=f"at most {_INT64.max} elements",
+        ) from None
 
 
 class ArraysSource(Source):

@@ -55,6 +55,7 @@ def test_a_huge_range_costs_nothing() -> None:
         ({"stop": True}, "stop"),
         ({"stop": 3, "step": 0}, "step"),
         ({"stop": 2**63}, "stop"),
+        ({"start": -(2**63), "stop": 2**63 - 1}, "stop"),
         ({"start": 1.5, "stop": 3}, "start"),
     ],
 )
