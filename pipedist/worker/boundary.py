@@ -60,6 +60,8 @@ def own(box: list[Tree]) -> tuple[Tree, int]:
             leaves[index] = np.array(leaves[index], order="C", copy=True)
         elif type(leaves[index]) in (bytearray, memoryview):
             leaves[index] = bytes(leaves[index])
+        elif isinstance(leaves[index], np.memmap):  # a file's memory is whoever's has the file
+            leaves[index] = np.array(leaves[index], order="C", copy=True)
         elif foreign.is_foreign(type(leaves[index])):
             leaves[index] = _taken(leaves[index], treedef, index)
         size += _size(leaves[index])
@@ -74,7 +76,7 @@ def _taken(leaf: trees.Leaf, treedef: trees.Treedef | None, index: int) -> trees
 
 
 def _read_only(leaf: trees.Leaf) -> trees.Leaf:
-    if type(leaf) is not np.ndarray:
+    if type(leaf) is not np.ndarray and not isinstance(leaf, np.memmap):
         return leaf
     if leaf.flags.c_contiguous and not leaf.flags.writeable:
         return leaf

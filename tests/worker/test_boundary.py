@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -56,6 +57,24 @@ def test_a_view_of_memory_that_somebody_holds_is_copied() -> None:
     value, _ = own([held[2:5]])
     held[:] = 1
     assert value.tolist() == [0] * 3
+
+
+@pytest.mark.parametrize("mode", ["r+", "r"])
+def test_a_mapped_file_is_copied(mode: Any, tmp_path: Path) -> None:
+    held = np.memmap(tmp_path / "file", np.int64, "w+", shape=(100,))
+    mapped = np.memmap(tmp_path / "file", np.int64, mode)
+    value, size = own([{"x": mapped, "few": mapped[:2]}])
+    held[:] = 9
+    assert [(type(part), part.sum()) for part in value.values()] == [(np.ndarray, 0)] * 2
+    assert size == 816
+
+
+def test_a_guarded_map_is_read_only(tmp_path: Path) -> None:
+    mapped = np.memmap(tmp_path / "file", np.int64, "w+", shape=(2,))
+    seen = guard(mapped)
+    with pytest.raises(ValueError, match="read-only"):
+        seen[0] = 1
+    mapped[0] = 1
 
 
 def test_one_array_at_two_places_is_safe() -> None:
