@@ -108,6 +108,14 @@ def as_element(value: Any) -> Tree:
     return _checked(array)[()]
 
 
+def kept(leaf: Any) -> Any:
+    """Return a leaf that may be kept: an array that can be written is copied.
+
+    Who made it may fill the same memory with the next one, while this one waits to be stacked or sent.
+    """
+    return leaf.copy() if isinstance(leaf, np.ndarray) and leaf.flags.writeable else leaf
+
+
 def read_only(element: Tree) -> Tree:
     """Return an element with read-only views of its arrays: who shares it can't change it for others."""
     return trees.tree_map(lambda leaf: _frozen(leaf) if isinstance(leaf, np.ndarray) else leaf, element)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from pipedist import trees
-from pipedist.datasets.element import as_element, spec_of, zeros
+from pipedist.datasets.element import as_element, kept, spec_of, zeros
 from pipedist.datasets.nodes import UNKNOWN, Node, UnknownSpecError, sampled_spec
 from pipedist.datasets.transforms import Transform
 from pipedist.program import Tree
@@ -36,7 +36,7 @@ class Map(Transform):
 
     def __iter__(self) -> Iterator[Tree]:
         for element in self.input:
-            yield as_element(apply(self.fn, element))
+            yield trees.tree_map(kept, as_element(apply(self.fn, element)))
 
     def spec(self) -> Tree:
         if self.declared is not None:

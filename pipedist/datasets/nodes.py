@@ -21,6 +21,7 @@ from pipedist.datasets.element import (
     ArraySpec,
     as_element,
     common_rows,
+    kept,
     merge_specs,
     read_only,
     spec_of,
@@ -170,7 +171,8 @@ class Generator(Node):
     batched: bool
 
     def __iter__(self) -> Iterator[Tree]:
-        return map(as_element, self.factory())
+        for element in self.factory():
+            yield trees.tree_map(kept, as_element(element))
 
     def cardinality(self) -> int:
         return UNKNOWN

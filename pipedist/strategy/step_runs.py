@@ -10,8 +10,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 import anyio
 
+from pipedist import trees
 from pipedist.async_only import AsyncIterableOnly, AsyncOnly
+from pipedist.datasets.element import kept
 from pipedist.program import Tree
+from pipedist.values import PerReplica
 
 if TYPE_CHECKING:
     from pipedist.coordinator import PassHandle, Slots
@@ -127,6 +130,7 @@ class StepRuns(AsyncOnly, AsyncIterableOnly):
         try:
             step = await anext(self._steps)
             args = step if type(step) is tuple else (step,)
+            args = trees.tree_map(_kept, args)
             begun = self._begin(self._fn, args)
             self._waiting.append(args if begun is None else begun)
         except StopAsyncIteration:
@@ -156,3 +160,10 @@ class StepRuns(AsyncOnly, AsyncIterableOnly):
         trace: TracebackType | None,
     ) -> None:
         await self.aclose()
+
+
+def _kept(leaf: trees.Leaf) -> trees.Leaf:
+    """Return a leaf of a step that can wait: the next steps are read before this one is sent."""
+    if isinstance(leaf, PerReplica):
+        return type(leaf)([trees.tree_map(kept, component) for component in leaf.components])
+    return kept(leaf)

@@ -61,6 +61,27 @@ async def test_no_more_than_some_steps_are_read_ahead() -> None:
         assert list(await strategy.run(square, args=(3,))) == [9]
 
 
+async def refilled() -> AsyncIterator[Any]:
+    memory = np.zeros(2000)
+    for number in range(6):
+        memory[:] = number
+        yield memory, pipedist.PerReplica([{"x": memory}, {"x": memory[:1]}])
+
+
+async def test_steps_that_share_one_memory_are_as_they_were_when_read() -> None:
+    async with pipedist.LocalCluster(workers=2) as cluster:
+        strategy = pipedist.Strategy(cluster, replicas=2)
+        with strategy.scope():
+            v = pipedist.Variable(0.0, aggregation="mean")
+
+        def waits_its_turn(a: Any, b: Any) -> Any:
+            return v.assign(v * 0 + a[0] + b["x"][0])
+
+        for fn in (lambda a, b: a[0] + b["x"][0], waits_its_turn):
+            got = [[float(part) for part in step] async for step in strategy.run_steps(fn, refilled())]
+            assert got == [[2.0 * number] * 2 for number in range(6)]
+
+
 async def test_an_error_comes_when_it_is_its_steps_turn() -> None:
     def fail_at_3(a: int, b: int) -> int:
         if a == 3:

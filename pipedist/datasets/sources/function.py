@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipedist import trees
+from pipedist.datasets.element import kept
 from pipedist.datasets.sources.base import Config, Ids, Source, SourceError, check_dtype, sealed
 from pipedist.datasets.sources.memory import ArraysSource, leading_arrays
 from pipedist.functions import load, reference
@@ -84,11 +85,11 @@ class IterableSource(Source):
             SourceError: the iterable raises, or an element differs from the first one in
                 structure, dtype or shape; the message names the element's index.
         """
-        elements = self._elements()
-        first = 0
-        while block := list(itertools.islice(elements, batch)):
-            yield self._stack(block, first)
-            first += len(block)
+        elements = enumerate(self._elements())
+        while block := [self._arrays(element, index) for index, element in itertools.islice(elements, batch)]:
+            assert self._element is not None
+            stacked = [sealed(np.stack(leaf)) for leaf in zip(*block, strict=True)]
+            yield trees.unflatten(self._element.treedef, stacked)
 
     def _elements(self) -> Iterator[Tree]:
         iterable, self._first = self._first, None
@@ -110,29 +111,25 @@ class IterableSource(Source):
                 f"{self._label}, element {index}: {type(error).__name__}: {error}", key="call"
             ) from error
 
-    def _stack(self, block: Sequence[Tree], first: int) -> Tree:
-        columns: list[list[npt.NDArray[Any]]] = []
-        for index, element in enumerate(block, first):
-            leaves, treedef = trees.flatten(element)
-            if self._element is None:
-                self._element = self._describe(leaves, treedef, element)
-            if treedef != self._element.treedef:
-                there, wanted = trees.describe(treedef), trees.describe(self._element.treedef)
-                raise self._mismatch(index, there, wanted, "")
-            arrays = [
-                self._leaf(leaf, path, index) for leaf, path in zip(leaves, self._element.paths, strict=True)
-            ]
-            for array, path, (dtype, shape) in zip(
-                arrays, self._element.paths, self._element.leaves, strict=True
-            ):
-                # The width of text is that of the longest one, and no part of the structure.
-                same = array.dtype == dtype or array.dtype.kind == dtype.kind == "U"
-                if array.shape != shape or not same:
-                    raise self._mismatch(index, _shown(array.dtype, array.shape), _shown(dtype, shape), path)
-            columns.append(arrays)
-        assert self._element is not None
-        stacked = [sealed(np.stack(leaf)) for leaf in zip(*columns, strict=True)]
-        return trees.unflatten(self._element.treedef, stacked)
+    def _arrays(self, element: Tree, index: int) -> list[npt.NDArray[Any]]:
+        """Return an element's leaves, if they are like those of the first one."""
+        leaves, treedef = trees.flatten(element)
+        if self._element is None:
+            self._element = self._describe(leaves, treedef, element)
+        if treedef != self._element.treedef:
+            there, wanted = trees.describe(treedef), trees.describe(self._element.treedef)
+            raise self._mismatch(index, there, wanted, "")
+        arrays = [
+            self._leaf(leaf, path, index) for leaf, path in zip(leaves, self._element.paths, strict=True)
+        ]
+        for array, path, (dtype, shape) in zip(
+            arrays, self._element.paths, self._element.leaves, strict=True
+        ):
+            # The width of text is that of the longest one, and no part of the structure.
+            same = array.dtype == dtype or array.dtype.kind == dtype.kind == "U"
+            if array.shape != shape or not same:
+                raise self._mismatch(index, _shown(array.dtype, array.shape), _shown(dtype, shape), path)
+        return [kept(array) for array in arrays]
 
     def _describe(self, leaves: list[Any], treedef: trees.Treedef, element: Tree) -> _Element:
         if not leaves:

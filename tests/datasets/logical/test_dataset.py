@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import namedtuple
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -257,6 +257,33 @@ def test_generators_are_called_for_each_iteration() -> None:
     assert len(calls) == 2
     with pytest.raises(TypeError, match="read only once"):
         Dataset.from_generator(generate())  # type: ignore[arg-type]
+
+
+def refilled() -> Iterator[NDArray[Any]]:
+    memory = np.zeros(3)
+    for number in range(8):
+        memory[:] = number
+        yield memory
+
+
+def doubling() -> Callable[[Any], Any]:
+    memory = np.zeros(3)
+    return lambda x: np.multiply(x, 2, out=memory)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "factor"),
+    [
+        (Dataset.from_generator(refilled), 1),
+        (Dataset.from_generator(lambda: ({"x": row} for row in refilled())).map(lambda e: e["x"]), 1),
+        (Dataset.range(8).map(doubling()), 2),
+    ],
+)
+def test_elements_that_share_one_memory_are_as_they_were_when_read(dataset: Dataset, factor: int) -> None:
+    expected = [[factor * number] * 3 for number in range(8)]
+    assert [row.tolist() for row in list(dataset)] == expected
+    assert [row.tolist() for batch in dataset.batch(4) for row in batch] == expected
+    assert [row.tolist() for row in dataset.prefetch(4)] == expected
 
 
 def test_cache_keeps_only_complete_readings() -> None:

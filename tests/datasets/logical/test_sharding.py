@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipedist.datasets.division import Division
+from pipedist.datasets.element import split
 from pipedist.datasets.input import AutoShardPolicy
 from pipedist.datasets.logical import Dataset
 from pipedist.datasets.sharding import MISSING, auto_shard, batch_sizes_for_worker, divide, rebatch, steps
@@ -118,8 +119,7 @@ def test_batch_sizes_for_worker_add_up_in_every_step(batch: int, pipelines: int,
 
 def test_chunks_are_read_only_views_cut_leaf_by_leaf() -> None:
     whole = np.arange(8).reshape(4, 2)
-    elements = Dataset.from_generator(lambda: [(whole, np.arange(2))], batched=True)
-    chunks = list(rebatch(elements, 3))
+    chunks = split((whole, np.arange(2)), 3)
     assert [(len(a), len(b)) for a, b in chunks] == [(2, 1), (2, 1), (0, 0)]
     assert chunks[2][0].shape == (0, 2)
     assert all(np.shares_memory(a, whole) and not a.flags.writeable for a, _ in chunks[:2])

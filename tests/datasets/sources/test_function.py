@@ -50,6 +50,21 @@ def test_a_generator_is_stacked_and_read_anew_each_epoch() -> None:
     assert begun == [5, 5]
 
 
+def test_elements_that_share_one_memory_are_as_they_were_when_read() -> None:
+    def refilled() -> Iterator[Any]:
+        memory = np.zeros(3)
+        for i in range(5):
+            memory[:] = i
+            yield {"row": memory, "first": memory[:1], "view": memory[::2]}
+
+    blocks = list(_open(refilled).blocks(3))
+    for key, width in (("row", 3), ("first", 1), ("view", 2)):
+        assert [block[key].tolist() for block in blocks] == [
+            [[i] * width for i in (0, 1, 2)],
+            [[i] * width for i in (3, 4)],
+        ]
+
+
 def test_an_iterable_that_can_be_read_again_and_one_that_is_endless() -> None:
     class Squares:
         def __iter__(self) -> Iterator[int]:
