@@ -106,7 +106,7 @@ class Groups:
         Args:
             gpus: how many each of them must own.
         """
-        size = _size(members, replicas, gpus)
+        size = gang_size(members, replicas, gpus)
         idle: Mapping[str, Worker] = members.idle
         if gpus:
             idle = {name: worker for name, worker in idle.items() if worker.gpus >= gpus}
@@ -127,7 +127,7 @@ class Groups:
     def in_advance(self, members: Membership, replicas: int, gpus: float, depth_max: int) -> Group | None:
         """Return a busy group at which one more gang may wait, None if there is none."""
         for group in self._busy.values():
-            if group.gangs >= depth_max or len(group.workers) != _size(members, replicas, gpus):
+            if group.gangs >= depth_max or len(group.workers) != gang_size(members, replicas, gpus):
                 return None
             return group if all(_works_for(w, group, members) for w in group.workers) else None
         return None
@@ -146,7 +146,7 @@ class Groups:
             del self._busy[id(group)]
 
 
-def _size(members: Membership, replicas: int, gpus: float) -> int:
+def gang_size(members: Membership, replicas: int, gpus: float) -> int:
     """Return over how many workers R replicas are spread; on one that owns GPUs there is one alone."""
     return replicas if gpus else min(replicas, members.ready)
 

@@ -10,6 +10,7 @@ import enum
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from pipedist.records import record
+from pipedist.scheduler.gangs import gang_size
 from pipedist.scheduler.membership import Lease, Membership
 from pipedist.scheduler.passes import Pass
 from pipedist.scheduler.settings import Limits
@@ -28,11 +29,11 @@ class Reason(enum.StrEnum):
     QUEUED = "queued"
     """For the calls before them at their worker."""
     FREE_WORKER = "free-worker"
-    """All workers are busy."""
+    """All workers that may execute them are busy."""
     STARTING_WORKER = "starting-worker"
-    """There is no worker, but some are being started."""
+    """There is no worker that may execute them, but some are being started."""
     JOINING_WORKER = "joining-worker"
-    """There is no worker, and all dial in."""
+    """There is no worker that may execute them, and all dial in."""
     TURN = "turn"
     """Another pass goes first, and waits for workers itself."""
     BACKOFF = "back-off"
@@ -110,7 +111,7 @@ def explain(
         waits += _of_leases(pass_, held[pass_.id], members, now)
         waits += _of_waiting(pass_, passes, members)
         waits += _of_troubled(pass_, now)
-        waits += _of_valve(pass_, limits, max(1, members.ready))
+        waits += _of_valve(pass_, limits, max(1, members.ready_for(pass_.settings.gpus)))
     workers = members.workers.values()
     return Explanation(
         max(0.0, now - moved_at),
@@ -173,22 +174,27 @@ def _lacking(pass_: Pass, passes: Mapping[int, Pass], members: Membership) -> tu
     """Return what calls lack that could be begun, but for that."""
     if pass_.held:
         return Reason.HELD, "the run is stopping: nothing new is begun"
-    idle, ready = len(members.idle), members.ready
-    out = sum(1 for w in members.workers.values() if w.laid_off)
+    gpus = pass_.settings.gpus
+    idle = sum(1 for worker in members.idle.values() if worker.gpus >= gpus)
+    ready = members.ready_for(gpus)
+    out = sum(1 for w in members.workers.values() if w.laid_off and w.gpus >= gpus)
     stuck = f"; {out} more may be stuck in calls that were done elsewhere" if out else ""
+    needs = f" {gpus:g} GPU{'' if gpus == 1 else 's'}"
+    owns, own = (f" that owns{needs}", f" that own{needs}") if gpus else ("", "")
     if not ready:
         starting = sum(w.state is WorkerState.STARTING for w in members.workers.values())
         if starting:
-            return Reason.STARTING_WORKER, f"none has joined, {starting} to be started{stuck}"
-        return Reason.JOINING_WORKER, f"no worker is there{stuck}"
+            return Reason.STARTING_WORKER, f"none{owns} has joined, {starting} to be started{stuck}"
+        return Reason.JOINING_WORKER, f"no worker{owns} is there{stuck}"
     if pass_.settings.gang:
-        size = min(pass_.settings.replicas, ready)
+        size = gang_size(members, pass_.settings.replicas, gpus)
         if idle < size:
-            return Reason.GANG, f"it needs {size} idle workers at once; {idle} of {ready} are idle{stuck}"
+            needed = f"it needs {size} idle workers{own} at once"
+            return Reason.GANG, f"{needed}; {idle} of {ready} are idle{stuck}"
     if idle:
         others = [p.id for p in passes.values() if p is not pass_ and p.deals and p.settings.gang]
         return Reason.TURN, f"pass {others[0]} goes first" if others else "it is the next to go"
-    busy = "the only worker is busy" if ready == 1 else f"all {ready} workers are busy"
+    busy = f"the only worker{owns} is busy" if ready == 1 else f"all {ready} workers{own} are busy"
     return Reason.FREE_WORKER, busy + stuck
 
 

@@ -89,6 +89,36 @@ def test_a_gang_that_needs_more_workers_than_are_idle() -> None:
     assert wait.text == "it needs 2 idle workers at once; 0 of 2 are idle"
 
 
+def with_gpus(settings: PassSettings, **workers: float) -> Playbook:
+    play = Playbook(LIMITS).with_pass(settings)
+    for name, gpus in workers.items():
+        play.setup(ev.WorkerExpected(name), ev.WorkerJoined(name, 0, gpus=gpus))
+    play.setup(ev.StepsOffered(1, 0, 3, settings.replicas))
+    return play
+
+
+def test_calls_that_no_worker_owns_gpus_for() -> None:
+    settings = PassSettings(1, pulled=False, gpus=1.0)
+    [wait] = told(with_gpus(settings, w0=0.0))[Reason.JOINING_WORKER]
+    assert (wait.lo, wait.hi, wait.text) == (0, 3, "no worker that owns 1 GPU is there")
+    play = with_gpus(settings, w0=0.5)
+    play.setup(ev.WorkerExpected("w1"))
+    [wait] = told(play)[Reason.STARTING_WORKER]
+    assert wait.text == "none that owns 1 GPU has joined, 1 to be started"
+    [wait] = told(with_gpus(settings, w0=0.0, w1=2.0))[Reason.FREE_WORKER]
+    assert (wait.lo, wait.text) == (1, "the only worker that owns 1 GPU is busy")
+    [wait] = told(with_gpus(PassSettings(1, pulled=False, gpus=0.5), w0=0.5, w1=0.5, w2=0))[
+        Reason.FREE_WORKER
+    ]
+    assert wait.text == "all 2 workers that own 0.5 GPUs are busy"
+
+
+def test_a_gang_that_too_few_workers_own_gpus_for() -> None:
+    settings = PassSettings(3, pulled=False, gang=True, gpus=1.0)
+    [wait] = told(with_gpus(settings, w0=0.0, w1=1.0, w2=1.0))[Reason.GANG]
+    assert wait.text == "it needs 3 idle workers that own 1 GPU at once; 2 of 2 are idle"
+
+
 def test_a_gang_whose_members_run() -> None:
     play = begun("w0", "w1", settings=PassSettings(2, pulled=False, gang=True), steps=1)
     play.setup(ev.CallsDone("w1", 0, 2, 1, 2, 10**9))
