@@ -176,6 +176,8 @@ class Checks:
     def cluster(self, cluster: Mapping[object, object]) -> None:
         """Keys that belong to some launchers are there with them, and only with them."""
         launcher = cluster.get("launcher", "local")
+        if not isinstance(launcher, str):
+            return  # that it is none has been said
         for key, example in (
             ("listen", '"tcp://ADDRESS:PORT"'),
             ("key_file", "the file with the cluster's keys"),
@@ -360,7 +362,7 @@ class Checks:
 
     def _axis(self, path: Path, raw: Mapping[str, object]) -> None:
         op = raw.get("reduce")
-        if op in OPS and "axis" not in raw:
+        if isinstance(op, str) and op in OPS and "axis" not in raw:
             self._note(
                 path,
                 "`axis` is missing: a built-in op needs one",

@@ -238,7 +238,7 @@ class _Loader:
                 self._document.move(("datasets", "dataset"), (written,))
         elif "datasets" not in canonical:
             self._problems.add((), "`dataset` is missing", expected="a dataset, for the stages to read")
-        elif canonical["datasets"] == {}:
+        elif isinstance(canonical["datasets"], dict) and not canonical["datasets"]:
             self._problems.add(("datasets",), "`datasets` is empty", expected="at least one dataset")
         return canonical
 

@@ -23,6 +23,7 @@ from pipedist.spec.kinds import (
     Text,
     Wrong,
 )
+from pipedist.spec.scalars import as_text
 from pipedist.spec.section import Key, Section, SectionOf, key
 
 REPLICAS_MAX = 65_536
@@ -39,7 +40,7 @@ LAUNCHERS = ("local", "connect", "ray", "dask")
 
 def _version(value: object) -> object:
     if type(value) is int and value != 1:
-        raise Wrong(f"the spec is written in version {value} of the language")
+        raise Wrong(f"the spec is written in version {as_text(value)} of the language")
     if type(value) is not int:
         raise Wrong
     return value

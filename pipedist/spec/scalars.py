@@ -13,6 +13,9 @@ import re
 INTEGER_MIN = -(2**63)
 INTEGER_MAX = 2**64 - 1
 
+_DECIMAL_BITS_MAX = 1024
+"""Longer integers are told in hexadecimal: Python refuses to write very long ones in decimal."""
+
 _NULLS = frozenset({"", "~", "null", "Null", "NULL"})
 _BOOLEANS = {
     "true": True,
@@ -105,6 +108,8 @@ def as_text(value: str | int | float | bool | None) -> str:
         return "null"
     if isinstance(value, bool):
         return "true" if value else "false"
+    if isinstance(value, int) and value.bit_length() > _DECIMAL_BITS_MAX:
+        return hex(value)
     return repr(value)
 
 

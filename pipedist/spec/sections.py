@@ -206,8 +206,8 @@ class SectionReader:
             expected += f"; in YAML 1.2 `{value}` is text"
         message += self._from(at)
         if not isinstance(value, str):
-            allowed = ()
-        self._problems.add(at, message, expected=expected, allowed=allowed, given=str(value))
+            allowed, value = (), ""
+        self._problems.add(at, message, expected=expected, allowed=allowed, given=value)
 
     def _unknown_key(self, at: Path, section: type[Section], beside: tuple[str, ...]) -> None:
         name = str(at[-1])

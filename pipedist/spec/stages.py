@@ -10,6 +10,7 @@ from pipedist.program import Tree
 from pipedist.records import record
 from pipedist.spec.keys import FUNCTION_PATTERN, WITH, Arguments, Function, Names, function_name
 from pipedist.spec.kinds import Checked, Choice, Integer, Nullable, Number, Text, Wrong
+from pipedist.spec.scalars import describe
 from pipedist.spec.section import FlagOrSection, Key, Section, key
 
 RETRIES_MAX = 1_000
@@ -154,7 +155,7 @@ def _resources(value: object) -> object:
             raise Wrong(f"`resources` has no {name!r}", allowed=("gpus",))
     gpus: Any = value.get("gpus")
     if type(gpus) not in (int, float) or not (0 < gpus < 1 or gpus in range(1, GPUS_MAX + 1)):
-        raise Wrong(f"`gpus` is {gpus!r}")
+        raise Wrong(f"`gpus` is {describe(gpus)}")
     return {"gpus": gpus}
 
 

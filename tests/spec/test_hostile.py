@@ -3,9 +3,12 @@ from __future__ import annotations
 import random
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -171,7 +174,7 @@ def load_data(data: bytes) -> None:
 
 ODD = [None, True, -1, 2**70, 1.5, float("nan"), "", "x", "a:b", "${", "${params.x}", [], [1], (), {}, {1: 2},
        {None: "x"}, {("a", 1): 2}, b"bytes", object(), len, {"run": "m:f"}, {"stop": "x"}, ["a", {"b": 1}],
-       {"": 1}]  # fmt: skip
+       {"": 1}, 10**5000, np.zeros(2)]  # fmt: skip
 
 
 def replaced(tree: object, generator: random.Random) -> object:
@@ -203,3 +206,39 @@ def test_dicts_with_odd_values_load_or_give_paths(seed: int) -> None:
         assert problem.message
         assert problem.expected
         assert "object at 0x" not in str(problem)
+
+
+def places(tree: object, path: tuple[object, ...] = ()) -> Iterator[tuple[object, ...]]:
+    yield path
+    for key, item in tree.items() if isinstance(tree, dict) else ():
+        yield from places(item, (*path, key))
+
+
+def with_value(tree: object, path: tuple[object, ...], value: object) -> Any:
+    if not path:
+        return value
+    assert isinstance(tree, dict)
+    return {key: with_value(item, path[1:], value) if key == path[0] else item for key, item in tree.items()}
+
+
+@pytest.mark.parametrize("odd", [10**5000, np.zeros(2)], ids=["digits", "array"])
+def test_values_that_can_not_be_shown_or_compared_are_told_wherever_they_stand(odd: object) -> None:
+    tree = {
+        "pipedist": 1,
+        "replicas": 2,
+        "params": {"a": 1},
+        "cluster": {"launcher": "connect", "listen": "tcp://127.0.0.1:1", "key_file": "k"},
+        "datasets": {"d": {"range": {"stop": 4}, "batch": 2}},
+        "stages": {
+            "r": {"run": "m:f", "with": {"x": "a${params.a}"}, "resources": {"gpus": 1}, "collectives": {}},
+            "m": {"reduce": "mean", "of": "r", "axis": 0, "per": "step"},
+            "u": {"update": "m:u", "of": "m", "init": {"function": "m:i", "with": {"x": 1}}},
+        },
+        "outputs": {"m": "m.json"},
+    }
+    load(tree, env={})
+    for path in places(tree):
+        changed = with_value(tree, path, odd)
+        with suppress(SpecError):
+            load(changed if isinstance(changed, dict) else {"x": changed}, env={})
+    assert str(load(tree, params={"a": 10**5000}, env={}).stages["r"].with_["x"]).startswith("a0x")
