@@ -36,7 +36,9 @@ def sources(stages: Sequence[Json]) -> Iterator[list[Json]]:
 
 
 def files_read(stages: Sequence[Json], files: Files) -> int | None:
-    """Return how many files the pipeline reads at least per source; None if a source is no reader."""
+    """Return how many files the pipeline reads at least per source; None if whole files can't be dealt."""
+    if any(stage[0] == "enumerate" for stage in stages):
+        return None
     counts = []
     for source in sources(stages):
         if source[0] not in READERS:
@@ -76,6 +78,8 @@ def evaluate(stages: Sequence[Json], files: Files, shard: tuple[int, int] | None
                 elements = list(range(n))
             case ["tensor_slices", {"dtype": _, "shape": _, "data": _} as value]:
                 elements = list(decode_array(value))
+            case ["tensors", {"dtype": _, "shape": _, "data": _} as value]:
+                elements = [decode_array(value)]
             case [("text_files" | "file_names" | "list_files") as name, _]:
                 names = _names(stage, files)
                 names = names if shard is None else names[shard[1] :: shard[0]]
@@ -88,6 +92,8 @@ def evaluate(stages: Sequence[Json], files: Files, shard: tuple[int, int] | None
                 elements = [elements[i : i + size] for i in range(0, len(elements), size)]
             case ["batch", int(size), True]:
                 elements = [elements[i : i + size] for i in range(0, len(elements) - size + 1, size)]
+            case ["unbatch"]:
+                elements = [row for batch in elements for row in batch]
             case ["repeat", times]:
                 elements = elements * times
             case ["take", count]:
@@ -98,6 +104,8 @@ def evaluate(stages: Sequence[Json], files: Files, shard: tuple[int, int] | None
                 elements = elements[index::shards]
             case ["prefetch", _] | ["cache"] | ["options", _]:
                 pass
+            case ["enumerate"]:
+                elements = list(enumerate(elements))
             case ["map", "double"]:
                 elements = [2 * element for element in elements]
             case ["zip", parts]:

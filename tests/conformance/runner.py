@@ -113,6 +113,8 @@ async def replay_one(
         expected, local_results, names = expectation(case, family.deviations)
     except Skip as skip:
         return Verdict(case, "skipped", str(skip))
+    except Exception as error:
+        return Verdict(case, "failed", f"a rule raised {type(error).__name__}: {error}", case.expect)
     # A replay that blocks the event loop can't be cancelled: then the whole run ends, and says where.
     faulthandler.dump_traceback_later(2 * timeout_s + CLOSE_S, exit=True, file=sys.__stderr__)
     try:
