@@ -197,6 +197,9 @@ def test_a_rule_that_breaks_is_a_failure_and_not_the_end() -> None:
 
     verdict, _ = judge(answering(Outcome(Value(3))), reduce_entry(RIGHT), Deviation("rule", 1, broken))
     assert (verdict.status, verdict.reason) == ("failed", "a rule raised KeyError: 'max_shard_bytes'")
+    no_json = Deviation("rule", 1, lambda case, expected: {"value": {"py": np.int64(3)}})
+    verdict, _ = judge(answering(Outcome(Value(4))), reduce_entry(RIGHT), no_json)
+    assert (verdict.status, verdict.reason[:23]) == ("failed", "a rule raised TypeError")
 
 
 def answering(outcome: Outcome) -> Any:
