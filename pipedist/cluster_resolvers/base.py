@@ -16,7 +16,7 @@ class ResolverError(UsageError, ValueError):
 
 
 class ResolverStateError(UsageError, RuntimeError):
-    """What a resolver needs is not there, or not yet: a variable, a running pod, enough tasks."""
+    """What a resolver needs is not there, or not yet: a variable, a running pod, tasks or GPUs enough."""
 
 
 class ClusterResolver(ABC):

@@ -76,8 +76,8 @@ class UnionResolver(ClusterResolver):
 
     Args:
         resolvers: at least one.
-        task_type, task_id: which task this process is.
-        rpc_layer: put in front of the addresses of tasks.
+        task_type, task_id: which task this process is; None: what the first resolver says.
+        rpc_layer: put in front of the addresses of tasks; None: nothing, whatever the first resolver's is.
 
     Raises:
         ValueError: there is no resolver.
@@ -130,6 +130,21 @@ class UnionResolver(ClusterResolver):
         if task_type is not None and task_id is not None:
             return url(self.cluster_spec().task_address(task_type, task_id), rpc_layer or self._rpc_layer)
         return self._resolvers[0].master(rpc_layer=rpc_layer)
+
+    @property
+    def task_type(self) -> str | None:
+        """The job of this process; where it was not given, as the first resolver says."""
+        return self._resolvers[0].task_type if self._task_type is None else self._task_type
+
+    @property
+    def task_id(self) -> int | None:
+        """The number of this process in its job; where it was not given, as the first resolver says."""
+        return self._resolvers[0].task_id if self._task_id is None else self._task_id
+
+    @property
+    def rpc_layer(self) -> str | None:
+        """What was given; else the first resolver's, which `master` puts in front of that resolver's only."""
+        return self._resolvers[0].rpc_layer if self._rpc_layer is None else self._rpc_layer
 
     @property
     def environment(self) -> str | None:

@@ -40,8 +40,9 @@ class SlurmClusterResolver(ClusterResolver):
         environ: the environment; None: that of the process.
 
     Raises:
-        ResolverStateError: a variable is missing, or the jobs have another number of tasks than the step.
-        ResolverError: a variable or an argument is malformed, or a node has too few GPUs for its tasks.
+        ResolverStateError: a variable is missing, the jobs have another number of tasks than the step, or a
+            node has too few GPUs for its tasks.
+        ResolverError: a variable or an argument is malformed.
         TypeError: an argument is of the wrong kind.
     """
 
@@ -180,7 +181,7 @@ class SlurmClusterResolver(ClusterResolver):
         if per_node is None and gpus == 0:
             return 0
         if each * tasks > gpus:
-            raise ResolverError(
+            raise ResolverStateError(
                 f"{tasks} tasks on a node with {each} GPUs each need {each * tasks}, but gpus_per_node is "
                 f"{gpus}"
             )

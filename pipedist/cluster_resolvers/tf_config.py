@@ -105,8 +105,8 @@ class TFConfigClusterResolver(ClusterResolver):
         if self._master is not None:
             return self._master
         cluster = self._cluster_spec
-        if sum(map(cluster.num_tasks, cluster.jobs)) <= 1 and len(cluster.jobs) <= 1:
-            return ""
+        if not cluster.jobs or (len(cluster.jobs) == 1 and len(cluster.job_tasks(cluster.jobs[0])) == 1):
+            return ""  # task 1 alone is not: there is a task 0, elsewhere
         kind = self._task_type if task_type is None else task_type
         index = self._task_id if task_id is None else task_id
         if kind is None or index is None:

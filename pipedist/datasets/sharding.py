@@ -10,7 +10,7 @@ and batch boundaries are kept, whatever the policy; then the chunks are dealt:
 | FILE | all chunks of the batches that files w, w + W, ... make |
 | OFF | all chunks: elements are DUPLICATED, once a pipeline |
 | HINT | all chunks of what `shard(SHARD_HINT, SHARD_HINT)`, as shard(W, w), leaves |
-| AUTO | as FILE if every source reads files, at least W of them; else as DATA |
+| AUTO | as FILE if every source reads files, at least W of them, and nothing is enumerated; else as DATA |
 
 R consecutive chunks of a pipeline make one step of its replicas. (tf.distribute's assignment. Its
 sizes under OFF, FILE and HINT are floor or ceil and run over batch boundaries; one rule is kept here.)
@@ -24,7 +24,7 @@ from pipedist.counts import count
 from pipedist.datasets.input import AutoShardPolicy
 from pipedist.datasets.logical import Dataset
 from pipedist.datasets.nodes import INFINITE, UNKNOWN, FileNames, Node, TextFiles
-from pipedist.datasets.transforms import Rebatch, Shard
+from pipedist.datasets.transforms import Enumerate, Rebatch, Shard
 from pipedist.program import Tree
 
 
@@ -72,6 +72,8 @@ def _sharded(node: Node, pipelines: int, index: int, policy: AutoShardPolicy) ->
 def file_trouble(node: Node, pipelines: int) -> str:
     """Return why a pipeline can't be divided by whole files, or ""."""
     for source in _sources(node):
+        if isinstance(source, Enumerate):
+            return "enumerate numbers the elements of all files"
         if not isinstance(source, FileNames | TextFiles):
             return f"the dataset reads a source that is not files ({type(source).__name__})"
         if len(source.paths) < pipelines:
@@ -80,7 +82,8 @@ def file_trouble(node: Node, pipelines: int) -> str:
 
 
 def _sources(node: Node) -> Iterator[Node]:
-    if not node.inputs:
+    """Yield the nodes that make elements, or numbers of elements, on their own."""
+    if not node.inputs or isinstance(node, Enumerate):
         yield node
     for child in node.inputs:
         yield from _sources(child)

@@ -159,6 +159,13 @@ def test_simple_and_union() -> None:
     assert (union.task_type, union.task_id, union.environment) == ("ps", 0, "here")
     assert union.num_accelerators() == {"GPU": 2}
     assert (union.master(), union.master("ps", 0)) == ("m:1", "x://d:1")
+    assert pipedist.UnionResolver(second, first).task_type is None
+    me = pipedist.SimpleClusterResolver(
+        pipedist.ClusterSpec(WORKERS), task_type="worker", task_id=1, rpc_layer="y"
+    )
+    same = pipedist.UnionResolver(me, second)
+    assert (same.task_type, same.task_id, same.rpc_layer) == ("worker", 1, "y")
+    assert pipedist.UnionResolver(me, second, task_id=0).task_id == 0
     sparse = [
         pipedist.SimpleClusterResolver(pipedist.ClusterSpec({"worker": {i: address}}))
         for i, address in ((2, "a:1"), (2, "a:1"), (0, "b:1"))
@@ -246,7 +253,7 @@ def test_slurm_counts_the_gpus_that_the_tool_lists(tmp_path: Path) -> None:
         (slurm_environ(), {"jobs": {"worker": 3}}, ResolverStateError, "3 tasks, but the Slurm step has 5"),
         (slurm_environ(), {"jobs": ["worker"]}, TypeError, "jobs is"),
         (slurm_environ(), {"jobs": {"worker": -1}}, ResolverError, "jobs\\['worker'\\] is -1"),
-        (slurm_environ(), {"gpus_per_node": 2, "gpus_per_task": 2}, ResolverError, "gpus_per_node is 2"),
+        (slurm_environ(), {"gpus_per_node": 2, "gpus_per_task": 2}, ResolverStateError, "gpus_per_node is 2"),
         (slurm_environ(), {"port_base": 0}, ResolverError, "port_base"),
         (slurm_environ(), {"tasks_per_node": "2"}, TypeError, "tasks_per_node"),
     ],

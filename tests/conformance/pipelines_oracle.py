@@ -7,16 +7,23 @@ others it has no answer (None), and the deviation then leaves the case as it is.
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from tests.conformance.cases import Json, decode_array
+from tests.conformance.cases import Json, decode, decode_array
 
 READERS = ("text_files", "file_names", "list_files")
 SOURCES = (*READERS, "range", "tensor_slices", "tensors", "generator_range")
 Files = Mapping[str, Sequence[str]]
+
+STRUCTURES: Mapping[str, Callable[[Any], Any]] = {
+    "to_dict_x_y": lambda x: {"x": x, "y": 10 * x},
+    "to_pair": lambda x: (x, 10 * x),
+    "rank2": lambda x: np.stack([x, 10 * x], axis=-1),
+}
+"""What the maps that make structures do to a number."""
 
 
 class NoAnswer(Exception):
@@ -36,7 +43,9 @@ def sources(stages: Sequence[Json]) -> Iterator[list[Json]]:
 
 
 def files_read(stages: Sequence[Json], files: Files) -> int | None:
-    """Return how many files the pipeline reads at least per source; None if a source is no reader."""
+    """Return how many files the pipeline reads at least per source; None if whole files can't be dealt."""
+    if any(stage[0] == "enumerate" for stage in stages):
+        return None
     counts = []
     for source in sources(stages):
         if source[0] not in READERS:
@@ -76,6 +85,8 @@ def evaluate(stages: Sequence[Json], files: Files, shard: tuple[int, int] | None
                 elements = list(range(n))
             case ["tensor_slices", {"dtype": _, "shape": _, "data": _} as value]:
                 elements = list(decode_array(value))
+            case ["tensors", value]:
+                elements = [decode(value)]
             case [("text_files" | "file_names" | "list_files") as name, _]:
                 names = _names(stage, files)
                 names = names if shard is None else names[shard[1] :: shard[0]]
@@ -88,6 +99,8 @@ def evaluate(stages: Sequence[Json], files: Files, shard: tuple[int, int] | None
                 elements = [elements[i : i + size] for i in range(0, len(elements), size)]
             case ["batch", int(size), True]:
                 elements = [elements[i : i + size] for i in range(0, len(elements) - size + 1, size)]
+            case ["unbatch"]:
+                elements = [row for batch in elements for row in batch]
             case ["repeat", times]:
                 elements = elements * times
             case ["take", count]:
@@ -98,8 +111,15 @@ def evaluate(stages: Sequence[Json], files: Files, shard: tuple[int, int] | None
                 elements = elements[index::shards]
             case ["prefetch", _] | ["cache"] | ["options", _]:
                 pass
+            case ["enumerate"]:
+                elements = list(enumerate(elements))
             case ["map", "double"]:
-                elements = [2 * element for element in elements]
+                elements = [
+                    [2 * row for row in element] if isinstance(element, list) else 2 * element
+                    for element in elements
+                ]
+            case ["map", name] if name in STRUCTURES:
+                elements = [_mapped(STRUCTURES[name], element) for element in elements]
             case ["zip", parts]:
                 elements = list(zip(*(evaluate(part, files, shard) for part in parts), strict=False))
             case ["concatenate", other]:
@@ -113,6 +133,50 @@ def chunks(batch: list[Any], parts: int) -> list[list[Any]]:
     """Cut a batch into chunks of ceil(rows / parts), in order, the last ones shorter or empty."""
     size = -(-len(batch) // parts)
     return [batch[i * size : (i + 1) * size] for i in range(parts)]
+
+
+def divided(batch: Any, parts: int) -> Json:
+    """Return a batch as a VALUE whose leaves have a chunk for each of `parts` replicas."""
+    match batch:
+        case tuple():
+            return {"tuple": [divided(item, parts) for item in batch]}
+        case dict():
+            return {"dict": {key: divided(item, parts) for key, item in batch.items()}}
+    return per_replica(chunks(batch, parts), batch)
+
+
+def per_replica(parts: list[list[Any]], like: list[Any]) -> Json:
+    """Return lists of rows, one a replica, as a VALUE; those without rows are as if cut off from `like`."""
+    match like[0]:
+        case tuple() as row:
+            columns = [[_column(part, i) for part in (*parts, like)] for i in range(len(row))]
+            return {"tuple": [per_replica(column[:-1], column[-1]) for column in columns]}
+        case dict() as row:
+            named = {key: [_column(part, key) for part in (*parts, like)] for key in row}
+            return {"dict": {key: per_replica(column[:-1], column[-1]) for key, column in named.items()}}
+    whole = value_of(like)
+    empty = {**whole, "shape": [0, *whole["shape"][1:]], "data": []}
+    return {"per_replica": [value_of(part) if len(part) else empty for part in parts]}
+
+
+def _column(rows: list[Any], key: Any) -> list[Any]:
+    return [row[key] for row in rows]
+
+
+def across(elements: list[Any], replicas: int) -> Json:
+    """Return elements, one a replica, as a VALUE; who has none gets empty arrays, None for a scalar."""
+    missing = replicas - len(elements)
+    match elements[0]:
+        case tuple() as first:
+            return {"tuple": [across(_column(elements, i), replicas) for i in range(len(first))]}
+        case dict() as first:
+            return {"dict": {key: across(_column(elements, key), replicas) for key in first}}
+        case list() as first:
+            return per_replica(elements + [[]] * missing, first)
+    values = [value_of(element) for element in elements]
+    shape = values[0]["shape"]
+    empty = {**values[0], "shape": [0, *shape[1:]], "data": []} if shape else {"none": True}
+    return {"per_replica": values + [empty] * missing}
 
 
 def value_of(element: Any) -> Json:
@@ -134,6 +198,11 @@ def value_of(element: Any) -> Json:
             array = np.asarray(element)
     dtype = "string" if array.dtype.kind == "U" else array.dtype.name
     return {"dtype": dtype, "shape": list(array.shape), "data": array.ravel().tolist()}
+
+
+def _mapped(fn: Callable[[Any], Any], element: Any) -> Any:
+    """Map a number, or the column of numbers that a batch is."""
+    return fn(np.asarray(element)) if isinstance(element, list) else fn(element)
 
 
 def _names(source: Sequence[Json], files: Files) -> list[str]:

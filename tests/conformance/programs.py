@@ -308,4 +308,7 @@ def _binary(ufunc: np.ufunc, x: Any, y: Any) -> Any:
         return result.item() if isinstance(result, np.generic) else result
     if not _is_python(x) and not _is_python(y) and x.dtype != y.dtype:
         raise ValueError(f"operands of dtypes {x.dtype} and {y.dtype}: cast one of them first")
+    for python, array in ((x, y), (y, x)):
+        if isinstance(python, float) and not _is_python(array) and array.dtype.kind in "biu":
+            raise ValueError(f"{python} does not adapt to {array.dtype}: cast the array first")
     return ufunc(x, y)

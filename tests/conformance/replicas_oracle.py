@@ -215,9 +215,9 @@ class _Replica:
 
     def evaluate(self, expression: Json) -> Generator[Request, Any, Any]:
         match expression:
-            case ["arg" | "marg", index]:
+            case ["arg" | "marg", index] if index < len(self._args):
                 return self._args[index]
-            case ["kwarg", key]:
+            case ["kwarg", key] if key in self._kwargs:
                 return self._kwargs[key]
             case ["const" | "shared", value]:
                 return decode(value)
@@ -365,6 +365,8 @@ class _Named:
 def _arithmetic(op: str, x: Any, y: Any) -> Any:
     live = [v for v in (x, y) if isinstance(v, np.ndarray | np.generic)]
     if len(live) == 2 and live[0].dtype != live[1].dtype:
+        raise Raised("ValueError")
+    if len(live) == 1 and live[0].dtype.kind in "biu" and (isinstance(x, float) or isinstance(y, float)):
         raise Raised("ValueError")
     return {"add": lambda: x + y, "sub": lambda: x - y, "mul": lambda: x * y}[op]()
 

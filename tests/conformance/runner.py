@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import faulthandler
+import json
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -113,6 +114,8 @@ async def replay_one(
         expected, local_results, names = expectation(case, family.deviations)
     except Skip as skip:
         return Verdict(case, "skipped", str(skip))
+    except Exception as error:
+        return Verdict(case, "failed", f"a rule raised {type(error).__name__}: {error}", case.expect)
     # A replay that blocks the event loop can't be cancelled: then the whole run ends, and says where.
     faulthandler.dump_traceback_later(2 * timeout_s + CLOSE_S, exit=True, file=sys.__stderr__)
     try:
@@ -130,13 +133,20 @@ async def replay_one(
         return Verdict(case, "failed", reason, expected, "", names)
     finally:
         faulthandler.cancel_dump_traceback_later()
-    reason = judge(case, outcome, expected, local_results, exact=bool(names))
+    try:
+        reason = judge(case, outcome, expected, local_results, exact=bool(names))
+    except Exception as error:
+        reason = f"the comparison raised {type(error).__name__}: {error}"
     status: Literal["passed", "failed"] = "failed" if reason else "passed"
     return Verdict(case, status, reason, expected, describe(outcome.result), names)
 
 
 def expectation(case: Case, deviations: Iterable[Deviation]) -> tuple[Json, Json, tuple[str, ...]]:
-    """Return what pipedist must answer, for `expect` and `expect_local_results`, and by which rules."""
+    """Return what pipedist must answer, for `expect` and `expect_local_results`, and by which rules.
+
+    Raises:
+        TypeError: what a rule answers is no JSON.
+    """
     expected, local_results, names = case.expect, case.expect_local_results, []
     for rule in deviations:
         changed = rule.expected(case, expected)
@@ -145,6 +155,7 @@ def expectation(case: Case, deviations: Iterable[Deviation]) -> tuple[Json, Json
             expected = changed
             if rule.expected_local_results is not None and local_results is not None:
                 local_results = rule.expected_local_results(case, expected)
+    json.dumps([expected, local_results])
     return expected, local_results, tuple(names)
 
 

@@ -191,6 +191,17 @@ def test_a_replay_that_breaks_is_a_failure_and_not_the_end() -> None:
     assert (verdict.status, verdict.reason) == ("failed", "the replay itself raised ZeroDivisionError: oops")
 
 
+def test_a_rule_that_breaks_is_a_failure_and_not_the_end() -> None:
+    def broken(case: Case, expected: Json) -> Json:
+        raise KeyError("max_shard_bytes")
+
+    verdict, _ = judge(answering(Outcome(Value(3))), reduce_entry(RIGHT), Deviation("rule", 1, broken))
+    assert (verdict.status, verdict.reason) == ("failed", "a rule raised KeyError: 'max_shard_bytes'")
+    no_json = Deviation("rule", 1, lambda case, expected: {"value": {"py": np.int64(3)}})
+    verdict, _ = judge(answering(Outcome(Value(4))), reduce_entry(RIGHT), no_json)
+    assert (verdict.status, verdict.reason[:23]) == ("failed", "a rule raised TypeError")
+
+
 def answering(outcome: Outcome) -> Any:
     async def replay(case: Case, session: Session) -> Outcome:
         return outcome

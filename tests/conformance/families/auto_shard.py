@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from pipedist.datasets.logical import Dataset
 from pipedist.datasets.sharding import auto_shard, batch_sizes_for_worker, rebatch
 from tests.conformance import pipelines_oracle as oracle
@@ -89,7 +91,7 @@ def _json(element: Any) -> Json:
         return oracle.value_of(element)
     if isinstance(element, list):
         return [_json(item) for item in element]
-    return element if isinstance(element, int | float | str) else element.tolist()
+    return element.tolist() if isinstance(element, np.ndarray | np.generic) else element
 
 
 def _shards(case: Case) -> bool:

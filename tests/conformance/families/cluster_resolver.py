@@ -40,8 +40,9 @@ async def replay(case: Case, session: Session) -> Outcome:
                 return Outcome(_fields(SimpleClusterResolver(call["cluster"])))
             case "union_resolver":
                 return Outcome(_fields(UnionResolver(*map(_simple, call["parts"]), **call["kwargs"])))
-            case "union_resolver_raw" if call["parts"] == ["None"]:
-                return Outcome(_fields(UnionResolver(None)))  # type: ignore[arg-type]
+            case "union_resolver_raw":  # things that are no resolvers, told in words
+                parts = [None if part == "None" else part for part in call["parts"]]
+                return Outcome(_fields(UnionResolver(*parts)))
             case "slurm_resolver":
                 environ = dict(call["env"])
                 slurm = SlurmClusterResolver(**call["kwargs"], environ=environ)
@@ -211,7 +212,26 @@ def _union(case: Case, recorded: Json) -> Json:
         for job, tasks in merged.items()
     }
     layer = case.call["kwargs"].get("rpc_layer")
-    return {**recorded, "cluster_spec": plain} | _workers(merged.get("worker"), layer)
+    nosuch = {"error": "ValueError", "message": "no such job"}
+    changed = {**recorded, "cluster_spec": plain, "master_nosuch_0": nosuch}
+    return changed | _workers(merged.get("worker"), layer)
+
+
+def _first_task(case: Case, recorded: Json) -> Json:
+    """A union that is told to be task 0 is."""
+    if case.call["op"] != "union_resolver" or case.call["kwargs"].get("task_id") != 0 or "error" in recorded:
+        return recorded
+    return {**recorded, "task_id": 0}
+
+
+def _simple_checked(case: Case, recorded: Json) -> Json:
+    """What a simple resolver is told must make sense."""
+    if case.call["op"] != "simple_resolver" or "error" in recorded:
+        return recorded
+    kwargs = case.call["kwargs"]
+    if not isinstance(kwargs.get("num_accelerators", {}), dict):
+        return {"error": "TypeError", "message": "expected a mapping"}
+    return recorded if kwargs.get("task_id") is None or _is_index(kwargs["task_id"]) else REFUSED
 
 
 def _workers(tasks: Mapping[int, str] | None, layer: str | None) -> dict[str, Json]:
@@ -227,39 +247,37 @@ def _workers(tasks: Mapping[int, str] | None, layer: str | None) -> dict[str, Js
     }
 
 
-def _slurm_tasks(call: Mapping[str, Json]) -> dict[str, int] | None:
-    """Return host -> number of tasks; None where the case is about something else."""
-    hosts, text = call["scontrol_hosts"], call["env"].get("SLURM_STEP_TASKS_PER_NODE", "")
-    if not hosts or "tasks_per_node" in call["kwargs"]:
-        return None
+def _slurm_tasks(call: Mapping[str, Json]) -> list[tuple[str, int]] | None:
+    """Return each host and its number of tasks, sorted; None where the two don't go together."""
+    given = call["kwargs"].get("tasks_per_node")
+    if isinstance(given, dict):
+        return sorted(given.items())
+    hosts = call["scontrol_hosts"] or expand_hostlist(call["env"]["SLURM_STEP_NODELIST"])
+    if given is not None:
+        return [(host, given) for host in sorted(hosts)]
     counts: list[int] = []
-    for part in text.split(","):
-        match = re.fullmatch(r"([0-9]+)(?:\(x([0-9]+)\))?", part)
-        if match is None:
-            return None
-        counts += [int(match[1])] * int(match[2] or 1)
-    return dict(zip(hosts, counts, strict=True)) if len(hosts) == len(counts) else None
+    for count, times in re.findall(r"([0-9]+)(?:\(x([0-9]+)\))?", call["env"]["SLURM_STEP_TASKS_PER_NODE"]):
+        counts += [int(count)] * int(times or 1)
+    return sorted(zip(hosts, counts, strict=True)) if len(hosts) == len(counts) else None
 
 
 def _slurm(case: Case, recorded: Json) -> Json:
-    """Without GPUs it works; with too few of them it is refused."""
+    """Without GPUs it works; what contradicts itself is refused."""
     call = case.call
-    tasks = _slurm_tasks(call) if call["op"] == "slurm_resolver" else None
-    if tasks is None or "error" in recorded:
+    if call["op"] != "slurm_resolver" or "error" in recorded:
         return recorded
-    rank = int(call["env"]["SLURM_PROCID"])
-    if rank >= sum(tasks.values()):
+    tasks, rank = _slurm_tasks(call), int(call["env"]["SLURM_PROCID"])
+    if tasks is None or not 0 <= rank < sum(count for _, count in tasks):
         return REFUSED
-    per_node, per_task = call["kwargs"].get("gpus_per_node", 0), call["kwargs"].get("gpus_per_task")
-    if per_node:
-        short = per_task is not None and per_task * max(tasks.values()) > per_node
-        return REFUSED if short else recorded
+    per_node, per_task = call["kwargs"].get("gpus_per_node") or 0, call["kwargs"].get("gpus_per_task")
+    if (per_node // max(count for _, count in tasks) if per_task is None else per_task) and per_node:
+        return recorded
     base = call["kwargs"].get("port_base", 8888)
-    addresses = [f"{host}:{base + i}" for host in sorted(tasks) for i in range(tasks[host])]
+    addresses = [f"{host}:{base + i}" for host, count in tasks for i in range(count)]
     cluster: dict[str, list[str]] = {}
     own: tuple[str, int] = ("", 0)
     first = 0
-    for job, count in sorted(call["kwargs"].get("jobs", {"worker": len(addresses)}).items()):
+    for job, count in sorted((call["kwargs"].get("jobs") or {"worker": len(addresses)}).items()):
         cluster[job] = addresses[first : first + count]
         if first <= rank < first + count:
             own = (job, rank - first)
@@ -290,8 +308,9 @@ def _empty_jobs(case: Case, recorded: Json) -> Json:
     if case.call["op"] != "cluster_spec" or "as_dict" not in recorded:
         return recorded
     told = recorded["job_tasks"]
-    if "error" in told and all(isinstance(tasks, list) for tasks in case.call["cluster"].values()):
-        return {**recorded, "job_tasks": case.call["cluster"]}
+    jobs = case.call["cluster"]
+    if "error" in told and all(isinstance(tasks, list) or not tasks for tasks in jobs.values()):
+        return {**recorded, "job_tasks": {job: list(tasks) for job, tasks in jobs.items()}}
     return recorded
 
 
@@ -299,7 +318,9 @@ DEVIATIONS = (
     Deviation("cluster_resolver: TF_CONFIG is checked when the resolver is made", 53, _tf_config),
     Deviation("cluster_resolver: accelerators are what the resolver was told", 53, _accelerators),
     Deviation("cluster_resolver: a union drops duplicate addresses", 53, _union),
-    Deviation("cluster_resolver: Slurm works without GPUs, and refuses too few", 53, _slurm),
+    Deviation("cluster_resolver: a union can be task 0", 53, _first_task),
+    Deviation("cluster_resolver: a simple resolver's numbers are checked", 53, _simple_checked),
+    Deviation("cluster_resolver: Slurm works without GPUs, and refuses what contradicts itself", 53, _slurm),
     Deviation("cluster_resolver: a range of hosts that runs backwards is refused", 53, _backwards),
     Deviation("cluster_resolver: a job without tasks has none", 53, _empty_jobs),
 )

@@ -17,6 +17,14 @@ from tests.conformance.session import Session
 
 FAMILY = "dataset"
 
+DELIVERING = (
+    "distribute_dataset",
+    "distribute_from_function",
+    "distribute_with_options",
+    "make_numpy_dataset_distribute",
+)
+"""Calls whose steps are what a distributed dataset delivers."""
+
 STEPS_MAX = 6
 """Where an endless dataset is cut off."""
 
@@ -193,16 +201,12 @@ def _policy(case: Case, expect: Json) -> Json:
         return expect
     try:
         batches = oracle.evaluate(stages, case.call.get("files") or {})
-        steps = []
-        for batch in batches:
-            dtype = oracle.value_of(batch)["dtype"]
-            parts = oracle.chunks(batch, case.replicas)
-            steps.append(
-                {"per_replica": [{"dtype": dtype, "shape": [len(part)], "data": part} for part in parts]}
-            )
+        steps = [oracle.divided(batch, case.replicas) for batch in batches]
     except oracle.NoAnswer:
         return expect
-    changed = {**expect, "steps": steps, "cardinality": len(steps)}
+    changed = {**expect, "steps": steps}
+    if expect["cardinality"] != Dataset.UNKNOWN:
+        changed["cardinality"] = len(steps)
     if "has_value" in expect:
         flags = [True] * len(steps) + [False]
         changed["has_value"] = [{"dtype": "bool", "shape": [], "data": [flag]} for flag in flags]
@@ -218,7 +222,7 @@ def one_replica_spec(case: Case, expect: Json) -> Json:
         changed["element_spec"] = [
             leaf if "per_replica" in leaf else {"per_replica": [leaf]} for leaf in expect["element_spec"]
         ]
-    if isinstance(expect.get("steps"), list) and case.call["op"] == "distribute_dataset":
+    if isinstance(expect.get("steps"), list) and case.call["op"] in DELIVERING:
         changed["steps"] = [_per_replica(step) for step in expect["steps"]]
     return changed
 
@@ -233,6 +237,8 @@ def _per_replica(value: Json) -> Json:
             return {"tuple": [_per_replica(item) for item in items]}
         case {"list": items}:
             return {"list": [_per_replica(item) for item in items]}
+        case {"namedtuple": name, "fields": items}:
+            return {"namedtuple": name, "fields": {key: _per_replica(item) for key, item in items.items()}}
     return value
 
 

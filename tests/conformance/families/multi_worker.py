@@ -26,6 +26,9 @@ FAMILY = "multi_worker"
 
 STEPS_MAX = 30
 
+PEER_WENT = ("UnavailableError", "CancelledError")
+"""What one worker gets where another one failed."""
+
 
 async def replay(case: Case, session: Session) -> Outcome:
     """Do what the call says, and return each worker's part."""
@@ -202,38 +205,25 @@ def _by_the_rules(case: Case) -> Json | None:
             chunks = [part for batch in batches for part in oracle.chunks(batch, case.replicas)]
             streams.append(oracle.deal(chunks, workers)[index] if policy == "DATA" else chunks)
         present = [chunk for stream in streams for chunk in stream if chunk]
-        dtype = oracle.value_of(present[0])["dtype"] if present else "int64"
+        steps = max(-(-len(stream) // each) for stream in streams)
+        return {
+            "workers": [
+                {
+                    "steps": [
+                        oracle.per_replica(_padded(stream[at * each :][:each], each), present[0])
+                        for at in range(steps)
+                    ],
+                    "end": "exhausted",
+                }
+                for stream in streams
+            ]
+        }
     except oracle.NoAnswer:
         return None
-    steps = max(-(-len(stream) // each) for stream in streams)
-    return {
-        "workers": [
-            {
-                "steps": [
-                    {
-                        "per_replica": [
-                            _array(dtype, chunk) for chunk in _padded(stream[at * each :][:each], each)
-                        ]
-                    }
-                    for at in range(steps)
-                ],
-                "end": "exhausted",
-            }
-            for stream in streams
-        ]
-    }
 
 
 def _padded(chunks: list[Any], each: int) -> list[Any]:
     return chunks + [[]] * (each - len(chunks))
-
-
-def _array(dtype: str, chunk: list[Any]) -> Json:
-    return {
-        "dtype": dtype,
-        "shape": [len(chunk)],
-        "data": [getattr(item, "item", lambda i=item: i)() for item in chunk],
-    }
 
 
 def _file_refused(case: Case, expect: Json) -> Json:
@@ -265,6 +255,13 @@ def _unbatched(case: Case, expect: Json) -> Json:
     return expect
 
 
+def _raised_at_once(case: Case, expect: Json) -> Json:
+    """An error of a worker's first read is everybody's, and raised."""
+    ends = [worker.get("end") for worker in expect["workers"] if worker.get("steps") == []]
+    errors = [end for end in ends if isinstance(end, dict) and end.get("error") not in (None, *PEER_WENT)]
+    return {"workers": errors[:1] * _workers(case)} if errors else expect
+
+
 def _combined(case: Case, expect: Json) -> Json:
     """What reducing or gathering the workers' values gives in every worker."""
     call = case.call
@@ -286,5 +283,6 @@ DEVIATIONS = (
     Deviation("multi_worker: AUTO without enough files divides the elements", 32, _auto_falls_back),
     Deviation("multi_worker: the chunks don't depend on the policy", 33, _batches_kept),
     Deviation("multi_worker: without batch there is nothing to divide", 36, _unbatched),
+    Deviation("multi_worker: an error of the first read is raised, for everybody", 32, _raised_at_once),
     Deviation("multi_worker: dtypes and errors are those of reduce and gather, for everybody", 18, _combined),
 )

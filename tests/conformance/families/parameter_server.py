@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
@@ -252,6 +253,12 @@ class _Refused(Exception):
 def _own_partitions(call: Mapping[str, Json]) -> Json:
     """Return what a partitioner owes, found by trying every number of shards."""
     kwargs = call["kwargs"]
+    if call["kind"] not in PARTITIONERS:
+        raise Skip(f"unknown program {call['kind']}")
+    try:
+        inspect.signature(PARTITIONERS[call["kind"]]).bind(**kwargs)
+    except TypeError:
+        raise _Refused("TypeError") from None
     for name, value in kwargs.items():
         if name == "max_shards" and value is None and call["kind"] == "MaxSize":
             continue
@@ -275,8 +282,6 @@ def _own_partitions(call: Mapping[str, Json]) -> Json:
         case "MaxSize":
             fitting = [n for n in possible if max(sizes[n]) <= kwargs["max_shard_bytes"]]
             shards = min(min(fitting, default=max(possible)), kwargs.get("max_shards") or max(possible))
-        case other:
-            raise Skip(f"unknown program {other}")
     return {"partitions": [shards] + [1] * len(rest)}
 
 

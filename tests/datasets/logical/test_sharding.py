@@ -84,6 +84,16 @@ def test_a_dataset_that_mixes_files_with_more_is_divided_by_elements(tmp_path: P
         auto_shard(zipped, 2, 0, AutoShardPolicy.FILE)
 
 
+def test_elements_that_are_numbered_are_numbered_once(tmp_path: Path) -> None:
+    for name in "ab":
+        (tmp_path / name).write_text(f"{name}0\n{name}1\n{name}2\n")
+    lines = Dataset.file_names([tmp_path / "a", tmp_path / "b"]).flat_map(Dataset.text_files).enumerate()
+    parts = [[(int(number), str(line)) for number, line in auto_shard(lines, 2, w)] for w in range(2)]
+    assert parts == [[(0, "a0"), (2, "a2"), (4, "b1")], [(1, "a1"), (3, "b0"), (5, "b2")]]
+    with pytest.raises(ValueError, match="enumerate numbers the elements of all files"):
+        auto_shard(lines, 2, 0, AutoShardPolicy.FILE)
+
+
 @given(st.integers(0, 20), SMALL, SMALL, SMALL)
 def test_off_duplicates_and_keeps_batches(size: int, batch: int, pipelines: int, replicas: int) -> None:
     dataset = Dataset.range(size).batch(batch).repeat(2).with_options(auto_shard_policy="off")
