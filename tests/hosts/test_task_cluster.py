@@ -176,6 +176,10 @@ def test_what_is_needed_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     config(monkeypatch, {"worker": ["10.0.0.1"]})
     with pytest.raises(UsageError, match="expected HOST:PORT"):
         pipedist.open_cluster()
+    for address in ("10.0.0.1:0", "10.0.0.1:65536", "fd00::1:2222", "grpc://10.0.0.1:2222"):
+        config(monkeypatch, {"worker": [address]})
+        with pytest.raises(UsageError, match=f"the address of worker/0 is '{address}': endpoint"):
+            pipedist.open_cluster()
     config(monkeypatch, {"worker": ["10.0.0.1:1"]}, "evaluator")
     with pytest.raises(UsageError, match="task evaluator/0 is none of the cluster's"):
         pipedist.open_cluster()
