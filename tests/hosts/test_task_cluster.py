@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import stat
 import subprocess
@@ -91,8 +92,10 @@ def free_port() -> int:
 
 
 @contextmanager
-def programs(folder: Path, jobs: dict[str, int], **env: str) -> Iterator[dict[str, subprocess.Popen[str]]]:
-    (folder / "program.py").write_text(PROGRAM)
+def programs(
+    folder: Path, jobs: dict[str, int], *, program: str = PROGRAM, **env: str
+) -> Iterator[dict[str, subprocess.Popen[str]]]:
+    (folder / "program.py").write_text(program)
     cluster = {job: [f"127.0.0.1:{free_port()}" for _ in range(count)] for job, count in jobs.items()}
     with ExitStack() as stack:
         started = {}
@@ -111,6 +114,14 @@ def programs(folder: Path, jobs: dict[str, int], **env: str) -> Iterator[dict[st
                 stack.callback(process.kill)
                 started[f"{job}/{index}"] = process
         yield started
+
+
+def test_the_program_in_the_documents_prints_what_they_say(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "hosts.md").read_text()
+    (program, told), *_ = re.findall(r"```python\n(.*?)```\n\n```\n(.*?)```\n", page, re.DOTALL)
+    with programs(tmp_path, {"worker": 2}, program=program) as started:
+        ends = [process.communicate(timeout=100) for process in started.values()]
+    assert "".join(out for out, _ in ends) == told, ends
 
 
 def outcome(process: subprocess.Popen[str]) -> dict[str, object]:
