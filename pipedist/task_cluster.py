@@ -29,6 +29,7 @@ from pipedist.program import Tree
 from pipedist.transport.codec import decode, encode
 from pipedist.transport.keys import ClientKeys, read_key_file
 from pipedist.transport.loopback_keys import is_loopback, loopback_key_file
+from pipedist.transport.rendezvous import parse_endpoint
 from pipedist.worker.supervisor import Supervisor
 
 KEY_FILE_VARIABLE = "PIPEDIST_KEY_FILE"
@@ -121,6 +122,10 @@ class TaskCluster(Cluster):
         if not host or not port.isdecimal():
             raise UsageError(f"the address of {job}/0 is {address!r}; expected HOST:PORT")
         self._endpoint = f"tcp://{address}"
+        try:
+            parse_endpoint(self._endpoint, bind=False, has_keys=True)
+        except UsageError as error:  # found by a supervisor's thread, it would leave the others waiting
+            raise UsageError(f"the address of {job}/0 is {address!r}: {error}") from None
         self._listen = f"tcp://{'127.0.0.1' if host == 'localhost' else host if is_loopback(host) else '*'}"
         self._listen += f":{port}"
         self._key_file = _key_file_of(key_file, host, int(port), address)

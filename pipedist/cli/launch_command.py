@@ -77,8 +77,7 @@ def kubernetes(
         in_image=spec_in_image is not None,
         claim=claim,
     )
-    folder = None if spec_in_image is not None else str(spec.folder)
-    commands = prepare(request, namespace=namespace, folder=folder)
+    commands = prepare(request, namespace=namespace, spec=None if spec_in_image else options.spec)
     text = io.StringIO()
     text.writelines(f"# {line}\n" for line in ("Once, before it is applied:", *commands))
     yaml = YAML(typ="safe")

@@ -25,8 +25,10 @@ VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
 class SlurmClusterResolver(ClusterResolver):
     """Reads the variables of a Slurm job step (tf.distribute's SlurmClusterResolver), once.
 
-    Tasks follow each other in order of hosts; on a host they get consecutive ports. Jobs take them in
-    order of their names: with {"ps": 1, "worker": 4} task 0 of the step is the parameter server.
+    Tasks follow each other in Slurm's order of hosts, as their SLURM_PROCID does: n9 comes before n10.
+    (tf.distribute sorts the names, and then takes the address of n10 for that of task 0, which is on n9.) On
+    a host they get consecutive ports. Jobs take them in order of their names: with {"ps": 1, "worker": 4}
+    task 0 of the step is the parameter server.
 
     Args:
         jobs: job name -> number of tasks; all tasks of the step together. None: all are workers.
@@ -76,8 +78,8 @@ class SlurmClusterResolver(ClusterResolver):
         port = number("port_base", port_base, at_least=1)
         gpus = self._gpus_of_a_task(gpus_per_node, gpus_per_task, max(tasks.values(), default=0))
         self._num_accelerators = {"GPU": gpus}
-        addresses = [f"{host}:{port + i}" for host, count in sorted(tasks.items()) for i in range(count)]
-        places = [i for _, count in sorted(tasks.items()) for i in range(count)]
+        addresses = [f"{host}:{port + i}" for host, count in tasks.items() for i in range(count)]
+        places = [i for count in tasks.values() for i in range(count)]
         self._cluster: dict[str, list[str]] = {}
         first = 0
         for job, count in sorted(requested.items()):

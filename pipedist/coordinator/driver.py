@@ -420,5 +420,5 @@ class Coordinator:
         if peer is not None and not self._closed:
             self._fleet.lose(peer, reason)
 
-    def _on_reject(self, reason: str) -> None:
-        self._refusals.note(reason)
+    def _on_reject(self, reason: str, again: str = "") -> None:
+        self._refusals.note(reason, again)

@@ -64,7 +64,7 @@ class Fleet:
         heard_within_s: how long a supervisor may be silent.
         rejoin_s: how long workers that dialled in wait for another scheduler when this one is gone.
         explain: says what a lost worker's end means for the call that it ran; see `Explain`.
-        on_refuse: told who may not join or speak, and why.
+        on_refuse: told who may not join or speak, and why; and what of it is the same if it happens again.
         force: let workers in that differ in what could change bits.
         threads: BLAS and OpenMP threads that all have to have, whatever `force` says; None: any.
         tell: told, for people, who was not let in, or differs.
@@ -82,7 +82,7 @@ class Fleet:
         heard_within_s: float,
         rejoin_s: float = 0.0,
         explain: Explain = lambda _worker, _running, _timed_out: None,
-        on_refuse: Callable[[str], None] = lambda _reason: None,
+        on_refuse: Callable[[str, str], None] = lambda _reason, _again: None,
         force: bool = False,
         threads: int | None = None,
         tell: Callable[[str], None] = lambda _text: None,
@@ -291,7 +291,8 @@ class Fleet:
                 was away, each is answered, and the next incarnation is there by then.
         """
         self._router.send(identity, msg.Refuse("this incarnation is not a member", before))
-        self._on_refuse(f"a message from connection {identity.hex()}, which is no member's")
+        text = f"a message from connection {identity.hex()}, which is no member's"
+        self._on_refuse(text, "a message of no member")
 
     def heard(self, identity: bytes, worker: str, incarnation: int) -> None:
         """Take note that a supervisor's worker process is there; have it ended if it was put out."""
@@ -373,7 +374,7 @@ class Fleet:
             )
         if reason:
             self._router.send(identity, msg.Refuse(reason))
-            self._on_refuse(f"worker {hello.worker!r} of {hello.host!r}: {reason}")
+            self._on_refuse(f"worker {hello.worker!r} of {hello.host!r}: {reason}", f"{hello.host}: {reason}")
             return
         if notice:
             notice = f"{notice}, so results may differ in their last bits (--force)"

@@ -25,20 +25,23 @@ class Refusals:
         self._tells = tells
         self._told: set[str] = set()
 
-    def note(self, reason: str) -> None:
+    def note(self, reason: str, again: str = "") -> None:
         """Count one.
 
         Args:
             reason: who, and why; what a stranger wrote may stand in it.
+            again: what of it is the same when it happens again, as to a worker that is started again and
+                again, each time with another name; "": all.
         """
+        again = again or reason
         self.count += 1
-        is_new = reason not in self._told and len(self._told) < _REASONS_MAX
+        is_new = again not in self._told and len(self._told) < _REASONS_MAX
         has_doubled = self.count > _REASONS_MAX and self.count.bit_count() == 1
         if self._tells and (is_new or has_doubled):
             import logging  # hardly any run needs it
 
             if is_new:
-                self._told.add(reason)
+                self._told.add(again)
             text = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in reason)
             text = text[:_REASON_CHARACTERS_MAX]
             logging.getLogger(LOGGER).warning("pipedist: refused (%d so far): %s", self.count, text)

@@ -40,6 +40,7 @@ from pipedist.launchers.base import describe_exit
 from pipedist.launchers.control import FrameBuffer, pack_frame
 from pipedist.launchers.out_of_memory import OutOfMemoryKills
 from pipedist.transport.rendezvous import remove_private_directory
+from pipedist.worker.forks import answer, pass_over
 from pipedist.worker.kernel import FORK_SERVER_NAME, die_with, set_process_name
 from pipedist.worker.process import ExitCode
 from pipedist.worker.progress import Overdue, Progress, end_of
@@ -344,8 +345,10 @@ def main(arguments: Mapping[str, Any]) -> None:
         arguments: `control`, the descriptor of the control socket; `launcher`, the launcher's pid.
     """
     set_process_name(FORK_SERVER_NAME)
-    # The terminal's Ctrl-C is the scheduler's to answer; workers inherit this.
+    # What the terminal, `timeout` or `systemctl stop` send to all processes of a run is the scheduler's to
+    # answer: its workers are to finish their calls. They inherit this.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    answer(pass_over)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # the launcher had it blocked until here
     control = socket.socket(fileno=int(arguments["control"]))
     control.set_inheritable(False)

@@ -6,10 +6,12 @@ read. Keys are a Secret that the user makes; workers get a copy without the sche
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 from typing import Any
 
+from pipedist.code_snapshots import CodeTooLarge, take
 from pipedist.errors import UsageError
 from pipedist.templates.request import Request
 from pipedist.transport.keys import workers_file
@@ -22,15 +24,22 @@ _SPEC = "/pipedist/spec"
 _OUT = "/pipedist/out"
 _ONLY_OWNER = 0o400
 _RESTARTS_MAX = 3
+CONFIG_BYTES_MAX = 1 << 20
+"""What a ConfigMap holds."""
+_NO_CONFIG_KEY = re.compile(r"[^-._a-zA-Z0-9]+")
+_TOLD_MAX = 5
 
 
 def prepare(
-    request: Request, *, namespace: str, folder: str | None, key_file: str = "cluster.key"
+    request: Request, *, namespace: str, spec: str | None, key_file: str = "cluster.key"
 ) -> list[str]:
     """Return the commands that make what the manifest refers to.
 
     Args:
-        folder: with the spec and its modules; None: they are in the image.
+        spec: path of the spec, whose modules are beside it; None: they are in the image.
+
+    Raises:
+        UsageError: there is more beside the spec than a ConfigMap holds.
     """
     at = f"kubectl --namespace {namespace}"
     commands = [
@@ -38,9 +47,48 @@ def prepare(
         f"{at} create secret generic {request.name}-keys --from-file=cluster.key={key_file} "
         f"--from-file=worker.key={workers_file(key_file)}",
     ]
-    if folder is not None:
-        commands.append(f"{at} create configmap {request.name}-spec --from-file={shlex.quote(folder)}")
+    if spec is not None:
+        files, without = _beside(os.path.abspath(spec))
+        sources = " ".join(f"--from-file={shlex.quote(each)}" for each in files)
+        commands.append(f"{at} create configmap {request.name}-spec {sources}")
+        if without:
+            commands.append(f"(without {without}: what is needed, by --spec-in-image PATH)")
     return commands
+
+
+def config_key(name: str) -> str:
+    """Return what a file is called in a ConfigMap."""
+    return _NO_CONFIG_KEY.sub("-", name)
+
+
+def _beside(spec: str) -> tuple[list[str], str]:
+    """Return what goes into the ConfigMap, `PATH` or `KEY=PATH`, and what of the spec's folder does not.
+
+    Each file by name: a folder as a whole would bring the cluster's keys with it, if they are there.
+    """
+    folder, own = os.path.split(spec)
+    try:
+        found = take(folder)
+    except CodeTooLarge as error:
+        raise UsageError(f"{error}; or put it into the image: --spec-in-image PATH") from None
+    taken, without = [], []
+    size = 0
+    for name, content in zip(found.names, found.contents, strict=True):
+        if name != own and (config_key(name) != name or "/" in name):
+            without.append(name)
+            continue
+        size += len(content)
+        path = os.path.join(folder, name)
+        taken.append(path if config_key(name) == name and "=" not in path else f"{config_key(name)}={path}")
+    if size > CONFIG_BYTES_MAX:
+        raise UsageError(
+            f"the files in {folder} have {size:,} bytes, and a ConfigMap holds {CONFIG_BYTES_MAX:,}: keep "
+            "data elsewhere, or put all into the image: --spec-in-image PATH"
+        )
+    if len(without) > _TOLD_MAX:
+        without[_TOLD_MAX:] = [f"{len(without) - _TOLD_MAX} more"]
+    _, _, left = found.text.partition("; without ")
+    return taken, ", ".join([*without, *([left] if left else [])])
 
 
 def jobset(
@@ -67,7 +115,7 @@ def jobset(
     for what, name in (("--namespace", namespace), ("--claim", claim)):
         if name is not None and not _LABEL.fullmatch(name):
             raise UsageError(f"{what} {name!r}: expected lower-case letters, digits and '-'")
-    at = spec if in_image else f"{_SPEC}/{spec}"
+    at = spec if in_image else f"{_SPEC}/{config_key(spec)}"
     driver: dict[str, Any] = {
         "name": "driver",
         "image": image,

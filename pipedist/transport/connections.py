@@ -18,9 +18,14 @@ def user_of(frame: zmq.Frame) -> str:
 def address_of(frame: zmq.Frame) -> str:
     """Return the address of a frame's sender, for people."""
     try:
-        return str(frame.get("Peer-Address"))
+        return plain_address(str(frame.get("Peer-Address")))
     except zmq.ZMQError:
         return "an unknown address"
+
+
+def plain_address(text: str) -> str:
+    """Return an address as people know it: an IPv4 one that came over an IPv6 socket, as IPv4."""
+    return text.removeprefix("::ffff:") if "." in text else text
 
 
 def hang_up(frame: zmq.Frame, endpoint: Endpoint) -> None:

@@ -25,6 +25,7 @@ SHARED_MEMORY_SUFFIX: Final = ".mem"
 """Appended to the path of an ipc endpoint: the socket over which memory is shared."""
 
 _TCP: Final = re.compile(r"tcp://(\*|\[[0-9A-Fa-f:.%\w]+\]|[^\s:/\[\]]+):(\d{1,5}|\*)")
+_IPV4: Final = re.compile(r"[0-9.]+")
 _PREFIX: Final = "pipedist-"
 _NAME_BYTES: Final = 8  # of randomness in a socket's name
 _IPC_TAIL: Final = len("/") + 2 * _NAME_BYTES + len(SHARED_MEMORY_SUFFIX)
@@ -53,8 +54,22 @@ class Endpoint:
 
     @property
     def is_ipv6(self) -> bool:
-        """Whether the host is an IPv6 address."""
-        return ":" in self.host
+        """Whether a socket for it speaks IPv6, and IPv4 only as a part of that.
+
+        An address says so by itself, `*` is all of this host's, of both kinds; a name is looked up, and is
+        IPv4 where it has such an address, or none yet.
+        """
+        if self.host == "*" or ":" in self.host:
+            return True
+        if not self.is_tcp or _IPV4.fullmatch(self.host):
+            return False
+        import socket  # names are seldom used
+
+        try:
+            families = {found[0] for found in socket.getaddrinfo(self.host, None)}
+        except (OSError, UnicodeError):
+            return False
+        return families == {socket.AF_INET6}
 
 
 @contextmanager
@@ -158,7 +173,8 @@ def parse_endpoint(text: str, *, bind: bool, has_keys: bool) -> Endpoint:
     match = _TCP.fullmatch(text)
     if match is None:
         raise UsageError(
-            f"endpoint {text!r} is malformed; expected tcp://HOST:PORT, or ipc:// with an absolute path"
+            f"endpoint {text!r} is malformed; expected tcp://HOST:PORT (of IPv6: tcp://[ADDRESS]:PORT), or "
+            "ipc:// with an absolute path"
         )
     host = match[1].strip("[]")
     port = 0 if match[2] == "*" else int(match[2])

@@ -176,7 +176,7 @@ class ServerSocket:
                 raise UsageError(
                     f"port {port} on {host} is taken; choose another one, or 0 for any free one"
                 ) from None
-            raise UsageError(f"can't bind {text}: {os.strerror(error.errno or 0)}") from None
+            raise UsageError(f"can't bind {text}: {_why_not(self.endpoint, error.errno or 0)}") from None
         if self.endpoint.is_tcp:
             real = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
             self.endpoint = Endpoint(real, self.endpoint.host, int(real.rpartition(":")[2]))
@@ -278,3 +278,14 @@ class ServerSocket:
         if self._is_open:
             self._flush()
             self._pump.look_again()
+
+
+def _why_not(endpoint: Endpoint, number: int) -> str:
+    """Return what an error number of `bind` says, and what to do, for people."""
+    if number == errno.EADDRNOTAVAIL:
+        return f"{endpoint.host} is no address of this host; say one of its own, or * for all of them"
+    if number == errno.ENODEV:
+        return f"there is no host, and no network device of this one, with the name {endpoint.host!r}"
+    if number == errno.EACCES and endpoint.is_tcp:
+        return f"this user may not listen at port {endpoint.port}; choose one from 1024 on"
+    return os.strerror(number)

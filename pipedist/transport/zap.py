@@ -12,6 +12,7 @@ from typing import Final
 import zmq
 from zmq.utils import z85
 
+from pipedist.transport.connections import plain_address
 from pipedist.transport.pump import Pump
 
 ZAP_ENDPOINT: Final = "inproc://zeromq.zap.01"
@@ -71,7 +72,7 @@ class ZapHandler:
         if len(request) != 7 or request[0] != b"1.0":
             return b"", "a malformed request for authentication"
         _, _, domain, address, _, mechanism, credential = request
-        where = address.decode("ascii", "replace")
+        where = plain_address(address.decode("ascii", "replace"))
         if domain != ZAP_DOMAIN or mechanism != b"CURVE" or len(credential) != 32:
             return b"", f"a peer at {where} without a CURVE key"
         key = z85.encode(credential)

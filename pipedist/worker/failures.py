@@ -36,8 +36,12 @@ _ENDS: dict[type[BaseException], Callable[[BaseException], str]] = {
 _READ_ONLY = "arrays that a function gets are read-only: change a copy of them, as of x.copy()\n"
 """What NumPy does not know of an array that it can't write."""
 
-_NOT_SENT = "a file that a function opens by itself must be there too: only what a dataset reads is sent\n"
-"""What the file system does not know of a file that is on the run's host."""
+_NOT_SENT: dict[type[BaseException], str] = {
+    FileNotFoundError: "a file that a function opens by itself must be there too: only what a dataset reads "
+    "is sent\n",
+    ModuleNotFoundError: "packages that a function imports must be installed there too\n",
+}
+"""What a worker on another host does not know of what is on the run's host."""
 
 _TELLING = (PipedistError, TypeError, ValueError)
 """What is raised on purpose around the user's code: by readers, reductions and the codec."""
@@ -105,8 +109,8 @@ def _formatted(error: BaseException, in_user_code: bool) -> str:
         return ""
     try:
         told = "".join(traceback.format_exception(type(error), error, frames))
-        if isinstance(error, FileNotFoundError) and functions.whereabouts():
-            told += f"{functions.whereabouts()}; {_NOT_SENT}"
+        if type(error) in _NOT_SENT and functions.whereabouts():
+            told += f"{functions.whereabouts()}; {_NOT_SENT[type(error)]}"
         return told + _READ_ONLY * (isinstance(error, ValueError) and str(error).endswith("is read-only"))
     except Exception as second:
         return f"<the traceback can't be formatted: {type(second).__name__}>\n"

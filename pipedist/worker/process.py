@@ -35,6 +35,9 @@ from pipedist.worker.settings import WorkerSettings
 LINGER_S = 2.0
 """How long the last messages may take to leave."""
 
+PROBE_S = 1.0
+"""How long it is tried to find out why nobody has answered."""
+
 
 class ExitCode(enum.IntEnum):
     """How a worker process ended, where user code did not end it."""
@@ -75,8 +78,8 @@ def run_process(
 
     Args:
         kept_file: descriptor of memory through which an incarnation hands its kept results on to the next;
-            None: there is none, or nobody will ask for them. SIGTERM then ends the process at once,
-            otherwise when what it runs is over.
+            None: there is none, or nobody will ask for them. SIGTERM is then the scheduler's to answer;
+            otherwise the process ends when what it runs is over.
         proof: that its name is its own (`pipedist.worker.names`); "" where the scheduler started it.
 
     Only for a process that does nothing else: signals, sys.stdout and sys.stderr become the
@@ -86,7 +89,7 @@ def run_process(
     keep_freed_pages()
     set_task(settings.task)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's Ctrl-C is the scheduler's to answer
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    forks.answer(forks.pass_over)  # a terminal that is closed, `timeout`, `systemctl stop` signal it too
     forks.watch()
     label = f"pipedist worker {settings.worker}"
     try:
@@ -167,7 +170,7 @@ def _work(settings: WorkerSettings, progress: Progress, label: str, kept_file: i
     if ending in (Ending.FENCED, Ending.UNFIT):
         _hand_on(kept, kept_file, tell)
     if ending is Ending.UNANSWERED:
-        reason += _unknown_host(settings.endpoint)
+        reason += _why_unanswered(settings.endpoint)
     if ending is Ending.UNANSWERED and len(kept):
         reason += f"; {len(kept)} finished calls that were kept for a scheduler are given up"
     if ending is not Ending.STOPPED:
@@ -175,18 +178,28 @@ def _work(settings: WorkerSettings, progress: Progress, label: str, kept_file: i
     return _EXIT_CODES[ending]
 
 
-def _unknown_host(endpoint: str) -> str:
-    """Return what is to be said where an endpoint's host has no address; "" where it has one."""
+def _why_unanswered(endpoint: str) -> str:
+    """Return what else is to be said where nobody has answered: how far one gets; "" if nothing is known."""
     import socket  # seldom needed
 
     scheme, _, place = endpoint.partition("://")
-    host = place.rpartition(":")[0].strip("[]")
+    if scheme != "tcp":
+        return ""
+    host, _, port = place.rpartition(":")
+    host = host.strip("[]")
     try:
-        if scheme == "tcp":
-            socket.getaddrinfo(host, None)
+        socket.getaddrinfo(host, None)
     except (OSError, UnicodeError) as error:
         return f"; the host {host!r} can't be found: {error}"
-    return ""
+    try:
+        socket.create_connection((host, int(port)), timeout=PROBE_S).close()
+    except ConnectionRefusedError:
+        return "; nothing listens there: is the run there, and is this its port?"
+    except TimeoutError:
+        return "; nothing comes back from there: is a firewall in between, or is the address another host's?"
+    except OSError as error:
+        return f"; there is no way to it: {error.strerror}"
+    return "; something listens there that does not speak as a run of pipedist does"
 
 
 def _hand_on(kept: KeptResults, file: int | None, tell: Callable[[str], None]) -> None:

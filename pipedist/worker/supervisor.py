@@ -18,8 +18,8 @@ over and dials in again, for `Welcome.rejoin_s`: a run that is resumed listens a
 
 It ends when the worker process was told to stop or was refused, when no scheduler answers any
 more, or when the process keeps dying before it has lived for `LIVED_S`, and not in a call: those deaths are
-the scheduler's to count, which may be looking for the elements that cause them. On SIGTERM it lets the worker
-process finish what it runs, for `leave_s`, and ends with 0; on a second one it does not wait.
+the scheduler's to count, which may be looking for the elements that cause them. On SIGTERM, and on SIGHUP, it
+lets the worker process finish what it runs, for `leave_s`, and ends with 0; on a second one it does not wait.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from pipedist.messages import Goodbye, Heartbeat, Refuse, Share, Stop, Welcome
 from pipedist.scratch_folders import ScratchFolder
 from pipedist.transport.dealer import ConnectionLost, Dealer
 from pipedist.transport.keys import ClientKeys, read_key_file
+from pipedist.worker.forks import answer
 from pipedist.worker.names import new_name
 from pipedist.worker.process import ExitCode
 from pipedist.worker.progress import Overdue, Progress, end_of
@@ -94,7 +95,7 @@ def run_worker(
         join_s: how long the scheduler may take to answer, seconds.
         leave_s: how long the worker may take, after SIGTERM, to finish what it runs, seconds.
 
-    Call it in the main thread: it answers SIGTERM while it runs.
+    Call it in the main thread: it answers SIGTERM and, if that is not ignored, SIGHUP while it runs.
 
     Returns:
         0: it was told to stop, or to leave; 1: it was refused, no scheduler answered (any more), or it
@@ -107,11 +108,12 @@ def run_worker(
     keys = read_key_file(path).client if path else None
     gpus = len(accelerators.named())
     supervisor = Supervisor(endpoint, path, keys, threads=threads, join_s=join_s, leave_s=leave_s, gpus=gpus)
-    before = signal.signal(signal.SIGTERM, lambda _number, _frame: supervisor.leave())
+    before = answer(lambda _number, _frame: supervisor.leave())
     try:
         return supervisor.run()
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 class Supervisor:

@@ -46,6 +46,7 @@ def spec(tmp_path: Path) -> Path:
         "    open('began', 'a').close()\n"
         "    while not os.path.exists('go'):\n"
         "        time.sleep(0.01)\n"
+        "    open('ended', 'a').close()\n"
         "    return shard\n"
     )
     path = tmp_path / "squares.yaml"

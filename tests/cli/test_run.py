@@ -360,20 +360,22 @@ def workers_of(session: int) -> list[int]:
 @pytest.mark.parametrize(
     ("number", "code"),
     [
-        (signal.SIGINT, 130),
-        pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow),
+        pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow),
+        (signal.SIGTERM, 143),
         pytest.param(signal.SIGHUP, 129, marks=pytest.mark.slow),
     ],
 )
 def test_a_signal_drains_the_run(pipedist: Command, spec: Path, number: int, code: int) -> None:
+    """Also one that all its processes get: of a terminal, `timeout`, `systemctl stop`."""
     with slow_run(spec, 30) as process:
-        process.send_signal(number)
+        os.killpg(process.pid, number)
         read_until(process, "no new calls")
         (spec.parent / "go").touch()
         out, err = process.communicate(timeout=30)
     assert process.returncode == code, err
     assert out == ""
     assert "Traceback" not in err
+    assert (spec.parent / "ended").exists()
     assert "--resume continues it, --restart begins it again" in err
     assert workers_of(process.pid) == []
     refused = pipedist("run", "squares.yaml")

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -87,6 +87,30 @@ def test_workers_dial_in_and_a_killed_one_comes_back(folder: Path) -> None:
             _, said = worker.communicate(timeout=30)
             assert worker.returncode == 0, said
     assert (folder / "cluster.key").stat().st_mode & 0o777 == 0o600
+
+
+FORKS = """
+import multiprocessing, time
+def how_it_ended(shard):
+    child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,), daemon=True)
+    child.start()
+    child.terminate()
+    child.join(20)
+    return child.exitcode or 0
+"""
+
+
+def test_a_process_that_a_function_forks_is_ended_by_sigterm(folder: Path) -> None:
+    """As in a local worker: it is no worker, which would go on."""
+    (folder / "forks.py").write_text(FORKS)
+    stages = 'stages: {of: {run: "forks:how_it_ended"}, all: {reduce: sum, of: of, axis: null}}\n'
+    (folder / "cubes.yaml").write_text(SPEC.partition("stages:")[0].replace("40", "4") + stages)
+    with ExitStack() as stack:
+        run = stack.enter_context(started("run", "cubes.yaml", "--json", cwd=folder))
+        stack.enter_context(started("worker", *hint_of(run), cwd=folder))
+        out, err = run.communicate(timeout=90)
+    assert run.returncode == 0, err
+    assert json.loads(out)["results"]["all"] == -2 * signal.SIGTERM
 
 
 def test_a_worker_with_another_number_of_threads_is_not_let_in(folder: Path) -> None:

@@ -239,6 +239,13 @@ def test_slurm_counts_the_gpus_that_the_tool_lists(tmp_path: Path) -> None:
     assert SlurmClusterResolver(environ=slurm_environ() | {"PATH": path}).num_accelerators() == {"GPU": 0}
 
 
+def test_slurm_tasks_are_on_the_hosts_that_slurm_put_them_on() -> None:
+    """Slurm counts n9 before n10; by their names they are the other way round."""
+    resolver = SlurmClusterResolver(environ=slurm_environ("1,2", "n[9-10]", "3", "0"))
+    assert resolver.cluster_spec().as_dict() == {"worker": ["n9:8888", "n10:8888", "n10:8889"]}
+    assert resolver.master() == "grpc://n9:8888"
+
+
 @pytest.mark.parametrize(
     ("environ", "options", "error", "text"),
     [

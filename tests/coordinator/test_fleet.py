@@ -174,7 +174,7 @@ def test_silence_is_three_heartbeats(fleet: Fleet, record: Record) -> None:
 
 def test_who_is_refused_is_told_with_the_reason(fleet: Fleet, record: Record) -> None:
     told: list[str] = []
-    fleet._on_refuse = told.append
+    fleet._on_refuse = lambda reason, _again: told.append(reason)
     fleet.greet(b"a", replace(hello("far", 0), wire=99))
     fleet.turn_away(b"\x00\x01")
     assert told == [

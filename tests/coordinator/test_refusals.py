@@ -35,6 +35,19 @@ def test_what_is_said_already_is_only_counted(caplog: pytest.LogCaptureFixture) 
     ]
 
 
+def test_a_worker_that_is_started_again_and_again_leaves_room_for_others(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    refusals = Refusals(tells=True)
+    for number in range(12):
+        refusals.note(f"worker 'one:{number}' of 'one': it runs numpy 1.0", "one: it runs numpy 1.0")
+    refusals.note("worker 'two:7' of 'two': it runs numpy 1.0", "two: it runs numpy 1.0")
+    assert [record.getMessage() for record in caplog.records] == [
+        "pipedist: refused (1 so far): worker 'one:0' of 'one': it runs numpy 1.0",
+        "pipedist: refused (13 so far): worker 'two:7' of 'two': it runs numpy 1.0",
+    ]
+
+
 def test_where_nobody_may_come_they_are_only_counted(caplog: pytest.LogCaptureFixture) -> None:
     refusals = Refusals(tells=False)
     refusals.note("it died in its handshake")

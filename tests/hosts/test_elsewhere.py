@@ -68,6 +68,7 @@ def project(tmp_path: Path) -> Project:
     (it.folder / f"{it.name}_large.py").write_text("#" * (2 << 20))
     (it.folder / f"{it.name}_opens.py").write_text(
         f"def f(shard):\n    return open({str(it.folder / 'x.npy')!r})\n"
+        "def imports(shard):\n    import no_such_package\n"
     )
     np.save(it.folder / "x.npy", np.arange(40))
     write_key_file(tmp_path / "key")
@@ -167,6 +168,19 @@ async def test_a_file_that_a_function_opens_itself_is_told_not_to_travel(
     assert "FileNotFoundError" in told
     assert f"this is worker {os.uname().nodename}:" in told
     assert "a file that a function opens by itself must be there too" in told
+
+
+@pytest.mark.asyncio
+async def test_a_package_that_a_function_imports_late_is_told_not_to_travel(
+    tmp_path: Path, project: Project
+) -> None:
+    needs_namespaces()
+    with pytest.raises(pipedist.CallError) as caught:
+        await run_with(tmp_path, project.spec("opens:imports"), project.folder)
+    told = str(caught.value)
+    assert "No module named 'no_such_package'" in told
+    assert f"this is worker {os.uname().nodename}:" in told
+    assert "packages that a function imports must be installed there too" in told
 
 
 def test_the_plan_says_who_reads_each_dataset_and_why(project: Project, tmp_path: Path) -> None:

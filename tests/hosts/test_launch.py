@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import socket
 import subprocess
@@ -19,6 +20,7 @@ from ruamel.yaml import YAML
 from pipedist.errors import UsageError
 from pipedist.templates.request import Request
 from pipedist.templates.slurm import batch_script
+from pipedist.transport.keys import write_key_file
 
 SCHEMA = json.loads((Path(__file__).parent / "jobset_schema.json").read_text())
 
@@ -228,6 +230,31 @@ def test_the_jobset_is_one(spec: Path, options: tuple[str, ...]) -> None:
     if options and options[0] == "--nodes":
         assert workers["parallelism"] == 6
         assert worker["resources"]["limits"] == {"nvidia.com/gpu": "1"}
+
+
+def test_a_config_map_has_code_alone(spec: Path) -> None:
+    """The keys that the commands make are beside the spec as often as not."""
+    folder = spec.parent
+    named = folder / "my spec.yaml"
+    spec.rename(named)
+    write_key_file(folder / "cluster.key")
+    (folder / "package").mkdir()
+    (folder / "package" / "__init__.py").touch()
+    (folder / "beside.py").touch()
+    done = launch("kubernetes", named, "--print", "--image", "i")
+    assert done.returncode == 0, done.stderr
+    (line,) = (line for line in done.stdout.splitlines() if "create configmap" in line)
+    sources = [word for word in shlex.split(line) if word.startswith("--from-file=")]
+    assert f"--from-file={folder}/beside.py" in sources
+    assert f"--from-file=my-spec.yaml={named}" in sources
+    assert not any("key=" in word or ".key" in word or "package" in word for word in sources), sources
+    assert "# (without package/__init__.py, cluster.key (keys): what is needed, by" in done.stdout
+    assert "- /pipedist/spec/my-spec.yaml\n" in done.stdout
+    for number in range(2):
+        (folder / f"data{number}").write_bytes(bytes(600_000))
+    much = launch("kubernetes", named, "--print", "--image", "i")
+    assert much.returncode == 2
+    assert "a ConfigMap holds 1,048,576" in much.stderr
 
 
 def test_the_schema_is_strict(spec: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import socket
 import stat
 import subprocess
@@ -93,8 +94,10 @@ def free_port() -> int:
 
 
 @contextmanager
-def programs(folder: Path, jobs: dict[str, int], **env: str) -> Iterator[dict[str, subprocess.Popen[str]]]:
-    (folder / "program.py").write_text(PROGRAM)
+def programs(
+    folder: Path, jobs: dict[str, int], *, program: str = PROGRAM, **env: str
+) -> Iterator[dict[str, subprocess.Popen[str]]]:
+    (folder / "program.py").write_text(program)
     cluster = {job: [f"127.0.0.1:{free_port()}" for _ in range(count)] for job, count in jobs.items()}
     with ExitStack() as stack:
         started = {}
@@ -113,6 +116,14 @@ def programs(folder: Path, jobs: dict[str, int], **env: str) -> Iterator[dict[st
                 stack.callback(process.kill)
                 started[f"{job}/{index}"] = process
         yield started
+
+
+def test_the_program_in_the_documents_prints_what_they_say(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "hosts.md").read_text()
+    (program, told), *_ = re.findall(r"```python\n(.*?)```\n\n```\n(.*?)```\n", page, re.DOTALL)
+    with programs(tmp_path, {"worker": 2}, program=program) as started:
+        ends = [process.communicate(timeout=100) for process in started.values()]
+    assert "".join(out for out, _ in ends) == told, ends
 
 
 def outcome(process: subprocess.Popen[str]) -> dict[str, object]:
@@ -207,6 +218,10 @@ def test_what_is_needed_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     config(monkeypatch, {"worker": ["10.0.0.1"]})
     with pytest.raises(UsageError, match="expected HOST:PORT"):
         pipedist.open_cluster()
+    for address in ("10.0.0.1:0", "10.0.0.1:65536", "fd00::1:2222", "grpc://10.0.0.1:2222"):
+        config(monkeypatch, {"worker": [address]})
+        with pytest.raises(UsageError, match=f"the address of worker/0 is '{address}': endpoint"):
+            pipedist.open_cluster()
     config(monkeypatch, {"worker": ["10.0.0.1:1"]}, "evaluator")
     with pytest.raises(UsageError, match="task evaluator/0 is none of the cluster's"):
         pipedist.open_cluster()

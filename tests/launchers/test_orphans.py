@@ -57,7 +57,7 @@ def test_a_killed_parent_leaves_nothing(how: tuple[str, ...]) -> None:
 
 def test_a_killed_server_leaves_its_parents_sockets_alone() -> None:
     with TemporaryDirectory(dir="/tmp") as made, parent(folder=Path(made)) as (_, workers, server):
-        os.kill(server, signal.SIGTERM)
+        os.kill(server, signal.SIGKILL)
         assert wait_gone([*workers, server]) == []
         (left,) = Path(made).iterdir()
         assert list(left.iterdir())

@@ -423,14 +423,13 @@ async def test_what_is_of_a_class_in_the_code_folder_arrives(tmp_path: Path) -> 
         assert done == {"y": 7}
 
 
-async def test_ctrl_c_is_ignored_and_sigterm_is_not() -> None:
+async def test_what_all_processes_of_a_run_are_sent_is_the_schedulers_to_answer() -> None:
     async with one_worker() as (scheduler, identity, launcher):
-        os.kill(launcher.pids["w0"], signal.SIGINT)
+        for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
+            os.kill(launcher.pids["w0"], number)
         pass_id = scheduler.bind(identity, program(f"{FUNCTIONS}:identity"))
         scheduler.assign(identity, pass_id, [1])
         assert await scheduler.outcomes(1) == [{"y": 1}]
-        os.kill(launcher.pids["w0"], signal.SIGTERM)
-        assert (await scheduler.exit()).text == "signal 15 (SIGTERM)"
 
 
 async def test_another_number_of_threads_is_refused() -> None:

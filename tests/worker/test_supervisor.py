@@ -267,6 +267,7 @@ async def test_a_refused_worker_says_why_and_does_not_come_again(tmp_path: Path)
     ("signum", "code", "told"),
     [
         (signal.SIGTERM, 0, "told to leave: the call that it runs may take"),
+        (signal.SIGHUP, 0, "told to leave: the call that it runs may take"),
         (signal.SIGINT, -signal.SIGINT, "interrupted: the run has its calls done elsewhere"),
     ],
 )
@@ -310,6 +311,7 @@ async def test_a_scheduler_that_does_not_answer_is_left(tmp_path: Path) -> None:
     assert process.returncode == 1
     (line,) = said.splitlines()
     assert b"127.0.0.1:9" in line
+    assert b"nothing listens there: is the run there, and is this its port?" in line
 
 
 @pytest.mark.slow

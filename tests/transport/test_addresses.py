@@ -1,0 +1,89 @@
+"""What is bound and connected to: addresses of both kinds, and names."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pipedist.errors import UsageError
+from pipedist.messages import Log
+from pipedist.transport.connections import plain_address
+from pipedist.transport.keys import new_keys
+from pipedist.transport.zeromq import Dealer
+
+from .sockets import blocking, identity, router
+
+LOOK = (
+    "import sys; from pipedist.transport.rendezvous import Endpoint as E; print(E('', sys.argv[1]).is_ipv6)"
+)
+KNOWN = "127.0.0.1 four both\n::1 six both\n"
+
+
+def needs_ipv6() -> None:
+    try:
+        with socket.create_server(("::1", 0), family=socket.AF_INET6):
+            return
+    except OSError:
+        pytest.skip("this host has no IPv6")
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("host", ["127.0.0.1", "[::1]"])
+async def test_a_star_is_every_address_of_this_host(host: str) -> None:
+    if host == "[::1]":
+        needs_ipv6()
+    keys, strange = new_keys(), new_keys()
+    async with router("tcp://*:0", keys) as (opened, inbox):
+        endpoint = f"tcp://{host}:{opened.endpoint.rpartition(':')[2]}"
+        with Dealer(endpoint, identity=identity(), keys=keys.client) as worker:
+            await blocking(worker.send, Log("s", 0, 0, ""))
+            _, message, _ = await inbox.get()
+            assert message == Log("s", 0, 0, "")
+        other = type(keys.client)(keys.client.server_public, strange.client.public, strange.client.secret)
+        with Dealer(endpoint, identity=identity(), keys=other):
+            assert f"a peer at {host.strip('[]')} with the unknown key" in await inbox.reject("unknown")
+
+
+@pytest.mark.parametrize(
+    ("name", "is_ipv6"), [("four", False), ("six", True), ("both", False), ("none", False)]
+)
+def test_a_name_is_looked_up(tmp_path: Path, name: str, is_ipv6: bool) -> None:
+    """In a mount namespace with another /etc/hosts."""
+    known = tmp_path / "hosts"
+    known.write_text(KNOWN)
+    inside = ["sh", "-c", 'mount --bind "$1" /etc/hosts && shift && exec "$@"', "sh", str(known)]
+    command = ["unshare", "-rm", *inside, sys.executable, "-c", LOOK]
+    try:
+        done = subprocess.run([*command, name], capture_output=True, text=True, timeout=60, check=False)
+    except FileNotFoundError:
+        pytest.skip("no unshare here")
+    if done.returncode and "Traceback" not in done.stderr:
+        pytest.skip(f"no mount namespaces here: {done.stderr.strip()}")
+    assert done.stdout == f"{is_ipv6}\n", done.stderr
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("host", "told"),
+    [
+        ("203.0.113.1", "203.0.113.1 is no address of this host; say one of its own, or * for all of them"),
+        (
+            "no-such.invalid",
+            "there is no host, and no network device of this one, with the name 'no-such.invalid'",
+        ),
+    ],
+)
+async def test_an_address_that_is_not_ours(host: str, told: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        async with router(f"tcp://{host}:5555", new_keys()):
+            pytest.fail("was opened")
+    assert str(caught.value) == f"can't bind tcp://{host}:5555: {told}"
+
+
+def test_an_ipv4_address_is_told_as_one() -> None:
+    told = [plain_address(text) for text in ("::ffff:10.0.0.2", "10.0.0.2", "fd00::1", "::ffff:0:1")]
+    assert told == ["10.0.0.2", "10.0.0.2", "fd00::1", "::ffff:0:1"]
