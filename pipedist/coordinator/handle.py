@@ -288,6 +288,11 @@ class PassHandle:
         return True
 
     @property
+    def has_failed(self) -> bool:
+        """Whether it has ended with an error: no step of it is executed any more."""
+        return self._error is not None
+
+    @property
     def has_feed(self) -> bool:
         """Whether its steps come from a feed, and not from `call_step`."""
         return self._feed is not None
