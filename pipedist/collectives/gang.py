@@ -32,6 +32,7 @@ from pipedist.collectives.requests import Request
 from pipedist.collectives.signatures import Call, check, keep
 from pipedist.errors import CollectiveTimeoutError
 from pipedist.program import Tree
+from pipedist.revival import revive
 
 T = TypeVar("T")
 
@@ -275,6 +276,9 @@ class Gang:
         waiting = [me, *(r for r in self._states if r.state is State.WAITING)]
         try:
             results = self._answer(me.merge, self._patience(waiting))
+        except Exception as error:  # others get what they would get in another process
+            kind = type(error)
+            self._deliver(waiting, None, error, lambda: revive(kind.__module__, kind.__qualname__, str(error)))
         except BaseException as error:
             self._deliver(waiting, None, error)
         else:
@@ -291,7 +295,11 @@ class Gang:
         return self._member.answer(result, error, patience)
 
     def _deliver(
-        self, waiting: Sequence[LocalReplica], results: Sequence[Tree] | None, error: BaseException | None
+        self,
+        waiting: Sequence[LocalReplica],
+        results: Sequence[Tree] | None,
+        error: BaseException | None,
+        again: Callable[[], BaseException] | None = None,
     ) -> None:
         """Give those who wait their results, or the error, and pass the baton on."""
         with self._mutex:
@@ -304,7 +312,7 @@ class Gang:
                 if results is not None:
                     replica.result = results[place]
                 elif error is not None:
-                    replica.error = error if place == 0 else another(error)
+                    replica.error = error if place == 0 else again() if again else another(error)
                 replica.call = replica.merge = None
                 replica.state = State.READY
             self._pass_on()

@@ -9,7 +9,6 @@ that the error is the one that `values.reduce` gives).
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Final, cast
 
@@ -33,9 +32,10 @@ from pipedist.collectives.packing import Layout, Pack
 from pipedist.collectives.requests import ALL_GATHER, ALL_REDUCE, BARRIER, BROADCAST
 from pipedist.collectives.signatures import Call
 from pipedist.collectives.torch_group import CARRIED, IMPLEMENTATIONS, TorchGroup, forget
-from pipedist.errors import CollectiveMismatchError, RemoteError
+from pipedist.errors import CollectiveMismatchError
 from pipedist.partials import ReduceOp
 from pipedist.program import Tree
+from pipedist.revival import revive
 from pipedist.transport.codec import decode, encode
 from pipedist.transport.form import Frame
 
@@ -147,7 +147,7 @@ class Member:
         assert frames is not None  # nobody ends in the middle of a collective
         told = decode(next(list(part) for part in frames if part))
         if not told[0]:
-            raise _revive(*told[1:])
+            raise revive(*told[1:])
         return [_own(_put_together(told[1:], replica)) for replica in self._local]
 
     def _exchange(self, word: bytes, frames: Sequence[Frame], patience: Patience) -> Exchanged:
@@ -369,19 +369,3 @@ def _put_together(told: list[Tree], replica: int) -> Tree:
     skeleton, parts = told
     leaves = [part[replica] if is_per_replica else part for is_per_replica, part in parts]
     return trees.unflatten(trees.structure(skeleton), leaves)
-
-
-def _revive(module: str, name: str, text: str) -> BaseException:
-    """Return the exception of a merged function that ran in another process.
-
-    Nothing is imported for it; a class that is not known here becomes a RemoteError.
-    """
-    cls = getattr(sys.modules.get(module), name, None)
-    if isinstance(cls, type) and issubclass(cls, Exception):
-        try:
-            error = cls(text)
-        except Exception:
-            return RemoteError(f"{name}: {text}")
-        if str(error) == text:
-            return error
-    return RemoteError(f"{name}: {text}" if text else name)

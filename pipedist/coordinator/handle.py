@@ -135,6 +135,8 @@ class PassHandle:
         self._error: BaseException | None = None
         self._inputs: dict[int, tuple[list[Tree], States | None]] = {}
         self._waiting: dict[int, Answer] = {}
+        self._left: dict[int, anyio.Event] = {}
+        """By step that is not over, and for which nobody waits: what is set when it is."""
         self._executed: dict[int, Sequence[Peer]] = {}
         """Who executed a step, where somebody wants to know."""
         self._next_step = 0
@@ -185,6 +187,7 @@ class PassHandle:
         states: States | None = None,
         *,
         produced: Callable[[list[Slots]], Mapping[int, int]] | None = None,
+        left: deque[anyio.Event] | None = None,
     ) -> list[Slots]:
         """Execute one step of given values, one call each, and return what came back.
 
@@ -193,6 +196,7 @@ class PassHandle:
             states: name -> [space, version] of each state that the calls read; of gangs only.
             produced: told what came back; returns space -> version of each state that the workers of the
                 step hold since then, so that it need not be sent to them. What it raises comes through.
+            left: where the caller is cancelled, it gets an event that is set when the step is over.
 
         Raises:
             CallError: of the lowest replica that failed; `__cause__` is the user's exception.
@@ -208,8 +212,9 @@ class PassHandle:
         try:
             parts, error = await answered
         finally:
-            self._waiting.pop(step, None)  # the inputs stay until the step is done: it may still be sent
-            peers = self._executed.pop(step, ())
+            if self._waiting.pop(step, None) is not None and left is not None:
+                left.append(self._left.setdefault(step, anyio.Event()))
+            peers = self._executed.pop(step, ())  # the inputs stay until the step is over: it may still be sent
         if error is not None:
             raise error
         if produced is not None:
@@ -286,6 +291,11 @@ class PassHandle:
                 self._post(ev.StepsOffered(self.id, offer.first, offer.last, parts, offer.bytes, holes))
             await anyio.lowlevel.checkpoint()
         return True
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether it has ended with an error: no step of it is executed any more."""
+        return self._error is not None
 
     @property
     def has_feed(self) -> bool:
@@ -399,6 +409,8 @@ class PassHandle:
         (parts,), _ = self._store.take(step, step + 1, self.settings.replicas)
         self._inputs.pop(step, None)
         self._forgive(step, step + 1)
+        if step in self._left:
+            self._left.pop(step).set()
         answer = self._waiting.pop(step, None)
         if answer is not None:
             answer(parts, error)
@@ -417,6 +429,8 @@ class PassHandle:
         self._waiting.clear()
         for answer in waiting:
             answer([], error)
+        while self._left:
+            self._left.popitem()[1].set()
         self._changed.set()
 
     def closed(self, error: BaseException) -> None:

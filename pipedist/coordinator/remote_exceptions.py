@@ -1,17 +1,12 @@
-"""Exceptions of replica functions, brought back to life in the caller's process.
-
-Nothing is unpickled and nothing is imported: a class is looked up among the modules that this
-process has imported by itself, and made anew from its text.
-"""
+"""The error of a call that failed for good, whose cause was raised in another process."""
 
 from __future__ import annotations
 
-import ast
-import sys
 from collections.abc import Mapping
 
 from pipedist import messages as msg
-from pipedist.errors import CallError, RemoteError, WorkerDied
+from pipedist.errors import CallError, WorkerDied
+from pipedist.revival import revive
 from pipedist.scheduler.commands import Failure
 
 
@@ -44,34 +39,3 @@ def call_error(failure: Failure, raised: Mapping[int, msg.Failed], *, name: str,
     )
     error.__cause__ = cause
     return error
-
-
-def revive(module: str, name: str, text: str) -> BaseException:
-    """Return an exception with the class and text of the remote one.
-
-    Args:
-        module, name: the remote class.
-        text: `str(exception)` there.
-
-    Returns:
-        An instance of that class whose text is `text`; a RemoteError that names the class where
-        it is not known here or can't be made from a text.
-    """
-    cls = getattr(sys.modules.get(module), name, None)
-    if isinstance(cls, type) and issubclass(cls, Exception):
-        for argument in (text, _unquoted(text)):
-            try:
-                error = cls(argument) if text else cls()
-            except Exception:
-                continue
-            if str(error) == text:
-                return error
-    return RemoteError(f"{name}: {text}" if text else name)
-
-
-def _unquoted(text: str) -> object:
-    """Return the value whose repr `text` is: KeyError's text is the repr of its argument."""
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError, MemoryError, RecursionError):
-        return text

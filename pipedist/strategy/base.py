@@ -86,6 +86,9 @@ class BaseStrategy(InputStrategy, TfNames):
         It runs in worker processes, on copies of what it captures: what it changes there, other than by
         returning it or assigning to a `pipedist.Variable`, is lost.
 
+        Where it is cancelled, the workers still do the step, and nothing of it counts; the next run that uses
+        variables begins after it.
+
         Args:
             fn: a replica function, sync or async; with a parameter named `ctx` it also gets the
                 ReplicaContext.

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from pipedist.collectives.options import CommunicationOptions
-from pipedist.errors import CallError
 from pipedist.program import Emit, FunctionRef, Program, StageProgram
 from pipedist.scheduler import PassSettings
 from pipedist.worker import variables
@@ -83,15 +82,12 @@ class Passes:
         entry.users += 1
         try:
             yield entry.handle
-        except CallError:  # of this step only
-            raise
-        except Exception:
-            if self._open.get(function) is entry:
-                del self._open[function]
-            entry.handle.close()
-            raise
         finally:
             entry.users -= 1
+            if entry.handle.has_failed:  # an error of one step is no matter of the others
+                if self._open.get(function) is entry:
+                    del self._open[function]
+                entry.handle.close()
             if len(self._open) > PASSES_MAX:
                 self._shrink()
 

@@ -30,7 +30,7 @@ _TOKENS_MAX: Final = 512
 _ARRAY_BYTES_MAX: Final = 2**14
 """Larger captured arrays are not compared."""
 
-_CONSTANTS = (type(None), bool, int, float, complex, str, bytes, np.generic, ModuleType, BuiltinFunctionType)
+_CONSTANTS = (type(None), bool, int, float, complex, str, bytes, np.generic, ModuleType)
 
 
 class _Unclear(Exception):
@@ -153,7 +153,7 @@ class _Walk:
                 raise _Unclear
             found.append(repr((value.shape, value.strides, value.dtype, value.flags.writeable)).encode())
             found.append(value.tobytes())
-        elif isinstance(value, _CONSTANTS) or getattr(kind, "pickled_alike", False) or _is_named_class(value):
+        elif _is_constant(value) or getattr(kind, "pickled_alike", False) or _is_named_class(value):
             found.append(value)
         else:
             raise _Unclear
@@ -179,6 +179,12 @@ class _Walk:
         for name in _names(fn.__code__):
             if name in fn.__globals__:
                 self.value(fn.__globals__[name])
+
+
+def _is_constant(value: Any) -> bool:
+    if isinstance(value, BuiltinFunctionType):  # a method of an object travels with it: `table.get`
+        return isinstance(value.__self__, ModuleType | None)
+    return isinstance(value, _CONSTANTS) and not isinstance(value, np.void)  # a record can be written to
 
 
 def _is_named_class(value: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import deque
 from collections.abc import AsyncIterable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -95,6 +96,8 @@ class Strategy(AsyncOnly, BaseStrategy):
         self._references = References()
         self._turn = anyio.Lock()
         """Held by the run that uses variables; others that use some wait, in the order of their calls."""
+        self._left: deque[anyio.Event] = deque()
+        """Set when the step of a run that was cancelled, and used variables, is over."""
 
     @staticmethod
     def _default_replicas(_cluster: Cluster) -> int:
@@ -133,6 +136,9 @@ class Strategy(AsyncOnly, BaseStrategy):
         self._forget_variables(call.noted.coordinator)
         with used(call.noted.variables):
             async with self._turn:
+                while self._left:  # a worker that has a cancelled step before it would keep what that one makes
+                    await self._left[0].wait()
+                    self._left.popleft()
                 return await self._execute(call, Transaction(call.noted))
 
     def _prepare(
@@ -154,7 +160,9 @@ class Strategy(AsyncOnly, BaseStrategy):
                         # Where they can't be joined the step has failed, and assigns nothing.
                         return transaction.commit(results) if self._can_join(results) else {}
 
-                    results = await handle.call_step(call.arguments, transaction.states, produced=produced)
+                    results = await handle.call_step(
+                        call.arguments, transaction.states, produced=produced, left=self._left
+                    )
             except CallError as error:
                 refuse_unsendable(error, call.arguments)
                 raise

@@ -14,6 +14,7 @@ from pipedist import trees
 from pipedist.async_only import AsyncIterableOnly, AsyncOnly
 from pipedist.datasets.element import kept
 from pipedist.program import Tree
+from pipedist.strategy.distributed import DistributedIterator
 from pipedist.values import PerReplica
 
 if TYPE_CHECKING:
@@ -96,6 +97,8 @@ class StepRuns(AsyncOnly, AsyncIterableOnly):
         self._fn = fn
         self._steps = aiter(steps)
         self._ahead = ahead
+        self._may_reuse = ahead > 1 and not isinstance(self._steps, DistributedIterator)
+        """A step may be read into the memory of one before, whose run is not done."""
         self._waiting: deque[Begun | Exception | tuple[Any, ...]] = deque()
         """Of each step that was read: its run, why there is none, or the arguments of one to come."""
         self._ended = False
@@ -129,8 +132,9 @@ class StepRuns(AsyncOnly, AsyncIterableOnly):
         """Read a step, and begin its run."""
         try:
             step = await anext(self._steps)
+            if self._may_reuse:
+                step = trees.tree_map(_kept, step)
             args = step if type(step) is tuple else (step,)
-            args = trees.tree_map(_kept, args)
             begun = self._begin(self._fn, args)
             self._waiting.append(args if begun is None else begun)
         except StopAsyncIteration:

@@ -307,7 +307,8 @@ class ReplicaContext:
             RuntimeError: the stage has no `collectives: true`.
             TypeError: `fn` can't be called, or is async; `kwargs` is no mapping.
             ValueError: `args` is neither tuple nor list; or structures differ.
-            Exception: what `fn` raised, in every replica.
+            Exception: what `fn` raised, in replica 0; in the others one of the same class and text, a
+                RemoteError where such a one can't be made of its text.
             CollectiveMismatchError, CollectiveTimeoutError: as for `all_reduce`.
         """
         from pipedist.worker.merging import merging

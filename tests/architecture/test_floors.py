@@ -16,7 +16,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("version", "records", "counts", "async_only", "tf_names"),
     ("accelerators",),
     ("errors",),
-    ("messages", "program"),
+    ("messages", "program", "revival"),
     ("trees",),
     ("exact",),
     ("partials",),

@@ -251,14 +251,19 @@ def test_what_a_merged_function_raises_all_raise(sizes: list[int], road: str) ->
     def odd(_x: Any) -> None:
         raise NeedsTwo(1, 2)
 
+    def missing(_x: Any) -> None:
+        raise KeyError("a")
+
     def function(replica: Replica) -> Any:
         with pytest.raises(ValueError, match=r"^boom$"):
             replica.merge_call(boom, 1)
+        with pytest.raises(KeyError, match=r"^'a'$"):
+            replica.merge_call(missing, 1)
         return replica.merge_call(odd, 1)
 
     outcomes = run_gang(sizes, function, road=road)
     assert type(outcomes[0]) is NeedsTwo
-    assert type(outcomes[1]) is (NeedsTwo if len(sizes) == 1 else RemoteError)
+    assert type(outcomes[1]) is RemoteError  # also where both are in one process
     assert "(1, 2)" in str(outcomes[1])
 
 

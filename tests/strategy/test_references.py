@@ -76,7 +76,18 @@ def test_what_has_not_changed_is_pickled_once(value: Any, pickled: list[str]) ->
     assert travelling.load(first, ())() is not None or value is None
 
 
-@pytest.mark.parametrize("value", [Unclear(), np.zeros(10_000), range(3), {1, 2}, [object] * 1000])
+@pytest.mark.parametrize(
+    "value",
+    [
+        Unclear(),
+        np.zeros(10_000),
+        range(3),
+        {1, 2},
+        [object] * 1000,
+        {"a": 1}.get,
+        np.zeros(1, [("a", int)])[0],
+    ],
+)
 def test_what_may_have_changed_is_pickled_again(value: Any, pickled: list[str]) -> None:
     references, fn = References(), capturing(value)
     for _ in range(2):

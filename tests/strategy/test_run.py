@@ -98,6 +98,17 @@ async def test_bad_calls_harm_nobody_else(call: dict[str, Any], error: type[Exce
         assert parts(await strategy.run(functions.double, args=(4,))) == [8, 8]
 
 
+async def test_an_argument_that_cant_be_sent_ends_no_other_run_of_the_function(tmp_path: Path) -> None:
+    async with pipedist.LocalCluster(workers=2) as cluster:
+        strategy = pipedist.Strategy(cluster, replicas=1)
+        waiting = asyncio.create_task(strategy.run(functions.wait_for, args=(str(tmp_path / "go"),)))
+        await asyncio.sleep(0)
+        with pytest.raises(TypeError, match="an object, at args/0"):
+            await strategy.run(functions.wait_for, args=(object(),))
+        (tmp_path / "go").touch()
+        assert parts(await waiting) == ["found"]
+
+
 async def test_many_runs_at_once_keep_their_arguments() -> None:
     async with pipedist.LocalCluster(workers=2) as cluster:
         strategy = pipedist.Strategy(cluster, replicas=2)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 import pipedist
+from tests.strategy.functions import wait_for
 
 pytestmark = pytest.mark.asyncio
 
@@ -114,6 +117,55 @@ async def test_steps_that_use_variables_follow_each_other() -> None:
             expected.append(value)
         assert values == expected
         assert v.numpy() == value
+
+
+@pytest.mark.parametrize("uses_variable", [False, True])
+async def test_a_step_may_be_read_into_the_memory_of_the_one_before(uses_variable: bool) -> None:
+    async def steps() -> AsyncIterator[Any]:
+        rows, count, large = np.zeros(4), [0], np.zeros(1 << 16)
+        for number in range(8):
+            rows[:] = count[0] = large[:] = number
+            yield pipedist.PerReplica([{"rows": rows}, {"rows": -rows}]), count, large
+
+    async with pipedist.LocalCluster(workers=1) as cluster:
+        strategy = pipedist.Strategy(cluster, replicas=2)
+        with strategy.scope():
+            offset = pipedist.Variable(0.0)
+
+        def plain(own: Any, count: list[int], large: Any) -> Any:
+            return own["rows"].tolist(), count[0], float(large[-1])
+
+        def reading(own: Any, count: list[int], large: Any) -> Any:
+            return (own["rows"] + offset).tolist(), count[0], float(large[-1])
+
+        fn = reading if uses_variable else plain
+        results = [result async for result in strategy.run_steps(fn, steps())]
+    for number, (rows, count, large) in enumerate(results):
+        assert [list(row) for row in rows] == [[number, -number]] * 4
+        assert list(count) == list(large) == [number] * 2
+
+
+async def test_a_step_whose_results_do_not_fit_together_ends_no_other_run(tmp_path: Path) -> None:
+    def step(go: str, fits: bool) -> Any:
+        wait_for(go)
+        second = pipedist.get_replica_context().replica_id_in_sync_group == 1
+        return ["found"] if second and not fits else "found"
+
+    async def steps() -> AsyncIterator[Any]:
+        yield str(first), False
+
+    first, second = tmp_path / "first", tmp_path / "second"
+    async with pipedist.LocalCluster(workers=1) as cluster:
+        strategy = pipedist.Strategy(cluster, replicas=2)
+        misfit = asyncio.create_task(anext(strategy.run_steps(step, steps())))
+        await asyncio.sleep(0)
+        waiting = asyncio.create_task(strategy.run(step, args=(str(second), True)))
+        await asyncio.sleep(0)
+        first.touch()
+        with pytest.raises(ValueError, match="different structures"):
+            await misfit
+        second.touch()
+        assert list(await waiting) == ["found"] * 2
 
 
 async def test_what_makes_no_sense_is_refused() -> None:

@@ -22,6 +22,9 @@ pytestmark = pytest.mark.asyncio
 ROWS = np.random.default_rng(5).normal(size=(4, 3, 64)).astype(np.float32)
 """Of 4 replicas; numbers whose sum depends on the order of adding."""
 
+TURNS = 20
+"""Of the loop, in which a run has been sent, if it need not wait."""
+
 
 async def train(cluster: pipedist.LocalCluster, *, kill_at: str = "") -> list[bytes]:
     """Return the bits of everything that a few steps have made of some variables."""
@@ -378,6 +381,67 @@ async def test_a_variable_is_not_changed_under_a_run(tmp_path: Path) -> None:
         (tmp_path / "go").touch()
         assert float((await strategy.run(lambda: v.value()))[0]) == 3
         assert v.numpy() == 3
+
+
+async def test_a_run_begins_when_the_step_of_a_cancelled_one_is_over(tmp_path: Path) -> None:
+    async with pipedist.LocalCluster(workers=2) as cluster:
+        await cluster.ready()
+        strategy = pipedist.Strategy(cluster, replicas=1)
+        with strategy.scope():
+            v = pipedist.Variable(1.0)
+
+        def slow(began: str, file: str) -> None:
+            v.assign(100.0)
+            Path(began).touch()
+            functions.wait_for(file)
+
+        began, go = str(tmp_path / "began"), str(tmp_path / "go")
+        run = asyncio.create_task(strategy.run(slow, args=(began, go)))
+        await asyncio.to_thread(functions.wait_for, began)
+        run.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await run
+        v.assign(3.0)
+        reading = asyncio.create_task(strategy.run(lambda: v.value()))
+        for _ in range(TURNS):
+            await asyncio.sleep(0)
+        assert list(await strategy.run(functions.double, args=(4,))) == [8]  # on the worker that is free
+        assert not reading.done()
+        (tmp_path / "go").touch()
+        assert float((await reading)[0]) == 3
+
+
+async def test_what_a_cancelled_run_has_made_is_read_by_nobody(tmp_path: Path) -> None:
+    async with pipedist.LocalCluster(workers=1) as cluster:
+        strategy = pipedist.Strategy(cluster, replicas=1)
+        with strategy.scope():
+            v = pipedist.Variable(0.0)
+
+        def step(variable: Any, added: float, file: str) -> float:
+            if variable is None:
+                functions.wait_for(file)
+                return 0.0
+            variable.assign_add(added)
+            return float(variable)
+
+        for _ in range(50):  # short ones, of which a worker gets some in advance
+            await strategy.run(step, args=(v, 0.0, ""))
+        before = asyncio.create_task(strategy.run(step, args=(None, 0.0, str(tmp_path / "go"))))
+        await asyncio.sleep(0)
+        run = asyncio.create_task(strategy.run(step, args=(v, 100.0, "")))
+        for _ in range(TURNS):
+            await asyncio.sleep(0)
+        run.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await run
+        v.assign(5.0)
+        again = asyncio.create_task(strategy.run(step, args=(v, 1.0, "")))
+        for _ in range(TURNS):
+            await asyncio.sleep(0)
+        (tmp_path / "go").touch()
+        await before
+        assert float((await again)[0]) == 6
+        assert v.numpy() == 6
 
 
 async def test_only_the_strategy_of_its_scope_can_use_a_variable() -> None:
