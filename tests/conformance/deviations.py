@@ -41,7 +41,13 @@ def _reduce_rule(name: str, row: int, concerns: Callable[[Case], bool]) -> Devia
 
 
 def _gather_rule(name: str, concerns: Callable[[Case], bool]) -> Deviation:
-    return _by_reference(name, 18, "gather", concerns, lambda case: reference.gather_result(case.call))
+    return _by_reference(
+        name,
+        18,
+        "gather",
+        lambda case: not values_are_plain(case) and concerns(case),
+        lambda case: reference.gather_result(case.call),
+    )
 
 
 def _dtypes(case: Case) -> set[str]:
@@ -112,6 +118,7 @@ GATHER = (
     _gather_rule(
         "gather: an axis that is no int is a TypeError", lambda case: type(case.call["axis"]) is not int
     ),
+    _gather_rule("gather: one replica's axis is checked too", lambda case: case.replicas == 1),
     _gather_rule(
         "gather: negative axes for every dtype",
         lambda case: type(case.call["axis"]) is int and case.call["axis"] < 0,

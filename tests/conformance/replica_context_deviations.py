@@ -27,9 +27,10 @@ def _answer(case: Case) -> Json | None:
                     call.get("args", []),
                     call.get("kwargs", {}),
                     plain=deviations.values_are_plain(case),
+                    has_strategy=case.strategy is not None and case.strategy.kind != "default",
                 )
             case "default_context":
-                return replicas_oracle.run(call["fn"], 1, [], {}, plain=True)
+                return replicas_oracle.run(call["fn"], 1, [], {}, plain=True, has_strategy=False)
             case "run_sequence" | "two_strategies":
                 return {"steps": [replicas_oracle.run(fn, case.replicas, [], {}) for fn in call["fns"]]}
     except replicas_oracle.NoAnswer:

@@ -73,11 +73,13 @@ class Step:
 
     Args:
         replicas: R.
+        has_strategy: they are of another strategy than the default one.
         variables: by name; what the step assigns is seen in `values` until it is committed.
     """
 
     replicas: int
     variables: Mapping[str, Variable] = field(default_factory=dict)
+    has_strategy: bool = True
     values: dict[tuple[str, int], np.ndarray] = field(default_factory=dict)
 
     def value(self, name: str, replica: int) -> np.ndarray:
@@ -96,6 +98,7 @@ def run(
     kwargs: Mapping[str, Json],
     *,
     plain: bool = False,
+    has_strategy: bool = True,
     variables: Mapping[str, Variable] | None = None,
 ) -> Json:
     """Return the RESULT of running an expression on all replicas.
@@ -103,12 +106,13 @@ def run(
     Args:
         args, kwargs: VALUEs.
         plain: the one replica's values are the caller's own.
+        has_strategy: whether it is of another strategy than the default one.
         variables: what the step may read and assign; changed only if it succeeds.
 
     Raises:
         NoAnswer: the oracle does not know.
     """
-    step = Step(replicas, variables or {})
+    step = Step(replicas, variables or {}, has_strategy)
     try:
         results = _lockstep(expression, step, args, kwargs)
         value = to_json(results[0]) if plain else _joined([to_json(result) for result in results])
@@ -186,6 +190,10 @@ def _meet(step: Step, requests: list[Request]) -> list[Any]:
             {"reduce_op": first.op, "axis": None, "value": joined}, step.replicas
         )
     else:
+        for part in parts:
+            own = reference.gather_result({"axis": first.axis, "value": _joined([part])})
+            if "error" in own:
+                raise Raised(own["error"])
         dtypes = [[leaf["dtype"] for leaf in reference.arrays(part)] for part in parts]
         if any(dtype != dtypes[0] for dtype in dtypes):
             raise Raised(MISMATCH)
@@ -230,7 +238,7 @@ class _Replica:
             case ["num_replicas"] if self._replica is not None:
                 return self._step.replicas
             case ["has_strategy"]:
-                return True
+                return self._step.has_strategy
             case ["in_replica_context"]:
                 return self._replica is not None
             case ["in_cross_replica_context"]:
@@ -363,6 +371,8 @@ class _Named:
 
 
 def _arithmetic(op: str, x: Any, y: Any) -> Any:
+    if isinstance(x, Merged) or isinstance(y, Merged):
+        raise NoAnswer
     live = [v for v in (x, y) if isinstance(v, np.ndarray | np.generic)]
     if len(live) == 2 and live[0].dtype != live[1].dtype:
         raise Raised("ValueError")

@@ -173,7 +173,10 @@ def judge(case: Case, outcome: Outcome, expected: Json, local_results: Json, *, 
             if other is not None and difference(other, outcome.result, exact_error=own_error) is None:
                 reason = ""
     if not reason and local_results is not None and outcome.local_results is not None:
-        reason = difference(local_results, outcome.local_results, path="local_results") or ""
+        reason = (
+            difference(local_results, outcome.local_results, exact_error=own_error, path="local_results")
+            or ""
+        )
     return reason
 
 
