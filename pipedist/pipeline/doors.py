@@ -6,6 +6,7 @@ import os
 import threading
 from typing import TYPE_CHECKING
 
+from pipedist.importing import awaited, refuse_inside
 from pipedist.launchers.server import Spare, prepare
 
 # A run needs half of pipedist: its fork server is started first, so that both load at the same time.
@@ -60,6 +61,7 @@ def open(
         PlanError: it can't be carried out here (on entering).
         UsageError: arguments that make no sense, or the output folder is in use (on entering).
     """
+    refuse_inside("pipedist.open")
     spare = _head_start(spec) if cluster in (None, "local") else Spare()
     try:
         from pipedist.pipeline.runs import Run
@@ -102,7 +104,7 @@ def run(
 
     Raises: as `open` and `Run.results`.
     """
-
+    refuse_inside("pipedist.run")
     runs: list[Run] = []
 
     async def main() -> Result:
@@ -168,6 +170,7 @@ def _in_thread(main: Callable[[], Awaitable[Result]], cancel: Callable[[], None]
         return await main()
 
     def work() -> None:
+        awaited.set(True)
         try:
             outcome.append(anyio.run(watched))
         except BaseException as error:
