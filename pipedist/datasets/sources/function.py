@@ -21,6 +21,7 @@ from pipedist.datasets.sources.base import Config, Ids, Source, SourceError, che
 from pipedist.datasets.sources.memory import ArraysSource, leading_arrays
 from pipedist.functions import load, reference
 from pipedist.program import Tree
+from pipedist.stand_ins import is_masked, stand_in
 
 _PLAIN: dict[type, np.dtype[Any]] = {
     bool: np.dtype(np.bool_),
@@ -154,6 +155,10 @@ class IterableSource(Source):
                 f"{what}: a {type(leaf).__name__} can't be stacked",
                 key="call",
                 expected="arrays, numbers or text; numpy.frombuffer makes an array of bytes",
+            )
+        if is_masked(leaf):
+            raise SourceError(
+                f"{what}: a masked array can't be read", key="call", expected=f"plain ones: {stand_in(leaf)}"
             )
         array = np.asarray(leaf)
         check_dtype(array.dtype, what, "call")

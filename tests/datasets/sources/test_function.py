@@ -86,6 +86,7 @@ def test_sequential_sources_refuse_random_access() -> None:
         ({"a": b"x"}, "element 4, a: a bytes can't be stacked"),
         ({"a": 2**70}, "element 4, a: 1180591620717411303424 does not fit int64"),
         ({"a": np.array(["x", None])}, "element 4, a: arrays of dtype object"),
+        ({"a": np.ma.masked_array([1.0, 2.0], [False, True])}, "element 4, a: a masked array"),
     ],
 )
 @pytest.mark.parametrize("batch", [1, 3, 100])
