@@ -49,7 +49,7 @@ def open(
         resume: continue the run in the folder that was interrupted, was killed, or failed: what is in its
             journal is not done again. Streams begin with the first step that their subscriber may not
             have finished. Of a finished run of the same spec: give its result, and run nothing. "reuse":
-            also where the spec or its inputs have changed; what hangs on that is done again.
+            also where the spec, its inputs or its modules have changed; what hangs on that is done again.
         restart: discard an unfinished run in the folder, and begin again.
         verify: execute every call twice; one that gives two different results fails the run.
         on_log: called with a worker's name and a line (`stage`, `step`, `replica`, `text`) that a replica
