@@ -262,6 +262,10 @@ def open_folder(
     if resume and restart:
         raise UsageError("--resume and --restart exclude each other")
     shown = path
+    if path.parts[:1] == ("~",):
+        raise UsageError(
+            f"{shown}: `~` is known to shells only, where nothing is before it: write the whole path"
+        )
     with reading(shown):
         if path.exists() and not path.is_dir():
             raise UsageError(f"{shown} is a file, not an output folder: choose another --output DIR")
