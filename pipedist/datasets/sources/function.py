@@ -195,6 +195,12 @@ def open_function(config: Config, code: Sequence[str]) -> Source:
         return function(**kwargs)
 
     result = _call(label, factory)
+    if isinstance(result, set | frozenset):
+        raise SourceError(
+            f"{label}: a {type(result).__name__} has no order, and each process its own",
+            key="call",
+            expected="sorted(...) of it, as an array or iter(...)",
+        )
     if _is_iterable(result):
         return IterableSource(label, factory, result)
     return ArraysSource(*leading_arrays(result, label, key="call"))

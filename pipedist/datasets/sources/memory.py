@@ -157,10 +157,11 @@ def leading_arrays(tree: Tree, what: str, *, key: str) -> tuple[Tree, int]:
 
 def _array(leaf: Any, name: str, key: str) -> npt.NDArray[Any]:
     if not hasattr(leaf, "__array__"):
+        elements = "; of a list of elements, return iter(...)" if key == "call" else ""
         raise SourceError(
             f"{name}: a {type(leaf).__name__}, not an array",
             key=key,
-            expected="arrays with one leading dimension; numpy.asarray makes one of a list",
+            expected=f"arrays with one leading dimension; numpy.asarray makes one of a list{elements}",
         )
     if is_masked(leaf):
         raise SourceError(

@@ -121,6 +121,7 @@ def test_what_the_users_code_raises_is_the_cause() -> None:
         ("text", "a str, not an array"),
         (None, "no array in it"),
         ([{"x": 1.0}], "0/x: a float, not an array"),
+        ({"a", "b"}, "a set has no order"),
         ({"x": np.zeros(2), "y": np.zeros(3)}, "2 rows, .* has 3"),
     ],
 )
@@ -128,6 +129,14 @@ def test_results_that_are_no_data_are_refused(result: Any, text: str) -> None:
     with pytest.raises(SourceError, match=text) as caught:
         _open(lambda: result)
     assert caught.value.key == "call"
+
+
+def test_a_list_of_elements_says_how_to_return_it() -> None:
+    with pytest.raises(SourceError, match="not an array") as caught:
+        _open(lambda: [{"x": 1.0}])
+    assert "iter(...)" in caught.value.expected
+    source = _open(lambda: iter([{"x": 1.0}, {"x": 2.0}]))
+    assert [block["x"].tolist() for block in source.blocks(4)] == [[1.0, 2.0]]
 
 
 def test_a_factory_must_stay_what_it_was_and_elements_must_hold_something() -> None:
