@@ -26,6 +26,7 @@ from types import ModuleType
 from typing import Any
 
 from pipedist.errors import PipedistError, UsageError
+from pipedist.importing import ADVICE, awaited, importing
 from pipedist.program import FunctionRef
 
 PICKLED_BYTES_MAX = 64 * 2**20
@@ -195,6 +196,7 @@ def _culprit(fn: Callable[..., Any]) -> str:
 
 
 def _unpickled(ref: FunctionRef) -> Callable[..., Any]:
+    inside = importing.set(True)
     try:
         found = pickle.loads(ref.pickled)
     except Exception as error:
@@ -202,6 +204,8 @@ def _unpickled(ref: FunctionRef) -> Callable[..., Any]:
             f"{ref.label} travelled by value but can't be loaded here: {type(error).__name__}: {error}; "
             f"the modules that it uses must be importable on the worker's host{_which()}"
         ) from error
+    finally:
+        importing.reset(inside)
     if not callable(found):
         raise FunctionNotFound(
             f"{ref.label}: expected a function or class, found a value of type {type(found).__name__}"
@@ -225,6 +229,15 @@ def append_code(code: Sequence[str]) -> None:
 
 
 def _import(name: str, module_name: str, code: Sequence[str]) -> ModuleType:
+    parts = module_name.split(".") if awaited.get() else []
+    for module in (".".join(parts[:count]) for count in range(1, len(parts) + 1)):
+        spec = getattr(sys.modules.get(module), "__spec__", None)
+        if getattr(spec, "_initializing", False):
+            raise FunctionNotFound(
+                f"{name}: importing {module_name} failed: the import of {module} has begun, and waits for "
+                f"this run. Where it calls pipedist.run, {ADVICE}"
+            )
+    inside = importing.set(True)
     try:
         return importlib.import_module(module_name)
     except ModuleNotFoundError as error:
@@ -246,6 +259,8 @@ def _import(name: str, module_name: str, code: Sequence[str]) -> ModuleType:
     except (Exception, SystemExit) as error:
         text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         raise FunctionNotFound(f"{name}: importing {module_name} failed: {text}{_where(error)}") from error
+    finally:
+        importing.reset(inside)
 
 
 def _where(error: BaseException) -> str:
@@ -253,7 +268,12 @@ def _where(error: BaseException) -> str:
     if isinstance(error, SyntaxError):
         return ""  # its text says so
     walked = traceback.extract_tb(error.__traceback__)
-    frames = [f for f in walked if f.filename != __file__ and not f.filename.startswith("<frozen importlib")]
+    here = os.path.dirname(__file__)
+    frames = [
+        f
+        for f in walked
+        if not _is_within(f.filename, here) and not f.filename.startswith("<frozen importlib")
+    ]
     own = [f for f in frames if any(_is_within(f.filename, folder) for folder in _appended)]
     if not frames:
         return ""

@@ -16,6 +16,7 @@ from pipedist import accelerators
 from pipedist.accelerators import Supply
 from pipedist.async_only import AsyncOnly
 from pipedist.errors import UsageError
+from pipedist.importing import refuse_inside
 from pipedist.launchers.server import prepare
 from pipedist.transport.shared_memory.settings import SharedMemory
 
@@ -64,6 +65,7 @@ class Cluster(AsyncOnly, ABC):
     async def __aenter__(self) -> Self:
         if self._coordinator is not None:
             raise UsageError("this cluster is open already: a shared one is entered once")
+        refuse_inside(type(self).__name__)
         await self._stack.__aenter__()
         try:
             await self._prepare(self._stack)

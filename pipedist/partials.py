@@ -33,6 +33,7 @@ from numpy.typing import NDArray
 
 from pipedist import exact
 from pipedist.records import record
+from pipedist.stand_ins import is_masked, stand_in
 
 _LIST_OF_OPS = "'sum', 'mean', 'min', 'max', 'prod'"
 _BLOCK_ROWS = 128
@@ -208,6 +209,8 @@ def finish_leaf(op: ReduceOp, part: list[Any]) -> Any:
 def _array_of(leaf: Any) -> tuple[_Kind, Any]:
     """Return a leaf's kind and its C-ordered array (Python's integers stay as they are)."""
     if isinstance(leaf, (np.ndarray, np.generic)):
+        if type(leaf) is not np.ndarray and is_masked(leaf):
+            raise TypeError(f"expected numbers, got a masked array; {stand_in(leaf)}")
         x = np.asarray(leaf, order="C")
     elif isinstance(leaf, bool):
         raise TypeError("expected numbers, got bool; cast it first, for example with astype('int64')")
@@ -215,10 +218,9 @@ def _array_of(leaf: Any) -> tuple[_Kind, Any]:
         return _kind_of(_INT64), np.asarray(leaf, object)
     elif isinstance(leaf, (float, complex)):
         x = np.asarray(leaf)
-    elif isinstance(leaf, (str, bytes)) or not hasattr(leaf, "__array__"):
-        raise TypeError(f"expected numbers, got {type(leaf).__name__}")
-    else:
-        x = np.asarray(leaf, order="C")
+    else:  # also what NumPy would make an array of: a column's labels would be lost without a word
+        advice = stand_in(leaf)
+        raise TypeError(f"expected numbers, got {type(leaf).__name__}" + (advice and f"; {advice}"))
     return _kind_of(x.dtype), x
 
 

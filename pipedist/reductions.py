@@ -104,9 +104,12 @@ class Reduction:
     def _combine(self, a: Partial, b: Partial) -> Partial:
         skeleton = a[0]
         if skeleton != b[0] and trees.structure(skeleton) != trees.structure(b[0]):
+            one, other = (trees.describe(trees.structure(each)) for each in (skeleton, b[0]))
+            hint = ""
+            if type(skeleton) is dict and type(b[0]) is dict:
+                hint = '; where keys differ, reduce them key by key: "pipedist.combiners:by_key", or counter'
             raise ValueError(
-                "components of different structure can't be reduced together: "
-                f"{trees.describe(trees.structure(skeleton))} and {trees.describe(trees.structure(b[0]))}"
+                f"components of different structure can't be reduced together: {one} and {other}{hint}"
             )
         joined = []
         for x, y in zip(a[1], b[1], strict=True):

@@ -17,6 +17,7 @@ from pipedist.partials import axis_of, resolve_axes
 from pipedist.program import Tree
 from pipedist.reductions import FoldTree, Partial, Reduction
 from pipedist.reductions import ReduceOp as ReduceOp
+from pipedist.stand_ins import is_masked, stand_in
 
 _BARE: Final = frozenset({int, float, bool, str, np.ndarray, np.float64, np.float32, np.int64})
 """Types of components that are leaves for sure: the most frequent ones, whose structure is known."""
@@ -252,6 +253,10 @@ def _fold(reduction: Reduction, components: Sequence[Tree]) -> Tree:
 def _reduce_plain(reduction: Reduction, leaf: Any) -> Any:
     if reduction.op is ReduceOp.MEAN and reduction.axis is None:
         return leaf
+    if leaf is None:
+        raise ValueError(
+            "a plain None is not a per-replica value: if it is what `run` returned, is a `return` missing?"
+        )
     raise ValueError(
         f"a plain {type(leaf).__name__} is not a per-replica value: {reduction.op.value} of it is "
         "ambiguous with more than one replica. Reduce what `run` returned"
@@ -266,12 +271,18 @@ def _concatenate(components: Sequence[Tree], axis: int) -> Tree:
     gathered = []
     for index, parts in enumerate(zip(*columns, strict=True)):
         try:
-            gathered.append(_concatenate_leaf([np.asarray(part) for part in parts], axis))
+            gathered.append(_concatenate_leaf([_plain_array(part) for part in parts], axis))
         except (TypeError, ValueError) as error:
             path = trees.treedef_paths(treedef)[index]
             place = f"leaf {path!r}" if path else "the value"
             raise type(error)(f"gather of {place}: {error}") from None
     return trees.unflatten(treedef, gathered)
+
+
+def _plain_array(part: Any) -> np.ndarray[Any, Any]:
+    if is_masked(part):
+        raise TypeError(f"expected plain arrays, got a masked one; {stand_in(part)}")
+    return np.asarray(part)
 
 
 def _concatenate_leaf(parts: Sequence[np.ndarray[Any, Any]], axis: int) -> Any:

@@ -119,7 +119,7 @@ def app() -> None:
     "--resume",
     is_flag=True,
     help="Continue the unfinished or failed run in the output folder. Of a finished run: print it. "
-    "--resume=reuse: if the spec or its inputs have changed, keep what does not hang on that.",
+    "--resume=reuse: if the spec, its inputs or modules have changed, keep what does not hang on that.",
 )
 @click.option(_REUSE, "reuse", is_flag=True, hidden=True)
 @click.option("--restart", is_flag=True, help="Discard the run in the folder, and begin again.")

@@ -66,12 +66,14 @@ class FinishedRun:
         run_id: its id.
         document: its document, as `pipedist run --json` printed it.
         files: its outputs, absolute paths by relative path.
+        since: what has changed since then, as lines.
     """
 
     path: Path
     run_id: str
     document: Json
     files: dict[str, Path]
+    since: tuple[str, ...] = ()
 
 
 class RunFolder:
@@ -229,6 +231,7 @@ def open_folder(
     resume: bool | Literal["reuse"] = False,
     restart: bool = False,
     explain: Callable[[Path], str] | None = None,
+    since: Callable[[Path], Sequence[str]] | None = None,
 ) -> RunFolder | FinishedRun:
     """Open an output folder for a run, and lock it.
 
@@ -238,10 +241,11 @@ def open_folder(
         spec_hash: digest of the spec, without its `cluster`.
         outputs: the files that the run will write, relative to the folder.
         resume: continue the run that is there; of a finished one, return it; with "reuse", go on with
-            what a run of another spec can give.
+            what a run of another spec, or one that something has changed since, can give.
         restart: discard the unfinished run that is there, or the one that failed.
         explain: says what differs where the run that is there is of another spec; it gets the folder of
             that run's journal.
+        since: says what has changed since a finished run of the same spec; it gets the same folder.
 
     Returns:
         The folder to write into; or, with `resume`, the finished run of the same spec.
@@ -250,7 +254,7 @@ def open_folder(
         UsageError: the folder can't be made or read, or is not pipedist's, another run is
             writing into it, it holds an unfinished run, or a failed one that can be continued, and
             neither `resume` nor `restart` says what to do, it holds a run of another spec and is
-            to be resumed, or a file of somebody else is in the way.
+            to be resumed, a file of a finished run is gone, or a file of somebody else is in the way.
         OutputError: the disk is full, or fails.
     """
     for problem in filter(None, map(path_problem, outputs)):
@@ -258,6 +262,10 @@ def open_folder(
     if resume and restart:
         raise UsageError("--resume and --restart exclude each other")
     shown = path
+    if path.parts[:1] == ("~",):
+        raise UsageError(
+            f"{shown}: `~` is known to shells only, where nothing is before it: write the whole path"
+        )
     with reading(shown):
         if path.exists() and not path.is_dir():
             raise UsageError(f"{shown} is a file, not an output folder: choose another --output DIR")
@@ -278,11 +286,14 @@ def open_folder(
         if old is not None and old.state == "committing":
             old = put_in_place(path, old)
         if resume and old is not None and old.state == "finished" and old.spec == spec_hash:
-            return _finished(path, old, shown)
+            gone = [name for name in old.files if not (path / name).is_file()]
+            changed = tuple(since(path / PRIVATE / "journal")) if since is not None else ()
+            if resume != "reuse" or not (gone or changed):
+                return _finished(path, old, shown, gone, changed)
         previous = _standing(old)
         _check_free(path, shown, outputs, previous)
         if resume and old is not None and (path / PRIVATE / "journal" / "journal").is_file():
-            if old.spec == spec_hash:
+            if old.spec == spec_hash and old.state != "finished":
                 record = RunRecord("running", old.run, spec_hash, tuple(outputs), previous)
                 _clear_partial(path)
                 write_record(path, record)
@@ -385,7 +396,14 @@ def _check_free(path: Path, shown: Path, outputs: Sequence[str], previous: Seque
             )
 
 
-def _finished(path: Path, record: RunRecord, shown: Path) -> FinishedRun:
+def _finished(
+    path: Path, record: RunRecord, shown: Path, gone: Sequence[str], since: tuple[str, ...]
+) -> FinishedRun:
+    if gone:
+        raise UsageError(
+            f"{shown}/{gone[0]} of the finished run {record.run} is not there any more: --resume=reuse "
+            "makes it again, and --restart everything"
+        )
     with reading(shown):
         document = json.loads((path / PRIVATE / "results.json").read_bytes())
-    return FinishedRun(path, record.run, document, {name: path / name for name in record.files})
+    return FinishedRun(path, record.run, document, {name: path / name for name in record.files}, since)

@@ -149,6 +149,8 @@ class CombineFold(Fold):
             groups = level.groups + ([] if node is None else [node])
             node = await self._fold(groups) if groups else node
         self._levels = []
+        if node and node[0] is None:
+            raise ValueError("the combine function returned None at last: is a `return` missing?")
         return node[0] if node else None
 
 

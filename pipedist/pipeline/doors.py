@@ -6,6 +6,7 @@ import os
 import threading
 from typing import TYPE_CHECKING
 
+from pipedist.importing import awaited, refuse_inside
 from pipedist.launchers.server import Spare, prepare
 
 # A run needs half of pipedist: its fork server is started first, so that both load at the same time.
@@ -47,7 +48,7 @@ def open(
         resume: continue the run in the folder that was interrupted, was killed, or failed: what is in its
             journal is not done again. Streams begin with the first step that their subscriber may not
             have finished. Of a finished run of the same spec: give its result, and run nothing. "reuse":
-            also where the spec or its inputs have changed; what hangs on that is done again.
+            also where the spec, its inputs or its modules have changed; what hangs on that is done again.
         restart: discard an unfinished run in the folder, and begin again.
         verify: execute every call twice; one that gives two different results fails the run.
         on_log: called with a worker's name and a line (`stage`, `step`, `replica`, `text`) that a replica
@@ -59,6 +60,7 @@ def open(
         PlanError: it can't be carried out here (on entering).
         UsageError: arguments that make no sense, or the output folder is in use (on entering).
     """
+    refuse_inside("pipedist.open")
     spare = _head_start(spec) if cluster in (None, "local") else Spare()
     try:
         from pipedist.pipeline.runs import Run
@@ -101,6 +103,7 @@ def run(
 
     Raises: as `open` and `Run.results`.
     """
+    refuse_inside("pipedist.run")
 
     async def main() -> Result:
         async with open(
@@ -162,6 +165,7 @@ def _in_thread(main: Callable[[], Awaitable[Result]]) -> Result:
             outcome.append(await main())
 
     def work() -> None:
+        awaited.set(True)
         try:
             anyio.run(watched)
         except BaseException as error:

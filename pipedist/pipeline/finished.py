@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipedist.pipeline.quarantine import FILE as QUARANTINE
 from pipedist.pipeline.result import Ledger, Result
+from pipedist.pipeline.resuming import listed
 from pipedist.spec import RunSpec, Spec
 
 if TYPE_CHECKING:
@@ -22,6 +23,12 @@ def files_of(spec: Spec) -> list[str]:
 def restored(spec: Spec, finished: FinishedRun) -> Result:
     """Return the result of a run that was finished before, from its document."""
     document: Any = finished.document
+    notice = f"this run was finished before, in {finished.path}"
+    if finished.since:
+        notice += (
+            f", and something has changed since:{listed(finished.since)}\n"
+            "  --resume=reuse makes again what hangs on that, --restart everything"
+        )
     files = {n: finished.files[o] for n, o in spec.outputs.items() if o in finished.files}
     return Result(
         name=document["name"],
@@ -32,6 +39,6 @@ def restored(spec: Spec, finished: FinishedRun) -> Result:
         timings=document["timings"],
         quarantined=document.get("quarantined", []),
         quarantine_file=finished.files.get(QUARANTINE),
-        notice=f"this run was finished before, in {finished.path}",
+        notice=notice,
         restored=document,
     )

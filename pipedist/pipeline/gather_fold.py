@@ -187,8 +187,9 @@ def _fit(part: Tree, axis: int) -> object:
     return structure, tuple(leaf.dtype for leaf in leaves), tuple(shapes)
 
 
-def _outline(array: np.ndarray[tuple[int, ...], np.dtype[Any]]) -> np.ndarray[Any, np.dtype[Any]]:
+def _outline(leaf: Any) -> np.ndarray[Any, np.dtype[Any]]:
     """Return an array of the same shape that takes no memory."""
+    array = np.asarray(leaf)  # a range is one here, too
     return np.broadcast_to(np.zeros((), array.dtype), array.shape)
 
 

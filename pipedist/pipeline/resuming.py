@@ -115,6 +115,19 @@ def explain(plan: Plan, journal: Path) -> str:
     return "" if history is None else ":" + listed(differences(history.header.spec, meaning(plan.spec)))
 
 
+def since(plan: Plan, journal: Path) -> list[str]:
+    """Return what a plan finds changed since the run of its spec in a journal: input files, and modules."""
+    try:
+        history = read_history(journal)
+    except (UsageError, JournalError):
+        return []
+    if history is None:
+        return []
+    now, there = header_of(plan, ""), history.header
+    modules = [name for name in now.code if there.code.get(name) != now.code[name]]
+    return [*_inputs_changed(there, now), *(f"module {name} has changed" for name in modules)]
+
+
 def listed(lines: Iterable[str]) -> str:
     """Return lines, indented; not too many of them."""
     shown = list(lines)

@@ -195,7 +195,7 @@ class Run(AsyncOnly):
         from pipedist.outputs import FinishedRun, open_folder  # most embedded runs write no files
         from pipedist.pipeline.identity import digest
         from pipedist.pipeline.origin import Origin
-        from pipedist.pipeline.resuming import explain, open_journal
+        from pipedist.pipeline.resuming import explain, open_journal, since
 
         outputs = files_of(self._spec)
         opened = open_folder(
@@ -206,6 +206,7 @@ class Run(AsyncOnly):
             resume=self._resume,
             restart=self._restart,
             explain=lambda folder: explain(self.plan, folder),
+            since=lambda folder: since(self.plan, folder),
         )
         if isinstance(opened, FinishedRun):
             self._earlier = opened

@@ -76,7 +76,7 @@ class ClusterSpec(Section):
         Either(Integer(1, WORKERS_MAX), Choice("auto")),
         Key(
             "How many worker processes there are; `auto`: as many as usable cores. `--workers` overrides it.",
-            "a positive number of processes, or auto",
+            "a positive whole number of processes, or auto",
             "workers: 4",
             choices=("auto",),
         ),

@@ -165,7 +165,7 @@ class DatasetKeys(Section):
         Integer(1, BATCH_ELEMENTS_MAX),
         Key(
             "The GLOBAL batch size, in elements: a step is this many elements, divided among the replicas.",
-            "a positive number of elements",
+            "a positive whole number of elements",
             "batch: 4096",
         ),
     )
@@ -182,7 +182,7 @@ class DatasetKeys(Section):
         Integer(1, EPOCHS_MAX),
         Key(
             "How often the batched dataset is read; a step never crosses an epoch.",
-            "a positive number of epochs",
+            "a positive whole number of epochs",
             "epochs: 3",
         ),
         default=1,

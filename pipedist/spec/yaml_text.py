@@ -136,6 +136,13 @@ def _note_syntax_error(error: MarkedYAMLError, document: Document, problems: Pro
         place = Place(mark.line + 1, mark.column + 1)
         # Behind the last line there is nothing to show.
         document.values[("",)] = place if place.line <= last else Place(last, len(document.lines[-1]) + 1)
+    if mark is not None and "expected ','" in said and document.lines[mark.line][: mark.column].endswith("$"):
+        problems.add(
+            ("",),
+            "a reference inside `{...}` or `[...]` is not quoted",
+            expected='quotes around it: "${params.x}"',
+        )
+        return
     for fragment, message, expected in _SYNTAX:
         if fragment in said:
             problems.add(("",), message, expected=expected)

@@ -136,7 +136,9 @@ class Strategy(AsyncOnly, BaseStrategy):
         self._forget_variables(call.noted.coordinator)
         with used(call.noted.variables):
             async with self._turn:
-                while self._left:  # a worker that has a cancelled step before it would keep what that one makes
+                while (
+                    self._left
+                ):  # a worker that has a cancelled step before it would keep what that one makes
                     await self._left[0].wait()
                     self._left.popleft()
                 return await self._execute(call, Transaction(call.noted))

@@ -12,6 +12,7 @@ import numpy as np
 
 from pipedist.errors import PipedistError
 from pipedist.program import Tree
+from pipedist.stand_ins import stand_in
 from pipedist.transport import arrays, classes
 from pipedist.transport.columns import ITEMS_MIN, Unlike, columns_of, fits, nodes_of
 from pipedist.transport.form import (
@@ -247,10 +248,7 @@ def _signature(cls: type) -> tuple[str, tuple[str, ...]]:
 
 def _type_name(cls: type) -> str:
     name = cls.__qualname__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__qualname__}"
-    article = "an" if name[:1] in "aeiouAEIOU" else "a"
-    if issubclass(cls, np.ndarray):
-        return f"{article} {name}; convert it with numpy.asarray"
-    return f"{article} {name}"
+    return f"{'an' if name[:1] in 'aeiouAEIOU' else 'a'} {name}"
 
 
 def _unsendable(tree: Tree, error: Exception) -> UnsendableError:
@@ -284,7 +282,8 @@ def _unsendable(tree: Tree, error: Exception) -> UnsendableError:
             elif cls not in (dict, list, tuple):
                 _signature(cls)
         except (UnsuitableTree, ValueError, OverflowError) as reason:
-            advice = "`await` what made it" if inspect.isawaitable(node) else _ADVICE
+            told = "" if isinstance(node, np.generic) or cls is np.ndarray else stand_in(node)
+            advice = "`await` what made it" if inspect.isawaitable(node) else told or _ADVICE
             return UnsendableError(f"can't send {reason}, {where}; {advice}")
         if names is not None:
             pending += reversed(

@@ -13,7 +13,7 @@ from pipedist import functions
 from pipedist.errors import PipedistError, RemoteProtocolError
 from pipedist.program import Program, Tree, from_tree, to_tree
 from pipedist.transport.classes import Unresolvable
-from pipedist.transport.codec import Frame, decode, encode
+from pipedist.transport.codec import Frame, UnsendableError, decode, encode
 
 
 class Unloadable(PipedistError):
@@ -26,7 +26,15 @@ def to_frames(program: Program) -> list[Frame]:
     Raises:
         UnsendableError: a value of a stage's `with` can't be sent; the text names its place.
     """
-    return [*encode(list(program.code)), *encode(to_tree(program))]
+    try:
+        return [*encode(list(program.code)), *encode(to_tree(program))]
+    except UnsendableError:
+        for stage in program.stages:
+            try:
+                encode(stage.kwargs)
+            except UnsendableError as error:
+                raise UnsendableError(f"stage {stage.name}: `with`: {error}") from None
+        raise
 
 
 def from_frames(frames: Sequence[memoryview], place: Callable[[str], str] = str) -> Program:

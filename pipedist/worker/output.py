@@ -69,6 +69,7 @@ class OutputCapture:
         self._allowance = float(self._limits.lines_per_s_max)
         self._refilled_at = clock()
         self._dropped = 0
+        self._dropped_of: _Origin = _NOWHERE
 
     def install(self) -> None:
         """Replace sys.stdout and sys.stderr of this process."""
@@ -97,7 +98,7 @@ class OutputCapture:
             partial, self._partial = self._partial, {}
             for origin, text in partial.items():
                 self._line(origin, text)
-            self._tell_dropped(_NOWHERE)
+            self._tell_dropped(self._dropped_of)
 
     def _keep(self, origin: _Origin, rest: str) -> None:
         if len(self._partial) >= self._limits.origins_max:
@@ -113,6 +114,7 @@ class OutputCapture:
         self._refilled_at = now
         if self._allowance < 1:
             self._dropped += 1
+            self._dropped_of = origin
             return
         self._allowance -= 1
         self._tell_dropped(origin)

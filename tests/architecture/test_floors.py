@@ -13,9 +13,10 @@ import pipedist
 PACKAGE = Path(pipedist.__file__).parent
 
 FLOORS: tuple[tuple[str, ...], ...] = (
-    ("version", "records", "counts", "async_only", "tf_names"),
+    ("version", "records", "counts", "async_only", "stand_ins", "tf_names"),
     ("accelerators",),
     ("errors",),
+    ("importing",),
     ("messages", "program", "revival"),
     ("trees",),
     ("exact",),

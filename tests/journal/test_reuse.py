@@ -107,6 +107,56 @@ outputs: {t: t.json}
     assert (tmp_path / "out" / "t.json").read_text() == f"{3.0 * sum(range(40))}\n"
 
 
+@pytest.mark.parametrize("what", ["module", "input"])
+def test_a_change_since_a_finished_run_of_the_same_spec(tmp_path: Path, what: str) -> None:
+    (tmp_path / "mine.py").write_text("def f(x):\n    return x['n'] * 2\n")
+    (tmp_path / "n.csv").write_text("n\n1\n2\n3\n")
+    spec = """
+pipedist: 1
+name: since
+dataset: {csv: {path: n.csv, columns: {n: int64}}, batch: 2}
+stages: {y: {run: "mine:f"}, t: {reduce: sum, of: y, axis: 0}}
+outputs: {t: t.json}
+"""
+    job = Job(tmp_path, spec)
+    assert job.run() == 0, job.told
+    assert job.run("--resume") == 0
+    assert "finished before" in job.told
+    assert "changed" not in job.told
+    if what == "module":
+        (tmp_path / "mine.py").write_text("def f(x):\n    return x['n'] * 3.0\n")
+        told, total = "module mine has changed", "18.0\n"
+    else:
+        (tmp_path / "n.csv").write_text("n\n1\n2\n3\n40\n")
+        told, total = "n.csv has changed", "92\n"
+    assert job.run("--resume") == 0
+    assert told in job.told, "the values are those of before, and it is said"
+    assert "--resume=reuse" in job.told
+    assert (tmp_path / "out" / "t.json").read_text() == "12\n"
+    assert job.run("--resume=reuse") == 0, job.told
+    assert told in job.told
+    assert (tmp_path / "out" / "t.json").read_text() == total
+    assert job.run("--resume") == 0
+    assert "changed" not in job.told
+
+
+def test_a_file_of_a_finished_run_that_is_gone(tmp_path: Path) -> None:
+    spec = """
+pipedist: 1
+name: gone
+dataset: {range: 4, batch: 2}
+stages: {t: {reduce: sum, of: dataset, axis: 0}}
+outputs: {t: t.json}
+"""
+    job = Job(tmp_path, spec)
+    assert job.run() == 0, job.told
+    (tmp_path / "out" / "t.json").unlink()
+    assert job.run("--resume") == 2
+    assert "t.json of the finished run" in job.told
+    assert job.run("--resume=reuse") == 0, job.told
+    assert (tmp_path / "out" / "t.json").read_text() == "6\n"
+
+
 def test_a_file_that_is_gone_is_made_again(tmp_path: Path) -> None:
     job = Job(tmp_path / "job", everything(tmp_path / "job", STEPS))
     assert job.run() == 0, job.told

@@ -48,6 +48,14 @@ def test_files_appear_when_the_run_is_complete(tmp_path: Path) -> None:
     assert not (out / ".pipedist/new").exists()
 
 
+def test_no_folder_is_named_tilde(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match=r"~/x: `~` is known to shells only"):
+        start(Path("~/x"))
+    assert not list(tmp_path.iterdir())
+    start(Path("~x")).close()
+
+
 def test_a_finished_run_is_replaced_when_the_next_one_is_complete(tmp_path: Path) -> None:
     out = tmp_path / "x"
     complete(out, "old", outputs=["a.json", "gone.json"])

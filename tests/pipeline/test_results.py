@@ -190,6 +190,46 @@ def test_a_forgotten_return_is_named(stage: dict[str, Any], file: str | None, tm
         pipedist.run(spec, workers=1, output=tmp_path / "out")
 
 
+def forgets(a: Any, b: Any) -> None:
+    del a, b
+
+
+def test_a_combine_function_that_forgets_its_return_is_named() -> None:
+    spec = document(t={"of": "dataset", "reduce": forgets})
+    spec["dataset"] = {"range": 4, "batch": 2}
+    with pytest.raises(
+        pipedist.FoldError, match=r"stage t: the combine function returned None.*`return` missing"
+    ):
+        pipedist.run(spec, workers=1)
+
+
+def a_range(x: Any) -> range:
+    return range(int(x[0]), int(x[0]) + len(x))
+
+
+@pytest.mark.parametrize("file", [None, "t.npy"])
+def test_a_range_is_gathered_as_an_array(file: str | None, tmp_path: Path) -> None:
+    spec = document(f={"run": a_range}, t={"of": "f", "gather": 0})
+    spec["dataset"] = {"range": 9, "batch": 4}
+    if file:
+        spec["outputs"] = {"t": file}
+    result = pipedist.run(spec, workers=1, output=tmp_path / "out")
+    assert (np.load(result.files["t"]) if file else result["t"]).tolist() == list(range(9))
+
+
+def test_what_can_not_be_sent_in_with_is_located() -> None:
+    spec = document(
+        f={"run": "tests.pipeline.test_results:keyed", "with": {"k": {"a": [object()]}}},
+        t={"of": "f", "gather": 0},
+    )
+    with pytest.raises(TypeError, match="stage f: `with`: can't send an object, at k/a/0"):
+        pipedist.run(spec, workers=1)
+
+
+def keyed(x: Any, k: Any) -> Any:
+    return x
+
+
 def test_no_calls_give_null() -> None:
     spec = document(f={"run": nothing}, t={"of": "f", "reduce": "sum", "axis": 0})
     spec["dataset"] = {"range": 0, "batch": 4}

@@ -119,6 +119,70 @@ def test_functions_without_a_name_travel_by_value() -> None:
     assert np.array_equal(result["out"], np.arange(20) + 5)
 
 
+SELF_RUNNING = """
+import pipedist
+
+def total(x):
+    return x.sum()
+
+SPEC = {
+    "pipedist": 1,
+    "dataset": {"range": 10, "batch": 5},
+    "stages": {"f": {"run": FUNCTION}, "t": {"reduce": "sum", "of": "f", "axis": None}},
+}
+"""
+AT_THE_TOP = {
+    "run": "pipedist.run(SPEC, workers=1)",
+    "run-in-a-loop": "import asyncio\nasync def main(): pipedist.run(SPEC, workers=1)\nasyncio.run(main())",
+    "open": """
+import asyncio
+async def main():
+    async with pipedist.LocalCluster(workers=1) as cluster, pipedist.open(SPEC, cluster=cluster) as run:
+        await run.results()
+asyncio.run(main())
+""",
+}
+
+
+@pytest.mark.parametrize("top", AT_THE_TOP)
+@pytest.mark.parametrize("imported_by", ["process", "workers"])
+def test_a_module_that_runs_its_own_functions_where_it_is_imported(
+    top: str, imported_by: str, tmp_path: Path
+) -> None:
+    """It would run itself again in every process that imports it, and one that waits for that for ever."""
+    function = '"selfish:total"' if imported_by == "process" else "total"
+    (tmp_path / "selfish.py").write_text(SELF_RUNNING.replace("FUNCTION", function) + AT_THE_TOP[top])
+    what = ["selfish.py"] if imported_by == "process" else ["-c", "import selfish"]
+    done = subprocess.run(
+        [sys.executable, *what], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 1, done.stderr
+    told = "asyncio.run() cannot be called" if imported_by == "process" and top != "run" else "__main__"
+    assert "importing selfish failed" in done.stderr
+    assert told in done.stderr
+    if told == "__main__" and (imported_by, top) != ("workers", "run-in-a-loop"):
+        assert "(selfish.py, line " in done.stderr
+
+
+def test_a_package_that_runs_a_function_of_its_own_where_it_is_imported(tmp_path: Path) -> None:
+    """The module of the function can't be imported before its package is, and that waits for the run."""
+    package = tmp_path / "selfish"
+    package.mkdir()
+    (package / "inner.py").write_text("def total(x):\n    return x.sum()\n")
+    text = SELF_RUNNING.replace("FUNCTION", '"selfish.inner:total"') + AT_THE_TOP["run-in-a-loop"]
+    (package / "__init__.py").write_text(text)
+    done = subprocess.run(
+        [sys.executable, "-c", "import selfish"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "the import of selfish has begun, and waits for this run" in done.stderr
+
+
 def test_a_script_without_a_main_guard(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from fractions import Fraction
 from typing import Any
 
@@ -262,6 +263,31 @@ def test_what_is_not_numeric_is_refused_with_its_path(leaf: object) -> None:
         Reduction.of("sum", None).partial({"a": [1, leaf]})
 
 
+class Column:
+    """As a data frame's column: NumPy makes an array of it, without its labels."""
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        return np.ones(2)
+
+
+@pytest.mark.parametrize(
+    ("leaf", "advice"),
+    [
+        (np.ma.masked_array([1, 2], [False, True]), r"a masked array; x\.filled"),
+        (Column(), r"Column; np\.asarray"),
+        (Counter("ab"), r"Counter; dict\("),
+        ({1, 2}, r"set; sorted\("),
+        ((x for x in [1]), r"generator; np\.array\(list"),
+    ],
+)
+@pytest.mark.parametrize("axis", [None, 0])
+def test_what_would_lose_something_is_refused_with_what_to_return(
+    leaf: object, advice: str, axis: Any
+) -> None:
+    with pytest.raises(TypeError, match=f"sum of the value: expected numbers, got {advice}"):
+        Reduction.of("sum", axis).partial(leaf)
+
+
 def test_partials_that_do_not_fit_together() -> None:
     reduction = Reduction.of("sum", None)
     one = reduction.partial({"a": np.ones(2)})
@@ -269,7 +295,7 @@ def test_partials_that_do_not_fit_together() -> None:
         reduction.combine(one, reduction.partial({"a": np.ones(1)}))
     with pytest.raises(TypeError, match="leaf 'a': components of dtypes float64 and float32"):
         reduction.combine(one, reduction.partial({"a": np.ones(2, np.float32)}))
-    with pytest.raises(ValueError, match=r"\{'a': \*\} and \{'b': \*\}"):
+    with pytest.raises(ValueError, match=r"\{'a': \*\} and \{'b': \*\}; .*combiners:by_key"):
         reduction.combine(one, reduction.partial({"b": np.ones(2)}))
 
 

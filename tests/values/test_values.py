@@ -95,6 +95,17 @@ def test_mean_over_replicas_counts_empty_components_and_not_missing_ones() -> No
     assert values.reduce("sum", PerReplica([None, None]), None, 2) is None
 
 
+def test_what_returned_nothing_is_not_reduced() -> None:
+    with pytest.raises(ValueError, match="is a `return` missing"):
+        values.reduce("sum", None, None, 2)
+
+
+def test_masks_are_not_dropped_by_a_gather() -> None:
+    part = np.ma.masked_array([1, 2], [False, True])
+    with pytest.raises(TypeError, match=r"gather of the value: .* masked"):
+        values.gather(values.PerReplica([part, part]), 0, 2)
+
+
 @pytest.mark.parametrize("plain", [3, 0, np.zeros(2), True, "text", None, [1.0, 2.0], {"a": 1.0}])
 @pytest.mark.parametrize(("op", "axis"), [("sum", None), ("sum", 0), ("mean", 0), ("max", None)])
 def test_a_plain_value_has_no_reduction(plain: Any, op: str, axis: int | None) -> None:

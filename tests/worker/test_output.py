@@ -74,6 +74,16 @@ def test_a_flood_is_dropped_and_counted() -> None:
     assert lines[-1].text == "[8 lines dropped: more than 3 lines a second]"
 
 
+def test_what_is_dropped_at_the_end_is_said_of_its_call() -> None:
+    out, lines, _ = capture(lines_per_s_max=3)
+    token = current.set(in_call(7))
+    out.write("a\n" * 10)
+    current.reset(token)
+    out.finish()
+    assert lines[-1].text == "[7 lines dropped: more than 3 lines a second]"
+    assert (lines[-1].stage, lines[-1].step, lines[-1].replica) == ("s", 7, 1)
+
+
 def test_unfinished_lines_of_many_calls_are_bounded() -> None:
     out, lines, _ = capture(origins_max=2)
     for step in range(3):

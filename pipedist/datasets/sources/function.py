@@ -22,6 +22,7 @@ from pipedist.datasets.sources.base import Config, Ids, Source, SourceError, che
 from pipedist.datasets.sources.memory import ArraysSource, leading_arrays
 from pipedist.functions import load, reference
 from pipedist.program import Tree
+from pipedist.stand_ins import is_masked, stand_in
 
 _PLAIN: dict[type, np.dtype[Any]] = {
     bool: np.dtype(np.bool_),
@@ -152,6 +153,10 @@ class IterableSource(Source):
                 key="call",
                 expected="arrays, numbers or text; numpy.frombuffer makes an array of bytes",
             )
+        if is_masked(leaf):
+            raise SourceError(
+                f"{what}: a masked array can't be read", key="call", expected=f"plain ones: {stand_in(leaf)}"
+            )
         array = np.asarray(leaf)
         check_dtype(array.dtype, what, "call")
         return array
@@ -187,6 +192,12 @@ def open_function(config: Config, code: Sequence[str]) -> Source:
         return function(**kwargs)
 
     result = _call(label, factory)
+    if isinstance(result, set | frozenset):
+        raise SourceError(
+            f"{label}: a {type(result).__name__} has no order, and each process its own",
+            key="call",
+            expected="sorted(...) of it, as an array or iter(...)",
+        )
     if _is_iterable(result):
         return IterableSource(label, factory, result)
     return ArraysSource(*leading_arrays(result, label, key="call"))

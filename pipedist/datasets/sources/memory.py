@@ -19,6 +19,7 @@ from pipedist.datasets.sources.base import (
     sealed,
 )
 from pipedist.program import Tree
+from pipedist.stand_ins import is_masked, stand_in
 
 _INT64 = np.iinfo(np.int64)
 
@@ -164,10 +165,15 @@ def leading_arrays(tree: Tree, what: str, *, key: str) -> tuple[Tree, int]:
 
 def _array(leaf: Any, name: str, key: str) -> npt.NDArray[Any]:
     if not hasattr(leaf, "__array__"):
+        elements = "; of a list of elements, return iter(...)" if key == "call" else ""
         raise SourceError(
             f"{name}: a {type(leaf).__name__}, not an array",
             key=key,
-            expected="arrays with one leading dimension; numpy.asarray makes one of a list",
+            expected=f"arrays with one leading dimension; numpy.asarray makes one of a list{elements}",
+        )
+    if is_masked(leaf):
+        raise SourceError(
+            f"{name}: a masked array can't be read", key=key, expected=f"plain ones: {stand_in(leaf)}"
         )
     array = np.asarray(leaf)
     check_dtype(array.dtype, name, key)

@@ -220,12 +220,23 @@ def expand(path: str | Iterable[str], folder: Path) -> list[DataFile]:
         names = [name for name in _matches(pattern, folder) if os.path.isfile(os.path.join(folder, name))]
         if not names:
             place = "" if os.path.isabs(pattern) else f" in {os.path.abspath(folder)}"
-            raise SourceError(f"no file matches {pattern!r}{place}", key="path")
+            raise SourceError(
+                f"no file matches {pattern!r}{place}", key="path", expected=_instead(pattern, folder)
+            )
         for name in names:
             absolute = os.path.abspath(os.path.join(folder, name))
             if absolute not in found:
                 found[absolute] = _examine(name, absolute)
     return sorted(found.values(), key=lambda file: (file.shown, file.path))
+
+
+def _instead(pattern: str, folder: Path) -> str:
+    """Return what may have been meant by a pattern that matches no file, "" where nothing is known."""
+    if pattern.startswith("~"):
+        return "a path without `~`, which only shells know: ${env.HOME}/..."
+    if os.path.isdir(os.path.join(folder, pattern)):
+        return f"files, and this is a folder: {os.path.join(pattern, '*')!r} are those in it"
+    return ""
 
 
 def _matches(pattern: str, folder: Path) -> list[str]:

@@ -56,6 +56,7 @@ def test_slices_keep_structure_and_dtype_and_are_read_only() -> None:
         (np.float32(1), ValueError, "scalar has no rows"),
         ((np.arange(3), np.arange(2)), ValueError, "0: 3, 1: 2"),
         ({"a": object()}, TypeError, "dtype object"),
+        ({"a": np.ma.masked_array([1, 2], [False, True])}, TypeError, "a masked array"),
         ([[1, 2], [3]], ValueError, "different shapes"),
         ((), ValueError, "no rows"),
     ],

@@ -101,6 +101,7 @@ def test_sequential_sources_refuse_random_access() -> None:
         ({"a": b"x"}, "element 4, a: a bytes can't be stacked"),
         ({"a": 2**70}, "element 4, a: 1180591620717411303424 does not fit int64"),
         ({"a": np.array(["x", None])}, "element 4, a: arrays of dtype object"),
+        ({"a": np.ma.masked_array([1.0, 2.0], [False, True])}, "element 4, a: a masked array"),
     ],
 )
 @pytest.mark.parametrize("batch", [1, 3, 100])
@@ -135,6 +136,7 @@ def test_what_the_users_code_raises_is_the_cause() -> None:
         ("text", "a str, not an array"),
         (None, "no array in it"),
         ([{"x": 1.0}], "0/x: a float, not an array"),
+        ({"a", "b"}, "a set has no order"),
         ({"x": np.zeros(2), "y": np.zeros(3)}, "2 rows, .* has 3"),
     ],
 )
@@ -142,6 +144,14 @@ def test_results_that_are_no_data_are_refused(result: Any, text: str) -> None:
     with pytest.raises(SourceError, match=text) as caught:
         _open(lambda: result)
     assert caught.value.key == "call"
+
+
+def test_a_list_of_elements_says_how_to_return_it() -> None:
+    with pytest.raises(SourceError, match="not an array") as caught:
+        _open(lambda: [{"x": 1.0}])
+    assert "iter(...)" in caught.value.expected
+    source = _open(lambda: iter([{"x": 1.0}, {"x": 2.0}]))
+    assert [block["x"].tolist() for block in source.blocks(4)] == [[1.0, 2.0]]
 
 
 def test_a_factory_must_stay_what_it_was_and_elements_must_hold_something() -> None:

@@ -108,6 +108,7 @@ def test_arrays_in_any_layout_become_plain() -> None:
         ({"a": np.zeros(3), "b": np.zeros(4)}, "arrays/a has 3 rows, arrays/b has 4"),
         ({"a": np.array([None, "x"])}, "dtype object"),
         (np.zeros(2, [("a", "i4")]), "can't be read"),
+        ({"a": np.ma.masked_array([1, 2], [False, True])}, "arrays/a: a masked array can't be read"),
     ],
 )
 def test_what_is_no_tree_of_arrays_is_refused(tree: Any, text: str) -> None:

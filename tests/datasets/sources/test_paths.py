@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import os
+import re
 import zipfile
 from pathlib import Path
 
@@ -51,6 +52,15 @@ def test_no_match_names_pattern_and_folder(folder: Path, path: str | list[str]) 
     pattern = path if isinstance(path, str) else path[1]
     assert str(caught.value) == f"no file matches {pattern!r} in {folder}"
     assert caught.value.key == "path"
+
+
+@pytest.mark.parametrize(
+    ("path", "instead"), [("~/x.csv", r"\$\{env\.HOME\}"), (".", r"a folder: '\./\*'"), ("none", "^$")]
+)
+def test_no_match_says_what_may_be_meant(folder: Path, path: str, instead: str) -> None:
+    with pytest.raises(SourceError, match="no file matches") as caught:
+        expand(path, folder)
+    assert re.search(instead, caught.value.expected)
 
 
 @pytest.mark.parametrize("kind", ["npy", "npz", "csv", "parquet", "jsonl", "text", "files"])
