@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import shlex
 from contextlib import AsyncExitStack
 from typing import Self
 
@@ -73,10 +74,11 @@ class ConnectCluster(Cluster):
 
     async def __aenter__(self) -> Self:
         await super().__aenter__()
-        endpoint = _from_elsewhere(self.coordinator.endpoint)
+        endpoint = shlex.quote(_from_elsewhere(self.coordinator.endpoint))
+        key_file = shlex.quote(_file_of_workers(self._key_file))
         tell(
             f"waiting for workers: {self._visible()}pipedist worker --connect {endpoint} "
-            f"--key-file {_file_of_workers(self._key_file)}{self._with_threads()}"
+            f"--key-file {key_file}{self._with_threads()}"
         )
         return self
 

@@ -20,6 +20,8 @@ _WINDOW_S = 10.0
 """Rates are those of the last so many seconds."""
 _FIRST_LINE_S = 2.0
 _LINE_EVERY_S = 5.0
+_SAME_LINE_EVERY_S = 60.0
+"""How often a line is written that says what the last one has said, as of a run that waits for workers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,14 +132,19 @@ class PlainReporter(Reporter):
         self._clock_s = clock_s
         self._pacer = Pacer()
         self._next_s = clock_s() + _FIRST_LINE_S
+        self._last = ("", 0.0)
+        """The last line, and when it was written."""
 
     def update(self, amount: Amount) -> None:
-        """Write a line if the last one is some seconds old."""
+        """Write a line if the last one is some seconds old, and a minute if it says the same."""
         now_s = self._clock_s()
         pace = self._pacer.pace(amount, now_s)
         if now_s >= self._next_s:
             self._next_s = now_s + _LINE_EVERY_S
-            self.line(describe(self._name, amount, pace))
+            text, (last, written_s) = describe(self._name, amount, pace), self._last
+            if text != last or now_s - written_s >= _SAME_LINE_EVERY_S:
+                self._last = (text, now_s)
+                self.line(text)
 
     def line(self, text: str) -> None:
         """Write the line."""

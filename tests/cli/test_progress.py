@@ -76,3 +76,16 @@ def test_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "elements/s" in shown
     assert "2 workers" in shown
     assert "[bold]a line" in shown
+
+
+def test_a_plain_line_that_says_nothing_new_is_rarer_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = io.StringIO()
+    monkeypatch.setattr("sys.stderr", stream)
+    now_s = 0.0
+    reporter = PlainReporter("s", lambda: now_s)
+    for now_s in range(1, 131):
+        reporter.update(Amount(0, 10, 0, 1 if now_s > 125 else 0))
+    waiting, working = (
+        f"s: 0%, 0 of 10 elements, 0.0 elements/s, 0.0 calls/s, {n}" for n in ("0 workers", "1 worker")
+    )
+    assert stream.getvalue().splitlines() == [waiting, waiting, waiting, working]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -67,7 +68,7 @@ def hint_of(run: subprocess.Popen[str]) -> list[str]:
     for line in run.stderr:
         found = re.search(r"pipedist worker (--connect .*)", line)
         if found:
-            return found[1].split()
+            return shlex.split(found[1])
     raise AssertionError("the run ended without saying where to join")
 
 
@@ -98,6 +99,13 @@ def how_it_ended(shard):
     child.join(20)
     return child.exitcode or 0
 """
+
+
+def test_the_command_that_is_told_can_be_pasted(folder: Path) -> None:
+    (folder / "my keys").mkdir()
+    (folder / "cubes.yaml").write_text(SPEC.replace("key_file: cluster.key", 'key_file: "my keys/of it.key"'))
+    with started("run", "cubes.yaml", cwd=folder) as run:
+        assert hint_of(run)[2:] == ["--key-file", str(folder / "my keys" / "of it.key")]
 
 
 def test_a_process_that_a_function_forks_is_ended_by_sigterm(folder: Path) -> None:
