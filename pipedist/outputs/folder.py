@@ -36,7 +36,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Collection, Sequence
-from pathlib import Path
+from pathlib import Path, PurePath
 from types import TracebackType
 from typing import Literal, Self
 
@@ -377,12 +377,16 @@ def _claim(path: Path, shown: Path) -> None:
 
 
 def _check_free(path: Path, shown: Path, outputs: Sequence[str], previous: Sequence[str]) -> None:
-    for name in outputs:
-        if name not in previous and os.path.lexists(path / name):
-            raise UsageError(
-                f"{shown}/{name} is in the way of an output and was not written by pipedist: move it, or "
-                "choose another folder with --output DIR"
-            )
+    ours = set(map(PurePath, previous))
+    for output in map(PurePath, outputs):
+        for name in (output, *output.parents[:-1]):
+            there = path / name
+            is_folder = name != output and there.is_dir() and not there.is_symlink()
+            if name not in ours and os.path.lexists(there) and not is_folder:
+                raise UsageError(
+                    f"{shown}/{name} is in the way of an output and was not written by pipedist: move it, or "
+                    "choose another folder with --output DIR"
+                )
 
 
 def _finished(path: Path, record: RunRecord, shown: Path) -> FinishedRun:

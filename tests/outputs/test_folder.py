@@ -173,6 +173,18 @@ def test_a_file_of_somebody_else_is_not_replaced(tmp_path: Path) -> None:
     assert (out / "b.json").read_text() == "mine"
 
 
+def test_a_file_in_place_of_an_output_s_folder_is_told_before_the_run(tmp_path: Path) -> None:
+    out = tmp_path / "x"
+    complete(out, outputs=["sub/a.json", "old"])
+    (out / "b").write_text("mine")
+    (out / "c").symlink_to(tmp_path)
+    for name in ("b", "c"):
+        with pytest.raises(UsageError, match=rf"/{name} is in the way"):
+            start(out, outputs=[f"{name}/d/a.json"])
+    complete(out, outputs=["sub/b.json", "old/a.json"])
+    assert visible(out) == ["b", "old/a.json", "sub/b.json"]
+
+
 def test_two_runs_do_not_share_a_folder(tmp_path: Path) -> None:
     with start(tmp_path / "x"), pytest.raises(UsageError, match="another run is writing"):
         start(tmp_path / "x", restart=True)
