@@ -267,7 +267,7 @@ def _reused(
     lines = []
     for pass_ in plan.passes:
         key = key_of(pass_)
-        found, why = _found(history, header, header.passes[key])
+        found, why = _found(history, header, key)
         if found is not None and (missing := _missing(plan, pass_, folder, found)):
             found, why = None, [f"{missing} is not as the run left it"]
         if found is None:
@@ -296,24 +296,26 @@ def _reused(
     return Opened(journal, RunJournal(journal, again, _stamp(header)), "\n".join(lines))
 
 
-def _found(history: History, now: Header, wanted: Mapping[str, Any]) -> tuple[PassHistory | None, list[str]]:
-    """Return what is durable of a pass like this one; if nothing, why."""
-    there = history.header
+def _found(history: History, now: Header, key: str) -> tuple[PassHistory | None, list[str]]:
+    """Return what is durable of a pass like this one; if nothing, why.
+
+    One of another phase is another one: its logs are called after it.
+    """
+    there, wanted = history.header, now.passes[key]
+    said = there.passes.get(key)
+    if said is None or said["shape"] != wanted["shape"]:
+        return None, ["the run before had no pass of these stages in this phase"]
     why: list[str] = []
-    for key, said in there.passes.items():
-        if said["shape"] != wanted["shape"]:
-            continue
-        for path in dict.fromkeys((*said["needs"], *wanted["needs"])):
-            why += differences(_at(there.spec, path), _at(now.spec, path), path)
-        why += _inputs_changed(there, now, wanted["needs"])
-        changed = [m for m in wanted["modules"] if there.code.get(m) != now.code.get(m)]
-        why += [f"module {module} has changed" for module in changed]
-        if why:
-            return None, why
-        if key in history.passes:
-            return history.passes[key], []
-        return None, ["the run before did not come to it"]
-    return None, ["the run before had no pass of these stages"]
+    for path in dict.fromkeys((*said["needs"], *wanted["needs"])):
+        why += differences(_at(there.spec, path), _at(now.spec, path), path)
+    why += _inputs_changed(there, now, wanted["needs"])
+    changed = [m for m in wanted["modules"] if there.code.get(m) != now.code.get(m)]
+    why += [f"module {module} has changed" for module in changed]
+    if why:
+        return None, why
+    if key in history.passes:
+        return history.passes[key], []
+    return None, ["the run before did not come to it"]
 
 
 def _at(document: Mapping[str, Any], path: str) -> Any:
