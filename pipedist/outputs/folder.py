@@ -32,7 +32,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import os
 import shutil
 from collections.abc import Callable, Collection, Sequence
@@ -50,6 +49,7 @@ from pipedist.outputs.run_record import (
     PRIVATE,
     RunRecord,
     read_record,
+    read_results,
     reading,
     write_json,
     write_record,
@@ -390,6 +390,10 @@ def _check_free(path: Path, shown: Path, outputs: Sequence[str], previous: Seque
 
 
 def _finished(path: Path, record: RunRecord, shown: Path) -> FinishedRun:
-    with reading(shown):
-        document = json.loads((path / PRIVATE / "results.json").read_bytes())
+    if gone := [name for name in record.files if not (path / name).is_file()]:
+        raise UsageError(
+            f"{shown}/{gone[0]}, of its finished run {record.run}, is not there any more: "
+            "--restart makes it again"
+        )
+    document = read_results(path, shown)
     return FinishedRun(path, record.run, document, {name: path / name for name in record.files})

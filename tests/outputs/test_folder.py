@@ -135,6 +135,23 @@ def test_resume_of_a_finished_run_returns_it(tmp_path: Path) -> None:
         assert found == FinishedRun(out, "r1", {"run": "r1"}, {"a.json": out / "a.json"})
 
 
+def test_resume_of_a_finished_run_that_is_not_whole_any_more(tmp_path: Path) -> None:
+    out = tmp_path / "x"
+    complete(out)
+    results = out / ".pipedist/results.json"
+    for text in ("{", "[]", '{"files": []}', "\0"):
+        results.write_text(text)
+        with pytest.raises(UsageError, match=r"results\.json, of its finished run, can't be read.*--restart"):
+            start(out, resume=True)
+    results.unlink()
+    with pytest.raises(UsageError, match=r"can't be read \(No such file or directory\)"):
+        start(out, resume=True)
+    (out / "a.json").unlink()
+    with pytest.raises(UsageError, match=r"x/a\.json, of its finished run r1, is not there.*--restart"):
+        start(out, resume=True)
+    complete(out, restart=True)
+
+
 def test_resume_of_nothing_says_so(tmp_path: Path) -> None:
     with start(tmp_path / "x", resume=True) as folder:
         assert "nothing to resume" in folder.notice
