@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -124,3 +127,12 @@ def test_long_paths_stay_whole_in_a_pipe(tmp_path: Path, monkeypatch: pytest.Mon
     text = render([Row("rows", "gather 0", "x" * 110, path)], LEDGER, {})
     assert str(path) in text
     assert max(len(line) for line in text.splitlines() if str(path) not in line and "─" not in line) < 100
+
+
+def test_rows_are_counted_in_any_locale(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text('note\né\n"ü\nö"\n', encoding="utf-8")
+    code = f"from pipedist.cli.summary import *; print(summarize_file(Path({str(path)!r})))"
+    ascii_only = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    counted = subprocess.run([sys.executable, "-c", code], env=ascii_only, capture_output=True, check=True)
+    assert counted.stdout == b"2 rows\n"
