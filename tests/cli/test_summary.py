@@ -121,6 +121,11 @@ def test_a_streamed_table_shows_its_rows(tmp_path: Path, suffix: str) -> None:
     assert summarize_file(empty.finish()) == ("null" if suffix == ".json" else "0 rows")
 
 
+def test_one_element_is_one_element() -> None:
+    one = {"elements": 1, "committed": 1, "quarantined": 0, "lost": 0}
+    assert "\n1 element: 1 committed, 0 quarantined, 0 lost\n" in render([], one, {})
+
+
 def test_long_paths_stay_whole_in_a_pipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("COLUMNS", raising=False)
     path = tmp_path.joinpath(*["a-long-folder"] * 12, "rows.npy")
