@@ -209,13 +209,22 @@ def _modules(plan: Plan) -> dict[str, list[str]]:
         state = plan.states.get(name)
         refs = [plan.functions.get(name)] + ([state.init, state.until] if state is not None else [])
         modules[f"stages.{name}"] = [
-            ref.name.partition(":")[0] for ref in refs if ref is not None and ref.name
+            module for ref in refs if ref is not None and ref.name for module in _modules_of(ref.name)
         ]
     for name, dataset in plan.spec.datasets.items():
         call = dataset.config.get("call")
         if isinstance(call, str):
-            modules[f"datasets.{name}"] = [call.partition(":")[0]]
+            modules[f"datasets.{name}"] = _modules_of(call)
     return modules
+
+
+def _modules_of(function: str) -> list[str]:
+    """Return the module that a function is named in, and the one that it is from: packages hand on names."""
+    module, _, path = function.partition(":")
+    found: Any = sys.modules.get(module)
+    for part in path.split("."):
+        found = getattr(found, part, None)
+    return list(dict.fromkeys((module, getattr(found, "__module__", None) or module)))
 
 
 def _described(plan: Plan, pass_: PassPlan) -> dict[str, Any]:

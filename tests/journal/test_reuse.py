@@ -107,6 +107,26 @@ outputs: {t: t.json}
     assert (tmp_path / "out" / "t.json").read_text() == f"{3.0 * sum(range(40))}\n"
 
 
+def test_a_function_that_a_package_hands_on_changes_in_its_own_module(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "__init__.py").write_text("from mine.own import f\n")
+    (tmp_path / "mine" / "own.py").write_text("def f(x):\n    return x * 2\n")
+    spec = """
+pipedist: 1
+name: packages
+datasets: {d: {range: 8, batch: 4}, e: {range: 8, batch: 4}}
+stages: {y: {run: "mine:f", of: d}, t: {reduce: sum, of: y, axis: 0}, n: {reduce: max, of: e, axis: 0}}
+outputs: {t: t.json}
+"""
+    job = Job(tmp_path, spec)
+    assert job.run() == 0, job.told
+    (tmp_path / "mine" / "own.py").write_text("def f(x):\n    return x * 3.0\n")
+    changed(job, ("reduce: max", "reduce: min"))
+    assert job.run("--resume=reuse") == 0, job.told
+    assert "module mine.own has changed" in job.told
+    assert (tmp_path / "out" / "t.json").read_text() == "84.0\n"
+
+
 def test_a_pass_that_comes_in_another_phase_is_another_one(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         "import os\nHERE = os.path.dirname(__file__)\n"
