@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from pipedist.cli import exits
@@ -23,7 +22,7 @@ def audit_run(run: str) -> int:
         UsageError: there is no run in the folder, or it has no journal.
     """
     from pipedist.journal.audit import audit
-    from pipedist.outputs.run_record import PRIVATE, read_record
+    from pipedist.outputs.run_record import PRIVATE, read_record, read_results
 
     path = Path(run)
     record = read_record(path, path)
@@ -32,8 +31,7 @@ def audit_run(run: str) -> int:
     finished = record.state == "finished"
     ledger = None
     if finished:
-        document = json.loads((path / PRIVATE / "results.json").read_bytes())
-        ledger = document["ledger"]
+        ledger = read_results(path, path).get("ledger")
     found = audit(path / PRIVATE / "journal", finished=finished, ledger=ledger)
     write_out("\n".join(found.lines()) + "\n")
     return exits.FAILED if found.problems else exits.OK

@@ -86,7 +86,7 @@ def _rows(path: Path) -> int:
     import csv  # a quoted cell may hold line feeds
 
     csv.field_size_limit(SCANNED_BYTES_MAX)
-    with path.open(newline="", errors="surrogatepass") as file:
+    with path.open(encoding="utf-8", newline="", errors="surrogatepass") as file:
         return max(0, sum(1 for _ in csv.reader(file)) - 1)  # without the header
 
 

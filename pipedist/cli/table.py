@@ -116,7 +116,8 @@ def _has_width() -> bool:
 def ledger_line(ledger: Mapping[str, int]) -> str:
     """Return the ledger as a line: every element is accounted for."""
     kinds = ", ".join(f"{ledger[kind]:,} {kind}" for kind in ("committed", "quarantined", "lost"))
-    return f"{ledger['elements']:,} elements: {kinds}"
+    count = ledger["elements"]
+    return f"{count:,} element{'s' * (count != 1)}: {kinds}"
 
 
 def timings_line(timings: Mapping[str, float]) -> str:

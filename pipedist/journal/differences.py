@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
@@ -18,7 +19,7 @@ def differences(there: Any, now: Any, path: str = "") -> Iterator[str]:
         there, now: plain values: maps, lists, text, numbers.
         path: of both, in the whole.
     """
-    if there == now and isinstance(there, bool) == isinstance(now, bool):
+    if _text(there) == _text(now):
         return
     if isinstance(there, Mapping) and isinstance(now, Mapping):
         for name in dict.fromkeys((*there, *now)):
@@ -29,6 +30,11 @@ def differences(there: Any, now: Any, path: str = "") -> Iterator[str]:
             yield from differences(a, b, f"{path}[{index}]")
     else:
         yield f"{path or 'all of it'}: {_shown(there)} there, {_shown(now)} now"
+
+
+def _text(value: Any) -> str:
+    # what a digest is of: there 1, 1.0 and true are three values, as are 0.0 and -0.0, and NaN is one
+    return "" if value is _MISSING else json.dumps(value, sort_keys=True)
 
 
 def _shown(value: Any) -> str:

@@ -268,7 +268,8 @@ def read_history(folder: Path) -> History | None:
     history: History | None = None
     try:
         for placed in _placed(path):
-            said = msgpack.unpackb(placed.payload, strict_map_key=False)
+            # names of files need not be UTF-8
+            said = msgpack.unpackb(placed.payload, strict_map_key=False, unicode_errors="surrogatepass")
             if history is None:
                 history = History(_header(said, path))
             else:

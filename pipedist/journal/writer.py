@@ -258,7 +258,7 @@ class Journal:
             self._append(said)
 
     def _append(self, said: Mapping[str, Any]) -> None:
-        packed = pack_record(msgpack.packb(said), self._digest)
+        packed = pack_record(msgpack.packb(said, unicode_errors="surrogatepass"), self._digest)
         written = self._disk.write(self._fd, [packed], self._size)
         self._disk.sync(self._fd)
         self._size += written

@@ -32,11 +32,10 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import os
 import shutil
 from collections.abc import Callable, Collection, Sequence
-from pathlib import Path
+from pathlib import Path, PurePath
 from types import TracebackType
 from typing import Literal, Self
 
@@ -50,6 +49,7 @@ from pipedist.outputs.run_record import (
     PRIVATE,
     RunRecord,
     read_record,
+    read_results,
     reading,
     write_json,
     write_record,
@@ -388,12 +388,16 @@ def _claim(path: Path, shown: Path) -> None:
 
 
 def _check_free(path: Path, shown: Path, outputs: Sequence[str], previous: Sequence[str]) -> None:
-    for name in outputs:
-        if name not in previous and os.path.lexists(path / name):
-            raise UsageError(
-                f"{shown}/{name} is in the way of an output and was not written by pipedist: move it, or "
-                "choose another folder with --output DIR"
-            )
+    ours = set(map(PurePath, previous))
+    for output in map(PurePath, outputs):
+        for name in (output, *output.parents[:-1]):
+            there = path / name
+            is_folder = name != output and there.is_dir() and not there.is_symlink()
+            if name not in ours and os.path.lexists(there) and not is_folder:
+                raise UsageError(
+                    f"{shown}/{name} is in the way of an output and was not written by pipedist: move it, or "
+                    "choose another folder with --output DIR"
+                )
 
 
 def _finished(
@@ -404,6 +408,5 @@ def _finished(
             f"{shown}/{gone[0]} of the finished run {record.run} is not there any more: --resume=reuse "
             "makes it again, and --restart everything"
         )
-    with reading(shown):
-        document = json.loads((path / PRIVATE / "results.json").read_bytes())
+    document = read_results(path, shown)
     return FinishedRun(path, record.run, document, {name: path / name for name in record.files}, since)

@@ -82,6 +82,28 @@ def read_record(path: Path, shown: Path) -> RunRecord | None:
         ) from error
 
 
+def read_results(path: Path, shown: Path) -> Mapping[str, Any]:
+    """Return the document of the finished run in a folder.
+
+    Args:
+        shown: the folder, as errors call it.
+
+    Raises:
+        UsageError: it is not there, or can't be read.
+    """
+    try:
+        document: Mapping[str, Any] = json.loads((path / PRIVATE / "results.json").read_bytes())
+        if not isinstance(document, dict) or "run" not in document:
+            raise ValueError("it is no document of a run")
+    except (OSError, ValueError, TypeError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise UsageError(
+            f"{shown}/{PRIVATE}/results.json, of its finished run, can't be read ({why}): "
+            "pipedist run --restart makes it again"
+        ) from error
+    return document
+
+
 def write_record(path: Path, record: RunRecord) -> None:
     """Replace a folder's run.json.
 

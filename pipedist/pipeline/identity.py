@@ -50,6 +50,8 @@ def digest_of(meant: Mapping[str, Any]) -> str:
 
 def _plain(value: Any) -> Any:
     """Return a value as JSON, in which functions and arrays stand as their digests."""
+    if isinstance(value, np.number | np.bool_):  # whose type decides that of a result, as 1 and 1.0 do
+        return [str(value.dtype), str(value)]
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, bytes):

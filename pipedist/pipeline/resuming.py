@@ -222,13 +222,22 @@ def _modules(plan: Plan) -> dict[str, list[str]]:
         state = plan.states.get(name)
         refs = [plan.functions.get(name)] + ([state.init, state.until] if state is not None else [])
         modules[f"stages.{name}"] = [
-            ref.name.partition(":")[0] for ref in refs if ref is not None and ref.name
+            module for ref in refs if ref is not None and ref.name for module in _modules_of(ref.name)
         ]
     for name, dataset in plan.spec.datasets.items():
         call = dataset.config.get("call")
         if isinstance(call, str):
-            modules[f"datasets.{name}"] = [call.partition(":")[0]]
+            modules[f"datasets.{name}"] = _modules_of(call)
     return modules
+
+
+def _modules_of(function: str) -> list[str]:
+    """Return the module that a function is named in, and the one that it is from: packages hand on names."""
+    module, _, path = function.partition(":")
+    found: Any = sys.modules.get(module)
+    for part in path.split("."):
+        found = getattr(found, part, None)
+    return list(dict.fromkeys((module, getattr(found, "__module__", None) or module)))
 
 
 def _described(plan: Plan, pass_: PassPlan) -> dict[str, Any]:
@@ -280,7 +289,7 @@ def _reused(
     lines = []
     for pass_ in plan.passes:
         key = key_of(pass_)
-        found, why = _found(history, header, header.passes[key])
+        found, why = _found(history, header, key)
         if found is not None and (missing := _missing(plan, pass_, folder, found)):
             found, why = None, [f"{missing} is not as the run left it"]
         if found is None:
@@ -309,24 +318,26 @@ def _reused(
     return Opened(journal, RunJournal(journal, again, _stamp(header)), "\n".join(lines))
 
 
-def _found(history: History, now: Header, wanted: Mapping[str, Any]) -> tuple[PassHistory | None, list[str]]:
-    """Return what is durable of a pass like this one; if nothing, why."""
-    there = history.header
+def _found(history: History, now: Header, key: str) -> tuple[PassHistory | None, list[str]]:
+    """Return what is durable of a pass like this one; if nothing, why.
+
+    One of another phase is another one: its logs are called after it.
+    """
+    there, wanted = history.header, now.passes[key]
+    said = there.passes.get(key)
+    if said is None or said["shape"] != wanted["shape"]:
+        return None, ["the run before had no pass of these stages in this phase"]
     why: list[str] = []
-    for key, said in there.passes.items():
-        if said["shape"] != wanted["shape"]:
-            continue
-        for path in dict.fromkeys((*said["needs"], *wanted["needs"])):
-            why += differences(_at(there.spec, path), _at(now.spec, path), path)
-        why += _inputs_changed(there, now, wanted["needs"])
-        changed = [m for m in wanted["modules"] if there.code.get(m) != now.code.get(m)]
-        why += [f"module {module} has changed" for module in changed]
-        if why:
-            return None, why
-        if key in history.passes:
-            return history.passes[key], []
-        return None, ["the run before did not come to it"]
-    return None, ["the run before had no pass of these stages"]
+    for path in dict.fromkeys((*said["needs"], *wanted["needs"])):
+        why += differences(_at(there.spec, path), _at(now.spec, path), path)
+    why += _inputs_changed(there, now, wanted["needs"])
+    changed = [m for m in wanted["modules"] if there.code.get(m) != now.code.get(m)]
+    why += [f"module {module} has changed" for module in changed]
+    if why:
+        return None, why
+    if key in history.passes:
+        return history.passes[key], []
+    return None, ["the run before did not come to it"]
 
 
 def _at(document: Mapping[str, Any], path: str) -> Any:

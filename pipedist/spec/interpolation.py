@@ -81,7 +81,7 @@ def read_setting(text: str) -> object:
     from pipedist.spec.yaml_text import read_yaml
 
     try:
-        document, problems = read_yaml(stripped.encode(), "")
+        document, problems = read_yaml(stripped.encode("utf-8", "surrogateescape"), "")
         problems.raise_all()
     except SpecError as error:
         raise ScalarError(error.problems[0].message, error.problems[0].expected) from error

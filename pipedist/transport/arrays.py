@@ -91,6 +91,8 @@ def _dtype_text(dtype: np.dtype[Any]) -> tuple[bytes, np.dtype[Any] | None]:
         return b"bfloat16", None
     if dtype.itemsize == 0:
         raise Indescribable(f"dtype {dtype.str!r}, whose elements have no bytes")
+    if dtype.kind == "T":  # of which NumPy has no other byte order to ask for
+        raise Indescribable(f"dtype {dtype}; make it one of fixed width: numpy.array(texts.tolist())")
     little = dtype.newbyteorder("<")
     text = little.str
     if dtype.kind not in "biufcUSmM" or not _DTYPE_TEXT.fullmatch(text):

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -118,9 +121,23 @@ def test_a_streamed_table_shows_its_rows(tmp_path: Path, suffix: str) -> None:
     assert summarize_file(empty.finish()) == ("null" if suffix == ".json" else "0 rows")
 
 
+def test_one_element_is_one_element() -> None:
+    one = {"elements": 1, "committed": 1, "quarantined": 0, "lost": 0}
+    assert "\n1 element: 1 committed, 0 quarantined, 0 lost\n" in render([], one, {})
+
+
 def test_long_paths_stay_whole_in_a_pipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("COLUMNS", raising=False)
     path = tmp_path.joinpath(*["a-long-folder"] * 12, "rows.npy")
     text = render([Row("rows", "gather 0", "x" * 110, path)], LEDGER, {})
     assert str(path) in text
     assert max(len(line) for line in text.splitlines() if str(path) not in line and "─" not in line) < 100
+
+
+def test_rows_are_counted_in_any_locale(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text('note\né\n"ü\nö"\n', encoding="utf-8")
+    code = f"from pipedist.cli.summary import *; print(summarize_file(Path({str(path)!r})))"
+    ascii_only = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    counted = subprocess.run([sys.executable, "-c", code], env=ascii_only, capture_output=True, check=True)
+    assert counted.stdout == b"2 rows\n"

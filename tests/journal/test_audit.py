@@ -85,6 +85,10 @@ def test_tampering_is_named(finished: Path) -> None:
         code, told = audit(finished)
         assert code == 1
         assert "the results say {'elements': 1}" in told
+        results.unlink()
+        code, told = audit(finished)
+        assert code == 2
+        assert "results.json, of its finished run, can't be read" in told
         results.write_text(document)
     finally:
         path.write_bytes(good)

@@ -157,6 +157,64 @@ outputs: {t: t.json}
     assert (tmp_path / "out" / "t.json").read_text() == "6\n"
 
 
+def test_a_function_that_a_package_hands_on_changes_in_its_own_module(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "__init__.py").write_text("from mine.own import f\n")
+    (tmp_path / "mine" / "own.py").write_text("def f(x):\n    return x * 2\n")
+    spec = """
+pipedist: 1
+name: packages
+datasets: {d: {range: 8, batch: 4}, e: {range: 8, batch: 4}}
+stages: {y: {run: "mine:f", of: d}, t: {reduce: sum, of: y, axis: 0}, n: {reduce: max, of: e, axis: 0}}
+outputs: {t: t.json}
+"""
+    job = Job(tmp_path, spec)
+    assert job.run() == 0, job.told
+    (tmp_path / "mine" / "own.py").write_text("def f(x):\n    return x * 3.0\n")
+    changed(job, ("reduce: max", "reduce: min"))
+    assert job.run("--resume=reuse") == 0, job.told
+    assert "module mine.own has changed" in job.told
+    assert (tmp_path / "out" / "t.json").read_text() == "84.0\n"
+
+
+def test_a_pass_that_comes_in_another_phase_is_another_one(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "import os\nHERE = os.path.dirname(__file__)\n"
+        "def shifted(x, by=()): return x + sum(by)\n"
+        "def add(state, value): return state + value\n"
+        "def tenfold(x):\n"
+        "    if 12 in x and not os.path.exists(HERE + '/mended'): raise ValueError('not yet')\n"
+        "    return x * 10\n"
+    )
+    alone = """
+pipedist: 1
+name: phases
+dataset: {range: 16, batch: 4}
+stages:
+  x: {run: "mine:tenfold"}
+  rows: {gather: 0, of: x}
+outputs: {rows: rows.json}
+"""
+    beside_a_training = alone.replace(
+        "outputs:",
+        """  early: {run: "mine:shifted"}
+  all: {gather: 0, of: early}
+  late: {run: "mine:shifted", of: early, with: {by: "${stages.all}"}}
+  total: {reduce: sum, of: late, axis: 0, per: step}
+  state: {update: "mine:add", of: total, init: 0}
+outputs:""",
+    )
+    job = Job(tmp_path, beside_a_training)
+    assert job.run() == 1
+    assert job.history().passes["2/dataset"].steps == 3
+    (tmp_path / "mended").touch()
+    job.spec = alone
+    changed(job)
+    assert job.run("--resume=reuse") == 0, job.told
+    assert "again: x, because" in job.told
+    assert json.loads((tmp_path / "out" / "rows.json").read_text()) == [10 * n for n in range(16)]
+
+
 def test_a_file_that_is_gone_is_made_again(tmp_path: Path) -> None:
     job = Job(tmp_path / "job", everything(tmp_path / "job", STEPS))
     assert job.run() == 0, job.told

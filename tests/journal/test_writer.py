@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -205,6 +206,12 @@ def test_what_does_not_add_up_is_named(tmp_path: Path, change: Any, text: str) -
     problems = rewritten(tmp_path, change).problems
     assert any(re.search(text, problem) for problem in problems), problems
     assert all(re.match(r"record \d+ at offset \d+: ", problem) for problem in problems)
+
+
+def test_a_file_name_need_not_be_utf8(tmp_path: Path) -> None:
+    inputs = {"datasets.d": {os.fsdecode(b"/data/\xff.csv"): [1, 2]}}
+    Journal.create(tmp_path, replace(HEADER, inputs=inputs)).close()
+    assert found(tmp_path).header.inputs == inputs
 
 
 def test_a_journal_of_another_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

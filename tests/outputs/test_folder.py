@@ -143,6 +143,23 @@ def test_resume_of_a_finished_run_returns_it(tmp_path: Path) -> None:
         assert found == FinishedRun(out, "r1", {"run": "r1"}, {"a.json": out / "a.json"})
 
 
+def test_resume_of_a_finished_run_that_is_not_whole_any_more(tmp_path: Path) -> None:
+    out = tmp_path / "x"
+    complete(out)
+    results = out / ".pipedist/results.json"
+    for text in ("{", "[]", '{"files": []}', "\0"):
+        results.write_text(text)
+        with pytest.raises(UsageError, match=r"results\.json, of its finished run, can't be read.*--restart"):
+            start(out, resume=True)
+    results.unlink()
+    with pytest.raises(UsageError, match=r"can't be read \(No such file or directory\)"):
+        start(out, resume=True)
+    (out / "a.json").unlink()
+    with pytest.raises(UsageError, match=r"x/a\.json of the finished run r1 is not there.*--restart"):
+        start(out, resume=True)
+    complete(out, restart=True)
+
+
 def test_resume_of_nothing_says_so(tmp_path: Path) -> None:
     with start(tmp_path / "x", resume=True) as folder:
         assert "nothing to resume" in folder.notice
@@ -179,6 +196,18 @@ def test_a_file_of_somebody_else_is_not_replaced(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"b\.json is in the way"):
         start(out, outputs=["b.json"])
     assert (out / "b.json").read_text() == "mine"
+
+
+def test_a_file_in_place_of_an_output_s_folder_is_told_before_the_run(tmp_path: Path) -> None:
+    out = tmp_path / "x"
+    complete(out, outputs=["sub/a.json", "old"])
+    (out / "b").write_text("mine")
+    (out / "c").symlink_to(tmp_path)
+    for name in ("b", "c"):
+        with pytest.raises(UsageError, match=rf"/{name} is in the way"):
+            start(out, outputs=[f"{name}/d/a.json"])
+    complete(out, outputs=["sub/b.json", "old/a.json"])
+    assert visible(out) == ["b", "old/a.json", "sub/b.json"]
 
 
 def test_two_runs_do_not_share_a_folder(tmp_path: Path) -> None:

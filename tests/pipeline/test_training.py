@@ -436,6 +436,13 @@ def test_two_begins_are_two_identities() -> None:
     assert len({digest(load(document)) for document in (one, two, three)}) == 3
 
 
+def test_the_type_of_a_number_is_part_of_the_identity() -> None:
+    document = counting("step", y={"run": f"{F}:plus", "with": {"k": "${params.k}"}})
+    document["params"] = {"k": 1}
+    values = (1, 1.0, True, "1", np.int8(1), np.int64(1), np.float32(1), np.float64(1), np.True_)
+    assert len({digest(load(document, params={"k": k})) for k in values}) == len(values)
+
+
 @pytest.mark.asyncio
 async def test_steps_of_a_training_can_be_streamed() -> None:
     stages = {"y": {"run": f"{F}:plus", "with": {"amount": "${state.state}"}}}

@@ -117,13 +117,14 @@ def test_a_setting_replaces_a_default_that_has_no_value() -> None:
         ("=1", "this sets nothing"),
         ("rate=[1", "the list is not closed, or a comma is missing"),
         ("rate=1e999", "the number 1e999 is beyond float64"),
+        ('rate=["\udcff"]', "byte 0xff is not UTF-8"),
     ],
 )
 def test_bad_settings_are_usage_errors(setting: str, message: str) -> None:
     with pytest.raises(SpecError) as caught:
         load(document({}, {"rate": 1}), sets=[setting])
     (problem,) = caught.value.problems
-    assert problem.where == f"--set {setting}"
+    assert problem.where == f"--set {setting}".replace("\udcff", "\N{REPLACEMENT CHARACTER}")
     assert problem.message == message
     assert problem.nearest == ("rate" if setting == "rat=1" else "")
 

@@ -249,6 +249,14 @@ def test_refused_values_are_named_with_their_path(tree: Any, words: list[str]) -
     assert isinstance(caught.value, TypeError)
 
 
+@pytest.mark.skipif(not hasattr(np.dtypes, "StringDType"), reason="NumPy 1 has no such type")
+def test_texts_of_any_width_are_refused_with_what_to_do() -> None:
+    texts = np.array(["a", "bcd"], dtype=np.dtypes.StringDType())
+    with pytest.raises(UnsendableError, match=r"an array of dtype StringDType\(\); .*texts\.tolist.*, at x"):
+        encode({"x": texts})
+    assert same(decode(encode(np.array(texts.tolist()))), np.array(["a", "bcd"]))
+
+
 def test_a_class_inside_a_function_is_refused() -> None:
     @dataclasses.dataclass
     class Local:

@@ -186,7 +186,7 @@ def column_of_values(values: Sequence[object], kind: str) -> Column:
 
 def _strings(cells: Cells) -> Column:
     width = cells.width()
-    if width <= _MATRIX_BYTES_MAX:
+    if _fit_matrix(cells, width):
         matrix = cells.matrix(max(width, 1))
         if (matrix < 128).all():
             packed = matrix.view(f"S{matrix.shape[1]}").reshape(-1)
@@ -202,6 +202,11 @@ def _strings(cells: Cells) -> Column:
     return np.array(decoded, dtype=np.str_)
 
 
+def _fit_matrix(cells: Cells, width: int) -> bool:
+    # NumPy's bytes end before their last zeros: those of the file would be gone
+    return width <= _MATRIX_BYTES_MAX and b"\0" not in cells.data
+
+
 def _missing(packed: npt.NDArray[np.bytes_]) -> npt.NDArray[np.bool_]:
     result: npt.NDArray[np.bool_] = packed == MISSING[0]
     for text in MISSING[1:]:
@@ -212,7 +217,7 @@ def _missing(packed: npt.NDArray[np.bytes_]) -> npt.NDArray[np.bool_]:
 def _number_texts(cells: Cells, fill: bytes | None) -> tuple[list[bytes], bool]:
     """Return the cells' texts, `fill` for missing ones, and whether an underscore is in them."""
     width = cells.width()
-    if width > _MATRIX_BYTES_MAX:
+    if not _fit_matrix(cells, width):
         texts = cells.texts()
         if fill is not None:
             texts = [fill if text in MISSING else text for text in texts]

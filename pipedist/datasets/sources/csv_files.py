@@ -67,7 +67,10 @@ def open_csv(config: Config, folder: Path) -> RowSource:
 
 
 def _header(rows: RowFiles, file: int, start: int, stop: int) -> list[str]:
-    _, fields = next(lenient_rows(iter([rows.read(file, start, stop)]), start))
+    try:
+        _, fields = next(lenient_rows(iter([rows.read(file, start, stop)]), start))
+    except RowError as error:
+        raise SourceError(f"{rows.place(file, start)}: {error.message}", key="path") from error
     try:
         return [field.encode("latin-1").decode() for field in fields]
     except UnicodeDecodeError as error:

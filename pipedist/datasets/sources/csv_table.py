@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from pipedist.datasets.sources.columns import Cells
 from pipedist.datasets.sources.row_scan import (
+    BARE_RETURN,
     CARRIAGE_RETURN,
     COMMA,
     LINE_FEED,
@@ -94,7 +95,7 @@ def _check_returns(array: npt.NDArray[np.uint8], quotes: npt.NDArray[np.intp] | 
     if quotes is not None:
         bare = bare[np.searchsorted(quotes, bare) & 1 == 0]
     if len(bare):
-        raise RowError(int(bare[0]), "a carriage return without a line feed; rows must end with LF or CRLF")
+        raise RowError(int(bare[0]), BARE_RETURN)
 
 
 def _cells(

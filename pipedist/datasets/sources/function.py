@@ -32,6 +32,9 @@ _PLAIN: dict[type, np.dtype[Any]] = {
     str: np.dtype(np.str_),
 }
 
+_RAISED = (Exception, SystemExit)
+"""What functions of the user's raise; sys.exit() in one of them is not the end of the program."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Element:
@@ -107,7 +110,7 @@ class IterableSource(Source):
             for index, element in enumerate(iterable):
                 yield element
                 index += 1
-        except Exception as error:
+        except _RAISED as error:
             raise SourceError(
                 f"{self._label}, element {index}: {type(error).__name__}: {error}", key="call"
             ) from error
@@ -206,7 +209,7 @@ def open_function(config: Config, code: Sequence[str]) -> Source:
 def _call(label: str, factory: Callable[[], object]) -> Any:
     try:
         return factory()
-    except Exception as error:
+    except _RAISED as error:
         raise SourceError(f"{label}: {type(error).__name__}: {error}", key="call") from error
 
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 import os
 import struct
+import tokenize
 import zipfile
-import zlib
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -239,7 +239,7 @@ def open_npz(config: Config, folder: Path) -> NumpySource:
 class _NoHeader(SourceError):
     """What should be an array does not begin as one."""
 
-    def __init__(self, what: str, why: ValueError) -> None:
+    def __init__(self, what: str, why: Exception) -> None:
         self.why = why
         super().__init__(f"{what}: not a readable .npy file: {why}", key="path")
 
@@ -258,7 +258,7 @@ def _stored(stream: IO[bytes], file: DataFile, what: str) -> Stored:
             shape, fortran, dtype = np.lib.format.read_array_header_2_0(stream)
         else:
             raise ValueError(f"its format version {version} is only used for structured arrays")
-    except ValueError as error:
+    except (ValueError, SyntaxError, tokenize.TokenError) as error:  # whatever reads its text as Python
         raise _NoHeader(what, error) from error
     check_dtype(dtype, what, "path")
     if not shape:
@@ -296,7 +296,9 @@ def _members(file: DataFile, spool: Spool) -> dict[str, Stored]:
                     with _open(plain) as unpacked:
                         unpacked.seek(plain.offset)
                         found[name] = _stored(unpacked, plain, what)
-    except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError) as error:
+    except SourceError:
+        raise
+    except Exception as error:  # a wrong byte is a wrong offset: OSError, struct.error, ...
         raise unreadable(file, ".npz", error) from error
     if not found:
         raise SourceError(f"{file.shown}: there is no array in it", key="path")

@@ -59,7 +59,7 @@ def numpy_column(arrow: Any, column: Any, kind: str) -> Column:
         column = column.cast(arrow.string() if kind == "str" else arrow.float64())
     own = column.type
     if types.is_string(own) or types.is_large_string(own):
-        return np.array(["" if text is None else text for text in column.to_pylist()], np.str_)
+        return np.array(["" if text is None else text for text in _texts(column)], np.str_)
     counted = types.is_boolean(own) or (types.is_integer(own) and not kind.startswith("float"))
     if counted and column.null_count:
         row = int(np.flatnonzero(column.is_null().to_numpy())[0])
@@ -67,6 +67,19 @@ def numpy_column(arrow: Any, column: Any, kind: str) -> Column:
         raise CellError(row, f"a value of type {named} is missing; float columns read one as NaN")
     values: Column = column.to_numpy()
     return values if kind == OWN_TYPE else _fitted(values, np.dtype(kind))
+
+
+def _texts(column: Any) -> list[str | None]:
+    try:
+        texts: list[str | None] = column.to_pylist()
+    except UnicodeDecodeError:  # Arrow's writers need not look
+        for row, text in enumerate(column):
+            try:
+                text.as_py()
+            except UnicodeDecodeError as error:
+                raise CellError(row, f"{error.object!r} is not UTF-8 text") from error
+        raise
+    return texts
 
 
 def _fitted(values: Column, dtype: np.dtype[Any]) -> Column:

@@ -147,7 +147,13 @@ class ParquetReader(Reader):
             return table
         file, number, _ = self._groups[group]
         # One thread: threads are the worker's to give, not pyarrow's to take.
-        table = self._file(file).read_row_group(number, columns=list(self._columns), use_threads=False)
+        opened = self._file(file)
+        try:
+            table = opened.read_row_group(number, columns=list(self._columns), use_threads=False)
+        except (self._arrow.ArrowException, OSError) as error:
+            raise SourceError(
+                f"{self._files[file].shown}: row group {number} can't be read: {error}", key="path"
+            ) from error
         self._tables[group] = table
         self._table_bytes[group] = table.nbytes
         while len(self._tables) > 1 and sum(self._table_bytes.values()) > ROW_GROUPS_BYTES_MAX:

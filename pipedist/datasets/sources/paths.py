@@ -217,7 +217,7 @@ def expand(path: str | Iterable[str], folder: Path) -> list[DataFile]:
             )
             continue
         pattern = local_path(given)
-        names = [name for name in _matches(pattern, folder) if os.path.isfile(os.path.join(folder, name))]
+        names = [name for name in _matches(pattern, folder) if _is_file(name, folder)]
         if not names:
             place = "" if os.path.isabs(pattern) else f" in {os.path.abspath(folder)}"
             raise SourceError(
@@ -243,6 +243,13 @@ def _matches(pattern: str, folder: Path) -> list[str]:
     if os.path.isfile(os.path.join(folder, pattern)):
         return [pattern]
     return glob.glob(pattern, root_dir=folder, recursive=True)
+
+
+def _is_file(name: str, folder: Path) -> bool:
+    path = os.path.join(folder, name)
+    if os.path.islink(path) and not os.path.exists(path):  # not fetched from a store, as a rule
+        raise SourceError(f"{name}: a symbolic link to {os.readlink(path)}, which is not there", key="path")
+    return os.path.isfile(path)
 
 
 def _examine(name: str, absolute: str) -> DataFile:

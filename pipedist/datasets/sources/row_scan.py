@@ -29,6 +29,8 @@ ROW_BYTES_MAX = 1 << 28
 
 LINE_FEED, CARRIAGE_RETURN, QUOTE, COMMA = 10, 13, 34, 44
 
+BARE_RETURN = "a carriage return without a line feed; rows must end with LF or CRLF"
+
 Blocks = Callable[[], Iterator[bytes]]
 """Gives the data from its beginning, in blocks that end with a line feed (the last one may not)."""
 
@@ -111,6 +113,7 @@ def _scan(blocks: Iterator[bytes], start: int, rules: RowRules) -> npt.NDArray[n
     inside = False  # a quoted field is open at the beginning of the block
     opened_at = start  # where the row began whose quoted field is open
     begin = start  # of the row that the block continues
+    last = b""  # byte
     for block in blocks:
         data = np.frombuffer(block, np.uint8)
         feeds = np.flatnonzero(data == LINE_FEED)
@@ -129,9 +132,10 @@ def _scan(blocks: Iterator[bytes], start: int, rules: RowRules) -> npt.NDArray[n
             found.append(begins if rules.keep_blank else _without_blank(begins, stops, data, start))
         opened_at = begin
         start += len(block)
+        last = block[-1:]
     if inside:
         raise RowError(opened_at, "a quoted field of this row is never closed")
-    if begin < start:
+    if begin < start and (rules.keep_blank or start - begin > 1 or last != b"\r"):
         found.append(np.array([begin], np.int64))
     found.append(np.array([start], np.int64))
     return np.concatenate(found)
@@ -205,7 +209,9 @@ def lenient_rows(blocks: Iterator[bytes], start: int) -> Iterator[tuple[int, lis
             except StopIteration:
                 break
             except csv.Error as error:
-                raise RowError(begin, f"not valid csv: {error}") from error
+                # the module speaks of modes in which Python could have opened the file
+                why = BARE_RETURN if "new-line character" in str(error) else f"not valid csv: {error}"
+                raise RowError(begin, why) from error
             if fields:
                 yield begin, fields
     yield stop, []

@@ -11,7 +11,6 @@ import gzip
 import os
 import tempfile
 import zipfile
-import zlib
 from collections.abc import Sequence
 from typing import IO
 
@@ -56,7 +55,7 @@ class Spool:
                 while rest:
                     rest = rest[file.write(rest) :]
         except OSError as error:
-            if isinstance(error, gzip.BadGzipFile):
+            if error.errno is None:  # the data are damaged, says the module that unpacks them
                 raise
             raise SourceError(
                 f"{shown}: can't be unpacked into {tempfile.gettempdir()}: {error.strerror}"
@@ -111,7 +110,9 @@ def _unpack(file: DataFile, spool: Spool) -> DataFile:
                 archive.open(_only_member(file, archive)) as stream,
             ):
                 return spool.add(file.shown, stream)
-    except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, OSError) as error:
+    except SourceError:
+        raise
+    except Exception as error:  # of a damaged archive these modules raise anything: IndexError, LZMAError
         raise SourceError(f"{file.shown}: can't be unpacked: {error}", key="path") from error
     return file
 

@@ -191,6 +191,23 @@ def test_a_bad_cell_is_named_by_file_row_and_column(
     source.close()
 
 
+def test_zero_bytes_are_part_of_their_cells_whatever_stands_beside_them(tmp_path: Path) -> None:
+    for beside in ("", "x" * 40):
+        source = _open(tmp_path, {"n": "int32", "s": "str"}, f"n,s\n1,{beside}\n2\0,NA\0\n")
+        with pytest.raises(SourceError, match=r"^t\.csv:3:1: column 'n': '2\\x00' is not of type int32"):
+            source.read(source.locate(range(2)))
+        source.close()
+        assert _read(tmp_path, {"s": "str"}, f"n,s\n1,{beside}\n2\0,NA\0\n")["s"].tolist() == [beside, "NA"]
+
+
+def test_a_carriage_return_at_the_end_is_no_row(tmp_path: Path) -> None:
+    for note in ("x", '6" pipe'):
+        assert _read(tmp_path, {"s": "str"}, f"s\n{note}\n\r")["s"].tolist() == [note]
+    source = _open(tmp_path, {"s": "str"}, "s\nx\n\r")
+    assert source.length == 1
+    source.close()
+
+
 def test_truth_values(tmp_path: Path) -> None:
     shard = _read(tmp_path, {"b": "bool"}, "b\ntrue\nFALSE\n1\n0\n True \n")
     assert shard["b"].dtype == np.bool_
@@ -225,7 +242,8 @@ def test_rows_that_are_not_rows(tmp_path: Path, table: str, text: str, scattered
         ("", "the file is empty"),
         ("\n\r\n", "the file is empty"),
         ('a,b\n1,2\n3,"4\n5\n', "t.csv:3: a quoted field of this row is never closed"),
-        ('a,b\n1,2"\n3\r4,5\n', "t.csv:3: not valid csv"),
+        ('a,b\n1,2"\n3\r4,5\n', "t.csv:3: a carriage return without a line feed"),
+        ("a,b\r1,2\r3,4\r", "t.csv:1: a carriage return without a line feed"),
         (b"\xff\xfea\0,\0b\0\n\0", "UTF-16"),
         (b"a,b\xff\n1,2\n", "the header is not UTF-8"),
     ],

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -127,6 +128,15 @@ def test_what_the_users_code_raises_is_the_cause() -> None:
 
     with pytest.raises(SourceError, match="refuses: OSError: no data"):
         _open(refuses)
+
+    def ends() -> Iterator[int]:
+        yield 1
+        sys.exit(0)  # not the end of the run, least of all one without an error
+
+    with pytest.raises(SourceError, match="ends, element 1: SystemExit: 0"):
+        list(_open(ends).blocks(2))
+    with pytest.raises(SourceError, match="SystemExit: 3"):
+        _open(lambda: sys.exit(3))
 
 
 @pytest.mark.parametrize(

@@ -127,6 +127,27 @@ def test_damaged_files_are_refused(tmp_path: Path) -> None:
         open_source("npz", {"path": "a.npz"}, folder=tmp_path)
 
 
+@pytest.mark.filterwarnings("ignore")  # Python's, of the header's text
+@pytest.mark.parametrize("kind", ["npy", "npz"])
+def test_a_wrong_byte_is_no_error_of_another_module(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / f"a.{kind}"
+    if kind == "npy":
+        np.save(path, np.zeros(2, np.uint8))
+    else:
+        np.savez(path, a=np.zeros(2, np.uint8))
+    data = path.read_bytes()
+    told = []
+    for at in range(len(data)):
+        for byte in {*b"(\xff"} - {data[at]}:
+            path.write_bytes(data[:at] + bytes([byte]) + data[at + 1 :])
+            try:
+                open_source(kind, {"path": path.name}, folder=tmp_path).close()
+            except SourceError as error:
+                told.append(str(error))
+    assert len(told) > 50
+    assert all(each.startswith(path.name) for each in told)
+
+
 def test_npz_files_must_agree(tmp_path: Path) -> None:
     np.savez(tmp_path / "a.npz", x=np.zeros(3), y=np.zeros(4))
     with pytest.raises(SourceError, match="'x' has 3, 'y' has 4"):

@@ -128,6 +128,26 @@ def test_values_that_fit(tmp_path: Path, values: list[Any], own: str, kind: str,
     assert np.array_equal(found, np.array(expected, kind), equal_nan=kind.startswith("float"))
 
 
+def test_damage_behind_the_footer_names_the_file(tmp_path: Path) -> None:
+    _write(tmp_path / "a.parquet", 5)
+    good = (tmp_path / "a.parquet").read_bytes()
+    (tmp_path / "a.parquet").write_bytes(good[:4] + b"\xff" * 40 + good[44:])
+    source = open_source("parquet", {"path": "a.parquet"}, folder=tmp_path)
+    with pytest.raises(SourceError, match=r"^a\.parquet: row group 0 can't be read: ."):
+        source.read(range(1))
+    source.close()
+
+
+def test_text_that_is_not_utf8_is_named(tmp_path: Path) -> None:
+    ends = pa.py_buffer(np.array([0, 1, 2, 4], np.int32))
+    bad = pa.StringArray.from_buffers(3, ends, pa.py_buffer(b"ab\xff!"))
+    pq.write_table(pa.table({"n": [0, 1, 2], "x": bad}), tmp_path / "a.parquet")
+    source = open_source("parquet", {"path": "a.parquet"}, folder=tmp_path)
+    with pytest.raises(SourceError, match=r"^a\.parquet:3:2: column 'x': b'\\xff!' is not UTF-8 text"):
+        source.read(range(3))
+    source.close()
+
+
 def test_files_and_columns_that_are_refused(tmp_path: Path) -> None:
     _write(tmp_path / "a.parquet", 3)
     with pytest.raises(SourceError, match="has no column 'ii'") as caught:

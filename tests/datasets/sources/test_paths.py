@@ -63,6 +63,16 @@ def test_no_match_says_what_may_be_meant(folder: Path, path: str, instead: str) 
     assert re.search(instead, caught.value.expected)
 
 
+@pytest.mark.parametrize("path", ["*.txt", "annexed.txt", ["a.txt", "**"]])
+def test_a_link_to_what_is_not_there_is_not_passed_over(folder: Path, path: str | list[str]) -> None:
+    (folder / "annexed.txt").symlink_to(".git/annex/objects/x")
+    with pytest.raises(SourceError, match=r"^annexed\.txt: a symbolic link to \.git/annex/objects/x, which"):
+        expand(path, folder)
+    (folder / ".git/annex/objects").mkdir(parents=True)
+    (folder / ".git/annex/objects/x").write_text("fetched")
+    assert "annexed.txt" in [file.shown for file in expand(path, folder)]
+
+
 @pytest.mark.parametrize("kind", ["npy", "npz", "csv", "parquet", "jsonl", "text", "files"])
 def test_every_kind_of_file_needs_a_path(kind: str, tmp_path: Path) -> None:
     columns = {"columns": {"x": "str"}} if kind == "csv" else {}
@@ -100,6 +110,17 @@ def test_without_proc_the_unpacked_file_has_a_name_until_the_end(
     assert source.read(source.locate(range(1, 2))) == ["two"]
     source.close()
     assert not os.path.exists(name)
+
+
+@pytest.mark.parametrize("method", [zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
+def test_damage_is_told_whatever_packed_it(tmp_path: Path, method: int) -> None:
+    with zipfile.ZipFile(tmp_path / "a.zip", "w", method) as archive:
+        archive.writestr("a.txt", b"0123456789" * 100)
+    data = (tmp_path / "a.zip").read_bytes()
+    at = 44  # where both formats have a mark
+    (tmp_path / "a.zip").write_bytes(data[:at] + b"\xff" + data[at + 1 :])
+    with pytest.raises(SourceError, match=r"^a\.zip: can't be unpacked: [A-Z]"):
+        open_source("text", {"path": "a.zip"}, folder=tmp_path)
 
 
 @pytest.mark.parametrize(

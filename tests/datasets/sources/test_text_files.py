@@ -55,6 +55,14 @@ def test_text_keeps_blank_lines_and_odd_separators(tmp_path: Path) -> None:
     source.close()
 
 
+def test_a_carriage_return_at_the_end_is_no_object(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b'{"x": 1}\r\n\r')
+    source = open_source("jsonl", {"path": "a.jsonl"}, folder=tmp_path)
+    assert source.length == 1
+    assert read_elsewhere(source, range(1)) == [{"x": 1}]
+    source.close()
+
+
 def test_an_empty_text_file_has_no_elements(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"")
     source = open_source("text", {"path": "a.txt"}, folder=tmp_path)

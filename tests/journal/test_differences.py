@@ -1,0 +1,29 @@
+"""What counts as a difference between two specs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pipedist.journal.differences import differences
+
+
+@pytest.mark.parametrize(("there", "now"), [(1, 1.0), (True, 1), (0, False), (0.0, -0.0), ("1", 1)])
+def test_values_that_python_calls_equal_are_other_parameters(there: Any, now: Any) -> None:
+    assert list(differences({"with": {"k": there}}, {"with": {"k": now}})) == [
+        f"with.k: {there!r} there, {now!r} now"
+    ]
+
+
+def test_what_is_the_same_does_not_differ() -> None:
+    document = {"a": [1, 2.5, None, float("nan"), float("-inf")], "b": {"c": "\udcff", "d": False}}
+    again = {"b": {"d": False, "c": "\udcff"}, "a": [1, 2.5, None, float("nan"), float("-inf")]}
+    assert list(differences(document, again)) == []
+
+
+def test_what_is_only_on_one_side_is_said() -> None:
+    assert list(differences({"a": {"b": [1]}}, {"a": {"b": [1, 2]}, "c": 0})) == [
+        "a.b: [1] there, [1, 2] now",
+        "c: nothing there, 0 now",
+    ]
