@@ -133,6 +133,8 @@ class Run(AsyncOnly):
             )
 
     async def __aenter__(self) -> Run:
+        if self._tasks is not None:
+            raise UsageError("a run is entered once: make another one with `pipedist.open`")
         await self._stack.__aenter__()
         self._stack.callback(self._spare.end)
         try:
@@ -334,6 +336,8 @@ class Run(AsyncOnly):
         return Stream(lambda: self._subscribe("parts", stages), self._raise_error)
 
     def _subscribe(self, kind: Literal["steps", "parts"], stages: Sequence[str]) -> Subscription:
+        if self._finished.is_set():
+            self._raise_error()
         if self._has_begun:
             raise UsageError("the run has begun: open one stream, before `results`")
         if self._earlier is not None:
@@ -398,7 +402,7 @@ class Run(AsyncOnly):
     # -- inside ----------------------------------------------------------------------------------
 
     def _start(self) -> None:
-        if self._has_begun:
+        if self._has_begun or self._finished.is_set():
             return
         if self._tasks is None:
             raise UsageError("a run is used inside `async with pipedist.open(...)`")

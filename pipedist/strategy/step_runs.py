@@ -102,6 +102,8 @@ class StepRuns(AsyncOnly, AsyncIterableOnly):
         self._waiting: deque[Begun | Exception | tuple[Any, ...]] = deque()
         """Of each step that was read: its run, why there is none, or the arguments of one to come."""
         self._ended = False
+        self._lock = anyio.Lock(fast_acquire=True)
+        """Held by who waits for a result; others wait for the ones after it."""
 
     def __aiter__(self) -> StepRuns:
         return self
@@ -113,6 +115,10 @@ class StepRuns(AsyncOnly, AsyncIterableOnly):
             StopAsyncIteration: there are no more steps.
             Exception: whatever reading the step or running it raised; the steps after it are dropped.
         """
+        async with self._lock:
+            return await self._next()
+
+    async def _next(self) -> Tree:
         while not self._ended and len(self._waiting) < self._ahead:
             await self._read()
         if not self._waiting:
@@ -125,7 +131,8 @@ class StepRuns(AsyncOnly, AsyncIterableOnly):
         except Exception:
             await self.aclose()
             raise
-        self._waiting.popleft()
+        if self._waiting:  # else it was closed meanwhile
+            self._waiting.popleft()
         return result
 
     async def _read(self) -> None:

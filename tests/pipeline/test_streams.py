@@ -293,6 +293,21 @@ async def test_cancellation_from_outside() -> None:
 
 
 @pytest.mark.asyncio
+async def test_a_run_that_was_left_before_it_began_says_so() -> None:
+    async with pipedist.LocalCluster(workers=1) as cluster:
+        run = pipedist.open(TOTAL, cluster=cluster)
+        async with run:
+            with pytest.raises(pipedist.UsageError, match="a run is entered once"):
+                await run.__aenter__()
+        for late in (run.results(), anext(run.steps("t"))):
+            with pytest.raises(pipedist.RunCancelled, match="left before its end"):
+                await late
+        with pytest.raises(pipedist.UsageError, match="a run is entered once"):
+            await run.__aenter__()
+        await still_works(cluster)
+
+
+@pytest.mark.asyncio
 async def test_who_waits_in_another_task_hears_that_the_run_was_left() -> None:
     async with asyncio.timeout(60), pipedist.LocalCluster(workers=1) as cluster:
         async with pipedist.open(document(n=1_000_000), cluster=cluster) as run:

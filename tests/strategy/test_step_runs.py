@@ -124,6 +124,34 @@ async def test_a_step_may_be_read_into_the_memory_of_the_one_before(uses_variabl
         assert list(count) == list(large) == [number] * 2
 
 
+async def test_several_tasks_share_the_results() -> None:
+    results = []
+
+    async def take(runs: Any) -> None:
+        async for result in runs:
+            results.append(int(result[0]))
+
+    async with pipedist.LocalCluster(workers=1) as cluster:
+        strategy = pipedist.Strategy(cluster, replicas=1)
+        runs = strategy.run_steps(lambda a, b: b, Counted(30), ahead=4)
+        await asyncio.gather(take(runs), take(runs), take(runs))
+    assert results == list(range(0, 300, 10))
+
+
+async def test_who_waits_while_the_others_close_gets_its_result(tmp_path: Path) -> None:
+    async def steps() -> AsyncIterator[Any]:
+        yield str(tmp_path / "go")
+
+    async with pipedist.LocalCluster(workers=1) as cluster:
+        runs = pipedist.Strategy(cluster, replicas=1).run_steps(wait_for, steps(), ahead=1)
+        waiting = asyncio.create_task(anext(runs))
+        for _ in range(20):  # of the loop's turns, in which it has begun the step
+            await asyncio.sleep(0)
+        await runs.aclose()
+        (tmp_path / "go").touch()
+        assert list(await waiting) == ["found"]
+
+
 async def test_a_step_whose_results_do_not_fit_together_ends_no_other_run(tmp_path: Path) -> None:
     def step(go: str, fits: bool) -> Any:
         wait_for(go)
