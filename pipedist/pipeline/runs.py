@@ -310,6 +310,7 @@ class Run(AsyncOnly):
 
         Returns:
             An async iterator of the steps; `step[NAME]` of a reduce or gather is this step's own value.
+            A wait for the next one that is cancelled loses nothing; `aclose` leaves the stream.
 
         Raises:
             UsageError: the stages don't belong together, the run has begun already, or it was
@@ -326,6 +327,9 @@ class Run(AsyncOnly):
 
         Args:
             stages: run stages that are made in one reading of one dataset.
+
+        Returns:
+            An async iterator of the parts, as `steps` returns it.
 
         Raises:
             UsageError: a stage is no run, they don't belong together, the run has begun already, or it
