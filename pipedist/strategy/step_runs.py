@@ -9,13 +9,9 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final
 
 import anyio
-import numpy as np
 
-from pipedist import trees
 from pipedist.async_only import AsyncIterableOnly, AsyncOnly
 from pipedist.program import Tree
-from pipedist.strategy.distributed import DistributedIterator
-from pipedist.values import PerReplica
 
 if TYPE_CHECKING:
     from pipedist.coordinator import PassHandle, Slots
@@ -97,8 +93,6 @@ class StepRuns(AsyncOnly, AsyncIterableOnly):
         self._fn = fn
         self._steps = aiter(steps)
         self._ahead = ahead
-        self._may_reuse = ahead > 1 and not isinstance(self._steps, DistributedIterator)
-        """A step may be read into the memory of one before, whose run is not done."""
         self._waiting: deque[Begun | Exception | tuple[Any, ...]] = deque()
         """Of each step that was read: its run, why there is none, or the arguments of one to come."""
         self._ended = False
@@ -139,8 +133,6 @@ class StepRuns(AsyncOnly, AsyncIterableOnly):
         """Read a step, and begin its run."""
         try:
             step = await anext(self._steps)
-            if self._may_reuse:
-                step = _own(step)
             args = step if type(step) is tuple else (step,)
             begun = self._begin(self._fn, args)
             self._waiting.append(args if begun is None else begun)
@@ -171,14 +163,3 @@ class StepRuns(AsyncOnly, AsyncIterableOnly):
         trace: TracebackType | None,
     ) -> None:
         await self.aclose()
-
-
-def _own(step: Tree) -> Tree:
-    """Return a step whose arrays nobody else writes to."""
-
-    def leaf(value: Any) -> Any:
-        if isinstance(value, PerReplica):
-            return type(value)([_own(component) for component in value])
-        return value.copy() if isinstance(value, np.ndarray) and value.flags.writeable else value
-
-    return trees.tree_map(leaf, step)

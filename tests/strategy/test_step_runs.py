@@ -98,32 +98,6 @@ async def test_steps_that_use_variables_follow_each_other() -> None:
         assert v.numpy() == value
 
 
-@pytest.mark.parametrize("uses_variable", [False, True])
-async def test_a_step_may_be_read_into_the_memory_of_the_one_before(uses_variable: bool) -> None:
-    async def steps() -> AsyncIterator[Any]:
-        rows, count, large = np.zeros(4), [0], np.zeros(1 << 16)
-        for number in range(8):
-            rows[:] = count[0] = large[:] = number
-            yield pipedist.PerReplica([{"rows": rows}, {"rows": -rows}]), count, large
-
-    async with pipedist.LocalCluster(workers=1) as cluster:
-        strategy = pipedist.Strategy(cluster, replicas=2)
-        with strategy.scope():
-            offset = pipedist.Variable(0.0)
-
-        def plain(own: Any, count: list[int], large: Any) -> Any:
-            return own["rows"].tolist(), count[0], float(large[-1])
-
-        def reading(own: Any, count: list[int], large: Any) -> Any:
-            return (own["rows"] + offset).tolist(), count[0], float(large[-1])
-
-        fn = reading if uses_variable else plain
-        results = [result async for result in strategy.run_steps(fn, steps())]
-    for number, (rows, count, large) in enumerate(results):
-        assert [list(row) for row in rows] == [[number, -number]] * 4
-        assert list(count) == list(large) == [number] * 2
-
-
 async def test_several_tasks_share_the_results() -> None:
     results = []
 
