@@ -163,7 +163,7 @@ def _members(cls: type, prefix: str) -> Iterator[str]:
                 yield _markdown(inspect.getdoc(member) or "")
             elif inspect.isfunction(value):
                 word = "await " if inspect.iscoroutinefunction(value) else ""
-                word = "async for " if inspect.isasyncgenfunction(value) else word
+                word = "async for " if value.__annotations__.get("return", "").startswith("Stream[") else word
                 yield f"#### {word}`{prefix}{name}{_signature(value)}`"
                 yield _markdown(inspect.getdoc(value) or "")
 

@@ -277,8 +277,8 @@ class Gang:
         try:
             results = self._answer(me.merge, self._patience(waiting))
         except Exception as error:  # others get what they would get in another process
-            kind, text = type(error), str(error)
-            self._deliver(waiting, None, error, lambda: revive(kind.__module__, kind.__qualname__, text))
+            module, name, text = type(error).__module__, type(error).__qualname__, str(error)
+            self._deliver(waiting, None, error, lambda: revive(module, name, text))
         except BaseException as error:
             self._deliver(waiting, None, error)
         else:

@@ -214,9 +214,7 @@ class PassHandle:
         finally:
             if self._waiting.pop(step, None) is not None and left is not None:
                 left.append(self._left.setdefault(step, anyio.Event()))
-            peers = self._executed.pop(
-                step, ()
-            )  # the inputs stay until the step is over: it may still be sent
+            peers = self._executed.pop(step, ())  # the inputs stay: the step may still be sent
         if error is not None:
             raise error
         if produced is not None:

@@ -17,7 +17,9 @@ class LogSinks:
     """Passes each line on to all sinks; to `sys.stderr` while there is none."""
 
     def __init__(self) -> None:
-        self._sinks: list[LogSink] = []
+        self._sinks: dict[int, LogSink] = {}
+        """By number: the same function may be there twice."""
+        self._added = 0
 
     def __len__(self) -> int:
         return len(self._sinks)
@@ -28,11 +30,12 @@ class LogSinks:
         Returns:
             What ends it; harmless twice.
         """
-        self._sinks.append(sink)
+        self._added += 1
+        number = self._added
+        self._sinks[number] = sink
 
         def end() -> None:
-            if sink in self._sinks:
-                self._sinks.remove(sink)
+            self._sinks.pop(number, None)
 
         return end
 
@@ -40,11 +43,11 @@ class LogSinks:
         """Pass a line on; a sink that raises is told nothing more."""
         if not self._sinks:
             _print_line(worker, line)
-        for sink in tuple(self._sinks):
+        for number, sink in tuple(self._sinks.items()):
             try:
                 sink(worker, line)
             except Exception as error:  # it must not cost the others their line, nor a run its results
-                self._sinks.remove(sink)
+                self._sinks.pop(number, None)  # it may have ended itself before
                 asyncio.get_running_loop().call_exception_handler(
                     {"message": f"the log sink {sink!r} raised, and is told nothing more", "exception": error}
                 )

@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
 from typing import Final, Generic, TypeVar
 
@@ -24,7 +24,7 @@ _JOIN_S: Final = 5.0
 class _Shared(Generic[T]):
     """What reader and thread share; guarded by `changed`."""
 
-    __slots__ = ("changed", "closed", "error", "items", "over")
+    __slots__ = ("changed", "closed", "error", "items", "over", "told")
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
@@ -32,12 +32,20 @@ class _Shared(Generic[T]):
         self.over = False  # the thread will put nothing more
         self.error: BaseException | None = None  # what the source raised; implies over
         self.closed = False  # the reader wants nothing more
+        self.told: list[Callable[[], None]] = []  # called once the reader is ready
 
     def close(self) -> None:
         with self.changed:
             self.closed = True
             self.items.clear()
-            self.changed.notify_all()
+            self.tell()
+
+    def tell(self) -> None:
+        """Wake whoever waits; with `changed` held."""
+        self.changed.notify_all()
+        told, self.told = self.told, []
+        for tell in told:
+            tell()
 
 
 class ReadAhead(Iterator[T]):
@@ -70,6 +78,27 @@ class ReadAhead(Iterator[T]):
         self.start()
         with self._shared.changed:
             self._shared.changed.wait_for(lambda: self.ready)
+
+    def when_ready(self, tell: Callable[[], None]) -> Callable[[], None]:
+        """Have a function called once, as soon as `ready`, in whatever thread makes it so.
+
+        Returns:
+            What gives that up; harmless afterwards.
+        """
+        self.start()
+        shared = self._shared
+        with shared.changed:
+            if self.ready:
+                tell()
+            else:
+                shared.told.append(tell)
+
+        def give_up() -> None:
+            with shared.changed:
+                if tell in shared.told:
+                    shared.told.remove(tell)
+
+        return give_up
 
     @property
     def ready(self) -> bool:
@@ -130,10 +159,10 @@ def _read(source: Iterable[T], buffer: int, shared: _Shared[T]) -> None:
             with shared.changed:
                 if not shared.closed:
                     shared.items.append(item)  # type: ignore[arg-type]  # it is not _END
-                    shared.changed.notify_all()
+                    shared.tell()
     except BaseException as raised:  # the consumer's thread raises it again, in its place
         error = raised
     with shared.changed:
         shared.error = error
         shared.over = True
-        shared.changed.notify_all()
+        shared.tell()

@@ -7,7 +7,7 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from functools import cached_property
 from pathlib import Path
@@ -30,7 +30,7 @@ from pipedist.pipeline.execution import Execution
 from pipedist.pipeline.finished import files_of, restored
 from pipedist.pipeline.quarantine import FILE as QUARANTINE
 from pipedist.pipeline.result import Ledger, Progress, Result
-from pipedist.pipeline.subscription import Part, Step, Subscription
+from pipedist.pipeline.subscription import Part, Step, Stream, Subscription
 from pipedist.plan import Plan, compile_plan
 from pipedist.program import Tree
 from pipedist.spec import Spec, load, with_cluster
@@ -133,6 +133,8 @@ class Run(AsyncOnly):
             )
 
     async def __aenter__(self) -> Run:
+        if self._tasks is not None:
+            raise UsageError("a run is entered once: make another one with `pipedist.open`")
         await self._stack.__aenter__()
         self._stack.callback(self._spare.end)
         try:
@@ -301,14 +303,15 @@ class Run(AsyncOnly):
             return 0.0
         return self._cluster.coordinator.silent_s
 
-    async def steps(self, *stages: str) -> AsyncIterator[Step]:
-        """Yield the steps in order; a slow reader makes the run wait.
+    def steps(self, *stages: str) -> Stream[Step]:
+        """Stream the steps in order; a slow reader makes the run wait.
 
         Args:
             stages: run, reduce or gather stages that are made in one reading of one dataset.
 
-        Yields:
-            The steps; `step[NAME]` of a reduce or gather is this step's own value.
+        Returns:
+            An async iterator of the steps; `step[NAME]` of a reduce or gather is this step's own value.
+            A wait for the next one that is cancelled loses nothing; `aclose` leaves the stream.
 
         Raises:
             UsageError: the stages don't belong together, the run has begun already, or it was
@@ -316,17 +319,18 @@ class Run(AsyncOnly):
             CallError: a call failed for good; the steps before it were yielded.
             FoldError, OutputError, WorkersLost, RunCancelled: as `results`.
         """
-        async for item in self._stream("steps", stages):
-            if isinstance(item, Step):
-                yield item
+        return Stream(lambda: self._subscribe("steps", stages), self._raise_error)
 
-    async def as_completed(self, *stages: str) -> AsyncIterator[Part]:
-        """Yield the values of run stages, one a replica and step, in order of arrival.
+    def as_completed(self, *stages: str) -> Stream[Part]:
+        """Stream the values of run stages, one a replica and step, in order of arrival.
 
         A slow reader makes the run wait.
 
         Args:
             stages: run stages that are made in one reading of one dataset.
+
+        Returns:
+            An async iterator of the parts, as `steps` returns it.
 
         Raises:
             UsageError: a stage is no run, they don't belong together, the run has begun already, or it
@@ -334,13 +338,11 @@ class Run(AsyncOnly):
             CallError: a call failed for good.
             FoldError, OutputError, WorkersLost, RunCancelled: as `results`.
         """
-        async for item in self._stream("parts", stages):
-            if isinstance(item, Part):
-                yield item
+        return Stream(lambda: self._subscribe("parts", stages), self._raise_error)
 
-    async def _stream(
-        self, kind: Literal["steps", "parts"], stages: Sequence[str]
-    ) -> AsyncIterator[Step | Part]:
+    def _subscribe(self, kind: Literal["steps", "parts"], stages: Sequence[str]) -> Subscription:
+        if self._finished.is_set():
+            self._raise_error()
         if self._has_begun:
             raise UsageError("the run has begun: open one stream, before `results`")
         if self._earlier is not None:
@@ -348,13 +350,11 @@ class Run(AsyncOnly):
                 f"this run was finished before, in {self._earlier.path}: `results` shows what it gave, and "
                 "nothing is streamed again; without `resume` it runs anew"
             )
-        subscription = self._subscription = Subscription(kind, stages, self.plan)
+        self._subscription = Subscription(kind, stages, self.plan)
         self._start()
-        try:
-            while (item := await subscription.take()) is not None:
-                yield item
-        finally:
-            subscription.leave()
+        return self._subscription
+
+    def _raise_error(self) -> None:
         if self._error is not None:
             raise self._error
 
@@ -375,8 +375,7 @@ class Run(AsyncOnly):
         if self._subscription is not None:
             self._subscription.release()
         await self._finished.wait()
-        if self._error is not None:
-            raise self._error
+        self._raise_error()
         if self._result is None:
             raise LocalProtocolError("the run has ended without result or error")
         return self._result
@@ -385,6 +384,8 @@ class Run(AsyncOnly):
 
     def drain(self) -> None:
         """Issue nothing more; running calls have `cluster.grace_s`, then the run is cancelled."""
+        if self._finished.is_set():
+            return
         if self._execution is None or self._tasks is None:
             self.cancel()
             return
@@ -406,7 +407,7 @@ class Run(AsyncOnly):
     # -- inside ----------------------------------------------------------------------------------
 
     def _start(self) -> None:
-        if self._has_begun:
+        if self._has_begun or self._finished.is_set():
             return
         if self._tasks is None:
             raise UsageError("a run is used inside `async with pipedist.open(...)`")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
-from collections.abc import Mapping, Sequence
-from typing import Literal
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, Generic, Literal, TypeVar
 
 import anyio
 
+from pipedist.async_only import AsyncIterableOnly
 from pipedist.errors import UsageError
 from pipedist.plan import PassPlan, Plan
 from pipedist.program import Tree
@@ -179,6 +182,67 @@ class Subscription:
         if self._changed is not None:
             self._changed.set()
             self._changed = None
+
+
+Item = TypeVar("Item", Step, Part)
+
+
+class Stream(AsyncIterableOnly, Generic[Item]):
+    """Items as they are made: what `Run.steps` and `Run.as_completed` return.
+
+    A call that is cancelled while it waits loses nothing: the next one gets the item. `aclose` it, or
+    forget it, and the run need not wait for it any more.
+
+    Args:
+        begin: begins the run; called with the first item that is asked for.
+        end: called when there are no more items; raises what the run has ended with.
+    """
+
+    def __init__(self, begin: Callable[[], Subscription], end: Callable[[], None]) -> None:
+        self._begin = begin
+        self._end = end
+        self._subscription: Subscription | None = None
+        self._is_over = self._is_taking = False
+
+    def __aiter__(self) -> Stream[Item]:
+        return self
+
+    async def __anext__(self) -> Item:
+        """Return the next item.
+
+        Raises:
+            StopAsyncIteration: there is none.
+            RuntimeError: another task waits for one: it is not known then which of them was seen.
+            Exception: as `Run.steps`.
+        """
+        if self._is_over:
+            raise StopAsyncIteration
+        if self._is_taking:
+            raise RuntimeError("two tasks wait for one stream of a run: read it in one, and pass items on")
+        if self._subscription is None:
+            self._subscription = self._begin()
+            self._loop = asyncio.get_running_loop()
+        self._is_taking = True
+        try:
+            item: Any = await self._subscription.take()
+        finally:
+            self._is_taking = False
+        if item is None:
+            await self.aclose()
+            self._end()
+            raise StopAsyncIteration
+        return item  # type: ignore[no-any-return]  # which kind it is the subscription decides
+
+    async def aclose(self) -> None:
+        """Leave it: there are no more items, and the run goes on without."""
+        self._is_over = True
+        if self._subscription is not None:
+            self._subscription.leave()
+
+    def __del__(self) -> None:
+        if self._subscription is not None and not self._is_over:
+            with suppress(RuntimeError):  # the loop is closed, and the run with it
+                self._loop.call_soon_threadsafe(self._subscription.leave)
 
 
 def _pass_of(plan: Plan, stages: Sequence[str]) -> PassPlan:

@@ -147,11 +147,9 @@ class ClusterCoordinator(AsyncOnly):
             await anyio.lowlevel.checkpoint()
             while len(self._pending) >= self._closures_max:
                 await self._changed.wait()
-            self._surface()
-            if self._closed:
-                raise UsageError("this coordinator is closed: make another one for another strategy")
+            self._check_open()
             closure = await self._prepared(fn, args, kwargs)
-            self._surface()  # reading an element takes time
+            self._check_open()  # reading an element takes time
             self._number += 1
             self._pending.append(closure)
             self._waiting.append(closure)
@@ -238,9 +236,8 @@ class ClusterCoordinator(AsyncOnly):
         [arguments] = self._strategy._arguments(args, kwargs)
         parts = Parts(fn, arguments, self._turns)
         if parts.iterators:
-            worker = self._deal % self._strategy.workers
-            self._deal += 1
-            await parts.take(worker)
+            await parts.take(self._deal % self._strategy.workers)
+            self._deal += 1  # where nothing was taken, it is still that worker's turn
         reads = self._number - self._staleness if parts.variables else 0
         return parts.scheduled(self._number, max(self._turns.known, reads))
 
@@ -324,6 +321,12 @@ class ClusterCoordinator(AsyncOnly):
         self._waiting.clear()
         self._turns.over = self._number
         self._wake()
+
+    def _check_open(self) -> None:
+        """Raise the error of the closure that failed, or that there is no coordinator any more."""
+        self._surface()
+        if self._closed:
+            raise UsageError("this coordinator is closed: make another one for another strategy")
 
     def _surface(self) -> None:
         """Raise the error of the closure that failed, if it has not been raised yet."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, Final, NoReturn
 
@@ -146,10 +148,7 @@ class DistributedIterator(AsyncOnly, AsyncIterableOnly):
         """
         require_outside("taking the next step of a distributed dataset", _OUTSIDE)
         async with self._lock:
-            if self._reader.ready:
-                await anyio.lowlevel.checkpoint()
-            else:
-                await anyio.to_thread.run_sync(self._reader.wait, abandon_on_cancel=True)
+            await until_ready(self._reader)
             for step in self._reader:
                 return OptionalStep(True, step)
         return OptionalStep(False)
@@ -172,6 +171,24 @@ class DistributedIterator(AsyncOnly, AsyncIterableOnly):
 
     def __reduce__(self) -> NoReturn:
         raise NotForReplicas(f"using a distributed dataset's iterator inside a replica function: {_OUTSIDE}")
+
+
+async def until_ready(reader: ReadAhead[Tree]) -> None:
+    """Wait until a reader has its next element, or none any more; a wait that is cancelled leaves nothing."""
+    if reader.ready:
+        await anyio.lowlevel.checkpoint()
+        return
+    loop, ready = asyncio.get_running_loop(), asyncio.Event()
+
+    def tell() -> None:
+        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(ready.set)
+
+    give_up = reader.when_ready(tell)
+    try:
+        await ready.wait()
+    finally:
+        give_up()
 
 
 class _Steps:

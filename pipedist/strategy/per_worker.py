@@ -12,16 +12,13 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-import anyio.lowlevel
-import anyio.to_thread
-
 from pipedist.datasets.input import InputContext
 from pipedist.datasets.logical import Dataset
 from pipedist.datasets.read_ahead import ReadAhead
 from pipedist.errors import OutOfRangeError
 from pipedist.program import Tree
 from pipedist.strategy.context import NotForReplicas
-from pipedist.strategy.distributed import DistributedDataset, DistributedIterator
+from pipedist.strategy.distributed import DistributedDataset, DistributedIterator, until_ready
 
 _BUFFER_ELEMENTS = 1
 
@@ -89,10 +86,7 @@ class PerWorkerIterator:
             Exception: whatever reading the data raises.
         """
         reader = self._readers[worker]
-        if reader.ready:
-            await anyio.lowlevel.checkpoint()
-        else:
-            await anyio.to_thread.run_sync(reader.wait, abandon_on_cancel=True)
+        await until_ready(reader)
         for element in reader:
             return element
         raise OutOfRangeError(f"the per-worker dataset of worker {worker} has no more elements")

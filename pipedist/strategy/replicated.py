@@ -136,9 +136,7 @@ class Strategy(AsyncOnly, BaseStrategy):
         self._forget_variables(call.noted.coordinator)
         with used(call.noted.variables):
             async with self._turn:
-                while (
-                    self._left
-                ):  # a worker that has a cancelled step before it would keep what that one makes
+                while self._left:  # what a cancelled step makes, its workers keep
                     await self._left[0].wait()
                     self._left.popleft()
                 return await self._execute(call, Transaction(call.noted))

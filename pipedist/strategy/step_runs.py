@@ -14,7 +14,6 @@ from pipedist import trees
 from pipedist.async_only import AsyncIterableOnly, AsyncOnly
 from pipedist.datasets.element import kept
 from pipedist.program import Tree
-from pipedist.strategy.distributed import DistributedIterator
 from pipedist.values import PerReplica
 
 if TYPE_CHECKING:
@@ -97,11 +96,11 @@ class StepRuns(AsyncOnly, AsyncIterableOnly):
         self._fn = fn
         self._steps = aiter(steps)
         self._ahead = ahead
-        self._may_reuse = ahead > 1 and not isinstance(self._steps, DistributedIterator)
-        """A step may be read into the memory of one before, whose run is not done."""
         self._waiting: deque[Begun | Exception | tuple[Any, ...]] = deque()
         """Of each step that was read: its run, why there is none, or the arguments of one to come."""
         self._ended = False
+        self._lock = anyio.Lock(fast_acquire=True)
+        """Held by who waits for a result; others wait for the ones after it."""
 
     def __aiter__(self) -> StepRuns:
         return self
@@ -113,6 +112,10 @@ class StepRuns(AsyncOnly, AsyncIterableOnly):
             StopAsyncIteration: there are no more steps.
             Exception: whatever reading the step or running it raised; the steps after it are dropped.
         """
+        async with self._lock:
+            return await self._next()
+
+    async def _next(self) -> Tree:
         while not self._ended and len(self._waiting) < self._ahead:
             await self._read()
         if not self._waiting:
@@ -125,16 +128,16 @@ class StepRuns(AsyncOnly, AsyncIterableOnly):
         except Exception:
             await self.aclose()
             raise
-        self._waiting.popleft()
+        if self._waiting:  # else it was closed meanwhile
+            self._waiting.popleft()
         return result
 
     async def _read(self) -> None:
         """Read a step, and begin its run."""
         try:
             step = await anext(self._steps)
-            if self._may_reuse:
-                step = trees.tree_map(_kept, step)
             args = step if type(step) is tuple else (step,)
+            args = trees.tree_map(_kept, args)
             begun = self._begin(self._fn, args)
             self._waiting.append(args if begun is None else begun)
         except StopAsyncIteration:

@@ -236,9 +236,16 @@ class Meeting:
         context = contextvars.copy_context()
         with self._lock:
             self._under_way += 1
-        collective = self._thread.submit(context.run, self.call, request)
+        collective = self._thread.submit(context.run, self._for_loop, request)
         collective.add_done_callback(self._note_end)  # not where it is awaited: that may be cancelled
         return await asyncio.wrap_future(collective)
+
+    def _for_loop(self, request: Request) -> Tree:
+        """Do `call`, for a future of a loop: one that is to hold a StopIteration never comes to its end."""
+        try:
+            return self.call(request)
+        except StopIteration as error:
+            raise RuntimeError(f"{request.label or request.kind} raised StopIteration") from error
 
     def _note_end(self, _collective: Future[Tree]) -> None:
         with self._lock:

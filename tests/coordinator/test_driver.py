@@ -13,6 +13,7 @@ import pytest
 import pipedist
 from pipedist import messages as msg
 from pipedist.coordinator import Coordinator, PassHandle
+from pipedist.coordinator.log_sinks import LogSinks
 from pipedist.errors import LocalProtocolError
 from pipedist.functions import reference
 from pipedist.program import Emit, Program, StageProgram
@@ -219,6 +220,22 @@ async def test_a_defect_of_the_scheduler_ends_runs_instead_of_hanging_them(
                 await run.results()
         monkeypatch.undo()
     assert any(isinstance(context.get("exception"), ZeroDivisionError) for context in told)
+
+
+def test_a_function_that_is_told_twice_is_told_once_when_one_of_both_has_ended() -> None:
+    sinks = LogSinks()
+    heard: list[str] = []
+
+    def sink(_worker: str, line: msg.Log) -> None:
+        heard.append(line.text)
+
+    first, second = sinks.add(sink), sinks.add(sink)
+    first()
+    first()
+    sinks.tell("w0", msg.Log(stage="s", step=0, replica=0, text="once"))
+    assert heard == ["once"]
+    second()
+    assert not sinks
 
 
 @pytest.mark.asyncio

@@ -18,6 +18,7 @@ import pytest
 
 import pipedist
 from pipedist.scheduler import Limits
+from tests.strategy.functions import wait_for
 
 F = "tests.pipeline.functions"
 SMALL = Limits(steps_in_flight_max=20)
@@ -93,6 +94,54 @@ async def test_large_items_wait_in_smaller_numbers(monkeypatch: pytest.MonkeyPat
         assert subscription is not None
         assert len(subscription._items) <= 3
         assert [s.index async for s in stream] == list(range(1, 100))
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("kind", ["steps", "as_completed"])
+async def test_a_wait_that_is_cancelled_loses_no_item(kind: str, tmp_path: Path) -> None:
+    """As `asyncio.wait_for(anext(stream), ...)` does it, to look at other things meanwhile."""
+    go = tmp_path / "go"
+
+    def late(x: Any) -> Any:
+        wait_for(str(go))
+        return x
+
+    spec = document(n=3, batch=1, y={"run": late})
+    async with pipedist.LocalCluster(workers=1) as cluster, pipedist.open(spec, cluster=cluster) as run:
+        stream = getattr(run, kind)("y")
+        for _ in range(2):
+            waiting = asyncio.create_task(anext(stream))
+            await asyncio.sleep(0)
+            with pytest.raises(RuntimeError, match="two tasks wait for one stream"):
+                await anext(stream)
+            waiting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+        go.touch()
+        assert len([item async for item in stream]) == 3
+        with pytest.raises(StopAsyncIteration):
+            await anext(stream)
+        await run.results()
+    run.drain()  # there is nothing to stop any more
+
+
+@pytest.mark.asyncio
+async def test_a_stream_that_nobody_has_any_more_holds_no_run(tmp_path: Path) -> None:
+    last = str(tmp_path / "last")
+
+    def tell_the_last(x: Any) -> Any:
+        if x[-1] == 399:
+            Path(last).touch()
+        return x
+
+    spec = document(n=400, batch=1, y={"run": tell_the_last})
+    async with (
+        pipedist.LocalCluster(workers=1, limits=SMALL) as cluster,
+        pipedist.open(spec, cluster=cluster) as run,
+    ):
+        async for _ in run.steps("y"):
+            break
+        await asyncio.to_thread(wait_for, last)
 
 
 @pytest.mark.asyncio
@@ -241,6 +290,21 @@ async def test_cancellation_from_outside() -> None:
         async with pipedist.LocalCluster(workers=1):
             await anyio.sleep_forever()
     assert scope.cancelled_caught
+
+
+@pytest.mark.asyncio
+async def test_a_run_that_was_left_before_it_began_says_so() -> None:
+    async with pipedist.LocalCluster(workers=1) as cluster:
+        run = pipedist.open(TOTAL, cluster=cluster)
+        async with run:
+            with pytest.raises(pipedist.UsageError, match="a run is entered once"):
+                await run.__aenter__()
+        for late in (run.results(), anext(run.steps("t"))):
+            with pytest.raises(pipedist.RunCancelled, match="left before its end"):
+                await late
+        with pytest.raises(pipedist.UsageError, match="a run is entered once"):
+            await run.__aenter__()
+        await still_works(cluster)
 
 
 @pytest.mark.asyncio

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +21,11 @@ from tests.strategy import closure_functions as functions
 pytestmark = pytest.mark.asyncio
 
 
-def parameter_server(cluster: pipedist.LocalCluster, **options: Any) -> pipedist.ClusterCoordinator:
-    return pipedist.ClusterCoordinator(pipedist.ParameterServerStrategy(cluster), **options)
+def parameter_server(
+    cluster: pipedist.LocalCluster, of_workers: int | None = None, **options: Any
+) -> pipedist.ClusterCoordinator:
+    strategy = pipedist.ParameterServerStrategy(cluster, workers=of_workers)
+    return pipedist.ClusterCoordinator(strategy, **options)
 
 
 async def test_closures_return_futures() -> None:
@@ -246,6 +252,37 @@ async def test_logical_workers_take_turns_and_each_has_its_own_iterator() -> Non
             assert (await again).tolist() == [0, 1]
             assert sorted(await coordinator.fetch(dealt)) == [1, 2, 3, 4, 5, 6]
             assert whole.element_spec.dtype == np.int64
+
+
+@pytest.mark.parametrize("ends", ["cancelled", "closed"])
+async def test_a_closure_that_is_not_scheduled_takes_no_turn(ends: str) -> None:
+    readable = threading.Event()
+
+    def dataset_fn(context: InputContext) -> pipedist.Dataset:
+        def elements() -> Iterator[int]:
+            readable.wait(60)
+            yield from range(10 * context.input_pipeline_id, 10 * context.input_pipeline_id + 2)
+
+        return pipedist.Dataset.from_generator(elements)
+
+    async with pipedist.LocalCluster(workers=1) as cluster:
+        coordinator = parameter_server(cluster, of_workers=2)
+        iterator = iter(coordinator.create_per_worker_dataset(dataset_fn))
+        waiting = asyncio.create_task(coordinator.schedule(functions.increment, (iterator,)))
+        for _ in range(20):  # of the loop's turns, in which it has come to wait for its element
+            await asyncio.sleep(0)
+        if ends == "closed":
+            await coordinator.aclose()
+            readable.set()
+            with pytest.raises(pipedist.UsageError, match="this coordinator is closed"):
+                await waiting
+            return
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        readable.set()
+        values = [await coordinator.schedule(functions.increment, (iterator,)) for _ in range(4)]
+        assert await coordinator.fetch(values) == [1, 11, 2, 12]
 
 
 async def test_the_end_of_a_per_worker_dataset_is_the_closures_error(tmp_path: Path) -> None:

@@ -119,30 +119,32 @@ async def test_steps_that_use_variables_follow_each_other() -> None:
         assert v.numpy() == value
 
 
-@pytest.mark.parametrize("uses_variable", [False, True])
-async def test_a_step_may_be_read_into_the_memory_of_the_one_before(uses_variable: bool) -> None:
-    async def steps() -> AsyncIterator[Any]:
-        rows, count, large = np.zeros(4), [0], np.zeros(1 << 16)
-        for number in range(8):
-            rows[:] = count[0] = large[:] = number
-            yield pipedist.PerReplica([{"rows": rows}, {"rows": -rows}]), count, large
+async def test_several_tasks_share_the_results() -> None:
+    results = []
+
+    async def take(runs: Any) -> None:
+        async for result in runs:
+            results.append(int(result[0]))
 
     async with pipedist.LocalCluster(workers=1) as cluster:
-        strategy = pipedist.Strategy(cluster, replicas=2)
-        with strategy.scope():
-            offset = pipedist.Variable(0.0)
+        strategy = pipedist.Strategy(cluster, replicas=1)
+        runs = strategy.run_steps(lambda a, b: b, Counted(30), ahead=4)
+        await asyncio.gather(take(runs), take(runs), take(runs))
+    assert results == list(range(0, 300, 10))
 
-        def plain(own: Any, count: list[int], large: Any) -> Any:
-            return own["rows"].tolist(), count[0], float(large[-1])
 
-        def reading(own: Any, count: list[int], large: Any) -> Any:
-            return (own["rows"] + offset).tolist(), count[0], float(large[-1])
+async def test_who_waits_while_the_others_close_gets_its_result(tmp_path: Path) -> None:
+    async def steps() -> AsyncIterator[Any]:
+        yield str(tmp_path / "go")
 
-        fn = reading if uses_variable else plain
-        results = [result async for result in strategy.run_steps(fn, steps())]
-    for number, (rows, count, large) in enumerate(results):
-        assert [list(row) for row in rows] == [[number, -number]] * 4
-        assert list(count) == list(large) == [number] * 2
+    async with pipedist.LocalCluster(workers=1) as cluster:
+        runs = pipedist.Strategy(cluster, replicas=1).run_steps(wait_for, steps(), ahead=1)
+        waiting = asyncio.create_task(anext(runs))
+        for _ in range(20):  # of the loop's turns, in which it has begun the step
+            await asyncio.sleep(0)
+        await runs.aclose()
+        (tmp_path / "go").touch()
+        assert list(await waiting) == ["found"]
 
 
 async def test_a_step_whose_results_do_not_fit_together_ends_no_other_run(tmp_path: Path) -> None:

@@ -156,6 +156,13 @@ def merge_raises(x: Any, ctx: ReplicaContext) -> Any:
     return ctx.merge_call(body)
 
 
+async def merge_stops_async(x: Any, ctx: ReplicaContext) -> Any:
+    def body(strategy: MergeStrategy) -> None:
+        next(iter([]))
+
+    return await ctx.merge_call(body)
+
+
 def merge_misuse(x: Any, ctx: ReplicaContext) -> list[str]:
     def body(strategy: MergeStrategy) -> list[str]:
         told = []

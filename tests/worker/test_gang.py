@@ -148,6 +148,13 @@ async def test_a_merged_functions_error_is_everybodys() -> None:
     assert [(f.name, f.text) for f in found] == [("ValueError", "in the body")] * 4
 
 
+async def test_a_merged_function_that_runs_out_of_items_hangs_no_async_function() -> None:
+    found = await run("merge_stops_async", [0] * 4, 2)
+    assert [(f.name, f.text) for f in found] == [
+        ("RuntimeError", "merge_stops_async.<locals>.body raised StopIteration")
+    ] * 4
+
+
 async def test_what_a_merged_function_may_not_do() -> None:
     for told in await run("merge_misuse", [0] * 2):
         assert ["inside merge_call" in text for text in told] == [True] * 3
