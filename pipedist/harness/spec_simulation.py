@@ -27,7 +27,8 @@ from pipedist.harness.faults import Faults
 from pipedist.harness.fingerprints import Fingerprint, difference, of_error, of_result
 from pipedist.harness.simulated_cluster import CheckedCoordinator, SimulatedCluster
 from pipedist.harness.simulation import SimulationFailure
-from pipedist.harness.virtual_loop import NothingHappens, VirtualLoop, virtual_clock
+from pipedist.harness.virtual_clock import virtual_clock
+from pipedist.harness.virtual_loop import NothingHappens, VirtualLoop
 from pipedist.pipeline.result import Result
 from pipedist.pipeline.runs import Run, SpecLike
 from pipedist.program import Tree
@@ -40,13 +41,13 @@ CALM_S = 600.0
 T = TypeVar("T")
 
 REASONS = """\
-Without faults, on one worker, the spec gives the same twice. So either a replica function depends on what
-ran before it in its process, on the worker, or on how often it was tried: it is not deterministic in (shard,
-with, ctx). Or this is a defect of pipedist: please report it."""
+Without faults, on one worker, the spec gives the same twice. So either a replica function (a combiner, an
+update) depends on what ran before it in its process, on the worker, or on how often it was tried: it is
+not deterministic in (shard, with, ctx). Or this is a defect of pipedist: please report it."""
 
 ALWAYS_ANOTHER = """\
-So a replica function is not deterministic in (shard, with, ctx): it uses the time, randomness that is not
-ctx.rng, or what an earlier call has left behind."""
+So a replica function (a combiner, an update, a dataset's function) is not deterministic in (shard, with,
+ctx): it uses the time, randomness that is not ctx.rng, or what an earlier call has left behind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,11 +124,14 @@ class SpecSimulation:
             first = self._play(0, workers=1, faults=Faults(), storm_s=0.0, calm_s=1e6)
             if isinstance(first.error, UsageError):  # nothing has run
                 raise first.error
+            if first.violation:
+                raise SimulationFailure(f"without faults, on one worker: {first.violation}")
             again = self._play(1, workers=1, faults=Faults(), storm_s=0.0, calm_s=1e6)
-            violation = first.violation or difference(first.fingerprint, again.fingerprint)
+            violation = again.violation or difference(first.fingerprint, again.fingerprint)
             if violation:
-                why = "" if first.violation else f"\n{ALWAYS_ANOTHER}"
-                raise SimulationFailure(f"without faults, on one worker, the second time: {violation}{why}")
+                raise SimulationFailure(
+                    f"without faults, on one worker, the second time: {violation}\n{ALWAYS_ANOTHER}"
+                )
             self._reference = first
         return self._reference
 
