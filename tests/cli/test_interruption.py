@@ -56,7 +56,7 @@ def test_the_first_signal_drains_and_the_second_cancels(number: int, code: int) 
 
 @pytest.mark.parametrize(("raised", "code"), [(KeyboardInterrupt(), 130), (Interrupted(143), 143)])
 def test_where_a_class_is_made_too(
-    raised: BaseException, code: int, capsys: pytest.CaptureFixture[str]
+    raised: BaseException, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As in an import: Python 3.11 makes a RuntimeError of it there."""
 
@@ -69,6 +69,10 @@ def test_where_a_class_is_made_too(
         raise AssertionError("nobody was interrupted")
 
     assert guarded(imports) == code
+    monkeypatch.setattr("pipedist.cli.app.main", imports)
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 130  # nobody has looked for another signal yet
     assert not capsys.readouterr().err
 
 
