@@ -86,7 +86,7 @@ class SpecSimulation:
 
     Raises:
         SpecError: the spec has mistakes.
-        UsageError: a stage of `costs` is none of the spec's.
+        UsageError: a stage of `costs` is none of the spec's, or there are no workers.
     """
 
     def __init__(
@@ -104,6 +104,8 @@ class SpecSimulation:
         self._sets = (*sets, *(text for text in given.values() if text))
         self._can_replay = bool(self._file) and all(given.values())
         self._spec = spec if isinstance(spec, Spec) else load(spec, params=params, sets=sets)
+        if isinstance(workers, bool) or not isinstance(workers, int) or workers < 1:
+            raise UsageError(f"workers is {workers!r}; expected an int from 1 on")
         self._workers = workers
         self._faults = Faults() if faults is None else faults
         self._costs = dict(costs or {})
@@ -174,12 +176,12 @@ class SpecSimulation:
     def replay(self, seed: int) -> str:
         """Return the command that plays one seed again, or what a test says where no command can."""
         if not self._can_replay:
-            rates = [f"{kind}={rate:g}, " for kind, rate in self._faults.rates().items() if rate]
+            rates = [f"{kind}={float(rate)!r}, " for kind, rate in self._faults.rates().items() if rate]
             return f"with faults({''.join(rates)}workers={self._workers}, seed={seed}) as simulated: ..."
         words = ["pipedist", "simulate", self._file, "--seed", str(seed), "--workers", str(self._workers)]
         words += ["--faults", str(self._faults)]  # also none: without the option there are some
         if self._costs:
-            words += ["--costs", ",".join(f"{name}={cost:g}" for name, cost in self._costs.items())]
+            words += ["--costs", ",".join(f"{name}={float(cost)!r}" for name, cost in self._costs.items())]
         for text in self._sets:
             words += ["--set", text]
         return shlex.join(words)

@@ -127,6 +127,18 @@ def test_the_command_has_the_file_and_its_parameters(
     assert unsaid.replay(4) == "with faults(workers=3, seed=4) as simulated: ..."
 
 
+def test_what_plays_it_again_has_the_rates_to_the_bit() -> None:
+    faults = Faults(crash=1 / 30)
+    assert Faults.parse(str(faults)) == faults
+    simulation = SpecSimulation(spec_of(fn.squares), faults=faults)
+    assert f"crash={1 / 30!r}, " in simulation.replay(0)
+
+
+def test_no_workers() -> None:
+    with pytest.raises(UsageError, match="workers is 0; expected an int from 1 on"):
+        SpecSimulation(spec_of(fn.squares), workers=0)
+
+
 def test_the_time_shows_without_faults() -> None:
     with pytest.raises(SimulationFailure, match="without faults, on one worker, the second time") as caught:
         simulate(spec_of(fn.at_what_time))
