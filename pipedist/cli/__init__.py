@@ -28,7 +28,11 @@ def main() -> None:
             from pipedist.cli.app import main as carry_out
 
             carry_out()
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, RuntimeError) as error:
+        from pipedist.cli.exits import interruption
+
+        if interruption(error) is None:
+            raise
         raise SystemExit(130) from None
 
 

@@ -43,15 +43,30 @@ def guarded(command: Callable[[], int]) -> int:
     """
     try:
         return command()
-    except Interrupted as signalled:
-        return signalled.exit_code
-    except KeyboardInterrupt:
-        return interrupted(signal.SIGINT)
+    except KeyboardInterrupt as signalled:
+        return _end_of(signalled)
     except PipedistError as error:
         report(error)
         return error.exit_code
-    except Exception:
-        return defect()
+    except Exception as error:
+        cause = interruption(error)
+        return defect() if cause is None else _end_of(cause)
+
+
+def interruption(error: BaseException) -> KeyboardInterrupt | None:
+    """Return the interruption that an exception is, or came of; None if it has nothing to do with one.
+
+    Python 3.11 makes a RuntimeError of whatever is raised where a class names its fields: an import that is
+    interrupted there ends with one.
+    """
+    for each in (error, error.__cause__):
+        if isinstance(each, KeyboardInterrupt):
+            return each
+    return None
+
+
+def _end_of(signalled: KeyboardInterrupt) -> int:
+    return signalled.exit_code if isinstance(signalled, Interrupted) else interrupted(signal.SIGINT)
 
 
 def report(error: PipedistError) -> None:

@@ -61,7 +61,7 @@ class Faults:
 
     def __str__(self) -> str:
         """Return the faults as `parse` reads them: "drop=0.1,crash=0.05"; "none" if there are none."""
-        return ",".join(f"{kind}={rate:g}" for kind, rate in self.rates().items() if rate) or "none"
+        return ",".join(f"{kind}={float(rate)!r}" for kind, rate in self.rates().items() if rate) or "none"
 
     def rates(self) -> dict[str, float]:
         """Return the rate of each kind."""

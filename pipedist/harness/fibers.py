@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable
 
 from pipedist.errors import UsageError
+from pipedist.worker import forks
 
 
 class Killed(BaseException):
@@ -24,6 +25,13 @@ _current: contextvars.ContextVar[Fiber | None] = contextvars.ContextVar("pipedis
 def current_fiber() -> Fiber | None:
     """Return the simulated process whose thread this is, None in any other."""
     return _current.get()
+
+
+def leave_in_copy() -> None:
+    """Let this copy of the process, just forked, wait for no simulation; its function's end is its own."""
+    if _current.get() is not None:
+        _current.set(None)
+        forks.is_copy = True
 
 
 class Fiber:

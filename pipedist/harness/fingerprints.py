@@ -86,12 +86,19 @@ def _place(expected: Tree, came: Tree) -> str:
     """Return the first leaf in which two trees differ, with its values."""
     expected_leaves, came_leaves = trees.flatten(expected)[0], trees.flatten(came)[0]
     paths = trees.paths(expected)
-    if paths != trees.paths(came):
-        return f"has another structure: {came!r:.{_SHOWN_CHARS}}, expected {expected!r:.{_SHOWN_CHARS}}"
+    others = trees.paths(came)
+    if paths != others:
+        return f"has another structure: {_only(others, paths)}, expected {_only(paths, others)}"
     for path, a, b in zip(paths, expected_leaves, came_leaves, strict=True):
         if _digest(encode(a)) != _digest(encode(b)):
             return f"{_at(path)}is {_short(b, a)}, expected {_short(a, b)}"
     return "differs"
+
+
+def _only(paths: Sequence[str], others: Sequence[str]) -> str:
+    """Return how many leaves a tree has, and the first that another one has not."""
+    alone = [path for path in paths if path not in set(others)]
+    return f"{len(paths)} leaves" + (f", {alone[0] or 'the value itself'} among them" if alone else "")
 
 
 def _at(path: str) -> str:

@@ -71,7 +71,8 @@ def faults(request: pytest.FixtureRequest) -> Callable[..., SimulatedRuns]:
     Takes rates as `pipedist.harness.Faults` does, `seed` (one), `seeds` (how many, from `seed` on) and
     `workers`.
     """
-    from pipedist.harness.faults import Faults  # most tests need no simulation
+    from pipedist.errors import UsageError  # most tests need no simulation
+    from pipedist.harness.faults import Faults
 
     names = [*Faults().rates(), "seed", "seeds", "workers"]
     marked = _marked(request, FAULTS_MARKER, names)
@@ -81,9 +82,13 @@ def faults(request: pytest.FixtureRequest) -> Callable[..., SimulatedRuns]:
         if wrong := _unknown(options, names):
             raise TypeError(f"faults() {wrong}")
         told = {**marked, **options}
-        seed, seeds = told.pop("seed", 0), told.pop("seeds", 1)
-        workers = told.pop("workers", 3)
-        return SimulatedRuns(Faults.of(told), range(seed, seed + seeds), workers)
+        counts: dict[str, Any] = {}
+        for name, (usual, least) in {"seed": (0, 0), "seeds": (1, 1), "workers": (3, 1)}.items():
+            counts[name] = value = told.pop(name, usual)
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise UsageError(f"faults: {name} is {value!r}; expected an int from {least} on")
+        seed = counts["seed"]
+        return SimulatedRuns(Faults.of(told), range(seed, seed + counts["seeds"]), counts["workers"])
 
     return make
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from random import Random
 from typing import TYPE_CHECKING
 
+from pipedist.accelerators import GPUS_MAX
 from pipedist.harness.fibers import Fiber, Killed
 from pipedist.harness.network import Connection
 from pipedist.harness.simulated_process import PAUSE_S
@@ -52,7 +53,7 @@ class SimulatedWorker:
         self.worker = worker
         self.incarnation = incarnation
         self.identity = f"{worker}.{incarnation}".encode()
-        self.machine = WorkerMachine(make_hello(worker, incarnation), Limits())
+        self.machine = WorkerMachine(make_hello(worker, incarnation, gpus=GPUS_MAX), Limits())
         self.running: Running | None = None
         """What it executes."""
         self.alive = True

@@ -27,7 +27,8 @@ from pipedist.harness.faults import Faults
 from pipedist.harness.fingerprints import Fingerprint, difference, of_error, of_result
 from pipedist.harness.simulated_cluster import CheckedCoordinator, SimulatedCluster
 from pipedist.harness.simulation import SimulationFailure
-from pipedist.harness.virtual_loop import NothingHappens, VirtualLoop, virtual_clock
+from pipedist.harness.virtual_clock import virtual_clock
+from pipedist.harness.virtual_loop import NothingHappens, VirtualLoop
 from pipedist.pipeline.result import Result
 from pipedist.pipeline.runs import Run, SpecLike
 from pipedist.program import Tree
@@ -40,13 +41,13 @@ CALM_S = 600.0
 T = TypeVar("T")
 
 REASONS = """\
-Without faults, on one worker, the spec gives the same twice. So either a replica function depends on what
-ran before it in its process, on the worker, or on how often it was tried: it is not deterministic in (shard,
-with, ctx). Or this is a defect of pipedist: please report it."""
+Without faults, on one worker, the spec gives the same twice. So either a replica function (a combiner, an
+update) depends on what ran before it in its process, on the worker, or on how often it was tried: it is
+not deterministic in (shard, with, ctx). Or this is a defect of pipedist: please report it."""
 
 ALWAYS_ANOTHER = """\
-So a replica function is not deterministic in (shard, with, ctx): it uses the time, randomness that is not
-ctx.rng, or what an earlier call has left behind."""
+So a replica function (a combiner, an update, a dataset's function) is not deterministic in (shard, with,
+ctx): it uses the time, randomness that is not ctx.rng, or what an earlier call has left behind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +86,7 @@ class SpecSimulation:
 
     Raises:
         SpecError: the spec has mistakes.
-        UsageError: a stage of `costs` is none of the spec's.
+        UsageError: a stage of `costs` is none of the spec's, or there are no workers.
     """
 
     def __init__(
@@ -103,6 +104,8 @@ class SpecSimulation:
         self._sets = (*sets, *(text for text in given.values() if text))
         self._can_replay = bool(self._file) and all(given.values())
         self._spec = spec if isinstance(spec, Spec) else load(spec, params=params, sets=sets)
+        if isinstance(workers, bool) or not isinstance(workers, int) or workers < 1:
+            raise UsageError(f"workers is {workers!r}; expected an int from 1 on")
         self._workers = workers
         self._faults = Faults() if faults is None else faults
         self._costs = dict(costs or {})
@@ -123,11 +126,14 @@ class SpecSimulation:
             first = self._play(0, workers=1, faults=Faults(), storm_s=0.0, calm_s=1e6)
             if isinstance(first.error, UsageError):  # nothing has run
                 raise first.error
+            if first.violation:
+                raise SimulationFailure(f"without faults, on one worker: {first.violation}")
             again = self._play(1, workers=1, faults=Faults(), storm_s=0.0, calm_s=1e6)
-            violation = first.violation or difference(first.fingerprint, again.fingerprint)
+            violation = again.violation or difference(first.fingerprint, again.fingerprint)
             if violation:
-                why = "" if first.violation else f"\n{ALWAYS_ANOTHER}"
-                raise SimulationFailure(f"without faults, on one worker, the second time: {violation}{why}")
+                raise SimulationFailure(
+                    f"without faults, on one worker, the second time: {violation}\n{ALWAYS_ANOTHER}"
+                )
             self._reference = first
         return self._reference
 
@@ -170,12 +176,12 @@ class SpecSimulation:
     def replay(self, seed: int) -> str:
         """Return the command that plays one seed again, or what a test says where no command can."""
         if not self._can_replay:
-            rates = [f"{kind}={rate:g}, " for kind, rate in self._faults.rates().items() if rate]
+            rates = [f"{kind}={float(rate)!r}, " for kind, rate in self._faults.rates().items() if rate]
             return f"with faults({''.join(rates)}workers={self._workers}, seed={seed}) as simulated: ..."
         words = ["pipedist", "simulate", self._file, "--seed", str(seed), "--workers", str(self._workers)]
         words += ["--faults", str(self._faults)]  # also none: without the option there are some
         if self._costs:
-            words += ["--costs", ",".join(f"{name}={cost:g}" for name, cost in self._costs.items())]
+            words += ["--costs", ",".join(f"{name}={float(cost)!r}" for name, cost in self._costs.items())]
         for text in self._sets:
             words += ["--set", text]
         return shlex.join(words)

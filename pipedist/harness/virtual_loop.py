@@ -1,24 +1,15 @@
 """An asyncio event loop whose clock jumps to its next timer when there is nothing else to do.
 
-While `virtual_clock` lasts, `time.monotonic`, `time.perf_counter` and `time.sleep` of the whole process
-follow that loop's clock, and what runs in anyio's threads runs in place: what happens, and in which
-order, depends on nothing but the program. `time.time` is left alone.
+While `virtual_clock` lasts, it is the clock of the simulation's threads, too.
 """
 
 from __future__ import annotations
 
 import asyncio
 import selectors
-import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable
 from heapq import heappop, heappush
 from typing import Any
-from unittest import mock
-
-import anyio.to_thread
-
-from pipedist.harness.fibers import current_fiber
 
 
 class NothingHappens(RuntimeError):
@@ -70,62 +61,3 @@ class _Jumping(selectors.DefaultSelector):
             raise NothingHappens("everybody waits, and nothing is to happen any more")
         self._virtual_loop.now += max(timeout, 0.0)
         return []
-
-
-class FiberSelector(selectors.DefaultSelector):
-    """Of the event loops of simulated workers: waits in virtual time.
-
-    Stands in for the selector of `pipedist.worker.loops`.
-    """
-
-    outside: Callable[[], Any] = staticmethod(nullcontext)
-
-    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        """Wait for a descriptor, or for as long as the loop's next timer wants."""
-        ready = super().select(0)
-        fiber = current_fiber()
-        if ready or timeout == 0:
-            return ready
-        with self.outside():
-            if timeout is None or fiber is None:  # a thread of this worker will wake it
-                return super().select(timeout)
-            fiber.sleep(timeout)
-        return []
-
-
-@contextmanager
-def virtual_clock(loop: VirtualLoop) -> Iterator[None]:
-    """Let this process live in the loop's time, as long as it lasts."""
-    really_sleep = time.sleep
-
-    def now() -> float:
-        return loop.now
-
-    def now_ns() -> int:
-        return int(loop.now * 1e9)
-
-    def sleep(seconds: float) -> None:
-        fiber = current_fiber()
-        if fiber is None:
-            really_sleep(seconds)
-        else:
-            fiber.sleep(max(0.0, seconds))
-
-    async def in_place(function: Callable[..., Any], *args: object, **_: object) -> Any:
-        await asyncio.sleep(0)
-        return function(*args)
-
-    from pipedist.worker import loops
-
-    with ExitStack() as stack:
-        for name, stand_in in {
-            "monotonic": now,
-            "perf_counter": now,
-            "monotonic_ns": now_ns,
-            "perf_counter_ns": now_ns,
-            "sleep": sleep,
-        }.items():
-            stack.enter_context(mock.patch.object(time, name, stand_in))
-        stack.enter_context(mock.patch.object(anyio.to_thread, "run_sync", in_place))
-        stack.enter_context(mock.patch.object(loops, "_Selector", FiberSelector))
-        yield

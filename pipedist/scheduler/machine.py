@@ -52,8 +52,9 @@ from pipedist.errors import LocalProtocolError
 from pipedist.scheduler import commands as cmd
 from pipedist.scheduler import events as ev
 from pipedist.scheduler.dealing import Dealing
+from pipedist.scheduler.deaths import Death
 from pipedist.scheduler.membership import Lease, Membership, Worker
-from pipedist.scheduler.outcomes import Death, Outcomes
+from pipedist.scheduler.outcomes import Outcomes
 from pipedist.scheduler.passes import Pass
 from pipedist.scheduler.ranges import RangeSet
 from pipedist.scheduler.settings import Limits

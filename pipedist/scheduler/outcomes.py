@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pipedist.records import record
 from pipedist.scheduler import commands as cmd
 from pipedist.scheduler import events as ev
 from pipedist.scheduler.dealing import Dealing
+from pipedist.scheduler.deaths import Death, likeliest
 from pipedist.scheduler.gangs import Gang, Raised
 from pipedist.scheduler.membership import Lease, Membership
 from pipedist.scheduler.passes import Pass, Trouble
@@ -20,22 +20,6 @@ from pipedist.scheduler.states import GangState, PassState
 from pipedist.scheduler.suspects import Probe
 
 _ABORTED_BY_NOBODY = "its gang was aborted, but none of its calls raised"
-
-
-@record
-class Death:
-    """How a worker was lost, and what that means for the call that it ran.
-
-    Args:
-        cause: for people.
-        stage, timed_out, retries, quarantine: see `events.WorkerLost`.
-    """
-
-    cause: str
-    stage: str = ""
-    timed_out: bool = False
-    retries: int = 0
-    quarantine: bool = False
 
 
 class Outcomes:
@@ -227,6 +211,7 @@ class Outcomes:
             return
         trouble = pass_.trouble.setdefault(lo, Trouble())
         trouble.deaths += 1
+        death = likeliest(trouble.named, death)
         if trouble.deaths < self._limits.deaths_max:
             pass_.wait(lo, hi, trouble.tried)
         else:
@@ -248,6 +233,7 @@ class Outcomes:
             self._blame_probe(pass_, probe, _timed_out(probe.call, worker, death))
             return
         probe.deaths += 1
+        death = likeliest(probe.named, death)
         if probe.is_single and probe.deaths < self._limits.deaths_max:
             pass_.wait_probe(probe)
         else:

@@ -8,6 +8,7 @@ from itertools import pairwise
 
 from pipedist.errors import LocalProtocolError
 from pipedist.scheduler.commands import Failure
+from pipedist.scheduler.deaths import Death
 from pipedist.scheduler.gangs import Gang, Groups
 from pipedist.scheduler.ranges import RangeSet, Todo, TodoQueue
 from pipedist.scheduler.resting import RestingCalls
@@ -24,6 +25,8 @@ class Trouble:
     """How many attempts raised."""
     deaths: int = 0
     """How many workers died while running it."""
+    named: list[Death] = field(default_factory=list)
+    """These deaths, as far as it is known in which stage they were."""
     before: int = 0
     """How many attempts it had with the elements that are left out since then."""
 

@@ -123,6 +123,7 @@ class Separation:
         else:
             trouble = pass_.trouble.setdefault(call, Trouble())
             trouble.before, trouble.raised, trouble.deaths = trouble.tried, 0, 0
+            trouble.named.clear()
             pass_.suspects.forget(call)
             pass_.suspects.cleared[call] = suspect
             pass_.wait(call, call + 1, trouble.tried)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from pipedist.scheduler.bisection import Bisection, Span
 from pipedist.scheduler.commands import Cause
+from pipedist.scheduler.deaths import Death
 
 
 @dataclass(slots=True, eq=False)
@@ -18,6 +19,8 @@ class Probe:
     """How many attempts raised."""
     deaths: int = 0
     """How many workers died while trying it."""
+    named: list[Death] = field(default_factory=list)
+    """These deaths, as far as it is known in which stage they were."""
 
     @property
     def tried(self) -> int:

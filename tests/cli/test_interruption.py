@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 
 from pipedist.cli import main
-from pipedist.cli.exits import Interrupted
+from pipedist.cli.exits import Interrupted, guarded
 from pipedist.cli.interruption import SIGNALS, Interruption
 
 
@@ -52,6 +52,28 @@ def test_the_first_signal_drains_and_the_second_cancels(number: int, code: int) 
     assert ended == [code]  # the third one does not wait for anything
     assert "10 s to finish" in told[0]
     assert "at once" in told[1]
+
+
+@pytest.mark.parametrize(("raised", "code"), [(KeyboardInterrupt(), 130), (Interrupted(143), 143)])
+def test_where_a_class_is_made_too(
+    raised: BaseException, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As in an import: Python 3.11 makes a RuntimeError of it there."""
+
+    class Field:
+        def __set_name__(self, owner: type, name: str) -> None:
+            raise raised
+
+    def imports() -> int:
+        type("Class", (), {"field": Field()})
+        raise AssertionError("nobody was interrupted")
+
+    assert guarded(imports) == code
+    monkeypatch.setattr("pipedist.cli.app.main", imports)
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 130  # nobody has looked for another signal yet
+    assert not capsys.readouterr().err
 
 
 def test_before_the_run_a_signal_ends_the_process() -> None:

@@ -72,6 +72,12 @@ def test_mistyped_faults(faults):
 def test_mistyped_argument(pipedist_cluster):
     pipedist_cluster(wrkers=2)
 
+@pytest.mark.parametrize("how", [{"seeds": 0}, {"seed": -1}, {"seed": "7"}, {"workers": 0}, {"workers": 2.5}])
+def test_counts(faults, how):
+    ((name, value),) = how.items()
+    with pytest.raises(Exception, match=f"faults: {name} is {value!r}; expected an int from [01] on"):
+        faults(**how)
+
 def test_without_async(pipedist_cluster):
     with pipedist_cluster():
         pass
@@ -92,7 +98,7 @@ def test_under_pytest_asyncio(pytester: pytest.Pytester, mode: str) -> None:
 def test_in_plain_tests(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(PLAIN)
     result = pytester.runpytest_subprocess(*plugin(pytester), "--strict-markers")
-    result.assert_outcomes(passed=1, failed=3, errors=3)
+    result.assert_outcomes(passed=6, failed=3, errors=3)
     for line in (
         "*faults() has no argument 'crush'; did you mean 'crash'? There are: drop, *, workers*",
         "*@pytest.mark.pipedist_cluster has no argument 'wrkers'; did you mean 'workers'? There are: *",

@@ -13,6 +13,8 @@ from pipedist.coordinator.fleet import Fleet
 from pipedist.errors import CallError, SpecError, UsageError
 from pipedist.harness import Faults, SimulationFailure, SpecSimulation, simulate
 from pipedist.harness.fakes import POISON
+from pipedist.harness.fingerprints import Fingerprint, difference
+from pipedist.harness.simulated_cluster import SimulatedLauncher
 from pipedist.scheduler import Scheduler
 from tests.harness import replica_functions as fn
 
@@ -98,7 +100,7 @@ def test_what_an_instance_remembers_shows() -> None:
         simulate(spec_of(fn.HowMany), faults=STORM)
     told = str(caught.value)
     assert "stage total is " in told
-    assert "not deterministic in (shard," in told
+    assert "not deterministic in (shard, with, ctx)" in told
     assert "play it again: with faults(drop=0.03, duplicate=0.03," in told
     assert "workers=3, seed=" in told
 
@@ -125,10 +127,28 @@ def test_the_command_has_the_file_and_its_parameters(
     assert unsaid.replay(4) == "with faults(workers=3, seed=4) as simulated: ..."
 
 
+def test_what_plays_it_again_has_the_rates_to_the_bit() -> None:
+    faults = Faults(crash=1 / 30)
+    assert Faults.parse(str(faults)) == faults
+    simulation = SpecSimulation(spec_of(fn.squares), faults=faults)
+    assert f"crash={1 / 30!r}, " in simulation.replay(0)
+
+
+def test_no_workers() -> None:
+    with pytest.raises(UsageError, match="workers is 0; expected an int from 1 on"):
+        SpecSimulation(spec_of(fn.squares), workers=0)
+
+
 def test_the_time_shows_without_faults() -> None:
     with pytest.raises(SimulationFailure, match="without faults, on one worker, the second time") as caught:
         simulate(spec_of(fn.at_what_time))
-    assert "randomness that is not\nctx.rng" in str(caught.value)
+    assert "randomness that is not ctx.rng" in str(caught.value)
+
+
+def test_another_structure_is_told_by_what_is_missing() -> None:
+    many, few = Fingerprint({"stage s": "a"}, {"s": [1, 2, 3]}), Fingerprint({"stage s": "b"}, {"s": [1, 2]})
+    assert difference(many, few) == "stage s has another structure: 2 leaves, expected 3 leaves, 2 among them"
+    assert difference(few, many) == "stage s has another structure: 3 leaves, 2 among them, expected 2 leaves"
 
 
 def test_a_function_that_fails_must_fail_the_same_way() -> None:
@@ -198,6 +218,12 @@ def test_a_missing_fence_lets_poison_through(monkeypatch: pytest.MonkeyPatch) ->
 def test_workers_that_nobody_replaces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Fleet, "exited", lambda self, exit_: None)
     assert "did not come to its end" in shows(Faults(crash=0.1), seeds=5)
+
+
+def test_a_run_that_does_not_come_to_its_end_without_faults(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SimulatedLauncher, "start", lambda *_: None)
+    with pytest.raises(SimulationFailure, match="without faults, on one worker: it did not come to its end"):
+        simulate(spec_of(fn.squares))
 
 
 def test_poison_is_no_value() -> None:

@@ -15,9 +15,10 @@ from pipedist.scheduler import commands as cmd
 from pipedist.scheduler import events as ev
 from pipedist.scheduler.bisection import Bisection
 from pipedist.scheduler.dealing import Dealing
+from pipedist.scheduler.deaths import Death
 from pipedist.scheduler.gangs import Gang, Groups, Raised
 from pipedist.scheduler.membership import Lease, Membership, Worker
-from pipedist.scheduler.outcomes import Death, Outcomes
+from pipedist.scheduler.outcomes import Outcomes
 from pipedist.scheduler.passes import Pass
 from pipedist.scheduler.ranges import RangeSet, Todo, TodoQueue
 from pipedist.scheduler.resting import RestingCalls

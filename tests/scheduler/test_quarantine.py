@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
+
 from pipedist.scheduler import Limits, PassSettings
 from pipedist.scheduler import commands as cmd
 from pipedist.scheduler import events as ev
@@ -150,6 +154,23 @@ def test_deaths_in_a_stage_that_nobody_knows_follow_the_pass() -> None:
     play = Playbook(LIMITS).with_workers("w0", "w1").with_pass(settings)
     play.setup(ev.StepsOffered(1, 0, 1, 1), ev.WorkerLost("w0", 0, "signal 11"))
     play(ev.WorkerLost("w1", 0, "signal 11"), cmd.SizeCall(1, 0), cmd.StartWorker("w1", 1))
+
+
+@pytest.mark.parametrize("outside", [{"stage": "s", "quarantine": True}, {}], ids=["killed", "stage unknown"])
+def test_a_death_that_came_from_outside_does_not_decide(outside: dict[str, Any]) -> None:
+    """Neither whether an element is guilty, nor what is told of it: most of its deaths do."""
+    play = Playbook(Limits(deaths_max=3)).with_workers("w0").with_pass(PLAIN)
+    play.setup(ev.StepsOffered(1, 0, 1, 1), raised(1), ev.CallSized(1, 0, 2))
+    for incarnation in range(2):
+        play.setup(ev.WorkerLost("w0", incarnation, "exit code 9", stage="s", quarantine=True))
+        [again] = assigns(play.setup(ev.WorkerJoined("w0", incarnation + 1)))
+        assert again.elements == ((0, 1),)
+    play.setup(ev.WorkerLost("w0", 2, "signal 9 (SIGKILL)", **outside))
+    [other] = assigns(play.setup(ev.WorkerJoined("w0", 3)))
+    [rest] = assigns(play.setup(ev.CallsDone("w0", 3, other.lease, 0, 1, 1000, 10)))
+    assert rest.elements == ((1, 2),)
+    told = play.setup(ev.CallsDone("w0", 3, rest.lease, 0, 1, 1000, 10))
+    assert cmd.CallsQuarantined(1, 0, 1, ((0, cmd.Cause("s", "exit code 9")),), remains=True) in told
 
 
 def test_calls_without_a_value_are_left_out_of_their_step() -> None:
