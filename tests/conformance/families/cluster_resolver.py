@@ -248,21 +248,21 @@ def _workers(tasks: Mapping[int, str] | None, layer: str | None) -> dict[str, Js
 
 
 def _slurm_tasks(call: Mapping[str, Json]) -> list[tuple[str, int]] | None:
-    """Return each host and its number of tasks, sorted; None where the two don't go together."""
+    """Return each host and its number of tasks, in Slurm's order; None where the two don't go together."""
     given = call["kwargs"].get("tasks_per_node")
     if isinstance(given, dict):
-        return sorted(given.items())
+        return list(given.items())
     hosts = call["scontrol_hosts"] or expand_hostlist(call["env"]["SLURM_STEP_NODELIST"])
     if given is not None:
-        return [(host, given) for host in sorted(hosts)]
+        return [(host, given) for host in hosts]
     counts: list[int] = []
     for count, times in re.findall(r"([0-9]+)(?:\(x([0-9]+)\))?", call["env"]["SLURM_STEP_TASKS_PER_NODE"]):
         counts += [int(count)] * int(times or 1)
-    return sorted(zip(hosts, counts, strict=True)) if len(hosts) == len(counts) else None
+    return list(zip(hosts, counts, strict=True)) if len(hosts) == len(counts) else None
 
 
 def _slurm(case: Case, recorded: Json) -> Json:
-    """Without GPUs it works; what contradicts itself is refused."""
+    """Without GPUs it works; what contradicts itself is refused; hosts are not sorted by their names."""
     call = case.call
     if call["op"] != "slurm_resolver" or "error" in recorded:
         return recorded
@@ -270,10 +270,14 @@ def _slurm(case: Case, recorded: Json) -> Json:
     if tasks is None or not 0 <= rank < sum(count for _, count in tasks):
         return REFUSED
     per_node, per_task = call["kwargs"].get("gpus_per_node") or 0, call["kwargs"].get("gpus_per_task")
-    if (per_node // max(count for _, count in tasks) if per_task is None else per_task) and per_node:
+    gpus = (per_node // max(count for _, count in tasks) if per_task is None else per_task) if per_node else 0
+    if gpus and tasks == sorted(tasks):
         return recorded
     base = call["kwargs"].get("port_base", 8888)
     addresses = [f"{host}:{base + i}" for host, count in tasks for i in range(count)]
+    place = [i for _, count in tasks for i in range(count)][rank]
+    devices = ",".join(str(place * gpus + gpu) for gpu in range(gpus))
+    sets = gpus and call["kwargs"].get("auto_set_gpu", True)
     cluster: dict[str, list[str]] = {}
     own: tuple[str, int] = ("", 0)
     first = 0
@@ -289,11 +293,11 @@ def _slurm(case: Case, recorded: Json) -> Json:
         "cluster_spec": cluster,
         "task_type": own[0],
         "task_id": own[1],
-        "num_accelerators": {"GPU": 0},
+        "num_accelerators": {"GPU": gpus},
         "get_task_info": list(own),
         "master": f"{layer}://{address}" if layer else address,
         "master_nosuch_0": {"error": "ValueError", "message": "no such job"},
-        "cuda_visible_devices": call["env"].get(VISIBLE, ""),
+        "cuda_visible_devices": devices if sets else call["env"].get(VISIBLE, ""),
     } | _workers(dict(enumerate(cluster["worker"])) if "worker" in cluster else None, layer)
 
 
@@ -320,7 +324,9 @@ DEVIATIONS = (
     Deviation("cluster_resolver: a union drops duplicate addresses", 53, _union),
     Deviation("cluster_resolver: a union can be task 0", 53, _first_task),
     Deviation("cluster_resolver: a simple resolver's numbers are checked", 53, _simple_checked),
-    Deviation("cluster_resolver: Slurm works without GPUs, and refuses what contradicts itself", 53, _slurm),
+    Deviation(
+        "cluster_resolver: Slurm works without GPUs, in Slurm's order, and not in contradictions", 53, _slurm
+    ),
     Deviation("cluster_resolver: a range of hosts that runs backwards is refused", 53, _backwards),
     Deviation("cluster_resolver: a job without tasks has none", 53, _empty_jobs),
 )
