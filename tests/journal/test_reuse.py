@@ -107,7 +107,7 @@ outputs: {t: t.json}
     assert (tmp_path / "out" / "t.json").read_text() == f"{3.0 * sum(range(40))}\n"
 
 
-@pytest.mark.parametrize("what", ["module", "input"])
+@pytest.mark.parametrize("what", ["module", pytest.param("input", marks=pytest.mark.slow)])
 def test_a_change_since_a_finished_run_of_the_same_spec(tmp_path: Path, what: str) -> None:
     (tmp_path / "mine.py").write_text("def f(x):\n    return x['n'] * 2\n")
     (tmp_path / "n.csv").write_text("n\n1\n2\n3\n")
