@@ -11,6 +11,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import anyio
 import anyio.to_thread
 import pytest
 
@@ -144,13 +145,24 @@ async def test_a_run_ends_when_all_workers_have_left(monkeypatch: pytest.MonkeyP
                 await run.results()
 
 
+async def ended_by_sigkill(pid: int) -> None:
+    """Kill a process; when this returns its ports are free."""
+    ended = os.pidfd_open(pid)
+    try:
+        os.kill(pid, signal.SIGKILL)
+        with anyio.fail_after(60):
+            await anyio.wait_readable(ended)
+    finally:
+        os.close(ended)
+
+
 @pytest.mark.asyncio
 @pytest.mark.parametrize("comes_back", [False, True])
 async def test_a_run_ends_when_the_scheduler_has_ended(comes_back: bool, tmp_path: Path) -> None:
     """With it go its workers: without that news, the run would wait for ever."""
     from distributed import Scheduler
 
-    place_s = 60 if comes_back else 5  # how long the client dials for the next one: it has to be up by then
+    place_s = 60 if comes_back else 5  # how long Dask's client dials for the next one
     spec = document("slow_roots", begun=str(tmp_path))
     with engine("dask") as at:
         address = at["address"]
@@ -161,7 +173,7 @@ async def test_a_run_ends_when_the_scheduler_has_ended(comes_back: bool, tmp_pat
             )
             await cluster.ready()
             run = await stack.enter_async_context(pipedist.open(spec, cluster=cluster))
-            os.kill(dask, signal.SIGKILL)
+            await ended_by_sigkill(dask)
             if comes_back:
                 port = int(address.rpartition(":")[2])
                 await stack.enter_async_context(Scheduler(port=port, dashboard_address=":0"))
