@@ -56,13 +56,13 @@ def own(box: list[Tree]) -> tuple[Tree, int]:
     del value
     size = 0
     for index in range(len(leaves)):
-        if type(leaves[index]) is np.ndarray and not _is_exclusive(leaves, index):
+        kind = type(leaves[index])
+        is_shared = kind is np.ndarray and not _is_exclusive(leaves, index)
+        if is_shared or issubclass(kind, np.memmap):  # a file's memory is whoever's has the file
             leaves[index] = np.array(leaves[index], order="C", copy=True)
-        elif type(leaves[index]) in (bytearray, memoryview):
+        elif kind in (bytearray, memoryview):
             leaves[index] = bytes(leaves[index])
-        elif isinstance(leaves[index], np.memmap):  # a file's memory is whoever's has the file
-            leaves[index] = np.array(leaves[index], order="C", copy=True)
-        elif foreign.is_foreign(type(leaves[index])):
+        elif foreign.is_foreign(kind):
             leaves[index] = _taken(leaves[index], treedef, index)
         size += _size(leaves[index])
     return leaves[0] if treedef is None else trees.unflatten(treedef, leaves), size

@@ -158,29 +158,27 @@ async def test_a_missing_import_names_module_worker_and_what_was_sent(
 
 
 @pytest.mark.asyncio
-async def test_a_file_that_a_function_opens_itself_is_told_not_to_travel(
-    tmp_path: Path, project: Project
+@pytest.mark.parametrize(
+    ("function", "error", "advice"),
+    [
+        ("opens:f", "FileNotFoundError", "a file that a function opens by itself must be there too"),
+        (
+            "opens:imports",
+            "No module named 'no_such_package'",
+            "packages that a function imports must be installed there too",
+        ),
+    ],
+)
+async def test_what_a_function_looks_for_by_itself_is_told_not_to_travel(
+    tmp_path: Path, project: Project, function: str, error: str, advice: str
 ) -> None:
     needs_namespaces()
     with pytest.raises(pipedist.CallError) as caught:
-        await run_with(tmp_path, project.spec("opens:f"), project.folder)
+        await run_with(tmp_path, project.spec(function), project.folder)
     told = str(caught.value)
-    assert "FileNotFoundError" in told
+    assert error in told
     assert f"this is worker {os.uname().nodename}:" in told
-    assert "a file that a function opens by itself must be there too" in told
-
-
-@pytest.mark.asyncio
-async def test_a_package_that_a_function_imports_late_is_told_not_to_travel(
-    tmp_path: Path, project: Project
-) -> None:
-    needs_namespaces()
-    with pytest.raises(pipedist.CallError) as caught:
-        await run_with(tmp_path, project.spec("opens:imports"), project.folder)
-    told = str(caught.value)
-    assert "No module named 'no_such_package'" in told
-    assert f"this is worker {os.uname().nodename}:" in told
-    assert "packages that a function imports must be installed there too" in told
+    assert advice in told
 
 
 def test_the_plan_says_who_reads_each_dataset_and_why(project: Project, tmp_path: Path) -> None:

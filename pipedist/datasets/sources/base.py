@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from pipedist.errors import PipedistError
 from pipedist.program import Tree
+from pipedist.stand_ins import is_masked, stand_in
 
 Ids = range | npt.NDArray[np.int64]
 """Element ids: `epoch * N + index`, a range where they follow each other."""
@@ -155,6 +156,26 @@ def sealed(array: npt.NDArray[_AnyArray]) -> npt.NDArray[_AnyArray]:
     view = array.view(np.ndarray)
     view.flags.writeable = False
     return view
+
+
+def plain_array(leaf: Any, what: str, key: str) -> npt.NDArray[Any]:
+    """Return a value that NumPy takes for an array as one, with all that it says.
+
+    Args:
+        leaf: has `__array__`.
+        what: which value, for the error.
+        key: the setting at fault.
+
+    Raises:
+        SourceError: it is masked, or of a dtype that can't be sent.
+    """
+    if is_masked(leaf):
+        raise SourceError(
+            f"{what}: a masked array can't be read", key=key, expected=f"plain ones: {stand_in(leaf)}"
+        )
+    array = np.asarray(leaf)
+    check_dtype(array.dtype, what, key)
+    return array
 
 
 def check_dtype(dtype: np.dtype[Any], what: str, key: str) -> None:

@@ -18,11 +18,10 @@ import numpy.typing as npt
 
 from pipedist import trees
 from pipedist.datasets.element import kept
-from pipedist.datasets.sources.base import Config, Ids, Source, SourceError, check_dtype, sealed
+from pipedist.datasets.sources.base import Config, Ids, Source, SourceError, plain_array, sealed
 from pipedist.datasets.sources.memory import ArraysSource, leading_arrays
 from pipedist.functions import load, reference
 from pipedist.program import Tree
-from pipedist.stand_ins import is_masked, stand_in
 
 _PLAIN: dict[type, np.dtype[Any]] = {
     bool: np.dtype(np.bool_),
@@ -156,13 +155,7 @@ class IterableSource(Source):
                 key="call",
                 expected="arrays, numbers or text; numpy.frombuffer makes an array of bytes",
             )
-        if is_masked(leaf):
-            raise SourceError(
-                f"{what}: a masked array can't be read", key="call", expected=f"plain ones: {stand_in(leaf)}"
-            )
-        array = np.asarray(leaf)
-        check_dtype(array.dtype, what, "call")
-        return array
+        return plain_array(leaf, what, "call")
 
     def _mismatch(self, index: int, there: str, expected: str, path: str) -> SourceError:
         what = f", {path}" if path else ""

@@ -14,12 +14,11 @@ from pipedist.datasets.sources.base import (
     Reader,
     Source,
     SourceError,
-    check_dtype,
+    plain_array,
     rows_of,
     sealed,
 )
 from pipedist.program import Tree
-from pipedist.stand_ins import is_masked, stand_in
 
 _INT64 = np.iinfo(np.int64)
 
@@ -171,12 +170,7 @@ def _array(leaf: Any, name: str, key: str) -> npt.NDArray[Any]:
             key=key,
             expected=f"arrays with one leading dimension; numpy.asarray makes one of a list{elements}",
         )
-    if is_masked(leaf):
-        raise SourceError(
-            f"{name}: a masked array can't be read", key=key, expected=f"plain ones: {stand_in(leaf)}"
-        )
-    array = np.asarray(leaf)
-    check_dtype(array.dtype, name, key)
+    array = plain_array(leaf, name, key)
     if array.ndim == 0:
         raise SourceError(f"{name}: a scalar has no leading dimension", key=key)
     return array
