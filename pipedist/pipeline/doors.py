@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from pipedist.program import Tree
 
 
+_TURN_S = 0.5  # the longest that a Ctrl-C which the wait didn't notice is kept waiting
+
+
 def open(
     spec: SpecLike,
     *,
@@ -167,22 +170,30 @@ def _in_thread(main: Callable[[], Awaitable[Result]]) -> Result:
     def work() -> None:
         awaited.set(True)
         try:
-            anyio.run(watched)
+            if not interrupted.is_set():
+                anyio.run(watched)
         except BaseException as error:
             failure.append(error)
         finally:
             over.set()
 
+    def wait() -> None:
+        # Not `join`: interrupted, Python 3.11 takes the thread for ended from then on. And in turns: a
+        # signal that comes just before the wait, or to another thread, doesn't end it.
+        while not over.wait(_TURN_S):
+            pass
+
     thread = threading.Thread(target=work, name="pipedist-run")
-    thread.start()
     try:
-        over.wait()  # not `join`: interrupted, Python 3.11 takes the thread for ended from then on
+        thread.start()
+        wait()
     except BaseException:  # Ctrl-C: the run must not go on without its caller, however far it is
         interrupted.set()
         for cancel in cancels:
             with contextlib.suppress(RuntimeError):  # the loop may be closed already
                 cancel()
-        over.wait()
+        if thread.ident is not None:  # None: interrupted before it began, so it will find nothing to do
+            wait()
         raise
     thread.join()
     if failure:

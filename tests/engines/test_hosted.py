@@ -298,17 +298,20 @@ def test_a_missing_extra_is_told_before_anything_runs(
     assert "Traceback" not in done.stderr
 
 
-def test_ctrl_c_in_a_notebook_ends_a_run_that_waits_for_its_engine(tmp_path: Path) -> None:
+@pytest.mark.parametrize("comes", ["in the wait", "in the start of the thread", "to another thread"])
+def test_ctrl_c_in_a_notebook_ends_a_run_that_waits_for_its_engine(tmp_path: Path, comes: str) -> None:
     script = tmp_path / "notebook.py"
     script.write_text(
         textwrap.dedent("""
-        import asyncio, anyio, pipedist
+        import asyncio, signal, sys, threading, anyio, pipedist
         from pipedist.engine_clusters import EngineCluster
         from pipedist.pipeline import runs
         from tests.engines.here import HereEngine
         class NoRoom(HereEngine):
             async def start(self, *_):
                 print("waits for room", flush=True)
+                if sys.argv[1] == "to another thread":
+                    signal.pthread_kill(threading.get_ident(), signal.SIGINT)
                 await anyio.sleep_forever()
             async def __aexit__(self, *_):
                 with anyio.CancelScope(shield=True):
@@ -317,6 +320,13 @@ def test_ctrl_c_in_a_notebook_ends_a_run_that_waits_for_its_engine(tmp_path: Pat
         def cluster_for(*_, **__):
             return EngineCluster(1, NoRoom(1), listen=None, threads_per_replica=1, limits=None)
         runs.cluster_for = cluster_for
+        class Slow(threading.Thread):
+            def start(self):
+                super().start()
+                if self.name == "pipedist-run":
+                    threading.Event().wait()
+        if sys.argv[1] == "in the start of the thread":
+            threading.Thread = Slow
         async def cell():
             stages = {"n": {"reduce": "sum", "of": "dataset", "axis": 0}}
             pipedist.run({"pipedist": 1, "dataset": {"range": 1, "batch": 1}, "stages": stages})
@@ -328,13 +338,14 @@ def test_ctrl_c_in_a_notebook_ends_a_run_that_waits_for_its_engine(tmp_path: Pat
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(
-        [sys.executable, str(script)], stdout=subprocess.PIPE, text=True, env=environment
+        [sys.executable, str(script), comes], stdout=subprocess.PIPE, text=True, env=environment
     )
     with process:
         try:
             assert process.stdout is not None
             assert process.stdout.readline() == "waits for room\n"
-            process.send_signal(signal.SIGINT)
+            if comes != "to another thread":
+                process.send_signal(signal.SIGINT)
             out, _ = process.communicate(timeout=20)
         finally:
             process.kill()
