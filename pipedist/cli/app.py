@@ -131,7 +131,7 @@ def app() -> None:
 @click.option(
     "--force",
     is_flag=True,
-    help="Let workers in that differ in versions or processor type: bits of results may differ.",
+    help="Let workers in, and resume a run, that differ in versions or processor type: bits may differ.",
 )
 def run(resume: bool, reuse: bool, **options: Any) -> None:
     """Execute the spec in the YAML file SPEC, and print its results.

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 
-import numpy as np
-
 from pipedist import messages as msg
+from pipedist import platforms
 from pipedist.coordinator.roster import Peer
-from pipedist.version import __version__
-from pipedist.worker.hello import cpu_model, cpu_traits
+from pipedist.platforms import Platform
 
 
 def refusal(
@@ -52,24 +49,6 @@ def differences(hello: msg.Hello, *, managed: bool) -> str:
     Args:
         managed: it was started here, on this very processor.
     """
-    ours = {
-        "python": ".".join(map(str, sys.version_info[:2])),
-        "numpy": np.__version__,
-        "pipedist": __version__,
-    }
-    theirs = {
-        "python": ".".join(hello.python.split(".")[:2]),
-        "numpy": hello.numpy,
-        "pipedist": hello.pipedist,
-    }
-    differing = [f"{k} {theirs[k]} (the run {ours[k]})" for k in ours if ours[k] != theirs[k]]
-    here = () if managed else cpu_traits()
-    if not managed and hello.traits != here:
-        only_there = [trait for trait in hello.traits if trait not in here]
-        only_here = [trait for trait in here if trait not in hello.traits]
-        parts = [f"with {' '.join(only_there)}"] if only_there else []
-        parts += [f"without {' '.join(only_here)}"] if only_here else []
-        differing.append(
-            f"another processor type, {hello.cpu}, {' and '.join(parts)} (the run: {cpu_model()})"
-        )
+    theirs = Platform(hello.python, hello.numpy, hello.pipedist, hello.cpu, hello.traits)
+    differing = platforms.differences(theirs, Platform.here(), called="the run", same_processor=managed)
     return "it runs " + ", ".join(differing) if differing else ""

@@ -26,7 +26,7 @@ from pipedist.journal.frames import FIRST, Placed, records
 from pipedist.journal.logs import End
 from pipedist.records import record
 
-FORMAT: Final = 1
+FORMAT: Final = 2
 NAME: Final = "journal"
 """The journal's file, in its folder."""
 
@@ -45,6 +45,7 @@ class Header:
         inputs: of each dataset, path -> [bytes, mtime in ns] of the files that it reads.
         code: path -> SHA-256 of the modules that the functions come from.
         replicas: call number = step * replicas + replica.
+        platform: fields of the `Platform` that the run began on, which decides bits too.
         passes: of each pass, by its key: dataset, name for people, digest of all that decides its values.
         source: absolute path of the spec's file; "" where there was none.
         sets: what was set on the command line.
@@ -60,6 +61,7 @@ class Header:
     inputs: Mapping[str, Mapping[str, list[int]]]
     code: Mapping[str, str]
     replicas: int
+    platform: Mapping[str, Any]
     passes: Mapping[str, Mapping[str, Any]]
     source: str = ""
     sets: Sequence[str] = ()

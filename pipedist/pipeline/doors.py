@@ -56,7 +56,8 @@ def open(
         verify: execute every call twice; one that gives two different results fails the run.
         on_log: called with a worker's name and a line (`stage`, `step`, `replica`, `text`) that a replica
             function printed or logged, inside the event loop.
-        force: let workers in that dial in and run other versions, or have another type of processor.
+        force: let workers in that dial in and run other versions, or have another type of processor, and
+            resume a run that was begun so.
 
     Raises:
         SpecError: the document has mistakes; all of them are listed.

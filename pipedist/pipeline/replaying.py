@@ -34,7 +34,7 @@ from pipedist.pipeline.opening import READING, feed_of, read_later, restore_pass
 from pipedist.pipeline.origin import Origin
 from pipedist.pipeline.programs import pass_program, slot_of
 from pipedist.pipeline.quarantine import SetAside
-from pipedist.pipeline.resuming import changes, header_of, listed
+from pipedist.pipeline.resuming import changes, header_of, listed, platform_changes
 from pipedist.pipeline.spool import Spool
 from pipedist.plan import PassPlan, Plan, compile_plan
 from pipedist.program import Shards, Tree
@@ -124,7 +124,10 @@ def _history(folder: Path) -> History:
 
 def _code_changed(there: Header, now: Header) -> list[str]:
     modules = [line.partition(":")[0] for line in differences(there.code, now.code)]
-    return [f"changed since the run began: module {', '.join(modules)}"] if modules else []
+    return [
+        *([f"changed since the run began: module {', '.join(modules)}"] if modules else []),
+        *(f"the run began with {line}" for line in platform_changes(there)),
+    ]
 
 
 class _KeptPass(PassJournal):

@@ -1,22 +1,21 @@
 """Which runs may go on from a journal, and with how much of it.
 
 A run goes on from its journal if nothing that decides its results has changed: the spec (by value), the
-files that it reads (by size and modification time), pipedist's version. Modules of functions are
-compared too, but a function that was mended is no reason to refuse: it is said. With "reuse", a run of
-another spec goes on with those passes of whose definition and inputs nothing has changed, modules
-included.
+files that it reads (by size and modification time), the platform (which may differ with `force`). Modules
+of functions are compared too, but a function that was mended is no reason to refuse: it is said. With
+"reuse", a run of another spec goes on with those passes of whose definition and inputs nothing has changed,
+modules included.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
+from pipedist import platforms
 from pipedist.datasets.sources.paths import expand
 from pipedist.errors import JournalError, UsageError
 from pipedist.journal.differences import differences
@@ -27,6 +26,7 @@ from pipedist.pipeline.identity import digest_of, meaning
 from pipedist.pipeline.origin import NOWHERE, Origin
 from pipedist.plan import PassPlan, Plan
 from pipedist.plan.phases import links_of
+from pipedist.platforms import Platform
 from pipedist.spec import InitFile, UpdateSpec
 from pipedist.version import __version__
 
@@ -59,6 +59,7 @@ def open_journal(
     outputs: Sequence[str],
     *,
     reuse: bool,
+    force: bool = False,
     origin: Origin = NOWHERE,
 ) -> Opened:
     """Open the journal of a run in its folder.
@@ -69,6 +70,7 @@ def open_journal(
         run_id: of the run, if it is a new one.
         outputs: every file that the run may leave in its folder, as for `open_folder`.
         reuse: go on with what did not change, where something has.
+        force: go on also where versions or the type of processor have changed.
         origin: how its spec is loaded again.
 
     Raises:
@@ -88,22 +90,34 @@ def open_journal(
             + "\n  ".join(history.problems)
         )
     now = header_of(plan, folder.run_id, origin)
-    changed = changes(history.header, now)
-    if not changed and folder.found == "unfinished":
+    changed, moved = changes(history.header, now), platform_changes(history.header)
+    if not changed and folder.found == "unfinished" and (force or not moved):
         journal = Journal.reopen(folder.journal, history)
-        return Opened(journal, RunJournal(journal, history, _stamp(now)), _resumed(history, now))
+        return Opened(journal, RunJournal(journal, history, _stamp(now)), _resumed(history, now, moved))
+    if not changed and not reuse:
+        raise UsageError(
+            f"the run {history.header.run} in {folder.path} was begun on another platform, so "
+            f"the same bits are not certain:{listed(moved)}\n"
+            "  --force goes on all the same, --restart discards the run"
+        )
     if not reuse:
         raise UsageError(
             f"the run {history.header.run} in {folder.path} can't be resumed, because something has changed "
             f"(there {history.header.digest[:12]}, now {now.digest[:12]}):{listed(changed)}\n"
             "  --resume=reuse goes on with what did not change, --restart discards the run"
         )
-    return _reused(plan, folder, run_id, outputs, history, origin)
+    return _reused(plan, folder, run_id, outputs, history, origin, () if force else moved)
 
 
 def changes(there: Header, now: Header) -> list[str]:
     """Return what differs between two runs that decides their results, their code apart, as lines."""
     return [*differences(there.spec, now.spec), *_inputs_changed(there, now)]
+
+
+def platform_changes(there: Header) -> list[str]:
+    """Return in what this process's platform differs from that of a run, as phrases."""
+    began = Platform(**{**there.platform, "traits": tuple(there.platform["traits"])})
+    return platforms.differences(began, Platform.here(), called="now")
 
 
 def explain(plan: Plan, journal: Path) -> str:
@@ -116,7 +130,7 @@ def explain(plan: Plan, journal: Path) -> str:
 
 
 def since(plan: Plan, journal: Path) -> list[str]:
-    """Return what a plan finds changed since the run of its spec in a journal: input files, and modules."""
+    """Return what a plan finds changed since the run of its spec in a journal: inputs, modules, platform."""
     try:
         history = read_history(journal)
     except (UsageError, JournalError):
@@ -125,7 +139,11 @@ def since(plan: Plan, journal: Path) -> list[str]:
         return []
     now, there = header_of(plan, ""), history.header
     modules = [name for name in now.code if there.code.get(name) != now.code[name]]
-    return [*_inputs_changed(there, now), *(f"module {name} has changed" for name in modules)]
+    return [
+        *_inputs_changed(there, now),
+        *(f"module {name} has changed" for name in modules),
+        *(f"it ran with {line}" for line in platform_changes(there)),
+    ]
 
 
 def listed(lines: Iterable[str]) -> str:
@@ -135,7 +153,7 @@ def listed(lines: Iterable[str]) -> str:
     return "".join(f"\n    {line}" for line in shown[:LINES_MAX] + rest)
 
 
-def _resumed(history: History, now: Header) -> str:
+def _resumed(history: History, now: Header, moved: Sequence[str]) -> str:
     done = ", ".join(
         f"{history.header.passes[key]['name']}: "
         + ("all" if found.complete else f"{found.steps:,}")
@@ -148,13 +166,14 @@ def _resumed(history: History, now: Header) -> str:
     if changed := list(differences(history.header.code, now.code)):
         modules = ", ".join(line.partition(":")[0] for line in changed)
         notice += f"\nchanged since then: module {modules}; what was done before is kept as it is"
+    if moved:
+        notice += f"\nbegun with {', '.join(moved)}; what was done before is kept as it is"
     return notice
 
 
 def _stamp(now: Header) -> str:
     """Return what a call's result is as good as new under: this run, with the code as it is now."""
-    versions = [now.pipedist, np.__version__, *sys.version_info[:2]]
-    return digest_of({"run": now.run, "versions": versions, "code": dict(now.code)})
+    return digest_of({"run": now.run, "platform": dict(now.platform), "code": dict(now.code)})
 
 
 # -- what a run is made of ---------------------------------------------------------------------------
@@ -173,6 +192,7 @@ def header_of(plan: Plan, run_id: str, origin: Origin = NOWHERE) -> Header:
         inputs=dict(_inputs(plan)),
         code=_code(plan),
         replicas=plan.spec.replicas,
+        platform=asdict(Platform.here()),
         passes={key_of(pass_): _described(plan, pass_) for pass_ in plan.passes},
         source=origin.source,
         sets=origin.sets,
@@ -282,14 +302,17 @@ def _reused(
     outputs: Sequence[str],
     history: History,
     origin: Origin,
+    moved: Sequence[str],
 ) -> Opened:
-    """Begin a run with those passes of another one that have not changed."""
+    """Begin a run with those passes of another one that have not changed; none if it has `moved`."""
     header = header_of(plan, run_id, origin)
     taken: dict[str, PassHistory] = {}
     lines = []
     for pass_ in plan.passes:
         key = key_of(pass_)
         found, why = _found(history, header, key)
+        if found is not None and moved:
+            found, why = None, [f"it ran with {line}" for line in moved]
         if found is not None and (missing := _missing(plan, pass_, folder, found)):
             found, why = None, [f"{missing} is not as the run left it"]
         if found is None:

@@ -217,7 +217,9 @@ class Run(AsyncOnly):
         origin = Origin.of(*self._given)
         self._can_replay = bool(origin.source)
         reuse = self._resume == "reuse"
-        journal = open_journal(self.plan, opened, self.id, outputs, reuse=reuse, origin=origin)
+        journal = open_journal(
+            self.plan, opened, self.id, outputs, reuse=reuse, force=self._force, origin=origin
+        )
         self._stack.callback(journal.journal.close)
         self._journal, self._journal_notice = journal.run, journal.notice
         self.id = opened.run_id  # a run that is resumed stays the run that it is

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import os
-import sys
-from collections.abc import Mapping
-
-import numpy as np
 
 from pipedist.messages import WIRE_VERSION, Hello
-from pipedist.version import __version__
+from pipedist.platforms import Platform
 
 
 def make_hello(
@@ -30,8 +26,7 @@ def make_hello(
         proof: that the name is its own.
         threads: BLAS and OpenMP threads that it was started with.
     """
-    import platform
-
+    ours = Platform.here()
     return Hello(
         worker=worker,
         incarnation=incarnation,
@@ -39,13 +34,13 @@ def make_hello(
         host=os.uname().nodename,
         boot=boot_id(),
         wire=WIRE_VERSION,
-        python=platform.python_version(),
-        numpy=np.__version__,
-        pipedist=__version__,
-        cpu=cpu_model(),
+        python=ours.python,
+        numpy=ours.numpy,
+        pipedist=ours.pipedist,
+        cpu=ours.cpu,
         kept=kept,
         gpus=gpus,
-        traits=cpu_traits(),
+        traits=ours.traits,
         holds=holds,
         proof=proof,
         threads=threads,
@@ -65,50 +60,3 @@ def boot_id() -> str:
         return f"{boot} {os.readlink('/proc/self/ns/mnt')} {root.st_dev}:{root.st_ino}"
     except OSError:
         return os.uname().nodename
-
-
-def cpu_model() -> str:
-    """Return the processor's model, for people."""
-    return _cpu_lines().get("model name") or os.uname().machine
-
-
-def cpu_traits() -> tuple[str, ...]:
-    """Return what numeric libraries choose their code by: two processes with the same get the same bits.
-
-    NumPy chooses by the features that it finds (and that NPY_DISABLE_CPU_FEATURES leaves); OpenBLAS by
-    architecture, vendor, on ARM the part, and OPENBLAS_CORETYPE.
-    """
-    lines = _cpu_lines()
-    arm = [lines[key] for key in ("CPU implementer", "CPU part") if key in lines]
-    forced = os.environ.get("OPENBLAS_CORETYPE")
-    return (
-        os.uname().machine,
-        *([lines["vendor_id"]] if "vendor_id" in lines else []),
-        *(["/".join(arm)] if arm else []),
-        *([f"OPENBLAS_CORETYPE={forced}"] if forced else []),
-        *sorted(name for name, there in _features().items() if there),
-    )
-
-
-def _features() -> Mapping[str, bool]:
-    """Return which features NumPy found; nothing where it does not say."""
-    for module in ("numpy._core._multiarray_umath", "numpy.core._multiarray_umath"):
-        found = getattr(sys.modules.get(module), "__cpu_features__", None)
-        if isinstance(found, dict):
-            return found
-    return {}
-
-
-def _cpu_lines() -> dict[str, str]:
-    """Return what the kernel says of the first processor."""
-    lines: dict[str, str] = {}
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
-            for line in file:
-                key, colon, value = line.partition(":")
-                if not colon:
-                    break
-                lines[key.strip()] = value.strip()
-    except OSError:
-        return {}
-    return lines

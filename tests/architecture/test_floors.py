@@ -14,7 +14,7 @@ PACKAGE = Path(pipedist.__file__).parent
 
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("version", "records", "counts", "async_only", "stand_ins", "tf_names"),
-    ("accelerators",),
+    ("accelerators", "platforms"),
     ("errors",),
     ("importing",),
     ("messages", "program", "revival"),

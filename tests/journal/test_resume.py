@@ -118,6 +118,31 @@ outputs: {{t: t.json}}
     assert "data.csv has changed" in job.told
 
 
+def test_another_platform_is_refused_without_force(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job(tmp_path / "job", everything(tmp_path / "job", STEPS))
+    assert job.run(kill_at=4) == -signal.SIGKILL
+    first = job.history().header.run
+    monkeypatch.setenv("OPENBLAS_CORETYPE", "Haswell")
+    assert job.run("--resume") == 2
+    assert f"the run {first} in {job.folder}/out was begun on another platform" in job.told
+    assert "without OPENBLAS_CORETYPE=Haswell (now: " in job.told
+    assert "--force goes on all the same" in job.told
+    assert job.run("--resume", "--force") == 0, job.told
+    assert job.document["run"] == first
+    assert "without OPENBLAS_CORETYPE=Haswell (now: " in job.told
+    assert job.calls()["numbers", 2, 1] == 1, "what was done before is kept"
+
+    monkeypatch.setenv("OPENBLAS_CORETYPE", "Zen")
+    assert job.run("--resume") == 0
+    assert "without OPENBLAS_CORETYPE=Zen (now: " in job.told, "of a finished run it is said"
+    assert job.run("--resume=reuse") == 0
+    assert job.calls()["numbers", 2, 1] == 2, "another platform's results are not reused"
+    monkeypatch.setenv("OPENBLAS_CORETYPE", "Haswell")
+    assert job.run("--resume=reuse", "--force") == 0
+    assert "reused: all steps of numbers" in job.told
+    assert job.calls()["numbers", 2, 1] == 2
+
+
 def test_a_run_that_failed_can_be_resumed_when_its_function_is_mended(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def f(x, ctx):\n    assert ctx.step < 9, 'broken'\n    return x * 2\n")
     spec = """

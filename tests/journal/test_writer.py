@@ -21,7 +21,7 @@ from pipedist.version import __version__
 from tests.journal.watched import WatchedDisk
 
 HEADER = Header(
-    FORMAT, __version__, "r1", "job", {"seed": 1}, "d1", {}, {}, 2, {"0/d": {"dataset": "d", "name": "y"}}
+    FORMAT, __version__, "r1", "job", {"seed": 1}, "d1", {}, {}, 2, {}, {"0/d": {"dataset": "d", "name": "y"}}
 )
 
 

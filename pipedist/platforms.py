@@ -1,0 +1,108 @@
+"""What numeric code chooses its instructions by: two processes with the same platform get the same bits."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from collections.abc import Mapping
+
+import numpy as np
+
+from pipedist.records import record
+from pipedist.version import __version__
+
+
+@record
+class Platform:
+    """Everything but the code and its inputs that could change bits of a result.
+
+    Args:
+        python, numpy, pipedist: versions.
+        cpu: processor model, for people.
+        traits: what numeric libraries choose their code by: architecture, vendor, features of the processor.
+    """
+
+    python: str
+    numpy: str
+    pipedist: str
+    cpu: str
+    traits: tuple[str, ...]
+
+    @classmethod
+    def here(cls) -> Platform:
+        """Return this process's."""
+        return cls(platform.python_version(), np.__version__, __version__, cpu_model(), cpu_traits())
+
+
+def differences(there: Platform, here: Platform, *, called: str, same_processor: bool = False) -> list[str]:
+    """Return in what a platform differs from another one that could change bits, as phrases.
+
+    Args:
+        called: what the phrases call `here`: "numpy 1.0 (the run 2.0)".
+        same_processor: they have one processor, whatever it is; it is not compared.
+    """
+    pairs = {
+        "python": (_minor(there.python), _minor(here.python)),
+        "numpy": (there.numpy, here.numpy),
+        "pipedist": (there.pipedist, here.pipedist),
+    }
+    differing = [f"{name} {a} ({called} {b})" for name, (a, b) in pairs.items() if a != b]
+    if not same_processor and there.traits != here.traits:
+        only_there = [trait for trait in there.traits if trait not in here.traits]
+        only_here = [trait for trait in here.traits if trait not in there.traits]
+        parts = [f"with {' '.join(only_there)}"] if only_there else []
+        parts += [f"without {' '.join(only_here)}"] if only_here else []
+        differing.append(f"another processor type, {there.cpu}, {' and '.join(parts)} ({called}: {here.cpu})")
+    return differing
+
+
+def _minor(version: str) -> str:
+    return ".".join(version.split(".")[:2])
+
+
+def cpu_model() -> str:
+    """Return the processor's model, for people."""
+    return _cpu_lines().get("model name") or os.uname().machine
+
+
+def cpu_traits() -> tuple[str, ...]:
+    """Return what numeric libraries choose their code by.
+
+    NumPy chooses by the features that it finds (and that NPY_DISABLE_CPU_FEATURES leaves); OpenBLAS by
+    architecture, vendor, on ARM the part, and OPENBLAS_CORETYPE.
+    """
+    lines = _cpu_lines()
+    arm = [lines[key] for key in ("CPU implementer", "CPU part") if key in lines]
+    forced = os.environ.get("OPENBLAS_CORETYPE")
+    return (
+        os.uname().machine,
+        *([lines["vendor_id"]] if "vendor_id" in lines else []),
+        *(["/".join(arm)] if arm else []),
+        *([f"OPENBLAS_CORETYPE={forced}"] if forced else []),
+        *sorted(name for name, there in _features().items() if there),
+    )
+
+
+def _features() -> Mapping[str, bool]:
+    """Return which features NumPy found; nothing where it does not say."""
+    for module in ("numpy._core._multiarray_umath", "numpy.core._multiarray_umath"):
+        found = getattr(sys.modules.get(module), "__cpu_features__", None)
+        if isinstance(found, dict):
+            return found
+    return {}
+
+
+def _cpu_lines() -> dict[str, str]:
+    """Return what the kernel says of the first processor."""
+    lines: dict[str, str] = {}
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
+            for line in file:
+                key, colon, value = line.partition(":")
+                if not colon:
+                    break
+                lines[key.strip()] = value.strip()
+    except OSError:
+        return {}
+    return lines
