@@ -90,7 +90,7 @@ class Outcomes:
         if lease.probe is not None:
             self._blame_probe(pass_, lease.probe, raised)
         elif pass_.needs(call):
-            self._blame(pass_, call, call + 1, event.retries, (raised,))
+            self._blame(pass_, call, call + 1, (raised,))
         self.quiet(pass_)
 
     def _reported(self, pass_: Pass, gang: Gang, lease: Lease, to: int) -> None:
@@ -107,7 +107,7 @@ class Outcomes:
                 pass_.gang_came_back(gang)
                 self.show(pass_, gang.lo, gang.hi)
             elif at_fault := gang.at_fault:
-                self._blame(pass_, gang.lo, gang.hi, at_fault[0].retries, at_fault)
+                self._blame(pass_, gang.lo, gang.hi, at_fault)
             else:
                 first = gang.raised[0]
                 self._charge(pass_, gang.lo, gang.hi, first.call, first.worker, Death(_ABORTED_BY_NOBODY))
@@ -119,7 +119,7 @@ class Outcomes:
         calls = [Raised(call, lease.worker) for call in range(lease.lo, lease.hi)]
         if gang is not None:
             self.break_up(pass_, gang)
-            self._blame(pass_, gang.lo, gang.hi, 0, calls)
+            self._blame(pass_, gang.lo, gang.hi, calls)
         elif lease.twin is not None:
             self.speculation.failed(pass_, lease)
         else:
@@ -127,7 +127,7 @@ class Outcomes:
             pass_.leased -= lease.hi - lease.lo
             for raised in calls:
                 if pass_.needs(raised.call):
-                    self._blame(pass_, raised.call, raised.call + 1, 0, (raised,))
+                    self._blame(pass_, raised.call, raised.call + 1, (raised,))
         self.quiet(pass_)
 
     # -- leases that end early -------------------------------------------------------
@@ -194,12 +194,15 @@ class Outcomes:
 
     # -- another attempt, or failure ---------------------------------------------------
 
-    def _blame(self, pass_: Pass, lo: int, hi: int, retries: int, raised: Sequence[Raised]) -> None:
-        """Calls [lo, hi), one or a gang's, were tried and raised: try them again, or fail them for good."""
-        trouble = pass_.trouble.setdefault(lo, Trouble())
-        trouble.raised += 1
-        if trouble.raised <= retries:
-            self._rest(pass_, trouble.raised, Todo(lo, hi, trouble.tried))
+    def _blame(self, pass_: Pass, lo: int, hi: int, raised: Sequence[Raised]) -> None:
+        """Calls [lo, hi), one or a gang's, were tried and raised: try them again, or fail them for good.
+
+        The stage of the lowest that raised decides: each stage has its own retries, and counts its own.
+        """
+        trouble, stage = pass_.trouble.setdefault(lo, Trouble()), raised[0].cause.stage
+        trouble.raised[stage] += 1
+        if trouble.raised[stage] <= raised[0].retries:
+            self._rest(pass_, trouble.raised[stage], Todo(lo, hi, trouble.tried))
         else:
             failures = [cmd.Failure(x.call, trouble.tried, x.worker) for x in raised]
             self._give_up(pass_, lo, hi, failures, raised[0].cause, quarantine=raised[0].quarantine)
@@ -207,7 +210,7 @@ class Outcomes:
     def _charge(self, pass_: Pass, lo: int, hi: int, call: int, worker: str, death: Death) -> None:
         """Calls [lo, hi), one or a gang's, are charged with a death: try them again, or fail them."""
         if death.timed_out:
-            self._blame(pass_, lo, hi, death.retries, (_timed_out(call, worker, death),))
+            self._blame(pass_, lo, hi, (_timed_out(call, worker, death),))
             return
         trouble = pass_.trouble.setdefault(lo, Trouble())
         trouble.deaths += 1
@@ -221,9 +224,10 @@ class Outcomes:
 
     def _blame_probe(self, pass_: Pass, probe: Probe, raised: Raised) -> None:
         """A probe raised: try it again, or enter it as failed."""
-        probe.raised += 1
-        if probe.is_single and probe.raised <= raised.retries:
-            self._rest(pass_, probe.raised, probe)
+        stage = raised.cause.stage
+        probe.raised[stage] += 1
+        if probe.is_single and probe.raised[stage] <= raised.retries:
+            self._rest(pass_, probe.raised[stage], probe)
         else:
             self.separation.failed(pass_, probe, raised.cause if raised.quarantine else None)
 

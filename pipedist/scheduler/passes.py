@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -21,8 +22,8 @@ from pipedist.scheduler.suspects import Probe, Suspects
 class Trouble:
     """The history of a call that failed at least once; other calls have none."""
 
-    raised: int = 0
-    """How many attempts raised."""
+    raised: Counter[str] = field(default_factory=Counter)
+    """How many attempts raised, by the stage that did."""
     deaths: int = 0
     """How many workers died while running it."""
     named: list[Death] = field(default_factory=list)
@@ -33,7 +34,7 @@ class Trouble:
     @property
     def tried(self) -> int:
         """How many attempts are over."""
-        return self.before + self.raised + self.deaths
+        return self.before + self.raised.total() + self.deaths
 
 
 @dataclass(slots=True)

@@ -122,7 +122,8 @@ class Separation:
             self._finish(pass_, call, call + 1)
         else:
             trouble = pass_.trouble.setdefault(call, Trouble())
-            trouble.before, trouble.raised, trouble.deaths = trouble.tried, 0, 0
+            trouble.before, trouble.deaths = trouble.tried, 0
+            trouble.raised.clear()
             trouble.named.clear()
             pass_.suspects.forget(call)
             pass_.suspects.cleared[call] = suspect

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 from pipedist.scheduler.bisection import Bisection, Span
@@ -15,8 +16,8 @@ class Probe:
 
     call: int
     span: Span
-    raised: int = 0
-    """How many attempts raised."""
+    raised: Counter[str] = field(default_factory=Counter)
+    """How many attempts raised, by the stage that did."""
     deaths: int = 0
     """How many workers died while trying it."""
     named: list[Death] = field(default_factory=list)
@@ -25,7 +26,7 @@ class Probe:
     @property
     def tried(self) -> int:
         """How many attempts are over."""
-        return self.raised + self.deaths
+        return self.raised.total() + self.deaths
 
     @property
     def is_single(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
@@ -12,6 +12,8 @@ from pipedist.scheduler import commands as cmd
 from pipedist.scheduler import events as ev
 
 ALWAYS = 1_000_000
+STAGES = ("s", "t")
+"""Of a call: either may raise, each with the retries of the call's fate."""
 
 
 class Violation(AssertionError):
@@ -178,7 +180,8 @@ class Reading:
     accepted: set[int] = field(default_factory=set)
     shown: set[int] = field(default_factory=set)
     failed: set[int] = field(default_factory=set)
-    raised: Counter[int] = field(default_factory=Counter)
+    raised: defaultdict[int, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
+    """By call, how often each stage has raised."""
     deaths: Counter[int] = field(default_factory=Counter)
     resting: list[tuple[float, frozenset[int]]] = field(default_factory=list)
     """Calls that are tried again, and from when on."""
@@ -186,8 +189,8 @@ class Reading:
     """Calls whose guilty elements are looked for."""
     trying: set[tuple[int, tuple[int, int]]] = field(default_factory=set)
     """Probes that a worker has."""
-    probe_raised: Counter[tuple[int, tuple[int, int]]] = field(default_factory=Counter)
-    """How often each of them has raised."""
+    probe_raised: Counter[tuple[int, tuple[int, int], str]] = field(default_factory=Counter)
+    """How often each of them has raised in each stage."""
     probes_resting: dict[tuple[int, tuple[int, int]], float] = field(default_factory=dict)
     """Probes of one element that are tried again, and from when on."""
     before: Counter[int] = field(default_factory=Counter)
@@ -207,7 +210,7 @@ class Reading:
     def tried(self, call: int) -> int:
         if self.settings.gang:
             call -= call % self.settings.replicas
-        return self.before[call] + self.raised[call] + self.deaths[call]
+        return self.before[call] + self.raised[call].total() + self.deaths[call]
 
     @property
     def deals(self) -> bool:
@@ -238,12 +241,16 @@ class Reading:
         self._forget_probes(lambda other: other == call)
 
     def rest_probe(
-        self, probe: tuple[int, tuple[int, int]], retries: int, now: float, limits: Limits
+        self,
+        probe: tuple[int, tuple[int, int]],
+        event: ev.CallFailed | ev.WorkerLost,
+        now: float,
+        limits: Limits,
     ) -> None:
         """A probe of one element raised."""
-        self.probe_raised[probe] += 1
-        raised = self.probe_raised[probe]
-        if 1 < raised <= retries and probe[0] <= self.last_call:
+        self.probe_raised[*probe, event.stage] += 1
+        raised = self.probe_raised[*probe, event.stage]
+        if 1 < raised <= event.retries and probe[0] <= self.last_call:
             self.probes_resting[probe] = now + min(limits.backoff_s_max, limits.backoff_s * 2 ** (raised - 2))
 
     def rest(self, calls: set[int], raised: int, now: float, limits: Limits) -> None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from pipedist.scheduler import commands as cmd
 from pipedist.scheduler import events as ev
-from tests.scheduler.books import Errand, Fate, Held, Process, Reading, Seat
+from tests.scheduler.books import STAGES, Errand, Fate, Held, Process, Reading, Seat
 
 if TYPE_CHECKING:
     from tests.scheduler.world import World
@@ -52,7 +52,8 @@ def clear(reading: Reading, call: int) -> None:
     reading.cleared[call] = tuple(spans)
     reading.end_search(call)
     reading.before[call] = reading.tried(call)
-    reading.raised[call] = reading.deaths[call] = 0
+    reading.raised[call].clear()
+    reading.deaths[call] = 0
     reading.waiting.add(call)
 
 
@@ -105,7 +106,7 @@ def time_out(world: World, process: Process, lease: Errand, call: int, fate: Fat
         process.incarnation,
         "timed out",
         running=(lease.lease, call),
-        stage="s",
+        stage=world.stages.choice(STAGES),
         timed_out=True,
         retries=fate.retries,
         quarantine=fate.quarantine,

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from pipedist.scheduler import events as ev
-from tests.scheduler.books import ALWAYS, Errand, Fate, Process
+from tests.scheduler.books import ALWAYS, STAGES, Errand, Fate, Process
 
 if TYPE_CHECKING:
     from tests.scheduler.world import World
@@ -105,6 +105,7 @@ def _report_part(world: World, process: Process, errand: Errand, raisers: set[in
                 fate.retries,
                 aborted=call not in raisers,
                 quarantine=fate.quarantine,
+                stage=world.stages.choice(STAGES),
             )
             world._deliver(process, failed, last=last)
             lo = call + 1

@@ -104,7 +104,7 @@ class Oracle:
         if held.probe is not None:
             self._probe_over(reading, held)
             if isinstance(event, ev.CallFailed) and held.probe[1] - held.probe[0] == 1:
-                reading.rest_probe((lo, held.probe), event.retries, self.now, self.limits)
+                reading.rest_probe((lo, held.probe), event, self.now, self.limits)
             return []
         if isinstance(event, ev.CallsDone):
             reading.result_bytes += event.bytes
@@ -112,19 +112,21 @@ class Oracle:
             self.must(not fresh & reading.accepted, f"calls {fresh & reading.accepted} are accepted twice")
             reading.accepted |= fresh
             return [cmd.AcceptResults(held.pass_id, lo, hi, name)]
-        self._blame(reading, lo, event.retries, quarantine=event.quarantine)
+        self._blame(reading, lo, event)
         return []
 
     def _probe_over(self, reading: Reading, held: Held) -> None:
         assert held.probe is not None
         reading.trying.remove((held.hi - 1, held.probe))
 
-    def _blame(self, reading: Reading, call: int, retries: int, *, quarantine: bool) -> None:
-        """A call raised, or took too long."""
-        reading.raised[call] += 1
-        if reading.raised[call] <= retries:
-            reading.rest({call}, reading.raised[call], self.now, self.limits)
-        elif not quarantine:
+    def _blame(self, reading: Reading, call: int, event: ev.CallFailed | ev.WorkerLost) -> None:
+        """A call, or a gang whose first it is, raised in a stage, or took too long there."""
+        raised = reading.raised[call]
+        raised[event.stage] += 1
+        if raised[event.stage] <= event.retries:
+            size = reading.settings.replicas if reading.settings.gang else 1
+            reading.rest(set(range(call, call + size)), raised[event.stage], self.now, self.limits)
+        elif not event.quarantine:
             reading.give_up(call)
 
     def _foresee_part(
@@ -149,11 +151,7 @@ class Oracle:
             reading.result_bytes += gang.bytes
         else:
             guilty = min((x for x in gang.raised if not x.aborted), key=lambda x: x.call)
-            reading.raised[gang.lo] += 1
-            if reading.raised[gang.lo] <= guilty.retries:
-                reading.rest(gang.calls, reading.raised[gang.lo], self.now, self.limits)
-            elif not guilty.quarantine:
-                reading.give_up(gang.lo)
+            self._blame(reading, gang.lo, guilty)
         return [*out, cmd.GangEnded(serial, counts=not gang.raised, aborted=False)]
 
     def _foresee_stall(self, event: ev.GangStalled) -> list[Command]:
@@ -184,7 +182,7 @@ class Oracle:
                 self._probe_over(reading, held)
                 single = held.probe[1] - held.probe[0] == 1
                 if event is not None and event.timed_out and held is blamed and single:
-                    reading.rest_probe((held.next, held.probe), event.retries, self.now, self.limits)
+                    reading.rest_probe((held.next, held.probe), event, self.now, self.limits)
                 continue
             if held.serial:  # its calls wait again when the gang has ended
                 gang = self.gangs[held.serial]
@@ -198,7 +196,7 @@ class Oracle:
                 continue
             if event is not None and event.timed_out and event.running is not None:
                 reading.waiting.discard(event.running[1])
-                self._blame(reading, event.running[1], event.retries, quarantine=event.quarantine)
+                self._blame(reading, event.running[1], event)
                 continue
             reading.deaths[held.next] += 1
             if reading.deaths[held.next] >= self.limits.deaths_max:

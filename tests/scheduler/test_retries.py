@@ -45,6 +45,16 @@ def test_the_first_retry_comes_at_once_and_later_ones_after_a_rest() -> None:
     assert play.scheduler.deadline() == pytest.approx(6.2)
 
 
+def test_each_stage_of_a_call_has_its_own_retries() -> None:
+    play = begun()
+    play(ev.CallFailed("w0", 0, 1, 0, retries=1, stage="first"), assign(2, attempt=1))
+    play(ev.CallFailed("w0", 0, 2, 0, retries=1, stage="second"), assign(3, attempt=2))
+    told = play.setup(ev.CallFailed("w0", 0, 3, 0, retries=1, stage="second"))
+    assert [c for c in told if isinstance(c, cmd.StepFailed)] == [
+        cmd.StepFailed(1, 0, (cmd.Failure(0, 3, "w0"),))
+    ]
+
+
 def test_others_are_dealt_while_a_call_rests_and_any_event_rouses_it() -> None:
     play = begun("w0", "w1")
     play.setup(ev.CallFailed("w0", 0, 1, 0, retries=2), ev.CallFailed("w1", 0, 2, 0, retries=2))

@@ -21,6 +21,7 @@ from pipedist.scheduler import commands as cmd
 from pipedist.scheduler import events as ev
 from tests.scheduler.books import (
     ALWAYS,
+    STAGES,
     Errand,
     Fate,
     GangBook,
@@ -51,6 +52,7 @@ class World(Oracle):
     def __init__(self, seed: int, scheduler: Callable[[Limits], Scheduler] = Scheduler) -> None:
         self.seed = seed
         self.random = random = Random(seed)
+        self.stages = Random(seed)  # its own: which stage raises changes nothing else in a world
         limits = Limits(
             bundle_s=random.choice([0.01, 0.5]),
             bundle_growth=random.choice([2, 8]),
@@ -599,7 +601,7 @@ class World(Oracle):
                 call,
                 fate.retries,
                 quarantine=fate.quarantine,
-                stage="s",
+                stage=self.stages.choice(STAGES),
                 text="poison",
             )
             self._deliver(process, failed, last=last)
