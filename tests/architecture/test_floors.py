@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -75,22 +76,27 @@ def room_of(path: Path) -> str:
 
 def imports(path: Path, *, lazy: bool) -> Iterator[tuple[int, str]]:
     """Yield (line, module) of each import; with `lazy` also of those that loading does not execute."""
-    tree = ast.parse(path.read_text())
-    inside = {
-        id(node)
-        for outer in ast.walk(tree)
-        if isinstance(outer, ast.FunctionDef | ast.AsyncFunctionDef)
-        or (isinstance(outer, ast.If) and ast.unparse(outer.test) == "TYPE_CHECKING")
-        for node in ast.walk(outer)
-    }
-    for node in ast.walk(tree):
-        if id(node) in inside and not lazy:
-            continue
-        if isinstance(node, ast.Import):
-            yield from ((node.lineno, alias.name) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}:{node.lineno}: a relative import hides its floor"
-            yield node.lineno, node.module or ""
+    for line, module, is_lazy in _imports(path):
+        if lazy or not is_lazy:
+            yield line, module
+
+
+@cache
+def _imports(path: Path) -> tuple[tuple[int, str, bool], ...]:
+    found = []
+    todo: list[tuple[ast.AST, bool]] = [(ast.parse(path.read_text()), False)]
+    for node, is_lazy in todo:
+        match node:
+            case ast.Import():
+                found += [(node.lineno, alias.name, is_lazy) for alias in node.names]
+            case ast.ImportFrom():
+                assert node.level == 0, f"{path}:{node.lineno}: a relative import hides its floor"
+                found.append((node.lineno, node.module or "", is_lazy))
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.If(test=ast.Name(id="TYPE_CHECKING")):
+                is_lazy = True
+        if not isinstance(node, ast.expr):
+            todo += [(child, is_lazy) for child in ast.iter_child_nodes(node)]
+    return tuple(found)
 
 
 def test_every_room_has_a_floor() -> None:
