@@ -29,7 +29,7 @@ demo: $(INSTALLED)  ## Run a pipeline over 336,776 real flights on 2 worker proc
 
 .PHONY: test
 test: $(INSTALLED)  ## Run the test suite, on two cores.
-	$(BIN)/python -m pytest -q -n 3 --dist worksteal
+	$(BIN)/python -m pytest -q -n 4 --dist worksteal
 
 .PHONY: test-slow
 test-slow: $(INSTALLED)  ## Run the tests that make test leaves out because they take long.

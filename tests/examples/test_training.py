@@ -48,7 +48,8 @@ def test_digits_are_recognised(digits: Path) -> None:
     assert loss[-1] < 0.1 < loss[0]
 
 
-@pytest.mark.parametrize("workers", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [2, 4])
 def test_digits_are_the_same_on_any_number_of_workers(digits: Path, workers: int, tmp_path: Path) -> None:
     run("digits", tmp_path, workers=workers)
     assert digests(tmp_path) == digests(digits)
@@ -73,7 +74,7 @@ def test_digits_are_the_same_with_workers_killed(digits: Path, tmp_path: Path) -
     assert digests(tmp_path) == digests(digits)
 
 
-@pytest.mark.parametrize("workers", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("workers", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_kmeans_finds_the_centroids_of_scikit_learn(workers: int, tmp_path: Path) -> None:
     from sklearn.cluster import KMeans
     from sklearn.datasets import load_iris

@@ -52,7 +52,7 @@ class World(Oracle):
     def __init__(self, seed: int, scheduler: Callable[[Limits], Scheduler] = Scheduler) -> None:
         self.seed = seed
         self.random = random = Random(seed)
-        self.stages = Random(seed)  # its own: which stage raises changes nothing else in a world
+        self.stages = Random(5000 + seed)  # its own: which stage raises changes nothing else in a world
         limits = Limits(
             bundle_s=random.choice([0.01, 0.5]),
             bundle_growth=random.choice([2, 8]),
