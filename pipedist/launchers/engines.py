@@ -203,7 +203,8 @@ def require(module: str, extra: str) -> None:
     Raises:
         UsageError: it is not.
     """
-    if importlib.util.find_spec(module) is None:
+    found = importlib.util.find_spec(module)
+    if found is None or found.origin is None:  # a folder of that name is no package
         raise UsageError(
             f"the launcher {extra} needs the package {module}: pip install 'pipedist[{extra}]', "
             "here and on every node"

@@ -268,9 +268,12 @@ def test_modules_are_copied_and_nothing_else(tmp_path: Path, monkeypatch: pytest
         copy_modules(code, to)
 
 
-def test_a_missing_extra_says_what_to_install() -> None:
-    with pytest.raises(UsageError, match=r"pip install 'pipedist\[ray\]'"):
-        require("no_such_engine", "ray")
+def test_a_missing_extra_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "only_a_folder").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    for module in ("no_such_engine", "only_a_folder"):
+        with pytest.raises(UsageError, match=r"pip install 'pipedist\[ray\]'"):
+            require(module, "ray")
     require("json", "ray")
     assert "install the same version" in not_installed("ModuleNotFoundError: No module named 'pipedist'")
     assert not_installed("something else") == ""
