@@ -217,13 +217,13 @@ class BaseStrategy(InputStrategy, TfNames):
 
         Raises:
             ValueError: the replicas have one value, and an argument has one for each, which is not
-                Mirrored; or it does not fit.
+                Mirrored; or it does not fit; or the variable was made in no scope, or another strategy's.
             TypeError: `variable` is no variable, or `fn` can't be called.
             RuntimeError: called inside a replica function, or while a run uses the variable.
         """
         require_cross_replica("Strategy.update")
         await anyio.lowlevel.checkpoint()
-        result = variables.update(variable, fn, args, kwargs)
+        result = variables.update(self, variable, fn, args, kwargs)
         return self._own(result) if self._identity else result
 
     async def gather(self, value: Tree, axis: int) -> Tree:
@@ -252,13 +252,15 @@ class BaseStrategy(InputStrategy, TfNames):
         """Return what each replica has, as a tuple in order of replica id.
 
         Args:
-            value: a PerReplica, a variable, or a tree of them; a plain value gives a tuple of one.
+            value: a PerReplica, a variable, or a tree of them; a plain value gives a tuple of one, and so
+                does a variable that the strategy keeps in one place.
 
         Raises:
             ValueError: a PerReplica has another number of components.
             TypeError: a value is a coroutine: an `await` is missing.
         """
-        return values.local_results(self._components(value, mirrored=True), self._replicas)
+        components = self._components(value, mirrored=not self._variables_in_one_place)
+        return values.local_results(components, self._replicas)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A strategy that a replica function has captured arrives there as its replica's side of it."""

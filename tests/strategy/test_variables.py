@@ -454,6 +454,10 @@ async def test_only_the_strategy_of_its_scope_can_use_a_variable() -> None:
             await strategy.run(lambda: alone.value())
         with pytest.raises(ValueError, match=r"'foreign'.*another strategy"):
             await strategy.run(functions.double, args=(foreign,))
+        for variable, where in ((alone, "outside of strategy.scope"), (foreign, "another strategy")):
+            with pytest.raises(ValueError, match=where):
+                await strategy.update(variable, lambda copy: copy.assign(2.0))
+            assert variable.numpy() == 1.0
         with pytest.raises(
             pipedist.CallError, match="creating a variable inside a replica function"
         ) as caught:
