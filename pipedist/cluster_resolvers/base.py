@@ -81,7 +81,7 @@ class ClusterResolver(ABC):
         return dict(self._num_accelerators)
 
     def _url(self, address: str, rpc_layer: str | None) -> str:
-        """Return an address, if there is one, with what `master` was told to put in front, or the own layer."""
+        """Return an address, if there is one, behind the layer that `master` was told, or its own."""
         layer = self._rpc_layer if rpc_layer is None else rpc_layer
         return f"{layer}://{address}" if layer and address else address
 

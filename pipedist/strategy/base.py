@@ -23,6 +23,7 @@ from pipedist.strategy.variables import Variable
 from pipedist.tf_names import TfNames
 from pipedist.values import Mirrored, PerReplica, ReduceOp
 from pipedist.worker.context import ReplicaStrategy
+from pipedist.worker.variable_access import component as component_of
 
 _INLINE_BYTES_MAX: Final = 2**20
 """Larger values are combined in a thread: the loop that feeds the workers must not stand still."""
@@ -259,8 +260,7 @@ class BaseStrategy(InputStrategy, TfNames):
             ValueError: a PerReplica has another number of components.
             TypeError: a value is a coroutine: an `await` is missing.
         """
-        components = self._components(value, mirrored=not self._variables_in_one_place)
-        return values.local_results(components, self._replicas)
+        return values.local_results(self._components(value, mirrored=True), self._replicas)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A strategy that a replica function has captured arrives there as its replica's side of it."""
@@ -293,10 +293,7 @@ class BaseStrategy(InputStrategy, TfNames):
                 if inspect.isawaitable(item):
                     raise TypeError(f"a value is a {type(item).__name__}: `await` what made it")
                 return item
-            copies = item.local_values
-            if item.has_copies:
-                return PerReplica(copies)
-            return Mirrored(copies) if mirrored else copies[0]
+            return component_of(item._traits, item._copies, mirrored=mirrored)
 
         return trees.tree_map(leaf, value)
 

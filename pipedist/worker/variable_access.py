@@ -204,6 +204,18 @@ def update_copies(
     return [side.value()], trees.tree_map(lambda leaf: Mirrored([leaf] * traits.replicas), result)
 
 
+def component(traits: Traits, copies: Sequence[Array], *, mirrored: bool) -> Tree:
+    """Return what stands for a variable where values of all replicas are combined.
+
+    Args:
+        copies: each replica's value; one, where all have the same.
+        mirrored: a PerReplica also where all have the same, unless there is but one place for it.
+    """
+    if traits.copies:
+        return PerReplica(copies)
+    return Mirrored([copies[0]] * traits.replicas) if mirrored and not traits.one_place else copies[0]
+
+
 def plain(result: Tree) -> Tree:
     """Return a tree with arrays in place of what holds one (variables, copies of them)."""
     if type(result) is np.ndarray or result is None:

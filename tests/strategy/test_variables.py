@@ -243,14 +243,18 @@ async def test_they_work_in_async_functions_and_in_merge_calls() -> None:
                 mean = inside.reduce("mean", gradient, axis=None)
                 inside.update(v, lambda copy, g: copy.assign_sub(g), args=(mean,))
                 total = m.value()
+                own = inside.local_results({"m": m, "v": v}), inside.reduce("max", [m], axis=None)
                 m.assign(100)
-                return total, inside.local_results(gradient)[2]
+                return total, inside.local_results(gradient)[2], own
 
-            total, last = pipedist.get_replica_context().merge_call(apply, args=(gradient, v))
-            return int(total), float(last), float(v.value()), int(m.value())
+            total, last, own = pipedist.get_replica_context().merge_call(apply, args=(gradient, v))
+            return int(total), float(last), float(v.value()), int(m.value()), own
 
-        results = await strategy.run(merged, args=(PerReplica([3.0, 6.0, 9.0]),))
+        *results, own = await strategy.run(merged, args=(PerReplica([3.0, 6.0, 9.0]),))
         assert [list(part) for part in results] == [[30] * 3, [9] * 3, [-4] * 3, [34, 33, 33]]
+        local, [largest] = own
+        assert [(int(each["m"][0]), float(each["v"][0])) for each in local] == [(0, -4), (10, -4), (20, -4)]
+        assert list(largest) == [20] * 3
         assert v.numpy() == -4
         assert m.local_values == (34, 33, 33)
 
