@@ -224,8 +224,15 @@ class BaseStrategy(InputStrategy, TfNames):
         """
         require_cross_replica("Strategy.update")
         await anyio.lowlevel.checkpoint()
-        result = variables.update(self, variable, fn, args, kwargs)
+        if not callable(fn):
+            raise TypeError(f"update needs a function, not {fn!r} of type {type(fn).__name__}")
+        result = self._update(variable, fn, args, kwargs or {})
         return self._own(result) if self._identity else result
+
+    def _update(
+        self, variable: Any, fn: Callable[..., Tree], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Tree:
+        return variables.update(self, variable, fn, args, kwargs)
 
     async def gather(self, value: Tree, axis: int) -> Tree:
         """Put the replicas' values end to end (tf.distribute.Strategy.gather).

@@ -316,18 +316,16 @@ def update(
     variable: Variable,
     fn: Callable[..., Tree],
     args: Sequence[Any],
-    kwargs: Mapping[str, Any] | None,
+    kwargs: Mapping[str, Any],
 ) -> Tree:
     """Let a function change a variable, copy by copy: see `BaseStrategy.update`."""
     if not isinstance(variable, Variable):
         raise TypeError(
             f"update needs a pipedist.Variable, not {variable!r} of type {type(variable).__name__}"
         )
-    if not callable(fn):
-        raise TypeError(f"update needs a function, not {fn!r} of type {type(fn).__name__}")
     _require_own(variable, strategy)
     before = variable._copies
-    after, results = update_copies(variable._traits, before, fn, args, kwargs or {})
+    after, results = update_copies(variable._traits, before, fn, args, kwargs)
     if any(new is not old for new, old in zip(after, before, strict=True)):
         variable._become(after)
     return results
