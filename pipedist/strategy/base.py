@@ -177,7 +177,7 @@ class BaseStrategy(InputStrategy, TfNames):
         """Give every replica the same value (`extended.broadcast_to`).
 
         Args:
-            value: a tree without PerReplica leaves.
+            value: a tree without PerReplica leaves. A variable counts as its value.
 
         Returns:
             A tree of the same structure whose leaves are Mirrored; of a strategy whose values are its
@@ -188,13 +188,14 @@ class BaseStrategy(InputStrategy, TfNames):
             RuntimeError: called inside a replica function.
         """
         require_cross_replica("Strategy.broadcast")
-        leaves, treedef = trees.flatten(value)
+        given = self._components(value, mirrored=False)
+        leaves, treedef = trees.flatten(given)
         if any(isinstance(leaf, PerReplica) for leaf in leaves):
             raise ValueError(
                 "broadcast of a per-replica value: every replica has one already; reduce it first"
             )
         if self._identity:
-            return value
+            return given
         return trees.unflatten(treedef, [Mirrored([leaf] * self._replicas) for leaf in leaves])
 
     async def update(

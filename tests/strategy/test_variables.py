@@ -340,6 +340,9 @@ async def test_updates_outside() -> None:
         assert await strategy.reduce("sum", m, axis=None) == 5
         assert (await strategy.gather(v, axis=0)).tolist() == [4, 5, 4, 5]
         assert [part.tolist() for part in strategy.local_results(v)] == [[4, 5]] * 2
+        assert [type(part) for part in strategy.broadcast({"v": v})["v"]] == [np.ndarray] * 2
+        with pytest.raises(ValueError, match="has one already"):
+            strategy.broadcast(m)
 
 
 async def test_runs_that_use_variables_are_done_in_the_order_of_their_calls() -> None:
