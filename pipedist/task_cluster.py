@@ -208,8 +208,12 @@ class TaskCluster(Cluster):
             await super().__aenter__()
             self.coordinator.on_supervisor(self._heard)
         loop = asyncio.get_running_loop()
-        for number in range(self._each):
-            self._start(loop, keys, number)
+        try:
+            for number in range(self._each):
+                self._start(loop, keys, number)
+        except BaseException as error:  # nobody leaves what was not entered
+            await self.__aexit__(type(error), error, error.__traceback__)
+            raise
         return self
 
     def _start(self, loop: asyncio.AbstractEventLoop, keys: ClientKeys, number: int) -> None:
@@ -235,9 +239,9 @@ class TaskCluster(Cluster):
                 loop.call_soon_threadsafe(self._served)
 
         thread = threading.Thread(target=serve, name=f"pipedist-supervisor-{number}", daemon=True)
+        thread.start()
         self._supervisors.append(supervisor)
         self._threads_running.append(thread)
-        thread.start()
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -43,7 +43,7 @@ class ClusterResolver(ABC):
 
         Args:
             task_type, task_id: which one; None: the resolver's own choice.
-            rpc_layer: put in front, `grpc://`; None: the resolver's; "" or none at all: nothing.
+            rpc_layer: put in front: "grpc" gives `grpc://HOST:PORT`; "": nothing; None: the resolver's.
 
         Returns:
             The address; "" where the resolver knows of no master.
@@ -80,13 +80,13 @@ class ClusterResolver(ABC):
         """
         return dict(self._num_accelerators)
 
+    def _url(self, address: str, rpc_layer: str | None) -> str:
+        """Return an address, if there is one, behind the layer that `master` was told, or its own."""
+        layer = self._rpc_layer if rpc_layer is None else rpc_layer
+        return f"{layer}://{address}" if layer and address else address
+
     def __repr__(self) -> str:
         return f"<{type(self).__name__}, task {self.task_type} {self.task_id}>"
-
-
-def url(address: str, rpc_layer: str | None) -> str:
-    """Return an address with its layer in front, if there is one."""
-    return f"{rpc_layer}://{address}" if rpc_layer else address
 
 
 def text_or_none(name: str, value: object) -> str | None:

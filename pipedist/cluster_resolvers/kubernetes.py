@@ -11,7 +11,6 @@ from pipedist.cluster_resolvers.base import (
     ResolverStateError,
     number,
     text_or_none,
-    url,
 )
 from pipedist.cluster_resolvers.cluster_spec import ClusterSpec
 
@@ -96,7 +95,7 @@ class KubernetesClusterResolver(ClusterResolver):
         """Return a task's address; without a task "": which one this process is, is not known."""
         if task_type is None or task_id is None:
             return ""
-        return url(self.cluster_spec().task_address(task_type, task_id), rpc_layer or self._rpc_layer)
+        return self._url(self.cluster_spec().task_address(task_type, task_id), rpc_layer)
 
 
 def _asking() -> ListPods:

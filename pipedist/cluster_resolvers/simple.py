@@ -9,7 +9,6 @@ from pipedist.cluster_resolvers.base import (
     accelerators,
     number_or_none,
     text_or_none,
-    url,
 )
 from pipedist.cluster_resolvers.cluster_spec import ClusterSpec
 
@@ -63,7 +62,7 @@ class SimpleClusterResolver(ClusterResolver):
         address = self._master
         if task_type is not None and task_id is not None:
             address = self._cluster_spec.task_address(task_type, task_id)
-        return url(address, rpc_layer or self._rpc_layer)
+        return self._url(address, rpc_layer)
 
 
 class UnionResolver(ClusterResolver):
@@ -128,7 +127,7 @@ class UnionResolver(ClusterResolver):
     ) -> str:
         """Return a task's address; without a task, the first resolver's master."""
         if task_type is not None and task_id is not None:
-            return url(self.cluster_spec().task_address(task_type, task_id), rpc_layer or self._rpc_layer)
+            return self._url(self.cluster_spec().task_address(task_type, task_id), rpc_layer)
         return self._resolvers[0].master(rpc_layer=rpc_layer)
 
     @property

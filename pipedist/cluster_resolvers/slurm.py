@@ -13,7 +13,6 @@ from pipedist.cluster_resolvers.base import (
     ResolverStateError,
     number,
     text_or_none,
-    url,
 )
 from pipedist.cluster_resolvers.cluster_spec import ClusterSpec
 from pipedist.cluster_resolvers.slurm_lists import expand_hostlist, expand_tasks_per_node
@@ -101,7 +100,7 @@ class SlurmClusterResolver(ClusterResolver):
         """Return a task's address, this process's own one by default."""
         kind = self._task_type if task_type is None else task_type
         index = self._task_id if task_id is None else task_id
-        return url(self.cluster_spec().task_address(kind, index), rpc_layer or self._rpc_layer)
+        return self._url(self.cluster_spec().task_address(kind, index), rpc_layer)
 
     def get_task_info(self) -> tuple[str, int]:
         """Return this process's job, and its number there."""

@@ -12,7 +12,6 @@ from pipedist.cluster_resolvers.base import (
     ResolverError,
     number_or_none,
     text_or_none,
-    url,
 )
 from pipedist.cluster_resolvers.cluster_spec import ClusterSpec
 
@@ -113,7 +112,7 @@ class TFConfigClusterResolver(ClusterResolver):
             raise ValueError(
                 f"{VARIABLE} does not say which task this process is: give task_type and task_id"
             )
-        return url(cluster.task_address(kind, index), self._rpc_layer if rpc_layer is None else rpc_layer)
+        return self._url(cluster.task_address(kind, index), rpc_layer)
 
 
 def _parsed(text: str | None) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from pipedist.strategy.variables import Variable
 from pipedist.tf_names import TfNames
 from pipedist.values import Mirrored, PerReplica, ReduceOp
 from pipedist.worker.context import ReplicaStrategy
+from pipedist.worker.variable_access import component as component_of
 
 _INLINE_BYTES_MAX: Final = 2**20
 """Larger values are combined in a thread: the loop that feeds the workers must not stand still."""
@@ -176,7 +177,7 @@ class BaseStrategy(InputStrategy, TfNames):
         """Give every replica the same value (`extended.broadcast_to`).
 
         Args:
-            value: a tree without PerReplica leaves.
+            value: a tree without PerReplica leaves. A variable counts as its value.
 
         Returns:
             A tree of the same structure whose leaves are Mirrored; of a strategy whose values are its
@@ -187,13 +188,14 @@ class BaseStrategy(InputStrategy, TfNames):
             RuntimeError: called inside a replica function.
         """
         require_cross_replica("Strategy.broadcast")
-        leaves, treedef = trees.flatten(value)
+        given = self._components(value, mirrored=False)
+        leaves, treedef = trees.flatten(given)
         if any(isinstance(leaf, PerReplica) for leaf in leaves):
             raise ValueError(
                 "broadcast of a per-replica value: every replica has one already; reduce it first"
             )
         if self._identity:
-            return value
+            return given
         return trees.unflatten(treedef, [Mirrored([leaf] * self._replicas) for leaf in leaves])
 
     async def update(
@@ -217,14 +219,21 @@ class BaseStrategy(InputStrategy, TfNames):
 
         Raises:
             ValueError: the replicas have one value, and an argument has one for each, which is not
-                Mirrored; or it does not fit.
+                Mirrored; or it does not fit; or the variable was made in no scope, or another strategy's.
             TypeError: `variable` is no variable, or `fn` can't be called.
             RuntimeError: called inside a replica function, or while a run uses the variable.
         """
         require_cross_replica("Strategy.update")
         await anyio.lowlevel.checkpoint()
-        result = variables.update(variable, fn, args, kwargs)
+        if not callable(fn):
+            raise TypeError(f"update needs a function, not {fn!r} of type {type(fn).__name__}")
+        result = self._update(variable, fn, args, kwargs or {})
         return self._own(result) if self._identity else result
+
+    def _update(
+        self, variable: Any, fn: Callable[..., Tree], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Tree:
+        return variables.update(self, variable, fn, args, kwargs)
 
     async def gather(self, value: Tree, axis: int) -> Tree:
         """Put the replicas' values end to end (tf.distribute.Strategy.gather).
@@ -252,7 +261,8 @@ class BaseStrategy(InputStrategy, TfNames):
         """Return what each replica has, as a tuple in order of replica id.
 
         Args:
-            value: a PerReplica, a variable, or a tree of them; a plain value gives a tuple of one.
+            value: a PerReplica, a variable, or a tree of them; a plain value gives a tuple of one, and so
+                does a variable that the strategy keeps in one place.
 
         Raises:
             ValueError: a PerReplica has another number of components.
@@ -291,10 +301,7 @@ class BaseStrategy(InputStrategy, TfNames):
                 if inspect.isawaitable(item):
                     raise TypeError(f"a value is a {type(item).__name__}: `await` what made it")
                 return item
-            copies = item.local_values
-            if item.has_copies:
-                return PerReplica(copies)
-            return Mirrored(copies) if mirrored else copies[0]
+            return component_of(item._traits, item._copies, mirrored=mirrored)
 
         return trees.tree_map(leaf, value)
 

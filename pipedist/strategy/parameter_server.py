@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from pipedist import trees
@@ -139,6 +139,15 @@ class ParameterServerStrategy(Strategy):
 
     def _make_variable(self, *args: Any, **options: Any) -> ParameterVariable | ShardedVariable:
         return self.create_variable(*args, **options)
+
+    def _update(
+        self, variable: Any, fn: Callable[..., Tree], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Tree:
+        if isinstance(variable, ShardedVariable):
+            raise TypeError(f"update of {variable!r}: update each of its `variables`")
+        if not isinstance(variable, ParameterVariable):
+            return super()._update(variable, fn, args, kwargs)
+        return variable.update(self._turns, fn, args, kwargs)
 
     def _components(self, value: Tree, *, mirrored: bool) -> Tree:
         plain = trees.tree_map(

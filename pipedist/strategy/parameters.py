@@ -9,14 +9,15 @@ keeps as many versions as may still be read; they share the arrays that did not 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
+from pipedist.program import Tree
 from pipedist.strategy.context import NotForReplicas, require_outside
 from pipedist.worker.closures import Change, ClosureVariable, Sent
-from pipedist.worker.variable_access import AnyVariable
+from pipedist.worker.variable_access import AnyVariable, update_copies
 from pipedist.worker.variable_rules import Array, How, Traits, operand_of, updated
 
 
@@ -91,6 +92,25 @@ class ParameterVariable(AnyVariable):
     def number(self) -> int:
         """Its number in its strategy."""
         return self._number
+
+    def update(
+        self, turns: Turns, fn: Callable[..., Tree], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Tree:
+        """Let a function change the value: see `BaseStrategy.update`.
+
+        Args:
+            turns: of the strategy that does it.
+
+        Raises:
+            ValueError: it is another strategy's variable.
+        """
+        if not self.is_of(turns):
+            raise ValueError(f"the {self._traits.label} is of another strategy: use that one's update")
+        before = self.value()
+        [after], result = update_copies(self._traits, [before], fn, args, kwargs)
+        if after is not before:
+            self.assign(after)
+        return result
 
     def is_of(self, turns: Turns) -> bool:
         """Whether it is a variable of the strategy whose turns these are."""

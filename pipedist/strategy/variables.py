@@ -195,16 +195,7 @@ class Noted:
         Raises:
             NotForReplicas: it was made outside of every scope, or in another strategy's.
         """
-        if variable._strategy is not self._strategy:
-            where = (
-                "outside of strategy.scope(), so it stays in this process"
-                if variable._strategy._is_default
-                else f"in the scope of another strategy, {variable._strategy!r}"
-            )
-            raise NotForReplicas(
-                f"the {variable._traits.label} was made {where}: workers can't share it. Create it in "
-                f"the scope of the strategy that runs the function, {self._strategy!r}"
-            )
+        _require_own(variable, self._strategy)
         if variable._space is None:
             variable._space = self.coordinator.open_space()
             # The garbage collector may run in any thread: the next run tells the coordinator.
@@ -224,6 +215,24 @@ class Noted:
             yield
         finally:
             _noted.reset(token)
+
+
+def _require_own(variable: Variable, strategy: BaseStrategy) -> None:
+    """Refuse a variable that was made outside of every scope, or in another strategy's.
+
+    Raises:
+        NotForReplicas: it was.
+    """
+    if variable._strategy is not strategy:
+        where = (
+            "outside of strategy.scope(), so it stays in this process"
+            if variable._strategy._is_default
+            else f"in the scope of another strategy, {variable._strategy!r}"
+        )
+        raise NotForReplicas(
+            f"the {variable._traits.label} was made {where}: its replicas can't share it. Create it in "
+            f"the scope of the strategy that uses it, {strategy!r}"
+        )
 
 
 _noted: ContextVar[Noted | None] = ContextVar("pipedist_noted_variables", default=None)
@@ -303,17 +312,20 @@ def _received(traits: Traits, value: object) -> Array:
 
 
 def update(
-    variable: Variable, fn: Callable[..., Tree], args: Sequence[Any], kwargs: Mapping[str, Any] | None
+    strategy: BaseStrategy,
+    variable: Variable,
+    fn: Callable[..., Tree],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
 ) -> Tree:
     """Let a function change a variable, copy by copy: see `BaseStrategy.update`."""
     if not isinstance(variable, Variable):
         raise TypeError(
             f"update needs a pipedist.Variable, not {variable!r} of type {type(variable).__name__}"
         )
-    if not callable(fn):
-        raise TypeError(f"update needs a function, not {fn!r} of type {type(fn).__name__}")
+    _require_own(variable, strategy)
     before = variable._copies
-    after, results = update_copies(variable._traits, before, fn, args, kwargs or {})
+    after, results = update_copies(variable._traits, before, fn, args, kwargs)
     if any(new is not old for new, old in zip(after, before, strict=True)):
         variable._become(after)
     return results

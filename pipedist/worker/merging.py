@@ -17,6 +17,9 @@ _REFUSED = {
     "distribute_dataset": "make the dataset outside and pass its elements as arguments",
     "distribute_datasets_from_function": "make the dataset outside and pass its elements as arguments",
     "distribute_values_from_function": "make the values outside and pass them as arguments",
+    "reduce_to": "use reduce: what is returned is given to every replica",
+    "batch_reduce_to": "use reduce with a list of values: what is returned is given to every replica",
+    "broadcast": "return the value: every replica gets it",
 }
 """Methods of Strategy that make no sense while the replicas wait, and what to do instead."""
 
@@ -37,15 +40,16 @@ class MergeStrategy:
 
     def reduce(self, reduce_op: values.ReduceOp | str, value: Tree, axis: int | Sequence[int] | None) -> Tree:
         """Combine the replicas' values to one: see `pipedist.values.reduce`."""
-        return values.reduce(reduce_op, value, axis, self.num_replicas_in_sync)
+        given = _components(value, mirrored=False)
+        return values.reduce(reduce_op, given, axis, self.num_replicas_in_sync)
 
     def gather(self, value: Tree, axis: int) -> Tree:
         """Put the replicas' arrays end to end: see `pipedist.values.gather`."""
-        return values.gather(value, axis, self.num_replicas_in_sync)
+        return values.gather(_components(value, mirrored=True), axis, self.num_replicas_in_sync)
 
     def local_results(self, value: Tree) -> tuple[Tree, ...]:
         """Return what each replica has, in order of replica id: see `pipedist.values.local_results`."""
-        return values.local_results(value, self.num_replicas_in_sync)
+        return values.local_results(_components(value, mirrored=True), self.num_replicas_in_sync)
 
     def update(
         self,
@@ -58,18 +62,25 @@ class MergeStrategy:
 
         PerReplica arguments give each component its own (tf.distribute.StrategyExtended.update).
         """
-        from pipedist.worker import variables  # most merge calls have none
+        from pipedist.worker import variables  # most functions have none
 
         return variables.update(variable, fn, args, kwargs)
 
     def __getattr__(self, name: str) -> Callable[..., NoReturn]:
         if name not in _REFUSED:
-            raise AttributeError(f"the strategy has no attribute {name!r} inside merge_call")
+            hint = ": its methods stand on the strategy itself" if name == "extended" else ""
+            raise AttributeError(f"the strategy has no attribute {name!r} inside merge_call{hint}")
 
         def refuse(*_args: object, **_kwargs: object) -> NoReturn:
             raise RuntimeError(f"Strategy.{name} was called inside merge_call: {_REFUSED[name]}")
 
         return refuse
+
+
+def _components(value: Tree, *, mirrored: bool) -> Tree:
+    from pipedist.worker import variables  # most functions have none
+
+    return variables.components(value, mirrored=mirrored)
 
 
 current_strategy: ContextVar[MergeStrategy | None] = ContextVar("pipedist_merge_strategy", default=None)

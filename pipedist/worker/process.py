@@ -25,6 +25,7 @@ from pipedist.worker.context import set_task
 from pipedist.worker.driver import Driver
 from pipedist.worker.heap import keep_freed_pages
 from pipedist.worker.hello import make_hello
+from pipedist.worker.joining import host_of, unknown_host
 from pipedist.worker.kept import KeptResults
 from pipedist.worker.kernel import WORKER_NAME, set_process_name
 from pipedist.worker.limits import Limits
@@ -154,6 +155,7 @@ def _work(settings: WorkerSettings, progress: Progress, label: str, kept_file: i
             progress=progress,
             die=_die,
             tell=tell,
+            endpoint=settings.endpoint,
             kept=kept,
             code=code,
         )
@@ -182,17 +184,12 @@ def _why_unanswered(endpoint: str) -> str:
     """Return what else is to be said where nobody has answered: how far one gets; "" if nothing is known."""
     import socket  # seldom needed
 
-    scheme, _, place = endpoint.partition("://")
-    if scheme != "tcp":
-        return ""
-    host, _, port = place.rpartition(":")
-    host = host.strip("[]")
+    place = host_of(endpoint)
+    unknown = unknown_host(endpoint)
+    if place is None or unknown:
+        return unknown
     try:
-        socket.getaddrinfo(host, None)
-    except (OSError, UnicodeError) as error:
-        return f"; the host {host!r} can't be found: {error}"
-    try:
-        socket.create_connection((host, int(port)), timeout=PROBE_S).close()
+        socket.create_connection(place, timeout=PROBE_S).close()
     except ConnectionRefusedError:
         return "; nothing listens there: is the run there, and is this its port?"
     except TimeoutError:

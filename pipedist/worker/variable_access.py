@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -40,9 +40,11 @@ class ArrayOperators(NDArrayOperatorsMixin):
         return value.copy() if copy else value
 
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any) -> Any:
-        if any(isinstance(out, ArrayOperators) for out in kwargs.get("out", ())):
+        changed = inputs[:1] if method == "at" else kwargs.get("out", ())  # read-only or not
+        if any(isinstance(each, ArrayOperators) for each in changed):
             raise TypeError(
-                f"a {type(self).__name__} can't be changed in place, as by `w += x`: write `w.assign_add(x)`"
+                f"a {type(self).__name__} can't be changed in place, as by `w += x` or `np.add.at(w, i, x)`: "
+                "write `w.assign_add(x)`, with an x of the same shape"
             )
         plain = [each.value() if isinstance(each, ArrayOperators) else each for each in inputs]
         return getattr(ufunc, method)(*plain, **kwargs)
@@ -52,6 +54,9 @@ class ArrayOperators(NDArrayOperatorsMixin):
 
     def __len__(self) -> int:
         return len(self.value())
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.value())  # without it Python asks for v[0], v[1], ...: of a number there is none
 
     def __float__(self) -> float:
         return float(self.value())
@@ -202,6 +207,18 @@ def update_copies(
     own_args, own_kwargs = values.select(given, 0)
     result = plain(fn(side, *own_args, **own_kwargs))
     return [side.value()], trees.tree_map(lambda leaf: Mirrored([leaf] * traits.replicas), result)
+
+
+def component(traits: Traits, copies: Sequence[Array], *, mirrored: bool) -> Tree:
+    """Return what stands for a variable where values of all replicas are combined.
+
+    Args:
+        copies: each replica's value; one, where all have the same.
+        mirrored: a PerReplica also where all have the same, unless there is but one place for it.
+    """
+    if traits.copies:
+        return PerReplica(copies)
+    return Mirrored([copies[0]] * traits.replicas) if mirrored and not traits.one_place else copies[0]
 
 
 def plain(result: Tree) -> Tree:

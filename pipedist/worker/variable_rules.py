@@ -95,8 +95,7 @@ class Traits:
         synchronization: ON_WRITE or ON_READ.
         aggregation: how the replicas' values become one.
         replicas: R.
-        copies: each replica has a value of its own. (An ON_READ variable has, unless its strategy
-            keeps variables in one place, or has no replicas but the caller.)
+        one_place: its strategy keeps variables in one place, or has no replicas but the caller.
     """
 
     name: str
@@ -106,7 +105,12 @@ class Traits:
     synchronization: VariableSynchronization
     aggregation: VariableAggregation
     replicas: int
-    copies: bool
+    one_place: bool
+
+    @property
+    def copies(self) -> bool:
+        """Whether each replica has a value of its own."""
+        return self.synchronization is VariableSynchronization.ON_READ and not self.one_place
 
     @property
     def label(self) -> str:
@@ -121,7 +125,7 @@ class Traits:
             self.synchronization.value,
             self.aggregation.value,
             self.replicas,
-            self.copies,
+            self.one_place,
         ]
 
     @classmethod
@@ -132,7 +136,7 @@ class Traits:
             fields: of `to_wire`.
             value: its value, or that of one of its copies.
         """
-        name, trainable, synchronization, aggregation, replicas, copies = fields
+        name, trainable, synchronization, aggregation, replicas, one_place = fields
         return cls(
             name,
             value.shape,
@@ -141,7 +145,7 @@ class Traits:
             VariableSynchronization(synchronization),
             VariableAggregation(aggregation),
             replicas,
-            copies,
+            one_place,
         )
 
 
@@ -196,7 +200,7 @@ def declare(
         when,
         how,
         replicas,
-        copies=on_read and not one_place,
+        one_place,
     )
 
 

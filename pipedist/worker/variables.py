@@ -24,7 +24,7 @@ from pipedist import trees
 from pipedist.program import Tree
 from pipedist.values import PerReplica
 from pipedist.worker.context import get_replica_context
-from pipedist.worker.variable_access import AnyVariable, plain, update_copies
+from pipedist.worker.variable_access import AnyVariable, component, plain, update_copies
 from pipedist.worker.variable_rules import (
     Array,
     How,
@@ -275,6 +275,16 @@ class ReplicaVariables:
         return result["result"]
 
 
+def components(value: Tree, *, mirrored: bool) -> Tree:
+    """Return a value, in a `merge_call` body, with what the replicas have in place of variables.
+
+    Args:
+        mirrored: also where all have the same, which is a plain value otherwise.
+    """
+    merged = _merged.get()
+    return value if merged is None else merged.components(value, mirrored=mirrored)
+
+
 class MergedVariables:
     """The variables of a step, as a function has them that `merge_call` runs once for all replicas.
 
@@ -295,6 +305,18 @@ class MergedVariables:
             return changed
         found = self._copies.get(space)
         return [self._own.value(space)] if found is None else found
+
+    def components(self, value: Tree, *, mirrored: bool) -> Tree:
+        """Return a value with what the replicas have in place of variables: see `components`."""
+        traits = self._own._bound.traits
+
+        def leaf(item: Any) -> Any:
+            if not isinstance(item, ReplicaVariable):
+                return item
+            space = item._space
+            return component(traits[space], self.copies(space), mirrored=mirrored)
+
+        return trees.tree_map(leaf, value)
 
     def value(self, space: int) -> Array:
         """Return the variable's value, as it is read outside of replica functions."""

@@ -149,6 +149,24 @@ def test_tf_config_that_is_no_json(text: str) -> None:
 # -- simple and union ------------------------------------------------------------------------------
 
 
+def test_every_resolver_puts_the_layer_in_front_that_it_is_asked_for() -> None:
+    simple = pipedist.SimpleClusterResolver(pipedist.ClusterSpec(WORKERS), master="m:1", rpc_layer="grpc")
+    for resolver in (
+        simple,
+        pipedist.UnionResolver(simple, rpc_layer="grpc"),
+        tf_config({"cluster": WORKERS}, rpc_layer="grpc"),
+        pipedist.SlurmClusterResolver(environ=slurm_environ("1(x2)", "a,b", "2", "0"), port_base=1),
+        pipedist.KubernetesClusterResolver(
+            {"worker": ["x"]}, 1, list_pods=lambda _label: [Pod("0", "a"), Pod("1", "b")]
+        ),
+    ):
+        told = [resolver.master("worker", 1, layer) for layer in (None, "x", "")]
+        assert told == ["grpc://b:1", "x://b:1", "b:1"], resolver
+    assert (simple.master(), simple.master(rpc_layer="")) == ("grpc://m:1", "m:1")
+    unknown = pipedist.SimpleClusterResolver(pipedist.ClusterSpec(WORKERS), rpc_layer="grpc")
+    assert (unknown.master(), pipedist.UnionResolver(unknown).master()) == ("", "")
+
+
 def test_simple_and_union() -> None:
     first = pipedist.SimpleClusterResolver(
         pipedist.ClusterSpec(WORKERS), master="m:1", num_accelerators={"GPU": 2}, environment="here"

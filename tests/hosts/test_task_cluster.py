@@ -169,6 +169,13 @@ def config(monkeypatch: pytest.MonkeyPatch, cluster: object, kind: str = "worker
     monkeypatch.setenv("TF_CONFIG", text)
 
 
+def supervisors_end() -> None:
+    for thread in threading.enumerate():
+        if thread.name.startswith("pipedist-supervisor"):
+            thread.join(10)
+            assert not thread.is_alive()
+
+
 @pytest.mark.asyncio
 @pytest.mark.parametrize("index", [0, 1])
 async def test_leaving_that_is_cancelled_leaves_at_once(
@@ -190,12 +197,36 @@ async def test_leaving_that_is_cancelled_leaves_at_once(
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    for thread in threading.enumerate():
-        if thread.name.startswith("pipedist-supervisor"):
-            thread.join(10)
-            assert not thread.is_alive()
+    supervisors_end()
     with pytest.raises(UsageError):
         cluster.coordinator  # noqa: B018
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("index", [0, 1])
+async def test_one_that_cannot_be_entered_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, index: int
+) -> None:
+    """The system has no more threads: nobody leaves an `async with` that was not entered."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    address = f"127.0.0.1:{free_port()}"
+    config(monkeypatch, {"worker": [address, "127.0.0.1:9"]}, index=index)
+    start = threading.Thread.start
+
+    def refused(thread: threading.Thread) -> None:
+        if thread.name == "pipedist-supervisor-1":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    cluster = pipedist.open_cluster(workers=2)
+    with pytest.raises(RuntimeError, match="new thread"):
+        await cluster.__aenter__()
+    supervisors_end()
+    with pytest.raises(UsageError):
+        cluster.coordinator  # noqa: B018
+    with socket.create_server(("127.0.0.1", int(address.rpartition(":")[2]))):
+        pass  # nobody listens there
 
 
 def test_what_is_needed_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

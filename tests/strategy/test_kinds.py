@@ -191,6 +191,13 @@ async def test_central_storage_keeps_one_copy() -> None:
 
         assert list(await strategy.run(add, args=(PerReplica([10.0, 20.0]),))) == [130.0] * 2
         assert v.numpy() == 130
+        assert strategy.local_results(v) == (130,)
+        assert strategy.local_results([v]) == ([130], [130])
+
+        def inside() -> Any:
+            return pipedist.get_replica_context().merge_call(lambda inside: len(inside.local_results(v)))
+
+        assert list(await strategy.run(inside)) == [1, 1]
         assert v.synchronization is pipedist.VariableSynchronization.ON_READ
 
 

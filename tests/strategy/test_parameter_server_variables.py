@@ -171,6 +171,27 @@ async def test_versions_that_nobody_can_read_are_forgotten() -> None:
 
 
 @pytest.mark.asyncio
+async def test_a_function_updates_a_variable_outside_of_closures() -> None:
+    async with pipedist.LocalCluster(workers=1) as cluster:
+        strategy: Any = pipedist.ParameterServerStrategy(cluster, pipedist.FixedShardsPartitioner(2))
+        variable = strategy.create_variable(1.0, name="v")
+        sharded = strategy.create_variable(np.zeros(4))
+        async with pipedist.ClusterCoordinator(strategy) as coordinator:
+            await coordinator.schedule(functions.add, (variable, 1.0))
+            await coordinator.join()
+            assert await strategy.update(variable, lambda copy, by: copy.assign_add(by), args=(3.0,)) == 5.0
+            assert await strategy.update(variable, lambda copy: copy.value() + 1) == 6.0
+            for part in sharded.variables:
+                by = {"by": np.ones(2)}
+                await strategy.update(part, lambda copy, *, by: copy.assign_add(by), kwargs=by)
+            assert (float(variable), sharded.numpy().tolist()) == (5.0, [1.0] * 4)
+            with pytest.raises(TypeError, match="update each of its `variables`"):
+                await strategy.update(sharded, lambda copy: copy.assign(0.0))
+            with pytest.raises(TypeError, match=r"needs a pipedist\.Variable"):
+                await strategy.update(3.0, lambda copy: copy.assign(0.0))
+
+
+@pytest.mark.asyncio
 async def test_variables_stay_with_their_strategy() -> None:
     async with pipedist.LocalCluster(workers=1) as cluster:
         mine, other = pipedist.ParameterServerStrategy(cluster), pipedist.ParameterServerStrategy(cluster)
@@ -180,6 +201,8 @@ async def test_variables_stay_with_their_strategy() -> None:
                 await coordinator.schedule(functions.add, (foreign, 1.0))
             with pytest.raises(ValueError, match="another strategy's"):
                 await coordinator.schedule(lambda: foreign.assign_add(1.0))
+            with pytest.raises(ValueError, match="of another strategy"):
+                await mine.update(foreign, lambda copy: copy.assign_add(1.0))
             with pytest.raises(ValueError, match="only closures"):
                 await pipedist.OneDeviceStrategy(cluster).run(lambda: foreign.assign_add(1.0))
 

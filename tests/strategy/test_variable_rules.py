@@ -228,8 +228,16 @@ def test_numpy_takes_a_variable_for_its_value() -> None:
     assert np.asarray(held, np.float64).dtype == np.float64
     x += held
     assert x.tolist() == [[1, 2], [3, 4]]
-    with pytest.raises(TypeError):
+    np.add.at(x, [0, 1], held)
+    assert x.tolist() == [[2, 3], [4, 5]]
+    with pytest.raises(TypeError, match="in place"):
         np.add(x, 1, out=held)  # type: ignore[call-overload]
+    with pytest.raises(TypeError, match="in place"):
+        np.add.at(held, [0], 1)  # type: ignore[arg-type]
+    assert (held.value() == 1).all()
+    assert [row.tolist() for row in held] == [[1, 1]] * 2
+    with pytest.raises(TypeError, match="0-d"):
+        list(VariableCopy(traits(2.5), np.array(2.5)))
 
 
 def test_plain_replaces_what_holds_a_value() -> None:

@@ -243,14 +243,18 @@ async def test_they_work_in_async_functions_and_in_merge_calls() -> None:
                 mean = inside.reduce("mean", gradient, axis=None)
                 inside.update(v, lambda copy, g: copy.assign_sub(g), args=(mean,))
                 total = m.value()
+                own = inside.local_results({"m": m, "v": v}), inside.reduce("max", [m], axis=None)
                 m.assign(100)
-                return total, inside.local_results(gradient)[2]
+                return total, inside.local_results(gradient)[2], own
 
-            total, last = pipedist.get_replica_context().merge_call(apply, args=(gradient, v))
-            return int(total), float(last), float(v.value()), int(m.value())
+            total, last, own = pipedist.get_replica_context().merge_call(apply, args=(gradient, v))
+            return int(total), float(last), float(v.value()), int(m.value()), own
 
-        results = await strategy.run(merged, args=(PerReplica([3.0, 6.0, 9.0]),))
+        *results, own = await strategy.run(merged, args=(PerReplica([3.0, 6.0, 9.0]),))
         assert [list(part) for part in results] == [[30] * 3, [9] * 3, [-4] * 3, [34, 33, 33]]
+        local, [largest] = own
+        assert [(int(each["m"][0]), float(each["v"][0])) for each in local] == [(0, -4), (10, -4), (20, -4)]
+        assert list(largest) == [20] * 3
         assert v.numpy() == -4
         assert m.local_values == (34, 33, 33)
 
@@ -336,6 +340,9 @@ async def test_updates_outside() -> None:
         assert await strategy.reduce("sum", m, axis=None) == 5
         assert (await strategy.gather(v, axis=0)).tolist() == [4, 5, 4, 5]
         assert [part.tolist() for part in strategy.local_results(v)] == [[4, 5]] * 2
+        assert [type(part) for part in strategy.broadcast({"v": v})["v"]] == [np.ndarray] * 2
+        with pytest.raises(ValueError, match="has one already"):
+            strategy.broadcast(m)
 
 
 async def test_runs_that_use_variables_are_done_in_the_order_of_their_calls() -> None:
@@ -454,6 +461,10 @@ async def test_only_the_strategy_of_its_scope_can_use_a_variable() -> None:
             await strategy.run(lambda: alone.value())
         with pytest.raises(ValueError, match=r"'foreign'.*another strategy"):
             await strategy.run(functions.double, args=(foreign,))
+        for variable, where in ((alone, "outside of strategy.scope"), (foreign, "another strategy")):
+            with pytest.raises(ValueError, match=where):
+                await strategy.update(variable, lambda copy: copy.assign(2.0))
+            assert variable.numpy() == 1.0
         with pytest.raises(
             pipedist.CallError, match="creating a variable inside a replica function"
         ) as caught:

@@ -157,7 +157,9 @@ async def test_a_merged_function_that_runs_out_of_items_hangs_no_async_function(
 
 async def test_what_a_merged_function_may_not_do() -> None:
     for told in await run("merge_misuse", [0] * 2):
-        assert ["inside merge_call" in text for text in told] == [True] * 3
+        assert ["inside merge_call" in text for text in told] == [True] * 5
+        assert "use reduce" in told[3]
+        assert "stand on the strategy itself" in told[4]
 
 
 async def test_a_gang_that_is_cancelled_while_it_waits_ends_and_the_next_lease_runs() -> None:

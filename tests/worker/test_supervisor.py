@@ -19,6 +19,7 @@ from pipedist.errors import UsageError
 from pipedist.messages import Code, Goodbye, Heartbeat, Hello, Log, Refuse, Results, Stop, Welcome
 from pipedist.transport.codec import encode
 from pipedist.transport.keys import write_key_file
+from pipedist.worker import joining
 from pipedist.worker.process import ExitCode
 from pipedist.worker.supervisor import run_worker
 from tests.launchers.processes import state_of, wait_gone, wait_state
@@ -301,6 +302,19 @@ async def test_a_host_that_nobody_knows_is_told(tmp_path: Path) -> None:
     process = await dial_in("tcp://no-such-host.invalid:9", key_file, join_s=0.2)
     _, said = await asyncio.wait_for(process.communicate(), PATIENCE_S)
     assert "the host 'no-such-host.invalid' can't be found" in said.decode()
+
+
+async def test_a_host_that_nobody_knows_is_told_while_the_worker_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(joining, "SILENT_S", 0.0)
+    told: list[str] = []
+    for endpoint in ("tcp://no-such-host.invalid:9", "tcp://[::1]:9", "ipc:///nowhere"):
+        waits = joining.Joining(told.append, threads=1, join_s=30, endpoint=endpoint)
+        waits.begin()
+        waits.look()
+    assert ["waiting for a scheduler, for at most 30 s" in each for each in told] == [True] * 3
+    assert ["the host 'no-such-host.invalid' can't be found" in each for each in told] == [True, False, False]
 
 
 async def test_a_scheduler_that_does_not_answer_is_left(tmp_path: Path) -> None:
