@@ -320,17 +320,13 @@ def _reused(
     header = header_of(plan, run_id, origin)
     taken: dict[str, PassHistory] = {}
     lines = []
-    for pass_ in plan.passes:
-        key = key_of(pass_)
-        found, why = _found(history, header, key)
-        if found is not None and moved:
-            found, why = None, [f"it ran with {line}" for line in moved]
-        if found is not None and (missing := _missing(plan, pass_, folder, found)):
-            found, why = None, [missing]
-        if found is None:
-            lines.append(f"again: {pass_.name}, because{listed(why)}")
+    for pass_, why in _made_again(plan, folder, history, header, moved).items():
+        found = history.passes.get(key_of(pass_))
+        if why or found is None:
+            because = listed(why or ["the run before did not come to it"])
+            lines.append(f"again: {pass_.name}, because{because}")
         else:
-            taken[key] = found
+            taken[key_of(pass_)] = found
             steps = "all" if found.complete else f"the first {found.steps:,}"
             lines.append(
                 f"reused: {steps} steps of {pass_.name}: its definition and its inputs did not change"
@@ -353,26 +349,38 @@ def _reused(
     return Opened(journal, RunJournal(journal, again, _stamp(header)), "\n".join(lines))
 
 
-def _found(history: History, now: Header, key: str) -> tuple[PassHistory | None, list[str]]:
-    """Return what is durable of a pass like this one; if nothing, why.
+def _made_again(
+    plan: Plan, folder: RunFolder, history: History, now: Header, moved: Sequence[str]
+) -> dict[PassPlan, list[str]]:
+    """Return of each pass why what is durable of one like it can't be reused; nothing where it can."""
+    why = {}
+    for pass_ in plan.passes:
+        found = history.passes.get(key_of(pass_))
+        why[pass_] = _changed(history, now, key_of(pass_)) or [f"it ran with {line}" for line in moved]
+        if not why[pass_] and found is not None and (missing := _missing(plan, pass_, folder, found)):
+            why[pass_] = [missing]
+    turns = [pass_ for pass_ in plan.passes if pass_.updates or pass_.follows]
+    for first in [pass_ for pass_ in turns if why[pass_]][:1]:
+        for pass_ in turns:
+            why[pass_] = why[pass_] or [f"it takes turns with {first.name}, which is made again"]
+    return why
+
+
+def _changed(history: History, now: Header, key: str) -> list[str]:
+    """Return what has changed of all that decides the values of a pass.
 
     One of another phase is another one: its logs are called after it.
     """
     there, wanted = history.header, now.passes[key]
     said = there.passes.get(key)
     if said is None or said["shape"] != wanted["shape"]:
-        return None, ["the run before had no pass of these stages in this phase"]
+        return ["the run before had no pass of these stages in this phase"]
     why: list[str] = []
     for path in dict.fromkeys((*said["needs"], *wanted["needs"])):
         why += differences(_at(there.spec, path), _at(now.spec, path), path)
     why += _inputs_changed(there, now, wanted["needs"])
     changed = [m for m in wanted["modules"] if there.code.get(m) != now.code.get(m)]
-    why += [f"module {module} has changed" for module in changed]
-    if why:
-        return None, why
-    if key in history.passes:
-        return history.passes[key], []
-    return None, ["the run before did not come to it"]
+    return why + [f"module {module} has changed" for module in changed]
 
 
 def _at(document: Mapping[str, Any], path: str) -> Any:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.journal.killing import Job, everything
+from tests.journal.killing import Job, everything, training
 
 STEPS = 8
 
@@ -155,6 +155,17 @@ outputs: {q: q.json}
     assert job.run("--resume=reuse") == 0, job.told
     assert (tmp_path / "out" / "q.json").read_text() == f"{24 * 84}\n"
     assert job.told.count("stages.w.until: 'mine:once' there, 'mine:thrice' now") == 2
+
+
+def test_a_training_is_reused_as_a_whole_or_not_at_all(tmp_path: Path) -> None:
+    job = Job(tmp_path, training(tmp_path, 2))
+    assert job.run() == 0, job.told
+    loss = tmp_path / "out" / "loss.json"
+    before = loss.read_bytes()
+    loss.unlink()
+    assert job.run("--resume=reuse") == 0, job.told
+    assert "it takes turns with errors, which is made again" in job.told
+    assert loss.read_bytes() == before
 
 
 @pytest.mark.parametrize("what", ["module", pytest.param("input", marks=pytest.mark.slow)])
