@@ -27,7 +27,8 @@ DIGEST_BYTES: Final = 16
 FIRST: Final = bytes(DIGEST_BYTES)
 """The digest before the first record."""
 
-PAYLOAD_BYTES_MAX: Final = 64 * 2**20
+PAYLOAD_BYTES_MAX: Final = 2**30
+"""The header names every file that the run reads, of which there may be millions."""
 
 _HEAD: Final = struct.Struct(f"<4sI{DIGEST_BYTES}s")
 _CRC: Final = struct.Struct("<I")
@@ -44,10 +45,13 @@ def pack_record(payload: bytes, before: bytes) -> bytes:
         before: digest of the record before.
 
     Raises:
-        ValueError: the payload is too large.
+        JournalError: the payload is too large.
     """
     if len(payload) > PAYLOAD_BYTES_MAX:
-        raise ValueError(f"a record of {len(payload):,} bytes; the limit is {PAYLOAD_BYTES_MAX:,}")
+        raise JournalError(
+            f"a record of the journal has at most {PAYLOAD_BYTES_MAX:,} bytes, and this one would have "
+            f"{len(payload):,}: it names each file that the run reads; put these into fewer, larger ones"
+        )
     head = _HEAD.pack(MAGIC, len(payload), before)
     return b"".join((head, _CRC.pack(crc32(head)), payload, _CRC.pack(crc32(payload))))
 

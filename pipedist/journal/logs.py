@@ -12,7 +12,7 @@ import struct
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, BinaryIO, Final
 from zlib import crc32
 
 import msgpack
@@ -26,6 +26,9 @@ from pipedist.transport.codec import decode, encode
 _COUNTS: Final = struct.Struct("<II")
 BUFFERED_BYTES_MAX: Final = 2**18
 """Small records are written together."""
+
+CHECKED_BYTES: Final = 2**20
+"""A file is checked in pieces of so many."""
 
 
 @record
@@ -164,39 +167,38 @@ class Log:
 
 
 def read_log(path: Path, end: End) -> Iterator[tuple[Entry, list[bytes]]]:
-    """Yield the records of a log and their frames.
+    """Yield the records of a log and their frames; not before all of it is known to be what was written.
 
     Raises:
-        JournalError: it is shorter than the journal says, or its bytes are others; that they are
-            is known only at the end, so whoever reads a log reads all of it before believing it.
+        JournalError: it is shorter than the journal says, its bytes are others, or it can't be read.
     """
-    crc = at = 0
     try:
         with path.open("rb") as file:
-
-            def take(count: int) -> bytes:
-                nonlocal crc, at
-                data = file.read(count) if at + count <= end.bytes else b""
-                if len(data) != count:
-                    raise JournalError(
-                        f"{path} is damaged: a record at offset {at} goes beyond its {end.bytes:,} bytes"
-                    )
-                crc = crc32(data, crc)
-                at += count
-                return data
-
-            while at < end.bytes:
-                said, count = _COUNTS.unpack(take(_COUNTS.size))
-                sizes = struct.unpack(f"<{count}Q", take(8 * count))
-                meta = msgpack.unpackb(take(said))
-                entry = Entry(meta, at, sizes)
-                yield entry, [take(size) for size in sizes]
+            _check(file, path, end)
+            file.seek(0)
+            while (begin := file.tell()) < end.bytes:
+                said, count = _COUNTS.unpack(file.read(_COUNTS.size))
+                sizes = struct.unpack(f"<{count}Q", file.read(8 * count))
+                meta = msgpack.unpackb(file.read(said))
+                at = begin + _COUNTS.size + 8 * count + said
+                yield Entry(meta, at, sizes), [file.read(size) for size in sizes]
     except FileNotFoundError:
         raise JournalError(
             f"{path} is missing, and the journal says that it has {end.bytes:,} bytes"
         ) from None
-    except (ValueError, struct.error) as error:
-        raise JournalError(f"{path} is damaged: {error}") from error
+    except OSError as error:
+        raise JournalError(f"{path} can't be read: {error.strerror or error}") from error
+
+
+def _check(file: BinaryIO, path: Path, end: End) -> None:
+    """Raise if a file does not begin with the bytes that its end was noted with."""
+    crc = at = 0
+    while at < end.bytes:
+        data = file.read(min(CHECKED_BYTES, end.bytes - at))
+        if not data:
+            raise JournalError(f"{path} is damaged: it has {at:,} bytes, and the journal says {end.bytes:,}")
+        crc = crc32(data, crc)
+        at += len(data)
     if crc != end.crc:
         raise JournalError(
             f"{path} is damaged: the CRC32 of its first {end.bytes:,} bytes is {crc:08x}, "

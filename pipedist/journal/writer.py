@@ -83,9 +83,7 @@ class Journal:
         Raises:
             JournalError: it can't be written.
         """
-        journal = cls._open(folder, NAME, 0, FIRST, disk)
-        journal._write(header.payload())
-        return journal
+        return cls._open(folder, NAME, 0, FIRST, header.payload(), disk)
 
     @classmethod
     def reopen(cls, folder: Path, history: History, disk: Disk = DISK) -> Journal:
@@ -97,11 +95,11 @@ class Journal:
         Raises:
             JournalError: it can't be written.
         """
-        journal = cls._open(folder, NAME, history.size, history.digest, disk)
+        resumed = {"kind": "resumed", "epoch": history.epoch + 1}
+        journal = cls._open(folder, NAME, history.size, history.digest, resumed, disk)
         for key, pass_ in history.passes.items():
             journal._files.update(((key, name), part.file) for name, part in pass_.parts.items() if part.file)
         journal._number = history.count
-        journal._write({"kind": "resumed", "epoch": history.epoch + 1})
         return journal
 
     @classmethod
@@ -116,9 +114,8 @@ class Journal:
         Raises:
             JournalError: it can't be written.
         """
-        journal = cls._open(folder, f"{NAME}.new", 0, FIRST, disk)
+        journal = cls._open(folder, f"{NAME}.new", 0, FIRST, header.payload(), disk)
         try:
-            journal._write(header.payload())
             entries = [
                 {
                     "pass": key,
@@ -141,15 +138,22 @@ class Journal:
             journal.close()
 
     @classmethod
-    def _open(cls, folder: Path, name: str, size: int, digest: bytes, disk: Disk) -> Journal:
+    def _open(
+        cls, folder: Path, name: str, size: int, digest: bytes, first: Mapping[str, Any], disk: Disk
+    ) -> Journal:
+        """Open a journal's file and write a record at its end."""
+        journal = cls(folder, -1, size, digest, disk)
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            fd = disk.open(folder / name)
-            disk.truncate(fd, size)
-            disk.sync_folder(folder)
-        except OSError as error:
-            raise _unwritable(folder, error) from error
-        return cls(folder, fd, size, digest, disk)
+            with journal._writing():
+                folder.mkdir(parents=True, exist_ok=True)
+                journal._fd = disk.open(folder / name)
+                disk.truncate(journal._fd, size)
+                disk.sync_folder(folder)
+            journal._write(first)
+        except BaseException:
+            journal.close()
+            raise
+        return journal
 
     def log(self, name: str, end: End | None = None) -> Log:
         """Open a file that grows; it is closed with the journal.
@@ -163,8 +167,8 @@ class Journal:
         durable = end or EMPTY
         with self._writing():
             fd = self._disk.open(self.folder / name)
+            log = self._logs[name] = Log(fd, durable, self.broke, self._disk)
             self._disk.truncate(fd, durable.bytes)
-        log = self._logs[name] = Log(fd, durable, self.broke, self._disk)
         self._synced[name] = durable.bytes
         self._fresh_names = self._fresh_names or end is None
         return log

@@ -55,7 +55,7 @@ class AtomicFile:
         """Remove what was written; harmless after `commit`, and twice."""
         with contextlib.suppress(OSError):  # closing may flush to a full disk; the file goes anyway
             self.file.close()
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(OSError):  # on a disk that fails it stays, hidden: why is told already
             self._temporary.unlink()
 
 

@@ -224,7 +224,7 @@ class PassJournal:
         """Yield the entries of a log that are durable, and what is in them.
 
         Raises:
-            JournalError: it is damaged; that may be known only at the end.
+            JournalError: it is damaged, or is not there though steps are committed.
         """
         for entry, frames in self._raw(name):
             yield entry, decode(frames)
@@ -238,6 +238,11 @@ class PassJournal:
         file = f"{file_name(self._key, name)}.log"
         if file in self._before.logs:
             yield from read_log(self._path(file), self._before.logs[file])
+        elif self._before.steps:
+            raise JournalError(
+                f"the journal in {self._journal.folder} has {self._before.steps:,} steps of pass "
+                f"{self._key}, and says nothing of {file}, which holds what they gave"
+            )
 
     def _path(self, file: str) -> Path:
         return self._journal.folder / file

@@ -143,8 +143,8 @@ async def restore_pass(
     for name in pass_.folds:
         if keeps(plan, folder, read_later, name):
             fold = _finished_fold(plan, name)
-            entries = ((entry.meta, tree) for entry, tree in durable.entries(name))
-            await fold.restore(found["folds"][name], entries)
+            entries = durable.entries(name) if grows(plan, name) else ()
+            await fold.restore(found["folds"][name], ((entry.meta, tree) for entry, tree in entries))
             values[name] = fold.result
         elif name not in unwritten:
             values[name] = folder.final(plan.spec.outputs[name])

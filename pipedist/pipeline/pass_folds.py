@@ -143,8 +143,8 @@ class PassFolds:
         if states is None or self._durable is None:
             return
         for name, fold in self._folds.items():
-            entries = ((entry.meta, tree) for entry, tree in self._durable.entries(name))
-            await fold.restore(states[name], entries)
+            found = self._durable.entries(name) if grows(self._plan, name) else ()
+            await fold.restore(states[name], ((entry.meta, tree) for entry, tree in found))
 
     # -- step by step ------------------------------------------------------------------------------
 

@@ -6,7 +6,10 @@ pass is taken up to a step: what a snapshot has, and what the results are made o
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +27,7 @@ FILE = "quarantine.jsonl"
 """Of the output folder."""
 
 INPUTS_MAX = 1000
-"""Elements of one pass that are listed with what they are; of others it is only told why not."""
+"""Elements of one pass that are listed with what they are, the first ones; of others it is told why not."""
 
 INPUT_CHARS_MAX = 65_536
 """Of what one element is, as JSON."""
@@ -78,6 +81,16 @@ class SetAside:
         return f'{json.dumps(head, ensure_ascii=False)[:-1]}, "input": {self.input}}}'
 
 
+_NOT_TOLD = f"only the first {INPUTS_MAX} are listed with their input"
+
+_Place = tuple[int, ...]
+"""Step, replica and element of one that is set aside: the order in which they are listed."""
+
+
+def _place(each: SetAside) -> _Place:
+    return each.step, each.replica, each.element
+
+
 class PassQuarantine:
     """What one pass sets aside.
 
@@ -96,8 +109,8 @@ class PassQuarantine:
         self._by_step: dict[int, list[SetAside]] = {}
         self._left_out: dict[int, NDArray[np.int64] | None] = {}
         """By call of a step that is not taken: the positions that are left out; None: all of them."""
-        self._told = 0
-        """How many elements were listed with what they are."""
+        self._told: list[_Place] = []
+        """Of the elements that are listed with what they are, in order."""
 
     def __bool__(self) -> bool:
         return bool(self._by_step)
@@ -105,7 +118,7 @@ class PassQuarantine:
     def __iter__(self) -> Iterator[SetAside]:
         """Yield what was set aside, by step, replica and element."""
         for step in sorted(self._by_step):
-            yield from sorted(self._by_step[step], key=lambda each: (each.replica, each.element))
+            yield from sorted(self._by_step[step], key=_place)
 
     def add(self, command: CallsQuarantined) -> None:
         """Set elements of calls aside; their step is pulled, and not released."""
@@ -125,15 +138,27 @@ class PassQuarantine:
         self, feed: Feed, call: int, ids: Sequence[int], causes: dict[int, Cause], *, alone: bool
     ) -> None:
         step, replica = divmod(call, self._replicas)
-        places = sorted(causes)
-        inputs = _inputs(feed, call, places[: max(0, INPUTS_MAX - self._told)])
-        self._told += len(inputs)
+        places = sorted(causes, key=lambda place: int(ids[place]))
+        room = INPUTS_MAX - bisect_left(self._told, (step, replica))
+        inputs = _inputs(feed, call, sorted(places[:room]))
         found = self._by_step.setdefault(step, [])
         for place in places:
             cause = causes[place]
-            text, note = inputs.get(place, ("", f"only the first {INPUTS_MAX} are listed with their input"))
+            text, note = inputs.get(place, ("", _NOT_TOLD))
             stage = cause.stage or self._stage
             found.append(SetAside(int(ids[place]), stage, cause.text, step, replica, text, note, alone))
+        if inputs:
+            self._told = sorted([*self._told, *((step, replica, int(ids[place])) for place in inputs)])
+            self._forget_last()
+
+    def _forget_last(self) -> None:
+        """Whatever came first: only the first elements in order are listed with what they are."""
+        gone, self._told = set(self._told[INPUTS_MAX:]), self._told[:INPUTS_MAX]
+        for step in {step for step, *_ in gone}:
+            self._by_step[step] = [
+                replace(each, input="", note=_NOT_TOLD) if _place(each) in gone else each
+                for each in self._by_step[step]
+            ]
 
     def ids(self, step: int) -> tuple[list[Tree], tuple[int, ...]]:
         """Return the ids of each shard that is not empty, without those set aside; and which have no value.
@@ -173,7 +198,7 @@ class PassQuarantine:
         for fields in state:
             each = SetAside(*fields)
             self._by_step.setdefault(each.step, []).append(each)
-            self._told += bool(each.input)
+        self._told = [_place(each) for each in islice(self, INPUTS_MAX)]
 
 
 def _inputs(feed: Feed, call: int, places: Sequence[int]) -> dict[int, tuple[str, str]]:

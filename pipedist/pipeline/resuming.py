@@ -20,9 +20,10 @@ from pipedist.datasets.sources.paths import expand
 from pipedist.errors import JournalError, UsageError
 from pipedist.journal.differences import differences
 from pipedist.journal.history import FORMAT, Header, History, PassHistory, read_history
-from pipedist.journal.writer import Journal
+from pipedist.journal.writer import Journal, file_name
 from pipedist.pipeline.durable import RunJournal, key_of
 from pipedist.pipeline.identity import digest_of, meaning
+from pipedist.pipeline.opening import grows, keeps, read_later
 from pipedist.pipeline.origin import NOWHERE, Origin
 from pipedist.plan import PassPlan, Plan
 from pipedist.plan.phases import links_of
@@ -91,9 +92,15 @@ def open_journal(
         )
     now = header_of(plan, folder.run_id, origin)
     changed, moved = changes(history.header, now), platform_changes(history.header)
-    if not changed and folder.found == "unfinished" and (force or not moved):
+    gone = None if changed else _gone(plan, folder, history)
+    if not changed and folder.found == "unfinished" and not gone and (force or not moved):
         journal = Journal.reopen(folder.journal, history)
         return Opened(journal, RunJournal(journal, history, _stamp(now)), _resumed(history, now, moved))
+    if gone and not reuse:
+        raise UsageError(
+            f"{gone}, of the unfinished run {history.header.run}, is not there any more: --resume=reuse "
+            "makes it again, and --restart everything"
+        )
     if not changed and not reuse:
         raise UsageError(
             f"the run {history.header.run} in {folder.path} was begun on another platform, so "
@@ -262,13 +269,16 @@ def _modules_of(function: str) -> list[str]:
 
 def _described(plan: Plan, pass_: PassPlan) -> dict[str, Any]:
     """Return what the journal says of a pass; `needs` are the places in the spec that decide its values."""
-    spec, links = plan.spec, links_of(plan.spec)
-    together = [pass_]
-    if pass_.updates or pass_.follows:  # what takes turns is complete together, or not at all
-        together = [p for p in plan.phases[pass_.phase] if p.updates or p.follows]
+    spec, links, training = plan.spec, links_of(plan.spec), plan.training
+    turns = [p for p in plan.passes if p.updates or p.follows]
+    together = turns if pass_ in turns else [pass_]  # they are complete together, or not at all
     needs: dict[str, None] = dict.fromkeys(("replicas", "seed", "threads_per_replica"))
     waiting = [name for p in together for name in (p.root, *p.runs, *p.folds, *p.updates)]
     own = set(waiting)
+    # the updates decide how many epochs there are: of what takes turns, and of their dataset from then on
+    counted = {name for p in turns for name in (*p.runs, *p.folds)}
+    if training is not None and pass_.dataset == training.dataset and pass_.phase > training.phase:
+        waiting += training.updates
     while waiting:
         name = waiting.pop()
         if name in spec.datasets:
@@ -276,6 +286,8 @@ def _described(plan: Plan, pass_: PassPlan) -> dict[str, Any]:
         elif f"stages.{name}" not in needs:
             needs[f"stages.{name}"] = None
             waiting += [other for other in (links[name].of, *links[name].waits, *links[name].reads) if other]
+            if training is not None and name in counted:
+                waiting += training.updates
     needs.update((f"outputs.{name}", None) for name in spec.outputs if name in own)
     modules = _modules(plan)
     return {
@@ -308,17 +320,13 @@ def _reused(
     header = header_of(plan, run_id, origin)
     taken: dict[str, PassHistory] = {}
     lines = []
-    for pass_ in plan.passes:
-        key = key_of(pass_)
-        found, why = _found(history, header, key)
-        if found is not None and moved:
-            found, why = None, [f"it ran with {line}" for line in moved]
-        if found is not None and (missing := _missing(plan, pass_, folder, found)):
-            found, why = None, [f"{missing} is not as the run left it"]
-        if found is None:
-            lines.append(f"again: {pass_.name}, because{listed(why)}")
+    for pass_, why in _made_again(plan, folder, history, header, moved).items():
+        found = history.passes.get(key_of(pass_))
+        if why or found is None:
+            because = listed(why or ["the run before did not come to it"])
+            lines.append(f"again: {pass_.name}, because{because}")
         else:
-            taken[key] = found
+            taken[key_of(pass_)] = found
             steps = "all" if found.complete else f"the first {found.steps:,}"
             lines.append(
                 f"reused: {steps} steps of {pass_.name}: its definition and its inputs did not change"
@@ -341,26 +349,38 @@ def _reused(
     return Opened(journal, RunJournal(journal, again, _stamp(header)), "\n".join(lines))
 
 
-def _found(history: History, now: Header, key: str) -> tuple[PassHistory | None, list[str]]:
-    """Return what is durable of a pass like this one; if nothing, why.
+def _made_again(
+    plan: Plan, folder: RunFolder, history: History, now: Header, moved: Sequence[str]
+) -> dict[PassPlan, list[str]]:
+    """Return of each pass why what is durable of one like it can't be reused; nothing where it can."""
+    why = {}
+    for pass_ in plan.passes:
+        found = history.passes.get(key_of(pass_))
+        why[pass_] = _changed(history, now, key_of(pass_)) or [f"it ran with {line}" for line in moved]
+        if not why[pass_] and found is not None and (missing := _missing(plan, pass_, folder, found)):
+            why[pass_] = [missing]
+    turns = [pass_ for pass_ in plan.passes if pass_.updates or pass_.follows]
+    for first in [pass_ for pass_ in turns if why[pass_]][:1]:
+        for pass_ in turns:
+            why[pass_] = why[pass_] or [f"it takes turns with {first.name}, which is made again"]
+    return why
+
+
+def _changed(history: History, now: Header, key: str) -> list[str]:
+    """Return what has changed of all that decides the values of a pass.
 
     One of another phase is another one: its logs are called after it.
     """
     there, wanted = history.header, now.passes[key]
     said = there.passes.get(key)
     if said is None or said["shape"] != wanted["shape"]:
-        return None, ["the run before had no pass of these stages in this phase"]
+        return ["the run before had no pass of these stages in this phase"]
     why: list[str] = []
     for path in dict.fromkeys((*said["needs"], *wanted["needs"])):
         why += differences(_at(there.spec, path), _at(now.spec, path), path)
     why += _inputs_changed(there, now, wanted["needs"])
     changed = [m for m in wanted["modules"] if there.code.get(m) != now.code.get(m)]
-    why += [f"module {module} has changed" for module in changed]
-    if why:
-        return None, why
-    if key in history.passes:
-        return history.passes[key], []
-    return None, ["the run before did not come to it"]
+    return why + [f"module {module} has changed" for module in changed]
 
 
 def _at(document: Mapping[str, Any], path: str) -> Any:
@@ -370,13 +390,31 @@ def _at(document: Mapping[str, Any], path: str) -> Any:
 
 
 def _missing(plan: Plan, pass_: PassPlan, folder: RunFolder, found: PassHistory) -> str:
-    """Return the first file of a pass that is not there any more, or ""."""
+    """Return what of a pass is not there, or not any more, or ""."""
     for name in found.files():
         if not (folder.journal / name).is_file():
-            return name
-    if found.complete:
-        for name in (*pass_.folds, *pass_.updates):
-            output = plan.spec.outputs.get(name)
-            if output is not None and not folder.has(output):
-                return output
+            return f"{name} is not as the run left it"
+    if not found.complete:
+        return ""
+    later = read_later(plan)
+    for name in (*pass_.folds, *pass_.updates):
+        output = plan.spec.outputs.get(name)
+        if output is not None and not folder.has(output):
+            return f"{output} is not as the run left it"
+    for name in pass_.folds:
+        log = f"{file_name(key_of(pass_), name)}.log"
+        if grows(plan, name) and keeps(plan, folder, later, name) and log not in found.logs:
+            return f"a later phase reads {name}, which the run before kept in its file alone"
     return ""
+
+
+def _gone(plan: Plan, folder: RunFolder, history: History) -> Path | None:
+    """Return the first output of a complete pass that is not there any more."""
+    for pass_ in plan.passes:
+        found = history.passes.get(key_of(pass_))
+        if found is not None and found.complete:
+            for name in (*pass_.folds, *pass_.updates):
+                output = plan.spec.outputs.get(name)
+                if output is not None and name not in history.unwritten and not folder.has(output):
+                    return folder.staged(output)
+    return None

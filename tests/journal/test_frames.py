@@ -34,6 +34,16 @@ def test_what_was_written_is_read() -> None:
     assert len(pack_record(b"", FIRST)) == OVERHEAD_BYTES
 
 
+def test_a_record_may_name_a_million_files_and_no_more_than_can_be_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    payload = bytes(100 * 2**20)
+    assert read(pack_record(payload, FIRST)) == [payload]
+    monkeypatch.setattr("pipedist.journal.frames.PAYLOAD_BYTES_MAX", 99)
+    with pytest.raises(JournalError, match=r"at most 99 bytes, .* would have 100: .* fewer, larger"):
+        pack_record(bytes(100), FIRST)
+
+
 def test_every_truncation_point_gives_the_exact_prefix() -> None:
     payloads, packed = journal(100)
     data = b"".join(packed)

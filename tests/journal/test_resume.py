@@ -79,6 +79,24 @@ def test_a_torn_tail_is_dropped_and_a_damaged_middle_is_an_error(undisturbed: Jo
     assert job.outcome() == undisturbed.outcome()
 
 
+def test_a_file_that_is_gone_or_other_bytes_in_a_log_are_errors(undisturbed: Job, tmp_path: Path) -> None:
+    job = Job(tmp_path, everything(tmp_path, STEPS))
+    assert job.run(kill_at=2 + STEPS + 4) == -signal.SIGKILL, "in phase 2"
+    log = job.journal / "0-dataset.inline.log"
+    good = log.read_bytes()
+    log.write_bytes(good[:100] + bytes(len(good) - 100))
+    assert job.run("--resume") == 1
+    assert f"{log} is damaged: the CRC32 of its first" in job.told
+    log.write_bytes(good)
+    rows = tmp_path / "out" / ".pipedist" / "new" / "rows.npz"
+    rows.unlink()
+    assert job.run("--resume") == 2
+    assert f"{rows}, of the unfinished run {job.history().header.run}, is not there any more" in job.told
+    assert job.run("--resume=reuse") == 0, job.told
+    assert "rows.npz is not as the run left it" in job.told
+    assert job.outcome() == undisturbed.outcome()
+
+
 def test_a_changed_spec_is_refused_with_what_differs(tmp_path: Path) -> None:
     job = Job(tmp_path, everything(tmp_path, 4))
     assert job.run(kill_at=3) == -signal.SIGKILL

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.journal.killing import Job, everything
+from tests.journal.killing import Job, everything, training
 
 STEPS = 8
 
@@ -105,6 +105,67 @@ outputs: {t: t.json}
     assert job.run("--resume=reuse") == 0, job.told
     assert "module mine has changed" in job.told
     assert (tmp_path / "out" / "t.json").read_text() == f"{3.0 * sum(range(40))}\n"
+
+
+def test_a_value_that_only_its_file_has_is_made_again_for_a_later_phase(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def same(x):\n    return x\ndef by(x, g):\n    return x * g.sum()\n")
+    spec = """
+pipedist: 1
+name: later
+dataset: {range: 40, batch: 4}
+stages:
+  y: {run: "mine:same"}
+  g: {gather: 0, of: y}
+outputs: {g: g.npy}
+"""
+    job = Job(tmp_path, spec)
+    assert job.run() == 0, job.told
+    by = '  z: {run: "mine:by", of: dataset, with: {g: "${stages.g}"}}\n  t: {reduce: sum, of: z, axis: 0}\n'
+    changed(job, ("outputs:", f"{by}outputs:"))
+    assert job.run("--resume=reuse") == 0, job.told
+    assert "a later phase reads g, which the run before kept in its file alone" in job.told
+    assert job.document["results"]["t"] == sum(range(40)) ** 2
+
+
+def test_what_ends_a_training_decides_what_later_phases_read_of_it(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "def same(x):\n    return x\n"
+        "def plus(old, more):\n    return old + more\n"
+        "def once(old, new):\n    return True\n"
+        "def thrice(old, new):\n    return bool(new >= 3 * 28)\n"
+        "def by(x, t):\n    return x * 0 + t\n"
+    )
+    spec = """
+pipedist: 1
+name: ends
+dataset: {range: 8, batch: 4, epochs: 6}
+stages:
+  y: {run: "mine:same"}
+  s: {reduce: sum, of: y, axis: 0, per: epoch}
+  w: {update: "mine:plus", of: s, init: 0, until: "mine:once"}
+  t: {reduce: sum, of: y, axis: 0}
+  z: {run: "mine:by", of: dataset, with: {t: "${stages.t}"}}
+  q: {reduce: sum, of: z, axis: 0}
+outputs: {q: q.json}
+"""
+    job = Job(tmp_path, spec)
+    assert job.run() == 0, job.told
+    assert (tmp_path / "out" / "q.json").read_text() == f"{8 * 28}\n"
+    changed(job, ("mine:once", "mine:thrice"))
+    assert job.run("--resume=reuse") == 0, job.told
+    assert (tmp_path / "out" / "q.json").read_text() == f"{24 * 84}\n"
+    assert job.told.count("stages.w.until: 'mine:once' there, 'mine:thrice' now") == 2
+
+
+def test_a_training_is_reused_as_a_whole_or_not_at_all(tmp_path: Path) -> None:
+    job = Job(tmp_path, training(tmp_path, 2))
+    assert job.run() == 0, job.told
+    loss = tmp_path / "out" / "loss.json"
+    before = loss.read_bytes()
+    loss.unlink()
+    assert job.run("--resume=reuse") == 0, job.told
+    assert "it takes turns with errors, which is made again" in job.told
+    assert loss.read_bytes() == before
 
 
 @pytest.mark.parametrize("what", ["module", pytest.param("input", marks=pytest.mark.slow)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -12,10 +13,12 @@ import pytest
 
 from pipedist.errors import JournalError, UsageError
 from pipedist.journal import history as history_module
+from pipedist.journal.disk import RealDisk
 from pipedist.journal.frames import FIRST, digest_of, pack_record, records
-from pipedist.journal.history import FORMAT, Header, History, read_history
+from pipedist.journal.history import FORMAT, Header, History, PassHistory, read_history
 from pipedist.journal.logs import End, Log, packed, read_log, unpacked
 from pipedist.journal.writer import INLINE_BYTES_MAX, Journal, Snapshot
+from pipedist.pipeline.durable import PassJournal
 from pipedist.transport.codec import decode, encode
 from pipedist.version import __version__
 from tests.journal.watched import WatchedDisk
@@ -121,6 +124,65 @@ def test_a_full_disk_is_the_last_thing_that_a_journal_tells(tmp_path: Path, room
     assert found(tmp_path).passes["0/d"].steps == 99
 
 
+class CountedDisk(RealDisk):
+    """A disk that knows what is open, and fails in one way."""
+
+    def __init__(self) -> None:
+        self.is_open: set[int] = set()
+        self.fails = ""
+
+    def open(self, path: Path) -> int:
+        fd = super().open(path)
+        self.is_open.add(fd)
+        return fd
+
+    def truncate(self, fd: int, size: int) -> None:
+        self._fail("truncate")
+        super().truncate(fd, size)
+
+    def sync(self, fd: int) -> None:
+        self._fail("sync")
+        super().sync(fd)
+
+    def close(self, fd: int) -> None:
+        self.is_open.remove(fd)
+        super().close(fd)
+
+    def _fail(self, how: str) -> None:
+        if how == self.fails:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+@pytest.mark.parametrize("how", ["truncate", "sync"])
+def test_a_disk_that_fails_at_once_leaves_no_descriptor(tmp_path: Path, how: str) -> None:
+    disk = CountedDisk()
+    journal = Journal.create(tmp_path, HEADER, disk)
+    disk.fails = how
+    if how == "truncate":
+        with pytest.raises(JournalError, match="Input/output error"):
+            journal.log("rows.log")
+    journal.close()
+    assert not disk.is_open
+    with pytest.raises(JournalError, match="Input/output error"):
+        Journal.reopen(tmp_path, found(tmp_path), disk)
+    with pytest.raises(JournalError, match="Input/output error"):
+        Journal.replace(tmp_path, HEADER, {}, disk)
+    with pytest.raises(JournalError, match="Input/output error"):
+        Journal.create(tmp_path / "new", HEADER, disk)
+    assert not disk.is_open
+
+
+def test_steps_without_the_log_of_what_they_gave_are_an_error(tmp_path: Path) -> None:
+    journal = Journal.create(tmp_path, HEADER)
+    assert list(PassJournal(journal, "0/d", 2, PassHistory()).entries("rows")) == []
+    kept = PassJournal(journal, "0/d", 2, PassHistory(steps=3, elements=12))
+    with pytest.raises(JournalError, match=r"has 3 steps of pass 0/d, and says nothing of 0-d.rows.log"):
+        list(kept.entries("rows"))
+    with pytest.raises(JournalError, match=r"says nothing of 0-d.rows.log"):
+        list(kept.places("rows"))
+    journal.close()
+
+
 def test_a_log_that_is_not_what_the_journal_says_is_an_error(tmp_path: Path) -> None:
     journal = Journal.create(tmp_path, HEADER)
     log = journal.log("rows.log")
@@ -134,7 +196,7 @@ def test_a_log_that_is_not_what_the_journal_says_is_an_error(tmp_path: Path) -> 
     for at in range(0, len(data), 97):
         path.write_bytes(data[:at] + bytes([data[at] ^ 4]) + data[at + 1 :])
         with pytest.raises(JournalError, match=r"rows.log is damaged"):
-            list(read_log(path, end))
+            next(read_log(path, end))
     for cut in range(0, len(data), 89):
         path.write_bytes(data[:cut])
         with pytest.raises(JournalError, match=r"rows.log is damaged"):

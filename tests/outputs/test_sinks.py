@@ -339,6 +339,18 @@ def test_abort_leaves_the_old_file_and_nothing_else(tmp_path: Path, suffix: str)
     assert path.read_bytes() == b"old"
 
 
+def test_abort_hides_no_error_where_the_file_can_not_be_removed(tmp_path: Path) -> None:
+    folder = tmp_path / "new"
+    folder.mkdir()
+    sink = open_sink(folder / "a.json", shape="run", gather=False)
+    sink.append(1)
+    folder.rename(tmp_path / "away")
+    folder.touch()
+    with pytest.raises(OutputError, match=r"a\.json: Not a directory"):
+        sink.finish()
+    sink.abort()
+
+
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs Linux's /dev/full")
 def test_a_full_disk_is_an_error_that_names_the_file(tmp_path: Path) -> None:
     sink = open_sink(tmp_path / "a.csv", shape="run", gather=True)

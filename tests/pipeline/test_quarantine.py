@@ -13,6 +13,11 @@ import pytest
 
 import pipedist
 from pipedist.cli.run_command import RunOptions, execute
+from pipedist.datasets.division import Division
+from pipedist.datasets.sources import open_source
+from pipedist.feeds import IndexedFeed
+from pipedist.pipeline.quarantine import PassQuarantine
+from pipedist.scheduler.commands import CallsQuarantined, Cause
 
 F = "tests.pipeline.poison_functions"
 N = 64
@@ -274,6 +279,33 @@ def test_the_list_is_the_same_wherever_it_is(tmp_path: Path) -> None:
     ]
     one, other = (path.read_bytes() for path in lists if path is not None)
     assert one == other
+
+
+def listed(orders: list[list[int]]) -> list[str]:
+    """The lines of a quarantine whose calls come in such orders, each in a process of its own."""
+    source = open_source("range", {"start": 0, "stop": 40, "step": 1}, folder=Path())
+    feed = IndexedFeed(source, "d", Division(40, 8, 2, False), epochs=1, shuffle_seed=1)
+    asyncio.run(feed.pull(5))
+    cause, state = Cause("a", "ValueError: no"), []
+    for calls in orders:
+        quarantine = PassQuarantine("d", "a", feed, 2)
+        quarantine.restore(state)
+        for call in calls:
+            guilty = tuple((place, cause) for place in range(4 - call % 2))
+            quarantine.add(CallsQuarantined(0, call, call + 1, guilty))
+        state = quarantine.state(5)
+    return [each.line("d") for each in quarantine]
+
+
+def test_only_the_first_elements_are_listed_with_what_they_are_whichever_came_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("pipedist.pipeline.quarantine.INPUTS_MAX", 17)
+    lines = listed([list(range(10))])
+    assert [json.loads(line)["input"] is not None for line in lines] == [True] * 17 + [False] * 18
+    assert listed([[*range(9, -1, -1)]]) == lines
+    assert listed([[7, 2, 9, 0, 1, 8, 3, 4, 6, 5]]) == lines
+    assert listed([[1, 0, 3, 2], [9, 4, 8, 5, 7, 6]]) == lines, "of a run that was resumed"
 
 
 def test_a_clean_run_after_it_leaves_no_list(tmp_path: Path) -> None:
