@@ -32,6 +32,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         self._due: list[tuple[float, int, Callable[..., object], tuple[Any, ...]]] = []
         self._order = 0
         super().__init__(_Jumping(self))
+        self.set_debug(False)  # it takes threads that have their turn for ones that may disturb it
         self.set_exception_handler(self._keep_error)
 
     def time(self) -> float:
