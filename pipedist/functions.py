@@ -235,7 +235,7 @@ def _import(name: str, module_name: str, code: Sequence[str]) -> ModuleType:
         if getattr(spec, "_initializing", False):
             raise FunctionNotFound(
                 f"{name}: importing {module_name} failed: the import of {module} has begun, and waits for "
-                f"this run. Where it calls pipedist.run, {ADVICE}"
+                f"this run. Where it calls pipedist.run or a simulation, {ADVICE}"
             )
     inside = importing.set(True)
     try:

@@ -82,27 +82,36 @@ def execute(options: SimulateOptions) -> int:
         )
         many = SEEDS if options.seeds is None else options.seeds
         seeds: Sequence[int] = range(many) if options.seed is None else [options.seed]
+        interrupted: KeyboardInterrupt | None = None
+        played = 0
         try:
             fails = simulation.reference.error
             if fails is not None and options.seed is None:  # one seed may be played to look into the failure
                 seeds = ()
             for seed in seeds:
-                played = simulation.play(seed)
-                counts.update(played.counts)
-                poisoned += played.poisoned
-                if played.violation:
-                    failures.append(f"seed {seed}: {played.violation}\n  again: {simulation.replay(seed)}\n")
+                came = simulation.play(seed)
+                played += 1
+                counts.update(came.counts)
+                poisoned += came.poisoned
+                if came.violation:
+                    failures.append(f"seed {seed}: {came.violation}\n  again: {simulation.replay(seed)}\n")
         except SimulationFailure as failure:
             write_error(f"pipedist: {failure}\n")
             return exits.FAILED
-    if seeds:
-        write_out(_table(len(seeds), options.workers, counts, poisoned, len(failures)))
+        except KeyboardInterrupt as stop:  # what was found until then is told all the same
+            interrupted = stop
+    if played:
+        write_out(_table(played, options.workers, counts, poisoned, len(failures)))
     for told in failures[:FAILURES_SHOWN_MAX]:
         write_out(told)
     if len(failures) > FAILURES_SHOWN_MAX:
         write_out(f"and {len(failures) - FAILURES_SHOWN_MAX} more seeds\n")
     if failures:
         write_out(REASONS + "\n")
+    if interrupted is not None:
+        for note in getattr(interrupted, "__notes__", ()):
+            write_error(f"pipedist: {note}")
+        raise interrupted
     if fails is not None:
         exits.report(fails)
         write_error(_NOTHING_SHOWN if not seeds else _ONLY_COMPARED)

@@ -8,11 +8,18 @@ waits meanwhile. So the order in which anything happens follows from the simulat
 from __future__ import annotations
 
 import contextvars
+import os
+import sys
 import threading
+import traceback
 from collections.abc import Callable
 
+import pipedist
 from pipedist.errors import UsageError
+from pipedist.pipeline.own_thread import TURN_S
 from pipedist.worker import forks
+
+_PACKAGE = os.path.dirname(pipedist.__file__) + os.sep
 
 
 class Killed(BaseException):
@@ -40,16 +47,25 @@ class Fiber:
     Args:
         main: what its main thread does; whatever it raises is kept in `error`.
         sleep: parks it for a time, seconds.
+        is_interrupted: whether the simulation is to end soon: then nobody waits for a thread that blocks.
     """
 
-    def __init__(self, main: Callable[[], None], sleep: Callable[[float], None]) -> None:
+    def __init__(
+        self,
+        main: Callable[[], None],
+        sleep: Callable[[float], None],
+        is_interrupted: Callable[[], bool] = lambda: False,
+    ) -> None:
         self._main = main
         self.sleep = sleep
+        self._is_interrupted = is_interrupted
         self.is_killed = False
         self.is_over = False
         self.is_parked = False
         self.error: BaseException | None = None
         """What its main thread raised."""
+        self.left_at = ""
+        """Where it blocked when nobody waited for it any more, as in a traceback."""
         self._go = threading.Semaphore(0)
         self._stopped = threading.Semaphore(0)
         self._thread = threading.Thread(target=self._run, name="pipedist-simulated", daemon=True)
@@ -59,7 +75,7 @@ class Fiber:
     def start(self) -> None:
         """Run it until it parks, or ends."""
         self._thread.start()
-        self._stopped.acquire()
+        self._await_turn()
 
     def resume(self) -> None:
         """Let it go on until it parks again, or ends."""
@@ -67,7 +83,21 @@ class Fiber:
             return
         self.is_parked = False
         self._go.release()
-        self._stopped.acquire()
+        self._await_turn()
+
+    def _await_turn(self) -> None:
+        while not self._stopped.acquire(timeout=TURN_S):
+            if self._is_interrupted():
+                self.left_at = self._place()
+                self.is_killed = True  # where it waits next, it ends
+                return
+
+    def _place(self) -> str:
+        """Return where its thread is: the lines of the function alone, as in a traceback."""
+        frame = sys._current_frames().get(self._thread.ident or 0)
+        stack = traceback.extract_stack(frame) if frame is not None else []
+        ours = [place for place, line in enumerate(stack) if line.filename.startswith(_PACKAGE)]
+        return "".join(traceback.format_list(stack[ours[-1] + 1 :] if ours else stack))
 
     def kill(self) -> None:
         """End its threads; harmless twice."""

@@ -71,6 +71,8 @@ class SimulatedWorkers:
         self.defects: list[BaseException] = []
         """What ended workers that nobody killed, and is no message's fault."""
         self.on_defect: Callable[[], object] = lambda: None
+        self.left_at = ""
+        """Where a function blocked when the simulation was interrupted, as in a traceback; "" if none did."""
         self._faults = faults
         self._turn_rate = faults.crash + faults.pause
         self._slow_rate = faults.slow

@@ -60,7 +60,7 @@ class SimulatedWorker:
         self.asleep = False
         """It is stopped."""
         self._inbox: deque[Received] = deque()
-        self._fiber = Fiber(self._work, self._sleep)
+        self._fiber = Fiber(self._work, self._sleep, lambda: self._loop.is_interrupted)
         self._waits = 0
         """Counts its waits, so that a timer of an earlier one changes nothing."""
         self._listens = False
@@ -121,6 +121,7 @@ class SimulatedWorker:
         return self.alive and not self.asleep
 
     def _look_at_the_end(self) -> None:
+        self._cluster.left_at = self._fiber.left_at or self._cluster.left_at
         if not self._fiber.is_over or not self.alive:
             return
         error = self._fiber.error
@@ -171,8 +172,8 @@ class SimulatedWorker:
     def send(
         self, message: Message, payload: Sequence[Frame] = (), *, copy: bool = True, timeout_s: float = 60.0
     ) -> None:
-        """Send a message to the scheduler; nothing leaves a process that is gone."""
-        if self.alive:
+        """Send a message to the scheduler; nothing leaves a process that is gone, or was left behind."""
+        if self.alive and not self._fiber.is_killed:
             self.connection.send_up((unpack(pack(message)), frozen(payload)))
 
     def poll(self, timeout_s: float) -> bool:

@@ -15,30 +15,33 @@ import os
 import shlex
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
-from tempfile import TemporaryDirectory
-from typing import TypeVar
 
 from pipedist.errors import PipedistError, UsageError
 from pipedist.harness.faults import Faults
+from pipedist.harness.fibers import current_fiber
 from pipedist.harness.fingerprints import Fingerprint, difference, of_error, of_result
 from pipedist.harness.simulated_cluster import CheckedCoordinator, SimulatedCluster
 from pipedist.harness.simulation import SimulationFailure
 from pipedist.harness.virtual_clock import virtual_clock
 from pipedist.harness.virtual_loop import NothingHappens, VirtualLoop
+from pipedist.importing import refuse_inside
+from pipedist.pipeline.own_thread import in_own_thread
 from pipedist.pipeline.result import Result
 from pipedist.pipeline.runs import Run, SpecLike
 from pipedist.program import Tree
+from pipedist.scratch_folders import ScratchFolder
 from pipedist.spec import RunSpec, Spec, load
 from pipedist.spec.interpolation import read_setting
 
 CALM_S = 600.0
 """How long a run may take once no new faults happen, beside a hundred times its time without faults."""
 
-T = TypeVar("T")
+_alone = threading.Lock()
+"""Of the simulation that is played: its clock is that of the whole process."""
 
 REASONS = """\
 Without faults, on one worker, the spec gives the same twice. So either a replica function (a combiner, an
@@ -189,14 +192,9 @@ class SpecSimulation:
     # -- one run -------------------------------------------------------------------------------
 
     def _play(self, seed: int, *, workers: int, faults: Faults, storm_s: float, calm_s: float) -> Played:
-        with TemporaryDirectory(prefix="pipedist-simulate-") as folder:
-            return _without_loop(
-                lambda: self._in_virtual_time(seed, workers, faults, storm_s, calm_s, Path(folder))
-            )
-
-    def _in_virtual_time(
-        self, seed: int, workers: int, faults: Faults, storm_s: float, calm_s: float, folder: Path
-    ) -> Played:
+        refuse_inside("pipedist.harness.simulate")
+        if current_fiber() is not None:
+            raise UsageError("a simulation can't be run by a function that is itself being simulated")
         cluster = SimulatedCluster(
             workers,
             seed=seed,
@@ -204,52 +202,71 @@ class SpecSimulation:
             costs=self._costs,
             threads_per_replica=self._spec.threads_per_replica,
         )
-        silence = io.StringIO()
-        with asyncio.Runner(loop_factory=VirtualLoop) as runner:
-            loop = runner.get_loop()
-            assert isinstance(loop, VirtualLoop)
-            with (
-                virtual_clock(loop),
-                contextlib.redirect_stdout(silence),
-                contextlib.redirect_stderr(silence),
-            ):
-                violation, fingerprint, result = "", Fingerprint(), None
-                failed: PipedistError | None = None
-                try:
-                    fingerprint, result, failed, violation = runner.run(
-                        self._run(cluster, folder, storm_s, calm_s)
-                    )
-                except NothingHappens as error:
-                    violation = str(error)
-                except asyncio.CancelledError:
-                    violation = "it was cancelled"
-                except TimeoutError:
-                    violation = f"it did not come to its end in {calm_s:g} s of virtual time without faults"
-                simulated = cluster.simulated
-                defects = [*loop.errors, *(simulated.defects if simulated is not None else ())]
-                if defects:  # whatever else was wrong follows from it
-                    violation = f"{type(defects[0]).__name__}: {defects[0]}"
-                return Played(
-                    fingerprint,
-                    result,
-                    loop.now,
-                    Counter() if simulated is None else simulated.network.counts,
-                    0 if simulated is None else simulated.poisoned,
-                    violation,
-                    failed,
+        loop = VirtualLoop()
+        with _alone, contextlib.closing(ScratchFolder("simulate")) as folder:
+            try:
+                # Not in the caller's thread: there a loop may be running, and Ctrl-C has to end what blocks.
+                return in_own_thread(
+                    lambda: self._in_virtual_time(loop, cluster, Path(folder.path), storm_s, calm_s),
+                    loop.interrupt,
+                    "pipedist-simulation",
+                    daemon=True,
                 )
+            except BaseException as stop:
+                if cluster.simulated is not None and cluster.simulated.left_at:
+                    stop.add_note(f"a function was left where it blocked:\n{cluster.simulated.left_at}")
+                raise
+
+    def _in_virtual_time(
+        self, loop: VirtualLoop, cluster: SimulatedCluster, folder: Path, storm_s: float, calm_s: float
+    ) -> Played:
+        silence = io.StringIO()
+        with (
+            asyncio.Runner(loop_factory=lambda: loop) as runner,
+            virtual_clock(loop),
+            contextlib.redirect_stdout(silence),
+            contextlib.redirect_stderr(silence),
+        ):
+            violation, fingerprint, result = "", Fingerprint(), None
+            failed: PipedistError | None = None
+            try:
+                fingerprint, result, failed, violation = runner.run(
+                    self._run(loop, cluster, folder, storm_s, calm_s)
+                )
+            except NothingHappens as error:
+                violation = str(error)
+            except asyncio.CancelledError:
+                violation = "it was cancelled"
+            except TimeoutError:
+                violation = f"it did not come to its end in {calm_s:g} s of virtual time without faults"
+            simulated = cluster.simulated
+            defects = [*loop.errors, *(simulated.defects if simulated is not None else ())]
+            if defects:  # whatever else was wrong follows from it
+                violation = f"{type(defects[0]).__name__}: {defects[0]}"
+            return Played(
+                fingerprint,
+                result,
+                loop.now,
+                Counter() if simulated is None else simulated.network.counts,
+                0 if simulated is None else simulated.poisoned,
+                violation,
+                failed,
+            )
 
     async def _run(
-        self, cluster: SimulatedCluster, folder: Path, storm_s: float, calm_s: float
+        self, loop: VirtualLoop, cluster: SimulatedCluster, folder: Path, storm_s: float, calm_s: float
     ) -> tuple[Fingerprint, Result | None, PipedistError | None, str]:
         output = folder / "out" if self._spec.outputs else None
+        task = asyncio.current_task()
+        assert task is not None
+        loop.on_interrupt = task.cancel
+        if loop.is_interrupted:
+            task.cancel()
         async with asyncio.timeout(storm_s + calm_s), cluster:
             simulated, coordinator = cluster.simulated, cluster.coordinator
             assert simulated is not None
             assert isinstance(coordinator, CheckedCoordinator)
-            asyncio.get_running_loop().call_later(storm_s, simulated.calm)
-            task = asyncio.current_task()
-            assert task is not None
+            loop.call_later(storm_s, simulated.calm)
             simulated.on_defect = task.cancel
             result, fingerprint, violation = None, Fingerprint(), ""
             failed: PipedistError | None = None
@@ -302,26 +319,3 @@ def simulate(
     for seed in seeds:
         counts += simulation.check(seed).counts
     return counts
-
-
-def _without_loop(work: Callable[[], T]) -> T:
-    """Do something in a thread where no event loop is running: this one, if none is."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return work()
-    done: list[T] = []
-    failed: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            done.append(work())
-        except BaseException as error:
-            failed.append(error)
-
-    thread = threading.Thread(target=run, name="pipedist-simulation")
-    thread.start()
-    thread.join()
-    if failed:
-        raise failed[0]
-    return done[0]

@@ -6,6 +6,7 @@ While `virtual_clock` lasts, it is the clock of the simulation's threads, too.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import selectors
 from collections.abc import Callable
 from heapq import heappop, heappush
@@ -24,9 +25,14 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         """Seconds since the beginning."""
         self.errors: list[BaseException] = []
         """What was raised where nobody could catch it: in callbacks, and in tasks that nobody awaits."""
+        self.is_interrupted = False
+        """The simulation is to end soon."""
+        self.on_interrupt: Callable[[], object] = lambda: None
+        """Called in the loop then."""
         self._due: list[tuple[float, int, Callable[..., object], tuple[Any, ...]]] = []
         self._order = 0
         super().__init__(_Jumping(self))
+        self.set_debug(False)  # it takes threads that have their turn for ones that may disturb it
         self.set_exception_handler(self._keep_error)
 
     def time(self) -> float:
@@ -38,6 +44,12 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         self._order += 1  # asyncio itself leaves open which of two timers of the same time comes first
         heappush(self._due, (when, self._order, action, args))
         self.call_at(when, self._next)
+
+    def interrupt(self) -> None:
+        """Let the simulation end soon; for any thread."""
+        self.is_interrupted = True
+        with contextlib.suppress(RuntimeError):  # it is over
+            self.call_soon_threadsafe(self.on_interrupt)
 
     def _next(self) -> None:
         when, _, action, args = heappop(self._due)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import threading
 from typing import TYPE_CHECKING
 
-from pipedist.importing import awaited, refuse_inside
+from pipedist.importing import refuse_inside
 from pipedist.launchers.server import Spare, prepare
+from pipedist.pipeline.own_thread import in_own_thread
 
 # A run needs half of pipedist: its fork server is started first, so that both load at the same time.
 if TYPE_CHECKING:
@@ -18,9 +18,6 @@ if TYPE_CHECKING:
     from pipedist.pipeline.result import Result
     from pipedist.pipeline.runs import Resume, Run, SpecLike
     from pipedist.program import Tree
-
-
-_TURN_S = 0.5  # the longest that a Ctrl-C which the wait didn't notice is kept waiting
 
 
 def open(
@@ -155,48 +152,24 @@ def _in_thread(main: Callable[[], Awaitable[Result]]) -> Result:
     import anyio
 
     outcome: list[Result] = []
-    failure: list[BaseException] = []
     cancels: list[Callable[[], object]] = []
-    interrupted, over = threading.Event(), threading.Event()
+    is_interrupted = False
 
     async def watched() -> None:
         # A scope, and no task: asyncio's own cancellation would get through the shields of what closes.
         with anyio.CancelScope() as scope:
             loop = asyncio.get_running_loop()
             cancels.append(lambda: loop.call_soon_threadsafe(scope.cancel))
-            if interrupted.is_set():
+            if is_interrupted:
                 scope.cancel()
             outcome.append(await main())
 
-    def work() -> None:
-        awaited.set(True)
-        try:
-            if not interrupted.is_set():
-                anyio.run(watched)
-        except BaseException as error:
-            failure.append(error)
-        finally:
-            over.set()
-
-    def wait() -> None:
-        # Not `join`: interrupted, Python 3.11 takes the thread for ended from then on. And in turns: a
-        # signal that comes just before the wait, or to another thread, doesn't end it.
-        while not over.wait(_TURN_S):
-            pass
-
-    thread = threading.Thread(target=work, name="pipedist-run")
-    try:
-        thread.start()
-        wait()
-    except BaseException:  # Ctrl-C: the run must not go on without its caller, however far it is
-        interrupted.set()
+    def interrupt() -> None:
+        nonlocal is_interrupted
+        is_interrupted = True
         for cancel in cancels:
             with contextlib.suppress(RuntimeError):  # the loop may be closed already
                 cancel()
-        if thread.ident is not None:  # None: interrupted before it began, so it will find nothing to do
-            wait()
-        raise
-    thread.join()
-    if failure:
-        raise failure[0]
+
+    in_own_thread(lambda: anyio.run(watched), interrupt, "pipedist-run")
     return outcome[0]

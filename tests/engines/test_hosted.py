@@ -301,7 +301,9 @@ def test_a_missing_extra_is_told_before_anything_runs(
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("comes", ["in the wait", "in the start of the thread", "to another thread"])
+@pytest.mark.parametrize(
+    "comes", ["in the wait", "under asyncio.run", "in the start of the thread", "to another thread"]
+)
 def test_ctrl_c_in_a_notebook_ends_a_run_that_waits_for_its_engine(tmp_path: Path, comes: str) -> None:
     script = tmp_path / "notebook.py"
     script.write_text(
@@ -333,8 +335,11 @@ def test_ctrl_c_in_a_notebook_ends_a_run_that_waits_for_its_engine(tmp_path: Pat
         async def cell():
             stages = {"n": {"reduce": "sum", "of": "dataset", "axis": 0}}
             pipedist.run({"pipedist": 1, "dataset": {"range": 1, "batch": 1}, "stages": stages})
+        run = asyncio.new_event_loop().run_until_complete
+        if sys.argv[1] == "under asyncio.run":
+            run = asyncio.run
         try:
-            asyncio.new_event_loop().run_until_complete(cell())
+            run(cell())
         except KeyboardInterrupt:
             print("interrupted")
         """)

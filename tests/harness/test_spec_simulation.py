@@ -44,6 +44,12 @@ def test_faults_change_no_bit(function: object, capsys: pytest.CaptureFixture[st
     assert not capsys.readouterr().out
 
 
+@pytest.mark.parametrize("function", [fn.draws, fn.waits])
+def test_in_asyncios_debug_mode(function: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONASYNCIODEBUG", "1")
+    assert simulate(spec_of(function), seeds=range(2), faults=STORM)["crash"]
+
+
 @pytest.mark.parametrize("function", [fn.whitened, fn.whitened_in_turns])
 def test_gangs_too(function: object) -> None:
     counts = simulate(spec_of(function, collectives=True), seeds=range(8), faults=STORM)

@@ -89,7 +89,8 @@ def test_stopped_workers_go_with_their_parent() -> None:
 
 
 def test_workers_go_with_their_fork_server_also_if_they_are_stopped() -> None:
-    with parent() as (_, workers, server):
+    # All are killed, and so nobody removes the directory of their sockets.
+    with TemporaryDirectory(dir="/tmp") as made, parent(folder=Path(made)) as (_, workers, server):
         os.kill(workers[0], signal.SIGSTOP)
         wait_state(workers[0], "T")
         os.kill(server, signal.SIGKILL)
