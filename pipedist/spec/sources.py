@@ -81,7 +81,8 @@ class ParquetSource(Section):
 
 class JsonlSource(Section):
     """Files of one JSON object a line. A shard of n elements is a list of n objects; with `columns`, a dict
-    of columns, array[n].
+    of columns, array[n]: the keys of the objects themselves, not of what is nested in them. A key that is
+    absent or null is a missing value; a column whose key no object has is an error.
     """
 
     path: tuple[str, ...] = key(Paths, _PATH)
