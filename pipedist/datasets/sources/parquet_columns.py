@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from pipedist.datasets.sources.columns import CellError, Column
+from pipedist.datasets.sources.columns import CellError, Column, array_of_texts
 
 OWN_TYPE = "own"
 """Stands for a column's type where the spec names none: that of the file."""
@@ -64,7 +64,7 @@ def numpy_column(arrow: Any, column: Any, kind: str) -> Column:
         column = column.cast(arrow.string() if kind == "str" else arrow.float64())
     own = column.type
     if _is_text(types, own):
-        return np.array(["" if text is None else text for text in _texts(column)], np.str_)
+        return array_of_texts(["" if text is None else text for text in _texts(column)])
     counted = types.is_boolean(own) or (types.is_integer(own) and not kind.startswith("float"))
     if counted and column.null_count:
         row = int(np.flatnonzero(column.is_null().to_numpy())[0])

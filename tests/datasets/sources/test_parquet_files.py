@@ -96,6 +96,7 @@ def _one(folder: Path, values: list[Any], own: Any, kind: str) -> Any:
         ([1, 2, 300], "int32", "int8", "a.parquet:3:1: column 'x': 300 does not fit int8"),
         ([1, -1], "int32", "uint64", "a.parquet:2:1: column 'x': -1 does not fit uint64"),
         ([1.0, 1e300], "float64", "float32", "a.parquet:2:1: column 'x': 1e+300 does not fit float32"),
+        (["a", "b\0"], "string", "str", "a.parquet:2:1: column 'x': 'b\\x00' ends with a zero byte"),
         (["a"], "string", "float32", "a.parquet: column 'x' is string, which can't be read as float32"),
         ([1.0], "float64", "int32", "a.parquet: column 'x' is double, which can't be read as int32"),
         ([1], "int32", "str", "a.parquet: column 'x' is int32, which can't be read as str"),
