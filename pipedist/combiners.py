@@ -35,6 +35,7 @@ To combine something else by key, name an instance of `ByKey` in a module of you
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from numbers import Number
 from typing import Any
 
 import numpy as np
@@ -270,14 +271,33 @@ class ByKey:
 
 
 def _keys_array(values: Iterable[Key] | NDArray[Any]) -> NDArray[Any]:
-    array = values if isinstance(values, np.ndarray) else np.asarray(list(values))
+    array = values if isinstance(values, np.ndarray) else _listed(list(values))
     if array.size == 0:
         return array.astype(np.int64) if array.dtype.kind == "f" else array
     if array.dtype.kind == "b":
         return array.astype(np.int64)
-    if array.dtype.kind not in "iuU":
+    if array.dtype.kind not in "iuU" and not _are_integers(array):
         raise TypeError(f"keys are text or integers, not {array.dtype}: round floats, or make text of them")
     return array
+
+
+def _listed(keys: list[Any]) -> NDArray[Any]:
+    """Return keys as an array, each as what it is: NumPy makes text of numbers beside text."""
+    array = np.asarray(keys)
+    if array.dtype.kind == "U" and (
+        other := [key for key in keys if isinstance(key, Number | bytes | np.bool_)]
+    ):
+        raise TypeError(
+            f"some keys are text, and others are not, as {other[0]!r}: make one kind of them first, "
+            "as by [str(key) for key in keys]"
+        )
+    if array.dtype.kind == "f" and all(isinstance(key, int) for key in keys):
+        return np.array(keys, object)  # NumPy makes floats of integers on both sides of 2**63
+    return array
+
+
+def _are_integers(array: NDArray[Any]) -> bool:
+    return array.dtype.kind == "O" and all(isinstance(key, int) for key in array.flat)
 
 
 def _check_dicts(name: str, a: Any, b: Any) -> None:
@@ -322,23 +342,29 @@ def _sum_rows(rows: NDArray[Any]) -> Any:
 
 
 def _min_rows(rows: NDArray[Any]) -> Any:
-    low = rows.min(axis=0)
-    return low if low.ndim else low.item()
+    return _plain(rows.min(axis=0))
 
 
 def _max_rows(rows: NDArray[Any]) -> Any:
-    high = rows.max(axis=0)
-    return high if high.ndim else high.item()
+    return _plain(rows.max(axis=0))
 
 
 def _smaller(a: Any, b: Any) -> Any:
-    low = np.minimum(a, b)
-    return low if np.ndim(low) else low.item()
+    return min(a, b) if _are_ints(a, b) else _plain(np.minimum(a, b))
 
 
 def _larger(a: Any, b: Any) -> Any:
-    high = np.maximum(a, b)
-    return high if np.ndim(high) else high.item()
+    return max(a, b) if _are_ints(a, b) else _plain(np.maximum(a, b))
+
+
+def _are_ints(a: Any, b: Any) -> bool:
+    # which may be too large for int64, as uint64's are
+    return type(a) is int and type(b) is int
+
+
+def _plain(value: Any) -> Any:
+    """Return a Python number in place of NumPy's; a date stays: of some units Python's is an integer."""
+    return value if np.ndim(value) or value.dtype.kind in "mM" else value.item()
 
 
 counter = Counter()

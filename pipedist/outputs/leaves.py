@@ -60,12 +60,14 @@ class Leaves:
 
     def _array(self, leaf: Any, name: str) -> Array:
         if isinstance(leaf, bytes | bytearray | memoryview):
-            if bytes(leaf).endswith(b"\0"):
-                raise OutputError(
-                    f"{self._target}: leaf {name!r} is bytes that end with a zero byte, which NumPy's "
-                    "bytes can't hold: return numpy.frombuffer(value, numpy.uint8)"
-                )
             leaf = bytes(leaf)
+        if isinstance(leaf, bytes | str) and leaf[-1:] in (b"\0", "\0"):
+            kind = "text" if isinstance(leaf, str) else "bytes"
+            instead = "write .json" if kind == "text" else "return numpy.frombuffer(value, numpy.uint8)"
+            raise OutputError(
+                f"{self._target}: leaf {name!r} ends with a zero byte, which NumPy's {kind} can't hold: "
+                f"{instead}"
+            )
         array = np.asarray(leaf)
         kind = array.dtype.kind
         if kind == "O":

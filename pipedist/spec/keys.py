@@ -52,10 +52,13 @@ def _path(value: object) -> object:
     return value
 
 
-def _column_type(value: object) -> object:
-    if not isinstance(value, str) or value not in COLUMN_TYPES:
-        raise Wrong(expected="one of " + ", ".join(COLUMN_TYPES), allowed=COLUMN_TYPES)
-    return value
+def _one_of(words: tuple[str, ...]) -> Checked:
+    def check(value: object) -> object:
+        if not isinstance(value, str) or value not in words:
+            raise Wrong(expected="one of " + ", ".join(words), allowed=words)
+        return value
+
+    return Checked(check, {"enum": list(words)})
 
 
 def _endpoint(value: object) -> object:
@@ -89,7 +92,9 @@ Paths: Final = OneOrMore(PathText)
 Names: Final = OneOrMore(Text())
 """A name or a list of names."""
 
-ColumnType: Final = Checked(_column_type, {"enum": list(COLUMN_TYPES)})
+ColumnType: Final = _one_of(COLUMN_TYPES)
+TypedColumn: Final = _one_of((*COLUMN_TYPES, "own"))
+"""Of a file that says what its columns are."""
 """The type of a column."""
 
 Endpoint: Final = Checked(_endpoint, {"type": "string", "pattern": ENDPOINT_PATTERN})

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from pipedist.spec.keys import WITH, Arguments, ColumnType, Function, Paths
+from pipedist.spec.keys import WITH, Arguments, ColumnType, Function, Paths, TypedColumn
 from pipedist.spec.kinds import INT64, Anything, Checked, Flag, Integer, MappingOf, Nullable, Wrong
 from pipedist.spec.section import Key, Section, key
 
@@ -73,15 +73,27 @@ class CsvSource(Section):
 
 
 class ParquetSource(Section):
-    """Parquet files. A shard of n elements is a dict of columns, array[n]."""
+    """Parquet files. A shard of n elements is a dict of columns, array[n]. A null is NaN in floats, "" in
+    `str`, NaT in dates, and an error in others; a time with a zone is read in UTC.
+    """
 
     path: tuple[str, ...] = key(Paths, _PATH)
-    columns: dict[str, str] | None = key(Nullable(MappingOf(ColumnType)), _COLUMNS, default=None)
+    columns: dict[str, str] | None = key(
+        Nullable(MappingOf(TypedColumn)),
+        Key(
+            "The columns to read, and their types; `own` is the type that a column has in the file, which "
+            "dates have, too. Default: all columns, each as its own.",
+            expected="a mapping of column names to types",
+            example="columns: {carrier: str, dep_delay: float32, day: own}",
+        ),
+        default=None,
+    )
 
 
 class JsonlSource(Section):
     """Files of one JSON object a line. A shard of n elements is a list of n objects; with `columns`, a dict
-    of columns, array[n].
+    of columns, array[n]: the keys of the objects themselves, not of what is nested in them. A key that is
+    absent or null is a missing value; a column whose key no object has is an error.
     """
 
     path: tuple[str, ...] = key(Paths, _PATH)

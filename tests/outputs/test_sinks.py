@@ -235,7 +235,7 @@ def test_what_does_not_fit_is_refused_and_leaves_nothing(
 
 
 def test_values_that_arrays_cannot_hold(tmp_path: Path) -> None:
-    for value in [2**70, b"ends with zero\0", {"a": object()}]:
+    for value in [2**70, b"ends with zero\0", "ends with zero\0", {"a": object()}]:
         with pytest.raises(OutputError, match="leaf"):
             write(tmp_path / "a.npz", [value])
     with pytest.raises(OutputError, match="second"):

@@ -102,6 +102,23 @@ def test_top_k_leaves_nans_out() -> None:
     assert top_k.of(smallest, 1)["values"].tolist() == [2**64 - 1]
 
 
+def test_integers_beyond_int64_are_exact() -> None:
+    large, small = 2**63 + 5, 3
+    components = [by_key_max.of(["k"], np.array([each], np.uint64)) for each in (large, small)]
+    assert by_key_max(*components) == {"k": large}
+    assert by_key_min(*components) == {"k": small}
+    assert counter.of([large, small, large]) == {small: 1, large: 2}
+    assert by_key_sum.of([large, small, large], [1, 2, 4]) == {small: 2, large: 5}
+
+
+@pytest.mark.parametrize("unit", ["D", "us", "ns"])
+def test_dates_by_key_stay_dates(unit: str) -> None:
+    days = np.array(["2024-02-29", "2023-01-01"], f"M8[{unit}]")
+    early = by_key_min(by_key_min.of(["k"], days[:1]), by_key_min.of(["k"], days[1:]))
+    assert early == {"k": days[1]}
+    assert early["k"].dtype == days.dtype
+
+
 def test_groups_of_other_components() -> None:
     assert by_key_counter(by_key_counter.of([1, 2], ["x", "y"]), by_key_counter.of([1], ["x"])) == {
         1: {"x": 2},
@@ -127,6 +144,9 @@ def test_sums_of_arrays_by_key_do_not_wrap() -> None:
     ("call", "error", "text"),
     [
         (lambda: counter.of([1.5]), TypeError, "keys are text or integers"),
+        (lambda: counter.of([1, 2**63, 0.5]), TypeError, "keys are text or integers"),
+        (lambda: counter.of(["7", 7]), TypeError, "some keys are text, and others are not, as 7"),
+        (lambda: by_key_sum.of([1.5, "a"], [1, 2]), TypeError, "some keys are text, and others are not"),
         (lambda: counter(3, {}), TypeError, "counter combines dicts"),
         (lambda: moments.of(1.0), ValueError, "not of a scalar"),
         (lambda: moments.of(["x"]), TypeError, "real numbers"),

@@ -199,7 +199,19 @@ def _strings(cells: Cells) -> Column:
             decoded.append("" if text in MISSING else text.decode())
         except UnicodeDecodeError as error:
             raise CellError(row, f"{_short(repr(text))} is not UTF-8 text") from error
-    return np.array(decoded, dtype=np.str_)
+    return array_of_texts(decoded)
+
+
+def array_of_texts(texts: Sequence[str]) -> Column:
+    """Return texts as an array.
+
+    Raises:
+        CellError: a text ends with a zero byte, and NumPy's texts end before their last ones.
+    """
+    for row, text in enumerate(texts):
+        if text.endswith("\0"):
+            raise CellError(row, f"{_short(repr(text))} ends with a zero byte, which NumPy's text can't hold")
+    return np.array(texts, dtype=np.str_)
 
 
 def _fit_matrix(cells: Cells, width: int) -> bool:

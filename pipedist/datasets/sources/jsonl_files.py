@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import json
+import math
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +21,20 @@ from pipedist.program import Tree
 _RULES = RowRules(quoted=False, keep_blank=False)
 
 
+class _TooLarge(ValueError):
+    """A number is beyond float64."""
+
+
+def _float(text: str) -> float:
+    value = float(text)
+    if math.isinf(value):  # what is called Infinity does not come here
+        raise _TooLarge(f"the number {text if len(text) <= 60 else text[:57] + '...'} does not fit float64")
+    return value
+
+
+_decode = json.JSONDecoder(parse_float=_float).decode
+
+
 def open_jsonl(config: Config, folder: Path) -> RowSource:
     """Open files of JSON objects, one a line; blank lines are passed over.
 
@@ -25,7 +43,8 @@ def open_jsonl(config: Config, folder: Path) -> RowSource:
         folder: what `path` is relative to.
 
     Raises:
-        SourceError: no file matches, a file can't be read, or a type is unknown.
+        SourceError: no file matches, a file can't be read, a type is unknown, or there are objects and none
+            has the key of a column.
     """
     columns: dict[str, str] = dict(config.get("columns") or {})
     check_types(columns)
@@ -34,6 +53,8 @@ def open_jsonl(config: Config, folder: Path) -> RowSource:
         rows = RowFiles(files, _RULES)
         try:
             starts = [rows.index(number) for number in range(len(files))]
+            if any(len(each) > 1 for each in starts):
+                _check_keys(rows, list(columns))
         finally:
             rows.close()
         reader_config = {
@@ -44,6 +65,58 @@ def open_jsonl(config: Config, folder: Path) -> RowSource:
         return RowSource(starts, reader_config, JsonlReader(reader_config), spool)
 
     return open_rows(config, folder, open_files)
+
+
+def _check_keys(rows: RowFiles, names: Sequence[str]) -> None:
+    """Refuse a column whose key no object has: all of its values would be missing, as those of a typo are.
+
+    Only lines in which the key's text stands are parsed, as a rule a few at the beginning.
+    """
+    unseen = {name: re.compile(_spellings(name)) for name in names}
+    keys: dict[str, None] = {}
+    for number in range(len(rows.files)):
+        for block in rows.blocks(number) if unseen else ():
+            if not keys:
+                keys.update(dict.fromkeys(_parsed(block[: block.find(b"\n")])))
+            for name, pattern in list(unseen.items()):
+                stop = 0
+                while name in unseen and (found := pattern.search(block, stop)):
+                    start = block.rfind(b"\n", 0, found.start()) + 1
+                    stop = block.find(b"\n", start)
+                    stop = len(block) if stop < 0 else stop
+                    if name in _parsed(block[start:stop]):
+                        del unseen[name]
+    for name in unseen:
+        several = f" and {len(rows.files) - 1} more" if len(rows.files) > 1 else ""
+        near = difflib.get_close_matches(name, keys, 1)
+        raise SourceError(
+            f"no object of {rows.files[0].shown}{several} has the key {name!r}",
+            key="columns",
+            name=name,
+            nearest=near[0] if near else "",
+            expected="keys that some object has; the first one has " + (", ".join(keys) or "none"),
+        )
+
+
+def _spellings(name: str) -> bytes:
+    """Return a pattern of all texts that stand for a key in JSON."""
+    characters = []
+    for character in name:
+        units = character.encode("utf-16-be", "surrogatepass").hex()
+        escaped = "".join(rf"\\u(?i:{units[at : at + 4]})" for at in range(0, len(units), 4)).encode()
+        plain = [character.encode("utf-8", "surrogatepass"), json.dumps(character)[1:-1].encode()]
+        plain += [b"\\/"] if character == "/" else []
+        characters.append(b"(?:" + b"|".join([*map(re.escape, plain), escaped]) + b")")
+    return b'"' + b"".join(characters) + b'"'
+
+
+def _parsed(line: bytes) -> dict[str, Any]:
+    """Return the object on a line; an empty one where there is none, which its reader will tell."""
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
 
 
 class JsonlReader(Reader):
@@ -87,7 +160,9 @@ class JsonlReader(Reader):
         objects = []
         for row, line in enumerate(lines):
             try:
-                value = json.loads(line)
+                value = _decode(line.decode(json.detect_encoding(line), "surrogatepass"))
+            except _TooLarge as error:
+                raise SourceError(f"{self._rows.row_place(chunk, row)}: {error}", key="path") from error
             except (ValueError, RecursionError) as error:
                 column = f":{error.colno}" if isinstance(error, json.JSONDecodeError) else ""
                 text = error.msg if isinstance(error, json.JSONDecodeError) else str(error)

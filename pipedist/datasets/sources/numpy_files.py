@@ -71,6 +71,10 @@ class Stored:
         file, offset, dtype, shape, fortran = config
         return cls(DataFile.from_config(file), offset, dtype, tuple(shape), fortran)
 
+    def size_bytes(self) -> int:
+        """Return how many bytes of the file the array takes."""
+        return np.dtype(self.dtype).itemsize * math.prod(self.shape)
+
     def map(self) -> Array:
         """Return the array, mapped read-only.
 
@@ -161,8 +165,9 @@ class NumpyReader(Reader):
         present = np.unique(files).tolist()
         if len(present) == 1:
             return sealed(self._map(name, present[0])[places])
-        first = self._arrays[name][0]
-        result = np.empty((len(files), *first.shape[1:]), np.dtype(first.dtype).newbyteorder("="))
+        stored = self._arrays[name]
+        widest = max((np.dtype(stored[file].dtype) for file in present), key=lambda dtype: dtype.itemsize)
+        result = np.empty((len(files), *stored[0].shape[1:]), widest.newbyteorder("="))
         for file in present:
             chosen = files == file
             result[chosen] = self._map(name, file)[places[chosen]]
@@ -199,9 +204,16 @@ def open_npy(config: Config, folder: Path) -> NumpySource:
     for file in expand(config.get("path", ()), folder):
         with _open(file) as stream:
             try:
-                arrays.append(_stored(stream, file, file.shown))
+                stored = _stored(stream, file, file.shown)
             except _NoHeader as error:
                 raise unreadable(file, ".npy", error.why) from error
+            if (rest := file.size_bytes - stored.offset - stored.size_bytes()) > 0:
+                raise SourceError(
+                    f"{file.shown}: {rest} bytes follow its array; was another one saved behind it?",
+                    key="path",
+                    expected="one array in a file: several are an .npz, or files of their own",
+                )
+            arrays.append(stored)
     return NumpySource({BARE: _agreeing(arrays, "")}, Spool())
 
 
@@ -263,14 +275,13 @@ def _stored(stream: IO[bytes], file: DataFile, what: str) -> Stored:
     check_dtype(dtype, what, "path")
     if not shape:
         raise SourceError(f"{what}: a scalar has no leading dimension", key="path")
-    offset = stream.tell() - file.offset
-    size_bytes = dtype.itemsize * math.prod(shape)
-    if offset + size_bytes > file.size_bytes:
+    stored = Stored(file, stream.tell() - file.offset, dtype.str, tuple(shape), fortran)
+    if stored.offset + stored.size_bytes() > file.size_bytes:
         raise SourceError(
             f"{what}: the file is too short for {dtype}{list(shape)}; it was not written to its end",
             key="path",
         )
-    return Stored(file, offset, dtype.str, tuple(shape), fortran)
+    return stored
 
 
 def _seek_to_data(stream: IO[bytes], info: zipfile.ZipInfo) -> None:
@@ -287,6 +298,8 @@ def _members(file: DataFile, spool: Spool) -> dict[str, Stored]:
             for info in archive.infolist():
                 name = info.filename.removesuffix(".npy")
                 what = f"{file.shown}: array {name!r}"
+                if name in found:
+                    raise SourceError(f"{what} is there twice", key="path")
                 if info.compress_type == zipfile.ZIP_STORED and not info.flag_bits & 1:
                     _seek_to_data(stream, info)
                     found[name] = _stored(stream, file, what)
@@ -325,4 +338,5 @@ def _agreeing(arrays: list[Stored], what: str) -> list[Stored]:
 
 def _element(stored: Stored) -> str:
     dtype = np.dtype(stored.dtype)
-    return f"{dtype.newbyteorder('=')}{list(stored.shape[1:])}"
+    kind = {"U": "str", "S": "bytes"}.get(dtype.kind)  # the width of text is that of the longest one
+    return f"{kind or dtype.newbyteorder('=')}{list(stored.shape[1:])}"

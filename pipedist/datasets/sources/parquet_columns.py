@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from pipedist.datasets.sources.columns import CellError, Column
+from pipedist.datasets.sources.columns import CellError, Column, array_of_texts
 
-OWN_TYPE = ""
+OWN_TYPE = "own"
 """Stands for a column's type where the spec names none: that of the file."""
 
 
@@ -26,7 +26,7 @@ def readable(arrow: Any, own: Any, kind: str) -> bool:
         kind: a column type, or `OWN_TYPE`.
     """
     types, own = arrow.types, plain_type(arrow, own)
-    text = types.is_string(own) or types.is_large_string(own)
+    text = _is_text(types, own)
     integer, floating = types.is_integer(own), types.is_floating(own)
     if kind == OWN_TYPE:
         time = types.is_timestamp(own) or types.is_date(own) or types.is_duration(own)
@@ -36,6 +36,11 @@ def readable(arrow: Any, own: Any, kind: str) -> bool:
     if kind == "bool":
         return bool(types.is_boolean(own))
     return bool(integer or ((floating or types.is_null(own)) and kind.startswith("float")))
+
+
+def _is_text(types: Any, own: Any) -> bool:
+    # by its name: the oldest pyarrow that we take has no views
+    return bool(types.is_string(own) or types.is_large_string(own) or str(own) == "string_view")
 
 
 def numpy_column(arrow: Any, column: Any, kind: str) -> Column:
@@ -58,12 +63,12 @@ def numpy_column(arrow: Any, column: Any, kind: str) -> Column:
     if types.is_null(column.type):  # the writer saw no value, and so no type
         column = column.cast(arrow.string() if kind == "str" else arrow.float64())
     own = column.type
-    if types.is_string(own) or types.is_large_string(own):
-        return np.array(["" if text is None else text for text in _texts(column)], np.str_)
+    if _is_text(types, own):
+        return array_of_texts(["" if text is None else text for text in _texts(column)])
     counted = types.is_boolean(own) or (types.is_integer(own) and not kind.startswith("float"))
     if counted and column.null_count:
         row = int(np.flatnonzero(column.is_null().to_numpy())[0])
-        named = kind or str(own)
+        named = str(own) if kind == OWN_TYPE else kind
         raise CellError(row, f"a value of type {named} is missing; float columns read one as NaN")
     values: Column = column.to_numpy()
     return values if kind == OWN_TYPE else _fitted(values, np.dtype(kind))

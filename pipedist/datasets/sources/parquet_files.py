@@ -69,7 +69,7 @@ class ParquetReader(Reader):
 
     Args:
         config: `files`; `groups`: [file, row group, rows] of each row group with rows;
-            `columns`: [name, type, or "" for the file's own] of each column.
+            `columns`: [name, type, or `OWN_TYPE`] of each column.
     """
 
     def __init__(self, config: Config) -> None:
@@ -193,25 +193,33 @@ def open_parquet(config: Config, folder: Path) -> ParquetSource:
     """Open parquet files.
 
     Args:
-        config: `path`, and optional `columns`: name -> type; without it, all columns are read
-            as what they are.
+        config: `path`, and optional `columns`: name -> type, or `OWN_TYPE`; without it, all columns are
+            read as what they are.
         folder: what `path` is relative to.
 
     Raises:
         SourceError: no file matches, pyarrow is not installed, a file is no parquet file, a
-            column is not there, or can't be read as its type, or differs in type between files.
+            column is not there, or can't be read as its type, or differs in type between files;
+            or, without `columns`, a file has one that the first file lacks.
     """
     arrow = _pyarrow()
     wanted: dict[str, str] = dict(config.get("columns") or {})
-    check_types(wanted)
+    check_types({name: kind for name, kind in wanted.items() if kind != OWN_TYPE})
+    everything = not wanted
     files = expand(config.get("path", ()), folder)
     groups, first = [], None
     for number, data_file in enumerate(files):
         with _open(arrow, data_file) as file:
             schema = file.schema_arrow
             first = schema if first is None else first
-            if not number and not wanted:
+            if not number and everything:
                 wanted = dict.fromkeys(schema.names, OWN_TYPE)
+            if everything and (more := [name for name in schema.names if name not in wanted]):
+                raise SourceError(
+                    f"{data_file.shown} has a column {more[0]!r}, and {files[0].shown} has none",
+                    key="path",
+                    expected="files with the same columns, or `columns`: those that are wanted",
+                )
             for name, kind in wanted.items():
                 _check(arrow, schema, name, kind, data_file.shown)
                 there, before = (plain_type(arrow, each.field(name).type) for each in (schema, first))
@@ -253,7 +261,7 @@ def _check(arrow: Any, schema: Any, name: str, kind: str, shown: str) -> None:
         raise SourceError(f"{shown} has {times} columns named {name!r}", key="columns", name=name)
     own = schema.field(name).type
     if not readable(arrow, own, kind):
-        wanted = f"read as {kind}" if kind else "read: name the columns that are wanted"
+        wanted = "read: name the columns that are wanted" if kind == OWN_TYPE else f"read as {kind}"
         raise SourceError(
             f"{shown}: column {name!r} is {own}, which can't be {wanted}", key="columns", name=name
         )

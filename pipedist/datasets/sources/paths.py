@@ -242,7 +242,22 @@ def _instead(pattern: str, folder: Path) -> str:
 def _matches(pattern: str, folder: Path) -> list[str]:
     if os.path.isfile(os.path.join(folder, pattern)):
         return [pattern]
-    return glob.glob(pattern, root_dir=folder, recursive=True)
+    names = glob.glob(pattern, root_dir=folder, recursive=True)
+    return _once_around(names, pattern, folder) if "**" in pattern else names
+
+
+def _once_around(names: Sequence[str], pattern: str, folder: Path) -> list[str]:
+    """Return the names without those behind a link to a folder that is above it: `**` goes round 40 times."""
+    parts = pattern.split("/")
+    fixed = next(number for number, part in enumerate(parts) if glob.has_magic(part))
+    round_again: dict[str, bool] = {}
+    for within in {os.path.dirname(name) for name in names}:
+        places = within.split("/") if within else []
+        above = ["/".join(places[:number]) for number in range(fixed, len(places) + 1)]
+        top = "/" if within.startswith("/") else ""
+        real = [os.path.realpath(os.path.join(folder, each or top)) for each in above]
+        round_again[within] = len(set(real)) < len(real)
+    return [name for name in names if not round_again[os.path.dirname(name)]]
 
 
 def _is_file(name: str, folder: Path) -> bool:

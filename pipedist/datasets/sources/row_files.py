@@ -81,9 +81,14 @@ class RowFiles:
         refuse_binary(data_file, descriptor)
         start = byte_order_mark(data_file, descriptor)
         try:
-            return row_starts(lambda: file_blocks(data_file, descriptor, start), start, self.rules)
+            return row_starts(lambda: self.blocks(file), start, self.rules)
         except RowError as error:
             raise SourceError(f"{self.place(file, error.offset)}: {error.message}", key="path") from error
+
+    def blocks(self, file: int) -> Iterator[bytes]:
+        """Yield the bytes of a file behind its byte order mark, in blocks that end with a line feed."""
+        descriptor, data_file = self._open.descriptor(file), self.files[file]
+        return file_blocks(data_file, descriptor, byte_order_mark(data_file, descriptor))
 
     def read(self, file: int, start: int, stop: int) -> bytes:
         """Return the bytes [start, stop) of a file, with a line feed at the end."""

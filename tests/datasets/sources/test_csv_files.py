@@ -197,7 +197,16 @@ def test_zero_bytes_are_part_of_their_cells_whatever_stands_beside_them(tmp_path
         with pytest.raises(SourceError, match=r"^t\.csv:3:1: column 'n': '2\\x00' is not of type int32"):
             source.read(source.locate(range(2)))
         source.close()
-        assert _read(tmp_path, {"s": "str"}, f"n,s\n1,{beside}\n2\0,NA\0\n")["s"].tolist() == [beside, "NA"]
+        text = "NA\0x"
+        assert _read(tmp_path, {"s": "str"}, f"n,s\n1,{beside}\n2\0,{text}\n")["s"].tolist() == [beside, text]
+
+
+def test_a_text_that_ends_with_a_zero_byte_is_not_cut(tmp_path: Path) -> None:
+    for beside in ("", "x" * 40):
+        source = _open(tmp_path, {"s": "str"}, f"n,s\n1,{beside}\n2,NA\0\n")
+        with pytest.raises(SourceError, match=r"^t\.csv:3:2: column 's': 'NA\\x00' ends with a zero byte"):
+            source.read(source.locate(range(2)))
+        source.close()
 
 
 def test_a_carriage_return_at_the_end_is_no_row(tmp_path: Path) -> None:

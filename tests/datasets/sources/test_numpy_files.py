@@ -162,6 +162,32 @@ def test_npz_files_must_agree(tmp_path: Path) -> None:
         open_source("npz", {"path": "c.npz"}, folder=tmp_path)
 
 
+def test_nothing_behind_or_in_place_of_an_array_is_passed_over(tmp_path: Path) -> None:
+    with open(tmp_path / "a.npy", "wb") as file:
+        np.save(file, np.arange(3))
+        np.save(file, np.arange(4))
+    with pytest.raises(SourceError, match=r"^a\.npy: 160 bytes follow its array; was another one saved"):
+        open_source("npy", {"path": "a.npy"}, folder=tmp_path)
+    np.save(tmp_path / "b.npy", np.arange(3))
+    with zipfile.ZipFile(tmp_path / "b.npz", "w") as archive:
+        archive.write(tmp_path / "b.npy", "x.npy")
+        with pytest.warns(UserWarning, match="Duplicate"):
+            archive.write(tmp_path / "b.npy", "x.npy")
+    with pytest.raises(SourceError, match=r"^b\.npz: array 'x' is there twice"):
+        open_source("npz", {"path": "b.npz"}, folder=tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["U", "S"])
+def test_texts_of_different_widths_are_one_dataset(tmp_path: Path, kind: str) -> None:
+    texts = ["a", "bb", "long", "c"]
+    _save(tmp_path, a=np.array(texts[:2], kind), b=np.array(texts[2:], kind).astype(f">{kind}5"))
+    source = open_source("npy", {"path": "*.npy"}, folder=tmp_path)
+    expected = np.array(texts, kind)
+    for ids in (range(4), range(1, 3), range(2), np.array([2, 0, 3, 1]), np.array([1, 0])):
+        assert read_elsewhere(source, ids).tolist() == expected[np.asarray(ids)].tolist()
+    source.close()
+
+
 def test_a_file_that_changes_during_the_run_is_noticed(tmp_path: Path) -> None:
     _save(tmp_path, a=np.arange(10))
     source = open_source("npy", {"path": "a.npy"}, folder=tmp_path)

@@ -96,6 +96,7 @@ def _one(folder: Path, values: list[Any], own: Any, kind: str) -> Any:
         ([1, 2, 300], "int32", "int8", "a.parquet:3:1: column 'x': 300 does not fit int8"),
         ([1, -1], "int32", "uint64", "a.parquet:2:1: column 'x': -1 does not fit uint64"),
         ([1.0, 1e300], "float64", "float32", "a.parquet:2:1: column 'x': 1e+300 does not fit float32"),
+        (["a", "b\0"], "string", "str", "a.parquet:2:1: column 'x': 'b\\x00' ends with a zero byte"),
         (["a"], "string", "float32", "a.parquet: column 'x' is string, which can't be read as float32"),
         ([1.0], "float64", "int32", "a.parquet: column 'x' is double, which can't be read as int32"),
         ([1], "int32", "str", "a.parquet: column 'x' is int32, which can't be read as str"),
@@ -126,6 +127,35 @@ def test_values_that_fit(tmp_path: Path, values: list[Any], own: str, kind: str,
     assert found.dtype.kind == np.dtype(kind).kind
     assert kind == "str" or found.dtype == np.dtype(kind)
     assert np.array_equal(found, np.array(expected, kind), equal_nan=kind.startswith("float"))
+
+
+def test_dates_beside_what_cannot_be_read_have_a_name(tmp_path: Path) -> None:
+    day = datetime.date(2024, 2, 29)
+    table = {"day": pa.array([day, None]), "tags": pa.array([[1], None]), "n": pa.array([1, 2])}
+    pq.write_table(pa.table(table), tmp_path / "a.parquet")
+    columns = {"day": "own", "n": "int8"}
+    source = open_source("parquet", {"path": "a.parquet", "columns": columns}, folder=tmp_path)
+    shard = read_elsewhere(source, range(2))
+    assert {name: column.dtype.str for name, column in shard.items()} == {"day": "<M8[D]", "n": "|i1"}
+    assert shard["day"].tolist() == [day, None]
+    source.close()
+    with pytest.raises(SourceError, match=r"column 'tags' is list<.*>, which can't be read: name"):
+        open_source("parquet", {"path": "a.parquet", "columns": {"tags": "own"}}, folder=tmp_path)
+
+
+def test_string_views_are_text(tmp_path: Path) -> None:
+    for kind in ("str", ""):
+        assert _one(tmp_path, ["a", None], pa.string_view(), kind).tolist() == ["a", ""]
+
+
+def test_a_column_that_only_a_later_file_has_is_told(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"x": [1]}), tmp_path / "a.parquet")
+    pq.write_table(pa.table({"x": [2], "y": [3]}), tmp_path / "b.parquet")
+    with pytest.raises(SourceError, match=r"^b\.parquet has a column 'y', and a\.parquet has none$"):
+        open_source("parquet", {"path": "*.parquet"}, folder=tmp_path)
+    source = open_source("parquet", {"path": "*.parquet", "columns": {"x": "own"}}, folder=tmp_path)
+    assert read_elsewhere(source, range(2))["x"].tolist() == [1, 2]
+    source.close()
 
 
 def test_damage_behind_the_footer_names_the_file(tmp_path: Path) -> None:

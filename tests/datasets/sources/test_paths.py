@@ -41,6 +41,21 @@ def test_matches_are_sorted_and_each_once(folder: Path, path: str | list[str], n
     assert all(os.path.isabs(file.path) and Path(file.path).read_text() for file in files)
 
 
+def test_a_link_to_a_folder_above_it_brings_no_file_twice(tmp_path: Path) -> None:
+    for name in ("d/a.txt", "d/deep/b.txt", "other/c.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("")
+    (tmp_path / "d" / "again").symlink_to(".")
+    (tmp_path / "d" / "deep" / "elsewhere").symlink_to("../../other")
+    wanted = ["d/a.txt", "d/deep/b.txt", "d/deep/elsewhere/c.txt"]
+    for path in ("d/**/*.txt", "d/../d/**/*.txt", "**/d/**/*.txt"):
+        found = [file.shown for file in expand(path, tmp_path)]
+        assert [name.removeprefix("d/../") for name in found] == wanted
+    found = [file.shown for file in expand(f"{tmp_path}/d/**/*.txt", Path("/"))]
+    assert found == [f"{tmp_path}/{name}" for name in wanted]
+    assert [file.shown for file in expand("d/again/*.txt", tmp_path)] == ["d/again/a.txt"]  # asked for
+
+
 def test_absolute_patterns_stay_absolute(folder: Path) -> None:
     assert [file.shown for file in expand(str(folder / "*.csv"), Path("/"))] == [str(folder / "c.csv")]
 

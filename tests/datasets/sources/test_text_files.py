@@ -63,6 +63,42 @@ def test_a_carriage_return_at_the_end_is_no_object(tmp_path: Path) -> None:
     source.close()
 
 
+def test_a_number_beyond_float64_is_not_infinity(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"x": Infinity}\n{"x": 1.5}\n{"x": -1e400}\n')
+    for columns in ({}, {"columns": {"x": "float64"}}):
+        source = open_source("jsonl", {"path": "a.jsonl", **columns}, folder=tmp_path)
+        source.read(source.locate(range(2)))
+        with pytest.raises(SourceError, match=r"^a\.jsonl:3: the number -1e400 does not fit float64"):
+            source.read(source.locate(range(3)))
+        source.close()
+
+
+def test_a_column_that_no_object_has_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "0.jsonl").write_text("")
+    (tmp_path / "1.jsonl").write_text('{"user": {"id": "a"}, "prize": "id"}\n\n{"n": 1}')
+
+    def opened(name: str, path: str = "*.jsonl") -> None:
+        open_source("jsonl", {"path": path, "columns": {name: "str"}}, folder=tmp_path).close()
+
+    for name in ("price", "id"):  # mistyped; of an object within
+        with pytest.raises(SourceError) as caught:
+            opened(name)
+        assert str(caught.value) == f"no object of 0.jsonl and 1 more has the key {name!r}"
+        assert (caught.value.key, caught.value.name) == ("columns", name)
+        assert caught.value.nearest == ("prize" if name == "price" else "")
+    opened("n")  # one object has it
+    opened("n", "0.jsonl")  # there is none that lacks it
+
+
+@pytest.mark.parametrize("key", ['"na\\u00efve\\/\\uD83d\\ude00\\""', '"na\u00efve/\U0001f600\\u0022"'])
+def test_a_column_is_found_however_its_key_is_written(tmp_path: Path, key: str) -> None:
+    (tmp_path / "a.jsonl").write_text(f'{{{key}: "q"}}\n', encoding="utf-8")
+    name = json.loads(key)
+    source = open_source("jsonl", {"path": "a.jsonl", "columns": {name: "str"}}, folder=tmp_path)
+    assert read_elsewhere(source, range(1))[name].tolist() == ["q"]
+    source.close()
+
+
 def test_an_empty_text_file_has_no_elements(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"")
     source = open_source("text", {"path": "a.txt"}, folder=tmp_path)
