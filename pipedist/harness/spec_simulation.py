@@ -19,7 +19,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
-from tempfile import TemporaryDirectory
 from typing import TypeVar
 
 from pipedist.errors import PipedistError, UsageError
@@ -32,6 +31,7 @@ from pipedist.harness.virtual_loop import NothingHappens, VirtualLoop
 from pipedist.pipeline.result import Result
 from pipedist.pipeline.runs import Run, SpecLike
 from pipedist.program import Tree
+from pipedist.scratch_folders import ScratchFolder
 from pipedist.spec import RunSpec, Spec, load
 from pipedist.spec.interpolation import read_setting
 
@@ -189,9 +189,9 @@ class SpecSimulation:
     # -- one run -------------------------------------------------------------------------------
 
     def _play(self, seed: int, *, workers: int, faults: Faults, storm_s: float, calm_s: float) -> Played:
-        with TemporaryDirectory(prefix="pipedist-simulate-") as folder:
+        with contextlib.closing(ScratchFolder("simulate")) as scratch:
             return _without_loop(
-                lambda: self._in_virtual_time(seed, workers, faults, storm_s, calm_s, Path(folder))
+                lambda: self._in_virtual_time(seed, workers, faults, storm_s, calm_s, Path(scratch.path))
             )
 
     def _in_virtual_time(
