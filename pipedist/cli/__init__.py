@@ -21,8 +21,9 @@ from contextlib import AbstractContextManager, nullcontext
 
 def main() -> None:
     """Carry out the command line of this process, and end the process with its exit code."""
-    _one_thread()
     try:
+        _whole_streams()
+        _one_thread()
         with _head_start(sys.argv[1:]):
             # nothing is imported before it is needed: the time until a command begins is a feature
             from pipedist.cli.app import main as carry_out
@@ -34,6 +35,18 @@ def main() -> None:
         if interruption(error) is None:
             raise
         raise SystemExit(130) from None
+
+
+def _whole_streams() -> None:
+    """Have the standard streams lead nowhere that whoever started this process has closed.
+
+    The first sockets would have their descriptors otherwise, and get what anybody prints.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            nowhere = os.open(os.devnull, os.O_RDWR)  # the lowest that is free: the one that is closed
+            os.set_inheritable(nowhere, True)
+            setattr(sys, name, os.fdopen(nowhere, mode, closefd=False))
 
 
 def _one_thread() -> None:

@@ -19,8 +19,6 @@ def write_out(text: str) -> None:
     Raises:
         OutputError: standard output can't be written for another reason, as with a full disk.
     """
-    if sys.stdout is None:  # closed by whoever started us
-        return
     encoding = sys.stdout.encoding or "utf-8"
     try:
         # a terminal that can't show a letter gets its escape instead
@@ -47,14 +45,9 @@ def stdout_to_stderr() -> Iterator[None]:
     processes are covered too.
     """
     _flush()
+    saved = os.dup(1)
     try:
-        saved = os.dup(1)
-    except OSError:  # closed by whoever started us: nobody reads it
-        yield
-        return
-    try:
-        with contextlib.suppress(OSError):  # standard error is closed: what is printed goes nowhere
-            os.dup2(2, 1)
+        os.dup2(2, 1)
         try:
             yield
         finally:
@@ -65,15 +58,12 @@ def stdout_to_stderr() -> Iterator[None]:
 
 
 def _flush() -> None:
-    if sys.stdout is not None:
-        with contextlib.suppress(OSError, ValueError):
-            sys.stdout.flush()
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
 
 
 def write_error(text: str) -> None:
     """Write to standard error; where that is impossible there is nobody to tell."""
-    if sys.stderr is None:
-        return
     with contextlib.suppress(OSError, ValueError):
         sys.stderr.write(text)
         sys.stderr.flush()

@@ -327,9 +327,9 @@ class Checks:
             message = f"there is no stage `{reference.name}`"
             self._note(path, message, expected, allowed=allowed, given=reference.name, fragment=token)
         elif stage.verb == "update":
-            self._note(
-                path, f"`{reference.name}` is an update", f"${{state.{reference.name}}}", fragment=token
-            )
+            name = reference.name
+            expected = f"${{state.{name}}}; a stage with `after: {name}` gets its last value"
+            self._note(path, f"`{name}` is an update", expected, fragment=token)
         elif stage.verb == "run":
             self._note(
                 path, f"`{reference.name}` is a run, which has no single value", expected, fragment=token

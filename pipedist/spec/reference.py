@@ -79,7 +79,7 @@ In a value,
 - `${{stages.NAME}}` is the finished value of a `reduce` or `gather` with `per: run`, only in the `with`
   of a stage, and alone; the stage then begins when that value is complete;
 - `${{state.NAME}}` is the state of an `update` as it is before the step, every earlier update
-  applied, only in the `with` of a stage, and alone;
+  applied, only in the `with` of a stage, and alone; a stage with `after: NAME` gets the last one;
 - `$${{` is the text `${{`.
 
 A value that is one reference and nothing else has the reference's type: `batch: ${{params.batch}}`

@@ -98,7 +98,7 @@ class StateChecks:
                     self._problems.add(
                         ("stages", name, "per") if is_written else ("stages", name),
                         f"{why}: `{name}` has a value for each",
-                        expected="`per: epoch`",
+                        expected="`per: epoch`; or `after: UPDATE` on the run, for the last states",
                         at_key=not is_written,
                     )
 

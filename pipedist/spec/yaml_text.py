@@ -41,6 +41,9 @@ DEPTH_MAX = 32
 # The line breaks that ruamel.yaml counts.
 _LINE_BREAK = re.compile("\r\n|[\n\r\x85\u2028\u2029]")
 
+# What a line ends with, or a comment begins with.
+_ENDS_LINE = "#\0\n\r\x85\u2028\u2029"
+
 _TOO_DEEP = f"more than {DEPTH_MAX} levels deep"
 
 # (what ruamel.yaml says, what is wrong, what was expected); the first that fits counts.
@@ -51,8 +54,10 @@ _SYNTAX = (
         "the keys of one mapping at the same indentation, a space behind each `:`, and quotes around "
         "text that contains `: `",
     ),
-    ("found character '\\t'", "a tab in the indentation", "spaces"),
+    ("found character '\\t'", "a tab where spaces belong", "spaces, or quotes around text with a tab in it"),
     ("could not find expected ':'", "this is no `key: value`", "a `:` and a space behind the key"),
+    ("expected <block end>, but found '}'", "a `}` that closes nothing", "as many `{` as `}`"),
+    ("expected <block end>, but found ']'", "a `]` that closes nothing", "as many `[` as `]`"),
     (
         "expected <block end>",
         "this line does not continue what stands above it",
@@ -72,8 +77,29 @@ class _Stop(Exception):
     """The document can't be read any further; its problem has been noted."""
 
 
-class _ShallowScanner(Scanner):
-    """A scanner that refuses deep flow collections: looking ahead in them takes quadratic time."""
+class _Scanner(Scanner):
+    """A scanner that refuses deep flow collections: looking ahead in them takes quadratic time.
+
+    And one that takes tabs where YAML 1.2 does: behind a `:`, and at the end of a line.
+    """
+
+    def scan_to_next_token(self) -> None:
+        super().scan_to_next_token()
+        while (tabs := self._tabs()) > 0:
+            self.reader.forward(tabs)
+            super().scan_to_next_token()
+
+    def _tabs(self) -> int:
+        """Return how many characters of white space may be skipped where a tab stands."""
+        peek = self.reader.peek
+        before, behind = -1, 0
+        while peek(behind) in ("\t", " "):
+            behind += 1
+        if not behind or peek(behind) in _ENDS_LINE:
+            return behind
+        while peek(before) == " ":
+            before -= 1
+        return behind if peek(before) == ":" and not self.allow_simple_key else 0
 
     def fetch_flow_collection_start(self, TokenClass: Any, to_push: str) -> None:
         if self.flow_level >= DEPTH_MAX:
@@ -129,8 +155,10 @@ def read_yaml(data: bytes, name: str) -> tuple[Document, Problems]:
 
 def _note_syntax_error(error: MarkedYAMLError, document: Document, problems: Problems) -> None:
     mark, said = error.problem_mark, str(error.problem or "")
-    if "unexpected end of stream" in said or mark is None:
-        mark = error.context_mark or mark
+    opened = error.context_mark
+    # a text that was to be a key is found to be none in a later line
+    if "unexpected end of stream" in said or "could not find expected ':'" in said or mark is None:
+        mark = opened or mark
     if mark is not None:
         last = len(document.lines)
         place = Place(mark.line + 1, mark.column + 1)
@@ -145,6 +173,8 @@ def _note_syntax_error(error: MarkedYAMLError, document: Document, problems: Pro
         return
     for fragment, message, expected in _SYNTAX:
         if fragment in said:
+            if "is not closed" in message and opened is not None and opened.line != mark.line:
+                message = message.replace("is not", f"that begins on line {opened.line + 1} is not")
             problems.add(("",), message, expected=expected)
             return
     problems.add(("",), f"this is not YAML: {said or error.context}", expected="YAML 1.2")
@@ -162,7 +192,7 @@ class _Composer:
 
     def compose(self, text: str) -> None:
         yaml = YAML(typ="safe", pure=True)
-        yaml.Scanner = _ShallowScanner
+        yaml.Scanner = _Scanner
         events = iter(yaml.parse(text))
         self._events: Iterator[Any] = events
         documents = 0

@@ -269,9 +269,10 @@ def _unsendable(tree: Tree, error: Exception) -> UnsendableError:
         if cls is dict:
             for key in node:
                 if type(key) not in KEYS:
+                    plain = "str" if isinstance(key, str) else "int" if isinstance(key, np.integer) else ""
                     return UnsendableError(
                         f"can't send a dict with the key {key!r} of type {type(key).__qualname__}, {where}; "
-                        "keys are str or int"
+                        "keys are str or int" + (f": say {plain}(key)" if plain else "")
                     )
         names = _child_names(node)
         try:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from pipedist.version import __version__
@@ -120,6 +121,24 @@ def test_a_reader_that_leaves_is_no_error(tmp_path: Path) -> None:
     command = f"{sys.executable} -m pipedist schema | true; echo ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert (done.stdout, done.stderr) == ("0\n", "")
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
+def test_streams_that_are_closed_take_what_is_printed(tmp_path: Path, spec: Path, closed: str) -> None:
+    spec.write_text(spec.read_text().replace("squares:squares", "squares:prints"))
+    with (tmp_path / "squares.py").open("a") as module:
+        module.write(
+            "def prints(shard, factor):\n"
+            "    os.write(1, b'x' * 100)\n"
+            "    os.write(2, b'x' * 100)\n"
+            "    return shard * factor\n"
+        )
+    for words in ("run squares.yaml --output out", "replay out --call squares/1/1"):
+        command = f"exec {sys.executable} -m pipedist {words} {closed}"
+        assert (
+            subprocess.run(["bash", "-c", command], cwd=tmp_path, check=False, timeout=60).returncode == 0
+        ), words
+    assert np.load(tmp_path / "out" / "rows.npy").tolist() == list(range(10))
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs Linux's /dev/full")

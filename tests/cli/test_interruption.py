@@ -190,3 +190,13 @@ def test_a_signal_while_a_command_is_imported_is_no_failure(
         main()
     assert ended.value.code == 130
     assert "Aborted" not in capfd.readouterr().err
+
+
+def test_a_signal_before_a_command_is_imported_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("pipedist.cli._one_thread", interrupted)
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 130

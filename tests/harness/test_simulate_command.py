@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import os
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -90,3 +93,32 @@ def test_what_is_told_plays_the_same_again(
         app(arguments)
     assert ended.value.code == 1
     assert capsys.readouterr().out == first
+
+
+KILLED = """
+pipedist: 1
+dataset: {range: 6, batch: 2}
+stages:
+  each: {run: "killed:fn"}
+  total: {reduce: sum, of: each, axis: 0}
+outputs: {total: total.json}
+"""
+
+
+def test_what_one_that_was_killed_left_is_removed_by_the_next_one(tmp_path: Path) -> None:
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    (tmp_path / "killed.yaml").write_text(KILLED)
+
+    def simulate(body: str) -> int:
+        (tmp_path / "killed.py").write_text(f"import os\ndef fn(x):\n    {body}\n    return x\n")
+        command = [sys.executable, "-m", "pipedist", "simulate", "killed.yaml", "--seed", "1"]
+        env = {**os.environ, "TMPDIR": str(scratch)}
+        return subprocess.run(
+            command, cwd=tmp_path, env=env, capture_output=True, check=False, timeout=60
+        ).returncode
+
+    assert simulate("os.kill(os.getpid(), 9)") == -9
+    assert len(list(scratch.iterdir())) == 1
+    assert simulate("pass") == 0
+    assert list(scratch.iterdir()) == []

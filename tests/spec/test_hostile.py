@@ -129,6 +129,21 @@ def test_line_breaks_and_byte_order_mark() -> None:
     assert [(place.line, place.column) for place in document.keys.values()] == [(1, 1), (2, 1), (3, 1)]
 
 
+def test_tabs_where_yaml_has_them() -> None:
+    text = b"a: 1\t# one\nb: {c: 2,\td: x}\t\n\t\ne:\t\n \t# none\n  - 3 \t \nf: \tg\nh:\t'i\t'\t"
+    document, problems = read_yaml(text, "f")
+    problems.raise_all()
+    assert document.value == {"a": 1, "b": {"c": 2, "d": "x"}, "e": [3], "f": "g", "h": "i\t"}
+
+
+@pytest.mark.parametrize(
+    ("text", "place"), [("a:\n\tb: 1", "2:1"), ("a:\n  \tb: 1", "2:3"), ("a: b\tc", "1:5")]
+)
+def test_tabs_where_yaml_has_none(text: str, place: str) -> None:
+    with pytest.raises(SpecError, match=f"^f:{place}: a tab where spaces belong"):
+        read_yaml(text.encode(), "f")
+
+
 SEEDS = [
     path.read_bytes() for folder in ("specs", str(INVALID)) for path in sorted((ROOT / folder).glob("*.yaml"))
 ]

@@ -229,6 +229,8 @@ def test_unaligned_frames_are_copied_into_place() -> None:
         (OrderedDict(a=1), ["collections.OrderedDict", "as the whole value", "dict(...)"]),
         ({"a": {(1, 2): 3}}, ["key (1, 2) of type tuple", "at a"]),
         ({True: 1}, ["key True of type bool"]),
+        ({np.str_("a"): 1}, ["key np.str_('a') of type str_", "say str(key)"]),
+        ({np.int64(1): 1}, ["key np.int64(1) of type int64", "say int(key)"]),
         ([np.ma.masked_array([1], [True])], ["MaskedArray", "x.filled", "at 0"]),
         ([np.ones((1, 1)).view(np.matrix)], ["matrix", "np.asarray", "at 0"]),
         ({"a": range(3), "b": {1: 2}.keys()}, ["dict_keys", "sorted(...)", "at b"]),
