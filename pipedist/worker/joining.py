@@ -20,10 +20,14 @@ class Joining:
         tell: told, for people, that the worker has joined, or waits for a scheduler.
         threads: BLAS and OpenMP threads of this process.
         join_s: how long the connection may take, seconds.
+        doubt: returns what is wrong with the endpoint, after "; "; "" if it may still be right.
     """
 
-    def __init__(self, tell: Callable[[str], None], *, threads: int, join_s: float) -> None:
+    def __init__(
+        self, tell: Callable[[str], None], *, threads: int, join_s: float, doubt: Callable[[], str]
+    ) -> None:
         self._tell = tell
+        self._doubt = doubt
         self._threads = threads
         self._join_s = join_s
         self._waits_from: float | None = None
@@ -37,7 +41,7 @@ class Joining:
         """Tell once that nobody answers, if it has taken that long."""
         if self._waits_from is not None and time.monotonic() - self._waits_from >= SILENT_S:
             self._waits_from = None
-            self._tell(f"waiting for a scheduler, for at most {self._join_s:.3g} s")
+            self._tell(f"waiting for a scheduler, for at most {self._join_s:.3g} s{self._doubt()}")
 
     def joined(self, welcome: Welcome) -> None:
         """Tell that the worker is in, and resolve modules as the scheduler's process on this host does."""

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from pipedist.accelerators import VISIBLE
 from pipedist.errors import ProtocolError, UsageError
 from pipedist.transport.dealer import ConnectionLost, Dealer
+from pipedist.transport.rendezvous import parse_endpoint
 from pipedist.worker import forks
 from pipedist.worker.code_store import CodeStore, held
 from pipedist.worker.commands import Ending
@@ -154,6 +155,7 @@ def _work(settings: WorkerSettings, progress: Progress, label: str, kept_file: i
             progress=progress,
             die=_die,
             tell=tell,
+            doubt=lambda: _unknown_host(settings.endpoint),
             kept=kept,
             code=code,
         )
@@ -178,21 +180,30 @@ def _work(settings: WorkerSettings, progress: Progress, label: str, kept_file: i
     return _EXIT_CODES[ending]
 
 
+def _unknown_host(endpoint: str) -> str:
+    """Return that an endpoint's host has no address, "" if it has one; it may get one later."""
+    import socket  # seldom needed
+
+    parsed = parse_endpoint(endpoint, bind=False, has_keys=True)
+    try:
+        if parsed.is_tcp:
+            socket.getaddrinfo(parsed.host, None)
+    except (OSError, UnicodeError) as error:
+        return f"; the host {parsed.host!r} can't be found: {error}"
+    return ""
+
+
 def _why_unanswered(endpoint: str) -> str:
     """Return what else is to be said where nobody has answered: how far one gets; "" if nothing is known."""
     import socket  # seldom needed
 
-    scheme, _, place = endpoint.partition("://")
-    if scheme != "tcp":
+    parsed = parse_endpoint(endpoint, bind=False, has_keys=True)
+    if not parsed.is_tcp:
         return ""
-    host, _, port = place.rpartition(":")
-    host = host.strip("[]")
+    if unknown := _unknown_host(endpoint):
+        return unknown
     try:
-        socket.getaddrinfo(host, None)
-    except (OSError, UnicodeError) as error:
-        return f"; the host {host!r} can't be found: {error}"
-    try:
-        socket.create_connection((host, int(port)), timeout=PROBE_S).close()
+        socket.create_connection((parsed.host, parsed.port), timeout=PROBE_S).close()
     except ConnectionRefusedError:
         return "; nothing listens there: is the run there, and is this its port?"
     except TimeoutError:
