@@ -91,7 +91,7 @@ def take(folder: str) -> Snapshot:
     found: dict[str, bytes] = {}
     left: list[str] = []
     size = 0
-    for name, path in _walk(folder):
+    for name, path in _walk(folder, left):
         content = _content(folder, name, path, left)
         if content is None:
             continue
@@ -181,14 +181,20 @@ def _checked(tree: Tree, digest: str) -> tuple[list[str], list[bytes]]:
     return names, contents
 
 
-def _walk(folder: str) -> Iterator[tuple[str, str]]:
-    """Yield (relative name, path) of what may be code, in no order."""
+def _walk(folder: str, left: list[str]) -> Iterator[tuple[str, str]]:
+    """Yield (relative name, path) of what may be code, in no order; what can't be read is in `left`."""
     pending = [("", folder, 0)]
     looked = 0
     while pending:
         prefix, place, depth = pending.pop()
-        with os.scandir(place) as entries:
-            found = list(entries)
+        try:
+            with os.scandir(place) as entries:
+                found = list(entries)
+        except OSError as error:
+            if not prefix:
+                raise
+            left.append(f"{prefix!a} ({error.strerror})")
+            continue
         looked += len(found)
         if looked > ENTRIES_MAX:
             raise CodeTooLarge(

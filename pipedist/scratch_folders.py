@@ -45,7 +45,7 @@ class ScratchFolder:
         """Remove the folder and what is in it; what can't be removed stays."""
         if self._lock < 0:
             return
-        _remove(self.path)
+        remove(self.path)
         os.close(self._lock)
         self._lock = -1
 
@@ -89,7 +89,7 @@ def _sweep(parent: str, name: re.Pattern[str]) -> None:
                     continue
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if _is_there(path, lock):
-                    _remove(path)
+                    remove(path)
             finally:
                 os.close(lock)
 
@@ -113,7 +113,14 @@ def _temporary() -> str:
     return tempfile.gettempdir()
 
 
-def _remove(path: str) -> None:
-    import shutil  # takes milliseconds to import, and most folders are made when a process has time
+def remove(path: str) -> None:
+    """Remove a folder, and whatever is in it; what can't be removed stays."""
+    try:
+        with os.scandir(path) as entries:
+            for entry in entries:
+                os.unlink(entry.path)
+        os.rmdir(path)
+    except OSError:
+        import shutil  # takes milliseconds to import, and is never needed where sockets are all there is
 
-    shutil.rmtree(path, ignore_errors=True)
+        shutil.rmtree(path, ignore_errors=True)

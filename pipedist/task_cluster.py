@@ -24,12 +24,13 @@ from pipedist.cluster_resolvers import ClusterResolver, TFConfigClusterResolver
 from pipedist.connect_cluster import server_keys
 from pipedist.coordinator import Coordinator
 from pipedist.errors import RemoteError, RunCancelled, UsageError
-from pipedist.local_cluster import Cluster, checked_count, dial_in
+from pipedist.local_cluster import Cluster, checked_count, dial_in, tell
 from pipedist.program import Tree
 from pipedist.transport.codec import decode, encode
-from pipedist.transport.keys import ClientKeys, read_key_file
+from pipedist.transport.keys import read_key_file
 from pipedist.transport.loopback_keys import is_loopback, loopback_key_file
 from pipedist.transport.rendezvous import parse_endpoint
+from pipedist.worker.joining import SILENT_S
 from pipedist.worker.supervisor import Supervisor
 
 KEY_FILE_VARIABLE = "PIPEDIST_KEY_FILE"
@@ -203,20 +204,20 @@ class TaskCluster(Cluster):
     async def __aenter__(self) -> Self:
         if self._supervisors:
             raise UsageError("this cluster is open already: a shared one is entered once")
-        keys = read_key_file(self._key_file).client  # before anything is started
+        read_key_file(self._key_file)  # what is wrong with it is told before anything is started
         if self.is_scheduling:
             await super().__aenter__()
             self.coordinator.on_supervisor(self._heard)
         loop = asyncio.get_running_loop()
         try:
             for number in range(self._each):
-                self._start(loop, keys, number)
+                self._start(loop, number)
         except BaseException as error:  # nobody leaves what was not entered
             await self.__aexit__(type(error), error, error.__traceback__)
             raise
         return self
 
-    def _start(self, loop: asyncio.AbstractEventLoop, keys: ClientKeys, number: int) -> None:
+    def _start(self, loop: asyncio.AbstractEventLoop, number: int) -> None:
         def on_share(share: int, frames: list[memoryview]) -> None:
             # every supervisor is given the same; who listens to one, has heard all
             if number == 0 and not self.is_scheduling:
@@ -225,7 +226,6 @@ class TaskCluster(Cluster):
         supervisor = Supervisor(
             self._endpoint,
             self._key_file,
-            keys,
             threads=self._threads,
             join_s=self._join_s,
             task=f"{self.task_type}/{self.task_id}",
@@ -248,9 +248,7 @@ class TaskCluster(Cluster):
     ) -> None:
         try:
             if self.is_scheduling and kind is None:
-                with anyio.move_on_after(self._join_s):
-                    while self._missing:  # they wait for what was shared, and are told to leave
-                        await self._changed.wait()
+                await self._all_heard()  # they wait for what was shared, and are told to leave
             elif kind is None:
                 await self._all_ended()
         finally:
@@ -262,6 +260,20 @@ class TaskCluster(Cluster):
                     supervisor.leave(at_once=True)
                 with anyio.move_on_after(_LEAVE_S, shield=True):
                     await self._all_ended()
+
+    async def _all_heard(self) -> None:
+        """Return when every task has been heard of, or `join_s` is over; say who is waited for."""
+        with anyio.move_on_after(self._join_s):
+            with anyio.move_on_after(SILENT_S):
+                await self._none_missing()
+            if self._missing:
+                missing = ", ".join(sorted(self._missing))
+                tell(f"not heard of yet: {missing}; waiting for them, for at most {self._join_s:g} s")
+            await self._none_missing()
+
+    async def _none_missing(self) -> None:
+        while self._missing:
+            await self._changed.wait()
 
     async def _all_ended(self) -> None:
         """Return when all supervisors of this program have ended."""

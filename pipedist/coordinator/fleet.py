@@ -291,7 +291,7 @@ class Fleet:
                 was away, each is answered, and the next incarnation is there by then.
         """
         self._router.send(identity, msg.Refuse("this incarnation is not a member", before))
-        text = f"a message from connection {identity.hex()}, which is no member's"
+        text = f"a message from connection {repr(identity)[1:]}, which is no member's"
         self._on_refuse(text, "a message of no member")
 
     def heard(self, identity: bytes, worker: str, incarnation: int) -> None:

@@ -211,7 +211,6 @@ def main(arguments: Mapping[str, Any]) -> None:
             the key file; the other fields of `Terms`.
     """
     from pipedist.errors import PipedistError
-    from pipedist.transport.keys import read_key_file
     from pipedist.worker.supervisor import Supervisor
 
     threading.Thread(target=_leave_with, args=(int(arguments["parent"]),), daemon=True).start()
@@ -220,11 +219,9 @@ def main(arguments: Mapping[str, Any]) -> None:
     signal.signal(signal.SIGTERM, _leave)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's Ctrl-C is the scheduler's to answer
     try:
-        keys = read_key_file(path).client
         supervisor = Supervisor(
             str(arguments["endpoint"]),
             path,
-            keys,
             threads=int(arguments["threads"]),
             join_s=float(arguments["join_s"]),
             inherited=(descriptor,),

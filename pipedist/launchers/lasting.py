@@ -360,7 +360,6 @@ def main(arguments: Mapping[str, Any]) -> None:
         supervisor = Supervisor(
             str(arguments["endpoint"]),
             "",
-            None,
             threads=int(arguments["threads"]),
             join_s=float(arguments["join_s"]),
             gpus=float(arguments["gpus"]),

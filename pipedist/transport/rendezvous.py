@@ -17,6 +17,7 @@ from typing import Final
 
 from pipedist.errors import UsageError
 from pipedist.records import record
+from pipedist.scratch_folders import ScratchFolder, remove
 
 SOCKET_PATH_BYTES_MAX: Final = 107
 """Bytes of a unix socket's path: `sun_path` is 108, with a final zero."""
@@ -27,6 +28,7 @@ SHARED_MEMORY_SUFFIX: Final = ".mem"
 _TCP: Final = re.compile(r"tcp://(\*|\[[0-9A-Fa-f:.%\w]+\]|[^\s:/\[\]]+):(\d{1,5}|\*)")
 _IPV4: Final = re.compile(r"[0-9.]+")
 _PREFIX: Final = "pipedist-"
+_LONGEST: Final = "/pipedist-run-xxxxxxxx-4194304-xxxx"
 _NAME_BYTES: Final = 8  # of randomness in a socket's name
 _IPC_TAIL: Final = len("/") + 2 * _NAME_BYTES + len(SHARED_MEMORY_SUFFIX)
 
@@ -76,37 +78,48 @@ class Endpoint:
 def private_directory() -> Iterator[Path]:
     """Make a directory that only this user can enter, for ipc sockets; removed at the end.
 
+    Where everybody who could remove it is killed at once, the next one to make such a directory does.
+
     Raises:
         UsageError: no such directory can be made.
     """
-    directory = make_private_directory()
+    with _base() as base:
+        directory = ScratchFolder("run", base)
     try:
-        yield directory
+        yield Path(directory.path)
     finally:
-        _remove(str(directory))
+        directory.close()
 
 
 def make_private_directory() -> Path:
     """Make a directory that only this user can enter, for ipc sockets, and for whoever makes it to remove.
 
-    It is made in TMPDIR, or in /tmp if paths there were too long for a unix socket, or nothing can be
-    written there.
-
     Raises:
         UsageError: no such directory can be made.
     """
+    with _base() as base:
+        directory = f"{base}/{_PREFIX}{os.urandom(4).hex()}"
+        os.mkdir(directory, 0o700)
+    return Path(directory)
+
+
+@contextmanager
+def _base() -> Iterator[str]:
+    """Have a directory made in TMPDIR, or in /tmp if paths there were too long, or nothing can be written.
+
+    Raises:
+        UsageError: no directory can be made there.
+    """
     base = os.path.abspath(os.environ.get("TMPDIR") or "/tmp")
-    is_long = len(os.fsencode(base)) + len("/pipedist-xxxxxxxx") + _IPC_TAIL > SOCKET_PATH_BYTES_MAX
+    is_long = len(os.fsencode(base)) + len(_LONGEST) + _IPC_TAIL > SOCKET_PATH_BYTES_MAX
     if is_long or not os.access(base, os.W_OK | os.X_OK):
         base = "/tmp"
-    directory = f"{base}/{_PREFIX}{os.urandom(4).hex()}"
     try:
-        os.mkdir(directory, 0o700)
+        yield base
     except OSError as error:
         raise UsageError(
             f"can't make a directory for sockets in {base}: {error.strerror}; set TMPDIR"
         ) from None
-    return Path(directory)
 
 
 def private_directory_of(endpoint: str) -> str:
@@ -122,20 +135,7 @@ def remove_private_directory(directory: str) -> None:
         directory: from `private_directory_of`; looked at again, and left alone if it is another one by now.
     """
     if _is_ours(directory):
-        _remove(directory)
-
-
-def _remove(directory: str) -> None:
-    """Remove a directory of sockets, and whatever else is in it."""
-    try:
-        with os.scandir(directory) as entries:
-            for entry in entries:
-                os.unlink(entry.path)
-        os.rmdir(directory)
-    except OSError:
-        import shutil  # takes milliseconds to import, and is never needed where sockets are all there is
-
-        shutil.rmtree(directory, ignore_errors=True)
+        remove(directory)
 
 
 def _is_ours(directory: str) -> bool:

@@ -78,7 +78,7 @@ class Driver:
         progress: where the call that runs is noted down.
         die: ends the process; called with a text when the reporter thread fails.
         tell: told, for people, that the worker has joined, or waits for a scheduler.
-        endpoint: the scheduler's, for what is told; "": not known.
+        doubt: returns what is wrong with the scheduler's endpoint, as for `Joining`.
         kept: where results are kept until they are durable.
         code: keeps copies of the scheduler's code folders.
     """
@@ -93,7 +93,7 @@ class Driver:
         progress: Progress,
         die: Callable[[str], None],
         tell: Callable[[str], None] = _tell_nobody,
-        endpoint: str = "",
+        doubt: Callable[[], str] = str,
         kept: KeptResults | None = None,
         code: CodeStore | None = None,
     ) -> None:
@@ -102,7 +102,7 @@ class Driver:
         self._join_s = join_s
         self._progress = progress
         self._die = die
-        self._joining = Joining(tell, threads=threads, join_s=join_s, endpoint=endpoint)
+        self._joining = Joining(tell, threads=threads, join_s=join_s, doubt=doubt)
         self._core = threading.Lock()
         """Held by whoever uses `_machine` or `_socket`."""
         self._uplink = Uplink(socket, self._core)

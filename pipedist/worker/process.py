@@ -18,6 +18,7 @@ from collections.abc import Callable
 from pipedist.accelerators import VISIBLE
 from pipedist.errors import ProtocolError, UsageError
 from pipedist.transport.dealer import ConnectionLost, Dealer
+from pipedist.transport.rendezvous import parse_endpoint
 from pipedist.worker import forks
 from pipedist.worker.code_store import CodeStore, held
 from pipedist.worker.commands import Ending
@@ -25,7 +26,6 @@ from pipedist.worker.context import set_task
 from pipedist.worker.driver import Driver
 from pipedist.worker.heap import keep_freed_pages
 from pipedist.worker.hello import make_hello
-from pipedist.worker.joining import host_of, unknown_host
 from pipedist.worker.kept import KeptResults
 from pipedist.worker.kernel import WORKER_NAME, set_process_name
 from pipedist.worker.limits import Limits
@@ -155,7 +155,7 @@ def _work(settings: WorkerSettings, progress: Progress, label: str, kept_file: i
             progress=progress,
             die=_die,
             tell=tell,
-            endpoint=settings.endpoint,
+            doubt=lambda: _unknown_host(settings.endpoint),
             kept=kept,
             code=code,
         )
@@ -180,16 +180,30 @@ def _work(settings: WorkerSettings, progress: Progress, label: str, kept_file: i
     return _EXIT_CODES[ending]
 
 
+def _unknown_host(endpoint: str) -> str:
+    """Return that an endpoint's host has no address, "" if it has one; it may get one later."""
+    import socket  # seldom needed
+
+    parsed = parse_endpoint(endpoint, bind=False, has_keys=True)
+    try:
+        if parsed.is_tcp:
+            socket.getaddrinfo(parsed.host, None)
+    except (OSError, UnicodeError) as error:
+        return f"; the host {parsed.host!r} can't be found: {error}"
+    return ""
+
+
 def _why_unanswered(endpoint: str) -> str:
     """Return what else is to be said where nobody has answered: how far one gets; "" if nothing is known."""
     import socket  # seldom needed
 
-    place = host_of(endpoint)
-    unknown = unknown_host(endpoint)
-    if place is None or unknown:
+    parsed = parse_endpoint(endpoint, bind=False, has_keys=True)
+    if not parsed.is_tcp:
+        return ""
+    if unknown := _unknown_host(endpoint):
         return unknown
     try:
-        socket.create_connection(place, timeout=PROBE_S).close()
+        socket.create_connection((parsed.host, parsed.port), timeout=PROBE_S).close()
     except ConnectionRefusedError:
         return "; nothing listens there: is the run there, and is this its port?"
     except TimeoutError:

@@ -34,7 +34,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from pipedist import accelerators
-from pipedist.errors import PipedistError, ProtocolError
+from pipedist.errors import PipedistError, ProtocolError, UsageError
 from pipedist.messages import Goodbye, Heartbeat, Refuse, Share, Stop, Welcome
 from pipedist.scratch_folders import ScratchFolder
 from pipedist.transport.dealer import ConnectionLost, Dealer
@@ -105,9 +105,8 @@ def run_worker(
         UsageError: if the key file can't be read, or the endpoint is none.
     """
     path = "" if key_file is None else os.path.abspath(os.fspath(key_file))
-    keys = read_key_file(path).client if path else None
     gpus = len(accelerators.named())
-    supervisor = Supervisor(endpoint, path, keys, threads=threads, join_s=join_s, leave_s=leave_s, gpus=gpus)
+    supervisor = Supervisor(endpoint, path, threads=threads, join_s=join_s, leave_s=leave_s, gpus=gpus)
     before = answer(lambda _number, _frame: supervisor.leave())
     try:
         return supervisor.run()
@@ -122,7 +121,6 @@ class Supervisor:
     Args:
         endpoint: the scheduler's.
         key_file: path of the cluster's keys, "" for an ipc endpoint.
-        keys: what is in it.
         threads: BLAS and OpenMP threads of the worker.
         join_s: how long the scheduler may take to answer, seconds.
         leave_s: how long the worker may take to finish what it runs, seconds.
@@ -141,7 +139,6 @@ class Supervisor:
         self,
         endpoint: str,
         key_file: str,
-        keys: ClientKeys | None,
         *,
         threads: int,
         join_s: float,
@@ -157,7 +154,8 @@ class Supervisor:
     ) -> None:
         self._endpoint = endpoint
         self._key_file = key_file
-        self._keys = keys
+        self._keys: ClientKeys | None = None
+        """What was in the key file when a connection was made; None: before, and for an ipc endpoint."""
         self._threads = threads
         self._join_s = join_s
         self._leave_s = leave_s
@@ -200,7 +198,15 @@ class Supervisor:
         """Where copies of the scheduler's code are kept while this runs."""
 
     def run(self) -> int:
-        """Start the worker process again and again, until there is a reason not to."""
+        """Start the worker process again and again, until there is a reason not to.
+
+        Returns:
+            The exit code, as for `run_worker`.
+
+        Raises:
+            UsageError: the key file can't be read, or nothing can be connected to.
+            PipedistError: this host has no room for the worker process, or its files.
+        """
         incarnation = 0
         try:
             self._code_root = ScratchFolder("code", self._folder)
@@ -239,6 +245,8 @@ class Supervisor:
                     return 1
                 incarnation += 1
             return 0
+        except OSError as error:  # no space, descriptors, processes or memory: who runs this host must know
+            raise PipedistError(f"worker {self.worker} can't be kept alive on this host: {error}") from error
         finally:
             self._disconnect()
             if self._code_root is not None:
@@ -419,6 +427,13 @@ class Supervisor:
             self._disconnect(linger_s=0.0)  # the scheduler will miss the heartbeats
 
     def _connect(self) -> Dealer:
+        if self._key_file:  # anew each time, as each worker process does: the keys of both are the same
+            try:
+                self._keys = read_key_file(self._key_file).client
+            except UsageError:
+                if self._keys is None:
+                    raise
+                # it is gone, or being replaced: the next worker process says so, and this one may go on
         identity = f"supervisor.{self.worker}.{secrets.token_hex(8)}".encode()[:255]
         return Dealer(self._endpoint, identity=identity, keys=self._keys)
 

@@ -151,6 +151,19 @@ def test_a_worker_with_other_keys_is_told_so(folder: Path) -> None:
         assert run.returncode == 130
 
 
+def test_a_host_that_is_full_is_told_and_is_no_defect(tmp_path: Path) -> None:
+    """No file can be written: not even an empty folder helps where nothing can be put into it."""
+    write_key_file(tmp_path / "cluster.key")
+    arguments = "worker --connect tcp://127.0.0.1:9 --key-file cluster.key"
+    command = f'ulimit -f 0; exec "$0" -m pipedist {arguments}'
+    done = subprocess.run(
+        ["sh", "-c", command, sys.executable], cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert re.fullmatch(r"pipedist: worker \S+ can't be kept alive on this host: .*directory.*", line)
+
+
 def test_a_port_that_is_taken_is_a_usage_error(folder: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

@@ -176,8 +176,10 @@ def test_who_is_refused_is_told_with_the_reason(fleet: Fleet, record: Record) ->
     told: list[str] = []
     fleet._on_refuse = lambda reason, _again: told.append(reason)
     fleet.greet(b"a", replace(hello("far", 0), wire=99))
-    fleet.turn_away(b"\x00\x01")
+    fleet.turn_away(b"one:7.0.ab")
+    fleet.turn_away(b"\x00\xff")
     assert told == [
         f"worker 'far' of {hello('far', 0).host!r}: it speaks protocol 99 (the run {msg.WIRE_VERSION})",
-        "a message from connection 0001, which is no member's",
+        "a message from connection 'one:7.0.ab', which is no member's",
+        "a message from connection '\\x00\\xff', which is no member's",
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,20 @@ def test_what_looks_like_code_is_taken_and_comes_out_the_same(folder: Path, tmp_
     assert take(str(out)).digest == snapshot.digest
     assert out.stat().st_mode & 0o777 == 0o700
     assert (out / "a.py").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_folder_that_cannot_be_read_costs_itself_alone(folder: Path) -> None:
+    before = take(str(folder))
+    name = "d" * 200
+    place = os.open(folder, os.O_RDONLY)
+    for _ in range(25):  # its path is longer than the kernel takes; permissions would not stop root
+        os.mkdir(name, dir_fd=place)
+        above, place = place, os.open(name, os.O_RDONLY, dir_fd=place)
+        os.close(above)
+    os.close(place)
+    after = take(str(folder))
+    assert after.digest == before.digest
+    assert after.text.endswith("/' (File name too long)")
 
 
 def test_what_stays_behind(folder: Path, tmp_path: Path) -> None:

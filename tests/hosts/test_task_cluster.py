@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 import pipedist
+from pipedist import task_cluster
 from pipedist.errors import UsageError
 from pipedist.transport.loopback_keys import loopback_key_file
 
@@ -174,6 +175,25 @@ def supervisors_end() -> None:
         if thread.name.startswith("pipedist-supervisor"):
             thread.join(10)
             assert not thread.is_alive()
+
+
+@pytest.mark.asyncio
+async def test_who_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    config(monkeypatch, {"worker": [f"127.0.0.1:{free_port()}" for _ in range(3)]}, index=0)
+    told: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    monkeypatch.setattr(task_cluster, "tell", told.set_result)
+
+    async def leave() -> None:
+        async with pipedist.open_cluster(join_s=60):
+            pass
+
+    task = asyncio.ensure_future(leave())
+    text = await asyncio.wait_for(told, 60)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert text.endswith("worker/1, worker/2; waiting for them, for at most 60 s")
 
 
 @pytest.mark.asyncio

@@ -55,6 +55,22 @@ def test_a_killed_parent_leaves_nothing(how: tuple[str, ...]) -> None:
             assert sorted(x.name for x in folder.iterdir()) == ["mine", "pipedist-elsewhere"]
 
 
+def test_what_is_left_where_all_are_killed_at_once_goes_with_the_next_one() -> None:
+    """By a batch system, or a control group that runs out of memory: nobody is left to remove the sockets."""
+    with TemporaryDirectory(dir="/tmp") as made:
+        folder = Path(made)
+        with parent(folder=folder) as (process, workers, server):
+            for pid in (process.pid, server, *workers):
+                os.kill(pid, signal.SIGSTOP)  # none of them sees another one's end
+            for pid in (process.pid, server, *workers):
+                os.kill(pid, signal.SIGKILL)
+            assert wait_gone([*workers, server]) == []
+        (left,) = folder.iterdir()
+        with parent(folder=folder):
+            (present,) = folder.iterdir()
+            assert present != left
+
+
 def test_a_killed_server_leaves_its_parents_sockets_alone() -> None:
     with TemporaryDirectory(dir="/tmp") as made, parent(folder=Path(made)) as (_, workers, server):
         os.kill(server, signal.SIGKILL)

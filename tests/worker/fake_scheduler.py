@@ -40,8 +40,9 @@ PATIENCE_S = 20.0
 class FakeScheduler:
     """Collects what workers say, and says what the test tells it to."""
 
-    def __init__(self, keys: ServerKeys | None = None) -> None:
+    def __init__(self, keys: ServerKeys | None = None, listen: str = "tcp://127.0.0.1:0") -> None:
         self._keys = keys
+        self._listen = listen
         self.inbox: asyncio.Queue[tuple[bytes, Message, list[memoryview]]] = asyncio.Queue()
         self.exits: asyncio.Queue[WorkerExit] = asyncio.Queue()
         self.logs: list[Log] = []
@@ -56,7 +57,7 @@ class FakeScheduler:
         self._directory = private_directory()
         path = self._directory.__enter__()
         self._router = Router(
-            "tcp://127.0.0.1:0" if self._keys else ipc_endpoint(path),
+            self._listen if self._keys else ipc_endpoint(path),
             keys=self._keys,
             on_message=lambda *received: self.inbox.put_nowait(received),
             on_reject=self.rejected.append,

@@ -19,7 +19,6 @@ from pipedist.errors import UsageError
 from pipedist.messages import Code, Goodbye, Heartbeat, Hello, Log, Refuse, Results, Stop, Welcome
 from pipedist.transport.codec import encode
 from pipedist.transport.keys import write_key_file
-from pipedist.worker import joining
 from pipedist.worker.process import ExitCode
 from pipedist.worker.supervisor import run_worker
 from tests.launchers.processes import state_of, wait_gone, wait_state
@@ -255,6 +254,28 @@ async def test_a_worker_that_loses_its_connection_alone_joins_anew(tmp_path: Pat
         assert (await it.ended())[0] == 0
 
 
+async def test_both_of_its_connections_have_the_keys_that_are_in_the_file_by_then(tmp_path: Path) -> None:
+    """Else the worker is in, and nobody speaks for it: it is put out again and again."""
+    key_file = tmp_path / "keys.json"
+    async with FakeScheduler(write_key_file(key_file).server) as scheduler:
+        it = Supervised(scheduler, await dial_in(scheduler.endpoint, key_file))
+        await it.take(Hello)
+        await it.take(Heartbeat)
+        key_file.unlink()
+        keys = write_key_file(key_file)
+    async with FakeScheduler(keys.server, scheduler.endpoint) as another:
+        it.scheduler = another
+        try:
+            await it.take(Hello)
+            supervisor, _ = await it.take(Heartbeat)
+            another.send(supervisor, Stop("that is all"))
+            assert (await it.ended())[0] == 0
+        finally:
+            if it.process.returncode is None:
+                it.process.kill()
+                await it.process.communicate()
+
+
 async def test_a_refused_worker_says_why_and_does_not_come_again(tmp_path: Path) -> None:
     async with supervised(tmp_path) as it:
         identity, _ = await it.take(Hello)
@@ -304,19 +325,6 @@ async def test_a_host_that_nobody_knows_is_told(tmp_path: Path) -> None:
     assert "the host 'no-such-host.invalid' can't be found" in said.decode()
 
 
-async def test_a_host_that_nobody_knows_is_told_while_the_worker_waits(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(joining, "SILENT_S", 0.0)
-    told: list[str] = []
-    for endpoint in ("tcp://no-such-host.invalid:9", "tcp://[::1]:9", "ipc:///nowhere"):
-        waits = joining.Joining(told.append, threads=1, join_s=30, endpoint=endpoint)
-        waits.begin()
-        waits.look()
-    assert ["waiting for a scheduler, for at most 30 s" in each for each in told] == [True] * 3
-    assert ["the host 'no-such-host.invalid' can't be found" in each for each in told] == [True, False, False]
-
-
 async def test_a_scheduler_that_does_not_answer_is_left(tmp_path: Path) -> None:
     key_file = tmp_path / "keys.json"
     write_key_file(key_file)
@@ -329,17 +337,24 @@ async def test_a_scheduler_that_does_not_answer_is_left(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-async def test_that_it_waits_is_told(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("endpoint", "told"),
+    [
+        ("tcp://127.0.0.1:9", "s\n"),
+        ("tcp://no-such-host.invalid:9", "s; the host 'no-such-host.invalid' can't be found: "),
+    ],
+)
+async def test_that_it_waits_is_told(tmp_path: Path, endpoint: str, told: str) -> None:
     key_file = tmp_path / "keys.json"
     write_key_file(key_file)
-    process = await dial_in("tcp://127.0.0.1:9", key_file, join_s=20)
+    process = await dial_in(endpoint, key_file, join_s=20)
     try:
         assert process.stderr is not None
         line = await asyncio.wait_for(process.stderr.readline(), PATIENCE_S)
     finally:
         process.terminate()
         await process.communicate()
-    assert b"at tcp://127.0.0.1:9: waiting for a scheduler" in line
+    assert f"at {endpoint}: waiting for a scheduler, for at most 20 {told}" in line.decode()
 
 
 async def test_an_endpoint_that_cannot_be_used_is_told_alone(
