@@ -228,6 +228,7 @@ class TaskCluster(Cluster):
             self._key_file,
             threads=self._threads,
             join_s=self._join_s,
+            rejoin_s=self._join_s if self.is_scheduling else 0.0,  # who schedules is here: it is not gone
             task=f"{self.task_type}/{self.task_id}",
             on_share=on_share,
         )
@@ -298,6 +299,24 @@ class TaskCluster(Cluster):
     def _served(self) -> None:
         self._ended += 1
         self._wake()
+        if self.is_scheduling and self._ended == len(self._supervisors):
+            self._look_later()
+
+    def _look_later(self) -> None:
+        asyncio.get_running_loop().call_later(self._join_s, self._look)
+
+    def _look(self) -> None:
+        """End all work if no worker is there: this program's own have ended, and others had time to come."""
+        if self._coordinator is None:
+            return
+        if self._coordinator.workers_ready:
+            self._look_later()
+            return
+        self._coordinator.fail(
+            f"no worker of {self._scheduling} is there any more (it says on standard error why), and for "
+            f"{self._join_s:g} s no other program's: is there another program with the same task, or is one "
+            "missing?"
+        )
 
     def _wake(self) -> None:
         self._changed.set()

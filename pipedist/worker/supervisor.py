@@ -124,6 +124,7 @@ class Supervisor:
         threads: BLAS and OpenMP threads of the worker.
         join_s: how long the scheduler may take to answer, seconds.
         leave_s: how long the worker may take to finish what it runs, seconds.
+        rejoin_s: how long to wait for a scheduler that is gone, seconds, if that did not ask for more.
         gpus: how many the worker owns; a fraction where it shares one.
         worker: how its name begins; "": with this host and process.
         tells: it says on stderr what becomes of it, and its process; otherwise only while it waits for
@@ -143,6 +144,7 @@ class Supervisor:
         threads: int,
         join_s: float,
         leave_s: float = LEAVE_S,
+        rejoin_s: float = 0.0,
         gpus: float = 0,
         worker: str = "",
         tells: bool = True,
@@ -159,6 +161,7 @@ class Supervisor:
         self._threads = threads
         self._join_s = join_s
         self._leave_s = leave_s
+        self._rejoin_s_min = rejoin_s
         self._gpus = gpus
         self._tells = tells
         self._folder = folder
@@ -384,7 +387,7 @@ class Supervisor:
             return None
         if isinstance(message, Welcome):
             self._heartbeat_s = message.heartbeat_s
-            self._rejoin_s = message.rejoin_s
+            self._rejoin_s = max(message.rejoin_s, self._rejoin_s_min)
             self._gone_since = None
             if message.cluster != self._cluster:
                 self._cluster, self._failed = message.cluster, 0

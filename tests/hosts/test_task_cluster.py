@@ -19,7 +19,7 @@ import pytest
 
 import pipedist
 from pipedist import task_cluster
-from pipedist.errors import UsageError
+from pipedist.errors import UsageError, WorkersLost
 from pipedist.transport.loopback_keys import loopback_key_file
 
 PROGRAM = """
@@ -194,6 +194,17 @@ async def test_who_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch, tmp_p
     with pytest.raises(asyncio.CancelledError):
         await task
     assert text.endswith("worker/1, worker/2; waiting for them, for at most 60 s")
+
+
+@pytest.mark.asyncio
+async def test_work_without_any_worker_ends(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    config(monkeypatch, {"worker": [f"127.0.0.1:{free_port()}"]}, index=0)
+    async with pipedist.open_cluster(join_s=1) as cluster:
+        for supervisor in cluster._supervisors:
+            supervisor.leave(at_once=True)
+        with pytest.raises(WorkersLost, match="no worker of worker/0 is there any more"):
+            await asyncio.wait_for(cluster.coordinator.wait_ready(2), 60)
 
 
 @pytest.mark.asyncio

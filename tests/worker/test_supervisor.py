@@ -20,7 +20,7 @@ from pipedist.messages import Code, Goodbye, Heartbeat, Hello, Log, Refuse, Resu
 from pipedist.transport.codec import encode
 from pipedist.transport.keys import write_key_file
 from pipedist.worker.process import ExitCode
-from pipedist.worker.supervisor import run_worker
+from pipedist.worker.supervisor import Supervisor, run_worker
 from tests.launchers.processes import state_of, wait_gone, wait_state
 from tests.worker.fake_scheduler import FakeScheduler, program
 
@@ -54,7 +54,7 @@ class Supervised:
 
 async def dial_in(endpoint: str, key_file: Path, join_s: float = 10.0) -> asyncio.subprocess.Process:
     script = (
-        "import sys; from pipedist.worker.supervisor import run_worker; "
+        "import sys; from pipedist.worker.supervisor import Supervisor, run_worker; "
         f"sys.exit(run_worker({endpoint!r}, {str(key_file)!r}, join_s={join_s}))"
     )
     return await asyncio.create_subprocess_exec(
@@ -274,6 +274,36 @@ async def test_both_of_its_connections_have_the_keys_that_are_in_the_file_by_the
             if it.process.returncode is None:
                 it.process.kill()
                 await it.process.communicate()
+
+
+async def test_a_scheduler_that_does_not_ask_for_it_is_waited_for_by_whose_process_it_is_in(
+    tmp_path: Path,
+) -> None:
+    """A program that was stopped for longer than a connection lasts needs its own workers back."""
+    keys = write_key_file(tmp_path / "keys.json")
+    scheduler = FakeScheduler(keys.server)
+    async with scheduler:
+        supervisor = Supervisor(
+            scheduler.endpoint, str(tmp_path / "keys.json"), threads=1, join_s=60, rejoin_s=60
+        )
+        running = asyncio.ensure_future(asyncio.to_thread(supervisor.run))
+        try:
+            await scheduler.take(Hello, aside=Heartbeat)
+            identity, _, _ = await scheduler.take(Heartbeat)
+            scheduler.send(identity, Welcome("c", 0.1, ()))
+            for _ in range(5):  # the first one comes a second later, the others after a tenth: it has heard
+                await scheduler.take(Heartbeat)
+        except BaseException:
+            supervisor.leave(at_once=True)
+            raise
+    async with FakeScheduler(keys.server, scheduler.endpoint) as again:
+        try:
+            identity, hello, _ = await again.take(Hello, aside=Heartbeat)
+            assert hello.incarnation == 1
+            again.send(identity, Stop("that is all"))
+            assert await asyncio.wait_for(running, PATIENCE_S) == 0
+        finally:
+            supervisor.leave(at_once=True)
 
 
 async def test_a_refused_worker_says_why_and_does_not_come_again(tmp_path: Path) -> None:
