@@ -46,7 +46,7 @@ class ClusterResolver(ABC):
             rpc_layer: put in front: "grpc" gives `grpc://HOST:PORT`; "": nothing; None: the resolver's.
 
         Returns:
-            The address; "" where the resolver knows of no master.
+            The address; nothing behind the layer where the resolver knows of no master, as in tf.distribute.
 
         Raises:
             ValueError: there is no such task.
@@ -81,9 +81,9 @@ class ClusterResolver(ABC):
         return dict(self._num_accelerators)
 
     def _url(self, address: str, rpc_layer: str | None) -> str:
-        """Return an address, if there is one, behind the layer that `master` was told, or its own."""
+        """Return an address, behind the layer that `master` was told, or its own."""
         layer = self._rpc_layer if rpc_layer is None else rpc_layer
-        return f"{layer}://{address}" if layer and address else address
+        return f"{layer}://{address}" if layer else address
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__}, task {self.task_type} {self.task_id}>"

@@ -17,7 +17,7 @@ from pipedist.coordinator.offers import key_of
 from pipedist.coordinator.policy import Policy
 from pipedist.coordinator.roster import Peer
 from pipedist.coordinator.store import Chunk, ResultStore, Slots
-from pipedist.errors import CallError, LocalProtocolError, RunDrained
+from pipedist.errors import CallError, LocalProtocolError, RunCancelled, RunDrained
 from pipedist.feeds import Feed, Spans
 from pipedist.program import Program, Shards, Tree
 from pipedist.records import record
@@ -355,6 +355,12 @@ class PassHandle:
             timed_out: it took too long.
         """
         told = self.policy.timed_out(running) if timed_out else None
+        if self._feed is None and running.call // self.settings.replicas not in self._waiting:
+            # Nobody waits for the step any more, and it may have hung: it is not tried again.
+            why, cls = "its caller was cancelled", RunCancelled
+            told = msg.Failed(
+                running.lease, running.call, self.name, cls.__module__, cls.__name__, why, "", False
+            )
         if told is not None:
             self.raised[running.call] = told
         return self.policy.fate(running, told)

@@ -88,7 +88,7 @@ class BaseStrategy(InputStrategy, TfNames):
         returning it or assigning to a `pipedist.Variable`, is lost.
 
         Where it is cancelled, the workers still do the step, and nothing of it counts; the next run that uses
-        variables begins after it.
+        variables begins after it. A step that hangs ends with its workers: `LocalCluster.restart`.
 
         Args:
             fn: a replica function, sync or async; with a parameter named `ctx` it also gets the

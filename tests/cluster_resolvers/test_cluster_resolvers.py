@@ -164,7 +164,7 @@ def test_every_resolver_puts_the_layer_in_front_that_it_is_asked_for() -> None:
         assert told == ["grpc://b:1", "x://b:1", "b:1"], resolver
     assert (simple.master(), simple.master(rpc_layer="")) == ("grpc://m:1", "m:1")
     unknown = pipedist.SimpleClusterResolver(pipedist.ClusterSpec(WORKERS), rpc_layer="grpc")
-    assert (unknown.master(), pipedist.UnionResolver(unknown).master()) == ("", "")
+    assert (unknown.master(), unknown.master(rpc_layer="")) == ("grpc://", "")
 
 
 def test_simple_and_union() -> None:

@@ -129,6 +129,33 @@ async def test_a_cancelled_run_leaves_the_strategy_usable() -> None:
         assert parts(await strategy.run(functions.double, args=(2,))) == [4, 4]
 
 
+async def test_a_cancelled_run_that_hangs_ends_with_its_worker(tmp_path: Path) -> None:
+    async with pipedist.LocalCluster(workers=1) as cluster:
+        strategy = pipedist.Strategy(cluster, replicas=2)
+        with strategy.scope():
+            v = pipedist.Variable(1.0, aggregation="sum")
+
+        def hangs(folder: str) -> None:
+            import threading
+
+            v.assign_add(1.0)
+            ctx: Any = pipedist.get_replica_context()
+            if ctx.replica_id_in_sync_group == 0:
+                with (Path(folder) / "attempts").open("a") as attempts:
+                    attempts.write("x")
+            threading.Event().wait()
+
+        run = asyncio.create_task(strategy.run(hangs, args=(str(tmp_path),)))
+        await asyncio.to_thread(functions.wait_for, str(tmp_path / "attempts"))
+        run.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await run
+        await cluster.restart(0)
+        async with asyncio.timeout(60):
+            assert parts(await strategy.run(lambda: float(v.value()))) == [1.0, 1.0]
+        assert (tmp_path / "attempts").read_text() == "x"
+
+
 async def test_what_a_function_captured_is_what_it_captures_now() -> None:
     async with pipedist.LocalCluster(workers=1) as cluster:
         strategy = pipedist.Strategy(cluster, replicas=1)
