@@ -68,7 +68,8 @@ def _ended(said: dict[str, Any], path: Path) -> str:
 def _journal(folder: Path, *, finished: bool) -> list[str]:
     """Return what a journal knows, for people."""
     from pipedist.journal.audit import audit
+    from pipedist.outputs.run_record import is_there
 
-    if not (folder / "journal").is_file():
+    if not is_there(folder / "journal", folder.parent.parent):
         return ["it has no journal"]
     return audit(folder, finished=finished).lines()

@@ -48,6 +48,7 @@ from pipedist.outputs.run_record import (
     LIVE,
     PRIVATE,
     RunRecord,
+    is_there,
     read_record,
     read_results,
     reading,
@@ -286,13 +287,13 @@ def open_folder(
         if old is not None and old.state == "committing":
             old = put_in_place(path, old)
         if resume and old is not None and old.state == "finished" and old.spec == spec_hash:
-            gone = [name for name in old.files if not (path / name).is_file()]
+            gone = [name for name in old.files if not is_there(path / name, shown)]
             changed = tuple(since(path / PRIVATE / "journal")) if since is not None else ()
             if resume != "reuse" or not (gone or changed):
                 return _finished(path, old, shown, gone, changed)
         previous = _standing(old)
         _check_free(path, shown, outputs, previous)
-        if resume and old is not None and (path / PRIVATE / "journal" / "journal").is_file():
+        if resume and old is not None and is_there(path / PRIVATE / "journal" / "journal", shown):
             if old.spec == spec_hash and old.state != "finished":
                 record = RunRecord("running", old.run, spec_hash, tuple(outputs), previous)
                 _clear_partial(path)

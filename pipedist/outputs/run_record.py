@@ -138,6 +138,20 @@ def write_json(path: Path, value: Json) -> None:
         out.abort()
 
 
+def is_there(path: Path, shown: Path) -> bool:
+    """Return whether a file is there.
+
+    Args:
+        shown: the folder, as errors call it.
+
+    Raises:
+        UsageError: a folder on the way can't be looked into.
+        OutputError: the disk fails.
+    """
+    with reading(shown):
+        return path.is_file()
+
+
 @contextlib.contextmanager
 def reading(shown: Path) -> Iterator[None]:
     """Turn the operating system's errors into those of a user's choice of folder, or of a disk that fails."""

@@ -92,8 +92,9 @@ def open_journal(
         )
     now = header_of(plan, folder.run_id, origin)
     changed, moved = changes(history.header, now), platform_changes(history.header)
-    gone = None if changed else _gone(plan, folder, history)
-    if not changed and folder.found == "unfinished" and not gone and (force or not moved):
+    goes_on = not changed and folder.found == "unfinished"
+    gone = _gone(plan, folder, history) if goes_on else None
+    if goes_on and not gone and (force or not moved):
         journal = Journal.reopen(folder.journal, history)
         return Opened(journal, RunJournal(journal, history, _stamp(now)), _resumed(history, now, moved))
     if gone and not reuse:

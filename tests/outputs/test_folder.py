@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from pipedist.cli.why_command import explain_run
 from pipedist.errors import OutputError, UsageError
 from pipedist.outputs import FinishedRun, RunFolder, open_folder
 from pipedist.outputs import folder as folder_module
@@ -158,6 +159,17 @@ def test_resume_of_a_finished_run_that_is_not_whole_any_more(tmp_path: Path) -> 
     with pytest.raises(UsageError, match=r"x/a\.json of the finished run r1 is not there.*--restart"):
         start(out, resume=True)
     complete(out, restart=True)
+
+
+def test_a_journal_that_can_not_be_looked_into_is_told(tmp_path: Path) -> None:
+    out = tmp_path / "x"
+    start(out).close()
+    (out / ".pipedist/journal").rmdir()
+    (out / ".pipedist/journal").symlink_to("x" * 300)  # no permission, as whoever is not root meets it
+    with pytest.raises(UsageError, match=r"can't use .*/x as output folder: File name too long"):
+        start(out, resume=True)
+    with pytest.raises(UsageError, match=r"can't use .*/x as output folder: File name too long"):
+        explain_run(str(out), as_json=False)
 
 
 def test_resume_of_nothing_says_so(tmp_path: Path) -> None:
