@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from pipedist.cli import exits
@@ -18,6 +22,10 @@ if TYPE_CHECKING:
 
 FORMAT = 1
 """Of the JSON document."""
+
+
+class _CtrlC(KeyboardInterrupt):
+    """The terminal's, and not one that the function raised."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +77,12 @@ def _execute(options: ReplayOptions) -> int:
     with stdout_to_stderr(), open_replay(folder, key, options.elements) as replay:
         if not options.as_json:
             write_error("".join(f"pipedist: {line}\n" for line in _introduced(replay)))
-        made = replay.execute()
-    if isinstance(made.error, KeyboardInterrupt):
+        with _recognizing_ctrl_c(replay.call.program.gang):
+            made = replay.execute()
+    if isinstance(made.error, _CtrlC):
+        write_error(f"pipedist: Ctrl-C ended the call, which was here:\n{_told(made)}")
+        if options.debug:
+            _debug(made.error)
         raise made.error
     if options.as_json:
         _print_document(replay, made)
@@ -83,6 +95,32 @@ def _execute(options: ReplayOptions) -> int:
             _debug(made.error)
         return exits.FAILED
     return exits.OK
+
+
+@contextmanager
+def _recognizing_ctrl_c(is_gang: bool) -> Iterator[None]:
+    def interrupt(number: int, _frame: FrameType | None) -> None:
+        if not is_gang:
+            raise _CtrlC
+        # Nothing can end the threads of its replicas but the end of the process.
+        write_error(f"pipedist: Ctrl-C ended the call, whose replicas were here:\n{_places()}")
+        os._exit(exits.interrupted(number))
+
+    before = signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _places() -> str:
+    """Return where this process's threads are, those that are in a replica function."""
+    from traceback import format_list
+
+    from pipedist.worker.failures import user_stack
+
+    stacks = [user_stack(frame) for frame in sys._current_frames().values()]
+    return "\n".join("".join(format_list(stack)) for stack in stacks if stack)
 
 
 def _use_threads(threads: int) -> None:
@@ -123,8 +161,12 @@ def _failure_text(replay: Replay, made: Replayed) -> str:
     assert failure is not None
     text = f"{failure.name}: {failure.text}" if failure.text else failure.name
     where = f"stage {failure.stage}, step {replay.key.step}, replica {made.culprit}"
-    told = failure.traceback.rstrip()
-    return f"pipedist: {where}: {text}\n" + (f"{told}\n" if told else "")
+    return f"pipedist: {where}: {text}\n{_told(made)}"
+
+
+def _told(made: Replayed) -> str:
+    told = made.failure.traceback.rstrip() if made.failure is not None else ""
+    return f"{told}\n" if told else ""
 
 
 def _print_document(replay: Replay, made: Replayed) -> None:

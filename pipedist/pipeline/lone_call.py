@@ -15,10 +15,11 @@ from pipedist.records import record
 from pipedist.spec import ReduceSpec, StageSpec
 from pipedist.transport.codec import Frame, encode
 from pipedist.worker.binding import from_frames, load_tree, to_frames
-from pipedist.worker.execution import Call, Outcome, PassExecutor
+from pipedist.worker.execution import Call, Outcome, PassExecutor, Result
 from pipedist.worker.failures import CallFailure
 from pipedist.worker.loops import PersistentLoop
-from pipedist.worker.ranges import RangeRun
+from pipedist.worker.ranges import RangeRun, cancelled
+from pipedist.worker.shards import LeaseShards
 
 _SLICE_S, _SLICE_BYTES = 1e6, 2**62
 """A slice that nothing exceeds."""
@@ -75,11 +76,20 @@ class _Witness(PassExecutor):
     def __init__(self, program: Program) -> None:
         super().__init__(program, program.threads)
         self.errors: dict[int, BaseException] = {}
+        self.waiting: dict[int, Call] = {}
 
     def failure(self, call: Call, error: BaseException, *, aborted: bool = False) -> CallFailure:
         """As `PassExecutor`."""
         self.errors[call.number] = error
         return super().failure(call, error, aborted=aborted)
+
+    async def run_among_others(self, call: Call, shards: LeaseShards) -> Result:
+        """As `PassExecutor`; keeps where a call that was waiting has been cancelled."""
+        try:
+            return await super().run_among_others(call, shards)
+        except BaseException as error:
+            self.waiting[call.number], self.errors[call.number] = call, error
+            raise
 
 
 def execute(lone: LoneCall) -> Replayed:
@@ -127,13 +137,27 @@ def _run(
     outcomes: dict[int, Outcome] = {}
     failures: dict[int, CallFailure] = {}
     while len(outcomes) + len(failures) < lone.hi - lone.lo:
-        failure = run.advance(_SLICE_S, _SLICE_BYTES)
+        try:
+            failure = run.advance(_SLICE_S, _SLICE_BYTES)
+        except KeyboardInterrupt as interrupt:  # Ctrl-C, while an async function waits for something
+            loop.run(_end_tasks())
+            call = executor.waiting.get(lone.number)
+            if call is None:
+                raise
+            where = executor.errors[lone.number].__traceback__
+            return {}, {lone.number: executor.failure(call, interrupt.with_traceback(where))}
         taken = run.take()
         outcomes.update(enumerate(taken.outcomes, taken.lo))
         if failure is not None:
             failures[failure.call] = failure
             run.skip()
     return outcomes, failures
+
+
+async def _end_tasks() -> None:
+    import asyncio  # loaded already: there are async functions
+
+    await cancelled([task for task in asyncio.all_tasks() if task is not asyncio.current_task()])
 
 
 def _gang_run(

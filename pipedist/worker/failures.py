@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import traceback
 from collections.abc import Callable
-from types import TracebackType
+from types import FrameType, TracebackType
 
 from pipedist import functions
 from pipedist.errors import PipedistError
@@ -124,6 +124,13 @@ def user_frames(tb: TracebackType | None) -> TracebackType | None:
             first = tb.tb_next
         tb = tb.tb_next
     return first
+
+
+def user_stack(frame: FrameType) -> list[traceback.FrameSummary]:
+    """Return what a thread executes, from the first frame on that a stage's function has; [] without one."""
+    stack = traceback.extract_stack(frame)
+    callers = [place for place, line in enumerate(stack) if line.filename in _CALLERS]
+    return list(stack[callers[-1] + 1 :]) if callers else []
 
 
 def _clipped(text: str, chars_max: int) -> str:

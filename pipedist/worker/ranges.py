@@ -120,7 +120,7 @@ class RangeRun:
         """Give up what is running."""
         if self._running:
             running, self._running = self._running, deque()
-            self._loop.run(_cancelled([task for _, task in running]))
+            self._loop.run(cancelled([task for _, task in running]))
 
     def _one_by_one(self, until_ns: int, slice_bytes: int) -> CallFailure | None:
         while self._next < self._hi:
@@ -228,7 +228,7 @@ async def awaited(awaitable: Awaitable[Any]) -> Any:
         raise Ended(error) from None
 
 
-async def _cancelled(tasks: list[asyncio.Task[Any]]) -> None:
+async def cancelled(tasks: list[asyncio.Task[Any]]) -> None:
     """Cancel tasks and give them one second to clean up."""
     import asyncio  # loaded already
 

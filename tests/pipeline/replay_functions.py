@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -74,3 +76,28 @@ def distance(x: np.ndarray, w: dict[str, Any]) -> np.ndarray:
 
 def one_by_one(count: int) -> Iterator[np.ndarray]:
     return (np.array(i * 3) for i in range(count))
+
+
+def blocks(x: np.ndarray) -> np.ndarray:
+    if "BLOCKS" in os.environ:
+        os.write(2, b"here\n")
+        time.sleep(1e6)
+    return x
+
+
+async def blocks_async(x: np.ndarray) -> np.ndarray:
+    if "BLOCKS" in os.environ:
+        os.write(2, b"here\n")
+        await asyncio.sleep(1e6)
+    return x
+
+
+def blocks_together(x: np.ndarray, ctx: Any) -> np.ndarray:
+    if "BLOCKS" in os.environ:
+        os.write(2, b"here\n")
+        time.sleep(1e6)
+    return np.asarray(ctx.all_reduce("sum", x.sum()) + x)
+
+
+def raises_an_interrupt(x: np.ndarray) -> np.ndarray:
+    raise KeyboardInterrupt
