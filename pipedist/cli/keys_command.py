@@ -23,9 +23,16 @@ def new_key_files(output: str) -> int:
     Raises:
         UsageError: one of the files exists, or can't be made; then neither is there.
     """
+    import shlex
+
     from pipedist.transport.keys import new_keys, workers_file, write_key_file
 
-    server, workers = Path(output), workers_file(output)
+    server = Path(output)
+    if server.is_dir():
+        raise UsageError(
+            f"--output {output!r} is a folder: expected a file, as {str(server / 'cluster.key')!r}"
+        )
+    workers = workers_file(output)
     for path in (server, workers):
         if os.path.lexists(path):
             # Before anything is written: half a cluster's keys are worse than none.
@@ -42,7 +49,7 @@ def new_key_files(output: str) -> int:
         f"{server!s:<{width}}  for the host of the run:  cluster: {{launcher: connect, listen: "
         f'"tcp://ADDRESS:PORT", key_file: {server.name}}}\n'
         f"{workers!s:<{width}}  for hosts of workers:    pipedist worker --connect tcp://ADDRESS:PORT "
-        f"--key-file {workers.name}\n"
+        f"--key-file {shlex.quote(workers.name)}\n"
         "Both have mode 0600, and must keep it. Who has one of them may join the cluster, and is sent its "
         "code and data;\n"
         "who has the first may stand in for the run, and have its own code executed by the workers.\n"

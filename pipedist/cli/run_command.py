@@ -94,6 +94,8 @@ def execute(options: RunOptions) -> int:
     """
     if options.resume and options.restart:
         raise UsageError("--resume and --restart exclude each other")
+    if options.output == "":  # a variable of the shell that is not set; the current folder is `.`
+        raise UsageError("--output is empty: expected a folder, as --output out/NAME")
 
     # modules of the user may print
     def tell(text: str) -> None:

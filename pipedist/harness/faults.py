@@ -99,8 +99,8 @@ class Faults:
         for kind in rates:
             if kind not in kinds:
                 near = get_close_matches(kind, kinds, 1)
-                hint = f"; did you mean {near[0]!r}?" if near else ""
-                raise UsageError(f"faults: there is no kind {kind!r}{hint} There are: {', '.join(kinds)}")
+                hint = f"; did you mean {near[0]!r}? There are" if near else "; there are"
+                raise UsageError(f"faults: there is no kind {kind!r}{hint}: {', '.join(kinds)}")
         return cls(**rates)
 
     @classmethod

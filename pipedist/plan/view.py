@@ -213,15 +213,15 @@ def as_mermaid(plan: Plan) -> str:
         for pass_ in phase:
             for name in pass_.runs:
                 at_once = " at once" if pass_.gang else ""
-                label = f"{name}<br/>{plan.functions[name].label}<br/>x {spec.replicas}{at_once}"
-                lines.append(f'    {ids[name]}["{_quoted(label)}"]')
+                label = f"{name}<br/>{_quoted(plan.functions[name].label)}<br/>x {spec.replicas}{at_once}"
+                lines.append(f'    {ids[name]}["{label}"]')
             for name in pass_.folds:
                 stage = spec.stages[name]
                 verb = "gather" if isinstance(stage, GatherSpec) else "reduce"
                 lines.append(f'    {ids[name]}{{{{"{name}<br/>{verb}"}}}}')
             for name in pass_.updates:
-                label = f"{name}<br/>{plan.functions[name].label}<br/>{_WHEN[plan.states[name].per]}"
-                lines.append(f'    {ids[name]}[["{_quoted(label)}"]]')
+                label = f"{name}<br/>{_quoted(plan.functions[name].label)}<br/>{_WHEN[plan.states[name].per]}"
+                lines.append(f'    {ids[name]}[["{label}"]]')
         lines.append("  end")
     for name, stage in spec.stages.items():
         lines.append(f"  {ids[stage.of]} --> {ids[name]}")
@@ -234,7 +234,10 @@ def as_mermaid(plan: Plan) -> str:
 
 
 def _quoted(text: str) -> str:
-    return text.replace('"', "#quot;").replace("<lambda>", "lambda")
+    # `#` begins an entity of Mermaid's, what stands in `<>` is HTML
+    for letter, entity in {"#": "#35;", '"': "#quot;", "&": "#amp;", "<": "#lt;", ">": "#gt;"}.items():
+        text = text.replace(letter, entity)
+    return text
 
 
 def as_json(plan: Plan) -> dict[str, Any]:

@@ -54,3 +54,16 @@ def test_a_folder_that_is_not_there_is_told(pipedist: Command) -> None:
     done = pipedist("keys", "new", "--output", "nowhere/cluster.key")
     assert done.returncode == 2
     assert "can't write key file nowhere/cluster.key" in done.stderr
+
+
+@pytest.mark.parametrize("name", ["", ".", "/", "folder"])
+def test_a_folder_is_no_name_of_a_file(pipedist: Command, tmp_path: Path, name: str) -> None:
+    (tmp_path / "folder").mkdir()
+    done = pipedist("keys", "new", "--output", name)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"pipedist: --output {name!r} is a folder: expected a file, as '")
+
+
+def test_the_command_for_workers_is_quoted_for_a_shell(pipedist: Command) -> None:
+    done = pipedist("keys", "new", "--output", "my keys.txt")
+    assert "--key-file 'my keys.worker.txt'\n" in done.stdout

@@ -506,3 +506,14 @@ def test_a_function_source_computes_in_one_thread_unless_the_user_says_otherwise
     done = pipedist("run", "source.yaml", "--json", OPENBLAS_NUM_THREADS=says or "")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["results"]["threads"] == [threads]
+
+
+def test_an_output_without_a_name_is_not_the_current_folder(tmp_path: Path, spec: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    done = subprocess.run(
+        [sys.executable, "-m", "pipedist", "run", str(spec), "--output", ""],
+        cwd=tmp_path / "empty", capture_output=True, text=True, check=False, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert done.stderr == "pipedist: --output is empty: expected a folder, as --output out/NAME\n"
+    assert list((tmp_path / "empty").iterdir()) == []

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -35,6 +36,14 @@ def test_costs() -> None:
 def test_wrong_costs(text: str) -> None:
     with pytest.raises(UsageError, match="expected STAGE=SECONDS"):
         parse_costs(text)
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"), [("x", "'x'; there are: drop, "), ("dro", "'drop'? There are: drop, ")]
+)
+def test_an_unknown_fault_is_told_with_those_that_there_are(kind: str, told: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(told)):
+        Faults.parse(f"{kind}=0.1")
 
 
 def test_the_faults_that_are_the_default_can_be_read() -> None:

@@ -116,6 +116,22 @@ def test_views(document: dict[str, Any], ending: str) -> None:
         plan.close()
 
 
+def test_mermaid_shows_names_as_they_are() -> None:
+    plan = planned(
+        {
+            "pipedist": 1,
+            "dataset": {"range": 4, "batch": 2},
+            "stages": {"y": {"run": lambda x: x}, "t": {"gather": 0, "of": "y"}},
+            "outputs": {"t": 'a <i>#1; "b" & c.npy'},
+        }
+    )
+    try:
+        assert "lambda#gt;<br/>x 1" in plan.mermaid()
+        assert '"a #lt;i#gt;#35;1; #quot;b#quot; #amp; c.npy"' in plan.mermaid()
+    finally:
+        plan.close()
+
+
 def test_the_first_line_is_that_of_the_language() -> None:
     document = {**TWO_PHASES, "datasets": {**TWO_PHASES["datasets"], "test": {"range": 9, "batch": 4096}}}
     plan = planned(document)
