@@ -32,6 +32,8 @@ class FileKind:
 
 
 _GZIP = FileKind("compressed by gzip", "a file that is unpacked, or a name that ends in .gz")
+_PACKERS = {b"BZh": "bzip2", b"\xfd7zXZ\0": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
+"""Others that compress files, by their first bytes."""
 _NPY = FileKind("an array in NumPy's .npy format", "`npy: {path: ...}`, which reads it")
 _NPZ = FileKind("an .npz archive of NumPy arrays", "`npz: {path: ...}`, which reads it")
 _PARQUET = FileKind("a parquet file", "`parquet: {path: ...}`, which reads it")
@@ -86,6 +88,9 @@ def kind_of(head: bytes) -> FileKind | None:
         return _NPY
     if head.startswith(b"\x1f\x8b"):
         return _GZIP
+    for magic, packer in _PACKERS.items():
+        if head.startswith(magic):
+            return FileKind(f"compressed by {packer}", "a file that is unpacked, or compressed by gzip")
     if head.startswith(b"PK\x03\x04"):
         name = head[_ZIP_NAME_AT : _ZIP_NAME_AT + int.from_bytes(head[26:28], "little")]
         return _NPZ if name.endswith(b".npy") else _ZIP

@@ -33,7 +33,7 @@ from pipedist.datasets.sources.base import (
 )
 from pipedist.datasets.sources.file_kinds import unreadable
 from pipedist.datasets.sources.layout import Layout
-from pipedist.datasets.sources.paths import FILES_OPEN_MAX, DataFile, expand
+from pipedist.datasets.sources.paths import FILES_OPEN_MAX, DataFile, OpenFiles, expand
 from pipedist.datasets.sources.unpack import Spool
 from pipedist.program import Tree
 
@@ -75,18 +75,17 @@ class Stored:
         """Return how many bytes of the file the array takes."""
         return np.dtype(self.dtype).itemsize * math.prod(self.shape)
 
-    def map(self) -> Array:
+    def map(self, descriptor: int) -> Array:
         """Return the array, mapped read-only.
 
-        Raises:
-            SourceError: the file is gone, or has changed since the source was opened.
+        Args:
+            descriptor: of the file.
         """
         dtype = np.dtype(self.dtype)
         order: Literal["F", "C"] = "F" if self.fortran else "C"
         if 0 in self.shape or not dtype.itemsize:  # nothing to map
             return np.zeros(self.shape, dtype)
-        descriptor = self.file.open()
-        with os.fdopen(descriptor, "rb") as stream:
+        with os.fdopen(descriptor, "rb", closefd=False) as stream:
             offset = self.file.offset + self.offset
             return np.memmap(stream, dtype, "r", offset, self.shape, order)
 
@@ -139,11 +138,15 @@ class NumpyReader(Reader):
             name: [Stored.from_config(each) for each in places] for name, places in config["arrays"].items()
         }
         self._maps: OrderedDict[tuple[str, int], Array] = OrderedDict()
+        places = [stored.file for each in self._arrays.values() for stored in each]
+        self._numbers = {file: number for number, file in enumerate(dict.fromkeys(places))}
+        self._open = OpenFiles(list(self._numbers))
 
     def read(self, location: Tree) -> Array | dict[str, Array]:
         """Return the elements with the ids `location`: array[n, ...], or a dict of them.
 
-        Rows that follow each other in one file are a view of the mapped file.
+        Rows that follow each other in one file are a view of the mapped file. So a change of it is noticed
+        when rows are read, not while a function looks at them.
 
         Raises:
             SourceError: a file is gone, or has changed since the source was opened.
@@ -176,17 +179,21 @@ class NumpyReader(Reader):
     def _map(self, name: str, file: int) -> Array:
         key = (name, file)
         array = self._maps.get(key)
+        stored = self._arrays[name][file]
+        number = self._numbers[stored.file]
         if array is None:
-            array = self._maps[key] = self._arrays[name][file].map()
+            array = self._maps[key] = stored.map(self._open.descriptor(number))
             if len(self._maps) > max(FILES_OPEN_MAX, len(self._arrays)):
                 self._maps.popitem(last=False)
         else:
             self._maps.move_to_end(key)
+            self._open.check(number)
         return array
 
     def close(self) -> None:
         """Forget the mapped files; they stay mapped for shards that were read."""
         self._maps.clear()
+        self._open.close()
 
 
 def open_npy(config: Config, folder: Path) -> NumpySource:

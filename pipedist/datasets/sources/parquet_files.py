@@ -20,7 +20,7 @@ from pipedist.datasets.sources.columns import CellError, Column, check_types, no
 from pipedist.datasets.sources.file_kinds import unreadable
 from pipedist.datasets.sources.layout import Layout
 from pipedist.datasets.sources.parquet_columns import OWN_TYPE, numpy_column, plain_type, readable
-from pipedist.datasets.sources.paths import FILES_OPEN_MAX, DataFile, expand, is_remote
+from pipedist.datasets.sources.paths import FILES_OPEN_MAX, DataFile, OpenFiles, expand, is_remote
 from pipedist.program import Tree
 
 ROW_GROUPS_BYTES_MAX = 256 << 20
@@ -79,6 +79,8 @@ class ParquetReader(Reader):
         self._columns: dict[str, str] = dict(config["columns"])
         self._layout = Layout([rows for _, _, rows in self._groups])
         self._open: OrderedDict[int, Any] = OrderedDict()
+        self._watched = OpenFiles(self._files)
+        """Tells of changes: pyarrow opens the files itself."""
         self._tables: OrderedDict[int, Any] = OrderedDict()
         self._table_bytes: dict[int, int] = {}
         """Sizes of the row groups that are kept: asking pyarrow each time takes longer than slicing."""
@@ -151,9 +153,11 @@ class ParquetReader(Reader):
         try:
             table = opened.read_row_group(number, columns=list(self._columns), use_threads=False)
         except (self._arrow.ArrowException, OSError) as error:
+            self._check(file)
             raise SourceError(
                 f"{self._files[file].shown}: row group {number} can't be read: {error}", key="path"
             ) from error
+        self._check(file)
         self._tables[group] = table
         self._table_bytes[group] = table.nbytes
         while len(self._tables) > 1 and sum(self._table_bytes.values()) > ROW_GROUPS_BYTES_MAX:
@@ -171,10 +175,15 @@ class ParquetReader(Reader):
         if self._table_bytes[group] * self._layout.total > ROW_GROUPS_BYTES_MAX * rows:
             del self._tables[group], self._table_bytes[group]
 
+    def _check(self, file: int) -> None:
+        if not is_remote(self._files[file].path):
+            self._watched.check(file)
+
     def _file(self, number: int) -> Any:
         file = self._open.get(number)
         if file is None:
             file = self._open[number] = _open(self._arrow, self._files[number])
+            self._check(number)
             if len(self._open) > FILES_OPEN_MAX:
                 self._open.popitem(last=False)[1].close()
         else:
@@ -187,6 +196,7 @@ class ParquetReader(Reader):
         self._table_bytes.clear()
         while self._open:
             self._open.popitem()[1].close()
+        self._watched.close()
 
 
 def open_parquet(config: Config, folder: Path) -> ParquetSource:

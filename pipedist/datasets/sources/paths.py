@@ -84,14 +84,27 @@ class DataFile:
             descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
             raise SourceError(f"{self.shown}: can't be opened: {error.strerror}", key="path") from error
-        if self.mtime_ns != UNPACKED:
-            now = os.fstat(descriptor)
-            if (now.st_size, now.st_mtime_ns) != (self.size_bytes, self.mtime_ns):
-                os.close(descriptor)
-                raise SourceError(
-                    f"{self.shown}: the file has changed since the run began; start again", key="path"
-                )
+        try:
+            self.check_open(descriptor)
+        except BaseException:
+            os.close(descriptor)
+            raise
         return descriptor
+
+    def check_open(self, descriptor: int) -> None:
+        """Look whether the file behind a descriptor has changed; being replaced by another one is no change.
+
+        Raises:
+            SourceError: it has been written to since the source was opened.
+        """
+        if self.mtime_ns == UNPACKED or is_remote(self.path):
+            return
+        now = os.fstat(descriptor)
+        if (now.st_size, now.st_mtime_ns) != (self.size_bytes, self.mtime_ns):
+            raise self._changed()
+
+    def _changed(self) -> SourceError:
+        return SourceError(f"{self.shown}: the file has changed since the run began; start again", key="path")
 
     def check(self) -> None:
         """Look whether the file is here, and is the one that the source was opened with.
@@ -105,9 +118,7 @@ class DataFile:
         from pipedist.datasets.sources.remote import look
 
         if look(self.path) != (self.size_bytes, self.mtime_ns):
-            raise SourceError(
-                f"{self.shown}: the file has changed since the run began; start again", key="path"
-            )
+            raise self._changed()
 
     def contents(self) -> bytes:
         """Return all bytes of the file, opened just for that.
@@ -125,20 +136,17 @@ class DataFile:
         """Return the bytes [start, stop) of the file.
 
         Raises:
-            SourceError: the file ends before `stop`.
+            SourceError: the file ends before `stop`, or was written to since the source was opened.
         """
-        data = os.pread(descriptor, min(stop - start, READ_BYTES_MAX), self.offset + start)
-        if len(data) == stop - start:
-            return data
-        pieces = [data]
-        start += len(data)
+        pieces: list[bytes] = []
         while start < stop:
             data = os.pread(descriptor, min(stop - start, READ_BYTES_MAX), self.offset + start)
             if not data:
                 raise SourceError(f"{self.shown}: the file became shorter while it was read", key="path")
             pieces.append(data)
             start += len(data)
-        return b"".join(pieces)
+        self.check_open(descriptor)  # behind the reading: else it could change in between
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
 
 class OpenFiles:
@@ -169,6 +177,14 @@ class OpenFiles:
                 self._checked.add(file)
             return read_range(data_file.path, data_file.offset + start, data_file.offset + stop)
         return self.files[file].read(self.descriptor(file), start, stop)
+
+    def check(self, file: int) -> None:
+        """Look whether a file has changed, of which a descriptor was asked for.
+
+        Raises:
+            SourceError: it has been written to since the source was opened, or can't be opened again.
+        """
+        self.files[file].check_open(self.descriptor(file))
 
     def descriptor(self, file: int) -> int:
         """Return an open descriptor of a file; it stays this object's."""

@@ -5,6 +5,7 @@ import gzip
 import importlib.util
 import io
 import math
+import os
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -207,6 +208,17 @@ def test_a_text_that_ends_with_a_zero_byte_is_not_cut(tmp_path: Path) -> None:
         with pytest.raises(SourceError, match=r"^t\.csv:3:2: column 's': 'NA\\x00' ends with a zero byte"):
             source.read(source.locate(range(2)))
         source.close()
+
+
+def test_a_file_that_is_written_to_while_it_is_open_is_noticed(tmp_path: Path) -> None:
+    source = _open(tmp_path, {"n": "int32"}, "n\n1\n2\n3\n")
+    assert source.read(source.locate(range(2)))["n"].tolist() == [1, 2]
+    (tmp_path / "t.csv").write_text("n\n4\n5\n6\n")  # the same inode
+    os.utime(tmp_path / "t.csv", ns=(1, 1))  # where the clock of the files is coarse
+    for ids in (range(2, 3), np.array([2, 0])):
+        with pytest.raises(SourceError, match=r"^t\.csv: the file has changed since the run began"):
+            source.read(source.locate(ids))
+    source.close()
 
 
 def test_a_carriage_return_at_the_end_is_no_row(tmp_path: Path) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
 import io
+import lzma
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -63,6 +65,25 @@ def test_a_file_of_another_kind_is_named(kind: str, file: str, tmp_path: Path) -
     assert caught.value.expected == seems.reads
     assert file in seems.reads.replace(".gz", "gzip"), "the source that reads it is named"
     assert caught.value.key == "path"
+
+
+@pytest.mark.parametrize(
+    ("packer", "data"),
+    [
+        ("bzip2", bz2.compress(b"a,b\n1,2\n")),
+        ("xz", lzma.compress(b"a,b\n1,2\n")),
+        ("zstd", bytes.fromhex("28b52ffd2008210000612c620a312c320a")),
+    ],
+    ids=["bzip2", "xz", "zstd"],
+)
+def test_what_is_packed_by_another_program_is_named(packer: str, data: bytes, tmp_path: Path) -> None:
+    (tmp_path / "data.csv").write_bytes(data)
+    for kind, config in (("csv", {"columns": {"a": "int64"}}), ("text", {})):
+        with pytest.raises(
+            SourceError, match=rf"^data\.csv: it is compressed by {packer}, not text"
+        ) as caught:
+            open_source(kind, {"path": "data.csv", **config}, folder=tmp_path)
+        assert caught.value.expected == "a file that is unpacked, or compressed by gzip"
 
 
 def test_a_damaged_file_of_the_right_kind_says_what_is_wrong_with_it(tmp_path: Path) -> None:

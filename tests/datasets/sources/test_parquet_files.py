@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import datetime
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -155,6 +156,19 @@ def test_a_column_that_only_a_later_file_has_is_told(tmp_path: Path) -> None:
         open_source("parquet", {"path": "*.parquet"}, folder=tmp_path)
     source = open_source("parquet", {"path": "*.parquet", "columns": {"x": "own"}}, folder=tmp_path)
     assert read_elsewhere(source, range(2))["x"].tolist() == [1, 2]
+    source.close()
+
+
+def test_a_file_that_is_written_to_while_it_is_open_is_noticed(tmp_path: Path) -> None:
+    for name, first in (("a", 0), ("b", 1)):
+        table = pa.table({"x": np.arange(first, first + 20)})
+        pq.write_table(table, tmp_path / f"{name}.parquet", 5, compression="none", use_dictionary=False)
+    source = open_source("parquet", {"path": "a.parquet"}, folder=tmp_path)
+    assert source.read(range(2))["x"].tolist() == [0, 1]
+    (tmp_path / "a.parquet").write_bytes((tmp_path / "b.parquet").read_bytes())
+    os.utime(tmp_path / "a.parquet", ns=(1, 1))  # where the clock of the files is coarse
+    with pytest.raises(SourceError, match=r"^a\.parquet: the file has changed since the run began"):
+        source.read(range(8, 12))
     source.close()
 
 
