@@ -64,8 +64,8 @@ class Worker:
     """The lease that it ran was cancelled, and it has reported nothing since: it may run that one's
     call still, so its death is no fault of the lease that is first now. READY only."""
     laid_off: int = 0
-    """The lease of a slow call that it may run still, though another worker has done it: it is given
-    nothing until it has heard of that. It holds no lease then. 0: it is not laid off. READY only."""
+    """The lease of a call that it may run still, though another worker has done it, or its pass is over:
+    it is given nothing until it has heard of that. It holds no lease then. 0: it is not. READY only."""
 
     def become(self, what: str) -> None:
         """Take the transition `what`."""

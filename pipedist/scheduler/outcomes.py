@@ -165,13 +165,17 @@ class Outcomes:
         """Take the leases of all calls from this one on away: they are of no use any more."""
         if pass_.leased == 0:
             return
+        workers, leases = self._members.workers, self._members.leases.values()
+        useless = [x for x in leases if x.pass_id == pass_.id and x.lo >= from_call]
+        running = [x for x in useless if workers[x.worker].leases[0] == x.id]
         for gang in [x for x in pass_.gangs.values() if x.lo >= from_call]:
             self.break_up(pass_, gang)
-        if pass_.settings.gang:
-            return
-        for lease in [x for x in self._members.leases.values() if x.pass_id == pass_.id]:
-            if lease.lo >= from_call:
+        if not pass_.settings.gang:
+            for lease in useless:
                 self._cancel(pass_, lease)
+        for lease in running:  # it may hang: others do not wait behind it
+            if not workers[lease.worker].leases:
+                self._members.lay_off(workers[lease.worker], lease.id)
 
     def break_up(self, pass_: Pass, gang: Gang) -> None:
         """End a gang before its calls were reported."""

@@ -83,7 +83,7 @@ class Explanation:
         silent_s: how long nothing has come back, been offered or been taken.
         waits: pass by pass, those of the best priority first.
         ready, busy: workers that may be given calls, and those of them that have some.
-        laid_off: workers that may be stuck in a call that was done elsewhere.
+        laid_off: workers that may be stuck in a call that nobody waits for any more.
         starting: workers that have not joined.
     """
 
@@ -178,7 +178,7 @@ def _lacking(pass_: Pass, passes: Mapping[int, Pass], members: Membership) -> tu
     idle = sum(1 for worker in members.idle.values() if worker.gpus >= gpus)
     ready = members.ready_for(gpus)
     out = sum(1 for w in members.workers.values() if w.laid_off and w.gpus >= gpus)
-    stuck = f"; {out} more may be stuck in calls that were done elsewhere" if out else ""
+    stuck = f"; {out} more may be stuck in calls that nobody waits for" if out else ""
     needs = f" {gpus:g} GPU{'' if gpus == 1 else 's'}"
     owns, own = (f" that owns{needs}", f" that own{needs}") if gpus else ("", "")
     if not ready:

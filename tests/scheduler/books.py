@@ -129,6 +129,8 @@ class Seat:
     leases: list[Held] = field(default_factory=list)
     bound: set[int] = field(default_factory=set)
     unsure: bool = False
+    laid_off: int = 0
+    """The lease of no use that it may still run: it is given nothing until it has heard of that."""
 
 
 @dataclass(slots=True)
@@ -153,6 +155,8 @@ class Process:
     busy_ns: int = 0
     last_arrival: float = 0.0
     heard_at: float = 0.0
+    cancels: list[int] = field(default_factory=list)
+    """Leases whose cancellation it has not read: it reads between calls."""
 
 
 @dataclass(slots=True)

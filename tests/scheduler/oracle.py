@@ -52,6 +52,10 @@ class Oracle:
                     reading.waiting |= calls - {step * replicas + hole for hole in event.holes}
             case ev.PassClosed(pass_id):
                 self.readings[pass_id].closed = True
+            case ev.CancelHeard(name, incarnation, lease):
+                seat = self.seats[name]
+                if seat.incarnation == incarnation and seat.laid_off == lease:
+                    seat.laid_off, seat.unsure = 0, False
             case ev.CallSized(pass_id, call):
                 self.readings[pass_id].suspects.add(call)
             case ev.GangStalled():
@@ -203,7 +207,7 @@ class Oracle:
                 reading.waiting.discard(held.next)
                 if not reading.settings.quarantine:
                     reading.give_up(held.next)
-        seat.leases, seat.bound, seat.unsure, seat.ready = [], set(), False, False
+        seat.leases, seat.bound, seat.unsure, seat.ready, seat.laid_off = [], set(), False, False, 0
         if not seat.managed:
             return []
         seat.incarnation += 1

@@ -120,6 +120,16 @@ def one_retry_too_few(patch: pytest.MonkeyPatch) -> None:
 
 
 @bug
+def who_may_hang_in_a_pass_that_is_over_is_given_work(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Membership, "lay_off", lambda self, worker, lease: None)
+
+
+@bug
+def who_has_heard_that_a_pass_is_over_stays_laid_off(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Membership, "take_on", lambda self, worker: None)
+
+
+@bug
 def the_retries_of_stages_are_counted_together(patch: pytest.MonkeyPatch) -> None:
     def blame(original: Any, self: Outcomes, pass_: Pass, lo: int, hi: int, raised: Sequence[Raised]) -> None:
         together = [replace(x, cause=replace(x.cause, stage="")) for x in raised]

@@ -90,13 +90,37 @@ def test_a_graceful_leave_blames_nobody() -> None:
 
 def test_a_death_under_a_cancelled_call_is_not_charged_to_the_next_one() -> None:
     play = Playbook().with_workers("w0").with_pass(UNASKED, 1).with_pass(UNASKED, 2)
+    for pass_id in (1, 2):
+        play.setup(ev.StepsOffered(pass_id, 0, 1, 1), ev.CallsDone("w0", 0, pass_id, 0, 1, 1000))
+    play(ev.StepsOffered(1, 1, 2, 1), cmd.SendAssign("w0", 3, 1, 1, 2, 0))
+    play(ev.StepsOffered(2, 1, 2, 1), cmd.SendAssign("w0", 4, 2, 1, 2, 0))
+    play(ev.PassClosed(1), cmd.SendCancel("w0", 3), cmd.SendUnbind("w0", 1))
+    play(ev.WorkerLost("w0", 0, "signal 9"), cmd.StartWorker("w0", 1))
+    play(ev.WorkerJoined("w0", 1), cmd.SendBind("w0", 2), cmd.SendAssign("w0", 5, 2, 1, 2, 0))
+    play(ev.WorkerLost("w0", 1, "signal 9"), cmd.StartWorker("w0", 2))
+    play(ev.WorkerJoined("w0", 2), cmd.SendBind("w0", 2), cmd.SendAssign("w0", 6, 2, 1, 2, 1))
+
+
+def test_nobody_waits_behind_a_call_of_a_pass_that_is_over() -> None:
+    """The worker may hang in it: another one is given what comes, and this one when it has heard."""
+    play = Playbook().with_workers("w0", "w1").with_pass(UNASKED, 1)
     play.setup(ev.StepsOffered(1, 0, 1, 1))
     play(ev.PassClosed(1), cmd.SendCancel("w0", 1), cmd.SendUnbind("w0", 1))
-    play(ev.StepsOffered(2, 0, 1, 1), cmd.SendBind("w0", 2), cmd.SendAssign("w0", 2, 2, 0, 1, 0))
-    play(ev.WorkerLost("w0", 0, "signal 9"), cmd.StartWorker("w0", 1))
-    play(ev.WorkerJoined("w0", 1), cmd.SendBind("w0", 2), cmd.SendAssign("w0", 3, 2, 0, 1, 0))
-    play(ev.WorkerLost("w0", 1, "signal 9"), cmd.StartWorker("w0", 2))
-    play(ev.WorkerJoined("w0", 2), cmd.SendBind("w0", 2), cmd.SendAssign("w0", 4, 2, 0, 1, 1))
+    play.with_pass(UNASKED, 2)
+    play(ev.StepsOffered(2, 0, 2, 1), cmd.SendBind("w1", 2), cmd.SendAssign("w1", 2, 2, 0, 1, 0))
+    assert play.scheduler.why(1.0).laid_off == ("w0",)
+    play(ev.CancelHeard("w0", 0, 1), cmd.SendBind("w0", 2), cmd.SendAssign("w0", 3, 2, 1, 2, 0))
+
+
+def test_nobody_waits_behind_a_gang_of_a_pass_that_is_over() -> None:
+    gang = PassSettings(2, pulled=False, gang=True)
+    play = Playbook().with_workers("w0", "w1", "w2").with_pass(gang, 1)
+    play.setup(ev.StepsOffered(1, 0, 1, 2))
+    play.setup(ev.PassClosed(1))
+    assert play.scheduler.why(1.0).laid_off == ("w0", "w1")
+    play.with_pass(gang, 2).setup(ev.StepsOffered(2, 0, 1, 2))
+    [lease] = play.scheduler._members.leases.values()
+    assert (lease.worker, lease.lo, lease.hi) == ("w2", 0, 2), "it is made by those who are there"
 
 
 def test_a_call_under_which_workers_keep_dying_fails() -> None:

@@ -144,6 +144,7 @@ class World(Oracle):
         look_for_cleared(self)
         came, expected = foreseeable(commands), foreseeable(expected)
         self.must(came == expected, f"{came} came, {expected} was foreseen")
+        self._useless: dict[str, int] = {}
         for command in commands:
             self._carry_out(command)
         heard = [p.heard_at for p in self.peers.values() if p.supervised and self.seats[p.name].ready]
@@ -230,6 +231,7 @@ class World(Oracle):
         self.must(
             seat.ready and command.pass_id in seat.bound, "a lease for a worker that is not ready for it"
         )
+        self.must(not seat.laid_off, f"a lease for a worker that may hang in lease {seat.laid_off}")
         self.must(not reading.held, "a held pass is dealt")
         if command.lo in reading.suspects:
             assign_probe(self, command, seat, reading)
@@ -259,7 +261,7 @@ class World(Oracle):
     def _assign_gang(self, command: cmd.SendGang) -> None:
         reading = self.readings[command.pass_id]
         gang = GangBook(command.pass_id, command.parts[0].lo, command.parts[-1].hi, command.parts)
-        ready = sum(seat.ready for seat in self.seats.values())
+        ready = sum(seat.ready and not seat.laid_off for seat in self.seats.values())
         sizes = [part.hi - part.lo for part in gang.parts]
         replicas = reading.settings.replicas
         self.must(command.serial > max(self.gangs, default=self.last_gang), "serials do not grow")
@@ -341,8 +343,16 @@ class World(Oracle):
         seat = self.seats[name]
         held = next(x for x in seat.leases if x.id == lease)
         seat.unsure = seat.unsure or held is seat.leases[0]
+        reading = self.readings[held.pass_id]
+        if held is seat.leases[0] and (reading.closed or held.next > reading.last_call):
+            self._useless.setdefault(name, lease)
         seat.leases.remove(held)
+        if not seat.leases:
+            seat.laid_off = self._useless.get(name, 0)
         process = self.peers[name]
+        process.cancels.append(lease)
+        if not process.busy and not process.waits and not process.hung:
+            self.soon(lambda: self._hear(process))
         if process.hung or (process.waits and process.lease == lease):
             self._interrupt(process)
         if self._upsets > 0 and self.random.random() < 0.5:
@@ -535,7 +545,18 @@ class World(Oracle):
             life = process.incarnation + 1
             self.at(self.now + 8.0, lambda: self._spawn(process.name, life, supervised=True))
 
+    def _hear(self, process: Process) -> None:
+        """Say which cancellations it has read, behind its reports."""
+        if not process.alive:
+            return
+        process.last_arrival = max(process.last_arrival, self.now, process.stalled_until)
+        for lease in process.cancels:
+            heard = ev.CancelHeard(process.name, process.incarnation, lease)
+            self.at(process.last_arrival, partial(self.handle, heard))
+        process.cancels.clear()
+
     def _next_call(self, process: Process) -> None:
+        self._hear(process)
         if not process.alive or not process.queue:
             return
         lease = process.queue[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +155,27 @@ async def test_a_cancelled_run_that_hangs_ends_with_its_worker(tmp_path: Path) -
         async with asyncio.timeout(60):
             assert parts(await strategy.run(lambda: float(v.value()))) == [1.0, 1.0]
         assert (tmp_path / "attempts").read_text() == "x"
+
+
+async def test_nothing_waits_for_a_worker_that_hangs_in_what_is_over(tmp_path: Path) -> None:
+    def hangs(begun: str) -> None:
+        import threading
+
+        Path(begun).write_bytes(b"")  # which waits for a reader
+        threading.Event().wait()
+
+    os.mkfifo(tmp_path / "begun")
+    async with pipedist.LocalCluster(workers=2) as cluster:
+        first = pipedist.Strategy(cluster, replicas=1)
+        run = asyncio.create_task(first.run(hangs, args=(str(tmp_path / "begun"),)))
+        await asyncio.to_thread((tmp_path / "begun").read_bytes)
+        run.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await run
+        await first.aclose()
+        second = pipedist.Strategy(cluster, replicas=2)
+        async with asyncio.timeout(60):
+            assert parts(await second.run(functions.double, args=(2,))) == [4, 4]
 
 
 async def test_what_a_function_captured_is_what_it_captures_now() -> None:
