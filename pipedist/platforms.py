@@ -6,6 +6,7 @@ import os
 import platform
 import sys
 from collections.abc import Mapping
+from functools import cache
 
 import numpy as np
 
@@ -93,7 +94,8 @@ def _features() -> Mapping[str, bool]:
     return {}
 
 
-def _cpu_lines() -> dict[str, str]:
+@cache  # it is asked for model and traits, and once more for each worker that joins
+def _cpu_lines() -> Mapping[str, str]:
     """Return what the kernel says of the first processor."""
     lines: dict[str, str] = {}
     try:
