@@ -70,22 +70,25 @@ def test_without_rejoin_s_they_end_with_their_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
-def test_a_run_that_is_interrupted_takes_its_workers_with_it(
-    tmp_path: Path, number: signal.Signals, undisturbed: Outcome
-) -> None:
-    with local_job(tmp_path) as job:
-        held = job.hold(5)
+def test_a_run_that_is_interrupted_takes_its_workers_with_it(tmp_path: Path, number: signal.Signals) -> None:
+    with local_job(tmp_path, steps=400) as job:
+        held = [job.hold(step) for step in range(5, 25)]  # whoever comes is held before much is issued
         with job.start() as run:
             job.reaches(5)
             os.killpg(run.process.pid, number)  # the terminal's Ctrl-C is for everybody in front of it
-            held.unlink()
+            run.hears("no new calls are issued")
+            for each in held:
+                each.unlink()
             assert run.ends() == 128 + number, run.said
         job.leaves_nothing()
         assert "kept for who resumes" not in run.said
         with job.start("--resume") as again:
             assert again.ends() == 0, again.said
         job.leaves_nothing()
-        assert job.outcome() == undisturbed
+        resumed = job.outcome()
+        with job.start("--restart") as anew:
+            assert anew.ends() == 0, anew.said
+        assert job.outcome() == resumed
 
 
 def test_a_run_that_is_ended_at_once_takes_its_workers_with_it(tmp_path: Path) -> None:
