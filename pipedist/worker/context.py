@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from pipedist.program import Tree
 from pipedist.records import record
+from pipedist.worker import forks
 
 if TYPE_CHECKING:
     from numpy.random import Generator
@@ -225,7 +226,7 @@ class ReplicaContext:
             every replica. In an async function: an awaitable of it.
 
         Raises:
-            RuntimeError: the stage has no `collectives: true`.
+            RuntimeError: the stage has no `collectives: true`; or this is a copy of the worker.
             ValueError: there is no such op, or a leaf can't be reduced so.
             TypeError: a leaf is not numeric (bool, str).
             OverflowError: an integer result does not fit its dtype.
@@ -346,6 +347,11 @@ class ReplicaContext:
             raise RuntimeError(
                 "a collective needs every replica of the step at once: add `collectives: true` to stage "
                 f"{self.stage} (a closure of ClusterCoordinator.schedule runs alone, and meets nobody)"
+            )
+        if forks.is_copy:
+            raise RuntimeError(
+                f"{request.kind} was called in a copy of the worker, which a function has made (os.fork, "
+                "multiprocessing): it would answer for its parent; call it there"
             )
         return self._collectives.call(request)
 

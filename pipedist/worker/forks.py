@@ -2,8 +2,9 @@
 
 The copy has the worker's connection, and the memory in which its parent reads what it executes. It would
 report the call, too, go on with the next one, and stay when the worker ends. So it ends where it leaves the
-function. It has not the worker's answers to signals either: `terminate()` of a `multiprocessing.Process`
-ends it, whatever SIGTERM is to the worker, and however soon it comes.
+function; it meets no other replicas, and prints to the process's stderr. It has not the worker's answers to
+signals either: `terminate()` of a `multiprocessing.Process` ends it, whatever SIGTERM is to the worker, and
+however soon it comes.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def _note() -> None:
 def end_copy(stage: str) -> None:
     """End this copy of a worker, which has left the function of a stage; never returns."""
     error = sys.exc_info()[1]
-    how = "returned" if error is None else f"raised {type(error).__name__}"
+    how = "returned" if error is None else f"raised {type(error).__name__}: {error}"
     text = f"a process that the function made with os.fork {how}: it ends here; let it call os._exit"
     try:
         # Not by a stream: its lock may be held by a thread that is not here.

@@ -3,7 +3,8 @@
 In a worker, `sys.stdout` and `sys.stderr` are streams of this module (so `print`, `logging`'s
 default handler and `warnings` all end here). A line belongs to the call whose code wrote it, also
 where async calls overlap. What is written below Python, to the descriptors, goes to the driver's
-stderr as it is.
+stderr as it is; so do lines of a copy of the worker (`os.fork`, `multiprocessing`): the connection is not
+its own.
 
 Limits: a line is cut at `line_chars_max`; beyond `lines_per_s_max` (after a burst of as many)
 lines are dropped, and counted in a line of their own.
@@ -12,6 +13,7 @@ lines are dropped, and counted in a line of their own.
 from __future__ import annotations
 
 import io
+import os
 import sys
 import threading
 import time
@@ -70,11 +72,21 @@ class OutputCapture:
         self._refilled_at = clock()
         self._dropped = 0
         self._dropped_of: _Origin = _NOWHERE
+        self._is_copy = False
 
     def install(self) -> None:
-        """Replace sys.stdout and sys.stderr of this process."""
+        """Replace sys.stdout and sys.stderr of this process, and of its copies."""
         sys.stdout = CapturedStream(self, sys.__stderr__)
         sys.stderr = CapturedStream(self, sys.__stderr__)
+        os.register_at_fork(after_in_child=self._serve_copy)
+
+    def _serve_copy(self) -> None:
+        # The lock may be held by a thread that is not here, an unfinished line is the worker's to finish.
+        self._lock = threading.RLock()
+        self._partial = {}
+        self._send = _write_down
+        self._limits = OutputLimits(lines_per_s_max=sys.maxsize)  # nothing travels
+        self._is_copy = True
 
     def write(self, text: str) -> None:
         """Take in text that the running call has written."""
@@ -89,6 +101,11 @@ class OutputCapture:
                 self._line(origin, line)
             if rest:
                 self._keep(origin, rest)
+
+    def flush(self) -> None:
+        """Write the unfinished lines of a copy: nobody tells it when the call that wrote them is over."""
+        if self._is_copy:
+            self.finish()
 
     def finish(self) -> None:
         """Send unfinished lines, and how many were dropped: the calls that wrote them are over."""
@@ -131,6 +148,12 @@ class OutputCapture:
             self._send(Log(*origin, f"[{dropped} lines dropped: more than {most} lines a second]"))
 
 
+def _write_down(line: Log) -> None:
+    """Write a line to the process's stderr, in one piece: several copies may do so at once."""
+    call = f"[{line.stage} {line.step} {line.replica}] " if line.stage else ""
+    os.write(2, f"{call}{line.text}\n".encode())
+
+
 class CapturedStream(io.TextIOBase):
     """A text stream that feeds an OutputCapture.
 
@@ -157,6 +180,10 @@ class CapturedStream(io.TextIOBase):
         """Take in text; return its length."""
         self._capture.write(text)
         return len(text)
+
+    def flush(self) -> None:
+        """See `OutputCapture.flush`; what a worker writes goes as it comes."""
+        self._capture.flush()
 
     def fileno(self) -> int:
         """Return the descriptor of the driver's stderr.

@@ -92,12 +92,26 @@ def test_workers_dial_in_and_a_killed_one_comes_back(folder: Path) -> None:
 
 FORKS = """
 import multiprocessing, time
+fork = multiprocessing.get_context("fork")
 def how_it_ended(shard):
-    child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,), daemon=True)
+    child = fork.Process(target=time.sleep, args=(600,), daemon=True)
     child.start()
     child.terminate()
     child.join(20)
     return child.exitcode or 0
+def talk():
+    for line in range(1500):
+        print(line)
+    print("unfinished", end="")
+def how_it_talked(shard):
+    print("to be ", end="")
+    child = fork.Process(target=talk)
+    child.start()
+    child.join(20)
+    child.kill()
+    child.join()
+    print("continued")
+    return child.exitcode
 """
 
 
@@ -108,17 +122,33 @@ def test_the_command_that_is_told_can_be_pasted(folder: Path) -> None:
         assert hint_of(run)[2:] == ["--key-file", str(folder / "my keys" / "of it.key")]
 
 
-def test_a_process_that_a_function_forks_is_ended_by_sigterm(folder: Path) -> None:
-    """As in a local worker: it is no worker, which would go on."""
+def run_forks(folder: Path, function: str) -> tuple[int, str, str]:
+    """Give what the calls of a function return, in all, and what run and worker say."""
     (folder / "forks.py").write_text(FORKS)
-    stages = 'stages: {of: {run: "forks:how_it_ended"}, all: {reduce: sum, of: of, axis: null}}\n'
+    stages = f'stages: {{of: {{run: "forks:{function}"}}, all: {{reduce: sum, of: of, axis: null}}}}\n'
     (folder / "cubes.yaml").write_text(SPEC.partition("stages:")[0].replace("40", "4") + stages)
     with ExitStack() as stack:
         run = stack.enter_context(started("run", "cubes.yaml", "--json", cwd=folder))
-        stack.enter_context(started("worker", *hint_of(run), cwd=folder))
+        worker = stack.enter_context(started("worker", *hint_of(run), cwd=folder))
         out, err = run.communicate(timeout=90)
+        _, said = worker.communicate(timeout=90)
     assert run.returncode == 0, err
-    assert json.loads(out)["results"]["all"] == -2 * signal.SIGTERM
+    return json.loads(out)["results"]["all"], err, said
+
+
+def test_a_process_that_a_function_forks_is_ended_by_sigterm(folder: Path) -> None:
+    """As in a local worker: it is no worker, which would go on."""
+    assert run_forks(folder, "how_it_ended")[0] == -2 * signal.SIGTERM
+
+
+def test_a_process_that_a_function_forks_prints_to_stderr(folder: Path) -> None:
+    """The connection is its parent's: ZeroMQ sends nothing of a copy's, and lets it wait."""
+    ended, told, said = run_forks(folder, "how_it_talked")
+    assert ended == 0
+    for replica in (0, 1):
+        assert f"[of 0 {replica}] 1499\n" in said
+        assert f"[of 0 {replica}] unfinished\n" in said
+    assert len(re.findall(r"\] to be continued\n", told)) == 2
 
 
 def test_a_worker_with_another_number_of_threads_is_not_let_in(folder: Path) -> None:
