@@ -21,6 +21,7 @@ from pipedist.collectives.gang import Gang
 from pipedist.collectives.options import Implementation
 from pipedist.collectives.requests import Request
 from pipedist.program import Tree
+from pipedist.worker import forks
 from pipedist.worker.context import Collectives
 from pipedist.worker.execution import Call, Outcome, PassExecutor, Result, Seat
 from pipedist.worker.failures import CallFailure
@@ -254,6 +255,9 @@ class Meeting:
     @contextmanager
     def outside(self) -> Iterator[None]:
         """Let other replicas run while the loop has nothing to do."""
+        if forks.is_copy:  # the others are not here: nobody would hand the baton back
+            yield
+            return
         with self._lock:
             has_baton = self._under_way == 0
         if not has_baton:

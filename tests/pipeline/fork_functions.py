@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -40,5 +42,9 @@ def together(x: np.ndarray, ctx: Any, folder: str, how: str) -> Any:
 async def together_later(x: np.ndarray, ctx: Any, folder: str, how: str) -> Any:
     worker = os.getpid()
     await ctx.barrier()
+    if 13 in x:
+        time.sleep(0.1)  # meanwhile the other replica has slept, and waits for its turn
+    else:
+        await asyncio.sleep(0.01)
     y = plain(x, folder, how)
     return y + await ctx.all_reduce("sum", int(os.getpid() != worker))
