@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 from pipedist import values
 from pipedist.program import Tree
+from pipedist.worker import forks
 from pipedist.worker.context import current
 
 _REFUSED = {
@@ -91,9 +92,13 @@ def merging(fn: Callable[..., Tree], replicas: int) -> Callable[..., Tree]:
     """Return `fn` as it is called once for all replicas: in cross-replica context, the strategy first."""
 
     def body(*args: Any, **kwargs: Any) -> Tree:
-        strategy = MergeStrategy(replicas)
-        with _cross_replica(strategy):
-            return fn(strategy, *args, **kwargs)
+        strategy, ctx = MergeStrategy(replicas), current.get()
+        try:
+            with _cross_replica(strategy):
+                return fn(strategy, *args, **kwargs)
+        finally:
+            if forks.is_copy:
+                forks.end_copy("" if ctx is None else ctx.stage)
 
     body.__qualname__ = str(getattr(fn, "__qualname__", None) or type(fn).__qualname__)  # its label in errors
     return body

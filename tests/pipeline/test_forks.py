@@ -23,11 +23,13 @@ F = "tests.pipeline.fork_functions"
         ("together", 2),
         ("together_later", 1),
         ("together_later", 2),
+        ("merges", 1),
+        ("merges", 2),
     ],
 )
 def test_a_copy_ends_where_it_leaves_the_function(tmp_path: Path, run: str, workers: int, how: str) -> None:
     stage = {"run": f"{F}:{run}", "with": {"folder": str(tmp_path), "how": how}, "on_error": "quarantine"}
-    if run.startswith("together"):
+    if run.startswith(("together", "merges")):
         stage["collectives"] = True
     results = pipedist.run(
         {
