@@ -250,7 +250,6 @@ async def test_what_a_stopped_process_reads_is_not_written_to() -> None:
 
 @pytest.mark.asyncio
 async def test_a_closed_router_leaves_readers_their_frames() -> None:
-    gc.collect()
     left = memory_left()
     async with router(shared_memory=SMALL) as (opened, inbox):
         worker = dealer(opened, name=b"w0")

@@ -59,7 +59,7 @@ class Supervised:
 async def dial_in(endpoint: str, key_file: Path, join_s: float = 60.0) -> asyncio.subprocess.Process:
     script = (
         "import sys; from pipedist.worker.supervisor import Supervisor, run_worker; "
-        f"sys.exit(run_worker({endpoint!r}, {str(key_file)!r}, join_s={join_s}))"
+        f"sys.exit(run_worker({endpoint!r}, {str(key_file)!r}, join_s={join_s}, leave_s=60))"
     )
     return await asyncio.create_subprocess_exec(
         sys.executable,
