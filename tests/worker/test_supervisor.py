@@ -97,7 +97,8 @@ async def test_it_joins_works_and_leaves(tmp_path: Path) -> None:
         it.scheduler.stop(identity)
         code, said = await it.ended()
         assert code == 0
-        (joined,) = said.splitlines()
+        # Where nobody had a turn to answer it, it has said before that it waits.
+        (joined,) = (line for line in said.splitlines() if "waiting for a scheduler" not in line)
         assert joined.startswith(
             f"pipedist worker {hello.worker} at {it.scheduler.endpoint}: joined cluster c, 1"
         )
@@ -164,10 +165,12 @@ async def test_a_process_that_goes_on_was_not_stopped_for_too_long(
             clock.now += seconds
             if seconds < 3:
                 assert not process.is_stopped()
+                assert process.describe(-9) == "signal 9 (SIGKILL)"  # whoever kills it, it is not for that
                 os.kill(pid, signal.SIGCONT)
                 clock.now += 100.0  # nobody has looked meanwhile
                 assert not process.is_stopped()
         assert process.is_stopped()
+        assert process.describe(-9) == "stopped for 3 s, then killed with signal 9 (SIGKILL)"
     finally:
         process.end()
         for file in files:
