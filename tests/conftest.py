@@ -6,9 +6,10 @@ import os
 import signal
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
-settings.register_profile("pipedist", deadline=None)  # how long an example takes says nothing here
+# How long an example takes, or takes to be made, says nothing here: others use the machine, too.
+settings.register_profile("pipedist", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("pipedist")
 
 # A suite that is started in the background has these ignored, and so would have every process

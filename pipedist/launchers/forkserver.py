@@ -190,10 +190,14 @@ class ForkServer:
     def _fork(self, worker: str, incarnation: int, settings: Mapping[str, Any]) -> None:
         try:
             progress, memory = _progress()
+            gate: tuple[int, ...] = ()
             try:
+                waits, opens = gate = os.pipe()
                 pid = os.fork()
             except OSError:
                 _close(progress, memory)
+                for end in gate:
+                    os.close(end)
                 raise
         except OSError as error:
             text = f"it could not be forked: {error.strerror}"
@@ -202,9 +206,14 @@ class ForkServer:
         if pid == 0:
             if memory >= 0:
                 os.close(memory)
+            os.close(opens)
+            os.read(waits, 1)  # its launcher is to know its process before it has joined
+            os.close(waits)
             _be_a_worker(self, settings, progress)
+        os.close(waits)
         self._children[pid] = _Child(worker, incarnation, pid, progress, memory)
         self._tell("started", worker, incarnation, pid, memory)
+        os.close(opens)
 
     def close_in_child(self) -> None:
         """Let go of what belongs to the server: called in a worker right after the fork."""
@@ -226,8 +235,11 @@ class ForkServer:
 
     def _kill_stopped(self) -> None:
         limit = time.monotonic() - self._stopped_s_max
-        for child in self._children.values():
-            if child.stopped_at is not None and child.stopped_at <= limit:
+        if not any(_stopped_before(child, limit) for child in self._children.values()):
+            return
+        self._reap()  # this process may have been stopped too, or had no turn: they may run again
+        for child in list(self._children.values()):
+            if _stopped_before(child, limit):
                 child.stopped_at = None
                 child.note = f"stopped for {self._stopped_s_max:g} s, then killed with "
                 _kill(child)
@@ -307,6 +319,10 @@ def _close(progress: Progress, memory: int) -> None:
     progress.close()
     if memory >= 0:
         os.close(memory)
+
+
+def _stopped_before(child: _Child, time_s: float) -> bool:
+    return child.stopped_at is not None and child.stopped_at <= time_s
 
 
 def _kill(child: _Child) -> None:

@@ -30,6 +30,9 @@ from pipedist.worker.settings import WorkerSettings
 
 _READ_BYTES = 65_536
 
+_GONE_S = 0.05
+"""How long a server whose socket has ended may take to be gone: the kernel closes that just before."""
+
 
 class LocalLauncher:
     """Starts workers on this host.
@@ -314,7 +317,7 @@ class _Server:
 
     def how_it_ended(self) -> str:
         """Return how the process ended, for people."""
-        code = self._process.code(within_s=0.05)  # the kernel closes its socket just before it is gone
+        code = self._process.code(within_s=_GONE_S)
         if code is None:
             return "unknown"
         return describe_exit(code, None) if code >= 0 else describe_exit(None, -code)

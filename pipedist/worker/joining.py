@@ -38,8 +38,10 @@ class Joining:
         self._waits_from = time.monotonic()
 
     def look(self) -> None:
-        """Tell once that nobody answers, if it has taken that long."""
-        if self._waits_from is not None and time.monotonic() - self._waits_from >= SILENT_S:
+        """Tell once that nobody answers, if it has taken that long, and is waited for still."""
+        if self._waits_from is None:
+            return
+        if SILENT_S <= time.monotonic() - self._waits_from < self._join_s:
             self._waits_from = None
             self._tell(f"waiting for a scheduler, for at most {self._join_s:.3g} s{self._doubt()}")
 

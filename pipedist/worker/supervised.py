@@ -52,8 +52,10 @@ class Supervised:
             "code": code,
             "settings": asdict(settings),
         }
-        self.stopped_since: float | None = None
+        self._stopped_since: float | None = None
         """Since when it is stopped; None while it runs."""
+        self._counts_as_dead = False
+        """It was stopped for too long."""
         self._process = subprocess.Popen(
             boot.command("pipedist.worker.supervised", arguments),
             env=boot.environment(settings.threads),
@@ -89,9 +91,10 @@ class Supervised:
             return False
         told = os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WCONTINUED | os.WNOHANG)
         if told is not None:
-            self.stopped_since = time.monotonic() if told.si_code == os.CLD_STOPPED else None
-        since = self.stopped_since
-        return since is not None and time.monotonic() - since >= STOPPED_S_MAX
+            self._stopped_since = time.monotonic() if told.si_code == os.CLD_STOPPED else None
+        since = self._stopped_since
+        self._counts_as_dead = since is not None and time.monotonic() - since >= STOPPED_S_MAX
+        return self._counts_as_dead
 
     def describe(self, code: int) -> str:
         """Return how it ended, for people.
@@ -100,7 +103,7 @@ class Supervised:
             code: as `Popen.returncode`.
         """
         text = describe(code)
-        if self.stopped_since is not None:
+        if self._counts_as_dead:  # else it ended by itself, stopped or not
             text = f"stopped for {STOPPED_S_MAX:g} s, then killed with {text}"
         return text
 

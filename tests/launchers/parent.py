@@ -15,7 +15,8 @@ from tests.worker.fake_scheduler import FakeScheduler, program
 
 async def serve() -> None:
     async with FakeScheduler() as scheduler:
-        launcher = LocalLauncher(scheduler.endpoint)
+        # The tests stop workers, and look at them: that is not to be over before they do.
+        launcher = LocalLauncher(scheduler.endpoint, stopped_s_max=600.0)
         async with launcher:
             for name in ("w0", "w1"):
                 launcher.start(name, 0)

@@ -42,7 +42,7 @@ def wait_gone(pids: Iterable[int], within_s: float = ORPHAN_S) -> list[int]:
     return left
 
 
-def wait_state(pid: int, letter: str, within_s: float = 10.0) -> None:
+def wait_state(pid: int, letter: str, within_s: float = ORPHAN_S) -> None:
     """Wait until the kernel shows a process in this state."""
     end = time.monotonic() + within_s
     while state_of(pid) != letter:

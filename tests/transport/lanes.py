@@ -15,7 +15,7 @@ from pipedist.transport.shared_memory.borrowed import LEDGER_BYTES
 from pipedist.transport.zeromq import Dealer, Router
 
 from .memory import SMALL
-from .sockets import Inbox, identity, router
+from .sockets import WAIT_S, Inbox, identity, router
 
 
 @asynccontextmanager
@@ -38,7 +38,7 @@ class RawLane:
         self.link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.link.connect(opened.endpoint.removeprefix("ipc://") + ".mem")
         self.end, self.theirs = socket.socketpair()
-        self.end.settimeout(10.0)
+        self.end.settimeout(WAIT_S)
 
     def hello(self, name: bytes, handed: int | None = None) -> None:
         """Greet; `handed` stands where the Router's end of the lane should."""

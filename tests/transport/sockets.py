@@ -16,7 +16,7 @@ from pipedist.transport.rendezvous import ipc_endpoint, private_directory
 from pipedist.transport.wire import pack
 from pipedist.transport.zeromq import Dealer, Router
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 class Inbox:

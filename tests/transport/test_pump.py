@@ -83,7 +83,7 @@ async def test_a_handler_that_sends_or_fails_does_not_end_the_reading() -> None:
         pump.start()
         for word in (b"one", b"bad", b"two", b"bad", b"last"):
             theirs.send(word)
-        await asyncio.wait_for(done.wait(), 10)
+        await asyncio.wait_for(done.wait(), 60)
         assert heard == [b"one", b"bad", b"two", b"bad", b"last"]
         assert [type(error) for error in failed] == [KeyError, KeyError]
         pump.stop()

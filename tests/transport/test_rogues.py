@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-import time
 import tracemalloc
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -34,8 +33,7 @@ def raw(endpoint: str, name: bytes, keys: ClusterKeys | None = None) -> Iterator
     peer = context.socket(zmq.DEALER)
     peer.linger = 0
     peer.routing_id = name
-    peer.sndtimeo = 1000
-    peer.rcvtimeo = 10_000
+    peer.sndtimeo = peer.rcvtimeo = round(WAIT_S * 1000)
     if keys is not None:
         peer.curve_serverkey = keys.client.server_public
         peer.curve_publickey = keys.client.public
@@ -72,10 +70,8 @@ async def test_an_unknown_key_is_refused_and_both_ends_say_so() -> None:
     keys = new_keys()
     async with router(keys=keys) as (opened, inbox):
         with dealer(opened, keys, b"honest") as worker, dealer(opened, other_keys(keys)) as rogue:
-            begin = time.monotonic()
             with pytest.raises(RemoteProtocolError, match="refused this worker's key"):
                 await blocking(rogue.poll, WAIT_S)
-            assert time.monotonic() - begin < 10
             with pytest.raises(RemoteProtocolError, match="refused this worker's key"):
                 await blocking(rogue.send, log("evil"))
             assert "unknown key" in await inbox.reject("unknown key")
@@ -178,7 +174,7 @@ async def test_a_valid_key_with_another_peers_identity() -> None:
             # While the owner is connected, and after it is gone.
             with raw(opened.endpoint, b"w0", rogue_keys) as rogue:
                 watch = rogue.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
-                assert await blocking(watch.poll, 10_000)
+                assert await blocking(watch.poll, WAIT_S * 1000)
                 watch.close()
                 rogue.send(first_frame(log("evil")))
                 for _ in range(20):
@@ -233,7 +229,7 @@ async def test_garbage_costs_its_sender_the_connection(words: str, frames: list[
                 assert inbox.lost.get_nowait() == (b"rogue", reason)
                 assert rogue.recv() == first_frame(Refuse(reason))
                 rogue.send(first_frame(log("evil")))
-                assert await blocking(watch.poll, 10_000), "the connection was not cut"
+                assert await blocking(watch.poll, WAIT_S * 1000), "the connection was not cut"
                 watch.close()
             await is_served(opened, inbox, worker, b"honest")
             assert inbox.messages.empty()
@@ -246,7 +242,7 @@ async def test_a_frame_beyond_the_limit_is_not_even_received() -> None:
         with dealer(opened, name=b"honest") as worker, raw(opened.endpoint, b"rogue") as rogue:
             watch = rogue.get_monitor_socket(zmq.EVENT_DISCONNECTED)
             rogue.send_multipart([first_frame(Bind(1), b"x"), bytes(LIMITS.frame_bytes_max + 1)])
-            assert await blocking(watch.poll, 10_000)
+            assert await blocking(watch.poll, WAIT_S * 1000)
             watch.close()
             await is_served(opened, inbox, worker, b"honest")
             assert inbox.messages.empty()
@@ -308,6 +304,9 @@ async def test_ten_thousand_messages_of_noise_on_a_live_socket() -> None:
     async with router(settings=settings) as (opened, inbox):
         with dealer(opened, name=b"honest") as worker:
             await is_served(opened, inbox, worker, b"honest")
+            with raw(opened.endpoint, b"rogue") as rogue:  # of those below, none may come in before it goes
+                rogue.send(b"noise")
+                await inbox.reject("peer rogue sent")
             for round_ in range(100):
                 with raw(opened.endpoint, f"rogue{round_}".encode()) as rogue:
                     for _ in range(100):
@@ -321,7 +320,6 @@ async def test_ten_thousand_messages_of_noise_on_a_live_socket() -> None:
             while not inbox.messages.empty():
                 who, _, _ = inbox.messages.get_nowait()
                 assert who.startswith(b"rogue")
-            assert not inbox.rejects.empty()
             await blocking(worker.send, log("honest"))
             async with asyncio.timeout(WAIT_S):
                 while (await inbox.get())[:2] != (b"honest", log("honest")):

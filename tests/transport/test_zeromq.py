@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import socket
 
 import numpy as np
@@ -274,10 +275,11 @@ async def test_no_descriptor_is_left(over: str) -> None:
                 await blocking(worker.recv)
 
     await once()  # starts what pyzmq and asyncio keep for the process
+    gc.collect()
     before = descriptors()
     for _ in range(3):
         await once()
-    assert descriptors() == before
+    assert descriptors() <= before
 
 
 @pytest.mark.asyncio
@@ -287,11 +289,12 @@ async def test_a_failed_opening_leaves_nothing_and_names_the_port() -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
+        gc.collect()
         before = descriptors()
         with pytest.raises(UsageError, match=f"port {port} on 127.0.0.1 is taken"):
             async with router(f"tcp://127.0.0.1:{port}", keys):
                 pytest.fail("was opened")
-        assert descriptors() == before
+        assert descriptors() <= before
 
 
 @pytest.mark.asyncio

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from pipedist.launchers.base import WorkerExit
+from pipedist.launchers.local import LocalLauncher
 from pipedist.messages import (
     Assign,
     AssignGang,
@@ -34,13 +36,16 @@ from pipedist.transport.zeromq import Router
 from pipedist.worker.binding import to_frames
 
 M = TypeVar("M")
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
+
+LISTEN = f"tcp://127.{1 + os.getpid() // 65_536 % 254}.{os.getpid() // 256 % 256}.{os.getpid() % 256}:0"
+"""An address of this process alone: nobody takes the port while it is closed, to be opened again."""
 
 
 class FakeScheduler:
     """Collects what workers say, and says what the test tells it to."""
 
-    def __init__(self, keys: ServerKeys | None = None, listen: str = "tcp://127.0.0.1:0") -> None:
+    def __init__(self, keys: ServerKeys | None = None, listen: str = LISTEN) -> None:
         self._keys = keys
         self._listen = listen
         self.inbox: asyncio.Queue[tuple[bytes, Message, list[memoryview]]] = asyncio.Queue()
@@ -104,6 +109,13 @@ class FakeScheduler:
         identity, hello, _ = await self.take(Hello)
         path = tuple(p for p in sys.path if p) if sys_path is None else sys_path
         self.send(identity, Welcome("c", 0.1, path))
+        return identity, hello
+
+    async def joins(self, launcher: LocalLauncher) -> tuple[bytes, Hello]:
+        """Welcome a worker whose launcher knows its process: it is told so over another socket."""
+        identity, hello = await self.welcome()
+        while launcher.pids.get(hello.worker) != hello.pid:  # noqa: ASYNC110 - nobody tells
+            await asyncio.sleep(0)
         return identity, hello
 
     def drop(self, identity: bytes) -> None:

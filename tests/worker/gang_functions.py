@@ -186,20 +186,21 @@ def dies_once(folder: str, ctx: ReplicaContext) -> Any:
             pass
         else:
             threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGKILL)).start()
-            time.sleep(30)
+            time.sleep(600)
     return ctx.all_reduce("sum", first)
 
 
 def hangs_once(folder: str, ctx: ReplicaContext) -> Any:
-    """The last replica does not come, the first time."""
-    if ctx.replica_id_in_sync_group == ctx.num_replicas_in_sync - 1:
-        try:
-            (Path(folder) / "hung").touch(exist_ok=False)
-        except FileExistsError:
-            pass
-        else:
-            time.sleep(60)
-    return ctx.all_reduce("sum", row(ctx), options=CommunicationOptions(timeout_s=0.3))
+    """The last replica does not come, the first time; the others are impatient only then."""
+    replica, timeout_s = ctx.replica_id_in_sync_group, 0.3
+    try:
+        (Path(folder) / f"came{replica}").touch(exist_ok=False)
+    except FileExistsError:
+        timeout_s = 600.0
+    else:
+        if replica == ctx.num_replicas_in_sync - 1:
+            time.sleep(600)
+    return ctx.all_reduce("sum", row(ctx), options=CommunicationOptions(timeout_s=timeout_s))
 
 
 def says_who_it_is(x: Any, ctx: ReplicaContext) -> list[Any]:
@@ -260,7 +261,7 @@ async def waits_for_the_others(x: int, ctx: ReplicaContext) -> list[int]:
     """Every replica waits until all have been here, without a collective."""
     here = _told.setdefault(ctx.step, set())
     here.add(ctx.replica_id_in_sync_group)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while len(here) < ctx.num_replicas_in_sync:  # noqa: ASYNC110  # they have loops of their own
             await asyncio.sleep(0.001)
     return sorted(here)

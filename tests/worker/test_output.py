@@ -110,7 +110,7 @@ def test_printing_while_printing_does_not_lock_up() -> None:
     out = OutputCapture(send)
     thread = threading.Thread(target=out.write, args=("first\n",))
     thread.start()
-    thread.join(10)
+    thread.join(60)
     assert not thread.is_alive()
     assert [line.text for line in nested] == ["first", "again", "again"]
 

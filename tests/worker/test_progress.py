@@ -175,20 +175,27 @@ NOTED: list[tuple[int, int]] = []
 
 READER: list[Progress] = []
 
+TURNS: list[asyncio.Event] = []
+"""By value of a call: it may look."""
+
 
 async def looks_at_itself(x: int) -> int:
     """Look what is noted: the later calls first, while the earlier ones wait."""
-    await asyncio.sleep(0.02 * (8 - x))
+    if not TURNS:
+        TURNS.extend(asyncio.Event() for _ in range(8))
+        TURNS[7].set()
+    await TURNS[x].wait()
     overdue = READER[0].overdue(later())
     assert overdue is not None
     NOTED.append((x, overdue.running.call))
+    TURNS[x - 1].set()
     return x
 
 
 def test_of_async_calls_that_overlap_the_one_that_has_the_thread_is_noted(progress: Progress) -> None:
-    READER[:], NOTED[:] = [progress], []
+    READER[:], NOTED[:], TURNS[:] = [progress], [], []
     plain = program(f"{__name__}:looks_at_itself")
-    timed = replace(plain, stages=(replace(plain.stages[0], timeout_s=10.0),))
+    timed = replace(plain, stages=(replace(plain.stages[0], timeout_s=20.0),))
     executor = PassExecutor(timed, 1, progress.clock)
     done: list[object] = []
     with closing(PersistentLoop()) as loop:
