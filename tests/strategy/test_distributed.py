@@ -111,7 +111,7 @@ async def test_cancelling_a_wait_loses_no_step() -> None:
     gate = threading.Event()
 
     def slow(x: Any) -> Any:
-        assert gate.wait(10)
+        assert gate.wait(60)
         return x
 
     dataset = mirrored(2).distribute_dataset(Dataset.range(4).batch(2).map(slow))
@@ -148,7 +148,7 @@ async def test_the_loop_goes_on_while_a_bounded_number_is_read_ahead(buffer: int
     async with aiter(dataset) as iterator:
         await anext(iterator)
         for _ in range(buffer + 1):
-            assert await asyncio.to_thread(produced.acquire, timeout=5)
+            assert await asyncio.to_thread(produced.acquire, timeout=60)
         assert not await asyncio.to_thread(produced.acquire, timeout=0.05)
         assert read == list(range(buffer + 1))
 
@@ -163,7 +163,7 @@ async def test_leaving_early_leaves_no_thread() -> None:
         await anext(iterator)
     gc.collect()
     for thread in readers():
-        thread.join(5)
+        thread.join(60)
     assert readers() == []
 
 
