@@ -54,6 +54,10 @@ def test_a_function_that_has_no_name() -> None:
     assert [x.value for x in run_in_processes(lambda worker: worker + 1, workers=2)] == [1, 2]
 
 
+def test_a_built_in_function_without_a_signature() -> None:
+    assert [x.value for x in run_in_processes(max, workers=2, args=[1, 2])] == [2, 2]
+
+
 def test_what_went_wrong_and_the_others_results() -> None:
     with pytest.raises(ProcessesFailed) as caught:
         run_in_processes(misbehaves, workers=4)
