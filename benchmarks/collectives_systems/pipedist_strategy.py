@@ -28,9 +28,6 @@ def loop(sizes: tuple[Size, ...], *, ctx: Any) -> dict[str, float]:
     return {str(bytes_): seconds for bytes_, seconds in found.items()}
 
 
-WARM_UPS_MAX = 200
-
-
 def process(*, ctx: Any) -> int:
     """Return where a replica runs."""
     return os.getpid()
@@ -39,11 +36,9 @@ def process(*, ctx: Any) -> int:
 async def run(replicas: int, workers: int, sizes: tuple[Size, ...]) -> dict[int, float]:
     """Bring up a cluster and return what replica 0 has measured."""
     async with pipedist.LocalCluster(workers=workers) as cluster:
+        await cluster.ready()  # a gang takes the workers that are there
         strategy = pipedist.Strategy(cluster, replicas=replicas)
-        for _ in range(WARM_UPS_MAX):  # a gang takes the workers that are there
-            if len(set(await strategy.run(process))) == workers:
-                break
-        else:
+        if len(set(await strategy.run(process))) != workers:
             raise RuntimeError(f"the replicas do not spread over {workers} workers")
         results = await strategy.run(loop, args=(sizes,))
     return {int(bytes_): float(values[0]) for bytes_, values in results.items()}

@@ -209,8 +209,10 @@ class Steps:
                 raise GangAborted(failed)
             now = time.monotonic()
             if now >= deadline:
-                patience.on_stalled(tuple(self._missing(target)))
-                deadline = time.monotonic() + patience.timeout_s
+                missing = self._missing(target)
+                if missing:  # still: they may have come while this process had no core
+                    patience.on_stalled(tuple(missing))
+                    deadline = time.monotonic() + patience.timeout_s
                 continue
             words[mine] = 1
             futex.fence()

@@ -6,6 +6,7 @@ import inspect
 import os
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ def main(folder: Path, number: int) -> None:
     told = shown = ""
     try:
         function = functions.load(FunctionRef(label, name, pickled), ())
-        if "worker" in inspect.signature(function).parameters and "worker" not in kwargs:
+        if "worker" not in kwargs and _wants_its_number(function):
             kwargs["worker"] = number
         value = function(*args, **kwargs)
         frames = encode([value, "", ""])
@@ -38,6 +39,13 @@ def main(folder: Path, number: int) -> None:
     os.replace(written, result)
     if told:
         sys.exit(1)
+
+
+def _wants_its_number(function: Callable[..., Any]) -> bool:
+    try:
+        return "worker" in inspect.signature(function).parameters
+    except (TypeError, ValueError):  # a built-in without a signature
+        return False
 
 
 if __name__ == "__main__":

@@ -113,16 +113,12 @@ class HubChannel:
         """Bring a part, and wait for those of the others; see the protocol."""
         self._hub.bring(self._lease, number, [word, *frames])
         waits_until = time.monotonic() + patience.timeout_s
-        while True:
-            missing = self._inbox.missing(number, self._others)
-            if not missing:
-                break
+        while self._inbox.missing(number, self._others):
             left_s = waits_until - time.monotonic()
-            if left_s <= 0:
+            self._hub.listen(self._lease, max(0.0, left_s))  # also when it is late: they may have come
+            if left_s <= 0 and (missing := self._inbox.missing(number, self._others)):
                 patience.on_stalled(missing)
                 waits_until = time.monotonic() + patience.timeout_s
-                continue
-            self._hub.listen(self._lease, left_s)
         parts = self._inbox.take(number)
         words: list[bytes | Ended] = [
             word if m == self.member else bytes(parts[m][0]) if m in parts else ENDED

@@ -56,11 +56,12 @@ async def test_a_worker_that_is_killed_at_a_point(shared_memory: bool, tmp_path:
             folder.mkdir()
             found = await bits(cluster, spec("trapped", folder=str(folder), point=point))
             assert found == want, point
+            async with asyncio.timeout(60):  # the run may be over before it is known, or has happened
+                while not (killed := before - set(cluster.pids.values())):  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
             await cluster.ready()
-            killed = before - set(cluster.pids.values())
-            assert killed, f"nobody was killed {point}"
             assert wait_gone(killed) == []
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while descriptors() > open_:  # noqa: ASYNC110 - those of the dead have a grace of a second
                 await asyncio.sleep(0.05)
 
@@ -104,7 +105,8 @@ async def test_a_worker_that_wakes_after_it_was_given_up_is_fenced(tmp_path: Pat
     document = {**spec("floats", pause_s=0.02), "code": str(detection.ROOT)}
     async with pipedist.LocalCluster(workers=1) as cluster:
         want = await bits(cluster, spec("floats"))
-    async with detection.dialled_in(tmp_path, Limits(heard_within_s=1.5)) as (remote, supervisor):
+    limits = Limits(heard_within_s=1.5, deaths_max=1000)  # on a busy machine it is given up more than once
+    async with detection.dialled_in(tmp_path, limits) as (remote, supervisor):
         (first,) = remote.coordinator._fleet.peers
         async with asyncio.timeout(60), pipedist.open(document, cluster=remote) as run:
             stream = run.steps("y")
@@ -115,7 +117,9 @@ async def test_a_worker_that_wakes_after_it_was_given_up_is_fenced(tmp_path: Pat
             async for _ in stream:
                 pass
             result = await run.results()
+        await detection.until(lambda: remote.coordinator.workers_ready == 1)
         (second,) = remote.coordinator._fleet.peers
-        assert (second.worker, second.incarnation) == (first.worker, first.incarnation + 1)
+        assert second.worker == first.worker
+        assert second.incarnation > first.incarnation
         assert (result["total"].tobytes(), result["rows"].tobytes()) == want
         assert result.ledger == pipedist.Ledger(100, 100)

@@ -22,7 +22,7 @@ from pipedist.coordinator.refusals import LOGGER
 from pipedist.errors import RemoteProtocolError
 from pipedist.transport.codec import encode
 from pipedist.transport.keys import ClusterKeys, new_keys, read_key_file
-from pipedist.transport.settings import Settings
+from pipedist.transport.settings import SETTINGS, Settings
 from pipedist.transport.zeromq import ConnectionLost, Dealer
 from pipedist.worker.hello import make_hello
 from pipedist.worker.names import new_name
@@ -32,7 +32,8 @@ from tests.transport.test_rogues import raw
 N = 400
 ROOT = Path(__file__).parents[2]
 EVIL = encode([{"y": np.full(2, 10**6)}])
-TIMES = Settings(handshake_s=1.0)
+SOON = Settings(handshake_s=1.0)
+"""For those that are answered by nobody; the others wait as long as a busy machine needs."""
 
 
 @dataclass
@@ -57,8 +58,8 @@ class Live:
         (peer,) = self.cluster.coordinator._fleet.peers
         return peer
 
-    def dealer(self, keys: ClusterKeys, name: bytes | None = None) -> Dealer:
-        return Dealer(self.endpoint, identity=name or identity(), keys=keys.client, settings=TIMES)
+    def dealer(self, keys: ClusterKeys, settings: Settings = SETTINGS) -> Dealer:
+        return Dealer(self.endpoint, identity=identity(), keys=keys.client, settings=settings)
 
     async def logged(self, *words: str) -> None:
         """Wait until the scheduler's log has a line with these words."""
@@ -152,7 +153,7 @@ async def unknown_key(live: Live, _folder: Path) -> None:
 async def wrong_server_key(live: Live, _folder: Path) -> None:
     client = live.keys.client
     wrong = ClusterKeys(type(client)(new_keys().client.server_public, client.public, client.secret), None)
-    with live.dealer(wrong) as rogue, pytest.raises(RemoteProtocolError, match="another one"):
+    with live.dealer(wrong, SOON) as rogue, pytest.raises(RemoteProtocolError, match="another one"):
         await blocking(rogue.poll, WAIT_S)
     await live.logged("refused")
 
@@ -208,7 +209,7 @@ async def no_gate(live: Live, _folder: Path) -> None:
     assert zap is not None
     zap.close()
     for keys in (live.keys, other_keys(live.keys)):
-        with live.dealer(keys) as rogue, pytest.raises((RemoteProtocolError, ConnectionLost)):
+        with live.dealer(keys, SOON) as rogue, pytest.raises((RemoteProtocolError, ConnectionLost)):
             await blocking(rogue.poll, WAIT_S)
     with raw(live.endpoint, b"rogue") as rogue:
         rogue.send(first_frame(make_hello("rogue", 0)))

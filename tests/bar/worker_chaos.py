@@ -2,8 +2,9 @@
 
     python -m tests.bar.worker_chaos [--seconds 60] [--every 2] [--seed 0]
 
-Every so many seconds a random worker is killed (SIGKILL), or stopped (SIGSTOP) and let go on or not; beside
-that every 41st call ends its own process, by a segmentation fault or `os._exit`. Nothing may be left.
+Every so many seconds, if the job has gone on since, a random worker is killed (SIGKILL), or stopped (SIGSTOP)
+and let go on or not; beside that every 41st call ends its own process, by a segmentation fault or `os._exit`.
+Nothing may be left.
 """
 
 from __future__ import annotations
@@ -29,6 +30,9 @@ from tests.launchers.processes import children_of, wait_gone
 WORKERS = 3
 PAUSE_S = 0.02
 RUN_S_MAX = 600.0
+STEPS_BETWEEN = 3
+"""Steps that are done from one death to the next: a call under which `deaths_max` workers die has failed."""
+
 F = "tests.bar.functions"
 
 
@@ -59,8 +63,18 @@ def digests(folder: Path) -> dict[str, str]:
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
-async def output(document: dict[str, Any], cluster: pipedist.LocalCluster, folder: Path) -> dict[str, str]:
+class Progress:
+    """How many steps a job has done."""
+
+    steps = 0
+
+
+async def output(
+    document: dict[str, Any], cluster: pipedist.LocalCluster, folder: Path, progress: Progress
+) -> dict[str, str]:
     async with asyncio.timeout(RUN_S_MAX), pipedist.open(document, cluster=cluster, output=folder) as run:
+        async for _ in run.steps("y"):
+            progress.steps += 1
         result = await run.results()
     elements = result.ledger.elements
     if result.ledger != pipedist.Ledger(elements, elements):
@@ -70,17 +84,22 @@ async def output(document: dict[str, Any], cluster: pipedist.LocalCluster, folde
 
 @contextlib.asynccontextmanager
 async def disturbed(
-    cluster: pipedist.LocalCluster, random: Random, every_s: float
+    cluster: pipedist.LocalCluster, random: Random, every_s: float, progress: Progress
 ) -> AsyncIterator[Counter[str]]:
     """Kill and stop workers of a cluster while the block runs; give what was done."""
     done: Counter[str] = Counter()
 
     async def disturb() -> None:
         while True:
+            enough = progress.steps + STEPS_BETWEEN
             await asyncio.sleep(every_s)
-            if not cluster.pids:
+            while progress.steps < enough:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            # Of those that have joined: where too many die before, the run gives up.
+            joined = sorted({peer.worker for peer in cluster.coordinator._fleet.peers} & {*cluster.pids})
+            if not joined:
                 continue
-            worker = random.choice(sorted(cluster.pids))
+            worker = random.choice(joined)
             what = random.choice(("SIGKILL", "SIGKILL", "SIGSTOP", "SIGSTOP, SIGCONT"))
             done[what] += 1
             if what == "SIGKILL":
@@ -110,14 +129,15 @@ async def chaos(seconds: float, every_s: float, seed: int, folder: Path) -> str:
     steps = max(20, round(seconds * WORKERS / PAUSE_S / 2 / 2))  # half of the time is lost to deaths
     shared, open_ = shared_memory(), descriptors()
     async with pipedist.LocalCluster(workers=WORKERS) as cluster:
-        want = await output(spec(steps, "floats"), cluster, folder / "straight")
+        want = await output(spec(steps, "floats"), cluster, folder / "straight", Progress())
     (folder / "deaths").mkdir()
     harmful = spec(steps, "fragile", folder=str(folder / "deaths"), pause_s=PAUSE_S, every=41)
     begin = time.monotonic()
     async with pipedist.LocalCluster(workers=WORKERS) as cluster:
         await cluster.ready()
-        async with disturbed(cluster, Random(seed), every_s) as done:
-            found = await output(harmful, cluster, folder / "chaos")
+        progress = Progress()
+        async with disturbed(cluster, Random(seed), every_s, progress) as done:
+            found = await output(harmful, cluster, folder / "chaos", progress)
         server = [pid for pid, name in children_of(os.getpid()).items() if name == "pipedist-fork"]
         pids = [*server, *cluster.pids.values()]
     took_s = time.monotonic() - begin

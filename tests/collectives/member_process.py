@@ -45,7 +45,7 @@ def reduce_once(replica: Replica) -> str:
 
 def reduce_for_ever(replica: Replica) -> None:
     x = vector(replica.number)
-    replica.all_reduce("sum", x)
+    replica.all_reduce("sum", x, CommunicationOptions(timeout_s=60))  # the others may begin late
     say(ready=replica.number)
     while True:
         replica.all_reduce("sum", x)

@@ -51,7 +51,7 @@ class Process:
         return told["outcomes"]
 
     def end(self) -> None:
-        self.process.wait(10)
+        self.process.wait(60)
         assert self.process.stdout is not None
         self.process.stdout.close()
 
@@ -73,10 +73,11 @@ class Nursery:
         sizes: Sequence[int],
         scenario: str,
         *,
-        timeout_s: float = 60,
+        timeouts_s: Sequence[float] | None = None,
         serial: int = 1,
     ) -> list[Process]:
-        members = [Process(owner, serial, m, sizes, scenario, timeout_s) for m in range(len(sizes))]
+        waits = timeouts_s or [60] * len(sizes)
+        members = [Process(owner, serial, m, sizes, scenario, waits[m]) for m in range(len(sizes))]
         self.processes += members
         return members
 

@@ -44,7 +44,11 @@ class QueueChannel:
                 if not missing:
                     break
                 if not board.changed.wait(patience.timeout_s):
-                    patience.on_stalled(tuple(missing))
+                    board.changed.release()  # whoever is told may wait for the missing ones
+                    try:
+                        patience.on_stalled(tuple(missing))
+                    finally:
+                        board.changed.acquire()
             words: list[bytes | Ended] = []
             brought: list[Sequence[Frame]] = []
             for m in range(self.members):

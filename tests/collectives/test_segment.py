@@ -7,6 +7,7 @@ import mmap
 import os
 import sys
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -42,7 +43,7 @@ def test_it_is_found_and_let_go(owner: SegmentOwner) -> None:
     assert (segment.replicas, segment.pack_bytes) == (2, 1 << 20)
     segment.close()
     segment.close()
-    assert set(os.listdir("/proc/self/fd")) == before
+    assert set(os.listdir("/proc/self/fd")) <= before
 
 
 @pytest.mark.parametrize("where", ["", "1:2:3", "x:1:2:00", "1:2:3:zz", "../../etc:1:2:00"])
@@ -129,7 +130,7 @@ def test_a_worker_keeps_the_last_few(owner: SegmentOwner) -> None:
 # Attempts
 
 
-def patience(timeout_s: float = 10.0) -> Patience:
+def patience(timeout_s: float = 60.0) -> Patience:
     def stalled(members: tuple[int, ...]) -> None:
         raise TimeoutError(f"{members}")
 
@@ -167,11 +168,11 @@ def test_a_member_that_was_stopped_in_an_attempt_neither_reads_nor_spoils_the_ne
 
     def stop() -> None:
         stopped.set()
-        assert wake.wait(10)
+        assert wake.wait(60)
 
     def zero() -> None:
         outcomes[1, 0] = reduce_in(segments[0], 1, 0, 1.0)
-        assert stopped.wait(10)
+        assert stopped.wait(60)
         outcomes[2, 0] = reduce_in(segments[0], 2, 0, 100.0)
 
     def one() -> None:
@@ -181,10 +182,11 @@ def test_a_member_that_was_stopped_in_an_attempt_neither_reads_nor_spoils_the_ne
     threads = [threading.Thread(target=zero), threading.Thread(target=one)]
     for thread in threads:
         thread.start()
-    assert stopped.wait(10)
-    looks = 1000
-    while segments[1].words[512] >> 32 != 2 and looks:  # until member 0 is in attempt 2
+    assert stopped.wait(60)
+    looks = 6000
+    while segments[1].words[512] >> 32 != 2:  # until member 0 is in attempt 2
         looks -= 1
+        assert looks
         threading.Event().wait(0.01)
     threading.Event().wait(0.05)  # it would write now, if it did not wait
     assert (2, 0) not in outcomes
@@ -259,6 +261,26 @@ def test_nor_if_it_arrives_and_fails_while_one_looks(
         return look(self)
 
     monkeypatch.setattr(steps.Steps, "_failed", late)
+    assert me.await_others(patience()) == []
+    segment.close()
+
+
+def test_nor_is_it_late_if_it_arrives_while_one_looks_at_the_clock(
+    owner: SegmentOwner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where this process had no core when the time was over."""
+    segment = attach(owner.where)
+    looks = iter((0.0, 3600.0))
+
+    def monotonic() -> float:
+        now = next(looks)
+        segment.words[512 + 64] = 1 << 32 | (now > 0)
+        return now
+
+    monkeypatch.setattr(steps, "time", SimpleNamespace(monotonic=monotonic))
+    me = steps.Steps(segment, serial=1, member=0, members=2)
+    me._has_entered = True
+    me.arrive()
     assert me.await_others(patience()) == []
     segment.close()
 

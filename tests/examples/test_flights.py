@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import importlib.util
 import io
 import json
 import subprocess
@@ -49,6 +50,28 @@ def output(columns: dict[str, np.ndarray], tmp_path_factory: pytest.TempPathFact
     assert document["ledger"] == {"elements": 336_776, "committed": 336_776, "quarantined": 0, "lost": 0}
     assert Path(document["results"]["minutes"]["file"]) == folder / "minutes.npy"
     return folder
+
+
+def test_the_data_is_there_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other processes may look for it while it is copied; and the copy may be interrupted."""
+    found = importlib.util.spec_from_file_location("fetch", FLIGHTS / "fetch.py")
+    assert found
+    assert found.loader
+    fetch = importlib.util.module_from_spec(found)
+    found.loader.exec_module(fetch)
+    monkeypatch.setattr(fetch, "TARGET", tmp_path / "data" / "flights.csv.zip")
+
+    def interrupted(_source: Path, target: Path) -> None:
+        target.write_bytes(b"half of it")
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fetch.shutil, "copyfile", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            fetch.main()
+    assert not fetch.TARGET.exists()
+    fetch.main()
+    assert zipfile.is_zipfile(fetch.TARGET)
 
 
 def read_json(path: Path) -> Any:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import re
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -56,17 +54,19 @@ def test_digits_are_the_same_on_any_number_of_workers(digits: Path, workers: int
 
 
 def test_digits_are_the_same_with_workers_killed(digits: Path, tmp_path: Path) -> None:
-    killed = []
+    killed: list[int] = []
+    kills = {3: ("w1",), 100: ("w0", "w1"), 300: ("w0",)}
 
     async def main() -> None:
         async with pipedist.LocalCluster(workers=2) as cluster:
             spec = ROOT / "specs" / "digits.yaml"
             async with pipedist.open(spec, cluster=cluster, output=tmp_path) as opened:
                 async for step in opened.steps("sums"):
-                    if step.index in (3, 100, 101, 300):
-                        pids = cluster.coordinator.pids
-                        killed.append(pids[sorted(pids)[step.index % 2]])
-                        os.kill(killed[-1], signal.SIGKILL)
+                    await cluster.ready()
+                    async with anyio.create_task_group() as tasks:
+                        for worker in kills.get(step.index, ()):
+                            killed.append(cluster.pids[worker])
+                            tasks.start_soon(cluster.restart, worker)
                 await opened.results()
 
     anyio.run(main)

@@ -53,11 +53,14 @@ async def speaks_with_others(shard: Any) -> Any:
     arrived = asyncio.Event()
     loop = asyncio.get_running_loop()
     loop.add_reader(reading, arrived.set)
-    threading.Timer(0.01, os.write, (writing, b"!")).start()
+    other = threading.Timer(0.01, os.write, (writing, b"!"))
+    other.start()
     try:
         await asyncio.wait_for(arrived.wait(), 60.0)
         return shard
     finally:
+        other.cancel()
+        other.join()
         loop.remove_reader(reading)
         os.close(reading)
         os.close(writing)

@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import sys
 import time
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -29,10 +32,11 @@ def misbehaves(worker: int) -> int:
     return worker
 
 
-def hangs(worker: int) -> int:
+def hangs(worker: int, begun: str) -> int:
     if worker == 0:
         return 10
     print("hanging", flush=True)
+    Path(begun).touch()
     time.sleep(600)
     return 11
 
@@ -50,6 +54,10 @@ def test_a_function_that_has_no_name() -> None:
     assert [x.value for x in run_in_processes(lambda worker: worker + 1, workers=2)] == [1, 2]
 
 
+def test_a_built_in_function_without_a_signature() -> None:
+    assert [x.value for x in run_in_processes(max, workers=2, args=[1, 2])] == [2, 2]
+
+
 def test_what_went_wrong_and_the_others_results() -> None:
     with pytest.raises(ProcessesFailed) as caught:
         run_in_processes(misbehaves, workers=4)
@@ -64,12 +72,29 @@ def test_what_went_wrong_and_the_others_results() -> None:
         assert text in told
 
 
-def test_a_process_that_hangs() -> None:
-    outcomes = run_in_processes(hangs, workers=2, timeout_s=3.0, check=False)
+def test_a_process_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun = tmp_path / "begun"
+    looks = itertools.count()
+
+    def monotonic() -> float:
+        """The time passes when the first process has ended, and the second one hangs."""
+        if next(looks) < 2:
+            return 0.0
+        while not begun.exists():
+            time.sleep(0.01)
+        return 60.0
+
+    monkeypatch.setattr("pipedist.harness.processes.time", SimpleNamespace(monotonic=monotonic))
+    outcomes = run_in_processes(hangs, workers=2, kwargs={"begun": str(begun)}, check=False)
     assert (outcomes[0].value, outcomes[0].ok) == (10, True)
     assert outcomes[1].timed_out
     assert not outcomes[1].ok
     assert outcomes[1].stdout == "hanging\n"
+
+
+def test_the_time_is_over_for_all() -> None:
+    outcomes = run_in_processes(time.sleep, workers=2, args=[600], timeout_s=0.1, check=False)
+    assert [x.timed_out for x in outcomes] == [True, True]
 
 
 def test_what_can_not_be_sent_back() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pipedist
 
-WAIT_S = 30.0
+WAIT_S = 60.0
 
 
 def increment(x: Any) -> Any:

@@ -37,8 +37,8 @@ def fail_on(ctx: pipedist.ReplicaContext, replicas: tuple[int, ...]) -> str:
 
 
 def wait_for(file: str) -> str:
-    """Return once the file is there, within 20 seconds."""
-    deadline = time.monotonic() + 20
+    """Return once the file is there, within a minute."""
+    deadline = time.monotonic() + 60
     while not Path(file).exists():
         if time.monotonic() > deadline:
             raise TimeoutError(file)

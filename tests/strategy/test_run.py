@@ -144,10 +144,11 @@ async def test_a_cancelled_run_that_hangs_ends_with_its_worker(tmp_path: Path) -
             if ctx.replica_id_in_sync_group == 0:
                 with (Path(folder) / "attempts").open("a") as attempts:
                     attempts.write("x")
+                (Path(folder) / "begun").touch()
             threading.Event().wait()
 
         run = asyncio.create_task(strategy.run(hangs, args=(str(tmp_path),)))
-        await asyncio.to_thread(functions.wait_for, str(tmp_path / "attempts"))
+        await asyncio.to_thread(functions.wait_for, str(tmp_path / "begun"))
         run.cancel()
         with pytest.raises(asyncio.CancelledError):
             await run

@@ -30,3 +30,29 @@ def test_who_has_returned_brings_no_frames() -> None:
     assert met.words == [WORD, ENDED, WORD]
     assert met.frames is not None
     assert [[bytes(frame) for frame in part] for part in met.frames] == [[b"zero"], [], [b"two"]]
+
+
+def test_what_has_come_by_the_end_of_the_time_is_heard_before_anybody_is_missed() -> None:
+    """As where this process had no core while it came: what waits in the socket is not late."""
+
+    class Late(Hub):
+        def listen(self, lease: int, timeout_s: float) -> None:
+            heard.append(timeout_s)
+            inbox.put(Relay(7, 1, 1, ""), [memoryview(WORD), memoryview(b"one")])
+
+    inbox, heard, missed = Inbox(), list[float](), list[tuple[int, ...]]()
+    met = HubChannel(Late(), 7, inbox, 0, 2).exchange(1, WORD, [b"zero"], Patience(0.0, missed.append))
+    assert met.words == [WORD, WORD]
+    assert (heard, missed) == ([0.0], [])
+
+
+def test_who_is_missed_may_still_come() -> None:
+    class Slow(Hub):
+        def listen(self, lease: int, timeout_s: float) -> None:
+            if missed:
+                inbox.put(Relay(7, 1, 1, ""), [memoryview(WORD)])
+
+    inbox, missed = Inbox(), list[tuple[int, ...]]()
+    met = HubChannel(Slow(), 7, inbox, 0, 2).exchange(1, WORD, [], Patience(0.0, missed.append))
+    assert met.words == [WORD, WORD]
+    assert missed == [(1,)]
