@@ -47,7 +47,11 @@ async def still_works(cluster: pipedist.LocalCluster) -> None:
 
 
 async def standstill(run: pipedist.Run) -> int:
-    """Return how many calls were done when nothing moves any more."""
+    """Return how many calls were done when the subscriber has all it is given, and nothing moves any more."""
+    subscription = run._subscription
+    assert subscription is not None
+    while not subscription.is_full:  # noqa: ASYNC110 - nobody tells
+        await asyncio.sleep(0.01)
     before = -1
     while True:
         progress = run.progress()
@@ -67,7 +71,7 @@ async def test_a_slow_subscriber_holds_the_valve(kind: str) -> None:
             seen = [await anext(stream)]
             done = await standstill(run)
             # 64 items wait for the subscriber, and 20 steps of 2 calls are in flight
-            assert 4 <= done <= 2 * (64 + 20 + 2)
+            assert 64 <= done <= 2 * (64 + 20 + 2)
             seen += [item async for item in stream]
             result = await run.results()
         if kind == "steps":
@@ -365,12 +369,7 @@ async def test_without_a_log_function_lines_go_to_stderr_once(capsys: pytest.Cap
         async with pipedist.open(spec, cluster=cluster) as one, pipedist.open(spec, cluster=cluster) as two:
             await one.results()
             await two.results()
-        for _ in range(100):  # lines travel beside results
-            said = capsys.readouterr().err
-            if said:
-                break
-            await asyncio.sleep(0.01)
-    lines = said.splitlines()
+        lines = capsys.readouterr().err.splitlines()  # a call's are there before its result
     assert sorted(set(lines)) == ["[y 0 0 w0] seen 0", "[y 1 0 w0] seen 1"]
     assert len(lines) == 4
 
@@ -401,7 +400,7 @@ async def test_a_dataset_that_blocks_does_not_hold_who_leaves() -> None:
     def rows() -> Any:
         yield np.arange(2)
         reading.set()
-        free.wait(30)
+        free.wait(100)
         yield np.arange(2)
 
     spec = {
@@ -409,14 +408,16 @@ async def test_a_dataset_that_blocks_does_not_hold_who_leaves() -> None:
         "dataset": {"function": {"call": rows}, "batch": 1},
         "stages": {"t": {"reduce": "sum", "of": "dataset", "axis": 0}},
     }
-    async with pipedist.LocalCluster(workers=1) as cluster:
-        async with asyncio.timeout(10), pipedist.open(spec, cluster=cluster) as run:
-            waiting = asyncio.ensure_future(run.results())
-            await asyncio.to_thread(reading.wait, 10)
-        with pytest.raises(pipedist.RunCancelled):
-            await waiting
-        await still_works(cluster)
-    free.set()
+    try:
+        async with asyncio.timeout(60), pipedist.LocalCluster(workers=1) as cluster:
+            async with pipedist.open(spec, cluster=cluster) as run:
+                waiting = asyncio.ensure_future(run.results())
+                await asyncio.to_thread(reading.wait, 60)
+            with pytest.raises(pipedist.RunCancelled):
+                await waiting
+            await still_works(cluster)
+    finally:
+        free.set()
 
 
 def test_ctrl_c_in_a_notebook_ends_the_run(tmp_path: Path) -> None:
@@ -446,6 +447,6 @@ def test_ctrl_c_in_a_notebook_ends_the_run(tmp_path: Path) -> None:
         assert out.readline() == "napping\n"
         process.send_signal(signal.SIGINT)
         rest = out.read().split()
-        process.wait(20)
+        process.wait(60)
     assert rest[-1] == "interrupted"
     assert process.returncode == 0
