@@ -85,7 +85,7 @@ def test_workers_dial_in_and_a_killed_one_comes_back(folder: Path) -> None:
             assert run.returncode == 0, err
             assert json.loads(out)["results"]["total"] == sum(k**3 for k in range(40))
             assert (folder / "died").exists()
-            _, said = worker.communicate(timeout=30)
+            _, said = worker.communicate(timeout=60)
             assert worker.returncode == 0, said
     assert (folder / "cluster.key").stat().st_mode & 0o777 == 0o600
 
