@@ -96,7 +96,7 @@ def how_it_ended(shard):
     child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,), daemon=True)
     child.start()
     child.terminate()
-    child.join(20)
+    child.join(60)
     return child.exitcode or 0
 """
 
