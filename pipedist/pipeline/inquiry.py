@@ -31,14 +31,18 @@ Answer = Callable[[], bytes]
 class _Answering(asyncio.Protocol):
     """Sends the answer to whoever connects, and hangs up."""
 
-    def __init__(self, answer: Answer, open_: set[asyncio.Transport]) -> None:
+    def __init__(self, answer: Answer, open_: set[asyncio.Transport], over: asyncio.Event) -> None:
         self._answer = answer
         self._open = open_
+        self._over = over
         self._transport: asyncio.Transport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         if not isinstance(transport, asyncio.Transport):
             raise TypeError("a connection that can't be written to")
+        if self._over.is_set():  # who came in the very moment of the end
+            transport.abort()
+            return
         self._transport = transport
         self._open.add(transport)
         transport.write(self._answer())
@@ -61,6 +65,7 @@ async def answering(folder: Path, answer: Answer) -> AsyncIterator[bool]:
         Whether anybody can ask; not on a file system without sockets.
     """
     open_: set[asyncio.Transport] = set()
+    over = asyncio.Event()
     server: asyncio.Server | None = None
     try:
         with contextlib.suppress(OSError):  # then nobody can ask; the run needs no answers
@@ -68,10 +73,11 @@ async def answering(folder: Path, answer: Answer) -> AsyncIterator[bool]:
             with _door(folder) as path, socket.socket(socket.AF_UNIX) as listening:
                 listening.bind(path)
                 server = await asyncio.get_running_loop().create_unix_server(
-                    lambda: _Answering(answer, open_), sock=listening.dup(), backlog=_ASKERS_MAX
+                    lambda: _Answering(answer, open_, over), sock=listening.dup(), backlog=_ASKERS_MAX
                 )
         yield server is not None
     finally:
+        over.set()
         if server is not None:
             server.close()
         for transport in list(open_):

@@ -221,7 +221,7 @@ class Driver:
         except BaseException:
             # User code ends the process. What was finished before it counts, and says who did it.
             with self._core:
-                self._reports.finished(slice_.lease, run)
+                self._report(slice_.lease, run)
             raise
         self._progress.idle()
         self.output.finish()
@@ -231,14 +231,18 @@ class Driver:
                 raise self._uplink.fault
             if self._run is not run or self._left is not None:
                 return  # a gang, whose lease was dropped while its replicas listened
-            self._reports.finished(slice_.lease, run)
+            self._report(slice_.lease, run)
             if failure is not None:
                 run.skip()
                 self._reports.failed(slice_.lease, failure)
-            self._uplink.send_lines()
             self._handle(SliceEnded(slice_.lease))
             if self._slice is not None:  # otherwise it is waited for a message anyway
                 self._receive()
+
+    def _report(self, lease: int, run: Run) -> None:
+        """Report the calls that have finished, behind what they have printed: a run may end with them."""
+        self._uplink.send_lines()
+        self._reports.finished(lease, run)
 
     def _keep_rest(self, lease: int, run: Run) -> None:
         """Keep what was finished while the connection was lost: the next incarnation may offer it."""
@@ -313,9 +317,9 @@ class Driver:
                     due = self._machine.deadline()
                     run, slice_ = self._run, self._slice
                     try:
+                        self._uplink.send_lines()
                         if run is not None and slice_ is not None and due and time.monotonic() >= due:
                             self._reports.finished(slice_.lease, run)
-                        self._uplink.send_lines()
                     except ConnectionLost as error:  # what runs may go on, and is kept
                         self._uplink.fault = error
         except BaseException:  # nobody would see a thread die

@@ -237,7 +237,8 @@ class Supervisor:
                         )
                     return 1
                 if ending in _FINAL:
-                    self._hear_out(ending)
+                    if self._task and ending is ExitCode.STOPPED:
+                        self._hear_out(_END_S)
                     return _FINAL[ending]
                 lived = time.monotonic() - began >= LIVED_S or self._died_at_work
                 self._failed = 0 if lived else self._failed + 1
@@ -348,6 +349,9 @@ class Supervisor:
         code = process.end()
         ending = ExitCode(code) if self._progress.is_over and code in _ENDS else None
         self._died_at_work = False
+        if ending is ExitCode.CONNECTION_LOST and (order := self._hear_out(LOOK_S)) is not None:
+            self._say(f"told to stop: {order.reason}")
+            return ExitCode.STOPPED
         if self._is_leaving() and ending is not ExitCode.STOPPED:
             self._tell_end(Goodbye(self.worker, incarnation, "its supervisor was told to leave"))
         elif ending is None:
@@ -374,8 +378,7 @@ class Supervisor:
             now = time.monotonic()
             if now >= self._next_at:
                 self._next_at = now + self._heartbeat_s
-                beat = Heartbeat(self.worker, incarnation, self._proof)
-                self._dealer.send(beat, timeout_s=self._heartbeat_s)
+                self._beat(self._dealer, Heartbeat(self.worker, incarnation, self._proof))
             if not self._dealer.poll(LOOK_S):
                 return None
             message, frames = self._dealer.recv()
@@ -397,6 +400,17 @@ class Supervisor:
             return None  # the answer to an old heartbeat: that process is gone
         return message if isinstance(message, (Stop, Refuse)) else None
 
+    def _beat(self, dealer: Dealer, beat: Heartbeat) -> None:
+        """Send a heartbeat; a connection that is lost is told where nothing is left to read.
+
+        Who was kept waiting while the run ended finds both at once, and is not to wait for that run again.
+        """
+        try:
+            dealer.send(beat, timeout_s=self._heartbeat_s)
+        except ConnectionLost:
+            if not dealer.poll(0):
+                raise
+
     def _lost(self) -> None:
         """Take note that the scheduler is gone, until one answers."""
         if self._gone_since is None:
@@ -408,18 +422,21 @@ class Supervisor:
                 )
         self._next_at = 0.0  # whoever comes is asked at once
 
-    def _hear_out(self, ending: ExitCode) -> None:
-        """Take in what was shared before the worker process, on a connection of its own, was told to stop."""
-        if not self._task or ending is not ExitCode.STOPPED:
-            return
-        until = time.monotonic() + _END_S
+    def _hear_out(self, within_s: float) -> Stop | None:
+        """Take in what was said before the worker process, on a connection of its own, ended.
+
+        Returns:
+            What told it to stop, None if nothing did.
+        """
+        until = time.monotonic() + within_s
         with contextlib.suppress(ConnectionLost, ProtocolError):
             while self._dealer is not None and self._dealer.poll(max(0.0, until - time.monotonic())):
                 message, frames = self._dealer.recv()
                 if isinstance(message, Stop):
-                    return
+                    return message
                 if isinstance(message, Share):
                     self._on_share(message.number, frames)
+        return None
 
     def _tell_end(self, goodbye: Goodbye) -> None:
         if self._dealer is None:

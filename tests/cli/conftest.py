@@ -22,7 +22,7 @@ def pipedist(tmp_path: Path) -> Command:
             env={**os.environ, "COLUMNS": "120", **env},
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=100,
             check=False,
         )
 

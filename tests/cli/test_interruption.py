@@ -14,6 +14,12 @@ from pipedist.cli.exits import Interrupted, guarded
 from pipedist.cli.interruption import SIGNALS, Interruption
 
 
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test waits for the end of the process that comes by itself: it is to come after all of them."""
+    monkeypatch.setattr("pipedist.cli.interruption._END_S", 600.0)
+
+
 class FakeRun:
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -133,6 +139,7 @@ def test_a_signal_that_comes_before_the_run_and_is_seen_in_it_drains() -> None:
             timer = interruption._watchdog
             assert timer is not None
             await asyncio.to_thread(timer.join, 30)
+            assert not timer.is_alive(), "it was not called off"
 
     with Interruption(lambda text: None, end=lambda code: pytest.fail("it drains")) as interruption:
         asyncio.run(main())

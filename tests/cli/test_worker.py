@@ -85,7 +85,7 @@ def test_workers_dial_in_and_a_killed_one_comes_back(folder: Path) -> None:
             assert run.returncode == 0, err
             assert json.loads(out)["results"]["total"] == sum(k**3 for k in range(40))
             assert (folder / "died").exists()
-            _, said = worker.communicate(timeout=30)
+            _, said = worker.communicate(timeout=60)
             assert worker.returncode == 0, said
     assert (folder / "cluster.key").stat().st_mode & 0o777 == 0o600
 
@@ -97,7 +97,7 @@ def how_it_ended(shard):
     child = fork.Process(target=time.sleep, args=(600,), daemon=True)
     child.start()
     child.terminate()
-    child.join(20)
+    child.join(60)
     return child.exitcode or 0
 def talk():
     for line in range(1500):

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.random  # not within the time of a call: NumPy loads it when it is asked for
 
 import pipedist
 
@@ -52,6 +53,11 @@ def fall_ill(how: str) -> None:
             raise AssertionError(how)
 
 
+def _note_attempt(notes: Path) -> None:
+    with notes.open("ab") as file:
+        file.write(b".")
+
+
 async def poison_async(x: np.ndarray, how: str, guilty: Sequence[int], ctx: Any) -> dict[str, Any]:
     """The same, among other calls on one event loop."""
     await asyncio.sleep(0.001)
@@ -87,8 +93,7 @@ def flaky(x: np.ndarray, folder: str) -> np.ndarray:
     if 9 in x:
         raise ValueError("nine")
     notes = Path(folder) / f"{x[0]}-{x[-1]}"
-    with notes.open("ab") as file:
-        file.write(b".")
+    _note_attempt(notes)
     if notes.stat().st_size < 3:
         raise ConnectionError("not yet")
     return x
@@ -97,8 +102,7 @@ def flaky(x: np.ndarray, folder: str) -> np.ndarray:
 def slow_once(x: np.ndarray, folder: str) -> np.ndarray:
     """Hang on the first attempt of each call; leave a note of each attempt."""
     notes = Path(folder) / str(x[0])
-    with notes.open("ab") as file:
-        file.write(b".")
+    _note_attempt(notes)
     if notes.stat().st_size == 1 and 8 in x:
         re.match(r"(a+)+$", "a" * 40 + "b")
     return x
@@ -135,23 +139,23 @@ def unless(parts: dict[str, Any], path: str, folder: str) -> np.ndarray:
     """Raise on 60, unless there is a file; leave a note of each call."""
     if 60 in parts["ids"] and not Path(path).exists():
         raise RuntimeError("sixty")
-    with (Path(folder) / str(parts["ids"][0])).open("ab") as file:
-        file.write(b".")
+    _note_attempt(Path(folder) / str(parts["ids"][0]))
     ids: np.ndarray = parts["ids"]
     return ids
 
 
-async def hog_among_waiters(x: np.ndarray) -> np.ndarray:
+async def hog_among_waiters(x: np.ndarray, path: str) -> np.ndarray:
     """Wait a moment; 300 waits less, and then never lets go of the thread, while earlier ones wait."""
     await asyncio.sleep(0.001 if 300 in x else 0.004)
     if 300 in x:
+        _note_attempt(Path(path))
         fall_ill("hang with the GIL")
     return x
 
 
 def wait_for_the_slow(x: np.ndarray, ctx: Any) -> np.ndarray:
-    """The later replicas take their time before they meet the others."""
-    if ctx.replica_id_in_sync_group >= 2:
-        time.sleep(1.2)
+    """The later half of the replicas take their time, one after the other, before they meet the others."""
+    if ctx.replica_id_in_sync_group >= ctx.num_replicas_in_sync / 2:
+        time.sleep(0.4)
     total: np.ndarray = ctx.all_reduce(pipedist.ReduceOp.SUM, np.asarray(x.sum()))
     return np.asarray(total).reshape(1)

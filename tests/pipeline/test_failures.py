@@ -48,17 +48,21 @@ def test_the_lowest_failure_is_told_whatever_arrives_first(workers: int) -> None
     assert str(caught.value.__cause__) == "step 0 replica 0"
 
 
+def counted(retries: int, folder: Path) -> dict[str, Any]:
+    """Each call counts its attempts in a file: a slow one gets no second attempt beside the first."""
+    spec = document("fails_twice", retries=retries, **{"with": {"folder": str(folder)}})
+    return {**spec, "cluster": {"speculation": "off"}}
+
+
 def test_retries(tmp_path: Path) -> None:
-    result = pipedist.run(
-        document("fails_twice", retries=2, **{"with": {"folder": str(tmp_path)}}), workers=2
-    )
+    result = pipedist.run(counted(2, tmp_path), workers=2)
     assert result["out"].tolist() == list(range(40))
     assert {p.stat().st_size for p in tmp_path.iterdir()} == {3}
 
 
 def test_retries_are_counted(tmp_path: Path) -> None:
     with pytest.raises(pipedist.CallError, match="tried 2 times"):
-        pipedist.run(document("fails_twice", retries=1, **{"with": {"folder": str(tmp_path)}}), workers=2)
+        pipedist.run(counted(1, tmp_path), workers=2)
 
 
 def test_a_call_that_kills_every_worker_is_given_up() -> None:

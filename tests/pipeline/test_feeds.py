@@ -151,7 +151,7 @@ async def test_runs_over_datasets_that_fail_or_are_empty() -> None:
             },
         }
 
-    async with asyncio.timeout(60), pipedist.LocalCluster(workers=2) as cluster:
+    async with asyncio.timeout(100), pipedist.LocalCluster(workers=2) as cluster:
         async with pipedist.open(spec(broken), cluster=cluster) as run:
             seen = []
             with pytest.raises(SourceError, match="the tape broke"):  # noqa: PT012

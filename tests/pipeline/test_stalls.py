@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import socket
@@ -9,12 +10,12 @@ import stat
 import struct
 import threading
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import anyio
-import anyio.lowlevel
 import anyio.to_thread
 import pytest
 
@@ -24,7 +25,7 @@ from pipedist.errors import UsageError
 from pipedist.launchers.local import LocalLauncher
 from pipedist.outputs.run_record import LIVE, PRIVATE
 from pipedist.pipeline.durable import RunJournal
-from pipedist.pipeline.inquiry import answering, ask
+from pipedist.pipeline.inquiry import _Answering, answering, ask
 from pipedist.pipeline.why import document, lines
 from pipedist.scheduler import PassSettings
 from pipedist.scheduler.why import Explanation, Reason, Wait
@@ -252,10 +253,22 @@ async def test_who_does_not_read_keeps_nobody(tmp_path: Path) -> None:
 
         async def connect() -> None:
             await anyio.to_thread.run_sync(idle.connect, str(folder / "why"))
-            await anyio.lowlevel.checkpoint()
+            await anyio.to_thread.run_sync(idle.recv, 1)  # it is being answered
 
         await asked(folder, lambda: b"z" * 10_000_000, connect)
     assert not folder.exists()
+
+
+@pytest.mark.asyncio
+async def test_who_comes_in_the_moment_of_the_end_keeps_nobody() -> None:
+    over = asyncio.Event()
+    over.set()
+    ours, theirs = socket.socketpair()
+    with theirs:
+        loop = asyncio.get_running_loop()
+        factory = partial(_Answering, lambda: b"z" * 10_000_000, set(), over)
+        await loop.connect_accepted_socket(factory, ours)
+        assert await anyio.to_thread.run_sync(theirs.recv, 1) == b""
 
 
 @pytest.mark.asyncio

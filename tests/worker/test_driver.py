@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -9,7 +11,7 @@ from typing import Any
 import pytest
 
 from pipedist.errors import ProtocolError
-from pipedist.messages import Assign, Bind, Cancel, Goodbye, Message, Results, Stop, Unbind, Welcome
+from pipedist.messages import Assign, Bind, Cancel, Goodbye, Log, Message, Results, Stop, Unbind, Welcome
 from pipedist.transport.codec import encode
 from pipedist.worker.binding import to_frames
 from pipedist.worker.driver import Driver
@@ -44,12 +46,16 @@ class Script:
         return message, [memoryview(frame) for frame in payload]
 
 
-def run(script: Script) -> list[Message]:
+def driver_of(script: Script) -> Driver:
     def die(text: str) -> None:
         raise AssertionError(text)
 
     machine = WorkerMachine(make_hello("w0", 0))
-    Driver(script, machine, threads=1, join_s=1, progress=Progress(), die=die).run()
+    return Driver(script, machine, threads=1, join_s=1, progress=Progress(), die=die)
+
+
+def run(script: Script) -> list[Message]:
+    driver_of(script).run()
     return [message for message in script.said if isinstance(message, (Results, Goodbye))]
 
 
@@ -72,3 +78,31 @@ def test_a_lease_that_is_gone_before_it_began_is_not_begun(order: Message) -> No
     assert isinstance(results, Results)
     assert (results.lease, results.lo, results.hi) == (2, 5, 6)
     assert isinstance(goodbye, Goodbye)
+
+
+busy: list[threading.Lock] = []
+
+
+def prints(x: list[int]) -> list[int]:
+    """Print while another thread uses the socket."""
+    with busy[0]:
+        print("heard")
+    return x
+
+
+def test_what_a_call_has_printed_is_sent_before_its_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever has the last result of a run looks for nothing that comes later."""
+    script = Script(
+        Welcome("c", 1.0, ()),
+        (Bind(1), to_frames(program("tests.worker.test_driver:prints"))),
+        (Assign(1, 1, 0, 1, 0), encode([None, None, [1]])),
+        None,
+        Stop("over"),
+    )
+    driver = driver_of(script)
+    monkeypatch.setattr("tests.worker.test_driver.busy", [driver._core])
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, getattr(sys, name))
+    driver.output.install()
+    driver.run()
+    assert [type(said) for said in script.said if isinstance(said, (Log, Results))] == [Log, Results]

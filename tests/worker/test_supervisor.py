@@ -19,6 +19,7 @@ from pipedist.code_snapshots import take
 from pipedist.errors import UsageError
 from pipedist.messages import Code, Goodbye, Heartbeat, Hello, Log, Refuse, Results, Stop, Welcome
 from pipedist.transport.codec import encode
+from pipedist.transport.dealer import ConnectionLost
 from pipedist.transport.keys import write_key_file
 from pipedist.worker import supervised as supervised_process
 from pipedist.worker.process import ExitCode
@@ -115,6 +116,50 @@ async def test_a_busy_worker_is_spoken_for(tmp_path: Path) -> None:
         await it.take(Log)  # the call has begun
         for _ in range(5):
             assert (await it.take(Heartbeat))[0] == supervisor
+
+
+@pytest.mark.parametrize("ends", [False, True])
+async def test_who_was_kept_waiting_while_the_run_ended_is_told_to_stop(tmp_path: Path, ends: bool) -> None:
+    """When it goes on, the order to stop and the loss of the connection are both there; `ends`: its worker
+    process has seen that loss by then.
+    """
+    key_file = tmp_path / "keys.json"
+    async with FakeScheduler(write_key_file(key_file).server) as scheduler:
+        supervisor = Supervisor(scheduler.endpoint, str(key_file), threads=1, join_s=10.0)
+        process = Ended(ExitCode.CONNECTION_LOST if ends else None)
+        await asyncio.to_thread(supervisor._listen, process, 0)
+        identity, _, _ = await scheduler.take(Heartbeat)
+        scheduler.send(identity, Stop("that is all"))
+    dealer = supervisor._dealer
+    assert dealer is not None
+    with pytest.raises(ConnectionLost):  # noqa: PT012
+        while True:
+            dealer.send(Heartbeat(supervisor.worker, 0), timeout_s=PATIENCE_S)
+    supervisor._next_at = 0.0
+    if ends:
+        supervisor._progress.end()
+    try:
+        assert await asyncio.to_thread(supervisor._watch, process, 0) is ExitCode.STOPPED
+    finally:
+        supervisor._disconnect(0.0)
+        dealer.close(0.0)
+        supervisor._progress.close()
+
+
+class Ended:
+    """A worker process that has ended with a code, or goes on (None) until it is ended."""
+
+    def __init__(self, code: int | None) -> None:
+        self.code = code
+
+    def is_stopped(self) -> bool:
+        return False
+
+    def wait(self, timeout_s: float) -> None:
+        raise AssertionError("the supervisor waits for another scheduler")
+
+    def end(self, *, grace_s: float = 0.0) -> int:
+        return self.code or 0
 
 
 async def test_a_crash_is_told_at_once_and_the_next_incarnation_joins(tmp_path: Path) -> None:
