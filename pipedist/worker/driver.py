@@ -232,10 +232,10 @@ class Driver:
             if self._run is not run or self._left is not None:
                 return  # a gang, whose lease was dropped while its replicas listened
             self._reports.finished(slice_.lease, run)
+            self._uplink.send_lines()
             if failure is not None:
                 run.skip()
                 self._reports.failed(slice_.lease, failure)
-            self._uplink.send_lines()
             self._handle(SliceEnded(slice_.lease))
             if self._slice is not None:  # otherwise it is waited for a message anyway
                 self._receive()
@@ -330,6 +330,7 @@ class Driver:
     def _do_send_results(self, command: commands.SendResults) -> None:
         if command.kept_of:
             self._reports.keep(command.kept_of, command.message)
+        self._uplink.send_lines()  # first: the run may be over with these results, and nobody listens then
         # A slow reader is back-pressure, not a fault; what is sent was made ours by `boundary.own`.
         self._socket.send(command.message, self._reports.payload, copy=False, timeout_s=math.inf)
 
