@@ -67,7 +67,7 @@ async def test_workers_dial_in_and_nothing_is_left_behind(monkeypatch: pytest.Mo
                 await run.results()
     assert [each.wait(0) for each in engine.hosted] == ["", ""], "told to leave, by the scheduler"
     assert processes_with(mark) == {}
-    assert len(os.listdir("/proc/self/fd")) <= files
+    assert wait_until(lambda: len(os.listdir("/proc/self/fd")) <= files), "a thread closes the last ones"
 
 
 @pytest.mark.asyncio

@@ -21,6 +21,7 @@ import pipedist
 from pipedist import task_cluster
 from pipedist.errors import UsageError, WorkersLost
 from pipedist.transport.loopback_keys import loopback_key_file
+from tests.ports import free_port
 
 PROGRAM = """
 import asyncio, json, os, signal, sys, time
@@ -88,12 +89,6 @@ asyncio.run(main())
 """
 
 CUBES = sum(k**3 for k in range(400))
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @contextmanager

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -17,18 +16,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from pipedist.journal.history import read_history
+from tests.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 PATIENCE_S = 60.0
 """Bounds a hang, and nothing else."""
-
-
-def free_port() -> int:
-    """Return a port that nobody listens at just now."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port: int = found.getsockname()[1]
-        return port
 
 
 @dataclass
