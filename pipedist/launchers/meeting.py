@@ -184,15 +184,20 @@ def leave(directory: Path, slot: int) -> None:
     with contextlib.suppress(OSError):  # it is removed already
         (directory / f"{_WORKER}{slot}").unlink()
     until = time.monotonic() + _LAST_S
-    while (lock := _lock(directory / _RUN, make=False)) is None:  # a run is there, or another one leaves
-        if time.monotonic() >= until or not directory.exists():
-            return
-        time.sleep(_TRY_S)
-    try:
-        if not place.taken:
-            place.remove()
-    finally:
-        os.close(lock)
+    are_others = False
+    # One that left while this one had the lock may have given up: it was the last then, and nobody's.
+    while not are_others:
+        while (lock := _lock(directory / _RUN, make=False)) is None:  # a run is there, or another one leaves
+            if time.monotonic() >= until or not directory.exists():
+                return
+            time.sleep(_TRY_S)
+        try:
+            if not place.taken:
+                place.remove()
+                return
+        finally:
+            os.close(lock)
+        are_others = bool(place.taken)
 
 
 def _left(pointer: Path) -> tuple[Meeting, int] | None:

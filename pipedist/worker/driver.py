@@ -221,7 +221,7 @@ class Driver:
         except BaseException:
             # User code ends the process. What was finished before it counts, and says who did it.
             with self._core:
-                self._report(slice_.lease, run)
+                self._reports.finished(slice_.lease, run)
             raise
         self._progress.idle()
         self.output.finish()
@@ -231,18 +231,14 @@ class Driver:
                 raise self._uplink.fault
             if self._run is not run or self._left is not None:
                 return  # a gang, whose lease was dropped while its replicas listened
-            self._report(slice_.lease, run)
+            self._reports.finished(slice_.lease, run)
+            self._uplink.send_lines()
             if failure is not None:
                 run.skip()
                 self._reports.failed(slice_.lease, failure)
             self._handle(SliceEnded(slice_.lease))
             if self._slice is not None:  # otherwise it is waited for a message anyway
                 self._receive()
-
-    def _report(self, lease: int, run: Run) -> None:
-        """Report the calls that have finished, behind what they have printed: a run may end with them."""
-        self._uplink.send_lines()
-        self._reports.finished(lease, run)
 
     def _keep_rest(self, lease: int, run: Run) -> None:
         """Keep what was finished while the connection was lost: the next incarnation may offer it."""
@@ -317,9 +313,9 @@ class Driver:
                     due = self._machine.deadline()
                     run, slice_ = self._run, self._slice
                     try:
-                        self._uplink.send_lines()
                         if run is not None and slice_ is not None and due and time.monotonic() >= due:
                             self._reports.finished(slice_.lease, run)
+                        self._uplink.send_lines()
                     except ConnectionLost as error:  # what runs may go on, and is kept
                         self._uplink.fault = error
         except BaseException:  # nobody would see a thread die
@@ -334,6 +330,7 @@ class Driver:
     def _do_send_results(self, command: commands.SendResults) -> None:
         if command.kept_of:
             self._reports.keep(command.kept_of, command.message)
+        self._uplink.send_lines()  # first: the run may be over with these results, and nobody listens then
         # A slow reader is back-pressure, not a fault; what is sent was made ours by `boundary.own`.
         self._socket.send(command.message, self._reports.payload, copy=False, timeout_s=math.inf)
 

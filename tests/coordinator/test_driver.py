@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import pipedist
 from pipedist import messages as msg
 from pipedist.coordinator import Coordinator, PassHandle
 from pipedist.coordinator.log_sinks import LogSinks
+from pipedist.coordinator.reception import Reception
 from pipedist.errors import LocalProtocolError
 from pipedist.functions import reference
 from pipedist.program import Emit, Program, StageProgram
@@ -236,6 +238,28 @@ def test_a_function_that_is_told_twice_is_told_once_when_one_of_both_has_ended()
     assert heard == ["once"]
     second()
     assert not sinks
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("fails", [False, True])
+async def test_what_a_call_printed_is_told_before_what_it_came_to(
+    monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    """A run may be over with that, and then nobody listens to lines any more."""
+    heard: list[type[msg.Message]] = []
+    hear = Reception.hear
+
+    def noted(self: Reception, peer: Any, message: msg.Message, frames: Any) -> None:
+        heard.append(type(message))
+        hear(self, peer, message, frames)
+
+    monkeypatch.setattr(Reception, "hear", noted)
+    async with asyncio.timeout(60), pipedist.LocalCluster(workers=1) as cluster:
+        spec = spec_of("prints_while_the_socket_is_busy", n=1, fails=fails)
+        async with pipedist.open(spec, cluster=cluster) as run:
+            with pytest.raises(pipedist.CallError) if fails else nullcontext():
+                await run.results()
+    assert heard[:2] == [msg.Log, msg.Failed if fails else msg.Results]
 
 
 @pytest.mark.asyncio

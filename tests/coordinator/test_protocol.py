@@ -29,7 +29,7 @@ def document(run: str, **with_: Any) -> dict[str, Any]:
 
 
 async def result_of(cluster: pipedist.LocalCluster, spec: dict[str, Any]) -> pipedist.Result:
-    async with asyncio.timeout(30), pipedist.open(spec, cluster=cluster) as run:
+    async with asyncio.timeout(60), pipedist.open(spec, cluster=cluster) as run:
         return await run.results()
 
 

@@ -12,7 +12,8 @@ from pipedist.launchers.engines import OnFailed
 from pipedist.launchers.hosted import HostedWorker, Terms
 from pipedist.launchers.whereabouts import Succession
 
-GONE_S = 10.0
+GONE_S = 60.0
+"""How long workers may take to be gone: it bounds a hang."""
 
 
 class HereEngine:

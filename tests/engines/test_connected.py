@@ -17,7 +17,8 @@ from pipedist.launchers.hosted import Terms
 from pipedist.launchers.ray_keeper import RayKeeper
 from pipedist.launchers.ray_placing import Room
 
-PATIENCE_S = 10.0
+PATIENCE_S = 60.0
+"""Bounds a hang, and nothing else."""
 
 
 class DeafEngine(ConnectedEngine):

@@ -202,4 +202,4 @@ def test_the_example_and_the_command_line(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("PIPEDIST_TEST_MARK", mark)
     words = ("--cluster", "dask:local", "--workers", "2")
     check_the_commands(tmp_path, "dask_cluster.py", "launcher dask at local", *words)
-    assert wait_until(lambda: not processes_with(mark), 10), processes_with(mark)
+    assert wait_until(lambda: not processes_with(mark)), processes_with(mark)

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import anyio.to_thread
@@ -42,8 +42,13 @@ from tests.launchers.processes import children_of, wait_gone, wait_state
 ROOT = Path(__file__).parents[2]
 
 
-def cluster_of(engine: HereEngine, workers: int = 2, threads: int = 1) -> EngineCluster:
-    limits = Limits(heard_within_s=4)  # a killed supervisor can't say Goodbye
+SOON = Limits(heard_within_s=4)
+"""For who kills supervisors, which can't say Goodbye: not to wait for the usual 16 s."""
+
+
+def cluster_of(
+    engine: HereEngine, workers: int = 2, threads: int = 1, limits: Limits | None = None
+) -> EngineCluster:
     return EngineCluster(workers, engine, listen=None, threads_per_replica=threads, limits=limits)
 
 
@@ -62,13 +67,13 @@ async def test_workers_dial_in_and_nothing_is_left_behind(monkeypatch: pytest.Mo
                 await run.results()
     assert [each.wait(0) for each in engine.hosted] == ["", ""], "told to leave, by the scheduler"
     assert processes_with(mark) == {}
-    assert len(os.listdir("/proc/self/fd")) <= files
+    assert wait_until(lambda: len(os.listdir("/proc/self/fd")) <= files), "a thread closes the last ones"
 
 
 @pytest.mark.asyncio
 async def test_a_killed_supervisor_is_started_again(tmp_path: Path) -> None:
     engine = HereEngine(1)
-    async with cluster_of(engine, workers=1) as cluster:
+    async with cluster_of(engine, workers=1, limits=SOON) as cluster:
         await cluster.ready()
         before = engine.hosted[0].pid
         async with pipedist.open(document("dies_once", marker=str(tmp_path / "m")), cluster=cluster) as run:
@@ -78,12 +83,11 @@ async def test_a_killed_supervisor_is_started_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.asyncio
-@pytest.mark.timeout(120)
 async def test_elements_that_kill_are_looked_for_without_the_engine() -> None:
     """That takes more deaths in a row than a host may have that is no good."""
     spec = {
         "pipedist": 1,
-        "dataset": {"range": 16, "batch": 8},
+        "dataset": {"range": 8, "batch": 4},
         "stages": {
             "y": {"run": f"{F}:dies_of_threes", "on_error": "quarantine"},
             "total": {"reduce": "sum", "of": "y", "axis": 0},
@@ -96,17 +100,16 @@ async def test_elements_that_kill_are_looked_for_without_the_engine() -> None:
         async with pipedist.open(spec, cluster=cluster) as run:
             result = await run.results()
         assert engine.hosted[0].pid == before, "the supervisor has stayed"
-    assert result.ledger == pipedist.Ledger(elements=16, committed=14, quarantined=2)
-    assert result["total"] == sum(range(16)) - 3 - 11
+    assert result.ledger == pipedist.Ledger(elements=8, committed=7, quarantined=1)
+    assert result["total"] == sum(range(8)) - 3
 
 
 @pytest.mark.asyncio
-@pytest.mark.timeout(60)
 async def test_what_user_code_has_started_hides_no_end(tmp_path: Path) -> None:
     """It has the pipe in which the supervisor tells why it leaves: that one does not end with it."""
     engine, marker = HereEngine(1), tmp_path / "m"
     try:
-        async with cluster_of(engine, workers=1) as cluster:
+        async with cluster_of(engine, workers=1, limits=SOON) as cluster:
             await cluster.ready()
             spec = document("leaves_one_behind", marker=str(marker))
             async with pipedist.open(spec, cluster=cluster) as run:
@@ -124,7 +127,10 @@ def seen_of(pid: int) -> str:
     """What others on the host can see of a process, and what it has open."""
     process = Path(f"/proc/{pid}")
     texts = [(process / file).read_bytes().decode() for file in ("cmdline", "environ")]
-    return " ".join([*texts, *(os.readlink(entry) for entry in (process / "fd").iterdir())])
+    for entry in (process / "fd").iterdir():
+        with suppress(FileNotFoundError):  # it has just been closed
+            texts.append(os.readlink(entry))
+    return " ".join(texts)
 
 
 @pytest.mark.asyncio
@@ -203,7 +209,7 @@ async def test_a_killed_keeper_leaves_nothing_and_its_calls_go_elsewhere(
     tmp_path: Path, stopped: bool
 ) -> None:
     engine = HereEngine(0)
-    async with cluster_of(engine) as cluster:
+    async with cluster_of(engine, limits=SOON) as cluster:
         with keeper(engine.told[0]) as (process, supervisor):
             await cluster.ready(1)
             (worker,) = children_of(supervisor)
@@ -308,7 +314,7 @@ def test_ctrl_c_in_a_notebook_ends_a_run_that_waits_for_its_engine(tmp_path: Pat
     script = tmp_path / "notebook.py"
     script.write_text(
         textwrap.dedent("""
-        import asyncio, signal, sys, threading, anyio, pipedist
+        import asyncio, signal, sys, threading, time, anyio, pipedist
         from pipedist.engine_clusters import EngineCluster
         from pipedist.pipeline import runs
         from tests.engines.here import HereEngine
@@ -329,7 +335,8 @@ def test_ctrl_c_in_a_notebook_ends_a_run_that_waits_for_its_engine(tmp_path: Pat
             def start(self):
                 super().start()
                 if self.name == "pipedist-run":
-                    threading.Event().wait()
+                    while True:
+                        time.sleep(0.01)  # in turns: a signal just before a wait does not end it
         if sys.argv[1] == "in the start of the thread":
             threading.Thread = Slow
         async def cell():
@@ -354,7 +361,7 @@ def test_ctrl_c_in_a_notebook_ends_a_run_that_waits_for_its_engine(tmp_path: Pat
             assert process.stdout.readline() == "waits for room\n"
             if comes != "to another thread":
                 process.send_signal(signal.SIGINT)
-            out, _ = process.communicate(timeout=20)
+            out, _ = process.communicate(timeout=60)
         finally:
             process.kill()
     assert out == "closed\ninterrupted\n"

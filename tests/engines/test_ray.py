@@ -336,7 +336,7 @@ def test_the_example_and_the_command_line(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("PIPEDIST_TEST_MARK", mark)
     words = ("--cluster", "ray:local", "--workers", "2")
     check_the_commands(tmp_path, "ray_cluster.py", "launcher ray at local, pack", *words)
-    assert wait_until(lambda: not processes_with(mark), 10), processes_with(mark)
+    assert wait_until(lambda: not processes_with(mark)), processes_with(mark)
     assert scratch() == []
 
 

@@ -21,7 +21,7 @@ def _can_hide() -> bool:
         tried = subprocess.run(
             ["unshare", "-rm", "sh", "-c", 'mount -t tmpfs none "$1"', "sh", "/mnt"],
             capture_output=True,
-            timeout=30,
+            timeout=60,
             check=False,
         )
     except OSError:

@@ -6,7 +6,6 @@ import json
 import os
 import shlex
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -21,6 +20,7 @@ from pipedist.errors import UsageError
 from pipedist.templates.request import Request
 from pipedist.templates.slurm import batch_script
 from pipedist.transport.keys import write_key_file
+from tests.ports import free_port
 
 SCHEMA = json.loads((Path(__file__).parent / "jobset_schema.json").read_text())
 
@@ -80,12 +80,6 @@ def launch(*args: str | Path) -> subprocess.CompletedProcess[str]:
         timeout=60,
         check=False,
     )
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def shellcheck() -> str:

@@ -21,14 +21,17 @@ import pipedist
 from pipedist import task_cluster
 from pipedist.errors import UsageError, WorkersLost
 from pipedist.transport.loopback_keys import loopback_key_file
+from tests.ports import free_port
 
 PROGRAM = """
-import asyncio, json, os, signal, sys
+import asyncio, json, os, signal, sys, time
 import pipedist
 
 def cubes(shard, ctx, go=None, victim=None):
     task = f"{ctx.cluster.type}/{ctx.cluster.index}"
     print("call at", task)
+    while victim not in (None, task) and not os.path.exists("died"):
+        time.sleep(0.01)  # otherwise the others may have done everything before it begins
     if victim == task and not os.path.exists("died"):
         open("died", "w").close()
         os.kill(os.getppid(), signal.SIGKILL)  # the program itself; its worker process goes with it
@@ -62,7 +65,7 @@ async def wrong(cluster):
         return dict(await run.results())
 
 async def main():
-    async with pipedist.open_cluster(join_s=float(os.environ.get("JOIN_S", 60))) as cluster:
+    async with pipedist.open_cluster(join_s=60) as cluster:
         first = await cluster.everywhere(total)
         second = await cluster.everywhere(total) if "TWICE" in os.environ else None
         if "TWICE" in os.environ:
@@ -86,12 +89,6 @@ asyncio.run(main())
 """
 
 CUBES = sum(k**3 for k in range(400))
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @contextmanager
@@ -158,7 +155,7 @@ def test_one_that_is_killed_changes_nothing_for_the_others(tmp_path: Path) -> No
 
 
 def test_without_the_scheduling_program_the_others_say_so(tmp_path: Path) -> None:
-    with programs(tmp_path, {"worker": 3}, DIE="1", JOIN_S="8") as started:
+    with programs(tmp_path, {"worker": 3}, DIE="1") as started:
         for task in ("worker/1", "worker/2"):
             _, err = started[task].communicate(timeout=100)
             assert started[task].returncode == 1
@@ -173,7 +170,7 @@ def config(monkeypatch: pytest.MonkeyPatch, cluster: object, kind: str = "worker
 def supervisors_end() -> None:
     for thread in threading.enumerate():
         if thread.name.startswith("pipedist-supervisor"):
-            thread.join(10)
+            thread.join(60)
             assert not thread.is_alive()
 
 

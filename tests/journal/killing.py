@@ -19,6 +19,8 @@ from pipedist.journal.history import History, read_history
 ROOT = Path(__file__).parents[2]
 F = "tests.journal.functions"
 REPLICAS = 2
+ONCE = "cluster: {speculation: off}"
+"""Calls are counted: one that takes long, on a busy machine, is not begun a second time elsewhere."""
 NEVER = 10**9
 """A record that no run has: it is executed step by step, and not killed."""
 
@@ -31,6 +33,7 @@ name: many
 replicas: {REPLICAS}
 seed: 5
 code: {ROOT}
+{ONCE}
 dataset: {{range: {8 * steps - 1}, batch: 8}}
 stages:
   numbers: {{run: "{F}:numbers", with: {{calls: "{folder}/calls"}}}}
@@ -56,6 +59,7 @@ pipedist: 1
 name: gang
 replicas: {REPLICAS}
 code: {ROOT}
+{ONCE}
 dataset: {{function: {{call: "{F}:one_by_one", with: {{count: {4 * steps - 3}}}}}, batch: 4, epochs: 2}}
 stages:
   y: {{run: "{F}:together", collectives: true, with: {{calls: "{folder}/calls"}}}}
@@ -73,6 +77,7 @@ name: descent
 replicas: {REPLICAS}
 seed: 3
 code: {ROOT}
+{ONCE}
 datasets:
   train:
     function: {{call: "tests.pipeline.training_functions:rows", with: {{count: {8 * steps}, seed: 1}}}}

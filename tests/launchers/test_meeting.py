@@ -154,6 +154,29 @@ def test_the_last_worker_removes_it(tmp_path: Path, sockets: Path) -> None:
     leave(place.directory, 0)  # harmless
 
 
+def test_the_last_two_leave_at_once(tmp_path: Path, sockets: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last one gives up, as the other one, which has seen it there, looks for very long."""
+    monkeypatch.setattr("pipedist.launchers.meeting._LAST_S", 0.0)
+    place = left(tmp_path / "workers.json")
+    held = [place.slot(number).take("") for number in (0, 1)]
+    assert None not in held
+    taken = Meeting.taken.fget  # type: ignore[attr-defined]
+
+    def slowly(self: Meeting) -> dict[int, Holder]:
+        found: dict[int, Holder] = taken(self)
+        last = held.pop()
+        monkeypatch.setattr(Meeting, "taken", property(taken))
+        os.close(last)  # type: ignore[arg-type]
+        leave(place.directory, 1)
+        assert place.directory.exists()
+        return found
+
+    monkeypatch.setattr(Meeting, "taken", property(slowly))
+    os.close(held[0])  # type: ignore[arg-type]
+    leave(place.directory, 0)
+    assert not place.directory.exists()
+
+
 def test_a_worker_leaves_the_place_of_a_run_to_it(
     tmp_path: Path, sockets: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -23,8 +23,8 @@ from typing import IO
 
 PREFIX = "pipedist-test"
 NAMESPACES = Path("/run/netns")
-IP_S = 20.0
-"""How long an `ip` command may take."""
+IP_S = 60.0
+"""How long an `ip` command may take: it bounds a hang."""
 
 # 198.18.0.0/15 is set aside for tests of networks (RFC 2544): no real host has such an address.
 ADDRESS = "198.18.{place}.2"

@@ -43,11 +43,12 @@ SPEC = """\
 pipedist: 1
 name: networks
 replicas: 3
+cluster: {{{cluster}}}
 dataset: {{range: {elements}, batch: 12}}
 stages:
   work:
     run: "network_code:work"
-    with: {{folder: "{folder}", pace_s: {pace_s}, gated_from: {gated_from}}}
+    with: {{folder: "{folder}", pace_s: 0.005, gated_from: {gated_from}}}
   total: {{reduce: sum, of: work, axis: 0}}
   rows: {{gather: 0, of: work}}
 outputs: {{rows: rows.npz, total: total.json}}
@@ -58,22 +59,45 @@ class Work:
     """What is executed: 40 steps of 3 calls; those from step 30 on wait until `open_gate`.
 
     So a run lasts as long as a test needs it to, whatever the machine's pace.
+
+    Args:
+        folder: made, for everything of it.
     """
 
     STEPS = 40
     GATED_FROM = 30
 
-    def __init__(self, folder: Path, pace_s: float = 0.005) -> None:
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
         folder.mkdir()
         (folder / "network_code.py").write_text(CODE)
         self.spec = folder / "spec.yaml"
-        text = SPEC.format(elements=12 * self.STEPS, folder=folder, pace_s=pace_s, gated_from=self.GATED_FROM)
-        self.spec.write_text(text)
+        self.write_spec("")
+
+    def write_spec(self, cluster: str) -> None:
+        """Write the spec.
+
+        Args:
+            cluster: what it says of its cluster, as in braces.
+        """
+        # What waits at the gate takes long, and is counted.
+        cluster = f"speculation: off, {cluster}" if cluster else "speculation: off"
+        self.spec.write_text(
+            SPEC.format(
+                elements=12 * self.STEPS, folder=self.folder, gated_from=self.GATED_FROM, cluster=cluster
+            )
+        )
 
     def open_gate(self) -> None:
         """Let the last steps go on."""
         (self.folder / "gate").touch()
+
+    def reaches(self, hosts: set[str], after: int = 0) -> None:
+        """Return as soon as each of these hosts has begun a call, after so many calls."""
+        end = time.monotonic() + PATIENCE_S
+        while not hosts <= {host for _, _, host in self.begun()[after:]}:
+            assert time.monotonic() < end, f"{hosts} have not all begun calls: {self.begun()[after:]}"
+            time.sleep(0.01)
 
     def begun(self) -> list[tuple[int, int, str]]:
         """Return step, replica and host of each call that was begun, in order."""
@@ -188,7 +212,7 @@ class NetworkRun:
 
 @contextmanager
 def running(
-    work: Work, at: Host, *, heard_within_s: float = 3.2, rejoin_s: float = 60.0
+    work: Work, at: Host, *, heard_within_s: float = 16.0, rejoin_s: float = 60.0
 ) -> Iterator[NetworkRun]:
     """Begin a run; see `NetworkRun`."""
     run = NetworkRun(work, at, heard_within_s, rejoin_s)

@@ -30,8 +30,7 @@ def test_only_workers_with_the_clusters_keys_join(
     folder = work.folder
     work.open_gate()
     endpoint = f"tcp://{hosts['scheduler'].address}:5555"
-    cluster = f'cluster: {{launcher: connect, listen: "{endpoint}", key_file: cluster.key}}\n'
-    work.spec.write_text(work.spec.read_text() + cluster)
+    work.write_spec(f'launcher: connect, listen: "{endpoint}", key_file: cluster.key')
     made = on(hosts, "scheduler", folder, "keys", "new")
     said, _ = made.communicate(timeout=WAIT_S)
     assert made.returncode == 0
@@ -69,8 +68,7 @@ def test_a_worker_is_not_what_can_stand_in_for_the_run(hosts: Network, work: Wor
     made = on(hosts, "scheduler", work.folder, "keys", "new")
     made.communicate(timeout=WAIT_S)
     listen = f"tcp://{hosts['one'].address}:5555"
-    cluster = f'cluster: {{launcher: connect, listen: "{listen}", key_file: cluster.worker.key}}\n'
-    work.spec.write_text(work.spec.read_text() + cluster)
+    work.write_spec(f'launcher: connect, listen: "{listen}", key_file: cluster.worker.key')
     run = on(hosts, "one", work.folder, "run", str(work.spec))
     run.communicate(timeout=WAIT_S)
     assert run.returncode == 2

@@ -22,11 +22,11 @@ def test_delay_loss_and_repeats_change_nothing(
         with running(work, hosts["scheduler"], heard_within_s=16.0) as run:
             workers = [run.start_worker(hosts[name]) for name in ("one", "two")]
             run.told.wait_for("workers", ready=2)
+            work.reaches({"one", "two"})
             assert run.finish() == expected
             assert [worker.wait(60) for worker in workers] == [0, 0]
         relay.send_signal(signal.SIGTERM)
-        packets, _ = relay.communicate(timeout=20)
-    assert {host for _, _, host in work.begun()} == {"one", "two"}
+        packets, _ = relay.communicate(timeout=60)
     counted = json.loads(packets)
     assert counted["lost"] > 0, "the network was better than it was to be"
     assert counted["repeated"] > 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -16,17 +15,12 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from pipedist.journal.history import read_history
+from tests.ports import free_port
+
 ROOT = Path(__file__).parents[2]
 PATIENCE_S = 60.0
 """Bounds a hang, and nothing else."""
-
-
-def free_port() -> int:
-    """Return a port that nobody listens at just now."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port: int = found.getsockname()[1]
-        return port
 
 
 @dataclass
@@ -150,7 +144,8 @@ outputs: {{total: total.json, rows: rows.npy}}
 
     def run(self, *flags: str) -> AbstractContextManager[Program]:
         """Start the run."""
-        return started("run", "spec.yaml", "--output", "out", *flags, cwd=self.folder)
+        args = ("run", "spec.yaml", "--output", "out", *flags)
+        return started(*args, cwd=self.folder, module="tests.reattach.patient")
 
     def run_impatiently(self) -> AbstractContextManager[Program]:
         """Start the run, with a scheduler that soon gives up whom it does not hear."""
@@ -190,6 +185,16 @@ outputs: {{total: total.json, rows: rows.npy}}
     def reaches(self, step: int) -> None:
         """Return as soon as the first call of a step has begun."""
         until(lambda: (step, 0) in self.calls())
+
+    def commits(self, steps: int) -> None:
+        """Return as soon as so many steps are durable."""
+
+        def are_durable() -> bool:
+            history = read_history(self.folder / "out/.pipedist/journal")
+            done = history.passes.get("0/dataset") if history is not None else None
+            return done is not None and done.steps >= steps
+
+        until(are_durable)
 
     def calls(self) -> Counter[tuple[int, int]]:
         """Return how often each (step, replica) was executed until now."""

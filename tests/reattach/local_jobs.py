@@ -35,6 +35,15 @@ class LocalRun:
         """Return as soon as it was said so."""
         until(lambda: len(re.findall(pattern, self.said)) >= times)
 
+    def has(self, workers: int) -> None:
+        """Return as soon as so many workers are there, and their supervisors know of the run."""
+
+        until(lambda: len(self.named("has joined")) >= workers <= len(self.named("is heard of")))
+
+    def named(self, said: str) -> set[str]:
+        """Return the workers of which this was said."""
+        return set(re.findall(rf"(\S+) {said}\n", self.said))
+
     def ends(self) -> int:
         """Return its exit code when it has ended by itself."""
         try:
@@ -56,7 +65,7 @@ class LocalJob(Job):
     sockets: Path = field(default_factory=Path)
     runs: set[int] = field(default_factory=set)
     rejoin_s: float | None = 60.0  # type: ignore[assignment] # a job whose workers dial in always says it
-    module: str = "pipedist"
+    module: str = "tests.reattach.patient"
 
     def spec(self) -> str:
         said = "" if self.rejoin_s is None else f"  rejoin_s: {self.rejoin_s}\n"
@@ -86,13 +95,18 @@ class LocalJob(Job):
             process.wait(PATIENCE_S)
 
     def kill_at(self, step: int, *flags: str) -> None:
-        """Run until a step is executed by somebody, kill the run as a shell does, and let that go on."""
-        held = self.hold(step)
+        """Run until a step is executed by somebody, kill the run as a shell does, and let that go on.
+
+        All workers are there by then, and what they execute is of this step or a later one.
+        """
+        held = [self.hold(each) for each in range(step, self.steps)]
         with self.start(*flags) as run:
             self.reaches(step)
+            run.has(self.workers)
             os.killpg(run.process.pid, signal.SIGKILL)
             assert run.ends() == -signal.SIGKILL
-        held.unlink()
+        for each in held:
+            each.unlink()
 
     @property
     def environment(self) -> dict[str, str]:

@@ -16,6 +16,7 @@ import anyio
 import pytest
 
 import pipedist
+from pipedist import lasting_cluster
 from pipedist.lasting_cluster import POINTER, LastingCluster
 from pipedist.launchers import lasting
 from pipedist.worker import boot
@@ -107,6 +108,7 @@ async def test_slots_are_kept_filled_and_emptied(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(lasting, "HAND_BACK_S", 0.0)
+    monkeypatch.setattr(lasting_cluster, "GATHER_S", PATIENCE_S)
     with killed(tmp_path, 2) as stayed:
         async with LastingCluster(workers, folder=tmp_path, rejoin_s=60.0) as cluster:
             await cluster.gather()
@@ -122,8 +124,9 @@ async def test_slots_are_kept_filled_and_emptied(
 
 
 async def test_workers_with_other_terms_are_replaced(
-    tmp_path: Path, sockets: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, sockets: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr(lasting, "GRACE_S", PATIENCE_S)  # they are told once, however long they take
     with killed(tmp_path, 2) as stayed:
         async with LastingCluster(2, folder=tmp_path, rejoin_s=60.0, threads_per_replica=2) as cluster:
             await cluster.coordinator.wait_ready(2)
@@ -205,4 +208,4 @@ async def test_leaving_that_is_cancelled_kills_them(
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert wait_gone(pids.values(), within_s=10) == []
+    assert wait_gone(pids.values()) == []

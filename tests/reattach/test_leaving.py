@@ -22,6 +22,7 @@ def test_sigterm_lets_what_runs_finish_and_nothing_is_executed_again(tmp_path: P
         staying = stack.enter_context(job.worker())
         staying.hears("joined cluster")
         leaving.process.terminate()
+        leaving.hears("told to leave")
         held.unlink()
         assert leaving.ends() == 0, leaving.said
         assert run.ends() == 0, run.said
@@ -37,6 +38,7 @@ def test_a_call_that_outlasts_the_grace_time_goes_back(tmp_path: Path) -> None:
         run.hears("waiting for workers")
         leaving = stack.enter_context(job.worker("--grace-s", "0.5"))
         job.reaches(3)
+        job.commits(3)  # what it has not reported goes with its process
         leaving.process.terminate()
         assert leaving.ends() == 0, leaving.said
         assert "its call is not over: that goes back" in leaving.said
@@ -53,7 +55,7 @@ def test_an_idle_worker_leaves_at_once(tmp_path: Path) -> None:
     held = job.hold(0)
     with job.run() as run, ExitStack() as stack:
         run.hears("waiting for workers")
-        workers = [stack.enter_context(job.worker()) for _ in range(3)]
+        workers = [stack.enter_context(job.worker("--grace-s", "60")) for _ in range(3)]
         for worker in workers:
             worker.hears("joined cluster")
         until(lambda: len(job.calls()) == 2)

@@ -101,7 +101,7 @@ async def test_a_partition_longer_than_the_heartbeat(tmp_path: Path, undisturbed
                 near = stack.enter_context(job.worker())
                 await hears(near, "joined cluster")
                 relay.cut()
-                await until(lambda: job.calls()[3, 0] == 2)
+                await until(lambda: job.calls()[3, 0] >= 2)
                 relay.heal()
                 await hears(far, "joined cluster", 2)
                 assert "the scheduler gave the worker process up" in far.said
@@ -127,7 +127,7 @@ async def test_a_partition_longer_than_a_worker_waits(tmp_path: Path, undisturbe
                 near = stack.enter_context(job.worker())
                 await hears(near, "joined cluster")
                 relay.break_off()
-                await until(lambda: job.calls()[3, 0] == 2)
+                await until(lambda: job.calls()[3, 0] >= 2)
                 await until(lambda: far.process.poll() is not None)
                 assert far.ends() == 1
                 assert f"its scheduler is gone, and none came back at {endpoint} within 1 s" in far.said
@@ -155,7 +155,7 @@ async def test_a_stopped_supervisor_and_worker_are_fenced_when_they_wake(
         everyone = [far.process.pid, *children(far.process.pid)]
         for pid in everyone:
             os.kill(pid, signal.SIGSTOP)
-        await until(lambda: job.calls()[3, 0] == 2)
+        await until(lambda: job.calls()[3, 0] >= 2)
         for pid in reversed(everyone):
             os.kill(pid, signal.SIGCONT)
         await hears(far, "joined cluster", 2)
