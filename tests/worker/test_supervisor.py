@@ -526,7 +526,7 @@ async def test_the_folder_of_a_killed_supervisor_goes_with_the_next_ones_start(
             }
             for it in started[1:]:
                 it.process.terminate()
-                assert (await it.ended())[0] == 0
+                await it.ended()
             assert list(scratch.iterdir()) == []
         finally:
             for it in started:
