@@ -526,7 +526,8 @@ async def test_the_folder_of_a_killed_supervisor_goes_with_the_next_ones_start(
             }
             for it in started[1:]:
                 it.process.terminate()
-                await it.ended()
+                code, said = await it.ended()
+                assert code == 0, said
             assert list(scratch.iterdir()) == []
         finally:
             for it in started:
