@@ -13,7 +13,7 @@ import anyio
 from pipedist.accelerators import VISIBLE, Supply
 from pipedist.coordinator import Coordinator
 from pipedist.errors import UsageError
-from pipedist.local_cluster import GATHER_S, Cluster, dial_in, tell
+from pipedist.local_cluster import Cluster, dial_in, tell
 from pipedist.scheduler import Limits
 from pipedist.transport.keys import ServerKeys, read_key_file, workers_file, write_key_file
 
@@ -22,6 +22,9 @@ _ANY_ADDRESS = ("tcp://0.0.0.0:", "tcp://[::]:")
 
 REJOIN_S = 60.0
 """How long workers wait for a scheduler to come back, if nothing else is said, seconds."""
+
+GATHER_S = 5.0
+"""How long a resumed run waits for workers, which may hold finished results, seconds."""
 
 LISTEN = "tcp://127.0.0.1:*"
 """Where workers dial in, if nothing else is said: this host alone, any free port."""

@@ -28,9 +28,6 @@ if TYPE_CHECKING:
 
 WORKERS_MAX = 4096
 
-GATHER_S = 5.0
-"""How long a resumed run waits at most for workers that have stayed: they may hold finished results."""
-
 
 def usable_cores() -> int:
     """Return how many cores this process may use."""
@@ -116,12 +113,11 @@ class Cluster(AsyncOnly, ABC):
 
 def dial_in(
     listen: str,
-    keys: ServerKeys | None,
+    keys: ServerKeys,
     limits: Limits | None = None,
     *,
     force: bool = False,
     rejoin_s: float = 0.0,
-    shared_memory: SharedMemory | None = None,
     threads: int | None = None,
 ) -> Coordinator:
     """Return a coordinator, not open, whose workers all dial in.
@@ -145,7 +141,6 @@ def dial_in(
             on_message=on_message,
             on_reject=on_reject,
             on_lost=on_lost,
-            shared_memory=shared_memory,
         ),
         launcher_factory=None,
         workers=(),

@@ -4,7 +4,7 @@ Before anything is opened, a signal ends the process. While a run runs, the firs
 is issued, running calls have the cluster's grace time. The second one ends the run at once. While it is being
 opened the first one cancels that, and while it is being closed that goes on: an exception out of nowhere
 would leave sockets half made, whose end is waited for in vain. Should any of this take long, the process
-is ended (its workers die with it, or are killed before). The handlers are plain signal handlers, not the
+is ended (its workers die with it). The handlers are plain signal handlers, not the
 event loop's: a loop that is busy must not make Ctrl-C deaf.
 """
 
@@ -14,7 +14,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from types import FrameType, TracebackType
@@ -25,14 +24,6 @@ from pipedist.cli.exits import Interrupted, interrupted
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _END_S = 5.0
 """How long the run may take to end at once, until the process is ended."""
-
-
-def _end_process(code: int) -> None:
-    """End this process at once; its workers too, those that would wait for it to be resumed."""
-    lasting = sys.modules.get("pipedist.launchers.lasting")  # not loaded: it has none of those
-    if lasting is not None:
-        lasting.kill_all()
-    os._exit(code)
 
 
 class Stoppable(Protocol):
@@ -53,7 +44,7 @@ class Interruption:
         end: ends the process at once with an exit code.
     """
 
-    def __init__(self, tell: Callable[[str], None], end: Callable[[int], None] = _end_process) -> None:
+    def __init__(self, tell: Callable[[str], None], end: Callable[[int], None] = os._exit) -> None:
         self.tell = tell
         self._end = end
         self._run: Stoppable | None = None

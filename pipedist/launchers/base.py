@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Protocol, Self
@@ -33,16 +32,6 @@ class WorkerExit:
     text: str
     running: tuple[int, ...] | None = None
     timed_out: bool = False
-
-
-def describe_exit(code: int | None, signum: int | None) -> str:
-    """Return how a process ended, for people: "signal 11 (SIGSEGV)", "exit code 3"."""
-    if signum is None:
-        return f"exit code {code}"
-    try:
-        return f"signal {signum} ({signal.Signals(signum).name})"
-    except ValueError:
-        return f"signal {signum}"  # a real-time signal, which has no name
 
 
 class Launcher(Protocol):

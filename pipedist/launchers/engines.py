@@ -1,7 +1,7 @@
-"""What an engine is: a system that places worker processes on its nodes, and brings them back.
+"""Engines: systems that place worker processes on their nodes, and start them again.
 
-A worker that an engine has placed dials in, like one that was started by hand: the protocol, the ledger and
-the scheduler know nothing of engines.
+A worker that an engine has placed dials in, like a worker that was started by hand: protocol, ledger and
+scheduler know nothing of engines.
 """
 
 from __future__ import annotations
@@ -17,65 +17,45 @@ from typing import Any, Protocol, Self
 import anyio
 
 from pipedist.errors import UsageError
-from pipedist.launchers.hosted import Terms
-from pipedist.launchers.whereabouts import Succession
+from pipedist.launchers.supervisor_process import JoinConfig
 
 LOCAL = "local"
-"""The address that stands for an engine of the run's own, on this host."""
+"""The address of an engine that a cluster starts for itself, on this host."""
 
 GRACE_S = 3.0
-"""How long a worker's processes may take to leave when the cluster is closed; then they are killed."""
+"""How long the processes of a worker may take to end when the cluster closes; then they are killed."""
 
 PLACE_S = 60.0
-"""How long an engine may take to have room for the workers, if nothing else is said."""
+"""How long an engine may take to place the workers, by default."""
 
 CLOSE_S = 30.0
-"""How long an engine may take to end the workers, and then the connection."""
+"""How long an engine may take to end the workers, and then to close the connection."""
 
 OnFailed = Callable[[str], None]
-"""Told why no worker of an engine is there any more, nor will be."""
+"""Called with the reason when an engine has no worker any more, and will not get one."""
 
 
 class Engine(Protocol):
     """Places workers, inside `async with`: entering connects to it.
 
-    Leaving ends its workers, and whatever was started for the run.
+    Leaving ends its workers, and whatever was started for the cluster.
     """
 
     @property
     def host(self) -> str:
-        """This host's address, as the engine's nodes reach it."""
+        """The address of this host, as the engine's nodes reach it; known after entering."""
         ...
 
-    @property
-    def placing(self) -> str:
-        """What its workers are placed on, and with; known after entering.
-
-        Only those for which it is the same are as good as new ones.
-        """
-        ...
-
-    @property
-    def placed(self) -> int:
-        """How many workers it has placed, or taken over."""
-        ...
-
-    async def start(self, terms: Terms, on_failed: OnFailed, succession: Succession | None = None) -> None:
-        """Place the workers; return as soon as the engine has room for them.
+    async def start(self, join: JoinConfig, on_failed: OnFailed) -> None:
+        """Place the workers; return as soon as the engine has the resources for them.
 
         Args:
-            terms: how they join.
+            join: how the workers join.
             on_failed: called on the event loop.
-            succession: they outlive this process, and those of the processes before it are taken over;
-                None: they end with it.
 
         Raises:
-            UsageError: there is no room in time, or pipedist is not installed where they are placed.
+            UsageError: the engine lacks the resources, or its nodes lack pipedist.
         """
-        ...
-
-    async def dismiss(self, left: Succession) -> None:
-        """End the workers that a process of the run has left, and those before it; nobody wants them."""
         ...
 
     async def __aenter__(self) -> Self: ...
@@ -88,30 +68,18 @@ class Engine(Protocol):
     ) -> None: ...
 
 
-def outliving(address: str | None, engine: str, example: str) -> UsageError:
-    """Return what to say where workers are to outlive the run, and the engine would not.
-
-    Args:
-        address: what was said; None: nothing, and no engine was found.
-        engine: its name.
-        example: an address of one that does.
-    """
-    said = "`address: local`" if address == LOCAL else "no `address`, where no other one is found"
-    return UsageError(
-        f"`rejoin_s` with {said}: that {engine} is the run's own and ends with its process, and the workers "
-        f"with it; name one that is there without the run (`address: {example}`), or leave `rejoin_s` out"
-    )
-
-
 class Watchers:
-    """Tasks that end with the engine. No error of the run passes through them: a task group would wrap it."""
+    """Tasks that end with the engine.
+
+    The errors of a run do not pass through their task group, which would wrap them.
+    """
 
     def __init__(self) -> None:
         self._group = anyio.create_task_group()
         self._is_over = False
 
     def start(self, function: Callable[..., Coroutine[Any, Any, None]], *args: object) -> None:
-        """Begin a task, which must not raise; nothing begins any more once they end."""
+        """Start a task, which must not raise; does nothing once the tasks are ending."""
         if not self._is_over:
             self._group.start_soon(function, *args)
 
@@ -126,15 +94,15 @@ class Watchers:
 
 
 class ConnectedEngine(ABC):
-    """What engines have in common that are reached over a connection: how one is entered and left.
+    """Base of engines that are reached over a connection.
 
-    Entering prepares, then connects; where that fails, and at the end, the workers are withdrawn and the
-    connection is ended, within CLOSE_S each, whatever has happened before.
+    Entering prepares, then connects. If that fails, and at the end, the workers are withdrawn and the
+    connection is closed, within CLOSE_S each.
     """
 
     def __init__(self) -> None:
         self.host = ""
-        """This host's address, as the engine's nodes reach it; known after entering."""
+        """See `Engine`."""
         self._stack = AsyncExitStack()
         self._watchers: Watchers | None = None
 
@@ -163,18 +131,18 @@ class ConnectedEngine(ABC):
         """Tasks that end with the engine.
 
         Raises:
-            UsageError: it is not entered.
+            UsageError: the engine is not entered.
         """
         if self._watchers is None:
             raise UsageError("an engine is used inside `async with`")
         return self._watchers
 
-    def _prepare(self, stack: AsyncExitStack) -> None:  # noqa: B027 - not every engine needs anything
-        """Enter into `stack` what must be there before the connection, and longer than it."""
+    def _prepare(self, stack: AsyncExitStack) -> None:  # noqa: B027 - not every engine needs it
+        """Enter into `stack` what must outlast the connection."""
 
     @abstractmethod
     async def _connect(self) -> str:
-        """Connect, and return this host's address, as the engine's nodes reach it."""
+        """Connect, and return the address of this host, as the engine's nodes reach it."""
 
     @abstractmethod
     async def _withdraw(self) -> None:
@@ -182,7 +150,7 @@ class ConnectedEngine(ABC):
 
     @abstractmethod
     async def _disconnect(self) -> None:
-        """End the connection, as far as it came to be, and what was started with it."""
+        """Close the connection, as far as it was made, and end what was started with it."""
 
     async def _end(self) -> None:
         try:
@@ -194,25 +162,25 @@ class ConnectedEngine(ABC):
 
 
 def require(module: str, extra: str) -> None:
-    """See to it that an extra is installed, without importing it.
+    """Check that an extra is installed, without importing it.
 
     Args:
-        module: what is imported.
-        extra: its name among pipedist's extras, and that of the launcher.
+        module: the module that is imported.
+        extra: the name of the extra, and of the launcher.
 
     Raises:
-        UsageError: it is not.
+        UsageError: it is not installed.
     """
     found = importlib.util.find_spec(module)
-    if found is None or found.origin is None:  # a folder of that name is no package
+    if found is None or found.origin is None:  # a folder of that name is not a package
         raise UsageError(
-            f"the launcher {extra} needs the package {module}: pip install 'pipedist[{extra}]', "
-            "here and on every node"
+            f"`launcher: {extra}` needs the package {module}, which is not installed. "
+            f"Run `pip install 'pipedist[{extra}]'` here and on every node."
         )
 
 
 def address_towards(host: str) -> str:
-    """Return this host's address on the way to another one; nothing is sent."""
+    """Return the address of this host on the route to another one; nothing is sent."""
     import socket
 
     family, kind, protocol, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
@@ -222,10 +190,10 @@ def address_towards(host: str) -> str:
 
 
 def not_installed(text: str) -> str:
-    """Return what to do about an engine's error if it says that its node lacks pipedist; else ""."""
+    """Return an error text if an engine reports that a node lacks pipedist; else ""."""
     if "No module named 'pipedist" not in text:
         return ""
     return (
-        "pipedist can't be imported on a node: install the same version there, in the environment that "
-        "the engine's processes run in"
+        "pipedist can't be imported on a node. Install the same version there, in the environment of the "
+        "engine's processes."
     )

@@ -36,10 +36,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import pipedist.worker.process as worker_process
-from pipedist.launchers.base import describe_exit
 from pipedist.launchers.control import FrameBuffer, pack_frame
 from pipedist.launchers.out_of_memory import OutOfMemoryKills
 from pipedist.transport.rendezvous import remove_private_directory
+from pipedist.worker.boot import describe_exit
 from pipedist.worker.forks import answer, pass_over
 from pipedist.worker.kernel import FORK_SERVER_NAME, die_with, set_process_name
 from pipedist.worker.process import ExitCode
@@ -274,7 +274,7 @@ class ForkServer:
         del self._children[child.pid]
         code = os.WEXITSTATUS(status) if os.WIFEXITED(status) else None
         signum = os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
-        text = child.note + describe_exit(code, signum)
+        text = child.note + describe_exit(os.waitstatus_to_exitcode(status))
         if self._memory_kills.grew() and signum == signal.SIGKILL and not child.was_killed:
             text += ": out of memory"
         running, timed_out = end_of(child.progress, child.overdue)

@@ -21,10 +21,11 @@ import anyio
 import anyio.to_thread
 
 from pipedist.errors import LocalProtocolError, UsageError
-from pipedist.launchers.base import WorkerExit, describe_exit
+from pipedist.launchers.base import WorkerExit
 from pipedist.launchers.control import FrameBuffer, pack_frame
 from pipedist.launchers.server import END_S, ServerProcess, take
 from pipedist.transport.rendezvous import private_directory_of
+from pipedist.worker.boot import describe_exit
 from pipedist.worker.progress import Running, seen
 from pipedist.worker.settings import WorkerSettings
 
@@ -320,7 +321,7 @@ class _Server:
         code = self._process.code(within_s=_GONE_S)
         if code is None:
             return "unknown"
-        return describe_exit(code, None) if code >= 0 else describe_exit(None, -code)
+        return describe_exit(code)
 
 
 def _ignore(_exit: WorkerExit) -> None:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from pipedist.local_cluster import Cluster, LocalCluster
 from pipedist.plan import Plan
 
 
-def cluster_for(plan: Plan, *, force: bool = False, folder: Path | None = None) -> Cluster:
+def cluster_for(plan: Plan, *, force: bool = False) -> Cluster:
     """Return the cluster that a spec asks for, not yet open.
 
     Args:
         force: let workers in that differ in versions or processor type.
-        folder: the private one of a run that can be resumed; None: this one can't.
 
     Raises:
         UsageError: what its launcher needs is not installed.
@@ -46,8 +43,6 @@ def cluster_for(plan: Plan, *, force: bool = False, folder: Path | None = None) 
                 gpus_per_worker=gpus,
                 code=plan.spec.code,
                 force=force,
-                folder=folder,
-                rejoin_s=wanted.rejoin_s or 0.0,
             )
         case "dask":
             from pipedist.engine_clusters import DaskCluster
@@ -59,18 +54,6 @@ def cluster_for(plan: Plan, *, force: bool = False, folder: Path | None = None) 
                 listen=wanted.listen,
                 threads_per_replica=threads,
                 force=force,
-                folder=folder,
-                rejoin_s=wanted.rejoin_s or 0.0,
-            )
-        case _ if wanted.rejoin_s and folder is not None:
-            from pipedist.lasting_cluster import LastingCluster
-
-            return LastingCluster(
-                workers,
-                folder=folder,
-                rejoin_s=wanted.rejoin_s,
-                threads_per_replica=threads,
-                gpus_per_worker=gpus,
             )
         case _:
             return LocalCluster(workers=workers, threads_per_replica=threads, gpus_per_worker=gpus)

@@ -142,7 +142,7 @@ class Run(AsyncOnly):
             self._stack.callback(self.plan.close)
             cluster = self._given_cluster
             if cluster is None:
-                cluster = cluster_for(self.plan, force=self._force, folder=self._private())
+                cluster = cluster_for(self.plan, force=self._force)
             self._open_folder()
             if self._earlier is None:
                 await self._open_cluster(cluster)
@@ -180,15 +180,6 @@ class Run(AsyncOnly):
         if self._output is None and not (self._spec.outputs or self._resume or self._restart):
             return None
         return Path("out") / self._spec.name if self._output is None else self._output
-
-    def _private(self) -> Path | None:
-        """Return the folder in it that is the run's own."""
-        path = self._path()
-        if path is None:
-            return None
-        from pipedist.outputs.run_record import PRIVATE  # most embedded runs write no files
-
-        return path / PRIVATE
 
     def _open_folder(self) -> None:
         path = self._path()

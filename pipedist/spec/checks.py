@@ -200,14 +200,6 @@ class Checks:
         is_read = isinstance(address, str) and re.match(ENGINE_ADDRESS_PATTERN, address)
         if is_read and expected and not fits_engine(str(address), str(launcher)):
             self._note(("cluster", "address"), f"`address` is no address of {launcher}", expected)
-        if address == "local" and launcher in ENGINE_ADDRESS_EXPECTED and cluster.get("rejoin_s"):
-            self._note(
-                ("cluster", "rejoin_s"),
-                "`rejoin_s` with `address: local`: that engine ends with the process of the run, and the "
-                "workers with it",
-                f"no `rejoin_s`, or the address of a {launcher} that is there without the run",
-                at_key=True,
-            )
 
     def states(self, datasets: Mapping[str, object]) -> None:
         """States are fed and read as the language says.

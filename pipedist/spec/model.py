@@ -117,9 +117,8 @@ class ClusterSpec(Section):
         Nullable(Number(GRACE_S_MAX)),
         Key(
             "How long workers keep their finished results when the process of the run is gone, and wait for "
-            "it to be resumed, in seconds; then they end. Default: 60 with `launcher: connect`; with "
-            "the other ones, workers end with the process of their run. With `ray` and `dask`, the engine "
-            "must be there without the run: not `address: local`.",
+            "it to be resumed, in seconds, with `launcher: connect`; then they end. Default: 60. Workers of "
+            "other launchers end with the process of their run.",
             "a number of seconds, 0 or more",
             "rejoin_s: 60",
         ),
@@ -183,7 +182,7 @@ class ClusterSpec(Section):
 LAUNCHERS_OF = {
     "listen": ("connect", "ray", "dask"),
     "key_file": ("connect",),
-    "rejoin_s": LAUNCHERS,
+    "rejoin_s": ("connect",),
     "address": ("ray", "dask"),
     "placement": ("ray",),
     "place_s": ("ray", "dask"),

@@ -91,18 +91,6 @@ def private_directory() -> Iterator[Path]:
         directory.close()
 
 
-def make_private_directory() -> Path:
-    """Make a directory that only this user can enter, for ipc sockets, and for whoever makes it to remove.
-
-    Raises:
-        UsageError: no such directory can be made.
-    """
-    with _base() as base:
-        directory = f"{base}/{_PREFIX}{os.urandom(4).hex()}"
-        os.mkdir(directory, 0o700)
-    return Path(directory)
-
-
 @contextmanager
 def _base() -> Iterator[str]:
     """Have a directory made in TMPDIR, or in /tmp if paths there were too long, or nothing can be written.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from collections.abc import Mapping
 
@@ -64,3 +65,17 @@ def environment(threads: int) -> dict[str, str]:
         threads: BLAS and OpenMP threads of a worker, >= 1.
     """
     return {**os.environ, **dict.fromkeys(THREAD_VARIABLES, str(threads))}
+
+
+def describe_exit(code: int) -> str:
+    """Return how a process ended, as text: "exit code 3", "signal 11 (SIGSEGV)".
+
+    Args:
+        code: as `Popen.returncode`: below 0, the number of a signal.
+    """
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return f"signal {-code} ({signal.Signals(-code).name})"
+    except ValueError:
+        return f"signal {-code}"  # a real-time signal has no name

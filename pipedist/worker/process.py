@@ -13,7 +13,8 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from pipedist.accelerators import VISIBLE
 from pipedist.errors import ProtocolError, UsageError
@@ -27,7 +28,7 @@ from pipedist.worker.driver import Driver
 from pipedist.worker.heap import keep_freed_pages
 from pipedist.worker.hello import make_hello
 from pipedist.worker.kept import KeptResults
-from pipedist.worker.kernel import WORKER_NAME, set_process_name
+from pipedist.worker.kernel import WORKER_NAME, die_with, set_process_name
 from pipedist.worker.limits import Limits
 from pipedist.worker.machine import WorkerMachine
 from pipedist.worker.progress import Progress
@@ -237,3 +238,27 @@ def _print_to_stderr(text: str) -> None:
     with contextlib.suppress(OSError):  # nobody reads it any more: no reason to end
         stream.write(text)
         stream.flush()
+
+
+def main(arguments: Mapping[str, Any]) -> None:
+    """Run the worker process of a supervisor, then exit.
+
+    Args:
+        arguments: `parent`, the supervisor's process id; `progress`, `kept`, `proof` and `code`, see
+            `pipedist.worker.supervisor.WorkerProcess`; `settings`, the fields of `WorkerSettings`.
+    """
+    die_with(int(arguments["parent"]))
+    sys.path.extend(arguments["code"])  # a copy of the spec's modules comes after what is installed
+    os.dup2(2, 1)  # what user code writes to descriptor 1 must not mix with the supervisor's output
+    settings = WorkerSettings(**arguments["settings"])
+    with open(int(arguments["proof"]), "rb") as memory:  # closed at once: user code does not inherit it
+        proof = os.pread(memory.fileno(), os.fstat(memory.fileno()).st_size, 0).decode()
+    progress = Progress(int(arguments["progress"]))
+    code = run_process(settings, progress, int(arguments["kept"]), proof)
+    for stream in (sys.__stdout__, sys.__stderr__):
+        if stream is not None:
+            with contextlib.suppress(OSError):  # its reader is gone
+                stream.flush()
+    if isinstance(code, ExitCode):  # any other code is user code's, even if it has the same value
+        progress.end()
+    os._exit(code)

@@ -1,25 +1,26 @@
-"""`pipedist worker`: a process that keeps one worker alive which dials in to a scheduler.
+"""The supervisor: keeps one worker alive that dials in to a scheduler, and executes no user code.
 
-The supervisor executes no user code. It starts the executing process (exec'd: so it is safe at any
-time, whatever threads this process has), and speaks for it over a connection of its own: a
-heartbeat as long as the process is there, and a Goodbye when it is not. So a worker whose
-interpreter is busy for minutes is alive, and one that crashed is known to be gone at once.
+`pipedist worker` runs one, and so do the processes that an engine starts (`main`) and, in threads, the
+programs of a `TaskCluster`. A supervisor starts the worker process (exec'd, so that is safe at any time,
+whatever threads this process has), and reports on it over a connection of its own: a heartbeat as long as
+the process exists, a Goodbye when it does not. So a worker whose interpreter is busy for minutes counts as
+alive, and a crash is known at once.
 
-What the scheduler can tell the supervisor, over that connection:
+| message of the scheduler | effect |
+|---|---|
+| Welcome | sets the heartbeat interval, and how long to wait for another scheduler when this one is gone |
+| Refuse | kills the worker process, if it is the one that is meant; the next incarnation may join |
+| Stop | kills the worker process, and ends the supervisor |
+| Share | is handed over to the program of a `TaskCluster` |
 
-| Welcome | how often it wants to be told, and how long to wait for another one when it is gone |
-| Refuse | kill the worker process, if it is the one that is meant; the next incarnation may join |
-| Stop | kill it, and leave for good |
-| Share | hand over what the scheduling program gives to all programs of its cluster |
+When the scheduler is gone, the worker process finishes its call, leaves its finished results in memory that
+the supervisor holds, and ends. The next incarnation loads the code as it is then, takes the results over and
+dials in again, for `Welcome.rejoin_s`: a run that is resumed listens at the same endpoint.
 
-When the scheduler is gone, the worker process finishes what it runs, leaves its finished results in
-memory that the supervisor holds, and ends. The next one, which has the code as it is then, takes them
-over and dials in again, for `Welcome.rejoin_s`: a run that is resumed listens at the same endpoint.
-
-It ends when the worker process was told to stop or was refused, when no scheduler answers any
-more, or when the process keeps dying before it has lived for `LIVED_S`, and not in a call: those deaths are
-the scheduler's to count, which may be looking for the elements that cause them. On SIGTERM, and on SIGHUP, it
-lets the worker process finish what it runs, for `leave_s`, and ends with 0; on a second one it does not wait.
+The supervisor ends when its worker process was stopped or refused, when no scheduler replies (any more), or
+when the process keeps dying within `LIVED_S` and not in a call: deaths in a call are counted by the
+scheduler, which may be looking for the elements that cause them. On SIGTERM and SIGHUP the worker process may
+finish its call, for `leave_s`, and the exit code is 0; a second signal ends it at once.
 """
 
 from __future__ import annotations
@@ -27,11 +28,15 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import select
 import signal
+import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
+from typing import Any
 
 from pipedist import accelerators
 from pipedist.errors import PipedistError, ProtocolError, UsageError
@@ -39,17 +44,18 @@ from pipedist.messages import Goodbye, Heartbeat, Refuse, Share, Stop, Welcome
 from pipedist.scratch_folders import ScratchFolder
 from pipedist.transport.dealer import ConnectionLost, Dealer
 from pipedist.transport.keys import ClientKeys, read_key_file
+from pipedist.worker import boot
+from pipedist.worker.boot import describe_exit
 from pipedist.worker.forks import answer
 from pipedist.worker.names import new_name
 from pipedist.worker.process import ExitCode
 from pipedist.worker.progress import Overdue, Progress, end_of
 from pipedist.worker.settings import WorkerSettings
-from pipedist.worker.supervised import Supervised, describe
 
 HEARTBEAT_S = 1.0
-"""How often the scheduler hears of the worker, until it asks for something else."""
+"""Interval of heartbeats, until the scheduler sets another one."""
 
-LOOK_S = 0.05
+POLL_S = 0.05
 """How soon the end of the worker process is noticed."""
 
 LIVED_S = 10.0
@@ -59,10 +65,18 @@ STARTS_FAILED_MAX = 5
 """Failed starts in a row before the supervisor gives up."""
 
 LEAVE_S = 10.0
-"""How long the worker process may take, after SIGTERM, to finish what it runs."""
+"""How long the worker process may take, after SIGTERM, to finish its call."""
+
+STOPPED_S_MAX = 3.0
+"""How long the worker process may be stopped (SIGSTOP) before it is killed; as in a local launcher."""
 
 _END_S = 2.0
-"""How long the worker process may take to be gone after SIGKILL, or after it said Goodbye."""
+"""How long the worker process may take to end after SIGKILL, or after it said Goodbye."""
+
+_PARENT_POLL_S = 0.5
+"""How soon the end of a parent process is noticed that has not closed standard input."""
+
+_STANDARD_INPUT = 0
 
 _FINAL = {
     ExitCode.STOPPED: 0,
@@ -73,14 +87,13 @@ _FINAL = {
 }
 """Exit codes of the worker process that end the supervisor too, and its own exit code then."""
 
-
 _ENDS = frozenset(ExitCode) - {ExitCode.DEFECT}
-"""Exit codes with which a worker process that ends by itself says why; all else is a crash."""
+"""Exit codes of a worker process that has reported why it ends; any other code is a crash."""
 
 
 def run_worker(
     endpoint: str,
-    key_file: str | os.PathLike[str] | None,
+    key_file: str | os.PathLike[str],
     *,
     threads: int = 1,
     join_s: float = 30.0,
@@ -88,25 +101,30 @@ def run_worker(
 ) -> int:
     """Keep a worker alive until the scheduler stops it; return the exit code.
 
+    Call it in the main thread: it handles SIGTERM and, if that is not ignored, SIGHUP.
+
     Args:
         endpoint: the scheduler's.
-        key_file: the cluster's keys; None for an ipc endpoint.
+        key_file: the cluster's keys.
         threads: BLAS and OpenMP threads of the worker.
-        join_s: how long the scheduler may take to answer, seconds.
-        leave_s: how long the worker may take, after SIGTERM, to finish what it runs, seconds.
-
-    Call it in the main thread: it answers SIGTERM and, if that is not ignored, SIGHUP while it runs.
+        join_s: how long the scheduler may take to reply, seconds.
+        leave_s: how long the worker may take, after SIGTERM, to finish its call, seconds.
 
     Returns:
-        0: it was told to stop, or to leave; 1: it was refused, no scheduler answered (any more), or it
-        kept dying; 2: the endpoint or the key file can't be used.
+        0: the worker was stopped by the scheduler, or by a signal; 1: it was refused, no scheduler
+        replied (any more), or it kept dying; 2: the endpoint or the key file can't be used.
 
     Raises:
-        UsageError: if the key file can't be read, or the endpoint is none.
+        UsageError: the key file can't be read, or the endpoint is malformed.
     """
-    path = "" if key_file is None else os.path.abspath(os.fspath(key_file))
-    gpus = len(accelerators.named())
-    supervisor = Supervisor(endpoint, path, threads=threads, join_s=join_s, leave_s=leave_s, gpus=gpus)
+    supervisor = Supervisor(
+        endpoint,
+        os.path.abspath(os.fspath(key_file)),
+        threads=threads,
+        join_s=join_s,
+        leave_s=leave_s,
+        gpus=len(accelerators.named()),
+    )
     before = answer(lambda _number, _frame: supervisor.leave())
     try:
         return supervisor.run()
@@ -115,25 +133,62 @@ def run_worker(
             signal.signal(number, handler)
 
 
+def main(arguments: Mapping[str, Any]) -> None:
+    """Run the supervisor of a `launchers.supervisor_process.SupervisorProcess`, then exit.
+
+    Args:
+        arguments: `parent`, the process id of the parent; `keys`, the descriptor of the memory with the text
+            of the key file; the other fields of `JoinConfig`.
+    """
+    keys = int(arguments["keys"])
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the scheduler handles the terminal's Ctrl-C
+    try:
+        supervisor = Supervisor(
+            str(arguments["endpoint"]),
+            f"/dev/fd/{keys}",
+            threads=int(arguments["threads"]),
+            join_s=float(arguments["join_s"]),
+            gpus=len(accelerators.named()),
+            inherited=(keys,),
+            code=tuple(arguments["code"]),
+        )
+        answer(lambda _number, _frame: supervisor.leave(at_once=True))
+        threading.Thread(
+            target=_leave_with_parent, args=(int(arguments["parent"]), supervisor), daemon=True
+        ).start()
+        code = supervisor.run()
+        if supervisor.is_leaving():  # unlike a supervisor that its scheduler has stopped
+            code = 128 + signal.SIGTERM
+    except PipedistError as error:
+        print(error, file=sys.stderr)  # noqa: T201 - the parent process reads it
+        code = error.exit_code
+    raise SystemExit(code)
+
+
+def _leave_with_parent(parent: int, supervisor: Supervisor) -> None:
+    """Have a supervisor leave as soon as the parent process has ended, or has closed standard input."""
+    while os.getppid() == parent:
+        readable, _, _ = select.select([_STANDARD_INPUT], [], [], _PARENT_POLL_S)
+        if readable:  # nothing is ever written into it: it has ended
+            break
+    supervisor.leave(at_once=True)
+
+
 class Supervisor:
     """Keeps one worker process alive.
 
     Args:
         endpoint: the scheduler's.
-        key_file: path of the cluster's keys, "" for an ipc endpoint.
+        key_file: path of the cluster's keys.
         threads: BLAS and OpenMP threads of the worker.
-        join_s: how long the scheduler may take to answer, seconds.
-        leave_s: how long the worker may take to finish what it runs, seconds.
-        rejoin_s: how long to wait for a scheduler that is gone, seconds, if that did not ask for more.
-        gpus: how many the worker owns; a fraction where it shares one.
-        worker: how its name begins; "": with this host and process.
-        tells: it says on stderr what becomes of it, and its process; otherwise only while it waits for
-            another scheduler.
-        folder: in which it keeps what the scheduler sends it to keep, None: the temporary one.
-        task: role and index of the program that this belongs to, "worker/1"; "": of none.
-        on_share: told the number and the frames of what is shared, in the thread of `run`.
-        inherited: descriptors that the worker process gets too.
-        code: folders that become the last entries of its `sys.path`.
+        join_s: how long the scheduler may take to reply, seconds.
+        leave_s: how long the worker may take to finish its call, seconds.
+        rejoin_s: how long to wait for another scheduler when one is gone, seconds, at least.
+        gpus: the number of GPUs that the worker owns.
+        task: role and index of the program that it belongs to, "worker/1"; "": none.
+        on_share: called with the number and the frames of a Share, in the thread of `run`.
+        inherited: descriptors that the worker process inherits.
+        code: folders that are appended to the worker's `sys.path`.
     """
 
     def __init__(
@@ -145,10 +200,7 @@ class Supervisor:
         join_s: float,
         leave_s: float = LEAVE_S,
         rejoin_s: float = 0.0,
-        gpus: float = 0,
-        worker: str = "",
-        tells: bool = True,
-        folder: str | None = None,
+        gpus: int = 0,
         task: str = "",
         on_share: Callable[[int, list[memoryview]], None] = lambda _number, _frames: None,
         inherited: tuple[int, ...] = (),
@@ -157,20 +209,18 @@ class Supervisor:
         self._endpoint = endpoint
         self._key_file = key_file
         self._keys: ClientKeys | None = None
-        """What was in the key file when a connection was made; None: before, and for an ipc endpoint."""
+        """Content of the key file when the latest connection was made; None: before."""
         self._threads = threads
         self._join_s = join_s
         self._leave_s = leave_s
         self._rejoin_s_min = rejoin_s
         self._gpus = gpus
-        self._tells = tells
-        self._folder = folder
-        self._died_at_work = False
-        """The worker process that ended last was executing a call."""
+        self._died_in_call = False
+        """The latest worker process has ended while it was executing a call."""
         self._inherited = inherited
         self._code = code
         # Unique among the workers of a host, also where a batch system starts many in one container.
-        place = worker or f"{os.uname().nodename}:{os.getpid()}"
+        place = f"{os.uname().nodename}:{os.getpid()}"
         self.worker, self._proof = new_name(f"{task}:{place}" if task else place)
         self._task = task
         self._on_share = on_share
@@ -179,24 +229,24 @@ class Supervisor:
         self._next_at = 0.0
         """When the next heartbeat is due."""
         self._progress_file = -1
-        """Of the memory in which the worker process notes what it executes."""
+        """Memory in which the worker process notes what it executes."""
         self._proof_file = -1
-        """Of the memory from which the worker process has the proof of its name: others see command lines."""
+        """Memory with the proof of the worker's name: command lines are visible to others."""
         self._kept_file = -1
-        """Of the memory through which a worker process hands finished results on to the next."""
+        """Memory through which a worker process hands finished results on to the next one."""
         self._rejoin_s: float | None = None
-        """How long to wait for a scheduler when the one that was there is gone; None: there was none."""
+        """How long to wait for another scheduler when one is gone; None: there was none."""
         self._gone_since: float | None = None
         """When the connection to the scheduler was lost; None while there is one."""
         self._cluster = ""
-        """The scheduler's life that spoke last."""
+        """Id of the scheduler generation that sent the latest Welcome."""
         self._failed = 0
-        """Worker processes in a row that did not live long."""
+        """Worker processes in a row that ended soon."""
         self._leave_until: float | None = None
-        """The worker process is to leave, and has time until then; None: it is not."""
+        """When the worker process is killed that is to leave; None: it is not to leave."""
         self._progress = Progress()
         self._overdue: Overdue | None = None
-        """What the process was ended for, because it took too long."""
+        """The call for which the worker process was killed, because it took too long."""
         self._code_root: ScratchFolder | None = None
         """Where copies of the scheduler's code are kept while this runs."""
 
@@ -207,49 +257,49 @@ class Supervisor:
             The exit code, as for `run_worker`.
 
         Raises:
-            UsageError: the key file can't be read, or nothing can be connected to.
+            UsageError: the key file can't be read, or the endpoint is malformed.
             PipedistError: this host has no room for the worker process, or its files.
         """
         incarnation = 0
         try:
-            self._code_root = ScratchFolder("code", self._folder)
+            self._code_root = ScratchFolder("code")
             self._progress_file = os.memfd_create("pipedist-progress")
             os.ftruncate(self._progress_file, Progress.BYTES)
             self._progress = Progress(self._progress_file)
             self._kept_file = os.memfd_create("pipedist-kept")
             self._proof_file = os.memfd_create("pipedist-proof")
             os.write(self._proof_file, self._proof.encode())
-            self._dealer = self._connect()  # an endpoint that can't be used is told before anything starts
-            while not self._is_leaving():
+            self._dealer = self._connect()  # a bad endpoint is reported before anything starts
+            while not self.is_leaving():
                 began = time.monotonic()
                 process = self._start(incarnation)
                 ending = self._watch(process, incarnation)
-                if self._is_leaving():
+                if self.is_leaving():
                     break
                 if ending is ExitCode.CONNECTION_LOST:
                     self._lost()
-                    self._disconnect()  # it may be the worker's alone: only who answers anew is there
+                    self._disconnect()  # perhaps only the worker's is lost: a reply to a new one decides
                 if ending is ExitCode.UNANSWERED or self._is_given_up():
                     if self._rejoin_s is not None:
-                        self._say(
-                            f"its scheduler is gone, and none came back at {self._endpoint} "
+                        self._log(
+                            f"the scheduler at {self._endpoint} is gone, and none has come back "
                             f"within {self._rejoin_s:g} s"
                         )
                     return 1
                 if ending in _FINAL:
                     if self._task and ending is ExitCode.STOPPED:
-                        self._hear_out(_END_S)
+                        self._drain(_END_S)
                     return _FINAL[ending]
-                lived = time.monotonic() - began >= LIVED_S or self._died_at_work
+                lived = time.monotonic() - began >= LIVED_S or self._died_in_call
                 self._failed = 0 if lived else self._failed + 1
                 if self._failed >= STARTS_FAILED_MAX:
-                    self._say(
-                        f"{self._failed} worker processes in a row ended in {LIVED_S:g} s, and in no call"
+                    self._log(
+                        f"{self._failed} worker processes in a row ended within {LIVED_S:g} s, not in a call"
                     )
                     return 1
                 incarnation += 1
             return 0
-        except OSError as error:  # no space, descriptors, processes or memory: who runs this host must know
+        except OSError as error:  # no space, descriptors, processes or memory
             raise PipedistError(f"worker {self.worker} can't be kept alive on this host: {error}") from error
         finally:
             self._disconnect()
@@ -261,38 +311,40 @@ class Supervisor:
                     os.close(file)
 
     def leave(self, *, at_once: bool = False) -> None:
-        """Leave as soon as the worker process has finished what it runs; called again, at once.
+        """Leave as soon as the worker process has finished its call; from any thread.
 
-        From any thread.
+        Args:
+            at_once: do not wait for the call; so does the second `leave`.
         """
         at_once = at_once or self._leave_until is not None
         self._leave_until = time.monotonic() + (0.0 if at_once else self._leave_s)
 
-    def _is_leaving(self) -> bool:
+    def is_leaving(self) -> bool:
+        """Whether `leave` was called."""
         return self._leave_until is not None
 
     def _is_given_up(self, slack_s: float = 0.0) -> bool:
-        """Whether the scheduler has been gone for as long as it is waited for."""
+        """Whether the scheduler has been gone for longer than the supervisor waits for another one."""
         if self._gone_since is None or self._rejoin_s is None:
             return False
         return time.monotonic() - self._gone_since >= self._rejoin_s + slack_s
 
-    def _start(self, incarnation: int) -> Supervised:
+    def _start(self, incarnation: int) -> WorkerProcess:
         settings = WorkerSettings(
             endpoint=self._endpoint,
             worker=self.worker,
             incarnation=incarnation,
             key_file=self._key_file,
             threads=self._threads,
-            join_s=self._patience_s(),
-            tells=self._tells or self._gone_since is not None,
+            join_s=self._join_within_s(),
+            tells=True,
             gpus=float(self._gpus),
             code_root="" if self._code_root is None else self._code_root.path,
             task=self._task,
         )
         self._progress.begin()
         self._overdue = None
-        return Supervised(
+        return WorkerProcess(
             settings,
             progress=self._progress_file,
             kept=self._kept_file,
@@ -301,28 +353,28 @@ class Supervisor:
             inherited=self._inherited,
         )
 
-    def _patience_s(self) -> float:
+    def _join_within_s(self) -> float:
         """Return how long the worker process may wait for a scheduler."""
         if self._rejoin_s is None:
             return self._join_s
         since = 0.0 if self._gone_since is None else time.monotonic() - self._gone_since
         return max(self._rejoin_s - since, _END_S)
 
-    def _watch(self, process: Supervised, incarnation: int) -> ExitCode | None:
-        """Speak for the worker process until it has ended; return how it did by itself, None: it crashed."""
-        refused = asked = False
+    def _watch(self, process: WorkerProcess, incarnation: int) -> ExitCode | None:
+        """Report on a worker process until it has ended; return how, None: it crashed or was killed."""
+        evicted = is_leaving = False
         try:
             while process.code is None:
                 if self._leave_until is not None:
                     if time.monotonic() >= self._leave_until:
-                        self._say("told to leave, but its call is not over: that goes back")
+                        self._log("leaving: its unfinished call will be reassigned")
                         process.end()
                         break
-                    if not asked:
-                        asked = True
-                        self._say(f"told to leave: the call that it runs may take {self._leave_s:g} s more")
+                    if not is_leaving:
+                        is_leaving = True
+                        self._log(f"leaving: its call may take {self._leave_s:g} s more")
                         process.terminate()
-                if self._is_given_up(_END_S):  # it is in a call: it would have said so by itself
+                if self._is_given_up(_END_S):  # the worker process is in a call, or would have ended
                     process.end()
                     return ExitCode.UNANSWERED
                 if process.is_stopped():
@@ -332,61 +384,64 @@ class Supervisor:
                 if self._overdue is not None:
                     process.end()
                     break
-                order = self._listen(process, incarnation)
+                order = self._exchange(process, incarnation)
                 if isinstance(order, Stop):
-                    self._say(f"told to stop: {order.reason}")
+                    self._log(f"stopped by the scheduler: {order.reason}")
                     process.end(grace_s=_END_S)
                     return ExitCode.STOPPED
                 if isinstance(order, Refuse):
-                    self._say(f"the scheduler gave the worker process up: {order.reason}")
-                    refused = True
+                    self._log(f"evicted by the scheduler: {order.reason}")
+                    evicted = True
                     process.end()
-        except BaseException:  # Ctrl-C, SIGTERM: leave at once, but say so
+        except BaseException:  # Ctrl-C: leave at once, but report it
             process.end()
-            self._say("interrupted: the run has its calls done elsewhere")
-            self._tell_end(Goodbye(self.worker, incarnation, "its supervisor was told to leave"))
+            self._log("interrupted: its calls will be reassigned")
+            self._report_end(Goodbye(self.worker, incarnation, "its supervisor is leaving"))
             raise
         code = process.end()
         ending = ExitCode(code) if self._progress.is_over and code in _ENDS else None
-        self._died_at_work = False
-        if ending is ExitCode.CONNECTION_LOST and (order := self._hear_out(LOOK_S)) is not None:
-            self._say(f"told to stop: {order.reason}")
+        self._died_in_call = False
+        if ending is ExitCode.CONNECTION_LOST and (order := self._drain(POLL_S)) is not None:
+            self._log(f"stopped by the scheduler: {order.reason}")
             return ExitCode.STOPPED
-        if self._is_leaving() and ending is not ExitCode.STOPPED:
-            self._tell_end(Goodbye(self.worker, incarnation, "its supervisor was told to leave"))
+        if self.is_leaving() and ending is not ExitCode.STOPPED:
+            self._report_end(Goodbye(self.worker, incarnation, "its supervisor is leaving"))
         elif ending is None:
-            text = process.describe(code)
-            running, timed_out = end_of(self._progress, self._overdue)
-            self._died_at_work = running is not None
-            if timed_out:
-                text = "its call took longer than its timeout_s"
-            self._say(f"worker process ended: {text}")
-            goodbye = Goodbye(self.worker, incarnation, text, crashed=not refused)
-            if running is not None:
-                lease, call, stage = running
-                goodbye = replace(goodbye, lease=lease, call=call, stage=stage, timed_out=timed_out)
-            self._tell_end(goodbye)
-        elif ending is not ExitCode.STOPPED:  # it has said why
-            self._tell_end(Goodbye(self.worker, incarnation, describe(code)))
+            self._report_crash(process.describe(code), incarnation, crashed=not evicted)
+        elif ending is not ExitCode.STOPPED:  # the worker process has printed the reason
+            self._report_end(Goodbye(self.worker, incarnation, describe_exit(code)))
         return ending
 
-    def _listen(self, process: Supervised, incarnation: int) -> Stop | Refuse | None:
-        """Send a heartbeat if one is due, and wait a moment for an order."""
+    def _report_crash(self, text: str, incarnation: int, *, crashed: bool) -> None:
+        """Report the end of a worker process that did not report it itself, and the call that it executed."""
+        running, timed_out = end_of(self._progress, self._overdue)
+        self._died_in_call = running is not None
+        if timed_out:
+            text = "its call took longer than its timeout_s"
+        self._log(f"worker process ended: {text}")
+        goodbye = Goodbye(self.worker, incarnation, text, crashed=crashed)
+        if running is not None:
+            lease, call, stage = running
+            goodbye = replace(goodbye, lease=lease, call=call, stage=stage, timed_out=timed_out)
+        self._report_end(goodbye)
+
+    def _exchange(self, process: WorkerProcess, incarnation: int) -> Stop | Refuse | None:
+        """Send a heartbeat if one is due, and wait up to POLL_S for an order."""
         try:
             if self._dealer is None:
                 self._dealer = self._connect()
             now = time.monotonic()
             if now >= self._next_at:
                 self._next_at = now + self._heartbeat_s
-                self._beat(self._dealer, Heartbeat(self.worker, incarnation, self._proof))
-            if not self._dealer.poll(LOOK_S):
+                self._send_heartbeat(self._dealer, Heartbeat(self.worker, incarnation, self._proof))
+            if not self._dealer.poll(POLL_S):
                 return None
             message, frames = self._dealer.recv()
         except (ConnectionLost, ProtocolError):
-            # The worker process notices too, and its exit code says whether to go on.
+            # The worker process notices it too, and its exit code decides whether to go on.
             self._disconnect(linger_s=0.0)
             self._lost()
-            process.wait(LOOK_S)  # not to try again as fast as the machine can
+            process.wait(POLL_S)  # limits the rate of attempts
             return None
         if isinstance(message, Welcome):
             self._heartbeat_s = message.heartbeat_s
@@ -397,37 +452,29 @@ class Supervisor:
         if isinstance(message, Share):
             self._on_share(message.number, frames)
         if isinstance(message, Refuse) and 0 < message.before <= incarnation:
-            return None  # the answer to an old heartbeat: that process is gone
+            return None  # the reply to an old heartbeat: that process is gone
         return message if isinstance(message, (Stop, Refuse)) else None
 
-    def _beat(self, dealer: Dealer, beat: Heartbeat) -> None:
-        """Send a heartbeat; a connection that is lost is told where nothing is left to read.
+    def _send_heartbeat(self, dealer: Dealer, heartbeat: Heartbeat) -> None:
+        """Send a heartbeat; raise ConnectionLost only if no message is left to read.
 
-        Who was kept waiting while the run ended finds both at once, and is not to wait for that run again.
+        A supervisor that was suspended while the run ended finds the lost connection and a Stop at once, and
+        must not wait for another scheduler then.
         """
         try:
-            dealer.send(beat, timeout_s=self._heartbeat_s)
+            dealer.send(heartbeat, timeout_s=self._heartbeat_s)
         except ConnectionLost:
             if not dealer.poll(0):
                 raise
 
     def _lost(self) -> None:
-        """Take note that the scheduler is gone, until one answers."""
+        """Note that the scheduler is gone, until one replies."""
         if self._gone_since is None:
             self._gone_since = time.monotonic()
-            if not self._tells and self._rejoin_s:
-                self._say(
-                    "the process of its run is gone: what it has finished is kept for who resumes the run, "
-                    f"for {self._rejoin_s:g} s"
-                )
-        self._next_at = 0.0  # whoever comes is asked at once
+        self._next_at = 0.0
 
-    def _hear_out(self, within_s: float) -> Stop | None:
-        """Take in what was said before the worker process, on a connection of its own, ended.
-
-        Returns:
-            What told it to stop, None if nothing did.
-        """
+    def _drain(self, within_s: float) -> Stop | None:
+        """Handle messages that were sent before the worker process's own connection ended; return a Stop."""
         until = time.monotonic() + within_s
         with contextlib.suppress(ConnectionLost, ProtocolError):
             while self._dealer is not None and self._dealer.poll(max(0.0, until - time.monotonic())):
@@ -438,7 +485,7 @@ class Supervisor:
                     self._on_share(message.number, frames)
         return None
 
-    def _tell_end(self, goodbye: Goodbye) -> None:
+    def _report_end(self, goodbye: Goodbye) -> None:
         if self._dealer is None:
             return
         try:
@@ -447,13 +494,12 @@ class Supervisor:
             self._disconnect(linger_s=0.0)  # the scheduler will miss the heartbeats
 
     def _connect(self) -> Dealer:
-        if self._key_file:  # anew each time, as each worker process does: the keys of both are the same
-            try:
-                self._keys = read_key_file(self._key_file).client
-            except UsageError:
-                if self._keys is None:
-                    raise
-                # it is gone, or being replaced: the next worker process says so, and this one may go on
+        try:  # read each time, as each worker process does: both need the same keys
+            self._keys = read_key_file(self._key_file).client
+        except UsageError:
+            if self._keys is None:
+                raise
+            # The file is gone, or being replaced: the next worker process reports that.
         identity = f"supervisor.{self.worker}.{secrets.token_hex(8)}".encode()[:255]
         return Dealer(self._endpoint, identity=identity, keys=self._keys)
 
@@ -462,8 +508,91 @@ class Supervisor:
         if dealer is not None:
             dealer.close(linger_s)
 
-    def _say(self, text: str) -> None:
-        if self._tells or self._gone_since is not None:
-            with contextlib.suppress(OSError):  # nobody reads it any more: no reason to leave
-                sys.stderr.write(f"pipedist worker {self.worker}: {text}\n")
-                sys.stderr.flush()
+    def _log(self, text: str) -> None:
+        with contextlib.suppress(OSError):  # standard error is closed: no reason to leave
+            sys.stderr.write(f"pipedist worker {self.worker}: {text}\n")
+            sys.stderr.flush()
+
+
+class WorkerProcess:
+    """The worker process of a supervisor, from its start to its end.
+
+    Args:
+        settings: of the worker.
+        progress: descriptor of the memory in which it notes what it executes.
+        kept: descriptor of the memory through which finished results go to the next process.
+        proof: descriptor of the memory with the proof of its name.
+        code: folders that are appended to its `sys.path`.
+        inherited: further descriptors that it inherits.
+    """
+
+    def __init__(
+        self,
+        settings: WorkerSettings,
+        *,
+        progress: int,
+        kept: int,
+        proof: int,
+        code: tuple[str, ...] = (),
+        inherited: tuple[int, ...] = (),
+    ) -> None:
+        arguments = {
+            "parent": os.getpid(),
+            "progress": progress,
+            "kept": kept,
+            "proof": proof,
+            "code": code,
+            "settings": asdict(settings),
+        }
+        self._stopped_since: float | None = None
+        """When it was stopped (SIGSTOP); None while it runs."""
+        self._was_stopped = False
+        """It was stopped for STOPPED_S_MAX."""
+        self._process = subprocess.Popen(
+            boot.command("pipedist.worker.process", arguments),
+            env=boot.environment(settings.threads),
+            stdin=subprocess.DEVNULL,
+            pass_fds=(progress, kept, proof, *inherited),
+        )
+
+    @property
+    def code(self) -> int | None:
+        """Its exit code, as `Popen.returncode`; None while it runs."""
+        return self._process.poll()
+
+    def terminate(self) -> None:
+        """Have it end when its call is over."""
+        self._process.terminate()
+
+    def wait(self, timeout_s: float) -> None:
+        """Return when it has ended, or after `timeout_s` seconds."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout_s)
+
+    def end(self, *, grace_s: float = 0.0) -> int:
+        """Kill it if it has not ended within `grace_s`; return its exit code."""
+        if grace_s:
+            self.wait(grace_s)
+        if self._process.poll() is None:
+            self._process.kill()
+        return self._process.wait()
+
+    def is_stopped(self) -> bool:
+        """Return whether it has been stopped for STOPPED_S_MAX."""
+        if not hasattr(os, "waitid"):  # macOS: a stopped process is not noticed
+            return False
+        change = os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WCONTINUED | os.WNOHANG)
+        if change is not None:
+            self._stopped_since = time.monotonic() if change.si_code == os.CLD_STOPPED else None
+        since = self._stopped_since
+        self._was_stopped = since is not None and time.monotonic() - since >= STOPPED_S_MAX
+        return self._was_stopped
+
+    def describe(self, code: int) -> str:
+        """Return how it ended, as text.
+
+        Args:
+            code: as `Popen.returncode`.
+        """
+        text = describe_exit(code)
+        return f"stopped for {STOPPED_S_MAX:g} s, then killed with {text}" if self._was_stopped else text

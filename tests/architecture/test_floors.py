@@ -44,7 +44,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("scheduler",),
     ("coordinator",),
     ("local_cluster",),
-    ("strategy", "connect_cluster", "engine_clusters", "lasting_cluster"),
+    ("strategy", "connect_cluster", "engine_clusters"),
     ("task_cluster",),
     ("pipeline", "templates"),
     ("harness",),

@@ -255,7 +255,7 @@ def test_calls_that_need_a_gpu_wait_for_a_worker_that_was_given_one(folder: Path
     assert json.loads(out)["results"]["which"] == 11
 
 
-@pytest.mark.slow  # tests/engines/test_hosted.py has one that is quicker
+@pytest.mark.slow  # tests/engines/test_supervisor_process.py has one that is quicker
 def test_elements_that_kill_cost_themselves_and_not_the_workers_that_dialled_in(folder: Path) -> None:
     """Looking for them takes many deaths; the supervisor gave up after five."""
     (folder / "cubes.py").write_text(

@@ -9,8 +9,7 @@ from typing import Self
 import anyio.to_thread
 
 from pipedist.launchers.engines import OnFailed
-from pipedist.launchers.hosted import HostedWorker, Terms
-from pipedist.launchers.whereabouts import Succession
+from pipedist.launchers.supervisor_process import JoinConfig, SupervisorProcess
 
 GONE_S = 60.0
 """How long workers may take to be gone: it bounds a hang."""
@@ -21,33 +20,26 @@ class HereEngine:
 
     Args:
         count: how many.
-        terms: how they join, instead of what they are told.
+        join: how they join, instead of as the cluster wants it.
     """
 
     host = "127.0.0.1"
-    placing = "here"
 
-    def __init__(self, count: int, terms: Terms | None = None) -> None:
-        self.hosted: list[HostedWorker] = []
-        self.told: list[Terms] = []
-        self.placed = count
-        self.succession: Succession | None = None
-        self.dismissed: list[Succession] = []
-        self._terms = terms
+    def __init__(self, count: int, join: JoinConfig | None = None) -> None:
+        self.supervisors: list[SupervisorProcess] = []
+        self.joins: list[JoinConfig] = []
+        self._count = count
+        self._join = join
 
-    async def start(self, terms: Terms, on_failed: OnFailed, succession: Succession | None = None) -> None:
-        self.told.append(terms)
-        self.succession = succession
+    async def start(self, join: JoinConfig, on_failed: OnFailed) -> None:
+        self.joins.append(join)
         loop = asyncio.get_running_loop()
 
-        def tell(how: str) -> None:
-            loop.call_soon_threadsafe(on_failed, how)
+        def on_left(reason: str) -> None:
+            loop.call_soon_threadsafe(on_failed, reason)
 
-        for _ in range(self.placed):
-            self.hosted.append(HostedWorker(self._terms or terms, tell))
-
-    async def dismiss(self, left: Succession) -> None:
-        self.dismissed.append(left)
+        for _ in range(self._count):
+            self.supervisors.append(SupervisorProcess(self._join or join, on_left))
 
     async def __aenter__(self) -> Self:
         return self
@@ -55,5 +47,5 @@ class HereEngine:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for each in self.hosted:
+        for each in self.supervisors:
             await anyio.to_thread.run_sync(each.close, GONE_S)

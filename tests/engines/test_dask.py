@@ -6,8 +6,10 @@ import importlib.util
 import os
 import secrets
 import signal
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +19,18 @@ import pytest
 
 import pipedist
 from pipedist.errors import UsageError, WorkersLost
-from pipedist.launchers.hosted import Terms
-from pipedist.transport.keys import key_text, new_keys
 from tests.engines.placing import (
     check_the_commands,
     document,
     processes_with,
     run_that_fails,
     run_that_loses,
+    steps_begun,
     undisturbed,
     wait_until,
 )
-from tests.engines.staying import engine
+
+ROOT = Path(__file__).parents[2]
 
 pytestmark = [
     pytest.mark.engines,
@@ -55,6 +57,44 @@ async def dask_of(workers: int) -> AsyncIterator[Any]:
     )
     async with cluster:
         yield cluster
+
+
+SCHEDULER = """
+import sys
+from distributed import LocalCluster
+
+if __name__ == "__main__":
+    settings = dict(threads_per_worker=1, memory_limit=0, dashboard_address=None)
+    with LocalCluster(n_workers=2, **settings) as dask:
+        print(dask.scheduler_address, flush=True)
+        sys.stdin.read()
+"""
+
+
+@contextmanager
+def dask_in_another_process(folder: Path) -> Iterator[tuple[str, int]]:
+    """A Dask with two workers: the address and the process id of its scheduler."""
+    file = folder / "dask_scheduler.py"  # a file: Dask's processes import it
+    file.write_text(SCHEDULER)
+    with subprocess.Popen(
+        [sys.executable, file],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            address = process.stdout.readline().strip()
+            assert address, "it did not start"
+            yield address, process.pid
+        finally:
+            process.stdin.close()
+            try:
+                process.wait(60)
+            except subprocess.TimeoutExpired:
+                process.kill()
 
 
 def ours_with(mark: str) -> dict[int, str]:
@@ -95,52 +135,14 @@ async def test_a_dask_worker_that_joins_later_keeps_one_too() -> None:
         await cluster.ready(2)
 
 
-class OneWorker:
-    """What a plugin sees of its Dask worker."""
-
-    address = "tcp://127.0.0.1:1"
-
-    def __init__(self) -> None:
-        self.plugins: dict[str, Any] = {}
-
-    def add(self, plugin: Any) -> None:
-        self.plugins[plugin.name] = plugin
-        plugin.setup(self)
-
-
-@pytest.mark.asyncio
-@pytest.mark.parametrize("lives", [(1, 2, 3), (3, 2, 1), (2, 3, 1)])
-async def test_the_plugin_of_the_latest_process_has_the_worker(lives: tuple[int, ...]) -> None:
-    """A Dask worker that joins between two of them sets up all that are registered, in any order."""
-    from pipedist.launchers.dask_plugin import DaskPlugin
-
-    terms = Terms("tcp://127.0.0.1:1", key_text(new_keys()))
-    plugins = {life: DaskPlugin(f"p-{life}", terms, "r", life) for life in lives}
-    other = DaskPlugin("q-9", terms, "another run", 9)
-    worker = OneWorker()
-    worker.add(other)
-    for life in lives:
-        worker.add(plugins[life])
-    hosted = plugins[3]._hosted
-    try:
-        assert hosted is not None
-        assert other._hosted is not None
-        for life in (1, 2):
-            await plugins[life].teardown(worker)
-        assert (hosted.wait(0), other._hosted.wait(0)) == (None, None), "both are there"
-    finally:
-        for plugin in (*plugins.values(), other):
-            await plugin.teardown(worker)
-
-
 @pytest.mark.asyncio
 async def test_a_run_ends_when_all_workers_have_left(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their supervisors leave by themselves: without that news, the run would wait for ever."""
-    monkeypatch.setattr("pipedist.launchers.hosted.STARTS_MAX", 1)
+    monkeypatch.setattr("pipedist.launchers.supervisor_process.STARTS_MAX", 1)
     async with pipedist.DaskCluster(2, address="local") as cluster:
         await cluster.ready()
         spec = document("dies_always")
-        with pytest.raises(WorkersLost, match=r"kept by 2 Dask workers have left.*signal 9"):
+        with pytest.raises(WorkersLost, match=r"placed on 2 Dask workers have left.*signal 9"):
             async with pipedist.open(spec, cluster=cluster) as run:
                 await run.results()
 
@@ -163,10 +165,9 @@ async def test_a_run_ends_when_the_scheduler_has_ended(comes_back: bool, tmp_pat
     from distributed import Scheduler
 
     place_s = 60 if comes_back else 5  # how long Dask's client dials for the next one
-    spec = document("slow_roots", begun=str(tmp_path))
-    with engine("dask") as at:
-        address = at["address"]
-        (dask,) = [pid for pid, line in processes_with(at["mark"]).items() if "engine.py" in line]
+    (tmp_path / "begun").mkdir()
+    spec = document("slow_roots", begun=str(tmp_path / "begun"))
+    with dask_in_another_process(tmp_path) as (address, dask):
         async with AsyncExitStack() as stack:
             cluster = await stack.enter_async_context(
                 pipedist.DaskCluster(2, address=address, place_s=place_s)
@@ -184,7 +185,7 @@ async def test_a_run_ends_when_the_scheduler_has_ended(comes_back: bool, tmp_pat
 
 @pytest.mark.asyncio
 async def test_no_dask_at_an_address_is_told() -> None:
-    with pytest.raises(UsageError, match=r"no Dask scheduler answers at tcp://127\.0\.0\.1:1"):
+    with pytest.raises(UsageError, match=r"can't reach a Dask scheduler at tcp://127\.0\.0\.1:1"):
         async with pipedist.DaskCluster(1, address="tcp://127.0.0.1:1", place_s=1):
             pass
 
@@ -203,3 +204,27 @@ def test_the_example_and_the_command_line(tmp_path: Path, monkeypatch: pytest.Mo
     words = ("--cluster", "dask:local", "--workers", "2")
     check_the_commands(tmp_path, "dask_cluster.py", "launcher dask at local", *words)
     assert wait_until(lambda: not processes_with(mark)), processes_with(mark)
+
+
+def test_a_killed_driver_leaves_no_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mark = secrets.token_hex(8)
+    monkeypatch.setenv("PIPEDIST_TEST_MARK", mark)
+    begun = tmp_path / "begun"
+    begun.mkdir()
+    with dask_in_another_process(tmp_path) as (address, _):
+        script = (
+            "import pipedist\n"
+            "from tests.engines.placing import document\n"
+            f"pipedist.run(document('slow_roots', begun={str(begun)!r}), cluster='dask:{address}')\n"
+        )
+        with subprocess.Popen([sys.executable, "-c", script], cwd=ROOT) as driver:
+            try:
+                assert wait_until(lambda: steps_begun(begun) > 5)
+            finally:
+                driver.kill()
+        assert wait_until(lambda: not supervised_with(mark)), "Dask stays, our workers do not"
+
+
+def supervised_with(mark: str) -> set[int]:
+    """The supervisors and worker processes whose environment has a mark."""
+    return {pid for pid, line in processes_with(mark).items() if " -P -c " in line}

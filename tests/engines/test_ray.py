@@ -21,7 +21,7 @@ import pytest
 
 import pipedist
 from pipedist.errors import UsageError, WorkersLost
-from pipedist.launchers.ray_placing import make_group
+from pipedist.launchers.ray import make_group
 from tests.engines.placing import (
     check_the_commands,
     document,
@@ -249,7 +249,7 @@ async def test_a_start_that_is_cancelled_leaves_nothing_in_a_connection_that_sta
         async with pipedist.RayCluster(1):
             raise AssertionError("it was cancelled")
 
-    monkeypatch.setattr("pipedist.launchers.ray_engine.make_group", slow)
+    monkeypatch.setattr("pipedist.launchers.ray.make_group", slow)
     ray.init(address=nodes.address, log_to_driver=False)
     try:
         entering = asyncio.create_task(enter())
@@ -319,14 +319,14 @@ async def test_the_ray_that_the_environment_names_is_not_replaced_by_another_one
 ) -> None:
     for address in ("127.0.0.1:1", "ray://127.0.0.1:1", "nonsense"):
         monkeypatch.setenv("RAY_ADDRESS", address)
-        with pytest.raises(UsageError, match=f"no Ray cluster answers at {address}"):
+        with pytest.raises(UsageError, match=f"can't reach a Ray cluster at {address}"):
             async with pipedist.RayCluster(1):
                 pass
 
 
 @pytest.mark.asyncio
 async def test_no_ray_at_an_address_is_told() -> None:
-    with pytest.raises(UsageError, match=r"no Ray cluster answers at 127\.0\.0\.1:1"):
+    with pytest.raises(UsageError, match=r"can't reach a Ray cluster at 127\.0\.0\.1:1"):
         async with pipedist.RayCluster(1, address="127.0.0.1:1"):
             pass
 

@@ -17,11 +17,12 @@ from pathlib import Path
 import pytest
 
 from pipedist.errors import LocalProtocolError, UsageError
-from pipedist.launchers.base import WorkerExit, describe_exit
+from pipedist.launchers.base import WorkerExit
 from pipedist.launchers.control import FRAME_BYTES_MAX, FrameBuffer, pack_frame
 from pipedist.launchers.local import LocalLauncher
 from pipedist.launchers.out_of_memory import OutOfMemoryKills
 from pipedist.messages import Stop
+from pipedist.worker.boot import describe_exit
 from tests.launchers.processes import name_of, wait_gone
 from tests.worker.fake_scheduler import PATIENCE_S, FakeScheduler, program
 
@@ -262,9 +263,9 @@ def test_threads_are_checked(threads: int) -> None:
 
 
 def test_endings_are_described() -> None:
-    assert describe_exit(3, None) == "exit code 3"
-    assert describe_exit(None, signal.SIGSEGV) == "signal 11 (SIGSEGV)"
-    assert describe_exit(None, 50) == "signal 50"
+    assert describe_exit(3) == "exit code 3"
+    assert describe_exit(-signal.SIGSEGV) == "signal 11 (SIGSEGV)"
+    assert describe_exit(-50) == "signal 50"
 
 
 def test_control_frames() -> None:

@@ -10,16 +10,13 @@ from __future__ import annotations
 
 import sys
 
-from pipedist import connect_cluster, engine_clusters, lasting_cluster, messages
+from pipedist import connect_cluster, messages
 from pipedist.coordinator.fleet import Fleet
-from pipedist.launchers import lasting
 from tests.reattach.jobs import PATIENCE_S
 
 
 def main() -> None:
-    for module in (connect_cluster, engine_clusters, lasting_cluster):
-        module.GATHER_S = PATIENCE_S  # type: ignore[attr-defined]
-    lasting.HAND_BACK_S *= 3
+    connect_cluster.GATHER_S = PATIENCE_S
     greet, heard, known = Fleet.greet, Fleet.heard, set[bytes]()
 
     def greet_and_say(self: Fleet, identity: bytes, hello: messages.Hello) -> None:

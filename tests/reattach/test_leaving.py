@@ -22,7 +22,7 @@ def test_sigterm_lets_what_runs_finish_and_nothing_is_executed_again(tmp_path: P
         staying = stack.enter_context(job.worker())
         staying.hears("joined cluster")
         leaving.process.terminate()
-        leaving.hears("told to leave")
+        leaving.hears("leaving: its call may take")
         held.unlink()
         assert leaving.ends() == 0, leaving.said
         assert run.ends() == 0, run.said
@@ -41,7 +41,7 @@ def test_a_call_that_outlasts_the_grace_time_goes_back(tmp_path: Path) -> None:
         job.commits(3)  # what it has not reported goes with its process
         leaving.process.terminate()
         assert leaving.ends() == 0, leaving.said
-        assert "its call is not over: that goes back" in leaving.said
+        assert "its unfinished call will be reassigned" in leaving.said
         held.unlink()
         stack.enter_context(job.worker())
         assert run.ends() == 0, run.said

@@ -107,4 +107,5 @@ def test_a_worker_whose_scheduler_never_comes_back_says_so_and_ends(tmp_path: Pa
         run.ends()
         for worker in workers:
             assert worker.ends() == 1
-            assert f"its scheduler is gone, and none came back at {job.endpoint} within 1 s" in worker.said
+            gone = f"the scheduler at {job.endpoint} is gone, and none has come back within 1 s"
+            assert gone in worker.said

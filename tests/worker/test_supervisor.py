@@ -21,11 +21,11 @@ from pipedist.messages import Code, Goodbye, Heartbeat, Hello, Log, Refuse, Resu
 from pipedist.transport.codec import encode
 from pipedist.transport.dealer import ConnectionLost
 from pipedist.transport.keys import write_key_file
-from pipedist.worker import supervised as supervised_process
+from pipedist.worker import supervisor as supervisor_module
 from pipedist.worker.process import ExitCode
 from pipedist.worker.progress import Progress
 from pipedist.worker.settings import WorkerSettings
-from pipedist.worker.supervisor import Supervisor, run_worker
+from pipedist.worker.supervisor import Supervisor, WorkerProcess, run_worker
 from tests.launchers.processes import wait_gone, wait_state
 from tests.worker.fake_scheduler import FakeScheduler, program
 
@@ -127,7 +127,7 @@ async def test_who_was_kept_waiting_while_the_run_ended_is_told_to_stop(tmp_path
     async with FakeScheduler(write_key_file(key_file).server) as scheduler:
         supervisor = Supervisor(scheduler.endpoint, str(key_file), threads=1, join_s=10.0)
         process = Ended(ExitCode.CONNECTION_LOST if ends else None)
-        await asyncio.to_thread(supervisor._listen, process, 0)
+        await asyncio.to_thread(supervisor._exchange, process, 0)
         identity, _, _ = await scheduler.take(Heartbeat)
         scheduler.send(identity, Stop("that is all"))
     dealer = supervisor._dealer
@@ -195,12 +195,12 @@ async def test_a_process_that_goes_on_was_not_stopped_for_too_long(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
-    monkeypatch.setattr(supervised_process, "time", clock)
+    monkeypatch.setattr(supervisor_module, "time", clock)
     files = [os.memfd_create(name) for name in ("progress", "kept", "proof")]
     os.ftruncate(files[0], Progress.BYTES)
     endpoint = f"ipc://{tmp_path}/nobody"
     settings = WorkerSettings(endpoint, worker="w", incarnation=0, key_file="", threads=1, join_s=60.0)
-    process = supervised_process.Supervised(settings, progress=files[0], kept=files[1], proof=files[2])
+    process = WorkerProcess(settings, progress=files[0], kept=files[1], proof=files[2])
     try:
         pid = process._process.pid
         for seconds in (2.9, 3.1):
@@ -303,7 +303,7 @@ async def test_an_order_for_an_earlier_process_does_not_cost_the_next_one(tmp_pa
         it.scheduler.stop(identity)
         code, said = await it.ended()
         assert code == 0
-        assert said.count("gave the worker process up") == 1
+        assert said.count("evicted by the scheduler") == 1
 
 
 async def test_a_worker_that_loses_its_connection_alone_joins_anew(tmp_path: Path) -> None:
@@ -395,9 +395,9 @@ async def test_a_refused_worker_says_why_and_does_not_come_again(tmp_path: Path)
 @pytest.mark.parametrize(
     ("signum", "code", "told"),
     [
-        (signal.SIGTERM, 0, "told to leave: the call that it runs may take"),
-        (signal.SIGHUP, 0, "told to leave: the call that it runs may take"),
-        (signal.SIGINT, -signal.SIGINT, "interrupted: the run has its calls done elsewhere"),
+        (signal.SIGTERM, 0, "leaving: its call may take"),
+        (signal.SIGHUP, 0, "leaving: its call may take"),
+        (signal.SIGINT, -signal.SIGINT, "interrupted: its calls will be reassigned"),
     ],
 )
 async def test_a_signal_ends_it_and_its_worker(tmp_path: Path, signum: int, code: int, told: str) -> None:

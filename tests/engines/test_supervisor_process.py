@@ -1,4 +1,4 @@
-"""Workers that a process of somebody else keeps, and clusters of them: real processes, no engine."""
+"""Supervisor processes, and clusters of them: real processes, no engine."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ import pytest
 import pipedist
 from pipedist.engine_clusters import EngineCluster
 from pipedist.errors import UsageError, WorkersLost
-from pipedist.launchers import hosted
+from pipedist.launchers import supervisor_process
 from pipedist.launchers.engines import not_installed, require
-from pipedist.launchers.hosted import HostedWorker, Terms
-from pipedist.launchers.modules import copy_modules
+from pipedist.launchers.ray import copy_modules
+from pipedist.launchers.supervisor_process import JoinConfig, SupervisorProcess
 from pipedist.scheduler import Limits
 from pipedist.transport.keys import ClusterKeys, key_text, new_keys
 from tests.engines.here import GONE_S, HereEngine
@@ -65,7 +65,7 @@ async def test_workers_dial_in_and_nothing_is_left_behind(monkeypatch: pytest.Mo
         with pytest.raises(pipedist.CallError):
             async with pipedist.open(document("raises"), cluster=cluster) as run:
                 await run.results()
-    assert [each.wait(0) for each in engine.hosted] == ["", ""], "told to leave, by the scheduler"
+    assert [each.wait(0) for each in engine.supervisors] == ["", ""], "told to leave, by the scheduler"
     assert processes_with(mark) == {}
     assert wait_until(lambda: len(os.listdir("/proc/self/fd")) <= files), "a thread closes the last ones"
 
@@ -75,10 +75,10 @@ async def test_a_killed_supervisor_is_started_again(tmp_path: Path) -> None:
     engine = HereEngine(1)
     async with cluster_of(engine, workers=1, limits=SOON) as cluster:
         await cluster.ready()
-        before = engine.hosted[0].pid
+        before = engine.supervisors[0].pid
         async with pipedist.open(document("dies_once", marker=str(tmp_path / "m")), cluster=cluster) as run:
             found = digest(await run.results())
-        assert engine.hosted[0].pid not in (0, before)
+        assert engine.supervisors[0].pid not in (0, before)
     assert found == await anyio.to_thread.run_sync(undisturbed)
 
 
@@ -96,10 +96,10 @@ async def test_elements_that_kill_are_looked_for_without_the_engine() -> None:
     engine = HereEngine(1)
     async with cluster_of(engine, workers=1) as cluster:
         await cluster.ready()
-        before = engine.hosted[0].pid
+        before = engine.supervisors[0].pid
         async with pipedist.open(spec, cluster=cluster) as run:
             result = await run.results()
-        assert engine.hosted[0].pid == before, "the supervisor has stayed"
+        assert engine.supervisors[0].pid == before, "the supervisor has stayed"
     assert result.ledger == pipedist.Ledger(elements=8, committed=7, quarantined=1)
     assert result["total"] == sum(range(8)) - 3
 
@@ -138,14 +138,14 @@ async def test_secrets_are_in_memory_only() -> None:
     engine = HereEngine(1)
     async with cluster_of(engine, workers=1) as cluster:
         await cluster.ready()
-        secret = json.loads(engine.told[0].keys)["client_secret"]
-        supervisor = engine.hosted[0].pid
+        secret = json.loads(engine.joins[0].keys)["client_secret"]
+        supervisor = engine.supervisors[0].pid
         for pid in (supervisor, *children_of(supervisor)):
             assert secret not in seen_of(pid)
             assert "memfd:pipedist-keys" in seen_of(pid)
             assert re.search(r"[0-9a-f]{64}", command_of(pid)) is None, "the proof of its name"
-    assert "server_secret" not in engine.told[0].keys, "a worker can't stand in for the scheduler"
-    assert secret not in repr(engine.told[0])
+    assert "server_secret" not in engine.joins[0].keys, "a worker can't stand in for the scheduler"
+    assert secret not in repr(engine.joins[0])
 
 
 @pytest.mark.asyncio
@@ -167,7 +167,7 @@ async def test_threads_are_those_of_the_run() -> None:
 @pytest.mark.asyncio
 async def test_a_run_ends_when_no_worker_will_come() -> None:
     """Without it, the run would wait for ever: nobody else looks after the workers of an engine."""
-    lost = Terms("nowhere", key_text(ClusterKeys(new_keys().client, None)))
+    lost = JoinConfig("nowhere", key_text(ClusterKeys(new_keys().client, None)))
     async with cluster_of(HereEngine(1, lost), workers=1) as cluster:
         with pytest.raises(WorkersLost, match="nowhere"):
             async with pipedist.open(document("roots"), cluster=cluster) as run:
@@ -175,18 +175,18 @@ async def test_a_run_ends_when_no_worker_will_come() -> None:
 
 
 @contextmanager
-def keeper(terms: Terms) -> Iterator[tuple[subprocess.Popen[str], int]]:
-    """A process that keeps a worker, and its supervisor's pid."""
+def parent_of_supervisor(join: JoinConfig) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """A process that has a supervisor, and the supervisor's pid."""
     script = (
         "import json, sys, time\n"
-        "from pipedist.launchers.hosted import HostedWorker, Terms\n"
-        "kept = HostedWorker(Terms(sys.argv[1], json.loads(sys.stdin.readline())))\n"
+        "from pipedist.launchers.supervisor_process import JoinConfig, SupervisorProcess\n"
+        "kept = SupervisorProcess(JoinConfig(sys.argv[1], json.loads(sys.stdin.readline())))\n"
         "while not kept.pid: time.sleep(0.01)\n"
         "print(kept.pid, flush=True)\n"
         "kept.wait()\n"
     )
     process = subprocess.Popen(
-        [sys.executable, "-c", script, terms.endpoint],
+        [sys.executable, "-c", script, join.endpoint],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         cwd=ROOT,
@@ -196,7 +196,7 @@ def keeper(terms: Terms) -> Iterator[tuple[subprocess.Popen[str], int]]:
         try:
             assert process.stdin is not None
             assert process.stdout is not None
-            process.stdin.write(json.dumps(terms.keys) + "\n")
+            process.stdin.write(json.dumps(join.keys) + "\n")
             process.stdin.flush()
             yield process, int(process.stdout.readline())
         finally:
@@ -205,12 +205,12 @@ def keeper(terms: Terms) -> Iterator[tuple[subprocess.Popen[str], int]]:
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("stopped", [False, True])
-async def test_a_killed_keeper_leaves_nothing_and_its_calls_go_elsewhere(
+async def test_a_killed_parent_leaves_nothing_and_its_calls_are_reassigned(
     tmp_path: Path, stopped: bool
 ) -> None:
     engine = HereEngine(0)
     async with cluster_of(engine, limits=SOON) as cluster:
-        with keeper(engine.told[0]) as (process, supervisor):
+        with parent_of_supervisor(engine.joins[0]) as (process, supervisor):
             await cluster.ready(1)
             (worker,) = children_of(supervisor)
             async with pipedist.open(document("slow_roots", begun=str(tmp_path)), cluster=cluster) as run:
@@ -221,14 +221,14 @@ async def test_a_killed_keeper_leaves_nothing_and_its_calls_go_elsewhere(
                     wait_state(worker, "T")
                 process.kill()
                 assert wait_gone([supervisor, worker], GONE_S) == []
-                engine.hosted.append(HostedWorker(engine.told[0]))
+                engine.supervisors.append(SupervisorProcess(engine.joins[0]))
                 found = digest(await results)
     assert found == await anyio.to_thread.run_sync(undisturbed)
 
 
 def test_closing_kills_what_does_not_leave() -> None:
     """The supervisor is stopped: it can't hear anything."""
-    kept = HostedWorker(Terms("tcp://127.0.0.1:1", key_text(new_keys())))
+    kept = SupervisorProcess(JoinConfig("tcp://127.0.0.1:1", key_text(new_keys())))
     assert wait_until(lambda: kept.pid != 0)
     supervisor = kept.pid
     assert wait_until(lambda: bool(children_of(supervisor)))
@@ -240,9 +240,9 @@ def test_closing_kills_what_does_not_leave() -> None:
 
 
 def test_how_a_worker_left_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hosted, "STARTS_MAX", 2)
+    monkeypatch.setattr(supervisor_process, "STARTS_MAX", 2)
     told: list[str] = []
-    kept = HostedWorker(Terms("nowhere", key_text(new_keys())), told.append)
+    kept = SupervisorProcess(JoinConfig("nowhere", key_text(new_keys())), told.append)
     how = kept.wait(GONE_S)
     assert how is not None
     assert "nowhere" in how
@@ -253,9 +253,9 @@ def test_how_a_worker_left_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_code_comes_after_what_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", "/copy:/mine")
-    assert hosted._environment(("/copy",))["PYTHONPATH"] == "/mine"
+    assert supervisor_process._environment(("/copy",))["PYTHONPATH"] == "/mine"
     monkeypatch.setenv("PYTHONPATH", "/copy")
-    assert "PYTHONPATH" not in hosted._environment(("/copy",))
+    assert "PYTHONPATH" not in supervisor_process._environment(("/copy",))
 
 
 def test_modules_are_copied_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,7 +269,7 @@ def test_modules_are_copied_and_nothing_else(tmp_path: Path, monkeypatch: pytest
     copy_modules(code, to)
     copied = sorted(str(path.relative_to(to)) for path in to.rglob("*") if path.is_file())
     assert copied == ["a.py", "pack/__init__.py", "pack/deep/b.py"]
-    monkeypatch.setattr("pipedist.launchers.modules.MODULES_MAX", 2)
+    monkeypatch.setattr("pipedist.launchers.ray.MODULES_MAX", 2)
     with pytest.raises(UsageError, match="folder of their own"):
         copy_modules(code, to)
 
@@ -281,7 +281,7 @@ def test_a_missing_extra_says_what_to_install(tmp_path: Path, monkeypatch: pytes
         with pytest.raises(UsageError, match=r"pip install 'pipedist\[ray\]'"):
             require(module, "ray")
     require("json", "ray")
-    assert "install the same version" in not_installed("ModuleNotFoundError: No module named 'pipedist'")
+    assert "Install the same version" in not_installed("ModuleNotFoundError: No module named 'pipedist'")
     assert not_installed("something else") == ""
 
 
