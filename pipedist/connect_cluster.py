@@ -13,43 +13,44 @@ import anyio
 from pipedist.accelerators import VISIBLE, Supply
 from pipedist.coordinator import Coordinator
 from pipedist.errors import UsageError
-from pipedist.local_cluster import Cluster, dial_in, tell
+from pipedist.local_cluster import Cluster, dial_in, print_notice
 from pipedist.scheduler import Limits
 from pipedist.transport.keys import ServerKeys, read_key_file, workers_file, write_key_file
 
 _ANY_ADDRESS = ("tcp://0.0.0.0:", "tcp://[::]:")
-"""How the endpoint begins that is bound to every address of this host."""
+"""Prefixes of an endpoint that is bound to every address of this host."""
 
 REJOIN_S = 60.0
-"""How long workers wait for a scheduler to come back, if nothing else is said, seconds."""
+"""How long workers wait for a scheduler to come back, by default, seconds."""
 
 GATHER_S = 5.0
 """How long a resumed run waits for workers, which may hold finished results, seconds."""
 
 LISTEN = "tcp://127.0.0.1:*"
-"""Where workers dial in, if nothing else is said: this host alone, any free port."""
+"""Where workers dial in by default: this host only, any free port."""
 
 
 class ConnectCluster(Cluster):
-    """Waits for workers that dial in over TCP, with the cluster's keys.
+    """Workers that dial in over TCP, with the cluster's keys.
 
     Args:
         listen: `tcp://ADDRESS:PORT`; None: `LISTEN`.
-        key_file: the cluster's keys; made (mode 0600) where there is no such file.
-        workers: how many are expected, for the plan and the size of what is issued in advance.
+        key_file: the cluster's keys; created (mode 0600) if there is no such file.
+        workers: the number that is expected; the plan and the number of calls that are assigned in advance
+            depend on it.
         limits: the scheduler's bounds.
-        threads_per_replica: BLAS and OpenMP threads of each worker; one with another number is not let in,
-            because they change bits.
+        threads_per_replica: BLAS and OpenMP threads of each worker; a worker with another number is rejected,
+            because results could differ in their last bits.
         rejoin_s: how long workers keep finished results, and wait for the run to be resumed, when this
             process is gone, seconds.
-        gpus_per_worker: what calls will need, for the command that says how to join. A worker owns what its
-            CUDA_VISIBLE_DEVICES names.
-        force: let workers in that run other versions of Python, NumPy or pipedist, or have another type of
-            processor: results may differ in their last bits.
+        gpus_per_worker: GPUs that calls will need, for the join command that is printed. A worker owns those
+            in its CUDA_VISIBLE_DEVICES.
+        force: accept workers with other versions of Python, NumPy or pipedist, or another type of processor:
+            results may differ in their last bits.
 
     Raises:
-        UsageError: there is no key file; (on entering) it can't be used, or the endpoint can't be bound,
-            or the cluster is open already.
+        UsageError: `key_file` is missing; (on entering) it can't be used, the endpoint can't be bound, or the
+            cluster is open already.
     """
 
     def __init__(
@@ -65,7 +66,9 @@ class ConnectCluster(Cluster):
         force: bool = False,
     ) -> None:
         if key_file is None:
-            raise UsageError("workers that dial in need keys: say `cluster: {key_file: FILE}`")
+            raise UsageError(
+                "`key_file` is missing: workers that dial in need keys. Add `cluster: {key_file: FILE}`."
+            )
         super().__init__(workers, Supply(None, (), "workers that dial in bring them"))
         self._gpus = math.ceil(gpus_per_worker)
         self._listen = listen or LISTEN
@@ -77,18 +80,18 @@ class ConnectCluster(Cluster):
 
     async def __aenter__(self) -> Self:
         await super().__aenter__()
-        endpoint = shlex.quote(_from_elsewhere(self.coordinator.endpoint))
-        key_file = shlex.quote(_file_of_workers(self._key_file))
-        tell(
+        endpoint = shlex.quote(_for_other_hosts(self.coordinator.endpoint))
+        key_file = shlex.quote(_workers_file(self._key_file))
+        print_notice(
             f"waiting for workers: {self._visible()}pipedist worker --connect {endpoint} "
-            f"--key-file {key_file}{self._with_threads()}"
+            f"--key-file {key_file}{self._threads_option()}"
         )
         return self
 
     def _visible(self) -> str:
         return f"{VISIBLE}={','.join(map(str, range(self._gpus)))} " if self._gpus else ""
 
-    def _with_threads(self) -> str:
+    def _threads_option(self) -> str:
         return f" --threads {self._threads}" if self._threads != 1 else ""
 
     def _make(self, stack: AsyncExitStack) -> Coordinator:
@@ -103,31 +106,33 @@ class ConnectCluster(Cluster):
         )
 
     async def gather(self) -> None:
-        """Wait a moment for the workers that are expected; those that wait themselves come at once."""
+        """Wait for the workers that are expected, for GATHER_S: those that kept results dial in at once."""
         with anyio.move_on_after(min(GATHER_S, self._rejoin_s)):
             await self.coordinator.wait_ready(self.workers)
 
 
 def server_keys(key_file: str) -> ServerKeys:
-    """Return the keys of who schedules; where there is no such file, it is made.
+    """Return the server's keys in a key file, which is created if there is none.
 
     Raises:
-        UsageError: the file can't be used, or is made for workers alone.
+        UsageError: the file can't be used, or has only the workers' keys.
     """
     keys = read_key_file(key_file) if os.path.exists(key_file) else write_key_file(key_file)
     if keys.server is None:
-        raise UsageError(f"key file {key_file} is made for workers: it lacks `server_secret`")
+        raise UsageError(
+            f"key file {key_file} is for workers: it lacks `server_secret`. Use the run's key file."
+        )
     return keys.server
 
 
-def _file_of_workers(key_file: str) -> str:
-    """Return what workers need: the file without the run's own secret, where there is one."""
+def _workers_file(key_file: str) -> str:
+    """Return the key file for workers: the one without the server's secret, if it exists."""
     theirs = workers_file(key_file)
     return str(theirs) if theirs.exists() else key_file
 
 
-def _from_elsewhere(endpoint: str) -> str:
-    """Return an endpoint as other hosts say it: with this host's name, if it has every address."""
+def _for_other_hosts(endpoint: str) -> str:
+    """Return an endpoint as other hosts dial it: with this host's name instead of every address."""
     if endpoint.startswith(_ANY_ADDRESS):
         return f"tcp://{os.uname().nodename}:{endpoint.rpartition(':')[2]}"
     return endpoint

@@ -1,4 +1,7 @@
-"""Clusters: a coordinator with its workers, inside `async with`."""
+"""Clusters: a coordinator with its workers, inside `async with`.
+
+This module imports next to nothing: an entry point starts the fork server before it loads the coordinator.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,6 @@ from pipedist.importing import refuse_inside
 from pipedist.launchers.server import prepare
 from pipedist.transport.shared_memory.settings import SharedMemory
 
-# What a coordinator needs takes a while to import: not before the fork server is on its way.
 if TYPE_CHECKING:
     from pipedist.coordinator import Coordinator
     from pipedist.scheduler import Limits
@@ -30,26 +32,26 @@ WORKERS_MAX = 4096
 
 
 def usable_cores() -> int:
-    """Return how many cores this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def checked_count(workers: object) -> int:
-    """Return a number of workers, if it is one.
+    """Return a number of workers, checked.
 
     Raises:
-        UsageError: it is no integer, or out of range.
+        UsageError: it is not an integer, or out of range.
     """
     if isinstance(workers, bool) or not isinstance(workers, int) or not 1 <= workers <= WORKERS_MAX:
-        raise UsageError(f"{workers!r} workers: expected an integer from 1 to {WORKERS_MAX}")
+        raise UsageError(f"`workers` must be an integer from 1 to {WORKERS_MAX}, got {workers!r}")
     return workers
 
 
 class Cluster(AsyncOnly, ABC):
-    """A coordinator with its workers, for as long as `async with` lasts.
+    """A coordinator with its workers, as long as `async with` lasts.
 
     Args:
-        workers: how many there are to be.
+        workers: the number of workers that are expected.
         supply: the GPUs that they own.
     """
 
@@ -61,7 +63,7 @@ class Cluster(AsyncOnly, ABC):
 
     async def __aenter__(self) -> Self:
         if self._coordinator is not None:
-            raise UsageError("this cluster is open already: a shared one is entered once")
+            raise UsageError("this cluster is open already: enter a shared cluster once")
         refuse_inside(type(self).__name__)
         await self._stack.__aenter__()
         try:
@@ -79,19 +81,19 @@ class Cluster(AsyncOnly, ABC):
         await self._stack.__aexit__(kind, error, trace)
 
     async def _prepare(self, stack: AsyncExitStack) -> None:
-        """Enter into `stack` what must be there before the coordinator is made."""
+        """Enter into `stack` what the coordinator needs, before it is made."""
 
     @abstractmethod
     def _make(self, stack: AsyncExitStack) -> Coordinator:
-        """Return the coordinator, not open; what it needs beside is entered into `stack`."""
+        """Return the coordinator, not entered; what else it needs is entered into `stack`."""
 
     async def gather(self) -> None:
-        """Wait for workers that may hold finished results of the run that is resumed: here, none do."""
+        """Wait for workers that may hold finished results of the run that is resumed, if there may be any."""
         return
 
     @property
     def coordinator(self) -> Coordinator:
-        """The open coordinator.
+        """The coordinator of this open cluster.
 
         Raises:
             UsageError: the cluster is not open.
@@ -102,7 +104,7 @@ class Cluster(AsyncOnly, ABC):
 
     @property
     def workers(self) -> int:
-        """How many workers there are to be."""
+        """The number of workers that are expected."""
         return self._workers
 
     @property
@@ -120,15 +122,14 @@ def dial_in(
     rejoin_s: float = 0.0,
     threads: int | None = None,
 ) -> Coordinator:
-    """Return a coordinator, not open, whose workers all dial in.
+    """Return a coordinator, not entered, whose workers all dial in.
 
     Args:
-        listen: `tcp://ADDRESS:PORT`; `*` is any free port. Or an ipc endpoint.
-        keys: the cluster's; only workers that have theirs may join. None for an ipc endpoint.
+        listen: `tcp://ADDRESS:PORT`; port `*` is any free port.
+        keys: the cluster's; only workers with the client's part may join.
         limits: the scheduler's bounds.
         force, rejoin_s: as for `ConnectCluster`.
-        shared_memory: how much memory is shared with workers, over an ipc endpoint; None: none.
-        threads: BLAS and OpenMP threads that workers have to have; None: whoever starts them sees to it.
+        threads: BLAS and OpenMP threads that workers must have; None: not checked.
     """
     from pipedist.coordinator import Coordinator
     from pipedist.transport.router import Router
@@ -148,34 +149,33 @@ def dial_in(
         dial_in=True,
         boot=boot_id(),
         force=force,
-        tell=tell,
+        tell=print_notice,
         rejoin_s=rejoin_s,
         threads=threads,
     )
 
 
-def tell(text: str) -> None:
-    """Say who may join, and how: what the user must know now."""
+def print_notice(text: str) -> None:
+    """Print a line for the user on standard error."""
     print(text, file=sys.stderr)  # noqa: T201
 
 
 class LocalCluster(Cluster):
-    """Worker processes on this host, for as long as `async with` lasts.
+    """Worker processes on this host, as long as `async with` lasts.
 
     Args:
-        workers: how many; None: as many as this process may use cores.
+        workers: the number of workers; None: the number of cores that this process may use.
         threads_per_replica: BLAS and OpenMP threads of each worker.
         limits: the scheduler's bounds.
-        shared_memory: False: arrays travel through sockets alone; the results are the same. So they
-            do where the system has no sealed memory, and where the environment variable
-            PIPEDIST_SHARED_MEMORY is 0.
-        gpus_per_worker: how many GPUs of this machine each worker owns, and alone sees; a fraction, 0.5: so
-            many workers share one. As many workers as there are enough for own them, the others none. 0: all
-            workers see what this process sees, and own nothing.
+        shared_memory: False: arrays travel through sockets only, with the same results. This is so anyway
+            if the system has no sealed memory, or the environment variable PIPEDIST_SHARED_MEMORY is 0.
+        gpus_per_worker: the number of GPUs of this machine that each worker owns, and sees exclusively; a
+            fraction such as 0.5: workers share one. If there are too few, the last workers own none. 0: all
+            workers see what this process sees, and own none.
 
     Raises:
-        UsageError: a number makes no sense, or there are not so many GPUs; (on entering) the cluster is open
-            already.
+        UsageError: a number is out of range, or there are too few GPUs for one worker; (on entering) the
+            cluster is open already.
     """
 
     def __init__(
@@ -188,7 +188,7 @@ class LocalCluster(Cluster):
         gpus_per_worker: float = 0,
     ) -> None:
         count = checked_count(usable_cores() if workers is None else workers)
-        self._visible, supply = divided(gpus_per_worker, count)
+        self._visible, supply = divide_gpus(gpus_per_worker, count)
         super().__init__(count, supply)
         self._names = tuple(f"w{i}" for i in range(self._workers))
         self._threads = threads_per_replica
@@ -238,11 +238,11 @@ class LocalCluster(Cluster):
 
     @property
     def pids(self) -> Mapping[str, int]:
-        """Process ids of the workers that are alive, by name."""
+        """Process ids of living workers, by name."""
         return self.coordinator.pids
 
     def kill(self, worker: int | str) -> None:
-        """Kill a worker's process with SIGKILL; it is replaced.
+        """Kill a worker process with SIGKILL; it is replaced.
 
         Args:
             worker: its number or its name.
@@ -253,7 +253,10 @@ class LocalCluster(Cluster):
         self.coordinator.kill(_name(worker))
 
     def pause(self, worker: int | str) -> None:
-        """Stop a worker's process (SIGSTOP): it executes nothing, until `resume`, and is lost if that lasts.
+        """Stop a worker process (SIGSTOP) until `resume`; it is killed if that takes too long.
+
+        Args:
+            worker: its number or its name.
 
         Raises:
             UsageError: there is no such worker, or it is not alive.
@@ -261,7 +264,10 @@ class LocalCluster(Cluster):
         self._signal(worker, signal.SIGSTOP)
 
     def resume(self, worker: int | str) -> None:
-        """Let a worker's process go on that was stopped (SIGCONT).
+        """Continue a worker process that was stopped (SIGCONT).
+
+        Args:
+            worker: its number or its name.
 
         Raises:
             UsageError: there is no such worker, or it is not alive.
@@ -269,7 +275,10 @@ class LocalCluster(Cluster):
         self._signal(worker, signal.SIGCONT)
 
     def cut(self, worker: int | str) -> None:
-        """Lose the connection to a worker: what it has sent and sends is not heard; it is replaced.
+        """Cut the connection to a worker: its messages are dropped, and it is replaced.
+
+        Args:
+            worker: its number or its name.
 
         Raises:
             UsageError: there is no such worker, or it has not joined.
@@ -277,7 +286,10 @@ class LocalCluster(Cluster):
         self.coordinator.cut(_name(worker))
 
     async def restart(self, worker: int | str) -> None:
-        """Kill a worker's process, and return as soon as the next one has joined.
+        """Kill a worker process, and return as soon as the next one has joined.
+
+        Args:
+            worker: its number or its name.
 
         Raises:
             UsageError: there is no such worker.
@@ -289,24 +301,24 @@ class LocalCluster(Cluster):
         name = _name(worker)
         pid = self.pids.get(name)
         if pid is None:
-            raise UsageError(f"worker {name!r} is not alive; there are: {', '.join(self.pids) or 'none'}")
-        with contextlib.suppress(ProcessLookupError):  # it has just ended: that is told to the scheduler
+            raise UsageError(f"worker {name!r} is not alive: {', '.join(self.pids) or 'none'} are")
+        with contextlib.suppress(ProcessLookupError):  # it has just ended: the launcher reports that
             os.kill(pid, number)
 
     async def ready(self) -> None:
         """Return as soon as all workers have joined.
 
         Raises:
-            WorkersLost: they die before they join.
+            WorkersLost: workers die before they join.
         """
         await self.coordinator.wait_ready(len(self._names))
 
 
-def divided(each: float, workers: int) -> tuple[tuple[str, ...], Supply]:
-    """Return CUDA_VISIBLE_DEVICES of each worker, and what the workers own; () and nothing for 0.
+def divide_gpus(each: float, workers: int) -> tuple[tuple[str, ...], Supply]:
+    """Return CUDA_VISIBLE_DEVICES of each worker, () for `each` of 0, and the GPUs that workers own.
 
     Raises:
-        UsageError: `each` is no number of GPUs, or there are not so many.
+        UsageError: `each` is not a number of GPUs, or there are too few for one worker.
     """
     if each == 0:
         return (), Supply((0.0,) * workers, (), "the cluster was made without gpus_per_worker")
@@ -316,11 +328,14 @@ def divided(each: float, workers: int) -> tuple[tuple[str, ...], Supply]:
         or not (0 < each < 1 or each in range(1, accelerators.GPUS_MAX + 1))
     ):
         raise UsageError(
-            f"gpus_per_worker is {each!r}: expected 0, an int up to {accelerators.GPUS_MAX}, or a fraction"
+            f"`gpus_per_worker` must be 0, an integer up to {accelerators.GPUS_MAX}, or a fraction, "
+            f"got {each!r}"
         )
     found = accelerators.found()
     if len(found.gpus) < each:
-        raise UsageError(f"gpus_per_worker is {each:g}, and this machine has {len(found.gpus)}: {found.how}")
+        raise UsageError(
+            f"`gpus_per_worker` is {each:g}, but this machine has {len(found.gpus)} GPUs: {found.how}"
+        )
     owned = accelerators.owned(found.gpus, each, workers)
     return tuple(map(",".join, owned)), accelerators.supply(found, each, workers)
 

@@ -1,9 +1,9 @@
 """A cluster formed by one program that is started on every host, each with its own TF_CONFIG.
 
-The first task (chief 0, else master 0, else worker 0) SCHEDULES: its program has the coordinator. The
-others SERVE: they have worker processes, and wait for what the scheduling program gives to all. So every
-program runs the same text, as with tf.distribute's MultiWorkerMirroredStrategy, but the work itself is
-written once: `everywhere` runs it in one program, on the workers of all, and returns its result in all.
+The first task (chief 0, else master 0, else worker 0) schedules: its program has the coordinator. The others
+serve: they have worker processes, and wait for the results that the scheduling program shares. So every
+program runs the same code, as with tf.distribute's MultiWorkerMirroredStrategy, but work is executed once:
+`everywhere` runs it in the scheduling program, on the workers of all, and returns its result in all.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pipedist.cluster_resolvers import ClusterResolver, TFConfigClusterResolver
 from pipedist.connect_cluster import server_keys
 from pipedist.coordinator import Coordinator
 from pipedist.errors import RemoteError, RunCancelled, UsageError
-from pipedist.local_cluster import Cluster, checked_count, dial_in, tell
+from pipedist.local_cluster import Cluster, checked_count, dial_in, print_notice
 from pipedist.program import Tree
 from pipedist.transport.codec import decode, encode
 from pipedist.transport.keys import read_key_file
@@ -34,10 +34,10 @@ from pipedist.worker.joining import SILENT_S
 from pipedist.worker.supervisor import Supervisor
 
 KEY_FILE_VARIABLE = "PIPEDIST_KEY_FILE"
-"""Names the key file where no argument does."""
+"""Environment variable with the path of the key file, if no argument has it."""
 
 _SCHEDULING = ("chief", "master", "worker")
-"""Whose task 0 schedules: the first of these jobs that the cluster has."""
+"""Task 0 of the first of these jobs that the cluster has schedules."""
 
 _JOIN_S = 60.0
 _LEAVE_S = 10.0
@@ -52,21 +52,21 @@ def open_cluster(
     join_s: float = _JOIN_S,
     force: bool = False,
 ) -> TaskCluster:
-    """Return the cluster that this program is a part of: `async with pipedist.open_cluster() as cluster`.
+    """Return the cluster that this program is part of: `async with pipedist.open_cluster() as cluster`.
 
     Args:
-        resolver: knows the tasks, and which one this program is; None: the environment's TF_CONFIG. The
-            scheduling task's address is where it listens.
-        key_file: the cluster's keys, the same on every host; None: the file that the environment variable
-            PIPEDIST_KEY_FILE names. Not needed where the scheduling task's address is a loopback one.
-        workers: worker processes of each program.
+        resolver: has the tasks, and the one of this program; None: from TF_CONFIG in the environment. The
+            cluster listens at the scheduling task's address.
+        key_file: the cluster's keys, the same on every host; None: the file in the environment variable
+            PIPEDIST_KEY_FILE. Not needed if the scheduling task's address is a loopback address.
+        workers: the number of worker processes of each program.
         threads_per_replica: BLAS and OpenMP threads of each of them.
-        join_s: how long the programs wait for each other, seconds.
+        join_s: how long programs wait for each other, seconds.
         force: as for `ConnectCluster`.
 
     Raises:
-        UsageError: the resolver does not know which task this is, a number makes no sense, or there are
-            no keys though other hosts can reach the address.
+        UsageError: the resolver does not have the task of this program, a number is out of range, or there
+            are no keys although other hosts can reach the address.
     """
     return TaskCluster(
         TFConfigClusterResolver() if resolver is None else resolver,
@@ -81,8 +81,8 @@ def open_cluster(
 class TaskCluster(Cluster):
     """One program on each host, together; see `open_cluster`.
 
-    In the scheduling program it is used like any cluster. In the others it serves: leaving it waits until
-    the scheduling program leaves its own. An exception, or a cancellation, leaves at once.
+    The scheduling program uses it like any cluster. In the others it serves: leaving it waits until the
+    scheduling program leaves its own. An exception, or a cancellation, leaves at once.
     """
 
     def __init__(
@@ -97,35 +97,35 @@ class TaskCluster(Cluster):
     ) -> None:
         spec = resolver.cluster_spec()
         if not spec:
-            raise UsageError("the cluster has no tasks: set TF_CONFIG, or give a resolver")
+            raise UsageError("the cluster has no tasks. Set TF_CONFIG, or give a resolver.")
         role, index = resolver.task_type, resolver.task_id
         if role is None and index is None:
             raise UsageError(
-                "it is not said which of the cluster's tasks this program is: TF_CONFIG needs "
-                f'`"task": {{"type": ..., "index": ...}}`, one of {_tasks_text(spec.as_dict())}'
+                'TF_CONFIG has no `task`. Set `"task": {"type": ..., "index": ...}` to one of '
+                f"{_tasks_text(spec.as_dict())}."
             )
         if role is None or index is None or role not in spec.jobs or index not in spec.task_indices(role):
-            raise UsageError(f"task {role}/{index} is none of the cluster's: {_tasks_text(spec.as_dict())}")
+            raise UsageError(f"task {role}/{index} is not in the cluster: {_tasks_text(spec.as_dict())}")
         job = next((each for each in _SCHEDULING if each in spec.jobs and 0 in spec.task_indices(each)), None)
         if job is None:
-            raise UsageError(f"no task can schedule: there is no chief 0 or worker 0 in {spec!r}")
+            raise UsageError(f"no task can schedule: {spec!r} has no chief 0, master 0 or worker 0")
         tasks = [f"{each}/{i}" for each in spec.jobs for i in spec.task_indices(each)]
         super().__init__(checked_count(workers) * len(tasks), Supply(None, (), "programs bring them"))
         self.task_type: str = role
-        """The role of this program."""
+        """The job of this program."""
         self.task_id: int = index
-        """Its number among those of that role."""
+        """The index of this program in its job."""
         self._scheduling = f"{job}/0"
         self._missing = set(tasks)
-        """Tasks that have not been heard of; of the scheduling program."""
+        """Tasks without a heartbeat until now; in the scheduling program."""
         address = spec.task_address(job, 0)
         host, _, port = address.rpartition(":")
         if not host or not port.isdecimal():
-            raise UsageError(f"the address of {job}/0 is {address!r}; expected HOST:PORT")
+            raise UsageError(f"the address of {job}/0 must be HOST:PORT, got {address!r}")
         self._endpoint = f"tcp://{address}"
         try:
             parse_endpoint(self._endpoint, bind=False, has_keys=True)
-        except UsageError as error:  # found by a supervisor's thread, it would leave the others waiting
+        except UsageError as error:  # in a supervisor's thread, it would keep the other programs waiting
             raise UsageError(f"the address of {job}/0 is {address!r}: {error}") from None
         self._listen = f"tcp://{'127.0.0.1' if host == 'localhost' else host if is_loopback(host) else '*'}"
         self._listen += f":{port}"
@@ -137,14 +137,15 @@ class TaskCluster(Cluster):
         self._supervisors: list[Supervisor] = []
         self._threads_running: list[threading.Thread] = []
         self._shared: dict[int, Tree] = {}
-        self._asked = 0
+        self._called = 0
+        """Calls of `everywhere`."""
         self._ended = 0
         """Supervisors that have ended."""
         self._changed = anyio.Event()
 
     @property
     def is_scheduling(self) -> bool:
-        """Whether this program schedules; the others serve."""
+        """Whether this program schedules."""
         return f"{self.task_type}/{self.task_id}" == self._scheduling
 
     @property
@@ -156,27 +157,27 @@ class TaskCluster(Cluster):
         """
         if self._threads_running and not self.is_scheduling:
             raise UsageError(
-                f"{self.task_type}/{self.task_id} serves; {self._scheduling} schedules: put what is to be "
-                "executed into a function, and `await cluster.everywhere(function)` in every program"
+                f"{self.task_type}/{self.task_id} has no coordinator: {self._scheduling} schedules. Put the "
+                "work into a function, and `await cluster.everywhere(function)` in every program."
             )
         return super().coordinator
 
     async def everywhere(self, work: Callable[[Cluster], Awaitable[Tree]]) -> Tree:
-        """Do some work in the scheduling program, on the workers of all, and return its result in all.
+        """Run work in the scheduling program, on the workers of all, and return its result in all.
 
-        Every program must call it equally often.
+        Every program must call this equally often.
 
         Args:
-            work: called with this cluster, in the scheduling program alone; returns a tree.
+            work: called with this cluster, in the scheduling program only; returns a tree.
 
         Raises:
-            UnsendableError: in the scheduling program: the result can't be sent; the text names the place.
-            RemoteError: in the others: the work has failed there.
+            UnsendableError: in the scheduling program: the result can't be serialized; the text has the place.
+            RemoteError: in the others: the work has failed.
             RunCancelled: in the others: the scheduling program is gone.
         """
-        self._asked += 1
+        self._called += 1
         if not self.is_scheduling:
-            return await self._given(self._asked)
+            return await self._result_of(self._called)
         try:
             made = await work(self)
             made = dict(made) if isinstance(made, Mapping) else made
@@ -187,15 +188,15 @@ class TaskCluster(Cluster):
         self.coordinator.share([True, made])
         return decode([memoryview(frame) for frame in frames])[1]
 
-    async def _given(self, number: int) -> Tree:
+    async def _result_of(self, number: int) -> Tree:
         while number not in self._shared:
             if self._ended == len(self._supervisors):
                 raise RunCancelled(
-                    f"{self._scheduling} at {self._endpoint} has ended, or never answered: it gave no result"
+                    f"no result: {self._scheduling} at {self._endpoint} has ended, or never replied"
                 )
             await self._changed.wait()
-        well, value = self._shared.pop(number)
-        if not well:
+        succeeded, value = self._shared.pop(number)
+        if not succeeded:
             raise RemoteError(f"{self._scheduling} failed: {value}")
         return value
 
@@ -203,32 +204,34 @@ class TaskCluster(Cluster):
 
     async def __aenter__(self) -> Self:
         if self._supervisors:
-            raise UsageError("this cluster is open already: a shared one is entered once")
-        read_key_file(self._key_file)  # what is wrong with it is told before anything is started
+            raise UsageError("this cluster is open already: enter a shared cluster once")
+        read_key_file(self._key_file)  # a bad key file is reported before anything starts
         if self.is_scheduling:
             await super().__aenter__()
-            self.coordinator.on_supervisor(self._heard)
+            self.coordinator.on_supervisor(self._on_heartbeat)
         loop = asyncio.get_running_loop()
         try:
             for number in range(self._each):
                 self._start(loop, number)
-        except BaseException as error:  # nobody leaves what was not entered
+        except BaseException as error:  # a failed entry has no exit
             await self.__aexit__(type(error), error, error.__traceback__)
             raise
         return self
 
     def _start(self, loop: asyncio.AbstractEventLoop, number: int) -> None:
         def on_share(share: int, frames: list[memoryview]) -> None:
-            # every supervisor is given the same; who listens to one, has heard all
+            # every supervisor receives the same: one is enough
             if number == 0 and not self.is_scheduling:
-                loop.call_soon_threadsafe(self._received, share, decode(frames))
+                loop.call_soon_threadsafe(self._on_shared, share, decode(frames))
 
         supervisor = Supervisor(
             self._endpoint,
             self._key_file,
             threads=self._threads,
             join_s=self._join_s,
-            rejoin_s=self._join_s if self.is_scheduling else 0.0,  # who schedules is here: it is not gone
+            rejoin_s=self._join_s
+            if self.is_scheduling
+            else 0.0,  # the scheduler is in this process: it is not gone
             task=f"{self.task_type}/{self.task_id}",
             on_share=on_share,
         )
@@ -237,7 +240,7 @@ class TaskCluster(Cluster):
             try:
                 supervisor.run()
             finally:
-                loop.call_soon_threadsafe(self._served)
+                loop.call_soon_threadsafe(self._on_ended)
 
         thread = threading.Thread(target=serve, name=f"pipedist-supervisor-{number}", daemon=True)
         thread.start()
@@ -249,9 +252,9 @@ class TaskCluster(Cluster):
     ) -> None:
         try:
             if self.is_scheduling and kind is None:
-                await self._all_heard()  # they wait for what was shared, and are told to leave
+                await self._wait_for_all_tasks()  # they wait for shared results, and for a Stop
             elif kind is None:
-                await self._all_ended()
+                await self._wait_until_ended()
         finally:
             try:
                 if self.is_scheduling:
@@ -260,23 +263,23 @@ class TaskCluster(Cluster):
                 for supervisor in self._supervisors:
                     supervisor.leave(at_once=True)
                 with anyio.move_on_after(_LEAVE_S, shield=True):
-                    await self._all_ended()
+                    await self._wait_until_ended()
 
-    async def _all_heard(self) -> None:
-        """Return when every task has been heard of, or `join_s` is over; say who is waited for."""
+    async def _wait_for_all_tasks(self) -> None:
+        """Return when every task has sent a heartbeat, or after `join_s`; print the missing ones."""
         with anyio.move_on_after(self._join_s):
             with anyio.move_on_after(SILENT_S):
                 await self._none_missing()
             if self._missing:
                 missing = ", ".join(sorted(self._missing))
-                tell(f"not heard of yet: {missing}; waiting for them, for at most {self._join_s:g} s")
+                print_notice(f"waiting for tasks, for at most {self._join_s:g} s: {missing}")
             await self._none_missing()
 
     async def _none_missing(self) -> None:
         while self._missing:
             await self._changed.wait()
 
-    async def _all_ended(self) -> None:
+    async def _wait_until_ended(self) -> None:
         """Return when all supervisors of this program have ended."""
         while self._ended < len(self._supervisors):
             await self._changed.wait()
@@ -287,35 +290,34 @@ class TaskCluster(Cluster):
 
     # -- on the event loop -------------------------------------------------------------------
 
-    def _heard(self, worker: str) -> None:
+    def _on_heartbeat(self, worker: str) -> None:
         self._missing.discard(worker.partition(":")[0])
         self._wake()
 
-    def _received(self, number: int, value: Tree) -> None:
-        if number > self._asked - 1:  # after a reconnection all are given again
+    def _on_shared(self, number: int, value: Tree) -> None:
+        if number > self._called - 1:  # after a reconnection all are sent again
             self._shared.setdefault(number, value)
         self._wake()
 
-    def _served(self) -> None:
+    def _on_ended(self) -> None:
         self._ended += 1
         self._wake()
         if self.is_scheduling and self._ended == len(self._supervisors):
-            self._look_later()
+            self._check_later()
 
-    def _look_later(self) -> None:
-        asyncio.get_running_loop().call_later(self._join_s, self._look)
+    def _check_later(self) -> None:
+        asyncio.get_running_loop().call_later(self._join_s, self._check)
 
-    def _look(self) -> None:
-        """End all work if no worker is there: this program's own have ended, and others had time to come."""
+    def _check(self) -> None:
+        """Fail if there is no worker: this program's own have ended, and others had time to join."""
         if self._coordinator is None:
             return
         if self._coordinator.workers_ready:
-            self._look_later()
+            self._check_later()
             return
         self._coordinator.fail(
-            f"no worker of {self._scheduling} is there any more (it says on standard error why), and for "
-            f"{self._join_s:g} s no other program's: is there another program with the same task, or is one "
-            "missing?"
+            f"all workers of {self._scheduling} have ended (see its standard error), and no other program "
+            f"has had one for {self._join_s:g} s. Check that each task has one program."
         )
 
     def _wake(self) -> None:
@@ -333,7 +335,7 @@ def _key_file_of(given: str | os.PathLike[str] | None, host: str, port: int, add
         return os.path.abspath(named)
     if not is_loopback(host):
         raise UsageError(
-            f"other hosts can reach {address}, so the cluster needs keys: make them with `pipedist keys "
-            f"new`, copy the file to every host, and name it (key_file=, or {KEY_FILE_VARIABLE})"
+            f"the cluster needs keys: other hosts can reach {address}. Create them with `pipedist keys new`, "
+            f"copy the file to every host, and set `key_file` or {KEY_FILE_VARIABLE}."
         )
     return loopback_key_file(port)

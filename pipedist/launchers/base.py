@@ -1,4 +1,4 @@
-"""What a launcher is: it starts and ends worker processes, and tells when one is gone."""
+"""The interface of launchers: they start and end worker processes, and report when one has ended."""
 
 from __future__ import annotations
 
@@ -11,17 +11,16 @@ from pipedist.records import record
 
 @record
 class WorkerExit:
-    """A worker process is gone.
+    """The end of a worker process.
 
     Args:
-        worker, incarnation: which.
-        pid: its process id; 0 where it never came to life.
-        code: its exit code, None where a signal ended it.
-        signal: the signal that ended it, None where it exited.
-        text: how it ended, for people: "signal 9 (SIGKILL)", "exit code 3".
-        running: (lease, call, stage) that it was executing (`pipedist.worker.progress.Running`); None where
-            it was not, or nobody knows.
-        timed_out: it was ended because of that: it took longer than it may.
+        pid: its process id; 0: it did not start.
+        code: its exit code, None if a signal ended it.
+        signal: the signal that ended it, None if it exited.
+        text: how it ended: "signal 9 (SIGKILL)", "exit code 3".
+        running: (lease, call, stage) that it was executing (`pipedist.worker.progress.Running`); None: none,
+            or unknown.
+        timed_out: it was killed because that call took longer than its limit.
     """
 
     worker: str
@@ -37,34 +36,34 @@ class WorkerExit:
 class Launcher(Protocol):
     """Starts and ends workers which connect to one scheduler.
 
-    Made with the scheduler's endpoint. Use it with `async with`, in the event loop on which
-    `on_exit` is to be called; entering does not wait until workers can be started.
+    Use it with `async with`, in the event loop on which `on_exit` is called; entering does not wait until
+    workers can be started.
     """
 
     on_exit: Callable[[WorkerExit], None]
-    """Told of each worker that is gone, however it ended; called on the event loop."""
+    """Called on the event loop for each worker that has ended, however it did."""
 
     @property
     def pids(self) -> Mapping[str, int]:
-        """Process ids of the workers that are alive, by name: of the latest incarnation."""
+        """Process ids of the latest incarnations of living workers, by name."""
         ...
 
     def running(self, worker: str) -> tuple[int, ...] | None:
-        """Return what a worker executes now, as `WorkerExit.running`; None: nothing, or nobody can see it.
+        """Return what a worker executes now, as `WorkerExit.running`; None: nothing, or unknown.
 
-        It is looked for only here: that it can be seen costs a worker nothing.
+        Only this call has a cost: the worker notes it anyway.
         """
         ...
 
     def start(self, worker: str, incarnation: int) -> None:
-        """Start a worker process; returns at once. That it failed is told to `on_exit`.
+        """Start a worker process, and return at once; a failure is reported to `on_exit`.
 
-        Earlier incarnations of it are killed, if they are still there.
+        Earlier incarnations of the worker are killed.
         """
         ...
 
     def kill(self, worker: str, incarnation: int | None = None) -> None:
-        """Kill a worker with SIGKILL; returns at once. Nothing happens if it is gone already.
+        """Kill a worker with SIGKILL, and return at once; does nothing if it has ended.
 
         Args:
             incarnation: only this one; None: the latest.
@@ -72,15 +71,15 @@ class Launcher(Protocol):
         ...
 
     def watch(self, every_s: float | None) -> None:
-        """Kill workers whose stages' functions take longer than they may (`WorkerExit.timed_out`).
+        """Kill workers whose calls take longer than their limit (`WorkerExit.timed_out`).
 
         Args:
-            every_s: how often to look, seconds; None: never.
+            every_s: how often to check, seconds; None: never.
         """
         ...
 
     async def close(self, grace_s: float) -> None:
-        """Wait until all workers are gone, kill those that are not after `grace_s`, then end."""
+        """Wait until all workers have ended, kill the others after `grace_s`, then end."""
         ...
 
     async def __aenter__(self) -> Self: ...

@@ -1,8 +1,8 @@
 """Workers on this host, forked by a fork server; see `pipedist.launchers.forkserver`.
 
-The launcher may live in any thread and any running event loop (a notebook's, a test's): it
-installs no signal handler and forks nothing itself. If the fork server is killed, its workers
-are reported as lost, and the next `start` brings up another one.
+The launcher may be in any thread and any running event loop (a notebook's, a test's): it installs no signal
+handler and forks nothing itself. If the fork server is killed, its workers are reported as ended, and the
+next `start` starts another one.
 """
 
 from __future__ import annotations
@@ -32,22 +32,21 @@ from pipedist.worker.settings import WorkerSettings
 _READ_BYTES = 65_536
 
 _GONE_S = 0.05
-"""How long a server whose socket has ended may take to be gone: the kernel closes that just before."""
+"""How long a server whose socket has ended may take to end."""
 
 
 class LocalLauncher:
     """Starts workers on this host.
 
     Args:
-        endpoint: the scheduler's, to which workers connect.
+        endpoint: the scheduler's.
         threads: BLAS and OpenMP threads of each worker.
-        key_file: path of the cluster's keys, "" for an ipc endpoint.
-        grace_s: how long leaving `async with` waits for workers that were told to stop, seconds.
-        join_s: how long the scheduler may take to answer a worker, seconds.
-        stopped_s_max: how long a worker may be stopped (SIGSTOP) before it counts as lost and is
-            killed, seconds.
-        gpus: what a worker sees of this machine's GPUs, as CUDA_VISIBLE_DEVICES, and how many it owns; those
-            that are not named see what this process sees.
+        key_file: path of the cluster's keys; "" for an ipc endpoint.
+        grace_s: how long leaving `async with` waits for workers that were sent a Stop, seconds.
+        join_s: how long the scheduler may take to reply to a worker, seconds.
+        stopped_s_max: how long a worker may be stopped (SIGSTOP) before it is killed, seconds.
+        gpus: by worker, its CUDA_VISIBLE_DEVICES and the number of GPUs that it owns; other workers see what
+            this process sees.
     """
 
     def __init__(
@@ -62,7 +61,7 @@ class LocalLauncher:
         gpus: Mapping[str, tuple[str, float]] = MappingProxyType({}),
     ) -> None:
         if isinstance(threads, bool) or threads < 1:
-            raise UsageError(f"a worker needs at least 1 thread, not {threads!r}")
+            raise UsageError(f"`threads` must be an integer of 1 or more, got {threads!r}")
         self.on_exit: Callable[[WorkerExit], None] = _ignore
         self._endpoint = endpoint
         self._threads = threads
@@ -72,13 +71,13 @@ class LocalLauncher:
         self._stopped_s_max = stopped_s_max
         self._gpus = gpus
         self._workers: dict[tuple[str, int], int] = {}
-        """Process id of each (worker, incarnation) that was started; 0 until it is known."""
+        """Process id of each (worker, incarnation) that was started; 0: not known yet."""
         self._memories: dict[tuple[str, int], int] = {}
-        """The fork server's descriptor of what each of them executes; -1: it has none."""
-        self._server: _Server | None = None
-        self._old_servers: list[_Server] = []
-        """Servers that ended, and whose process is still to be waited for."""
-        self._look_s: float | None = None
+        """The fork server's descriptor of each one's `Progress`; -1: none."""
+        self._server: _Connection | None = None
+        self._old_servers: list[_Connection] = []
+        """Servers that have ended, whose process is not reaped yet."""
+        self._check_s: float | None = None
         self._open = False
         self._closing = False
         self._empty = anyio.Event()
@@ -98,33 +97,33 @@ class LocalLauncher:
 
     @property
     def pids(self) -> Mapping[str, int]:
-        """Process ids of the workers that are alive, by name: of the latest incarnation."""
+        """Process ids of the latest incarnations of living workers, by name."""
         return {worker: pid for (worker, _), pid in sorted(self._workers.items()) if pid}
 
     @property
     def server_pid(self) -> int:
-        """The fork server's process id; 0 where there is none."""
+        """The fork server's process id; 0: there is none."""
         return self._server.pid if self._server is not None else 0
 
     def running(self, worker: str) -> Running | None:
-        """Return what a worker executes now; None: nothing, or nobody can see it."""
+        """Return what a worker executes now; None: nothing, or unknown."""
         latest = max((number for name, number in self._memories if name == worker), default=None)
         memory = -1 if latest is None else self._memories[worker, latest]
         if memory < 0 or self._server is None:
             return None
-        try:  # the worker may end just now, and its descriptor become another file's
+        try:  # the worker may just have ended, and its descriptor belong to another file
             return seen(Path(f"/proc/{self._server.pid}/fd/{memory}").read_bytes())
         except OSError:
             return None
 
     def start(self, worker: str, incarnation: int) -> None:
-        """Start a worker process; returns at once. Earlier incarnations of it are killed.
+        """Start a worker process, and return at once; earlier incarnations of it are killed.
 
         Raises:
-            LocalProtocolError: if the launcher is not open, or this incarnation was started before.
+            LocalProtocolError: the launcher is not open, or this incarnation was started before.
         """
         if not self._open or self._closing:
-            raise LocalProtocolError("a worker was to be started by a launcher that is not open")
+            raise LocalProtocolError("a launcher that is not open can't start a worker")
         if (worker, incarnation) in self._workers:
             raise LocalProtocolError(f"incarnation {incarnation} of worker {worker} was started twice")
         for name, earlier in list(self._workers):
@@ -147,7 +146,7 @@ class LocalLauncher:
         self._server.send("start", worker, incarnation, asdict(settings))
 
     def kill(self, worker: str, incarnation: int | None = None) -> None:
-        """Kill a worker with SIGKILL; returns at once.
+        """Kill a worker with SIGKILL, and return at once.
 
         Args:
             incarnation: only this one; None: the latest.
@@ -159,16 +158,16 @@ class LocalLauncher:
             self._server.send("kill", worker, incarnation)
 
     def watch(self, every_s: float | None) -> None:
-        """Kill workers whose stages' functions take longer than they may; see `Launcher`."""
-        self._look_s = every_s
+        """Kill workers whose calls take longer than their limit; see `Launcher`."""
+        self._check_s = every_s
         if self._server is not None:
             self._server.send("watch", every_s)
 
     async def close(self, grace_s: float) -> None:
-        """Wait until all workers are gone, kill those that are not after `grace_s`, then end.
+        """Wait until all workers have ended, kill the others after `grace_s`, then end.
 
         Args:
-            grace_s: seconds; whoever closes has told the workers to stop.
+            grace_s: seconds; the workers were sent a Stop before.
         """
         if not self._open:
             return
@@ -193,15 +192,14 @@ class LocalLauncher:
 
     # -- the fork server ---------------------------------------------------------------
 
-    def _start_server(self) -> _Server:
-        server = _Server(take(self._threads), self._on_frame, self._on_server_end)
+    def _start_server(self) -> _Connection:
+        server = _Connection(take(self._threads), self._on_frame, self._on_server_end)
         server.send("serve", private_directory_of(self._endpoint), self._stopped_s_max)
-        if self._look_s is not None:
-            server.send("watch", self._look_s)
+        if self._check_s is not None:
+            server.send("watch", self._check_s)
         return server
 
     def _kill_server(self) -> None:
-        """Kill the fork server, if it is there (still)."""
         if self._server is not None:
             self._server.kill()
             self._on_server_end(self._server)
@@ -215,38 +213,38 @@ class LocalLauncher:
             return
         code, signum, text, running, timed_out = rest
         ran = tuple(running) if running else None
-        self._lost(WorkerExit(worker, incarnation, pid, code, signum, text, ran, timed_out))
+        self._report_exit(WorkerExit(worker, incarnation, pid, code, signum, text, ran, timed_out))
 
-    def _lost(self, exit_: WorkerExit) -> None:
+    def _report_exit(self, exit_: WorkerExit) -> None:
         self._workers.pop((exit_.worker, exit_.incarnation), None)
         self._memories.pop((exit_.worker, exit_.incarnation), None)
         if not self._workers:
             self._empty.set()
         self.on_exit(exit_)
 
-    def _on_server_end(self, server: _Server) -> None:
-        """The fork server is gone: the kernel has killed its workers, or does so now."""
+    def _on_server_end(self, server: _Connection) -> None:
+        """Report the workers of a server that has ended: the kernel kills them."""
         self._old_servers.append(server)
         self._server = None
-        text = f"its fork server, process {server.pid}, ended ({server.how_it_ended()})"
+        text = f"its fork server, process {server.pid}, ended ({server.describe_end()})"
         for (worker, incarnation), pid in list(self._workers.items()):
-            self._lost(WorkerExit(worker, incarnation, pid, None, signal.SIGKILL, text))
+            self._report_exit(WorkerExit(worker, incarnation, pid, None, signal.SIGKILL, text))
 
 
-class _Server:
-    """A running fork server, as its launcher speaks with it.
+class _Connection:
+    """The connection to a running fork server.
 
     Args:
         process: the server's.
-        on_frame: told what it says.
-        on_end: told when it is gone.
+        on_frame: called with each message of the server.
+        on_end: called when the server is gone.
     """
 
     def __init__(
         self,
         process: ServerProcess,
         on_frame: Callable[[list[Any]], None],
-        on_end: Callable[[_Server], None],
+        on_end: Callable[[_Connection], None],
     ) -> None:
         self._on_frame = on_frame
         self._on_end = on_end
@@ -261,7 +259,7 @@ class _Server:
         self._loop.add_reader(self._socket, self._on_readable)
 
     def send(self, *items: object) -> None:
-        """Say something; never waits."""
+        """Send a message; never wait."""
         was_empty = not self._unsent
         self._unsent += pack_frame(*items)
         if was_empty:
@@ -273,7 +271,7 @@ class _Server:
         except BlockingIOError:
             sent = 0
         except (BrokenPipeError, ConnectionError):
-            return  # it is gone; the socket's end says so too, and is dealt with there
+            return  # the server is gone: `_on_readable` handles that
         del self._unsent[:sent]
         if self._unsent:
             self._loop.add_writer(self._socket, self._flush)
@@ -301,23 +299,23 @@ class _Server:
         self.ended.set()
 
     def end(self) -> None:
-        """Tell it to kill its workers and end."""
+        """Have the server kill its workers and end."""
         self.send("end")
-        with contextlib.suppress(OSError):  # it may be gone already
+        with contextlib.suppress(OSError):  # the server is gone already
             self._socket.shutdown(socket.SHUT_WR)
 
     def kill(self) -> None:
-        """End it now; the kernel ends its workers."""
+        """Kill the server; the kernel kills its workers."""
         self._close()
         self._process.kill()
 
     async def reap(self) -> None:
-        """Wait until the process is gone."""
-        if self._process.code() is None:  # it closes its socket just before
+        """Wait until the process has ended."""
+        if self._process.code() is None:  # its socket ends just before
             await anyio.to_thread.run_sync(self._process.wait)
 
-    def how_it_ended(self) -> str:
-        """Return how the process ended, for people."""
+    def describe_end(self) -> str:
+        """Return how the process ended, as text."""
         code = self._process.code(within_s=_GONE_S)
         if code is None:
             return "unknown"

@@ -1,9 +1,9 @@
-"""The process of a fork server, as its launcher holds it; and spare ones, started ahead of time.
+"""The process of a fork server, seen from its launcher; and spare ones, started ahead of time.
 
-A fork server takes about as long to load as everything else that a run needs. So the doors of
-pipedist start one before they import the rest, and both load side by side: this module imports
-next to nothing. The launcher takes the spare over when it opens; one that nobody wants, because
-the spec has mistakes or its workers dial in, is ended by whoever started it.
+A fork server takes about as long to load as everything else that a run needs. So the entry points of pipedist
+start one before they import the rest, and both load at the same time: this module must import next to
+nothing. The launcher takes the spare over when it opens; a spare that is not needed, because the spec has
+mistakes or its workers dial in, is ended by the entry point that has started it.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from typing import Final, Self
 from pipedist.worker import boot
 
 END_S: Final = 2.0
-"""How long a fork server may take to kill its workers and end, before it is killed itself."""
+"""How long a fork server may take to kill its workers and end; then it is killed."""
 
 _lock = threading.Lock()
 _spares: list[ServerProcess] = []
-"""Servers that no launcher has taken over yet."""
+"""Servers that no launcher has taken over."""
 
 
 class ServerProcess:
-    """A fork server's process, and this end of its control socket; needs no event loop.
+    """A fork server's process, and the launcher's end of its control socket; without an event loop.
 
     Args:
         threads: BLAS and OpenMP threads of its workers.
@@ -38,7 +38,7 @@ class ServerProcess:
 
     def __init__(self, threads: int) -> None:
         self._threads = threads
-        self._surroundings = _surroundings()
+        self._inherited = _inherited()
         self.socket, theirs = socket.socketpair()
         try:
             with theirs:
@@ -49,29 +49,29 @@ class ServerProcess:
 
     @property
     def pid(self) -> int:
-        """Its process id."""
+        """The process id."""
         return self._process.pid
 
     def fits(self, threads: int) -> bool:
-        """Whether it is what a server that is started now would be."""
+        """Return whether a server that is started now would be the same."""
         return (
             threads == self._threads
-            and self._surroundings == _surroundings()
-            and self._process.poll() is None  # of a forked process it is no child, and counts as gone
+            and self._inherited == _inherited()
+            and self._process.poll() is None  # also false in a forked process, of which it is no child
         )
 
     def discard(self) -> None:
-        """End it, if it has no workers: at once, however far it is."""
+        """Kill the server, which has no workers, however far it has loaded."""
         self.socket.close()
         self.kill()
         self.wait()
 
     def kill(self) -> None:
-        """End it now; the kernel ends its workers."""
+        """Kill the server; the kernel kills its workers."""
         self._process.kill()
 
     def wait(self) -> None:
-        """Wait until the process is gone; its socket has ended, so that takes milliseconds."""
+        """Wait until the process has ended; its socket has, so that takes milliseconds."""
         try:
             self._process.wait(END_S)
         except subprocess.TimeoutExpired:
@@ -79,7 +79,7 @@ class ServerProcess:
             self._process.wait()
 
     def code(self, within_s: float = 0.0) -> int | None:
-        """Return how the process ended, as `Popen.returncode`; None if it is still there after so long."""
+        """Return the exit code, as `Popen.returncode`; None: the process runs after `within_s`."""
         try:
             return self._process.wait(within_s)
         except subprocess.TimeoutExpired:
@@ -87,9 +87,9 @@ class ServerProcess:
 
 
 class Spare:
-    """Sees to it that a server started ahead of time is ended if no launcher takes it over.
+    """Ends a server that was started ahead of time, unless a launcher takes it over.
 
-    Use `with`, or `end`; when it is forgotten, or the interpreter ends, that happens by itself.
+    It does so at the end of `with`, in `end`, and when it is garbage collected or the interpreter ends.
 
     Args:
         server: None: there is none.
@@ -99,7 +99,7 @@ class Spare:
         self._end = weakref.finalize(self, _end_spare, server)
 
     def end(self) -> None:
-        """End the server, unless a launcher has taken it over; harmless twice."""
+        """End the server, unless a launcher has taken it over; may be called twice."""
         self._end()
 
     def __enter__(self) -> Self:
@@ -112,14 +112,14 @@ class Spare:
 
 
 def prepare(threads: int = 1) -> Spare:
-    """See to it that `take` finds a fork server: start one, unless one is there; returns at once.
+    """Start a spare fork server, unless there is one, and return at once.
 
     Args:
         threads: BLAS and OpenMP threads of its workers.
 
     Returns:
-        What ends it, if nobody has taken it. Where several have prepared the same one, the first of them
-        that ends it does; the others start one of their own when they need it.
+        The object that ends the spare. If several callers have prepared the same one, the first `end` ends
+        it; the others start a server of their own when they need one.
     """
     with _lock:
         for server in _spares:
@@ -128,13 +128,13 @@ def prepare(threads: int = 1) -> Spare:
         try:
             server = ServerProcess(threads)
         except OSError:
-            return Spare()  # the launcher will try again, and say so
+            return Spare()  # the launcher will try again, and report the error
         _spares.append(server)
         return Spare(server)
 
 
 def take(threads: int) -> ServerProcess:
-    """Return a fork server that is the caller's from now on: a spare one, or a new one.
+    """Return a fork server that the caller owns: a spare one, or a new one.
 
     Args:
         threads: BLAS and OpenMP threads of its workers.
@@ -155,18 +155,18 @@ def _end_spare(server: ServerProcess | None) -> None:
     server.discard()
 
 
-def _surroundings() -> tuple[object, ...]:
-    """Return what a process inherits, and user code may have changed in the meantime."""
+def _inherited() -> tuple[object, ...]:
+    """Return what a process inherits, which user code may have changed since a spare was started."""
     try:
         folder = os.getcwd()
     except OSError:
-        folder = ""  # it was removed
+        folder = ""  # the folder was removed
     return sys.executable, folder, dict(os.environ)
 
 
 def _exec(control: socket.socket, threads: int) -> subprocess.Popen[bytes]:
     arguments = {"control": control.fileno(), "launcher": os.getpid()}
-    # A Ctrl-C must not hit the server before it has said that it ignores it: it inherits the mask.
+    # The server inherits the mask: a Ctrl-C must not end it before it ignores the signal.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
         return subprocess.Popen(
@@ -174,14 +174,14 @@ def _exec(control: socket.socket, threads: int) -> subprocess.Popen[bytes]:
             env=boot.environment(threads),
             pass_fds=(control.fileno(),),
             stdin=subprocess.DEVNULL,
-            stdout=stderr(),  # what user code writes to descriptor 1 must not mix with our output
+            stdout=_stderr(),  # what user code writes to descriptor 1 must not mix with our output
         )
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
-def stderr() -> int:
-    """Return the descriptor of this process's stderr; where it has none, of nothing."""
+def _stderr() -> int:
+    """Return the descriptor of this process's stderr; DEVNULL if it has none."""
     with contextlib.suppress(OSError, ValueError):
         if sys.__stderr__ is not None:
             return sys.__stderr__.fileno()

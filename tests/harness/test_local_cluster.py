@@ -80,7 +80,7 @@ async def test_a_lost_connection_costs_its_worker() -> None:
 async def test_of_no_such_worker() -> None:
     async with LocalCluster(workers=1) as cluster:
         await cluster.ready()
-        with pytest.raises(UsageError, match="'w7' is not alive; there are: w0"):
+        with pytest.raises(UsageError, match="'w7' is not alive: w0"):
             cluster.pause(7)
         with pytest.raises(UsageError, match="'w7' has joined"):
             cluster.cut(7)

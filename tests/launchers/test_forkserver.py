@@ -32,23 +32,23 @@ def test_a_launcher_knows_a_workers_process_before_that_begins() -> None:
     runs("""
 begun, begins = os.pipe()
 forkserver.worker_process.run_process = lambda *_: os.write(begins, b"x")
-tell = server._tell
+send = server._send
 
 def slowly(kind, *items):
     seen, _, _ = select.select([begun], [], [], 0.2)
-    assert not seen, f"it runs before its launcher was told that it has {kind}"
-    tell(kind, *items)
+    assert not seen, f"it runs before its launcher knows that it has {kind}"
+    send(kind, *items)
 
-server._tell = slowly
+server._send = slowly
 server._fork("w0", 0, settings)
 assert os.read(begun, 1) == b"x"
-server._tell = tell
+server._send = send
 server._kill_all()
 """)
 
 
 def test_a_stopped_worker_that_goes_on_is_not_killed_by_a_server_that_looks_late() -> None:
-    """It was stopped too, or had no turn: the time is up, and it has not heard yet who runs again."""
+    """The server was stopped too: the time is up, and it does not know yet which worker runs again."""
     runs("""
 forkserver.worker_process.run_process = lambda *_: signal.pause()
 clock = forkserver.time = types.SimpleNamespace(now=0.0, monotonic=lambda: clock.now)

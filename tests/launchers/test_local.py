@@ -19,8 +19,8 @@ import pytest
 from pipedist.errors import LocalProtocolError, UsageError
 from pipedist.launchers.base import WorkerExit
 from pipedist.launchers.control import FRAME_BYTES_MAX, FrameBuffer, pack_frame
+from pipedist.launchers.forkserver import OutOfMemoryKills
 from pipedist.launchers.local import LocalLauncher
-from pipedist.launchers.out_of_memory import OutOfMemoryKills
 from pipedist.messages import Stop
 from pipedist.worker.boot import describe_exit
 from tests.launchers.processes import name_of, wait_gone
@@ -128,7 +128,7 @@ async def test_a_worker_for_which_there_is_no_descriptor_costs_no_other_one() ->
         resource.prlimit(server, resource.RLIMIT_NOFILE, (3, before[1]))
         launcher.start("w1", 0)
         exit_ = await scheduler.exit()
-        assert (exit_.worker, exit_.text) == ("w1", "it could not be forked: Too many open files")
+        assert (exit_.worker, exit_.text) == ("w1", "can't fork a worker process: Too many open files")
         resource.prlimit(server, resource.RLIMIT_NOFILE, before)
         launcher.start("w1", 1)
         identity, hello = await scheduler.joins(launcher)
@@ -258,7 +258,7 @@ asyncio.run(main())
 
 @pytest.mark.parametrize("threads", [0, -1, True])
 def test_threads_are_checked(threads: int) -> None:
-    with pytest.raises(UsageError, match="at least 1 thread"):
+    with pytest.raises(UsageError, match="`threads` must be an integer of 1 or more"):
         LocalLauncher("ipc:///x", threads=threads)
 
 

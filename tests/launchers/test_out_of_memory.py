@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from pipedist.launchers.out_of_memory import OutOfMemoryKills
+from pipedist.launchers.forkserver import OutOfMemoryKills
 
 ROOT = Path(__file__).parents[2]
 GROUPS = Path("/sys/fs/cgroup")

@@ -286,10 +286,10 @@ async def test_a_cluster_without_gpus_is_refused_a_spec_that_needs_them(
 @pytest.mark.parametrize(
     ("each", "text"),
     [
-        (2, "gpus_per_worker is 2, and this machine has 1: .*nvidia-smi lists them"),
-        (1.5, "gpus_per_worker is 1.5: expected 0, an int up to 64, or a fraction"),
-        (-1, "gpus_per_worker is -1"),
-        (True, "gpus_per_worker is True"),
+        (2, "`gpus_per_worker` is 2, but this machine has 1 GPUs: .*nvidia-smi lists them"),
+        (1.5, "`gpus_per_worker` must be 0, an integer up to 64, or a fraction, got 1.5"),
+        (-1, "a fraction, got -1"),
+        (True, "a fraction, got True"),
     ],
 )
 def test_a_cluster_is_refused_gpus_that_are_not_there(machine: Machine, each: float, text: str) -> None:
