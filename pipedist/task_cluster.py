@@ -171,7 +171,7 @@ class TaskCluster(Cluster):
             work: called with this cluster, in the scheduling program only; returns a tree.
 
         Raises:
-            UnsendableError: in the scheduling program: the result can't be serialized; the text has the place.
+            UnsendableError: in the scheduling program: the result can't be serialized.
             RemoteError: in the others: the work has failed.
             RunCancelled: in the others: the scheduling program is gone.
         """
@@ -192,7 +192,7 @@ class TaskCluster(Cluster):
         while number not in self._shared:
             if self._ended == len(self._supervisors):
                 raise RunCancelled(
-                    f"no result: {self._scheduling} at {self._endpoint} has ended, or never replied"
+                    f"{self._scheduling} at {self._endpoint} has sent no result: it has ended, or never replied"
                 )
             await self._changed.wait()
         succeeded, value = self._shared.pop(number)

@@ -179,7 +179,7 @@ async def test_who_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     config(monkeypatch, {"worker": [f"127.0.0.1:{free_port()}" for _ in range(3)]}, index=0)
     told: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-    monkeypatch.setattr(task_cluster, "tell", told.set_result)
+    monkeypatch.setattr(task_cluster, "print_notice", told.set_result)
 
     async def leave() -> None:
         async with pipedist.open_cluster(join_s=60):
@@ -190,7 +190,7 @@ async def test_who_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch, tmp_p
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert text.endswith("worker/1, worker/2; waiting for them, for at most 60 s")
+    assert text == "waiting for tasks, for at most 60 s: worker/1, worker/2"
 
 
 @pytest.mark.asyncio
@@ -260,19 +260,19 @@ async def test_one_that_cannot_be_entered_leaves_nothing(
 def test_what_is_needed_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("TF_CONFIG", raising=False)
     monkeypatch.delenv("PIPEDIST_KEY_FILE", raising=False)
-    with pytest.raises(UsageError, match="set TF_CONFIG"):
+    with pytest.raises(UsageError, match="Set TF_CONFIG"):
         pipedist.open_cluster()
     config(monkeypatch, {"worker": ["10.0.0.1:5555"]})
-    with pytest.raises(UsageError, match="the cluster needs keys.*Create them with `pipedist keys new`"):
+    with pytest.raises(UsageError, match=r"the cluster needs keys.*Create them with `pipedist keys new`"):
         pipedist.open_cluster()
     pipedist.open_cluster(key_file=tmp_path / "key")
     monkeypatch.setenv("PIPEDIST_KEY_FILE", str(tmp_path / "key"))
     pipedist.open_cluster()
     monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": {"worker": ["10.0.0.1:5555"]}}))
-    with pytest.raises(UsageError, match=r"TF_CONFIG needs `.task"):
+    with pytest.raises(UsageError, match="TF_CONFIG has no `task`"):
         pipedist.open_cluster()
     config(monkeypatch, {"ps": ["10.0.0.1:5555"]}, "ps")
-    with pytest.raises(UsageError, match="no chief 0 or worker 0"):
+    with pytest.raises(UsageError, match="no chief 0, master 0 or worker 0"):
         pipedist.open_cluster()
     config(monkeypatch, {"worker": ["10.0.0.1"]})
     with pytest.raises(UsageError, match="must be HOST:PORT"):
