@@ -192,7 +192,7 @@ class TaskCluster(Cluster):
         while number not in self._shared:
             if self._ended == len(self._supervisors):
                 raise RunCancelled(
-                    f"{self._scheduling} at {self._endpoint} has sent no result: it has ended, or never replied"
+                    f"{self._scheduling} at {self._endpoint} has sent no result: it ended or never replied"
                 )
             await self._changed.wait()
         succeeded, value = self._shared.pop(number)
