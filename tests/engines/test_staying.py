@@ -87,7 +87,7 @@ def test_a_run_that_is_interrupted_takes_its_workers_with_it(tmp_path: Path, at:
         with job.start() as run:
             job.reaches(5)
             os.killpg(run.process.pid, signal.SIGINT)
-            run.hears("no new calls are issued")
+            run.hears("no new calls start")
             for each in held:
                 each.unlink()
             assert run.ends() == 128 + signal.SIGINT, run.said

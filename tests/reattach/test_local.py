@@ -77,7 +77,7 @@ def test_a_run_that_is_interrupted_takes_its_workers_with_it(tmp_path: Path, num
         with job.start() as run:
             job.reaches(5)
             os.killpg(run.process.pid, number)  # the terminal's Ctrl-C is for everybody in front of it
-            run.hears("no new calls are issued")
+            run.hears("no new calls start")
             for each in held:
                 each.unlink()
             assert run.ends() == 128 + number, run.said
@@ -102,7 +102,7 @@ def test_a_run_that_is_ended_at_once_takes_its_workers_with_it(tmp_path: Path) -
             for pid in job.alive():
                 if pid != run.process.pid:
                     os.kill(pid, signal.SIGSTOP)
-            for said in ("no new calls are issued", "the run is ended at once", ""):
+            for said in ("no new calls start", "ending the run at once", ""):
                 run.process.send_signal(signal.SIGINT)
                 run.hears(said)
             assert run.ends() == 128 + signal.SIGINT, run.said
