@@ -69,7 +69,7 @@ def test_a_run_that_waits_says_for_what(
     assert document["pipedist_why"] == 1
     assert document["waits"][0]["reason"] == "running"
     stalled.send_signal(signal.SIGUSR1)
-    read_until(stalled, "what this run waits for:")
+    read_until(stalled, "this run waits for:")
     (tmp_path / "go").touch()
     stalled.communicate(timeout=PATIENCE_S)
     assert stalled.returncode == 0
