@@ -1,14 +1,9 @@
-"""The command `pipedist`: run | validate | plan | schema | worker.
+"""The command line: `pipedist run`, `validate`, `plan`, `simulate`, `replay`, `why`, `worker` and others.
 
-| module | what it decides |
-|---|---|
-| `app` | names, options and help of the commands |
-| `exits` | exit codes, and what a person reads when something is wrong |
-| `streams` | writing to stdout and stderr, which may be closed on the way |
-| `run_command` | a run from its spec to its last line |
-| `interruption` | what signals do |
-| `progress` | a live bar, or plain lines |
-| `table`, `summary` | the results for people |
+It parses options, calls the packages below, and renders progress, results and errors; nothing imports it.
+Entry points: `main`, called by the script `pipedist` and by `python -m pipedist`, and `app`, which declares the
+commands. Its code runs in the driver's process, that of `pipedist worker` in the supervisor's process on
+another host. Modules are imported when their command runs, so that a command starts fast.
 """
 
 from __future__ import annotations
@@ -20,15 +15,14 @@ from contextlib import AbstractContextManager, nullcontext
 
 
 def main() -> None:
-    """Carry out the command line of this process, and end the process with its exit code."""
+    """Run the command line of this process, and exit with its code."""
     try:
-        _whole_streams()
-        _one_thread()
-        with _head_start(sys.argv[1:]):
-            # nothing is imported before it is needed: the time until a command begins is a feature
-            from pipedist.cli.app import main as carry_out
+        _open_missing_streams()
+        _limit_threads()
+        with _start_fork_server(sys.argv[1:]):
+            from pipedist.cli.app import main as run_command_line  # imported late: start-up time matters
 
-            carry_out()
+            run_command_line()
     except (KeyboardInterrupt, RuntimeError) as error:
         from pipedist.cli.exits import interruption
 
@@ -37,22 +31,22 @@ def main() -> None:
         raise SystemExit(130) from None
 
 
-def _whole_streams() -> None:
-    """Have the standard streams lead nowhere that whoever started this process has closed.
+def _open_missing_streams() -> None:
+    """Open /dev/null in place of standard streams that the parent process has closed.
 
-    The first sockets would have their descriptors otherwise, and get what anybody prints.
+    Otherwise the first sockets get these descriptors, and receive what is printed.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
-            nowhere = os.open(os.devnull, os.O_RDWR)  # the lowest that is free: the one that is closed
-            os.set_inheritable(nowhere, True)
-            setattr(sys, name, os.fdopen(nowhere, mode, closefd=False))
+            descriptor = os.open(os.devnull, os.O_RDWR)  # the lowest free one: the stream's own
+            os.set_inheritable(descriptor, True)
+            setattr(sys, name, os.fdopen(descriptor, mode, closefd=False))
 
 
-def _one_thread() -> None:
-    """Have numeric libraries compute in one thread here too, unless the user says otherwise.
+def _limit_threads() -> None:
+    """Limit numeric libraries to one thread in this process too, unless the user has set a number.
 
-    A `function` source is made in this process, and its bits must not depend on the machine's cores.
+    A `function` source runs in this process, and its bits must not depend on the number of cores.
     """
     from pipedist.worker.boot import THREAD_VARIABLES
 
@@ -61,9 +55,13 @@ def _one_thread() -> None:
             os.environ[name] = "1"
 
 
-def _head_start(words: Sequence[str]) -> AbstractContextManager[object]:
-    """Start the fork server of what looks like a run, before so much as the options are read."""
-    if words[:1] != ["run"] or {"-h", "--help"} & set(words) or not any(map(os.path.isfile, words[1:])):
+def _start_fork_server(arguments: Sequence[str]) -> AbstractContextManager[object]:
+    """Start the fork server of a probable run before the options are parsed: both load side by side."""
+    if (
+        arguments[:1] != ["run"]
+        or {"-h", "--help"} & set(arguments)
+        or not any(map(os.path.isfile, arguments[1:]))
+    ):
         return nullcontext()
     from pipedist.launchers.server import prepare
 

@@ -1,4 +1,4 @@
-"""Names, options and help of the commands; what they do is elsewhere, and imported when it is used."""
+"""Names, options and help of the commands; their code is imported when they run."""
 
 from __future__ import annotations
 
@@ -10,50 +10,51 @@ import click
 from pipedist.errors import PipedistError
 
 _REUSE: Final = "--resume-reuse"
-"""What `--resume=reuse` is read as: an option with a value that may be left out would swallow SPEC."""
+"""The internal form of `--resume=reuse`: an option with an optional value would consume SPEC."""
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 
 class RunCommand(click.Command):
-    """`pipedist run`, where `--resume` may have the value `reuse`."""
+    """`pipedist run`, whose `--resume` may have the value `reuse`."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Read the command line."""
         for place, arg in enumerate(args):
             if arg == "--":
                 break
             if arg.startswith("--resume="):
                 if arg != "--resume=reuse":
-                    raise click.BadParameter(f"{arg!r}: it is --resume, or --resume=reuse", ctx)
+                    raise click.BadParameter(
+                        f"{arg!r} is not a way to resume. Use --resume or --resume=reuse", ctx
+                    )
                 args = [*args[:place], _REUSE, *args[place + 1 :]]
         return super().parse_args(ctx, args)
 
 
 def main() -> None:
-    """Carry out the command line of this process, and end the process with its exit code."""
-    # what the commands do is guarded; here are the texts that come of the command line alone: --help
+    """Run the command line of this process, and exit with its code."""
+    # Commands report their own errors (`_end`); these are errors of the command line itself.
     try:
         code = app(prog_name="pipedist", standalone_mode=False)
-    except click.Abort:  # click's name for a KeyboardInterrupt; by itself it would end with 1
+    except click.Abort:  # click's KeyboardInterrupt; click itself would exit with 1
         raise KeyboardInterrupt from None
     except click.ClickException as error:
         error.show()
         raise SystemExit(error.exit_code) from None
     except (OSError, PipedistError) as error:
         from pipedist.cli.exits import report
-        from pipedist.cli.streams import lost
+        from pipedist.cli.streams import output_error
 
-        report(lost(error) if isinstance(error, OSError) else error)
+        report(output_error(error) if isinstance(error, OSError) else error)
         raise SystemExit(1) from None
     raise SystemExit(code)
 
 
-def _end(carry_out: Callable[[], int]) -> None:
-    """End the process with the exit code of a command."""
+def _end(command: Callable[[], int]) -> None:
+    """Run a command, and exit with its code."""
     from pipedist.cli.exits import guarded
 
-    click.get_current_context().exit(guarded(carry_out))
+    click.get_current_context().exit(guarded(command))
 
 
 def _version(ctx: click.Context, _option: click.Parameter, wanted: bool) -> None:
@@ -80,19 +81,19 @@ _sets = click.option(
     "sets",
     metavar="NAME=VALUE",
     multiple=True,
-    help="A parameter's value, read as YAML; may be repeated.",
+    help="Set a parameter; the value is YAML. May be repeated.",
 )
 _workers = click.option(
     "--workers",
     metavar="N",
     type=_count(),
-    help="Worker processes; never changes a result. Default: the spec's, or the usable cores.",
+    help="Number of worker processes; never changes a result. Default: from the spec, or the usable cores.",
 )
 _cluster = click.option(
     "--cluster",
     metavar="NAME[:ADDRESS]",
-    help="Where workers come from: local, connect, ray, dask, as in ray:auto or dask:tcp://10.0.0.1:8786; "
-    "never changes a result. Default: the spec's.",
+    help="Launcher of the workers: local, connect, ray or dask, such as ray:auto or dask:tcp://10.0.0.1:8786; "
+    "never changes a result. Default: from the spec.",
 )
 
 
@@ -118,26 +119,26 @@ def app() -> None:
 @click.option(
     "--resume",
     is_flag=True,
-    help="Continue the unfinished or failed run in the output folder. Of a finished run: print it. "
-    "--resume=reuse: if the spec, its inputs or modules have changed, keep what does not hang on that.",
+    help="Continue the unfinished or failed run in the output folder. If the run is finished, print its results. "
+    "--resume=reuse: if the spec, its inputs or its modules have changed, keep results that do not depend on that.",
 )
 @click.option(_REUSE, "reuse", is_flag=True, hidden=True)
-@click.option("--restart", is_flag=True, help="Discard the run in the folder, and begin again.")
-@click.option(
-    "--verify", is_flag=True, help="Execute every call twice: one that gives two results fails the run."
-)
+@click.option("--restart", is_flag=True, help="Discard the run in the output folder, and start again.")
+@click.option("--verify", is_flag=True, help="Execute every call twice, and fail if the results differ.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of a table.")
-@click.option("--key-file", metavar="FILE", help="Keys of workers that dial in: with --cluster connect.")
+@click.option(
+    "--key-file", metavar="FILE", help="Key file for workers that connect over TCP, with --cluster connect."
+)
 @click.option(
     "--force",
     is_flag=True,
-    help="Let workers in, and resume a run, that differ in versions or processor type: bits may differ.",
+    help="Accept workers, and resume runs, of other versions or processor types: bits may differ.",
 )
 def run(resume: bool, reuse: bool, **options: Any) -> None:
     """Execute the spec in the YAML file SPEC, and print its results.
 
     Exit codes: 0 all elements committed; 1 the run failed; 2 the spec or the command line is wrong;
-    3 finished, with elements set aside; 129, 130, 143 interrupted by SIGHUP, SIGINT, SIGTERM.
+    3 finished, with quarantined elements; 129, 130, 143 interrupted by SIGHUP, SIGINT, SIGTERM.
     """
     from pipedist.cli.run_command import RunOptions, execute
 
@@ -147,8 +148,8 @@ def run(resume: bool, reuse: bool, **options: Any) -> None:
 @app.command()
 @_argument("specs", "SPEC...", nargs=-1, required=True)
 def validate(specs: tuple[str, ...]) -> None:
-    """Check specs: the files alone, no data is read and no code imported."""
-    from pipedist.cli.spec_commands import validate_specs
+    """Check spec files, without reading data or importing code."""
+    from pipedist.cli.commands import validate_specs
 
     _end(lambda: validate_specs(list(specs)))
 
@@ -161,42 +162,42 @@ def validate(specs: tuple[str, ...]) -> None:
     type=click.Choice(["text", "mermaid", "json"]),
     default="text",
     show_default=True,
-    help="How it is printed.",
+    help="Output format.",
 )
 @_workers
 @_cluster
 @_sets
 def plan(spec: str, form: str, workers: int | None, cluster: str | None, sets: tuple[str, ...]) -> None:
-    """Check a spec, open its sources, import its functions, and print what would be executed."""
-    from pipedist.cli.spec_commands import print_plan
+    """Check a spec, open its sources, import its functions, and print what would run."""
+    from pipedist.cli.commands import print_plan
 
     _end(lambda: print_plan(spec, form, workers, sets, cluster))
 
 
 @app.command()
 @_spec
-@click.option("--seeds", metavar="N", type=_count(), help="How many seeds, from 0 on.  [default: 100]")
-@click.option("--seed", metavar="K", type=_count(0), help="Play this seed alone; not with --seeds.")
+@click.option("--seeds", metavar="N", type=_count(), help="Number of seeds, from 0 on.  [default: 100]")
+@click.option("--seed", metavar="K", type=_count(0), help="Simulate this seed only; not with --seeds.")
 @click.option(
-    "--workers", metavar="N", type=_count(), default=3, show_default=True, help="Simulated workers."
+    "--workers", metavar="N", type=_count(), default=3, show_default=True, help="Number of simulated workers."
 )
 @click.option(
     "--faults",
     metavar="KIND=RATE,...",
     help="drop, duplicate, delay, reorder, cut, partition (a message), crash, pause, slow (a call), "
-    "each with a probability; or none. Default: some of everything.",
+    "each with a probability; or none. Default: all kinds, at low rates.",
 )
 @click.option(
     "--costs",
     metavar="STAGE=SECONDS,...",
-    help="Do not execute these stages: a call takes so long, and gives a stand-in.",
+    help="Do not execute these stages: a call takes this virtual time, and returns a placeholder.",
 )
 @_sets
 def simulate(**options: Any) -> None:
     """Execute a spec in virtual time, with simulated workers and faults, and compare the results.
 
-    Exit codes: 0 every seed gave the same as without faults; 1 one did not, or the spec fails without
-    faults too; 2 the spec or the command line is wrong.
+    Exit codes: 0 every seed gave the results of a run without faults; 1 a seed did not, or the spec fails
+    without faults; 2 the spec or the command line is wrong.
     """
     from pipedist.cli.simulate_command import SimulateOptions, execute
 
@@ -208,31 +209,33 @@ def simulate(**options: Any) -> None:
 def audit(run: str) -> None:
     """Verify from the journal in RUN, the output folder, that every element is accounted for.
 
-    Exit codes: 0 it adds up; 1 it does not, and what is wrong is listed; 2 there is no journal.
+    Exit codes: 0 every element is accounted for; 1 problems are listed; 2 there is no journal.
     """
-    from pipedist.cli.audit_command import audit_run
+    from pipedist.cli.commands import audit_run
 
     _end(lambda: audit_run(run))
 
 
 @app.command()
 @_run
-@click.option("--call", metavar="STAGE/STEP/REPLICA", required=True, help="Which call, as errors name it.")
+@click.option(
+    "--call", metavar="STAGE/STEP/REPLICA", required=True, help="The call, as named in error messages."
+)
 @click.option(
     "--element",
     metavar="ID",
     type=int,
     multiple=True,
-    help="Without the call's other elements; may be repeated.",
+    help="Execute the call with this element only; may be repeated.",
 )
-@click.option("--pdb", is_flag=True, help="Stop in the debugger where it fails.")
+@click.option("--pdb", is_flag=True, help="Stop in the debugger where the call fails.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def replay(run: str, call: str, element: tuple[int, ...], pdb: bool, as_json: bool) -> None:
-    """Execute one call of a run again, alone, in this process, with the inputs that it had.
+    """Execute one call of a run again, in this process, with its original inputs.
 
     RUN is the run's output folder.
 
-    Exit codes: 0 it returned; 1 it failed; 2 there is no such call, or its inputs can't be had any more.
+    Exit codes: 0 the call returned; 1 it failed; 2 there is no such call, or its inputs are gone.
     """
     from pipedist.cli.replay_command import ReplayOptions, execute
 
@@ -243,14 +246,14 @@ def replay(run: str, call: str, element: tuple[int, ...], pdb: bool, as_json: bo
 @_run
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of lines.")
 def why(run: str, as_json: bool) -> None:
-    """Ask a run what it waits for: which calls, on which workers, for what.
+    """Explain what a run waits for: which calls, on which workers, and why.
 
-    RUN is its output folder. Of a run that is not going on, print what its journal knows. A run without
-    outputs is asked by SIGUSR1.
+    RUN is its output folder. If the run is not executing, print a summary of its journal. A run without
+    outputs explains itself on SIGUSR1.
 
-    Exit codes: 0 the run has answered; 1 it is not going on; 2 there is no run.
+    Exit codes: 0 the run is executing; 1 it is not; 2 there is no run.
     """
-    from pipedist.cli.why_command import explain_run
+    from pipedist.cli.diagnostics import explain_run
 
     _end(lambda: explain_run(run, as_json=as_json))
 
@@ -258,13 +261,13 @@ def why(run: str, as_json: bool) -> None:
 @app.command()
 def schema() -> None:
     """Print the JSON Schema of specs, for editors."""
-    from pipedist.cli.spec_commands import print_schema
+    from pipedist.cli.commands import print_schema
 
     _end(print_schema)
 
 
 @app.command()
-@click.option("--connect", metavar="ENDPOINT", required=True, help="Where the run listens: tcp://HOST:PORT.")
+@click.option("--connect", metavar="ENDPOINT", required=True, help="Endpoint of the run: tcp://HOST:PORT.")
 @click.option("--key-file", metavar="FILE", required=True, help="The cluster's key file.")
 @click.option(
     "--threads",
@@ -272,7 +275,7 @@ def schema() -> None:
     type=_count(),
     default=1,
     show_default=True,
-    help="BLAS and OpenMP threads: the spec's threads_per_replica.",
+    help="BLAS and OpenMP threads; must equal the spec's threads_per_replica.",
 )
 @click.option(
     "--grace-s",
@@ -280,22 +283,22 @@ def schema() -> None:
     type=click.FloatRange(0),
     default=10.0,
     show_default=True,
-    help="How long the running call may go on after SIGTERM.",
+    help="Time for the running call to finish after SIGTERM.",
 )
 def worker(connect: str, key_file: str, threads: int, grace_s: float) -> None:
     """Execute replica calls for a run on another host, until it ends.
 
-    Exit codes: 0 the run has ended, or SIGTERM; 1 refused, no scheduler answered (any more), or its process
-    kept dying; 2 the endpoint or the key file can't be used.
+    Exit codes: 0 the run has ended, or SIGTERM; 1 rejected, no driver at the endpoint (any more), or the
+    worker process kept dying; 2 the endpoint or the key file can't be used.
     """
-    from pipedist.cli.worker_command import execute
+    from pipedist.worker.supervisor import run_worker
 
-    _end(lambda: execute(connect, key_file, threads, grace_s))
+    _end(lambda: run_worker(connect, key_file, threads=threads, leave_s=grace_s))
 
 
 @app.group()
 def keys() -> None:
-    """Make the keys of a cluster whose workers dial in over TCP."""
+    """Create the keys of a cluster whose workers connect over TCP."""
 
 
 @keys.command("new")
@@ -304,26 +307,26 @@ def keys() -> None:
     metavar="FILE",
     default="cluster.key",
     show_default=True,
-    help="The run's key file; the workers' is beside it: NAME.worker.ENDING.",
+    help="Key file of the run; that of the workers is written beside it as NAME.worker.SUFFIX.",
 )
 def keys_new(output: str) -> None:
-    """Make a cluster's keys: a file for the run, and one for its workers; none is overwritten.
+    """Create a cluster's keys: one file for the run, one for its workers; none is overwritten.
 
-    Exit codes: 0 both files are there; 2 one of them exists already, or can't be written.
+    Exit codes: 0 both files were written; 2 one of them exists already, or can't be written.
     """
-    from pipedist.cli.keys_command import new_key_files
+    from pipedist.cli.commands import new_key_files
 
     _end(lambda: new_key_files(output))
 
 
 @app.group()
 def launch() -> None:
-    """Print what starts a run and its workers in a batch system."""
+    """Print a job script or manifest that starts a run and its workers."""
 
 
-_prints = click.option("--print", "prints", is_flag=True, help="Print it; nothing is submitted.")
+_prints = click.option("--print", "prints", is_flag=True, help="Print the text; nothing is submitted.")
 _nodes = click.option(
-    "--nodes", metavar="N", type=_count(), default=1, show_default=True, help="Hosts with workers."
+    "--nodes", metavar="N", type=_count(), default=1, show_default=True, help="Number of hosts with workers."
 )
 _workers_per_node = click.option(
     "--workers-per-node",
@@ -343,10 +346,14 @@ _gpus = click.option(
 @_workers_per_node
 @_gpus
 @click.option(
-    "--time", metavar="TIME", default="01:00:00", show_default=True, help="Limit of the job, as for sbatch."
+    "--time",
+    metavar="TIME",
+    default="01:00:00",
+    show_default=True,
+    help="Time limit of the job, as for sbatch.",
 )
 @click.option(
-    "--port", metavar="N", type=_count(1, 65_535), help="Where the run listens. Default: by the job's number."
+    "--port", metavar="N", type=_count(1, 65_535), help="Port of the run. Default: derived from the job id."
 )
 def slurm(time: str, port: int | None, **options: Any) -> None:
     """Print a batch script for sbatch: the run on the first node, workers on all."""
@@ -357,21 +364,28 @@ def slurm(time: str, port: int | None, **options: Any) -> None:
 
 @launch.command()
 @_spec
-@click.option("--image", metavar="IMAGE", required=True, help="Has pipedist, and what the functions import.")
+@click.option(
+    "--image",
+    metavar="IMAGE",
+    required=True,
+    help="Image with pipedist and the user's modules.",
+)
 @_prints
 @_nodes
 @_workers_per_node
 @_gpus
-@click.option("--namespace", metavar="NAME", default="default", show_default=True, help="Where it is to run.")
+@click.option(
+    "--namespace", metavar="NAME", default="default", show_default=True, help="Kubernetes namespace."
+)
 @click.option(
     "--claim",
     metavar="NAME",
-    help="A PersistentVolumeClaim for outputs: a driver that is restarted resumes.",
+    help="PersistentVolumeClaim for outputs, so that a restarted driver resumes.",
 )
 @click.option(
     "--spec-in-image",
     metavar="PATH",
-    help="Where the image has the spec. Default: a ConfigMap of the spec's folder.",
+    help="Path of the spec in the image. Default: a ConfigMap of the spec's folder.",
 )
 def kubernetes(
     image: str, namespace: str, claim: str | None, spec_in_image: str | None, **options: Any

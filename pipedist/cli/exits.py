@@ -1,6 +1,6 @@
-"""Exit codes, and what a person reads on standard error when something is wrong.
+"""Exit codes, and error messages on standard error.
 
-0: all committed. 1: the run failed. 2: the spec or the command line is wrong. 3: finished, with
+0: all elements committed. 1: the run failed. 2: the spec or the command line is wrong. 3: finished, with
 quarantined elements. 129, 130, 143: interrupted by SIGHUP, SIGINT, SIGTERM.
 """
 
@@ -19,10 +19,9 @@ QUARANTINED = 3
 
 
 class Interrupted(KeyboardInterrupt):
-    """A signal ends the process before anything runs; no SystemExit, which a module may raise itself.
+    """A signal that ends the process before a run starts.
 
-    Args:
-        exit_code: of the process.
+    Not SystemExit, which a user's module may raise itself.
     """
 
     def __init__(self, exit_code: int) -> None:
@@ -36,28 +35,24 @@ def interrupted(signal_number: int) -> int:
 
 
 def guarded(command: Callable[[], int]) -> int:
-    """Carry out a command, and turn what it raises into words and an exit code.
-
-    Args:
-        command: returns the exit code where nothing is wrong.
-    """
+    """Run a command; report what it raises, and return the exit code."""
     try:
         return command()
-    except KeyboardInterrupt as signalled:
-        return _end_of(signalled)
+    except KeyboardInterrupt as interrupt:
+        return _exit_code(interrupt)
     except PipedistError as error:
         report(error)
         return error.exit_code
     except Exception as error:
         cause = interruption(error)
-        return defect() if cause is None else _end_of(cause)
+        return report_defect() if cause is None else _exit_code(cause)
 
 
 def interruption(error: BaseException) -> KeyboardInterrupt | None:
-    """Return the interruption that an exception is, or came of; None if it has nothing to do with one.
+    """Return the KeyboardInterrupt that an exception is or was raised from, or None.
 
-    Python 3.11 makes a RuntimeError of whatever is raised where a class names its fields: an import that is
-    interrupted there ends with one.
+    Python 3.11 wraps exceptions raised in `__set_name__` in a RuntimeError: an import that is interrupted
+    there ends with one.
     """
     for each in (error, error.__cause__):
         if isinstance(each, KeyboardInterrupt):
@@ -65,26 +60,26 @@ def interruption(error: BaseException) -> KeyboardInterrupt | None:
     return None
 
 
-def _end_of(signalled: KeyboardInterrupt) -> int:
-    return signalled.exit_code if isinstance(signalled, Interrupted) else interrupted(signal.SIGINT)
+def _exit_code(interrupt: KeyboardInterrupt) -> int:
+    return interrupt.exit_code if isinstance(interrupt, Interrupted) else interrupted(signal.SIGINT)
 
 
 def report(error: PipedistError) -> None:
-    """Tell a person about an error that pipedist raised on purpose."""
-    # a mistake in a spec is `file:line:column: ...`, which editors understand, and nothing else
+    """Print an error that pipedist raised."""
+    # Spec errors begin with `file:line:column:`, which editors parse: no prefix.
     prefix = "" if isinstance(error, SpecError) else "pipedist: "
     write_error(f"{prefix}{error}\n")
 
 
-def defect() -> int:
-    """Tell a person about the exception that is being handled, which nobody foresaw."""
+def report_defect() -> int:
+    """Print the unexpected exception that is being handled, and return the exit code."""
     import platform
-    import traceback  # only for what should not happen
+    import traceback
 
     from pipedist.version import __version__
 
     write_error(
-        "pipedist: this is a defect in pipedist, not in your spec; please report it with what follows "
+        "pipedist: this is a defect in pipedist, not in your spec; please report it with the traceback below "
         f"(pipedist {__version__}, Python {platform.python_version()}, {platform.system()})\n"
     )
     write_error(traceback.format_exc())

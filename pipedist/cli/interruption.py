@@ -1,11 +1,10 @@
-"""What SIGINT, SIGTERM and SIGHUP do to a run.
+"""Handle SIGINT, SIGTERM and SIGHUP during a run.
 
-Before anything is opened, a signal ends the process. While a run runs, the first one drains: nothing new
-is issued, running calls have the cluster's grace time. The second one ends the run at once. While it is being
-opened the first one cancels that, and while it is being closed that goes on: an exception out of nowhere
-would leave sockets half made, whose end is waited for in vain. Should any of this take long, the process
-is ended (its workers die with it). The handlers are plain signal handlers, not the
-event loop's: a loop that is busy must not make Ctrl-C deaf.
+Before a run opens, a signal ends the process. While the run executes, the first signal drains it: no new
+calls start, and running calls get the cluster's grace time; the second one ends it at once. A signal while
+the run opens cancels that; one while it closes changes nothing. An exception here could leave a half-open
+socket and block shutdown. If the end takes long, the process exits, and its workers end with it. Plain
+signal handlers are used so that a busy event loop cannot delay Ctrl-C.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ from pipedist.cli.exits import Interrupted, interrupted
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _END_S = 5.0
-"""How long the run may take to end at once, until the process is ended."""
+"""Time for a run to end at once; after that the process exits."""
 
 
 class Stoppable(Protocol):
-    """What a run offers to whoever interrupts it."""
+    """A run that can be interrupted."""
 
     def drain(self) -> object:
-        """Issue nothing new."""
+        """Start no new calls."""
 
     def cancel(self) -> object:
         """End at once."""
@@ -40,16 +39,16 @@ class Interruption:
     """Handles the signals while its context is open; only in the main thread.
 
     Args:
-        tell: shows a line to the user; called inside the run's event loop.
-        end: ends the process at once with an exit code.
+        show: prints a line for the user; called in the run's event loop.
+        end: exits the process at once with a code.
     """
 
-    def __init__(self, tell: Callable[[str], None], end: Callable[[int], None] = os._exit) -> None:
-        self.tell = tell
+    def __init__(self, show: Callable[[str], None], end: Callable[[int], None] = os._exit) -> None:
+        self.show = show
         self._end = end
         self._run: Stoppable | None = None
         self._task: asyncio.Task[Any] | None = None
-        """It opens the run, and closes it."""
+        """The task that opens and closes the run."""
         self._has_run = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._watchdog: threading.Timer | None = None
@@ -59,7 +58,7 @@ class Interruption:
         self.exit_code: int | None = None
 
     def __enter__(self) -> Self:
-        # a signal that is ignored stays so: `nohup` means that the run outlives its terminal
+        # Ignored signals stay ignored: under `nohup` a run outlives its terminal.
         handled = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
         self._before = {number: signal.signal(number, self._on_signal) for number in handled}
         return self
@@ -69,11 +68,11 @@ class Interruption:
     ) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
-        self._call_off()
+        self._cancel_watchdog()
 
     @contextlib.contextmanager
     def lifetime(self) -> Iterator[None]:
-        """While this context is open, in the task that opens and closes the run, no signal raises."""
+        """Let no signal raise in this task, which opens and closes the run."""
         self._loop = asyncio.get_running_loop()
         self._task = asyncio.current_task()
         try:
@@ -83,7 +82,7 @@ class Interruption:
 
     @contextlib.contextmanager
     def watching(self, run: Stoppable, grace_s: float) -> Iterator[None]:
-        """While this context is open, inside the run's event loop, signals drain and cancel the run."""
+        """Let signals drain and cancel the run while this context is open."""
         self._loop = asyncio.get_running_loop()
         self._run = run
         self._grace_s = grace_s
@@ -100,35 +99,35 @@ class Interruption:
         if self._run is None and self._task is None:
             raise Interrupted(self.exit_code)
         if self._count == 1:
-            self._post(self._leave, signal.Signals(number).name)
+            self._post(self._on_first_signal, signal.Signals(number).name)
             if self._run is None:
                 self._end_soon()
         elif self._count == 2 and self._run is not None:
-            self._post(self.tell, f"pipedist: {signal.Signals(number).name}: the run is ended at once")
+            self._post(self.show, f"pipedist: {signal.Signals(number).name}: ending the run at once")
             self._post(self._run.cancel)
             self._end_soon()
         else:
             self._end(self.exit_code)
 
-    def _leave(self, name: str) -> None:
-        """Do what the first signal asks for, in the loop."""
+    def _on_first_signal(self, name: str) -> None:
+        """Drain the run or cancel its opening; called in the loop."""
         if self._run is not None:
-            self._call_off()
-            self.tell(
-                f"pipedist: {name}: no new calls are issued; running calls have {self._grace_s:g} s "
-                "to finish (a second signal ends the run at once)"
+            self._cancel_watchdog()
+            self.show(
+                f"pipedist: {name}: no new calls start; running calls have {self._grace_s:g} s to finish "
+                "(a second signal ends the run at once)"
             )
             self._run.drain()
         elif self._task is not None and not self._has_run:
             self._task.cancel()
 
     def _end_soon(self) -> None:
-        """End the process after `_END_S`, unless it has ended by then."""
+        """Exit the process after `_END_S`, unless it has ended by then."""
         self._watchdog = threading.Timer(_END_S, self._end, (self.exit_code,))
         self._watchdog.daemon = True
         self._watchdog.start()
 
-    def _call_off(self) -> None:
+    def _cancel_watchdog(self) -> None:
         if self._watchdog is not None:
             self._watchdog.cancel()
 

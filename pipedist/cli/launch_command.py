@@ -1,4 +1,4 @@
-"""The commands `pipedist launch slurm` and `pipedist launch kubernetes`: print what a batch system takes."""
+"""The commands `pipedist launch slurm` and `launch kubernetes`: print scripts for batch systems."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from pipedist.records import record
 
 @record
 class LaunchOptions:
-    """What the command line says.
+    """Options common to the `launch` commands.
 
     Args:
         spec: path of the spec, as typed.
         nodes, workers_per_node, gpus: see `pipedist.templates.request.Request`.
-        prints: whether the text is to be printed, which is all that can be done with it.
+        prints: print the text; nothing is ever submitted.
     """
 
     spec: str
@@ -32,7 +32,7 @@ def slurm(options: LaunchOptions, *, time: str, port: int | None) -> int:
 
     Raises:
         SpecError: the spec has mistakes.
-        UsageError: the options make no sense.
+        UsageError: the options contradict each other or the spec.
     """
     from pipedist.spec import load
     from pipedist.templates.request import Request
@@ -52,11 +52,11 @@ def slurm(options: LaunchOptions, *, time: str, port: int | None) -> int:
 def kubernetes(
     options: LaunchOptions, *, image: str, namespace: str, claim: str | None, spec_in_image: str | None
 ) -> int:
-    """Print a JobSet, and before it, as comments, the commands that make what it refers to.
+    """Print a JobSet, after comments with the commands that create the objects it refers to.
 
     Raises:
         SpecError: the spec has mistakes.
-        UsageError: the options make no sense.
+        UsageError: the options contradict each other or the spec.
     """
     from ruamel.yaml import YAML
 
@@ -79,10 +79,10 @@ def kubernetes(
     )
     commands = prepare(request, namespace=namespace, spec=None if spec_in_image else options.spec)
     text = io.StringIO()
-    text.writelines(f"# {line}\n" for line in ("Once, before it is applied:", *commands))
+    text.writelines(f"# {line}\n" for line in ("Run once, before applying this manifest:", *commands))
     yaml = YAML(typ="safe")
     yaml.default_flow_style = False
-    yaml.sort_base_mapping_type_on_output = False  # type: ignore[assignment]  # its own default is None
+    yaml.sort_base_mapping_type_on_output = False  # type: ignore[assignment]  # the default is None
     yaml.dump(manifest, text)
     write_out(text.getvalue())
     return 0
@@ -91,6 +91,5 @@ def kubernetes(
 def _check(options: LaunchOptions, submit: str) -> None:
     if not options.prints:
         raise UsageError(
-            f"nothing is submitted from here: with --print the text is printed, for `{submit}`, "
-            "and for your eyes"
+            f"pipedist does not submit jobs. Print the script with --print, and pass it to `{submit}`"
         )

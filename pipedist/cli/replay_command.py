@@ -1,4 +1,4 @@
-"""The command `pipedist replay`: one call of a run again, alone, in this process."""
+"""The command `pipedist replay`: execute one call of a run again, in this process."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ if TYPE_CHECKING:
     from pipedist.pipeline.replaying import Replay
 
 FORMAT = 1
-"""Of the JSON document."""
+"""Version of the JSON document."""
 
 
 class _CtrlC(KeyboardInterrupt):
-    """The terminal's, and not one that the function raised."""
+    """Ctrl-C on the terminal, as distinct from a KeyboardInterrupt that the function raised."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayOptions:
-    """What the command line says.
+    """Options of `pipedist replay`.
 
     Args:
         run: the run's output folder.
         call: STAGE/STEP/REPLICA.
-        elements: ids, to be executed without the call's others; none: as it was committed.
+        elements: ids of the only elements to execute; empty: those that were committed.
         debug: stop in the debugger where the call fails.
         as_json: one JSON document instead of text.
     """
@@ -48,22 +48,22 @@ class ReplayOptions:
 
 
 def execute(options: ReplayOptions) -> int:
-    """Execute a call again, and print what came of it.
+    """Execute a call again, and print its outcome.
 
     Returns:
-        0; 1 if it failed.
+        0; 1 if the call failed.
 
     Raises:
-        UsageError: the call can't be had.
+        UsageError: there is no such call, or its inputs are gone.
     """
     import faulthandler
 
     from pipedist.errors import JournalError, UsageError
 
-    faulthandler.enable()  # a call that kills its process kills this one: it shows where
+    faulthandler.enable()  # a call that kills the process shows where
     try:
         return _execute(options)
-    except JournalError as error:  # 1 would say that the call failed
+    except JournalError as error:  # exit code 1 means that the call failed
         raise UsageError(str(error)) from error
 
 
@@ -73,26 +73,26 @@ def _execute(options: ReplayOptions) -> int:
 
     key, folder = CallKey.of(options.call), Path(options.run)
     _use_threads(threads_of(folder))
-    # modules of the user may print, and so may the call
+    # The user's modules may print, and so may the call.
     with stdout_to_stderr(), open_replay(folder, key, options.elements) as replay:
         if not options.as_json:
-            write_error("".join(f"pipedist: {line}\n" for line in _introduced(replay)))
+            write_error("".join(f"pipedist: {line}\n" for line in _introduction(replay)))
         with _recognizing_ctrl_c(replay.call.program.gang):
-            made = replay.execute()
-    if isinstance(made.error, _CtrlC):
-        write_error(f"pipedist: Ctrl-C ended the call, which was here:\n{_told(made)}")
+            outcome = replay.execute()
+    if isinstance(outcome.error, _CtrlC):
+        write_error(f"pipedist: Ctrl-C ended the call here:\n{_traceback(outcome)}")
         if options.debug:
-            _debug(made.error)
-        raise made.error
+            _debug(outcome.error)
+        raise outcome.error
     if options.as_json:
-        _print_document(replay, made)
-    elif made.failure is None:
-        write_out(_text(made) + "\n")
-    if made.failure is not None:
+        _print_document(replay, outcome)
+    elif outcome.failure is None:
+        write_out(_text(outcome) + "\n")
+    if outcome.failure is not None:
         if not options.as_json:
-            write_error(_failure_text(replay, made))
-        if options.debug and made.error is not None:
-            _debug(made.error)
+            write_error(_failure_text(replay, outcome))
+        if options.debug and outcome.error is not None:
+            _debug(outcome.error)
         return exits.FAILED
     return exits.OK
 
@@ -102,8 +102,8 @@ def _recognizing_ctrl_c(is_gang: bool) -> Iterator[None]:
     def interrupt(number: int, _frame: FrameType | None) -> None:
         if not is_gang:
             raise _CtrlC
-        # Nothing can end the threads of its replicas but the end of the process.
-        write_error(f"pipedist: Ctrl-C ended the call, whose replicas were here:\n{_places()}")
+        # Only the end of the process ends the threads of the replicas.
+        write_error(f"pipedist: Ctrl-C ended the call; its replicas were here:\n{_stacks()}")
         os._exit(exits.interrupted(number))
 
     before = signal.signal(signal.SIGINT, interrupt)
@@ -113,8 +113,8 @@ def _recognizing_ctrl_c(is_gang: bool) -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def _places() -> str:
-    """Return where this process's threads are, those that are in a replica function."""
+def _stacks() -> str:
+    """Return the stacks of the threads that execute a replica function."""
     from traceback import format_list
 
     from pipedist.worker.failures import user_stack
@@ -124,7 +124,7 @@ def _places() -> str:
 
 
 def _use_threads(threads: int) -> None:
-    """Begin anew, as the same process, unless numeric libraries use so many threads: bits depend on it."""
+    """Re-execute this process if numeric libraries use another number of threads: bits depend on it."""
     from pipedist.worker.boot import THREAD_VARIABLES, environment
 
     if any(os.environ.get(name) != str(threads) for name in THREAD_VARIABLES):
@@ -132,7 +132,7 @@ def _use_threads(threads: int) -> None:
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment(threads))
 
 
-def _introduced(replay: Replay) -> list[str]:
+def _introduction(replay: Replay) -> list[str]:
     key = replay.key
     ids = replay.elements
     if len(ids) > 1 and ids[-1] - ids[0] == len(ids) - 1:
@@ -144,38 +144,38 @@ def _introduced(replay: Replay) -> list[str]:
     return [line, *replay.notes]
 
 
-def _text(made: Replayed) -> str:
-    from pipedist.cli.summary import summarize
+def _text(outcome: Replayed) -> str:
+    from pipedist.cli.rendering import summarize
     from pipedist.errors import OutputError
 
-    if not made.has_value:
-        return "the stage is not called with an empty shard"
+    if not outcome.has_value:
+        return "the stage is not called: its shard is empty"
     try:
-        return summarize(made.value)
-    except (OutputError, TypeError):  # a value that only lives in a worker
-        return repr(made.value)
+        return summarize(outcome.value)
+    except (OutputError, TypeError):  # a value that exists only in a worker
+        return repr(outcome.value)
 
 
-def _failure_text(replay: Replay, made: Replayed) -> str:
-    failure = made.failure
+def _failure_text(replay: Replay, outcome: Replayed) -> str:
+    failure = outcome.failure
     assert failure is not None
     text = f"{failure.name}: {failure.text}" if failure.text else failure.name
-    where = f"stage {failure.stage}, step {replay.key.step}, replica {made.culprit}"
-    return f"pipedist: {where}: {text}\n{_told(made)}"
+    where = f"stage {failure.stage}, step {replay.key.step}, replica {outcome.culprit}"
+    return f"pipedist: {where}: {text}\n{_traceback(outcome)}"
 
 
-def _told(made: Replayed) -> str:
-    told = made.failure.traceback.rstrip() if made.failure is not None else ""
-    return f"{told}\n" if told else ""
+def _traceback(outcome: Replayed) -> str:
+    text = outcome.failure.traceback.rstrip() if outcome.failure is not None else ""
+    return f"{text}\n" if text else ""
 
 
-def _print_document(replay: Replay, made: Replayed) -> None:
+def _print_document(replay: Replay, outcome: Replayed) -> None:
     import json
 
     from pipedist.errors import OutputError
     from pipedist.outputs import to_json
 
-    key, failure = replay.key, made.failure
+    key, failure = replay.key, outcome.failure
     document: dict[str, Any] = {
         "format": FORMAT,
         "run": replay.run,
@@ -195,14 +195,14 @@ def _print_document(replay: Replay, made: Replayed) -> None:
             "message": failure.text,
             "stage": failure.stage,
             "step": key.step,
-            "replica": made.culprit,
+            "replica": outcome.culprit,
             "traceback": failure.traceback,
         }
-    elif made.has_value:
-        value: Tree = made.value
+    elif outcome.has_value:
+        value: Tree = outcome.value
         try:
             document["result"] = to_json(value)
-        except OutputError:  # a value that only lives in a worker
+        except OutputError:  # a value that exists only in a worker
             document["result"] = repr(value)
     write_out(json.dumps(document, allow_nan=False) + "\n")
 

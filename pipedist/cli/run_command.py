@@ -1,4 +1,4 @@
-"""The command `pipedist run`: from a spec to its last line."""
+"""The command `pipedist run`: execute a spec, and print its results."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from pipedist.cli import exits
+from pipedist.cli.diagnostics import StallReporter
 from pipedist.cli.interruption import Interruption
-from pipedist.cli.progress import Amount, Reporter, open_reporter
-from pipedist.cli.stall_guard import StallGuard
+from pipedist.cli.progress import ProgressTotals, Reporter, open_reporter
 from pipedist.cli.streams import stdout_to_stderr, write_error, write_out
 from pipedist.errors import PipedistError, RunCancelled, UsageError
 
@@ -25,27 +25,27 @@ if TYPE_CHECKING:
     from pipedist.spec import Spec, StageSpec
 
 QUARANTINED_SHOWN = 5
-"""Elements that were set aside and are told of on standard error."""
+"""Quarantined elements that are listed on standard error, at most."""
 
 _REFRESH_S = 0.2
-"""How often progress is looked at."""
+"""Interval at which progress is shown."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """What the command line says.
+    """Options of `pipedist run`.
 
     Args:
         spec: path of the spec, as typed.
-        workers: number of worker processes, None for the spec's.
-        cluster: where they come from, None for the spec's.
-        output: folder of the outputs, None for `out/NAME`.
+        workers: number of worker processes; None: from the spec.
+        cluster: launcher of the workers; None: from the spec.
+        output: folder of the outputs; None: `out/NAME`.
         sets: texts NAME=VALUE.
-        resume, restart: what to do with an unfinished run in the folder.
+        resume, restart: how to treat an unfinished run in the folder.
         as_json: one JSON document instead of a table.
         verify: execute every call twice, and compare.
-        key_file: of workers that dial in, in place of what the spec says; None: as the spec says.
-        force: let workers in that differ.
+        key_file: key file for workers that connect over TCP; None: from the spec.
+        force: accept workers of other versions or processor types.
     """
 
     spec: str
@@ -62,16 +62,16 @@ class RunOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
-    """A run that has ended.
+class RunOutcome:
+    """The outcome of a run.
 
     Args:
         spec: what ran.
-        result: of a run that came to its end.
-        error: why it did not, or which of its files could not be written.
-        document: the run's document, None of a run that was interrupted.
-        notice: what was said about the output folder before the run.
-        resumable: its folder has steps that need not be done again.
+        result: the result of a finished run.
+        error: why the run failed, or which output could not be written.
+        document: the results document; None if the run was interrupted.
+        notice: the notice about the output folder that was printed before the run.
+        resumable: the folder has committed steps.
     """
 
     spec: Spec
@@ -89,63 +89,61 @@ def execute(options: RunOptions) -> int:
         The exit code.
 
     Raises:
-        SpecError: the spec can't be executed; nothing ran.
-        UsageError: the options make no sense together; nothing ran.
+        SpecError: the spec is invalid; nothing ran.
+        UsageError: the options contradict each other; nothing ran.
     """
     if options.resume and options.restart:
         raise UsageError("--resume and --restart exclude each other")
-    if options.output == "":  # a variable of the shell that is not set; the current folder is `.`
-        raise UsageError("--output is empty: expected a folder, as --output out/NAME")
+    if options.output == "":  # an unset shell variable; the current folder is `.`
+        raise UsageError("--output is empty. Give a folder, such as --output out/NAME")
 
-    # modules of the user may print
-    def tell(text: str) -> None:
+    def show(text: str) -> None:
         write_error(text + "\n")
 
-    with Interruption(tell) as interruption, StallGuard(tell) as guard, stdout_to_stderr():
+    # stdout_to_stderr: the user's modules may print
+    with Interruption(show) as interruption, StallReporter(show) as stalls, stdout_to_stderr():
         try:
-            ended = asyncio.run(_run(options, interruption, guard))
+            outcome = asyncio.run(_run(options, interruption, stalls))
         except asyncio.CancelledError:
             if interruption.exit_code is None:
                 raise
             return interruption.exit_code
-    if isinstance(ended.error, RunCancelled):
+    if isinstance(outcome.error, RunCancelled):
         again = ""
-        if _has_folder(ended, options):
-            again = "; --resume continues it, --restart begins it again"
-        write_error(f"pipedist: {ended.error}{again}\n")
+        if _has_folder(outcome, options):
+            again = ". Continue it with --resume, or start again with --restart"
+        write_error(f"pipedist: {outcome.error}{again}\n")
         return interruption.exit_code or exits.FAILED
-    if ended.error is not None:
-        exits.report(ended.error)
-        if ended.result is None and ended.resumable:
+    if outcome.error is not None:
+        exits.report(outcome.error)
+        if outcome.result is None and outcome.resumable:
             write_error(
-                "what was done before is kept: when the cause is mended, --resume goes on from there, "
-                "--restart begins again\n"
+                "Committed steps are kept. Fix the problem, then rerun with --resume, or start again with --restart\n"
             )
-    if ended.result is not None:
-        _show(ended, ended.result, options)
-        if options.verify and ended.result.restored is None:
-            write_error(_verified(options))
-        if ended.error is None:
-            return exits.QUARANTINED if ended.result.ledger.quarantined else exits.OK
+    if outcome.result is not None:
+        _show(outcome, outcome.result, options)
+        if options.verify and outcome.result.restored is None:
+            write_error(_verify_notice(options))
+        if outcome.error is None:
+            return exits.QUARANTINED if outcome.result.ledger.quarantined else exits.OK
     elif options.as_json:
-        _print_document(ended.document)
+        _print_document(outcome.document)
     return exits.FAILED
 
 
-def _verified(options: RunOptions) -> str:
-    """Say what `--verify` has shown, and what it can't show."""
-    calls = "every call that was left to do" if options.resume else "every call"
+def _verify_notice(options: RunOptions) -> str:
+    """Return what `--verify` has checked, and what it can't check."""
+    calls = "every remaining call" if options.resume else "every call"
     return (
-        f"pipedist: {calls} was executed twice in a row, in one process, and gave the same. What is the "
-        "same as long as a process lives (its id, its host, the order of a set) is not found so: run again "
-        "with other --workers and another --output, and compare the files\n"
+        f"pipedist: {calls} was executed twice in one process, with equal results. This does not detect "
+        "differences between processes (process ids, host names, the order of sets). Run again with other "
+        "--workers and another --output, and compare the files\n"
     )
 
 
-async def _run(options: RunOptions, interruption: Interruption, guard: StallGuard) -> Ended:
+async def _run(options: RunOptions, interruption: Interruption, stalls: StallReporter) -> RunOutcome:
     import anyio
 
-    # the engine takes a tenth of a second to import: not before the command line is known to be good
     from pipedist.pipeline.doors import open as open_run
 
     reporter: Reporter | None = None
@@ -167,33 +165,32 @@ async def _run(options: RunOptions, interruption: Interruption, guard: StallGuar
         on_log=on_log,
         force=options.force,
     )
-    # What is imported stays until the process ends: there is nothing to collect in it, neither now nor
-    # at the end, where the interpreter would look three times. Nothing of the user's is there yet.
+    # Imported modules live until the process ends: exclude them from garbage collection.
     gc.freeze()
-    opened.compile()  # it imports modules of the user's, which may take long: a signal ends the process
+    opened.compile()  # imports the user's modules, which may take long: a signal ends the process
     with interruption.lifetime():
         async with opened as run:
             if run.notice:
                 write_error(f"pipedist: {run.notice}\n")
             reporter = open_reporter(run.name)
-            interruption.tell = guard.tell = reporter.line
-            ended: Ended | None = None
+            interruption.show = stalls.show = reporter.line
+            outcome: RunOutcome | None = None
             try:
                 async with anyio.create_task_group() as tasks:
-                    tasks.start_soon(_watch, run, reporter, guard, name="progress")
+                    tasks.start_soon(_watch, run, reporter, stalls, name="progress")
                     cluster = run.spec.cluster
-                    with interruption.watching(run, cluster.grace_s), guard.watching(run, cluster.stall_s):
-                        ended = await _outcome(run)
+                    with interruption.watching(run, cluster.grace_s), stalls.watching(run, cluster.stall_s):
+                        outcome = await _outcome(run)
                     tasks.cancel_scope.cancel()
             finally:
                 reporter.close()
-            if ended is None:
-                raise RuntimeError("the run has ended, and nobody knows how")
-            return ended
+            if outcome is None:
+                raise RuntimeError("the run ended without an outcome")
+            return outcome
 
 
 def _keyed(options: RunOptions, key_file: str) -> Spec:
-    """Return the spec with workers that dial in with these keys."""
+    """Return the spec with a key file for workers that connect over TCP."""
     import os
     from dataclasses import replace
 
@@ -203,22 +200,24 @@ def _keyed(options: RunOptions, key_file: str) -> Spec:
     if options.cluster is not None:
         spec = with_cluster(spec, options.cluster)
     if spec.cluster.launcher != "connect":
-        raise UsageError("--key-file is for workers that dial in: say --cluster connect:tcp://ADDRESS:PORT")
+        raise UsageError(
+            "--key-file needs workers that connect over TCP. Add --cluster connect:tcp://ADDRESS:PORT"
+        )
     return replace(spec, cluster=spec.cluster.replaced(key_file=os.path.abspath(key_file)))
 
 
-async def _outcome(run: Run) -> Ended:
+async def _outcome(run: Run) -> RunOutcome:
     began = time.monotonic()
     try:
         finished = await run.results()
     except RunCancelled as error:
-        return Ended(run.spec, None, error, None)
+        return RunOutcome(run.spec, None, error, None)
     except PipedistError as error:
         from pipedist.outputs import run_document
         from pipedist.pipeline.result import Result
 
-        made = getattr(error, "result", None)
-        result = made if isinstance(made, Result) else None
+        partial = getattr(error, "result", None)
+        result = partial if isinstance(partial, Result) else None
         timings = {"total": time.monotonic() - began} if result is None else result.timings
         document = run_document(
             run_id=run.id,
@@ -229,30 +228,30 @@ async def _outcome(run: Run) -> Ended:
             timings={name: round(seconds, 6) for name, seconds in timings.items()},
             error=error,
         )
-        return Ended(run.spec, result, error, document, run.notice, run.resumable)
-    return Ended(run.spec, finished, None, finished.document, run.notice)
+        return RunOutcome(run.spec, result, error, document, run.notice, run.resumable)
+    return RunOutcome(run.spec, finished, None, finished.document, run.notice)
 
 
-async def _watch(run: Run, reporter: Reporter, guard: StallGuard) -> None:
+async def _watch(run: Run, reporter: Reporter, stalls: StallReporter) -> None:
     while True:
         progress = run.progress()
         if progress is not None:
-            reporter.update(Amount.of(progress))
-        guard.look()
+            reporter.update(ProgressTotals.of(progress))
+        stalls.check()
         await asyncio.sleep(_REFRESH_S)
 
 
-def _show(ended: Ended, result: Result, options: RunOptions) -> None:
-    if result.notice and result.notice != ended.notice:
+def _show(outcome: RunOutcome, result: Result, options: RunOptions) -> None:
+    if result.notice and result.notice != outcome.notice:
         write_error(f"pipedist: {result.notice}\n")
     if options.as_json:
-        _print_document(ended.document)
+        _print_document(outcome.document)
     else:
-        from pipedist.cli.table import Row, render
+        from pipedist.cli.rendering import Row, render
 
         rows = [
-            Row(name, verb_of(ended.spec.stages[name]), result[name], result.files.get(name))
-            for name in ended.spec.stages  # a result of an earlier run may have another order
+            Row(name, verb_of(outcome.spec.stages[name]), result[name], result.files.get(name))
+            for name in outcome.spec.stages  # results of an earlier run may have another order
             if name in result
         ]
         write_out(render(rows, result.ledger.to_json(), result.timings))
@@ -261,17 +260,17 @@ def _show(ended: Ended, result: Result, options: RunOptions) -> None:
 
 
 def _quarantine_text(result: Result, *, replays: bool) -> str:
-    """Return what is said of the elements that were set aside: the first few, and where all of them are.
+    """Return a text that lists the first quarantined elements, and the file with all of them.
 
     Args:
-        replays: their calls can be executed again, from the folder of the run.
+        replays: add the commands that replay their calls.
     """
-    from pipedist.cli.table import shown
+    from pipedist.cli.rendering import shown
 
     entries = result.quarantined
     count = "1 entry" if len(entries) == 1 else f"{len(entries):,} entries"
     where = f", in {shown(result.quarantine_file)}" if result.quarantine_file is not None else ""
-    lines = [f"pipedist: elements were set aside ({count}{where})"]
+    lines = [f"pipedist: elements were quarantined ({count}{where})"]
     again = _replays(result.quarantine_file) if replays and result.quarantine_file is not None else []
     for place, entry in enumerate(entries[:QUARANTINED_SHOWN]):
         lines.append(f"  element {entry['element']}, stage {entry['stage']}: {entry['cause']}")
@@ -283,8 +282,8 @@ def _quarantine_text(result: Result, *, replays: bool) -> str:
 
 
 def _replays(listed: Path) -> list[str]:
-    """Return the commands that execute the first calls of a list of elements set aside again, alone."""
-    import json  # only where something was set aside
+    """Return the commands that replay the first calls listed in a quarantine file."""
+    import json
     from itertools import islice
 
     from pipedist.pipeline.call_keys import CallKey
@@ -292,27 +291,28 @@ def _replays(listed: Path) -> list[str]:
     commands = []
     with listed.open("rb") as lines:
         for line in islice(lines, QUARANTINED_SHOWN):
-            said = json.loads(line)
-            element = said["element"] if said["alone"] else None
-            commands.append(CallKey.of(said["call"]).command(listed.parent, element))
+            entry = json.loads(line)
+            element = entry["element"] if entry["alone"] else None
+            commands.append(CallKey.of(entry["call"]).command(listed.parent, element))
     return commands
 
 
-def _has_folder(ended: Ended, options: RunOptions) -> bool:
-    return options.output is not None or bool(ended.spec.outputs)
+def _has_folder(outcome: RunOutcome, options: RunOptions) -> bool:
+    return options.output is not None or bool(outcome.spec.outputs)
 
 
 def _print_document(document: Mapping[str, object] | None) -> None:
-    import json  # only for --json
+    import json
 
-    write_out(json.dumps(document, allow_nan=False) + "\n")  # ASCII: it survives any terminal
+    write_out(json.dumps(document, allow_nan=False) + "\n")  # ASCII: any terminal shows it
 
 
 def verb_of(stage: StageSpec) -> str:
-    """Return what a stage does, for the table: "reduce sum", "gather 0 per step"."""
+    """Return the operation of a stage for the table: "reduce sum", "gather 0 per step"."""
     verb = type(stage).__name__.removesuffix("Spec").lower()
-    what = getattr(stage, verb)
-    what = what if isinstance(what, str | int) else getattr(what, "__qualname__", repr(what))
-    what = str(what).rpartition(":")[2]  # the function's own name: its module is in the spec
+    operation = getattr(stage, verb)
+    if not isinstance(operation, str | int):
+        operation = getattr(operation, "__qualname__", repr(operation))
+    name = str(operation).rpartition(":")[2]  # without the module, which is in the spec
     per = getattr(stage, "per", "run")
-    return f"{verb} {what}" if per == "run" else f"{verb} {what} per {per}"
+    return f"{verb} {name}" if per == "run" else f"{verb} {name} per {per}"

@@ -1,4 +1,4 @@
-"""The command `pipedist simulate`: a spec in virtual time, with faults, seed after seed."""
+"""The command `pipedist simulate`: run a spec in virtual time with faults, one seed after another."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from pipedist.cli.streams import stdout_to_stderr, write_error, write_out
 from pipedist.errors import UsageError
 
 SEEDS = 100
-"""How many are played where the command line says nothing of it."""
+"""Number of seeds by default."""
 
 FAILURES_SHOWN_MAX = 5
-"""Seeds with a violation that are told one by one."""
+"""Seeds with a violation that are listed, at most."""
 
 
 @dataclass(frozen=True, slots=True)
 class SimulateOptions:
-    """What the command line says.
+    """Options of `pipedist simulate`.
 
     Args:
         spec: path of the spec, as typed.
-        seeds: how many are played, from 0 on; None: 100, or `seed`.
-        seed: the only one that is played; None for `seeds`.
-        workers: how many workers there are.
-        faults: text KIND=RATE,... ; None: some of everything.
-        costs: text STAGE=SECONDS,... of stages that are not executed.
+        seeds: number of seeds, from 0 on; None: 100, or only `seed`.
+        seed: the only seed; None: use `seeds`.
+        workers: number of simulated workers.
+        faults: text KIND=RATE,...; None: `DEFAULT_FAULTS`.
+        costs: text STAGE=SECONDS,... for stages that are not executed.
         sets: texts NAME=VALUE.
     """
 
@@ -40,70 +40,70 @@ class SimulateOptions:
     sets: tuple[str, ...] = ()
 
 
-EVERYTHING = "drop=0.01,duplicate=0.01,delay=0.02,cut=0.01,partition=0.01,crash=0.02,pause=0.02,slow=0.05"
-"""The faults of a simulation that names none."""
+DEFAULT_FAULTS = "drop=0.01,duplicate=0.01,delay=0.02,cut=0.01,partition=0.01,crash=0.02,pause=0.02,slow=0.05"
+"""Faults of a simulation without `--faults`."""
 
 
-_NOTHING_SHOWN = """\
-The spec fails so without any fault, on one worker: no seed was played, and nothing is shown. Mend it first.
+_NOT_SIMULATED = """\
+The spec fails without injected faults. Fix it first; no seeds were simulated.
 """
 
 _ONLY_COMPARED = """\
-The spec fails so without any fault, on one worker: the seed was only compared with that.
+The spec fails without injected faults. The seed was only compared with that failure.
 """
 
 
 def execute(options: SimulateOptions) -> int:
-    """Simulate a spec, and print what came of it.
+    """Simulate a spec, and print the findings.
 
     Returns:
-        The exit code: 0, or 1 if a run differs from the one without faults, or that one fails.
+        0, or 1 if a seed differs from the run without faults, or if that run fails.
 
     Raises:
-        SpecError: the spec can't be executed.
-        UsageError: the options make no sense.
+        SpecError: the spec is invalid.
+        UsageError: the options contradict each other or can't be parsed.
     """
     if options.seed is not None and options.seeds is not None:
         raise UsageError(
-            "--seeds and --seed exclude each other: --seeds N plays 0 to N-1, --seed K plays K alone"
+            "--seeds and --seed exclude each other. --seeds N simulates 0 to N-1, --seed K simulates K only"
         )
     from pipedist.harness.faults import Faults
     from pipedist.harness.simulation import SimulationFailure
     from pipedist.harness.spec_simulation import REASONS, SpecSimulation
 
-    faults = Faults.parse(EVERYTHING if options.faults is None else options.faults)
+    faults = Faults.parse(DEFAULT_FAULTS if options.faults is None else options.faults)
     costs = parse_costs(options.costs)
     counts: Counter[str] = Counter()
     failures: list[str] = []
     poisoned = 0
-    with stdout_to_stderr():  # modules of the user may print
+    with stdout_to_stderr():  # the user's modules may print
         simulation = SpecSimulation(
             options.spec, workers=options.workers, faults=faults, costs=costs, sets=options.sets
         )
-        many = SEEDS if options.seeds is None else options.seeds
-        seeds: Sequence[int] = range(many) if options.seed is None else [options.seed]
+        count = SEEDS if options.seeds is None else options.seeds
+        seeds: Sequence[int] = range(count) if options.seed is None else [options.seed]
         interrupted: KeyboardInterrupt | None = None
-        played = 0
+        simulated = 0
         try:
-            fails = simulation.reference.error
-            if fails is not None and options.seed is None:  # one seed may be played to look into the failure
+            failure = simulation.reference.error
+            if failure is not None and options.seed is None:  # one seed may be simulated to study the failure
                 seeds = ()
             for seed in seeds:
-                came = simulation.play(seed)
-                played += 1
-                counts.update(came.counts)
-                poisoned += came.poisoned
-                if came.violation:
-                    failures.append(f"seed {seed}: {came.violation}\n  again: {simulation.replay(seed)}\n")
-        except SimulationFailure as failure:
-            write_error(f"pipedist: {failure}\n")
+                outcome = simulation.play(seed)
+                simulated += 1
+                counts.update(outcome.counts)
+                poisoned += outcome.poisoned
+                if outcome.violation:
+                    failures.append(f"seed {seed}: {outcome.violation}\n  again: {simulation.replay(seed)}\n")
+        except SimulationFailure as error:
+            write_error(f"pipedist: {error}\n")
             return exits.FAILED
-        except KeyboardInterrupt as stop:  # what was found until then is told all the same
-            interrupted = stop
-    if played:
-        write_out(_table(played, options.workers, counts, poisoned, len(failures)))
-    for told in failures[:FAILURES_SHOWN_MAX]:
-        write_out(told)
+        except KeyboardInterrupt as interrupt:  # findings so far are printed first
+            interrupted = interrupt
+    if simulated:
+        write_out(_table(simulated, options.workers, counts, poisoned, len(failures)))
+    for text in failures[:FAILURES_SHOWN_MAX]:
+        write_out(text)
     if len(failures) > FAILURES_SHOWN_MAX:
         write_out(f"and {len(failures) - FAILURES_SHOWN_MAX} more seeds\n")
     if failures:
@@ -112,17 +112,17 @@ def execute(options: SimulateOptions) -> int:
         for note in getattr(interrupted, "__notes__", ()):
             write_error(f"pipedist: {note}")
         raise interrupted
-    if fails is not None:
-        exits.report(fails)
-        write_error(_NOTHING_SHOWN if not seeds else _ONLY_COMPARED)
-    return exits.FAILED if failures or fails is not None else exits.OK
+    if failure is not None:
+        exits.report(failure)
+        write_error(_NOT_SIMULATED if not seeds else _ONLY_COMPARED)
+    return exits.FAILED if failures or failure is not None else exits.OK
 
 
 def parse_costs(text: str | None) -> dict[str, float]:
-    """Return seconds by stage: "slow=0.05,other=2".
+    """Return seconds by stage, parsed from "slow=0.05,other=2".
 
     Raises:
-        UsageError: it was not understood.
+        UsageError: the text can't be parsed.
     """
     costs: dict[str, float] = {}
     for part in filter(None, (part.strip() for part in (text or "").split(","))):
@@ -132,7 +132,7 @@ def parse_costs(text: str | None) -> dict[str, float]:
         except ValueError:
             seconds = -1.0
         if not 0 <= seconds < float("inf") or stage in costs:
-            raise UsageError(f"costs: {part!r} was not understood; expected STAGE=SECONDS, each stage once")
+            raise UsageError(f"costs: {part!r} can't be parsed. Give STAGE=SECONDS, each stage once")
         costs[stage] = seconds
     return costs
 

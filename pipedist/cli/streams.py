@@ -1,4 +1,4 @@
-"""Writing to standard output and standard error, whose readers may leave at any time."""
+"""Write to standard output and standard error, whose readers may close them at any time."""
 
 from __future__ import annotations
 
@@ -13,36 +13,35 @@ from pipedist.errors import OutputError
 def write_out(text: str) -> None:
     """Write to standard output.
 
-    A reader that has left (`pipedist plan | head`) has seen all it wants: what follows is
-    dropped quietly.
+    If the reader has closed the pipe (`pipedist plan | head`), the rest is dropped without an error.
 
     Raises:
-        OutputError: standard output can't be written for another reason, as with a full disk.
+        OutputError: standard output can't be written for another reason, such as a full disk.
     """
     encoding = sys.stdout.encoding or "utf-8"
     try:
-        # a terminal that can't show a letter gets its escape instead
+        # Characters that the terminal can't show are escaped.
         sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))
         sys.stdout.flush()
     except BrokenPipeError:
         _drop(sys.stdout.fileno())
     except OSError as error:
-        raise lost(error) from error
+        raise output_error(error) from error
 
 
-def lost(error: OSError) -> OutputError:
-    """Return what to say of a standard output that can't be written; what waits for it is dropped."""
+def output_error(error: OSError) -> OutputError:
+    """Drop buffered output, and return the error to raise for an unwritable standard output."""
     _drop(sys.stdout.fileno())
     return OutputError(f"can't write to standard output: {error.strerror or error}")
 
 
 @contextlib.contextmanager
 def stdout_to_stderr() -> Iterator[None]:
-    """Send to standard error what anybody prints while this context is open.
+    """Redirect standard output to standard error while this context is open.
 
-    Modules of the user print when they are imported, and sources when they are read; standard
-    output is for results alone. The descriptor itself is turned, so that C libraries and child
-    processes are covered too.
+    The user's modules may print when they are imported, and sources when they are read; standard output
+    is for results alone. The descriptor itself is redirected, so that C libraries and child processes are
+    covered too.
     """
     _flush()
     saved = os.dup(1)
@@ -63,14 +62,14 @@ def _flush() -> None:
 
 
 def write_error(text: str) -> None:
-    """Write to standard error; where that is impossible there is nobody to tell."""
+    """Write to standard error; a stream that can't be written is ignored."""
     with contextlib.suppress(OSError, ValueError):
         sys.stderr.write(text)
         sys.stderr.flush()
 
 
 def _drop(fd: int) -> None:
-    # what is still buffered is written by the interpreter's exit: let it go nowhere
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, fd)
-    os.close(nowhere)
+    # The interpreter writes its buffer at exit: redirect that to /dev/null.
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, fd)
+    os.close(null)

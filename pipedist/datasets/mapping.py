@@ -1,6 +1,6 @@
 """The transformations of a `Dataset` that call the user's functions (semantics: tf.data)."""
 
-# ruff: noqa: D102 -- what the overridden methods mean is said in Node
+
 
 from __future__ import annotations
 

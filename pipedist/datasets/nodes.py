@@ -4,7 +4,7 @@ A pipeline is data: auto-sharding rewrites it (see `pipedist.datasets.sharding`)
 iteration starts it afresh. The transformations are in `pipedist.datasets.transforms`.
 """
 
-# ruff: noqa: D102 -- what the overridden methods mean is said in Node
+
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 Those that call user code are in `pipedist.datasets.mapping`.
 """
 
-# ruff: noqa: D102 -- what the overridden methods mean is said in Node
+
 
 from __future__ import annotations
 

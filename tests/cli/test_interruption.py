@@ -191,7 +191,7 @@ def test_a_signal_while_a_command_is_imported_is_no_failure(
 ) -> None:
     """click would call that an abort, and end with 1."""
     monkeypatch.setattr(sys, "argv", ["pipedist", "run", "spec.yaml"])
-    monkeypatch.setattr("pipedist.cli._one_thread", lambda: None)  # this process goes on with other tests
+    monkeypatch.setattr("pipedist.cli._limit_threads", lambda: None)  # this process goes on with other tests
     monkeypatch.setitem(sys.modules, "pipedist.cli.run_command", _Signalled("run_command"))
     with pytest.raises(SystemExit) as ended:
         main()
@@ -203,7 +203,7 @@ def test_a_signal_before_a_command_is_imported_is_no_failure(monkeypatch: pytest
     def interrupted() -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("pipedist.cli._one_thread", interrupted)
+    monkeypatch.setattr("pipedist.cli._limit_threads", interrupted)
     with pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code == 130

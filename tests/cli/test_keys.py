@@ -61,7 +61,7 @@ def test_a_folder_is_no_name_of_a_file(pipedist: Command, tmp_path: Path, name: 
     (tmp_path / "folder").mkdir()
     done = pipedist("keys", "new", "--output", name)
     assert done.returncode == 2
-    assert done.stderr.startswith(f"pipedist: --output {name!r} is a folder: expected a file, as '")
+    assert done.stderr.startswith(f"pipedist: --output {name!r} is a folder. Give a file, such as '")
 
 
 def test_the_command_for_workers_is_quoted_for_a_shell(pipedist: Command) -> None:

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from pipedist.cli.progress import Amount, Pace, Pacer, PlainReporter, describe, duration
+from pipedist.cli.progress import Pace, Pacer, PlainReporter, ProgressTotals, describe, duration
 from pipedist.messages import Log
 from pipedist.pipeline.result import Progress, StageCount
 
@@ -14,26 +14,26 @@ def test_passes_add_up() -> None:
     first = StageCount("f", "d", 10, 40, 1, 4, 2)
     second = StageCount("g", "e", 5, 10, 1, 2, 3)
     endless = StageCount("h", "c", 5, None, 1, None, 3)
-    assert Amount.of(Progress((first, second), 0, 2, 4, 1.0)) == Amount(15, 50, 5, 4, 0, 2)
-    assert Amount.of(Progress((first, endless), 1, 2, 4, 1.0)) == Amount(15, None, 5, 4, 1, 2)
-    assert Amount.of(Progress((), 0, 1, 0, 1.0)) == Amount(0, None, 0, 0, 0, 1)
+    assert ProgressTotals.of(Progress((first, second), 0, 2, 4, 1.0)) == ProgressTotals(15, 50, 5, 4, 0, 2)
+    assert ProgressTotals.of(Progress((first, endless), 1, 2, 4, 1.0)) == ProgressTotals(15, None, 5, 4, 1, 2)
+    assert ProgressTotals.of(Progress((), 0, 1, 0, 1.0)) == ProgressTotals(0, None, 0, 0, 0, 1)
 
 
 def test_the_pace_is_that_of_the_last_seconds() -> None:
     pacer = Pacer()
-    assert pacer.pace(Amount(0, 1000, 0, 2), 0.0) == Pace(0.0, 0.0, None)
-    assert pacer.pace(Amount(100, 1000, 10, 2), 1.0) == Pace(100.0, 10.0, 9.0)
+    assert pacer.pace(ProgressTotals(0, 1000, 0, 2), 0.0) == Pace(0.0, 0.0, None)
+    assert pacer.pace(ProgressTotals(100, 1000, 10, 2), 1.0) == Pace(100.0, 10.0, 9.0)
     for second in range(2, 31):
-        pace = pacer.pace(Amount(100 + second, 1000, 10, 2), float(second))
+        pace = pacer.pace(ProgressTotals(100 + second, 1000, 10, 2), float(second))
     assert pace == Pace(1.0, 0.0, 870.0)
-    assert pacer.pace(Amount(5, None, 1, 2, phase=1, phases=2), 31.0) == Pace(0.0, 0.0, None)
+    assert pacer.pace(ProgressTotals(5, None, 1, 2, phase=1, phases=2), 31.0) == Pace(0.0, 0.0, None)
 
 
 def test_a_line_says_how_far_and_how_fast() -> None:
-    assert describe("x", Amount(500, 1000, 5, 2), Pace(100.0, 0.5, 5.0)) == (
+    assert describe("x", ProgressTotals(500, 1000, 5, 2), Pace(100.0, 0.5, 5.0)) == (
         "x: 50%, 500 of 1,000 elements, 100 elements/s, 0.5 calls/s, 2 workers, 5.0 s left"
     )
-    assert describe("x", Amount(500, None, 5, 1, 1, 3), Pace(1e6, 12.0, None)) == (
+    assert describe("x", ProgressTotals(500, None, 5, 1, 1, 3), Pace(1e6, 12.0, None)) == (
         "x phase 2 of 3: 500 elements, 1,000,000 elements/s, 12 calls/s, 1 worker"
     )
     assert [duration(s) for s in (0.04, 42, 65, 3905)] == ["0.0 s", "42 s", "1:05", "1:05:05"]
@@ -46,7 +46,7 @@ def test_plain_lines_are_rare(monkeypatch: pytest.MonkeyPatch) -> None:
     reporter = PlainReporter("x", lambda: now[0])
     for tenth in range(130):
         now[0] = tenth / 10
-        reporter.update(Amount(tenth, 1000, tenth, 2))
+        reporter.update(ProgressTotals(tenth, 1000, tenth, 2))
     reporter.log("w1", Log("f", 3, 0, "hello\n"))
     reporter.close()
     lines = stream.getvalue().splitlines()
@@ -66,7 +66,7 @@ def test_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "140")
     monkeypatch.setenv("TERM", "xterm")
     reporter = LiveReporter("x[/]")
-    reporter.update(Amount(500, 1000, 5, 2))
+    reporter.update(ProgressTotals(500, 1000, 5, 2))
     reporter._bar.refresh()
     reporter.line("[bold]a line")
     reporter.close()
@@ -84,7 +84,7 @@ def test_a_plain_line_that_says_nothing_new_is_rarer_still(monkeypatch: pytest.M
     now_s = 0.0
     reporter = PlainReporter("s", lambda: now_s)
     for now_s in range(1, 131):
-        reporter.update(Amount(0, 10, 0, 1 if now_s > 125 else 0))
+        reporter.update(ProgressTotals(0, 10, 0, 1 if now_s > 125 else 0))
     waiting, working = (
         f"s: 0%, 0 of 10 elements, 0.0 elements/s, 0.0 calls/s, {n}" for n in ("0 workers", "1 worker")
     )

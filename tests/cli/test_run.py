@@ -76,7 +76,7 @@ def test_a_failing_function(pipedist: Command, spec: Path, tmp_path: Path) -> No
         "replay": "pipedist replay out/squares --call squares/1/0",
     }
     assert document["ledger"]["committed"] == 4
-    assert "what was done before is kept: when the cause is mended, --resume goes on" in done.stderr
+    assert "Committed steps are kept. Fix the problem, then rerun with --resume" in done.stderr
     assert document["results"] == {}
     ledger = document["ledger"]
     assert ledger["elements"] == ledger["committed"] + ledger["quarantined"] + ledger["lost"]
@@ -377,7 +377,7 @@ def test_a_signal_drains_the_run(pipedist: Command, spec: Path, number: int, cod
     assert out == ""
     assert "Traceback" not in err
     assert (spec.parent / "ended").exists()
-    assert "--resume continues it, --restart begins it again" in err
+    assert "Continue it with --resume, or start again with --restart" in err
     assert left_of(process.pid) == []
     refused = pipedist("run", "squares.yaml")
     assert refused.returncode == 2
@@ -491,7 +491,7 @@ def test_a_terminal_gets_a_bar(spec: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("says", "threads"), [(None, 1), ("3", 3)])
-def test_a_function_source_computes_in_one_thread_unless_the_user_says_otherwise(
+def test_a_function_source_computes_in_limit_threads_unless_the_user_says_otherwise(
     pipedist: Command, tmp_path: Path, says: str | None, threads: int
 ) -> None:
     (tmp_path / "source.py").write_text(
@@ -514,5 +514,5 @@ def test_an_output_without_a_name_is_not_the_current_folder(tmp_path: Path, spec
         cwd=tmp_path / "empty", capture_output=True, text=True, check=False, timeout=60,
     )  # fmt: skip
     assert done.returncode == 2
-    assert done.stderr == "pipedist: --output is empty: expected a folder, as --output out/NAME\n"
+    assert done.stderr == "pipedist: --output is empty. Give a folder, such as --output out/NAME\n"
     assert list((tmp_path / "empty").iterdir()) == []

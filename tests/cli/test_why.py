@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from pipedist.cli.stall_guard import Patience, StallGuard
+from pipedist.cli.diagnostics import StallReporter, StallTimer
 from tests.cli.conftest import Command
 
 PATIENCE_S = 120.0
@@ -60,7 +60,7 @@ def test_a_run_that_waits_says_for_what(
     stalled: subprocess.Popen[str], pipedist: Command, tmp_path: Path
 ) -> None:
     said = read_until(stalled, "slow: step 0, replica 0: running on w0")
-    assert "pipedist: what this run waits for:" in said
+    assert "pipedist: this run waits for:" in said
     told = pipedist("why", "out/slow")
     assert told.returncode == 0, told.stderr
     assert "slow: step 0, replica 0: running on w0 for " in told.stdout
@@ -69,7 +69,7 @@ def test_a_run_that_waits_says_for_what(
     assert document["pipedist_why"] == 1
     assert document["waits"][0]["reason"] == "running"
     stalled.send_signal(signal.SIGUSR1)
-    read_until(stalled, "what this run waits for:")
+    read_until(stalled, "this run waits for:")
     (tmp_path / "go").touch()
     stalled.communicate(timeout=PATIENCE_S)
     assert stalled.returncode == 0
@@ -86,7 +86,7 @@ def test_a_run_that_was_killed(stalled: subprocess.Popen[str], pipedist: Command
     stalled.wait(timeout=PATIENCE_S)
     told = pipedist("why", "out/slow")
     assert told.returncode == 1
-    assert "is not going on: no process on this host answers for it" in told.stdout
+    assert "is not executing: no process on this host replies" in told.stdout
     assert "the run is not over" in told.stdout
     assert json.loads(pipedist("why", "out/slow", "--json").stdout)["state"] == "unfinished"
     (tmp_path / "go").touch()
@@ -99,15 +99,15 @@ def test_where_there_is_no_run(pipedist: Command, tmp_path: Path) -> None:
     told = pipedist("why", "empty")
     assert told.returncode == 2
     assert "there is no run in empty" in told.stderr
-    assert "A run without outputs has none: kill -USR1 PID" in told.stderr
+    assert "A run without outputs has none: use kill -USR1 PID" in told.stderr
 
 
 def test_patience_is_doubled_and_begins_anew_when_something_moves() -> None:
-    patience = Patience(10.0)
+    patience = StallTimer(10.0)
     times = [0.0, 9.9, 10.0, 10.1, 19.9, 20.0, 39.0, 41.0, 200.0, 300.0, 321.0]
-    assert [t for t in times if patience.is_over(t)] == [10.0, 20.0, 41.0, 200.0, 321.0]
-    assert not patience.is_over(1.0)
-    assert patience.is_over(10.0)
+    assert [t for t in times if patience.is_due(t)] == [10.0, 20.0, 41.0, 200.0, 321.0]
+    assert not patience.is_due(1.0)
+    assert patience.is_due(10.0)
 
 
 class FakeRun:
@@ -124,15 +124,15 @@ def test_the_signal_is_answered_by_the_loop() -> None:
     async def main() -> None:
         with guard.watching(FakeRun(), 5.0):
             os.kill(os.getpid(), signal.SIGUSR1)
-            assert told == ["pipedist: the run has not begun, or is over"], "not in the middle of something"
+            assert told == ["pipedist: the run has not started, or is over"], "not in the middle of something"
             while len(told) < 2:  # noqa: ASYNC110 - a signal has no event
                 await asyncio.sleep(0)
-            guard.look()
-            guard.look()
+            guard.check()
+            guard.check()
 
-    with StallGuard(told.append) as guard:
+    with StallReporter(told.append) as guard:
         signal.raise_signal(signal.SIGUSR1)
         asyncio.run(main())
-        guard.look()
-    assert told[1:] == ["pipedist: what this run waits for:\nrun r of n: starting"] * 2
+        guard.check()
+    assert told[1:] == ["pipedist: this run waits for:\nrun r of n: starting"] * 2
     assert signal.getsignal(signal.SIGUSR1) is before

@@ -205,12 +205,12 @@ def test_a_command_line_that_is_wrong_leaves_no_server(tmp_path: Path) -> None:
         ([], False),
     ],
 )
-def test_only_a_run_gets_a_head_start(
+def test_only_a_run_gets_a_start_fork_server(
     words: list[str], starts: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from pipedist import cli
 
     (tmp_path / "spec.yaml").touch()
     monkeypatch.chdir(tmp_path)
-    with cli._head_start(words):
+    with cli._start_fork_server(words):
         assert bool(server._spares) == starts

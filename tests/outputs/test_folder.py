@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pipedist.cli.why_command import explain_run
+from pipedist.cli.diagnostics import explain_run
 from pipedist.errors import OutputError, UsageError
 from pipedist.outputs import FinishedRun, RunFolder, open_folder
 from pipedist.outputs import folder as folder_module

@@ -1,30 +1,153 @@
-"""What a table says about a value: small ones exactly, large ones by dtype and shape."""
+"""Render the results of a run for people: a table, the ledger, the timings.
+
+Small values are shown exactly, large ones by dtype and shape.
+"""
 
 from __future__ import annotations
 
+import io
+import os
+import sys
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.lib import format as npy_format
 
 from pipedist import trees
+from pipedist.cli.progress import duration
 from pipedist.outputs import encoding
 from pipedist.program import Tree
 
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+PLAIN_WIDTH = 1_000_000
+"""Width if standard output is no terminal: paths are never wrapped."""
+PLAIN_VALUE_WIDTH = 60
+"""Width of the column of values then, in characters."""
+
 INLINE_SIZE_MAX = 16
-"""Elements of an array that is shown in full."""
+"""Elements of an array that is shown in full, at most."""
 INLINE_CHARACTERS_MAX = 120
-"""Length of a tree that is shown in full."""
+"""Length of the text of a tree that is shown in full, at most."""
 LEAVES_MAX = 12
-"""Leaves of a large tree that are described one by one."""
+"""Leaves of a large tree that are listed."""
 CELL_DIGITS = 7
 """Significant digits of a float in a table of records."""
 SCANNED_BYTES_MAX = 4 * 2**20
-"""A file of text up to this size is read for its number of rows."""
+"""Size of a text file whose rows are counted, at most."""
 RECORDS_MAX = 20
-"""Rows of a table of records."""
+"""Rows of a table of records that are shown."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One finished value.
+
+    Args:
+        name: of the stage.
+        verb: what the stage does: "reduce sum", "gather 0".
+        value: its value; the file's path where it was streamed into the file.
+        file: where it was written, or None.
+    """
+
+    name: str
+    verb: str
+    value: Tree
+    file: Path | None = None
+
+
+def render(rows: Iterable[Row], ledger: Mapping[str, int], timings: Mapping[str, float]) -> str:
+    """Return the results as text for standard output, with its width and colours."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    for title in ("stage", "verb"):
+        table.add_column(title, overflow="fold")
+    plain = not _has_width()
+    table.add_column("value", overflow="fold", max_width=PLAIN_VALUE_WIDTH if plain else None)
+    listed = list(rows)
+    any_file = any(row.file for row in listed)
+    if any_file:
+        table.add_column("file", overflow="fold", no_wrap=plain)
+    below: list[RenderableType] = []
+    for row in listed:
+        streamed = isinstance(row.value, Path)
+        text = summarize_file(row.value) if streamed else summarize(row.value)
+        found = None if streamed else records(row.value)
+        if found is not None:
+            text = f"{found.count:,} records, below"
+            below += [Text(), _records_table(row.name, found)]
+        cells = [Text(row.name), Text(row.verb), Text(text)]
+        if any_file:
+            cells.append(Text("" if row.file is None else shown(row.file)))
+        table.add_row(*cells)
+    page = _Page()
+    console = Console(
+        file=page, force_terminal=_is_terminal(), highlight=False, width=PLAIN_WIDTH if plain else None
+    )
+    console.print(table, *below, sep="\n")
+    console.print()
+    console.print(Text(ledger_line(ledger)))
+    if timings:
+        console.print(Text(timings_line(timings)))
+    # Padding of the columns is removed: output may go to a file.
+    return "\n".join(line.rstrip(" ") for line in page.getvalue().split("\n"))
+
+
+class _Page(io.StringIO):
+    """Buffer for the rendered text, so that rendering does not fail on a full disk."""
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        """Encoding of standard output."""
+        return (sys.stdout.encoding if sys.stdout is not None else None) or "utf-8"
+
+
+def _is_terminal() -> bool:
+    return sys.stdout is not None and sys.stdout.isatty()
+
+
+def _records_table(name: str, found: Records) -> RenderableType:
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    inner = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    for index, title in enumerate([name, *found.names]):
+        inner.add_column(Text(title), overflow="fold", justify="left" if index == 0 else "right")
+    for row in found.rows:
+        inner.add_row(*map(Text, row))
+    return inner
+
+
+def _has_width() -> bool:
+    """Return whether standard output or the user defines a width."""
+    return _is_terminal() or "COLUMNS" in os.environ
+
+
+def ledger_line(ledger: Mapping[str, int]) -> str:
+    """Return the ledger as one line."""
+    kinds = ", ".join(f"{ledger[kind]:,} {kind}" for kind in ("committed", "quarantined", "lost"))
+    count = ledger["elements"]
+    return f"{count:,} element{'s' * (count != 1)}: {kinds}"
+
+
+def timings_line(timings: Mapping[str, float]) -> str:
+    """Return the timings as one line."""
+    return ", ".join(f"{name.removesuffix('_s')} {duration(seconds)}" for name, seconds in timings.items())
+
+
+def shown(path: Path) -> str:
+    """Return a path relative to the current directory if it is below that."""
+    relative = os.path.relpath(path)
+    return str(path) if relative.startswith("..") else relative
 
 
 def summarize(value: Tree) -> str:
@@ -51,12 +174,12 @@ def summarize(value: Tree) -> str:
 
 
 def summarize_file(path: Path) -> str:
-    """Return what is in a file, as far as that takes no time: dtype and shape, records, else its size."""
+    """Return dtype and shape, number of rows, or size of a file, without reading large files."""
     if path.suffix == ".npy":
         with path.open("rb") as file:
             return _header(file)
     if path.suffix == ".npz":
-        import zipfile  # only where there is one
+        import zipfile
 
         lines = []
         with zipfile.ZipFile(path) as archive:
@@ -69,7 +192,7 @@ def summarize_file(path: Path) -> str:
         return "\n".join(lines)
     size = path.stat().st_size
     if path.suffix == ".parquet":
-        import pyarrow.parquet  # it wrote the file
+        import pyarrow.parquet
 
         return _counted(pyarrow.parquet.read_metadata(path).num_rows, "row")
     if size <= SCANNED_BYTES_MAX:
@@ -83,7 +206,7 @@ def summarize_file(path: Path) -> str:
 def _rows(path: Path) -> int:
     if path.suffix == ".jsonl":
         return path.read_bytes().count(b"\n")
-    import csv  # a quoted cell may hold line feeds
+    import csv  # quoted cells may contain line feeds
 
     csv.field_size_limit(SCANNED_BYTES_MAX)
     with path.open(encoding="utf-8", newline="", errors="surrogatepass") as file:
