@@ -221,7 +221,6 @@ __all__ = [
     "get_strategy",
     "has_strategy",
     "in_cross_replica_context",
-    "open",
     "open_cluster",
     "run",
     "strategy_of",

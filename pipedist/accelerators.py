@@ -28,7 +28,7 @@ _TPU_SIGNS: Final = ("TPU_NAME", "TPU_WORKER_ID", "TPU_ACCELERATOR_TYPE")
 
 
 @record
-class Found:
+class VisibleGpus:
     """The GPUs that there are for the workers of this machine.
 
     Args:
@@ -55,7 +55,7 @@ class Supply:
     how: str
 
 
-def found(environment: Mapping[str, str] | None = None) -> Found:
+def found(environment: Mapping[str, str] | None = None) -> VisibleGpus:
     """Return the GPUs that a process with this environment may use.
 
     Args:
@@ -68,10 +68,12 @@ def found(environment: Mapping[str, str] | None = None) -> Found:
         said = f", though {VISIBLE} is {visible!r}" if visible else ""
         sign = next((name for name in _TPU_SIGNS if environ.get(name)), "")
         tpu = f"; {sign} is set, but a TPU is no GPU" if sign else ""
-        return Found((), f"{asked}{said}{tpu}")
+        return VisibleGpus((), f"{asked}{said}{tpu}")
     if visible is None:
-        return Found(tuple(map(str, range(count))), asked)
-    return Found(_seen(visible, count), f"{asked}, of which {VISIBLE}={visible!r} lets this process see")
+        return VisibleGpus(tuple(map(str, range(count))), asked)
+    return VisibleGpus(
+        _seen(visible, count), f"{asked}, of which {VISIBLE}={visible!r} lets this process see"
+    )
 
 
 def named(environment: Mapping[str, str] | None = None) -> tuple[str, ...]:
@@ -131,7 +133,7 @@ def owned(gpus: tuple[str, ...], each: float, workers: int) -> tuple[tuple[str, 
     return tuple(groups[:workers]) + ((),) * max(0, workers - len(groups))
 
 
-def supply(found: Found, each: float, workers: int) -> Supply:
+def supply(found: VisibleGpus, each: float, workers: int) -> Supply:
     """Return what the workers of this machine own; see `owned`."""
     shares = tuple(each if gpus else 0.0 for gpus in owned(found.gpus, each, workers))
     return Supply(shares, found.gpus, found.how)

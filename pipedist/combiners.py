@@ -41,7 +41,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from pipedist import exact, trees
+from pipedist import exact_integers, trees
 from pipedist.program import Tree
 
 Key = str | int
@@ -336,7 +336,7 @@ def _sum_rows(rows: NDArray[Any]) -> Any:
     if rows.ndim == 1:
         return sum(rows.tolist())
     if rows.dtype.kind in "iu":
-        return exact.cast_sum(exact.sum_rows(rows, (0,))[0], np.dtype(np.int64))
+        return exact_integers.cast_sum(exact_integers.sum_rows(rows, (0,))[0], np.dtype(np.int64))
     with np.errstate(all="ignore"):
         return rows.sum(axis=0, dtype=np.result_type(rows.dtype, np.float32))
 

@@ -30,18 +30,18 @@ READ_BYTES = 2**20
 """A sequential source is read on, without looking up, until so much time or so many bytes."""
 
 
-Spans = Sequence[tuple[int, int]]
+ElementRanges = Sequence[tuple[int, int]]
 """Positions in a shard, as ranges [lo, hi)."""
 
 
 @record
-class Offer:
+class StepBatch:
     """Steps [first, last), each of `parts` calls.
 
     Args:
         elements: of all of them together.
         bytes: held here for all of them together.
-        holes: replicas whose shard has no value, in each of them: all of it was set aside before.
+        skipped_replicas: replicas whose shard has no value, in each of them: all of it was set aside before.
     """
 
     first: int
@@ -49,7 +49,7 @@ class Offer:
     parts: int
     elements: int
     bytes: int = 0
-    holes: tuple[int, ...] = ()
+    skipped_replicas: tuple[int, ...] = ()
 
 
 class Feed(Protocol):
@@ -69,7 +69,7 @@ class Feed(Protocol):
         """
         ...
 
-    async def pull(self, count: int) -> list[Offer]:
+    async def pull(self, count: int) -> list[StepBatch]:
         """Return the next steps, at most `count`; none: the dataset has ended."""
         ...
 
@@ -85,7 +85,7 @@ class Feed(Protocol):
         """Return how many elements of a call `some` can send without the others; 0: it can't."""
         return 0
 
-    def some(self, call: int, elements: Spans, *, local: bool) -> Shards:
+    def some(self, call: int, elements: ElementRanges, *, local: bool) -> Shards:
         """Return what is sent for some elements of a call.
 
         Args:
@@ -146,11 +146,11 @@ class IndexedFeed(Feed):
         """Pass over the steps before `step`; nothing is read."""
         self._next = step
 
-    async def pull(self, count: int) -> list[Offer]:
+    async def pull(self, count: int) -> list[StepBatch]:
         """Return the next steps; nothing is read."""
         total = self.steps_total or 0
         end = min(total, self._next + count)
-        offers: list[Offer] = []
+        offers: list[StepBatch] = []
         per_epoch = self._division.steps_per_epoch
         whole = self._division.length // self._division.batch
         while self._next < end:
@@ -163,7 +163,7 @@ class IndexedFeed(Feed):
                 last = self._next + 1
                 parts, elements = self._division.parts(self._next), self._division.rows(self._next)
             size = round(elements * self._element_bytes)
-            offers.append(Offer(self._next, last, parts, elements, size))
+            offers.append(StepBatch(self._next, last, parts, elements, size))
             self._next = last
         return offers
 
@@ -201,7 +201,7 @@ class IndexedFeed(Feed):
         """Return how many elements of a call `some` can send without the others."""
         return len(self._ids(call))
 
-    def some(self, call: int, elements: Spans, *, local: bool) -> Shards:
+    def some(self, call: int, elements: ElementRanges, *, local: bool) -> Shards:
         """Return the ids, and locations or values, of some elements of a call."""
         ids = np.asarray(self._ids(call), np.int64)[positions(elements)]
         return self._shards([ids], read_there=local and self._source.portable, tell=True)
@@ -332,7 +332,7 @@ class SequentialFeed(Feed):
             self._next += len(blocks)
         self._released = self._next
 
-    async def pull(self, count: int) -> list[Offer]:
+    async def pull(self, count: int) -> list[StepBatch]:
         """Read the next steps, in a thread: the user's iterator may take its time.
 
         Raises:
@@ -348,7 +348,7 @@ class SequentialFeed(Feed):
             self._next += 1
             self._blocks[step] = block
             parts = sum(1 for n in chunk_sizes(block.rows, self._replicas) if n)
-            offers.append(Offer(step, step + 1, parts, block.rows, block.size))
+            offers.append(StepBatch(step, step + 1, parts, block.rows, block.size))
         return offers
 
     def _read_some(self, count: int) -> list[_Block]:
@@ -387,7 +387,7 @@ class SequentialFeed(Feed):
         start, stop = self._bounds(self._blocks[step], replica)
         return stop - start
 
-    def some(self, call: int, elements: Spans, *, local: bool) -> Shards:
+    def some(self, call: int, elements: ElementRanges, *, local: bool) -> Shards:
         """Return the values of some elements of a call."""
         step, replica = divmod(call, self._replicas)
         block = self._blocks[step]
@@ -440,6 +440,6 @@ def rows_at(block: Tree, rows: NDArray[np.int64]) -> Tree:
     return trees.tree_map(lambda leaf: leaf[rows], block)
 
 
-def positions(elements: Spans) -> NDArray[np.int64]:
+def positions(elements: ElementRanges) -> NDArray[np.int64]:
     """Return positions one by one."""
     return np.concatenate([np.arange(lo, hi, dtype=np.int64) for lo, hi in elements])

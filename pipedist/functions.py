@@ -26,7 +26,7 @@ from types import ModuleType
 from typing import Any
 
 from pipedist.errors import PipedistError, UsageError
-from pipedist.importing import ADVICE, awaited, importing
+from pipedist.import_guard import ADVICE, caller_is_waiting, importing
 from pipedist.program import FunctionRef
 
 PICKLED_BYTES_MAX = 64 * 2**20
@@ -35,8 +35,8 @@ PICKLED_BYTES_MAX = 64 * 2**20
 _IDENTIFIERS = r"[^\W\d]\w*(?:\.[^\W\d]\w*)*"
 _NAME = re.compile(rf"(?P<module>{_IDENTIFIERS}):(?P<attribute>{_IDENTIFIERS})")
 
-_here = ""
-"""What errors say about this process; see `say_where`."""
+_process_note = ""
+"""What errors say about this process; see `set_process_note`."""
 
 _appended: list[str] = []
 """The code folders at the end of sys.path that were put there by `append_code`."""
@@ -110,19 +110,19 @@ def load(ref: FunctionRef, code: Sequence[str]) -> Callable[..., Any]:
     return found  # type: ignore[no-any-return]
 
 
-def say_where(text: str) -> None:
+def set_process_note(text: str) -> None:
     """Have every FunctionNotFound of this process say which process it is, and what it has."""
-    global _here
-    _here = text
+    global _process_note
+    _process_note = text
 
 
-def whereabouts() -> str:
-    """Return what `say_where` was told; "" in a process that has the files of the run's host."""
-    return _here
+def process_note() -> str:
+    """Return what `set_process_note` was told; "" in a process that has the files of the run's host."""
+    return _process_note
 
 
 def _which() -> str:
-    return f" ({_here})" if _here else ""
+    return f" ({_process_note})" if _process_note else ""
 
 
 def uncallable(fn: Callable[..., Any], label: str) -> str:
@@ -229,7 +229,7 @@ def append_code(code: Sequence[str]) -> None:
 
 
 def _import(name: str, module_name: str, code: Sequence[str]) -> ModuleType:
-    parts = module_name.split(".") if awaited.get() else []
+    parts = module_name.split(".") if caller_is_waiting.get() else []
     for module in (".".join(parts[:count]) for count in range(1, len(parts) + 1)):
         spec = getattr(sys.modules.get(module), "__spec__", None)
         if getattr(spec, "_initializing", False):

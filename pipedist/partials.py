@@ -5,7 +5,7 @@ A leaf's partial is `[code, count, data]`: its dtype ("f4", "i8", "bf16"), the n
 
 | op, dtype | data of a scalar | data of an array |
 |---|---|---|
-| SUM and MEAN of integers | int, exact | `[limbs, bound]` (see `pipedist.exact`) |
+| SUM and MEAN of integers | int, exact | `[limbs, bound]` (see `pipedist.exact_integers`) |
 | PROD of integers | int, clipped to +-2**64 | `[magnitude, sign, mark]` |
 | MIN and MAX of integers | int | the array |
 | any op of floats | float (complex: a NumPy scalar) | the array, in the fold's dtype |
@@ -31,9 +31,9 @@ from typing import Any, SupportsIndex, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from pipedist import exact
+from pipedist import exact_integers
+from pipedist.misuse_hints import conversion_hint, is_masked
 from pipedist.records import record
-from pipedist.stand_ins import is_masked, stand_in
 
 _LIST_OF_OPS = "'sum', 'mean', 'min', 'max', 'prod'"
 _BLOCK_ROWS = 128
@@ -210,7 +210,7 @@ def _array_of(leaf: Any) -> tuple[_Kind, Any]:
     """Return a leaf's kind and its C-ordered array (Python's integers stay as they are)."""
     if isinstance(leaf, (np.ndarray, np.generic)):
         if type(leaf) is not np.ndarray and is_masked(leaf):
-            raise TypeError(f"expected numbers, got a masked array; {stand_in(leaf)}")
+            raise TypeError(f"expected numbers, got a masked array; {conversion_hint(leaf)}")
         x = np.asarray(leaf, order="C")
     elif isinstance(leaf, bool):
         raise TypeError("expected numbers, got bool; cast it first, for example with astype('int64')")
@@ -219,7 +219,7 @@ def _array_of(leaf: Any) -> tuple[_Kind, Any]:
     elif isinstance(leaf, (float, complex)):
         x = np.asarray(leaf)
     else:  # also what NumPy would make an array of: a column's labels would be lost without a word
-        advice = stand_in(leaf)
+        advice = conversion_hint(leaf)
         raise TypeError(f"expected numbers, got {type(leaf).__name__}" + (advice and f"; {advice}"))
     return _kind_of(x.dtype), x
 
@@ -248,13 +248,13 @@ def _kind_named(code: str) -> _Kind:
 
 def _exact_data(op: ReduceOp, x: NDArray[Any], axes: tuple[int, ...], count: int) -> Any:
     if x.ndim == 0:  # also one of Python's own integers, of any size
-        return exact.product(int(x), 1) if op is ReduceOp.PROD else int(x)
+        return exact_integers.product(int(x), 1) if op is ReduceOp.PROD else int(x)
     scalar = x.ndim == len(axes)
     if op in (ReduceOp.SUM, ReduceOp.MEAN):
-        limbs, bound = exact.sum_rows(x, axes)
-        return int(exact.to_integers(limbs)) if scalar else [limbs, bound]
+        limbs, bound = exact_integers.sum_rows(x, axes)
+        return int(exact_integers.to_integers(limbs)) if scalar else [limbs, bound]
     if op is ReduceOp.PROD:
-        magnitude, negative, beyond = exact.product_rows(x, axes)
+        magnitude, negative, beyond = exact_integers.product_rows(x, axes)
         if not scalar:
             return [magnitude, negative, beyond]
         value = 1 << 64 if beyond else int(magnitude)
@@ -317,7 +317,7 @@ def _shape(data: Any) -> tuple[int, ...]:
 
 def _join_sum(x: Any, y: Any, code: str) -> Any:
     if type(x) is list:
-        return list(exact.add(x[0], x[1], y[0], y[1]))
+        return list(exact_integers.add(x[0], x[1], y[0], y[1]))
     if code == "f8" or type(x) is not float:
         return x + y
     # Exact in float64, so that rounding once more gives the float32 sum, bit for bit.
@@ -326,9 +326,9 @@ def _join_sum(x: Any, y: Any, code: str) -> Any:
 
 def _join_product(x: Any, y: Any, code: str) -> Any:
     if type(x) is list:
-        return list(exact.multiply(tuple(x), tuple(y)))
+        return list(exact_integers.multiply(tuple(x), tuple(y)))
     if type(x) is int:
-        return exact.product(x, y)
+        return exact_integers.product(x, y)
     if code == "f8" or type(x) is not float:
         return x * y
     return float(np.float32(x * y))
@@ -352,14 +352,14 @@ def _extreme(ufunc: np.ufunc, x: Any, y: Any) -> Any:
 def _finish_exact(op: ReduceOp, kind: _Kind, count: int, data: Any) -> Any:
     if type(data) is int:
         if op is ReduceOp.MEAN:
-            return exact.divide(data, count, kind.mean)
-        return exact.cast_integer(data, kind.dtype)
+            return exact_integers.divide(data, count, kind.mean)
+        return exact_integers.cast_integer(data, kind.dtype)
     if op is ReduceOp.MEAN:
-        return exact.mean(data[0], count, kind.mean)
+        return exact_integers.mean(data[0], count, kind.mean)
     if op is ReduceOp.SUM:
-        return exact.cast_sum(data[0], kind.dtype)
+        return exact_integers.cast_sum(data[0], kind.dtype)
     if op is ReduceOp.PROD:
-        return exact.cast_product(tuple(data), kind.dtype)
+        return exact_integers.cast_product(tuple(data), kind.dtype)
     return data
 
 

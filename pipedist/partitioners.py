@@ -21,7 +21,7 @@ from typing import Final, SupportsIndex
 import numpy as np
 from numpy.typing import DTypeLike
 
-from pipedist.counts import count
+from pipedist.arguments import check_int
 
 BYTES_PER_STRING: Final = 16
 """What a string counts, where its dtype does not say how long it is."""
@@ -47,7 +47,7 @@ class Partitioner(ABC):
             ValueError: the shape is a scalar's, a length is negative, or there is no such axis.
             TypeError: a length is no int, or a dtype's elements have no size (objects).
         """
-        lengths = [count("a length of shape", length, at_least=0) for length in _axes(shape)]
+        lengths = [check_int("a length of shape", length, at_least=0) for length in _axes(shape)]
         if not lengths:
             raise ValueError("a scalar has no axis that could be cut: expected a shape of at least one axis")
         if isinstance(axis, bool) or not isinstance(axis, SupportsIndex):
@@ -79,7 +79,7 @@ class FixedShardsPartitioner(Partitioner):
     num_shards: int
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "num_shards", count("num_shards", self.num_shards))
+        object.__setattr__(self, "num_shards", check_int("num_shards", self.num_shards))
 
     def _shards(self, rows: int, row_elements: int, dtype: np.dtype) -> int:
         return self.num_shards
@@ -109,7 +109,7 @@ class MinSizePartitioner(Partitioner):
 
     def __post_init__(self) -> None:
         for name in ("min_shard_bytes", "max_shards", "bytes_per_string"):
-            object.__setattr__(self, name, count(name, getattr(self, name)))
+            object.__setattr__(self, name, check_int(name, getattr(self, name)))
 
     def _shards(self, rows: int, row_elements: int, dtype: np.dtype) -> int:
         row_bytes = row_elements * _element_bytes(dtype, self.bytes_per_string)
@@ -143,7 +143,7 @@ class MaxSizePartitioner(Partitioner):
         for name in ("max_shard_bytes", "max_shards", "bytes_per_string"):
             value = getattr(self, name)
             if name != "max_shards" or value is not None:
-                object.__setattr__(self, name, count(name, value))
+                object.__setattr__(self, name, check_int(name, value))
 
     def _shards(self, rows: int, row_elements: int, dtype: np.dtype) -> int:
         row_bytes = row_elements * _element_bytes(dtype, self.bytes_per_string)
@@ -165,7 +165,7 @@ def shard_sizes(rows: int, shards: int) -> list[int]:
         ValueError: a number is out of range.
         TypeError: a number is no int.
     """
-    each, longer = divmod(count("rows", rows, at_least=0), count("shards", shards))
+    each, longer = divmod(check_int("rows", rows, at_least=0), check_int("shards", shards))
     return [each + 1] * longer + [each] * (shards - longer)
 
 

@@ -13,11 +13,11 @@ from typing import Any, Final, NoReturn
 import numpy as np
 
 from pipedist import trees
+from pipedist.misuse_hints import conversion_hint, is_masked
 from pipedist.partials import axis_of, resolve_axes
 from pipedist.program import Tree
 from pipedist.reductions import FoldTree, Partial, Reduction
 from pipedist.reductions import ReduceOp as ReduceOp
-from pipedist.stand_ins import is_masked, stand_in
 
 _BARE: Final = frozenset({int, float, bool, str, np.ndarray, np.float64, np.float32, np.int64})
 """Types of components that are leaves for sure: the most frequent ones, whose structure is known."""
@@ -281,7 +281,7 @@ def _concatenate(components: Sequence[Tree], axis: int) -> Tree:
 
 def _plain_array(part: Any) -> np.ndarray[Any, Any]:
     if is_masked(part):
-        raise TypeError(f"expected plain arrays, got a masked one; {stand_in(part)}")
+        raise TypeError(f"expected plain arrays, got a masked one; {conversion_hint(part)}")
     return np.asarray(part)
 
 

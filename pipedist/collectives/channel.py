@@ -12,9 +12,9 @@ The rules of `Channel.exchange`
   brought its part counts as having brought it.
 - It raises GangAborted as soon as a member has FAILED, is lost, or the attempt is cancelled: then
   nobody's answer matters any more. After that, every call of it raises GangAborted.
-- A member that RETURNED (all its replicas came to their end) is an answer like any other: `Ended`.
-- While it waits, and no member that is missing has moved for `Patience.timeout_s`, it calls
-  `Patience.on_stalled` with the missing members; if that returns, it waits on, and calls it again
+- A member that RETURNED (all its replicas came to their end) is an answer like any other: `MemberEnded`.
+- While it waits, and no member that is missing has moved for `StallPolicy.timeout_s`, it calls
+  `StallPolicy.on_stalled` with the missing members; if that returns, it waits on, and calls it again
   after another `timeout_s`.
 """
 
@@ -27,7 +27,7 @@ from pipedist.records import record
 from pipedist.transport.form import Frame
 
 if TYPE_CHECKING:
-    from pipedist.collectives.packing import Pack
+    from pipedist.collectives.folding import Pack
 
 WORD_BYTES: Final = 16
 NO_WORD: Final = bytes(WORD_BYTES)
@@ -42,15 +42,15 @@ class GangAborted(BaseException):
 
 
 @record
-class Ended:
+class MemberEnded:
     """A member whose replicas have all returned, without this exchange."""
 
 
-ENDED: Final = Ended()
+ENDED: Final = MemberEnded()
 
 
 @record
-class Patience:
+class StallPolicy:
     """How long a member waits for others.
 
     Args:
@@ -72,13 +72,13 @@ class Exchanged:
             member's own are those that it gave; nobody writes to those of the others any more.
     """
 
-    words: Sequence[bytes | Ended]
+    words: Sequence[bytes | MemberEnded]
     frames: Sequence[Sequence[Frame]] | None
 
 
-def agree(words: Sequence[bytes | Ended]) -> bool:
+def agree(words: Sequence[bytes | MemberEnded]) -> bool:
     """Whether the members that have not ended all brought one word, which is not NO_WORD."""
-    there = {word for word in words if not isinstance(word, Ended)}
+    there = {word for word in words if not isinstance(word, MemberEnded)}
     return len(there) == 1 and NO_WORD not in there
 
 
@@ -104,7 +104,7 @@ class Channel(Protocol):
         """
         ...
 
-    def exchange(self, number: int, word: bytes, frames: Sequence[Frame], patience: Patience) -> Exchanged:
+    def exchange(self, number: int, word: bytes, frames: Sequence[Frame], policy: StallPolicy) -> Exchanged:
         """Bring a part, and wait for those of the others.
 
         Called by whichever thread of the gang holds the baton; never by two at once.
@@ -136,8 +136,8 @@ class FoldingChannel(Channel, Protocol):
     """A channel that folds arrays on the way, so that no member has to read all of all."""
 
     def fold(
-        self, number: int, word: bytes, pack: Pack, patience: Patience
-    ) -> Sequence[bytes | Ended] | None:
+        self, number: int, word: bytes, pack: Pack, policy: StallPolicy
+    ) -> Sequence[bytes | MemberEnded] | None:
         """Exchange number `number`, of members that call all_reduce: fold `pack`'s inputs into its outputs.
 
         It meets the `exchange` of members that call something else: words are compared first.

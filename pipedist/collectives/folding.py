@@ -9,10 +9,14 @@ all other dtypes go through `partials` itself.
 
 from __future__ import annotations
 
+import sys
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextvars import Context
+from dataclasses import dataclass
 from functools import lru_cache
+from math import prod
 from typing import Any, Final, Protocol, TypeVar
 
 import numpy as np
@@ -173,3 +177,159 @@ class _PartialsKernel:
 
     def _join(self, a: list[Any], b: list[Any]) -> list[Any]:
         return partials.join_leaf(self._op, a, b)
+
+
+RECYCLED_BYTES_MIN: Final = 1 << 20
+"""Smaller arrays come from memory that the allocator keeps anyway."""
+_KEPT_BYTES_MAX: Final = 256 << 20
+_KEPT_MAX: Final = 16
+
+
+class _Kept:
+    """The arrays that were handed out, the latest last."""
+
+    def __init__(self) -> None:
+        self._arrays: OrderedDict[int, NDArray[np.uint8]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, size_bytes: int) -> NDArray[np.uint8]:
+        with self._lock:
+            for key in self._arrays:
+                if self._arrays[key].size == size_bytes and self._references(key) <= _ALONE:
+                    self._arrays.move_to_end(key)
+                    return self._arrays[key]
+            array = np.empty(size_bytes, np.uint8)
+            if size_bytes <= _KEPT_BYTES_MAX:
+                self._arrays[id(array)] = array
+                while len(self._arrays) > _KEPT_MAX or self._kept_bytes() > _KEPT_BYTES_MAX:
+                    self._arrays.popitem(last=False)
+            return array
+
+    def _kept_bytes(self) -> int:
+        return sum(array.size for array in self._arrays.values())
+
+    def _references(self, key: int) -> int:
+        return sys.getrefcount(self._arrays[key])
+
+    def measure(self) -> int:
+        """Return what `_references` says of an array that nobody has: it depends on the interpreter."""
+        self._arrays[0] = np.empty(1, np.uint8)
+        count = self._references(0)
+        self._arrays.clear()
+        return count
+
+
+_ALONE: Final = _Kept().measure()
+_kept: Final = _Kept()
+
+
+def empty(shape: int | tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
+    """Return an uninitialised array, as `numpy.empty` does; a large one may have been used before."""
+    size_bytes = (shape if isinstance(shape, int) else prod(shape)) * dtype.itemsize
+    if size_bytes < RECYCLED_BYTES_MIN:
+        return np.empty(shape, dtype)
+    return _kept.get(size_bytes).view(dtype).reshape(shape)
+
+
+@dataclass(frozen=True, slots=True)
+class DtypeGroup:
+    """The leaves of one dtype, end to end.
+
+    Args:
+        kernel: how they are folded.
+        leaves: their numbers in the tree.
+        bounds: where each begins in the vector, and where the last one ends; elements.
+    """
+
+    kernel: Kernel
+    leaves: tuple[int, ...]
+    bounds: tuple[int, ...]
+
+    @property
+    def elements(self) -> int:
+        """The length of the vector."""
+        return self.bounds[-1]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LeafLayout:
+    """How the leaves of a tree lie in vectors; the same in all replicas that agree.
+
+    Args:
+        groups: in order of the first leaf of each.
+        shapes: of the leaves.
+        size_bytes: of all vectors of one replica, inputs or outputs, whichever are larger.
+    """
+
+    groups: tuple[DtypeGroup, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    size_bytes: int
+
+    @classmethod
+    def of(
+        cls, op: ReduceOp, dtypes: Sequence[np.dtype[Any]], shapes: Sequence[tuple[int, ...]]
+    ) -> LeafLayout:
+        """Return the layout of leaves that are to be folded.
+
+        Raises:
+            TypeError: a dtype can't be reduced.
+        """
+        by_dtype: dict[np.dtype[Any], list[int]] = {}
+        for leaf, dtype in enumerate(dtypes):
+            by_dtype.setdefault(dtype, []).append(leaf)
+        groups = []
+        for dtype, leaves in by_dtype.items():
+            bounds = [0]
+            for leaf in leaves:
+                bounds.append(bounds[-1] + prod(shapes[leaf]))
+            groups.append(DtypeGroup(kernel_for(op, dtype), tuple(leaves), tuple(bounds)))
+        size_bytes = sum(
+            group.elements * max(group.kernel.dtype.itemsize, group.kernel.result.itemsize)
+            for group in groups
+        )
+        return cls(tuple(groups), tuple(shapes), size_bytes)
+
+    def vectors(self, leaves: Sequence[np.ndarray[Any, Any]]) -> list[Vector]:
+        """Return one replica's leaves as vectors: views where a group has one leaf, else copies."""
+        if len(leaves) == 1:
+            only = leaves[0]
+            return [only if only.ndim == 1 else only.reshape(-1)]
+        return [
+            leaves[group.leaves[0]].reshape(-1)
+            if len(group.leaves) == 1
+            else np.concatenate([leaves[leaf].reshape(-1) for leaf in group.leaves])
+            for group in self.groups
+        ]
+
+    def outputs(self) -> list[Vector]:
+        """Return memory for the result, uninitialised."""
+        return [empty(group.elements, group.kernel.result) for group in self.groups]
+
+    def leaves(self, vectors: Sequence[Vector]) -> list[Any]:
+        """Return the leaves of a result: views of its vectors; NumPy scalars for those without axes."""
+        if len(self.shapes) == 1:
+            shape, vector = self.shapes[0], vectors[0]
+            return [vector if len(shape) == 1 else vector.reshape(shape) if shape else vector[0]]
+        leaves: list[Any] = [None] * len(self.shapes)
+        for group, vector in zip(self.groups, vectors, strict=True):
+            for leaf, start, stop in zip(group.leaves, group.bounds, group.bounds[1:], strict=False):
+                shape = self.shapes[leaf]
+                leaves[leaf] = vector[start:stop].reshape(shape) if shape else vector[start]
+        return leaves
+
+
+@dataclass(slots=True)
+class Pack:
+    """One member's side of one all_reduce.
+
+    Args:
+        layout: of all replicas' trees.
+        inputs: the vectors of each of the member's replicas, in order.
+        outputs: where the result goes, once; see `LeafLayout.outputs`.
+        pack_bytes: what is cut at most into one piece of a transfer; 0: the channel chooses.
+    """
+
+    layout: LeafLayout
+    inputs: list[list[Vector]]
+    outputs: list[Vector]
+    pack_bytes: int = 0

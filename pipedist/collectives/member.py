@@ -15,27 +15,25 @@ from typing import Any, Final, cast
 import numpy as np
 
 from pipedist import trees, values
-from pipedist.collectives import matching
 from pipedist.collectives.channel import (
     ENDED,
     NO_WORD,
     WORD_BYTES,
     Channel,
-    Ended,
     Exchanged,
     FoldingChannel,
-    Patience,
+    MemberEnded,
+    StallPolicy,
     agree,
 )
-from pipedist.collectives.folding import Vector, fold_blocks, quietly
-from pipedist.collectives.packing import Layout, Pack
+from pipedist.collectives.folding import LeafLayout, Pack, Vector, fold_blocks, quietly
 from pipedist.collectives.requests import ALL_GATHER, ALL_REDUCE, BARRIER, BROADCAST
-from pipedist.collectives.signatures import Call
+from pipedist.collectives.signatures import CheckedCall, account, mismatch_text
 from pipedist.collectives.torch_group import CARRIED, IMPLEMENTATIONS, TorchGroup, forget
 from pipedist.errors import CollectiveMismatchError
 from pipedist.partials import ReduceOp
 from pipedist.program import Tree
-from pipedist.revival import revive
+from pipedist.remote_errors import rebuild_exception
 from pipedist.transport.codec import decode, encode
 from pipedist.transport.form import Frame
 
@@ -44,7 +42,7 @@ _VALUES: Final = b"values".ljust(WORD_BYTES, b".")
 _ANSWER: Final = b"answer".ljust(WORD_BYTES, b".")
 
 
-class Merge:
+class PendingMerge:
     """A merge_call of which replica 0 is here: its function is to be called, then `answer`ed.
 
     Args:
@@ -74,12 +72,14 @@ class Member:
         self._exchanges = 0
         self._torch: tuple[str, TorchGroup] | None = None
 
-    def meet(self, number: int, calls: Sequence[Call | None], patience: Patience) -> list[Tree] | Merge:
+    def meet(
+        self, number: int, calls: Sequence[CheckedCall | None], policy: StallPolicy
+    ) -> list[Tree] | PendingMerge:
         """Carry out a collective.
 
         Args:
             number: of the collective in the step, from 1.
-            calls: of each local replica; None: it has returned. One of them at least is a Call.
+            calls: of each local replica; None: it has returned. One of them at least is a CheckedCall.
 
         Returns:
             The result of each local replica, its own; or what replica 0 has to do first.
@@ -93,18 +93,18 @@ class Member:
         word = _common_word(calls)
         called = [call for call in calls if call is not None]
         if self._channel is None and word == NO_WORD:
-            raise CollectiveMismatchError(matching.mismatch(number, self._accounts(calls)))
+            raise CollectiveMismatchError(mismatch_text(number, self._accounts(calls)))
         first = called[0]
         kind = first.request.kind
         if kind == ALL_REDUCE and word != NO_WORD and first.signature.layout is not None:
-            return self._all_reduce(number, calls, called, first.signature.layout, word, patience)
+            return self._all_reduce(number, calls, called, first.signature.layout, word, policy)
         if word != NO_WORD and first.options.implementation in IMPLEMENTATIONS and kind in CARRIED:
-            return self._through_torch(number, calls, word, first, patience)
+            return self._through_torch(number, calls, word, first, policy)
         frames: Sequence[Frame] = ()
         if word != NO_WORD:
             frames = self._bring(called)
-        exchanged = self._exchange(word, frames, patience)
-        self._check(number, calls, exchanged.words, patience)
+        exchanged = self._exchange(word, frames, policy)
+        self._check(number, calls, exchanged.words, policy)
         brought = exchanged.frames
         assert brought is not None  # the words agree
         if kind == ALL_GATHER:
@@ -115,9 +115,9 @@ class Member:
             return [_own(decoded) for _ in called]
         if kind == BARRIER:
             return [None for _ in called]
-        return self._merge(first, brought, patience)
+        return self._merge(first, brought, policy)
 
-    def answer(self, result: Tree, error: BaseException | None, patience: Patience) -> list[Tree]:
+    def answer(self, result: Tree, error: BaseException | None, policy: StallPolicy) -> list[Tree]:
         """Tell every replica what the merged function returned or raised.
 
         Returns:
@@ -134,45 +134,49 @@ class Member:
                 error = unfit
         if error is not None:
             frames = encode([False, type(error).__module__, type(error).__qualname__, str(error)])
-        brought = self._exchange(_ANSWER, frames, patience)
+        brought = self._exchange(_ANSWER, frames, policy)
         if error is not None:
             raise error
         return self._parts(brought)
 
-    def _await_answer(self, patience: Patience) -> list[Tree]:
-        return self._parts(self._exchange(_ANSWER, (), patience))
+    def _await_answer(self, policy: StallPolicy) -> list[Tree]:
+        return self._parts(self._exchange(_ANSWER, (), policy))
 
     def _parts(self, exchanged: Exchanged) -> list[Tree]:
         frames = exchanged.frames
         assert frames is not None  # nobody ends in the middle of a collective
         told = decode(next(list(part) for part in frames if part))
         if not told[0]:
-            raise revive(*told[1:])
+            raise rebuild_exception(*told[1:])
         return [_own(_put_together(told[1:], replica)) for replica in self._local]
 
-    def _exchange(self, word: bytes, frames: Sequence[Frame], patience: Patience) -> Exchanged:
+    def _exchange(self, word: bytes, frames: Sequence[Frame], policy: StallPolicy) -> Exchanged:
         self._exchanges += 1
         if self._channel is None:
             return Exchanged((word,), (frames,))
-        return self._channel.exchange(self._exchanges, word, frames, patience)
+        return self._channel.exchange(self._exchanges, word, frames, policy)
 
     def _check(
-        self, number: int, calls: Sequence[Call | None], words: Sequence[bytes | Ended], patience: Patience
+        self,
+        number: int,
+        calls: Sequence[CheckedCall | None],
+        words: Sequence[bytes | MemberEnded],
+        policy: StallPolicy,
     ) -> None:
         """Raise a mismatch, after having heard from every member what it called, if words differ."""
         if ENDED not in words and agree(words):
             return
-        told = self._exchange(_ACCOUNTS, encode(self._accounts(calls)), patience)
-        accounts = dict.fromkeys(range(self._replicas), matching.RETURNED)
+        told = self._exchange(_ACCOUNTS, encode(self._accounts(calls)), policy)
+        accounts = dict.fromkeys(range(self._replicas), account(None))
         for part in told.frames or ():
             if part:
                 accounts |= decode(list(part))
-        raise CollectiveMismatchError(matching.mismatch(number, accounts))
+        raise CollectiveMismatchError(mismatch_text(number, accounts))
 
-    def _accounts(self, calls: Sequence[Call | None]) -> dict[int, str]:
-        return {replica: matching.account(call) for replica, call in zip(self._local, calls, strict=True)}
+    def _accounts(self, calls: Sequence[CheckedCall | None]) -> dict[int, str]:
+        return {replica: account(call) for replica, call in zip(self._local, calls, strict=True)}
 
-    def _bring(self, called: Sequence[Call]) -> list[Frame]:
+    def _bring(self, called: Sequence[CheckedCall]) -> list[Frame]:
         request = called[0].request
         if request.kind == ALL_GATHER:
             return encode([list(call.leaves) for call in called])
@@ -189,11 +193,11 @@ class Member:
     def _all_reduce(
         self,
         number: int,
-        calls: Sequence[Call | None],
-        called: Sequence[Call],
-        layout: Layout,
+        calls: Sequence[CheckedCall | None],
+        called: Sequence[CheckedCall],
+        layout: LeafLayout,
         word: bytes,
-        patience: Patience,
+        policy: StallPolicy,
     ) -> list[Tree]:
         first = called[0]
         inputs = [layout.vectors(call.leaves) for call in called]
@@ -204,14 +208,14 @@ class Member:
             elif self._folding is not None:
                 self._exchanges += 1
                 pack = Pack(layout, inputs, outputs, first.options.bytes_per_pack)
-                words = self._folding.fold(self._exchanges, word, pack, patience)
+                words = self._folding.fold(self._exchanges, word, pack, policy)
                 if words is not None:
-                    self._check(number, calls, words, patience)
+                    self._check(number, calls, words, policy)
             else:
-                everybody = self._all_vectors(number, calls, layout, inputs, word, patience)
+                everybody = self._all_vectors(number, calls, layout, inputs, word, policy)
                 _fold_groups(layout, everybody, outputs)
         except OverflowError:
-            self._overflow(first, layout, inputs, patience)
+            self._overflow(first, layout, inputs, policy)
             raise
         results = [_assemble(first, layout.leaves(outputs))]
         for call in called[1:]:
@@ -221,18 +225,18 @@ class Member:
     def _all_vectors(
         self,
         number: int,
-        calls: Sequence[Call | None],
-        layout: Layout,
+        calls: Sequence[CheckedCall | None],
+        layout: LeafLayout,
         inputs: list[list[Vector]],
         word: bytes,
-        patience: Patience,
+        policy: StallPolicy,
     ) -> list[list[Vector]]:
         """Return the vectors of all replicas."""
         frames = [_bytes_of(vector) for vectors in inputs for vector in vectors]
         if self._channel is None:
             return inputs
-        exchanged = self._exchange(word, frames, patience)
-        self._check(number, calls, exchanged.words, patience)
+        exchanged = self._exchange(word, frames, policy)
+        self._check(number, calls, exchanged.words, policy)
         groups = len(layout.groups)
         everybody: list[list[Vector]] = []
         for part in exchanged.frames or ():
@@ -243,16 +247,18 @@ class Member:
             everybody += [vectors[at : at + groups] for at in range(0, len(vectors), groups)]
         return everybody
 
-    def _overflow(self, first: Call, layout: Layout, inputs: list[list[Vector]], patience: Patience) -> None:
+    def _overflow(
+        self, first: CheckedCall, layout: LeafLayout, inputs: list[list[Vector]], policy: StallPolicy
+    ) -> None:
         """Raise the OverflowError that `values.reduce` raises of these trees."""
-        everybody = self._all_vectors(0, [first], layout, inputs, _VALUES, patience)
+        everybody = self._all_vectors(0, [first], layout, inputs, _VALUES, policy)
         components = [_assemble(first, layout.leaves(vectors)) for vectors in everybody]
         per_replica = values.per_replica(components)
         values.reduce(first.request.op, per_replica, None, self._replicas)
 
     # the others
 
-    def _gather(self, called: Sequence[Call], brought: Sequence[Tree]) -> list[Tree]:
+    def _gather(self, called: Sequence[CheckedCall], brought: Sequence[Tree]) -> list[Tree]:
         everybody = [leaves for part in brought for leaves in part]
         axis = called[0].request.axis
         gathered = [np.concatenate(column, axis=axis) for column in zip(*everybody, strict=True)]
@@ -262,19 +268,24 @@ class Member:
         return [_assemble(call, leaves) for call, leaves in zip(called, results, strict=True)]
 
     def _merge(
-        self, first: Call, brought: Sequence[Sequence[Frame]], patience: Patience
-    ) -> list[Tree] | Merge:
+        self, first: CheckedCall, brought: Sequence[Sequence[Frame]], policy: StallPolicy
+    ) -> list[Tree] | PendingMerge:
         if self._local.start > 0:
-            return self._await_answer(patience)
+            return self._await_answer(policy)
         columns = [leaves for part in brought for leaves in decode(list(part))]
         function, structure = first.request.function, trees.structure(first.request.tree)
         assert function is not None  # of every merge_call
         merged = [values.PerReplica(column) for column in zip(*columns, strict=True)]
         args, kwargs = trees.unflatten(structure, merged)
-        return Merge(lambda: function(*args, **kwargs))
+        return PendingMerge(lambda: function(*args, **kwargs))
 
     def _through_torch(
-        self, number: int, calls: Sequence[Call | None], word: bytes, first: Call, patience: Patience
+        self,
+        number: int,
+        calls: Sequence[CheckedCall | None],
+        word: bytes,
+        first: CheckedCall,
+        policy: StallPolicy,
     ) -> list[Tree]:
         """Meet as always, so that mismatches are found, and let torch.distributed carry the values."""
         channel, request, treedef = self._channel, first.request, first.signature.treedef
@@ -288,18 +299,18 @@ class Member:
         assert treedef is not None  # of every collective that torch carries
         axis = request.axis
         sizes = [int(leaf.shape[axis]) for leaf in first.leaves] if request.kind == ALL_GATHER else []
-        exchanged = self._exchange(word, encode(sizes), patience)
-        self._check(number, calls, exchanged.words, patience)
+        exchanged = self._exchange(word, encode(sizes), policy)
+        self._check(number, calls, exchanged.words, policy)
 
         def tell(told: dict[str, Any]) -> list[dict[str, Any]]:
-            brought = self._exchange(_VALUES, encode(told), patience).frames
+            brought = self._exchange(_VALUES, encode(told), policy).frames
             return [decode(list(part)) for part in brought or ()]
 
         group = "" if channel is None else channel.group
         if self._torch is None or self._torch[0] != first.options.implementation:
             member = 0 if channel is None else channel.member
             opened = TorchGroup.meet(
-                first.options.implementation, group, member, members, patience.timeout_s, tell
+                first.options.implementation, group, member, members, policy.timeout_s, tell
             )
             self._torch = (first.options.implementation, opened)
         torch = self._torch[1]
@@ -317,7 +328,7 @@ class Member:
         return [trees.unflatten(treedef, results)]
 
 
-def _common_word(calls: Sequence[Call | None]) -> bytes:
+def _common_word(calls: Sequence[CheckedCall | None]) -> bytes:
     first = calls[0]
     if first is None:
         return NO_WORD
@@ -332,13 +343,15 @@ def _bytes_of(vector: Vector) -> memoryview:
     return vector.view(np.uint8).data
 
 
-def _fold_groups(layout: Layout, everybody: Sequence[Sequence[Vector]], outputs: Sequence[Vector]) -> None:
+def _fold_groups(
+    layout: LeafLayout, everybody: Sequence[Sequence[Vector]], outputs: Sequence[Vector]
+) -> None:
     for place, group in enumerate(layout.groups):
         parts = [vectors[place] for vectors in everybody]
         quietly(fold_blocks, group.kernel, parts, outputs[place])
 
 
-def _assemble(call: Call, leaves: list[Any]) -> Tree:
+def _assemble(call: CheckedCall, leaves: list[Any]) -> Tree:
     treedef = call.signature.treedef
     return leaves[0] if treedef is None else trees.unflatten(treedef, leaves)
 

@@ -19,7 +19,7 @@ BARRIER = "barrier"
 MERGE_CALL = "merge_call"
 
 
-class Place:
+class CallSite:
     """A place in user code; its text is made only where somebody reads it.
 
     Args:
@@ -41,21 +41,21 @@ class Place:
         return f"{os.path.basename(self._code.co_filename)}:{line} in {self._code.co_qualname}"
 
 
-def caller(depth: int = 1) -> Place:
+def caller(depth: int = 1) -> CallSite:
     """Return the place of a call that is going on.
 
     Args:
         depth: 0: the line that calls `caller`; 1: whoever called that function; and so on.
     """
     frame = sys._getframe(depth + 1)
-    return Place(frame.f_code, frame.f_lasti)
+    return CallSite(frame.f_code, frame.f_lasti)
 
 
 @dataclass(slots=True)
-class Request:
+class CollectiveRequest:
     """One replica's call of one collective.
 
-    Make it with the function of that name below; it is not checked here, but by `Gang.call`.
+    Make it with the function of that name below; it is not checked here, but by `LocalGang.call`.
 
     Args:
         kind: the collective's name.
@@ -72,7 +72,7 @@ class Request:
     """
 
     kind: str
-    where: Place
+    where: CallSite
     tree: Tree = None
     op: ReduceOp | str = ReduceOp.SUM
     axis: int = 0
@@ -82,24 +82,30 @@ class Request:
     options: CommunicationOptions | None = None
 
 
-def all_reduce(op: ReduceOp | str, tree: Tree, options: CommunicationOptions | None, where: Place) -> Request:
+def all_reduce(
+    op: ReduceOp | str, tree: Tree, options: CommunicationOptions | None, where: CallSite
+) -> CollectiveRequest:
     """Ask for the fold of all replicas' trees, element by element, in every replica."""
-    return Request(ALL_REDUCE, where, tree, op, options=options)
+    return CollectiveRequest(ALL_REDUCE, where, tree, op, options=options)
 
 
-def all_gather(tree: Tree, axis: int, options: CommunicationOptions | None, where: Place) -> Request:
+def all_gather(
+    tree: Tree, axis: int, options: CommunicationOptions | None, where: CallSite
+) -> CollectiveRequest:
     """Ask for all replicas' arrays, put end to end along `axis`, in every replica."""
-    return Request(ALL_GATHER, where, tree, axis=axis, options=options)
+    return CollectiveRequest(ALL_GATHER, where, tree, axis=axis, options=options)
 
 
-def broadcast(tree: Tree, source: int, options: CommunicationOptions | None, where: Place) -> Request:
+def broadcast(
+    tree: Tree, source: int, options: CommunicationOptions | None, where: CallSite
+) -> CollectiveRequest:
     """Ask for the tree of replica `source`, in every replica."""
-    return Request(BROADCAST, where, tree, source=source, options=options)
+    return CollectiveRequest(BROADCAST, where, tree, source=source, options=options)
 
 
-def barrier(options: CommunicationOptions | None, where: Place) -> Request:
+def barrier(options: CommunicationOptions | None, where: CallSite) -> CollectiveRequest:
     """Ask to go on when every replica has come here."""
-    return Request(BARRIER, where, options=options)
+    return CollectiveRequest(BARRIER, where, options=options)
 
 
 def merge_call(
@@ -107,11 +113,13 @@ def merge_call(
     args: tuple[Tree, ...],
     kwargs: dict[str, Tree],
     options: CommunicationOptions | None,
-    where: Place,
-) -> Request:
+    where: CallSite,
+) -> CollectiveRequest:
     """Ask for one call of `function` on all replicas' arguments; each gets its part of what it returns.
 
     Replica 0's `function` runs, in the thread and the context of replica 0.
     """
     label = str(getattr(function, "__qualname__", None) or type(function).__qualname__)
-    return Request(MERGE_CALL, where, (args, kwargs), function=function, label=label, options=options)
+    return CollectiveRequest(
+        MERGE_CALL, where, (args, kwargs), function=function, label=label, options=options
+    )

@@ -128,7 +128,7 @@ class SegmentOwner:
             self._descriptor = -1
 
 
-class Segment:
+class GangSegment:
     """A segment as a member sees it. Make it with `attach`.
 
     Attributes:
@@ -172,7 +172,7 @@ class Segment:
             memory.close()
 
 
-def attach(where: str) -> Segment:
+def attach(where: str) -> GangSegment:
     """Map a segment.
 
     Args:
@@ -199,7 +199,7 @@ def attach(where: str) -> Segment:
     finally:
         os.close(opened)
     _, _, _, replicas, pack_bytes = _HEADER.unpack_from(memory)
-    return Segment(memory, expected, replicas, pack_bytes)
+    return GangSegment(memory, expected, replicas, pack_bytes)
 
 
 def _map(descriptor: int, path: str, size_bytes: int, token: bytes) -> mmap.mmap:
@@ -221,13 +221,13 @@ def _map(descriptor: int, path: str, size_bytes: int, token: bytes) -> mmap.mmap
     return memory
 
 
-class Segments:
+class GangSegments:
     """The segments that a worker process has mapped: those of the last few groups."""
 
     def __init__(self) -> None:
-        self._segments: OrderedDict[str, Segment] = OrderedDict()
+        self._segments: OrderedDict[str, GangSegment] = OrderedDict()
 
-    def get(self, where: str) -> Segment:
+    def get(self, where: str) -> GangSegment:
         """Return a segment, mapped now or before.
 
         Raises:

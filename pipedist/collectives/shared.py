@@ -32,10 +32,9 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from pipedist.collectives.channel import ENDED, Ended, Exchanged, Patience, agree
-from pipedist.collectives.folding import Vector, quietly
-from pipedist.collectives.packing import Group, Layout, Pack
-from pipedist.collectives.segment import Segment
+from pipedist.collectives.channel import ENDED, Exchanged, MemberEnded, StallPolicy, agree
+from pipedist.collectives.folding import DtypeGroup, LeafLayout, Pack, Vector, quietly
+from pipedist.collectives.segment import GangSegment
 from pipedist.collectives.steps import Steps
 from pipedist.transport.form import Frame
 
@@ -62,7 +61,7 @@ class SharedChannel:
         GangAborted: the attempt is over already.
     """
 
-    def __init__(self, segment: Segment, *, serial: int, member: int, spans: Sequence[range]) -> None:
+    def __init__(self, segment: GangSegment, *, serial: int, member: int, spans: Sequence[range]) -> None:
         if segment.replicas != spans[-1].stop or not 0 < serial < 1 << 32:
             raise ValueError(f"attempt {serial} of {spans} in a segment for {segment.replicas} replicas")
         self._segment = segment
@@ -96,16 +95,16 @@ class SharedChannel:
 
     # exchange
 
-    def exchange(self, number: int, word: bytes, frames: Sequence[Frame], patience: Patience) -> Exchanged:
+    def exchange(self, number: int, word: bytes, frames: Sequence[Frame], policy: StallPolicy) -> Exchanged:
         """See `Channel.exchange`."""
         steps = self._steps
-        steps.enter(patience)
+        steps.enter(policy)
         stream = _Outgoing(frames)
         note = self._note(word)
         self._words[note + 2], self._words[note + 3] = stream.size_bytes, len(frames)
         stream.write(self._own_packs())
         steps.arrive()
-        words = self._await_words(patience)
+        words = self._await_words(policy)
         if not agree(words):
             return Exchanged(words, None)
         incoming: list[_Incoming | None] = []
@@ -123,7 +122,7 @@ class SharedChannel:
                 break
             stream.write(self._own_packs())
             steps.arrive()
-            steps.await_others(patience)
+            steps.await_others(policy)
         brought: list[Sequence[Frame]] = [() if s is None else s.frames() for s in incoming]
         brought[self.member] = frames
         return Exchanged(words, brought)
@@ -134,28 +133,28 @@ class SharedChannel:
         words[note], words[note + 1] = _WORD.unpack(word)
         return note
 
-    def _await_words(self, patience: Patience) -> list[bytes | Ended]:
+    def _await_words(self, policy: StallPolicy) -> list[bytes | MemberEnded]:
         """Wait for everybody, at the first step of an exchange, and return what words they brought."""
         steps, words = self._steps, self._words
-        returned = steps.await_others(patience, may_end=True)
-        found: list[bytes | Ended] = []
+        returned = steps.await_others(policy, may_end=True)
+        found: list[bytes | MemberEnded] = []
         for note in steps.notes():
             found.append(_WORD.pack(words[note], words[note + 1]))
         for member in returned:
             found[member] = ENDED
         return found
 
-    def _await_same(self, word: bytes, patience: Patience) -> Sequence[bytes | Ended] | None:
+    def _await_same(self, word: bytes, policy: StallPolicy) -> Sequence[bytes | MemberEnded] | None:
         """Do the same where all are expected to bring this word; None: they did."""
         steps, words = self._steps, self._words
         low, high = _WORD.unpack(word)
-        if not steps.await_others(patience, may_end=True):
+        if not steps.await_others(policy, may_end=True):
             for note in steps.notes():
                 if words[note] != low or words[note + 1] != high:
                     break
             else:
                 return None
-        return self._await_words(patience)
+        return self._await_words(policy)
 
     def _packs(self, member: int, parity: int) -> NDArray[np.uint8]:
         span = self._spans[member]
@@ -167,16 +166,18 @@ class SharedChannel:
     # fold
 
     def fold(
-        self, number: int, word: bytes, pack: Pack, patience: Patience
-    ) -> Sequence[bytes | Ended] | None:
+        self, number: int, word: bytes, pack: Pack, policy: StallPolicy
+    ) -> Sequence[bytes | MemberEnded] | None:
         """See `FoldingChannel.fold`."""
-        self._steps.enter(patience)
+        self._steps.enter(policy)
         self._note(word)
         if pack.layout.size_bytes <= self._small_bytes:
-            return self._fold_small(word, pack, patience)
-        return quietly(self._fold_large, word, pack, patience)
+            return self._fold_small(word, pack, policy)
+        return quietly(self._fold_large, word, pack, policy)
 
-    def _fold_small(self, word: bytes, pack: Pack, patience: Patience) -> Sequence[bytes | Ended] | None:
+    def _fold_small(
+        self, word: bytes, pack: Pack, policy: StallPolicy
+    ) -> Sequence[bytes | MemberEnded] | None:
         steps, layout = self._steps, pack.layout
         parity = steps.step + 1 & 1
         views = self._segment.views[parity].get(layout) or self._small_views(layout, parity)
@@ -186,13 +187,13 @@ class SharedChannel:
                 np.copyto(parts[replica], vector)
             replica += 1
         steps.arrive()
-        words = self._await_same(word, patience)
+        words = self._await_same(word, policy)
         if words is None:
             for place, group in enumerate(layout.groups):
                 quietly(group.kernel.fold, views[place], pack.outputs[place])
         return words
 
-    def _small_views(self, layout: Layout, parity: int) -> list[list[Vector]]:
+    def _small_views(self, layout: LeafLayout, parity: int) -> list[list[Vector]]:
         """Return where the vectors of each group lie, by group and replica; remembered for the next time."""
         known = self._segment.views[parity]
         if len(known) >= _VIEWS_MAX:
@@ -207,7 +208,9 @@ class SharedChannel:
         known[layout] = views
         return views
 
-    def _fold_large(self, word: bytes, pack: Pack, patience: Patience) -> Sequence[bytes | Ended] | None:
+    def _fold_large(
+        self, word: bytes, pack: Pack, policy: StallPolicy
+    ) -> Sequence[bytes | MemberEnded] | None:
         steps = self._steps
         pieces = list(self._pieces(pack))
         first = steps.step + 1
@@ -224,9 +227,9 @@ class SharedChannel:
             if at <= len(pieces):
                 steps.arrive()
                 if at:
-                    steps.await_others(patience)
+                    steps.await_others(policy)
                     continue
-                words = self._await_same(word, patience)
+                words = self._await_same(word, policy)
                 if words is not None:
                     return words
         if steps.is_flagged(first):
@@ -256,10 +259,10 @@ class _Piece:
 
     def __init__(
         self,
-        segment: Segment,
+        segment: GangSegment,
         spans: Sequence[range],
         member: int,
-        group: Group,
+        group: DtypeGroup,
         inputs: Sequence[Vector],
         output: Vector,
     ) -> None:

@@ -1,7 +1,7 @@
 """What must be alike in all replicas that meet in a collective, as one short word.
 
 A replica's call is checked here as far as that replica alone can tell (an axis out of range, a dtype
-that can't be folded), and becomes a `Call`: its arrays, and the digest of its SIGNATURE, a text of
+that can't be folded), and becomes a `CheckedCall`: its arrays, and the digest of its SIGNATURE, a text of
 everything that all replicas must agree on. Signatures are remembered by dtype and shape, so that the
 same call again costs a look in a table; texts for people are made only where calls do not match.
 """
@@ -10,23 +10,23 @@ from __future__ import annotations
 
 import hashlib
 import operator
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
 
-from pipedist import foreign, partials, trees
+from pipedist import dlpack, partials, trees
 from pipedist.collectives.channel import WORD_BYTES
+from pipedist.collectives.folding import LeafLayout
 from pipedist.collectives.options import CommunicationOptions
-from pipedist.collectives.packing import Layout
 from pipedist.collectives.requests import (
     ALL_GATHER,
     ALL_REDUCE,
     BARRIER,
     BROADCAST,
     MERGE_CALL,
-    Request,
+    CollectiveRequest,
 )
 from pipedist.collectives.torch_group import CARRIED, IMPLEMENTATIONS, tensors_of
 from pipedist.partials import ReduceOp, axis_of, resolve_axes
@@ -48,12 +48,12 @@ class Signature:
     """
 
     word: bytes
-    layout: Layout | None = None
+    layout: LeafLayout | None = None
     treedef: trees.Treedef | None = None
 
 
 @dataclass(slots=True)
-class Call:
+class CheckedCall:
     """One replica's call, checked.
 
     Args:
@@ -63,7 +63,7 @@ class Call:
         leaves: of all_reduce and all_gather: contiguous arrays of native byte order.
     """
 
-    request: Request
+    request: CollectiveRequest
     signature: Signature
     options: CommunicationOptions
     leaves: Sequence[np.ndarray[Any, Any]] = ()
@@ -74,7 +74,7 @@ _OPS: Final[dict[str, ReduceOp]] = {op.value: op for op in ReduceOp}
 """The usual spellings: an enum takes its time to look a name up."""
 
 
-def check(request: Request, options: CommunicationOptions, replicas: int) -> Call:
+def check(request: CollectiveRequest, options: CommunicationOptions, replicas: int) -> CheckedCall:
     """Check one replica's request.
 
     Args:
@@ -90,11 +90,11 @@ def check(request: Request, options: CommunicationOptions, replicas: int) -> Cal
     if options.implementation in IMPLEMENTATIONS and request.kind in CARRIED:
         return _check_tensors(request, options, replicas)
     if type(request.tree) is not np.ndarray:
-        request.tree = foreign.to_host(request.tree)
+        request.tree = dlpack.to_host(request.tree)
     return _CHECKS[request.kind](request, options, replicas)
 
 
-def keep(call: Call, replica: int) -> None:
+def keep(call: CheckedCall, replica: int) -> None:
     """Make what a call brings its own: others run before it is read, and may share its memory."""
     request = call.request
     if call.leaves:
@@ -105,7 +105,7 @@ def keep(call: Call, replica: int) -> None:
         )
 
 
-def describe(call: Call) -> str:
+def _describe(call: CheckedCall) -> str:
     """Return what a replica calls, for people: `all_reduce(sum) of {'a': float32[3]}`."""
     request = call.request
     if request.kind == ALL_REDUCE:
@@ -124,7 +124,9 @@ def describe(call: Call) -> str:
     return text + _spell_options(call.options)
 
 
-def _check_all_reduce(request: Request, options: CommunicationOptions, replicas: int) -> Call:
+def _check_all_reduce(
+    request: CollectiveRequest, options: CommunicationOptions, replicas: int
+) -> CheckedCall:
     tree = request.tree
     op = _OPS.get(request.op) if isinstance(request.op, str) else None
     if op is None:
@@ -152,11 +154,13 @@ def _check_all_reduce(request: Request, options: CommunicationOptions, replicas:
             _number(tree, op, None, 0)
         spelled = [*zip(_names(dtypes), shapes, strict=True)]
         text = f"all_reduce {op.value} {_structure(treedef)} {spelled} {request.label}"
-        signature = _remember(key, text, options, Layout.of(op, dtypes, shapes), treedef)
-    return Call(request, signature, options, leaves)
+        signature = _remember(key, text, options, LeafLayout.of(op, dtypes, shapes), treedef)
+    return CheckedCall(request, signature, options, leaves)
 
 
-def _check_all_gather(request: Request, options: CommunicationOptions, replicas: int) -> Call:
+def _check_all_gather(
+    request: CollectiveRequest, options: CommunicationOptions, replicas: int
+) -> CheckedCall:
     axis = request.axis = axis_of(request.axis)
     found, treedef = trees.flatten(request.tree)
     if not found:
@@ -187,26 +191,28 @@ def _check_all_gather(request: Request, options: CommunicationOptions, replicas:
     if signature is None:
         text = f"all_gather {_structure(treedef)} {spec}"
         signature = _remember(key, text, options, None, treedef)
-    return Call(request, signature, options, leaves)
+    return CheckedCall(request, signature, options, leaves)
 
 
-def _check_broadcast(request: Request, options: CommunicationOptions, replicas: int) -> Call:
+def _check_broadcast(request: CollectiveRequest, options: CommunicationOptions, replicas: int) -> CheckedCall:
     source = _source(request, replicas)
-    return Call(request, _plain(f"broadcast {source} {request.label}", options), options)
+    return CheckedCall(request, _plain(f"broadcast {source} {request.label}", options), options)
 
 
-def _check_barrier(request: Request, options: CommunicationOptions, replicas: int) -> Call:
-    return Call(request, _plain("barrier", options), options)
+def _check_barrier(request: CollectiveRequest, options: CommunicationOptions, replicas: int) -> CheckedCall:
+    return CheckedCall(request, _plain("barrier", options), options)
 
 
-def _check_merge_call(request: Request, options: CommunicationOptions, replicas: int) -> Call:
+def _check_merge_call(
+    request: CollectiveRequest, options: CommunicationOptions, replicas: int
+) -> CheckedCall:
     if not callable(request.function):
         raise TypeError(f"merge_call expects a function, got {request.function!r}")
     structure = trees.structure(request.tree)
-    return Call(request, _plain(f"merge_call {request.label} {structure}", options), options)
+    return CheckedCall(request, _plain(f"merge_call {request.label} {structure}", options), options)
 
 
-def _check_tensors(request: Request, options: CommunicationOptions, replicas: int) -> Call:
+def _check_tensors(request: CollectiveRequest, options: CommunicationOptions, replicas: int) -> CheckedCall:
     """Check a request that torch is to carry out; of torch's dtypes and devices, torch is the judge."""
     leaves, treedef = tensors_of(request, options.implementation)
     spec: list[Hashable] = [(str(leaf.dtype), tuple(leaf.shape)) for leaf in leaves]
@@ -227,7 +233,7 @@ def _check_tensors(request: Request, options: CommunicationOptions, replicas: in
     key = (request.kind, what, treedef, tuple(spec), options.key)
     text = f"{request.kind} {what} {_structure(treedef)} {spec}"
     signature = _known.get(key) or _remember(key, text, options, None, treedef)
-    return Call(request, signature, options, leaves)
+    return CheckedCall(request, signature, options, leaves)
 
 
 _CHECKS: Final = {
@@ -239,7 +245,7 @@ _CHECKS: Final = {
 }
 
 
-def _source(request: Request, replicas: int) -> int:
+def _source(request: CollectiveRequest, replicas: int) -> int:
     source = request.source
     if isinstance(source, (bool, np.bool_)) or not hasattr(type(source), "__index__"):
         raise TypeError(f"the source of a broadcast is the id of a replica, an int, not {source!r}")
@@ -258,7 +264,7 @@ def _number(leaf: Any, op: ReduceOp, treedef: trees.Treedef | None, index: int) 
             if not isinstance(leaf, np.ndarray):  # of other things `partials` says what they are
                 partials.leaf_partial(op, None, leaf)
             array = np.asarray(leaf, order="C")
-            Layout.of(op, [array.dtype.newbyteorder("=")], [array.shape])
+            LeafLayout.of(op, [array.dtype.newbyteorder("=")], [array.shape])
     except (TypeError, ValueError) as error:
         raise _at(f"all_reduce({op.value})", treedef, index, error) from None
     except OverflowError:
@@ -282,7 +288,7 @@ def _remember(
     key: Hashable,
     text: str,
     options: CommunicationOptions,
-    layout: Layout | None,
+    layout: LeafLayout | None,
     treedef: trees.Treedef | None,
 ) -> Signature:
     digest = hashlib.blake2b(f"{text} {options.key}".encode(), digest_size=WORD_BYTES)
@@ -330,3 +336,63 @@ def _spell_options(options: CommunicationOptions) -> str:
     if options.implementation != "auto":
         said.append(f"implementation={options.implementation}")
     return f" ({', '.join(said)})" if said else ""
+
+
+_RETURNED = "returned, and calls nothing more"
+
+_ADVICE = (
+    "Every replica must call the same collectives, in the same order, with trees of the same structure, "
+    "dtypes and shapes (all_gather: sizes may differ along its axis), and must not return before the "
+    "others have called theirs."
+)
+
+
+def account(call: CheckedCall | None) -> str:
+    """Return what one replica does, for the others: None: it has returned."""
+    return _RETURNED if call is None else f"{_describe(call)}, at {call.request.where}"
+
+
+def mismatch_text(number: int, accounts: Mapping[int, str]) -> str:
+    """Return the text of a mismatch.
+
+    Args:
+        number: of the collective in the step, from 1.
+        accounts: by replica, what it does.
+    """
+    together: dict[str, list[int]] = {}
+    for replica in sorted(accounts):
+        together.setdefault(accounts[replica], []).append(replica)
+    what = "differs between replicas" if _RETURNED not in together else "was not called by every replica"
+    lines = [f"collective {number} of this step {what}:"]
+    lines += [f"  {_spell_ranges(replicas)}: {text}" for text, replicas in together.items()]
+    return "\n".join([*lines, _ADVICE])
+
+
+def stall_text(number: int, text: str, missing: str, waited_s: float) -> str:
+    """Return the text of a collective for which somebody does not come.
+
+    Args:
+        number: of the collective in the step, from 1.
+        text: the account of a replica that waits.
+        missing: who does not come.
+    """
+    return (
+        f"collective {number} of this step has waited {waited_s:g} s for {missing}: {text}. Raise "
+        "CommunicationOptions(timeout_s=...) if the step may take so long; else look where they hang"
+    )
+
+
+def spell_replicas(replicas: Sequence[int]) -> str:
+    """Return "replica 3", or "replicas 0-2, 5"."""
+    return _spell_ranges(list(replicas))
+
+
+def _spell_ranges(replicas: list[int]) -> str:
+    runs: list[list[int]] = []
+    for replica in replicas:
+        if runs and replica == runs[-1][1] + 1:
+            runs[-1][1] = replica
+        else:
+            runs.append([replica, replica])
+    spelled = ", ".join(str(lo) if lo == hi else f"{lo}-{hi}" for lo, hi in runs)
+    return f"replica{'s' if len(replicas) > 1 else ''} {spelled}"

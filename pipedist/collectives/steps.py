@@ -49,8 +49,8 @@ from collections.abc import Sequence
 from typing import Final
 
 from pipedist.collectives import futex
-from pipedist.collectives.channel import GangAborted, Patience
-from pipedist.collectives.segment import ABORT_AT, BLOCK_BYTES, Segment
+from pipedist.collectives.channel import GangAborted, StallPolicy
+from pipedist.collectives.segment import ABORT_AT, BLOCK_BYTES, GangSegment
 
 SLICE_S: Final = 0.02
 """The longest sleep: so soon an abort, or the end of another member, is noticed in any case."""
@@ -82,7 +82,7 @@ class Steps:
         GangAborted: the attempt is over already.
     """
 
-    def __init__(self, segment: Segment, *, serial: int, member: int, members: int) -> None:
+    def __init__(self, segment: GangSegment, *, serial: int, member: int, members: int) -> None:
         self._words = segment.words
         self._address = segment.address
         self._serial = serial
@@ -104,20 +104,20 @@ class Steps:
         if self._words[self._mine + _ARRIVAL] > self._last:
             raise GangAborted(self._over())
 
-    def enter(self, patience: Patience) -> None:
+    def enter(self, policy: StallPolicy) -> None:
         """Enter the attempt, if this is its first exchange; nothing may be written before."""
         if not self._has_entered:
             self._has_entered = True
             self._words[self._mine + _BEFORE] = self._words[self._mine + _ARRIVAL]
             self._announce(self._begin)
-            self._await(self._begin, patience, may_end=True)
+            self._await(self._begin, policy, may_end=True)
 
     def arrive(self) -> None:
         """Say that all is written that belongs to the next step."""
         self.step += 1
         self._announce(self._begin | self.step)
 
-    def await_others(self, patience: Patience, *, may_end: bool = False) -> Sequence[int]:
+    def await_others(self, policy: StallPolicy, *, may_end: bool = False) -> Sequence[int]:
         """Wait for everybody to arrive where this member is.
 
         Args:
@@ -129,7 +129,7 @@ class Steps:
         Raises:
             GangAborted: a member failed, or the attempt is over.
         """
-        return self._await(self._begin | self.step, patience, may_end=may_end)
+        return self._await(self._begin | self.step, policy, may_end=may_end)
 
     def note(self, member: int) -> int:
         """Return the index of the first word of a member's note for this step."""
@@ -170,7 +170,7 @@ class Steps:
                 futex.wake(self._address + 8 * self._mine)
                 return
 
-    def _await(self, target: int, patience: Patience, *, may_end: bool) -> Sequence[int]:
+    def _await(self, target: int, policy: StallPolicy, *, may_end: bool) -> Sequence[int]:
         words, last = self._words, self._last
         returned: list[int] = []
         for place, arrival in enumerate(self._arrivals):
@@ -179,7 +179,7 @@ class Steps:
             while value < target and looks:
                 looks -= 1
                 value = words[arrival]
-            if target <= value <= last or self._await_long(place, target, patience):
+            if target <= value <= last or self._await_long(place, target, policy):
                 continue
             if not may_end:
                 raise GangAborted(f"member {self._others[place]} left in the middle of a collective")
@@ -188,7 +188,7 @@ class Steps:
             futex.fence()
         return returned
 
-    def _await_long(self, place: int, target: int, patience: Patience) -> bool:
+    def _await_long(self, place: int, target: int, policy: StallPolicy) -> bool:
         """Wait for one member; False: it has returned instead."""
         words, arrival = self._words, self._arrivals[place]
         for _ in range(_YIELDS):
@@ -196,7 +196,7 @@ class Steps:
                 break
             os.sched_yield()
         mine = self._mine + _SLEEPS
-        deadline = time.monotonic() + patience.timeout_s
+        deadline = time.monotonic() + policy.timeout_s
         while True:
             status = self._status(place, target)
             if status is not None:
@@ -211,8 +211,8 @@ class Steps:
             if now >= deadline:
                 missing = self._missing(target)
                 if missing:  # still: they may have come while this process had no core
-                    patience.on_stalled(tuple(missing))
-                    deadline = time.monotonic() + patience.timeout_s
+                    policy.on_stalled(tuple(missing))
+                    deadline = time.monotonic() + policy.timeout_s
                 continue
             words[mine] = 1
             futex.fence()

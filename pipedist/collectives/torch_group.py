@@ -22,7 +22,7 @@ from typing import Any, Final
 
 from pipedist import trees
 from pipedist.collectives.options import Implementation
-from pipedist.collectives.requests import ALL_GATHER, ALL_REDUCE, BROADCAST, Request
+from pipedist.collectives.requests import ALL_GATHER, ALL_REDUCE, BROADCAST, CollectiveRequest
 from pipedist.errors import UsageError
 from pipedist.partials import ReduceOp
 
@@ -38,7 +38,9 @@ Tell = Callable[[dict[str, Any]], list[dict[str, Any]]]
 """Brings a dict of plain values to all members, and returns what all brought, by member."""
 
 
-def tensors_of(request: Request, implementation: Implementation) -> tuple[list[Tensor], trees.Treedef]:
+def tensors_of(
+    request: CollectiveRequest, implementation: Implementation
+) -> tuple[list[Tensor], trees.Treedef]:
     """Return the tensors of a replica's tree.
 
     Raises:

@@ -42,7 +42,7 @@ from pipedist.launchers.ray_joining import AUTO, join, named
 from pipedist.launchers.ray_keepers import end_keeper, end_keepers, find_keeper, make_keeper
 from pipedist.launchers.ray_placing import Room, end_hosts, make_group, make_host
 from pipedist.launchers.whereabouts import Succession
-from pipedist.scratch_folders import ScratchFolder
+from pipedist.temp_dirs import ScratchFolder
 
 STORE_BYTES = 100 * 2**20
 """The object store of a Ray of the run's own: nothing of the run's goes through it."""

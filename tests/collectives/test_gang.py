@@ -16,10 +16,9 @@ import pytest
 
 from pipedist import values
 from pipedist.collectives.channel import GangAborted
-from pipedist.collectives.crew import Crew
-from pipedist.collectives.gang import Gang
-from pipedist.collectives.local_replica import LocalReplica, State
+from pipedist.collectives.gang import LocalGang, LocalReplica, ReplicaState
 from pipedist.collectives.options import CommunicationOptions
+from pipedist.collectives.thread_pool import ReplicaThreadPool
 from pipedist.errors import CollectiveTimeoutError, RemoteError
 from pipedist.transport.codec import UnsendableError
 from tests.collectives.gangs import ROADS, Replica, run_gang, run_member, spans_of
@@ -139,12 +138,12 @@ def test_threads_are_kept_by_a_crew_and_ended_with_it() -> None:
         replica.barrier()
         return threading.get_ident()
 
-    with_crew = Crew()
-    first = run_gang([3], function, crew=with_crew)
-    assert set(run_gang([3], function, crew=with_crew)) == set(first)
+    pool = ReplicaThreadPool()
+    first = run_gang([3], function, threads=pool)
+    assert set(run_gang([3], function, threads=pool)) == set(first)
     assert len(begun()) == 2
-    with_crew.close()
-    with_crew.close()
+    pool.close()
+    pool.close()
     assert not left()
     run_gang([3], function)
     assert not left()
@@ -178,7 +177,7 @@ def test_a_signals_handler_that_raises_ends_the_gang_and_hangs_nobody() -> None:
 
 
 def test_aborted_by_the_process() -> None:
-    gangs: list[Gang] = []
+    gangs: list[LocalGang] = []
     waits = threading.Event()
 
     def function(replica: Replica) -> None:
@@ -385,7 +384,7 @@ def test_a_replica_of_the_same_process_that_hangs_is_told_too() -> None:
     def stalled(members: tuple[int, ...], text: str) -> None:
         told.append((members, text))
         come.set()
-        while waits[0].state is State.WAITING:  # until it has come, before the time begins again
+        while waits[0].state is ReplicaState.WAITING:  # until it has come, before the time begins again
             os.sched_yield()
 
     def function(replica: Replica) -> Any:
@@ -455,7 +454,7 @@ def test_a_collective_is_one_exchange() -> None:
     def member(number: int) -> None:
         channel = QueueChannel(board, number)
         span = spans_of([2, 1])[number]
-        gang = Gang(replicas=3, local=span, channel=channel)
+        gang = LocalGang(replicas=3, local=span, channel=channel)
 
         def function(replica: Replica) -> None:
             replica.all_reduce("sum", {"a": np.zeros(5), "b": 1})
@@ -477,6 +476,6 @@ def test_a_collective_is_one_exchange() -> None:
 
 def test_a_gang_is_complete_or_has_a_channel() -> None:
     with pytest.raises(ValueError, match="without a channel"):
-        Gang(replicas=3, local=range(2))
+        LocalGang(replicas=3, local=range(2))
     with pytest.raises(ValueError, match="replicas range"):
-        Gang(replicas=2, local=range(1, 1))
+        LocalGang(replicas=2, local=range(1, 1))

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from pipedist import scratch_folders
-from pipedist.scratch_folders import ScratchFolder
+from pipedist import temp_dirs
+from pipedist.temp_dirs import ScratchFolder
 
 KEEPER = """
 import sys, time
-from pipedist.scratch_folders import ScratchFolder
+from pipedist.temp_dirs import ScratchFolder
 kept = ScratchFolder("code", sys.argv[1])
 print(kept.path, flush=True)
 time.sleep(600)
@@ -129,7 +129,7 @@ def test_without_locks_nothing_is_removed(tmp_path: Path, monkeypatch: pytest.Mo
     def refuse(_descriptor: int, _how: int) -> None:
         raise OSError("no locks here")
 
-    monkeypatch.setattr(scratch_folders.fcntl, "flock", refuse)
+    monkeypatch.setattr(temp_dirs.fcntl, "flock", refuse)
     first = ScratchFolder("code", str(tmp_path))
     second = ScratchFolder("code", str(tmp_path))
     assert Path(first.path).is_dir()

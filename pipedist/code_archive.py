@@ -56,7 +56,7 @@ class CodeTooLarge(PipedistError):
 
 
 @record
-class Snapshot:
+class CodeSnapshot:
     """The files of a code folder.
 
     Args:
@@ -78,7 +78,7 @@ class Snapshot:
         return [list(self.names), list(self.contents)]
 
 
-def take(folder: str) -> Snapshot:
+def take(folder: str) -> CodeSnapshot:
     """Return what is in a code folder.
 
     Args:
@@ -108,7 +108,7 @@ def take(folder: str) -> Snapshot:
     if left:
         more = f" and {len(left) - _TOLD_MAX} more" if len(left) > _TOLD_MAX else ""
         text += f"; without {', '.join(left[:_TOLD_MAX])}{more}"
-    return Snapshot(folder, digest_of(names, contents), names, contents, text)
+    return CodeSnapshot(folder, digest_of(names, contents), names, contents, text)
 
 
 def digest_of(names: Sequence[str], contents: Sequence[bytes]) -> str:
@@ -133,7 +133,7 @@ def unpack(tree: Tree, digest: str, folder: str) -> None:
     """Write the files of a snapshot to a new folder, all of them or none.
 
     Args:
-        tree: from `Snapshot.to_tree`, as it was received.
+        tree: from `CodeSnapshot.to_tree`, as it was received.
         digest: that its files must have.
         folder: absolute; its parent exists, and belongs to this user alone.
 

@@ -38,7 +38,7 @@ class ScratchFolder:
     def __init__(self, kind: str, parent: str | None = None) -> None:
         parent = parent or _temporary()
         prefix = f"pipedist-{kind}-{zlib.crc32(os.uname().nodename.encode()):08x}-"
-        _sweep(parent, re.compile(re.escape(prefix) + r"[0-9]+-[0-9a-f]{4}"))
+        _remove_stale(parent, re.compile(re.escape(prefix) + r"[0-9]+-[0-9a-f]{4}"))
         self.path, self._lock = _make(parent, f"{prefix}{os.getpid()}-")
 
     def close(self) -> None:
@@ -74,7 +74,7 @@ def _make(parent: str, prefix: str) -> tuple[str, int]:
     raise OSError(f"{_ATTEMPTS_MAX} new folders in {parent} were removed at once by others")
 
 
-def _sweep(parent: str, name: re.Pattern[str]) -> None:
+def _remove_stale(parent: str, name: re.Pattern[str]) -> None:
     """Remove the folders whose process is gone."""
     try:
         found = [entry.path for entry in os.scandir(parent) if name.fullmatch(entry.name)]

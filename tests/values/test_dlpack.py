@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 import pipedist
-from pipedist import foreign
+from pipedist import dlpack
 from pipedist.collectives import signatures
 from pipedist.collectives.options import CommunicationOptions
-from pipedist.collectives.requests import ALL_GATHER, ALL_REDUCE, BROADCAST, Request
+from pipedist.collectives.requests import ALL_GATHER, ALL_REDUCE, BROADCAST, CollectiveRequest
 from pipedist.transport.encoder import UnsendableError
 from pipedist.worker.boundary import own
 
@@ -70,7 +70,7 @@ LIBRARIES = [
 @pytest.mark.parametrize("device", [CPU, CUDA])
 def test_an_exported_array_is_taken_over(data: Any, device: int) -> None:
     source = Exported(data, device)
-    array = foreign.taken(source)
+    array = dlpack.taken(source)
     assert type(array) is np.ndarray
     assert (array.dtype, array.shape) == (source.data.dtype, source.data.shape)
     assert np.array_equal(array, source.data)
@@ -88,20 +88,20 @@ def test_what_is_sent_is_nobody_elses() -> None:
 def test_what_numpy_cannot_have_is_refused_with_its_path() -> None:
     with pytest.raises(UnsendableError, match=r"Unknown that NumPy can't take over: float4 .*, at rows/1$"):
         own([{"rows": [1, Unknown(1.0)]}])
-    with pytest.raises(foreign.ForeignArrayError, match=r"as the whole value$"):
-        foreign.to_host(Unknown(1.0))
+    with pytest.raises(dlpack.ForeignArrayError, match=r"as the whole value$"):
+        dlpack.to_host(Unknown(1.0))
 
 
 @pytest.mark.parametrize(
     "tree", [None, 1, "text", {"a": [1.0, None]}, np.ma.masked_array([1], [True])], ids=repr
 )
 def test_a_tree_without_them_is_left_alone(tree: Any) -> None:
-    assert foreign.to_host(tree) is tree
+    assert dlpack.to_host(tree) is tree
 
 
 @pytest.mark.parametrize("kind", [ALL_REDUCE, ALL_GATHER, BROADCAST])
 def test_a_collective_takes_them(kind: str) -> None:
-    request = Request(kind, PLACE, {"w": Exported([1.0, 2.0], CUDA)}, op="sum", axis=0, source=0)
+    request = CollectiveRequest(kind, PLACE, {"w": Exported([1.0, 2.0], CUDA)}, op="sum", axis=0, source=0)
     signatures.check(request, CommunicationOptions(), 2)
     assert np.array_equal(request.tree["w"], [1.0, 2.0])
 

@@ -12,8 +12,8 @@ _CLOSE_S: Final = 5.0
 class _Thread:
     """One thread that waits for jobs."""
 
-    def __init__(self, crew: Crew, number: int) -> None:
-        self._crew = crew
+    def __init__(self, threads: ReplicaThreadPool, number: int) -> None:
+        self._threads = threads
         self._job: Callable[[], None] | None = None
         self._has_job = threading.Lock()
         self._has_job.acquire()
@@ -34,11 +34,11 @@ class _Thread:
                 return
             job()
             del job  # what a replica held must not live on until the next job comes
-            if not self._crew.take_back(self):
+            if not self._threads.take_back(self):
                 return
 
 
-class Crew:
+class ReplicaThreadPool:
     """Starts jobs, each in a thread of its own, and keeps the threads of those that are done."""
 
     def __init__(self) -> None:
@@ -51,11 +51,11 @@ class Crew:
         """Run a job, which must not raise, in a thread that has nothing else to do.
 
         Raises:
-            RuntimeError: the crew is closed, or the system has no more threads.
+            RuntimeError: the threads is closed, or the system has no more threads.
         """
         with self._lock:
             if self._is_closed:
-                raise RuntimeError("this crew is closed")
+                raise RuntimeError("this threads is closed")
             if self._idle:
                 thread = self._idle.pop()
             else:
