@@ -115,7 +115,7 @@ def test_numbers_that_make_no_sense_are_refused_by_name(cls: str, value: Any, er
         ((3, 2.0), "float32", 0, TypeError, "length of shape is 2.0"),
         ((3,), "float32", 1, ValueError, "axis is 1"),
         ((3,), "float32", -2, ValueError, "axis is -2"),
-        ((3,), "float32", None, TypeError, "axis is None"),
+        ((3,), "float32", None, TypeError, "`axis` must be an int, got None"),
         ("33", "float32", 0, TypeError, "shape is '33'"),
         (3, "float32", 0, TypeError, "shape is 3"),
         ((3,), object, 0, TypeError, "Python objects"),

@@ -1,10 +1,10 @@
-"""Folding one vector of each replica into one: all_reduce's arithmetic.
+"""Fold one vector of each replica into one: the arithmetic and memory of all_reduce.
 
-The result has the very bits of `values.reduce(op, per_replica, axis=None)`, element by element, so
-that a vector may be cut anywhere and each part folded by another process: the order of operands is
-that of `reductions.FoldTree` over the replicas, the rules are those of `pipedist.partials`. float32
-and float64, which is what gradients are made of, have a road of their own that allocates nothing;
-all other dtypes go through `partials` itself.
+The result has the same bits as `values.reduce(op, per_replica, axis=None)`, element by element, so a
+vector may be split anywhere and each part folded by another process: operands are ordered by
+`reductions.FoldTree` over the replicas, and the rules are those of `pipedist.partials`. float32 and
+float64, the dtypes of gradients, have a kernel that allocates nothing; other dtypes use `partials`.
+A tree of arrays is packed into one vector per dtype, so that many leaves are folded as one.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ Vector = NDArray[Any]
 """One dimension, contiguous, native byte order."""
 
 BLOCK_BYTES: Final = 256 << 10
-"""What `fold_blocks` folds at once: operands and result stay in a core's own cache."""
+"""Block size of `fold_blocks`: operands and result fit into a core's cache."""
 
 _DOT_MAX: Final = 8192
-"""Elements up to which a dot product is the fastest look at all of them, and BLAS takes no threads."""
+"""Elements up to which a dot product is the fastest NaN check, and BLAS starts no threads."""
 
 _UFUNC: Final[dict[ReduceOp, np.ufunc]] = {
     ReduceOp.SUM: np.add,
@@ -52,10 +52,10 @@ _quiet = threading.local()
 
 
 def quietly(function: Callable[..., T], *arguments: Any) -> T:
-    """Call a function with NumPy's floating-point warnings off: overflow to infinity is a result here.
+    """Call a function without NumPy's floating-point warnings: overflow to infinity is a valid result.
 
-    The setting is in a context of its own that is entered again and again, which costs a tenth of
-    `numpy.errstate`; NumPy 1 keeps it elsewhere.
+    The setting lives in a reused context, which costs a tenth of `numpy.errstate`; NumPy 1 does not
+    keep it in the context.
     """
     if _NUMPY_MAJOR < 2:
         with np.errstate(all="ignore"):
@@ -69,11 +69,11 @@ def quietly(function: Callable[..., T], *arguments: Any) -> T:
 
 
 class Kernel(Protocol):
-    """How vectors of one dtype are folded with one operator."""
+    """Fold vectors of one dtype with one operator."""
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """The dtype of what is folded."""
+        """The dtype of the operands."""
         ...
 
     @property
@@ -82,12 +82,12 @@ class Kernel(Protocol):
         ...
 
     def fold(self, parts: Sequence[Vector], out: Vector) -> None:
-        """Fold `parts`, one a replica, in order, into `out`, which is none of them.
+        """Fold `parts`, one per replica, in order, into `out`, which is none of them.
 
-        To be called `quietly`.
+        Call it with `quietly`.
 
         Raises:
-            OverflowError: an integer does not fit; `out` may hold anything then.
+            OverflowError: an integer does not fit; the contents of `out` are undefined.
         """
         ...
 
@@ -97,7 +97,7 @@ def kernel_for(op: ReduceOp, dtype: np.dtype[Any]) -> Kernel:
     """Return the kernel of an operator and a native dtype.
 
     Raises:
-        TypeError: it can't be reduced: it is not numeric, or complex for MIN and MAX.
+        TypeError: the dtype is not numeric, or is complex for MIN or MAX.
     """
     if dtype in (np.float32, np.float64):
         return _FloatKernel(op, dtype)
@@ -105,7 +105,7 @@ def kernel_for(op: ReduceOp, dtype: np.dtype[Any]) -> Kernel:
 
 
 def fold_blocks(kernel: Kernel, parts: Sequence[Vector], out: Vector) -> None:
-    """Fold vectors of any length, a cacheful at a time; see `Kernel.fold`."""
+    """Fold vectors of any length in blocks of `BLOCK_BYTES`; see `Kernel.fold`."""
     elements = BLOCK_BYTES // max(kernel.dtype.itemsize, kernel.result.itemsize)
     if out.size <= elements:
         kernel.fold(parts, out)
@@ -116,7 +116,7 @@ def fold_blocks(kernel: Kernel, parts: Sequence[Vector], out: Vector) -> None:
 
 
 class _FloatKernel:
-    """float32 and float64: folded in their own dtype, in place."""
+    """Kernel of float32 and float64: folds in the same dtype, in place."""
 
     __slots__ = ("_is_mean", "_ufunc", "dtype", "result")
 
@@ -134,16 +134,16 @@ class _FloatKernel:
         else:
             self._fold_range(parts, 0, count, out)
         if self._is_mean:
-            # Below 2**24 replicas this has the bits of the division in float64 that `partials` makes.
+            # Below 2**24 replicas this equals the division in float64 that `partials` does.
             np.divide(out, self.dtype.type(count), out=out)
         if out.size:
-            # Either is NaN if and only if an element is: squares do not cancel each other.
-            seen = np.dot(out, out) if out.size <= _DOT_MAX else np.minimum.reduce(out)
-            if seen != seen:
+            # Either value is NaN if and only if an element is: squares do not cancel.
+            probe = np.dot(out, out) if out.size <= _DOT_MAX else np.minimum.reduce(out)
+            if probe != probe:
                 out[np.isnan(out)] = np.nan
 
     def _fold_range(self, parts: Sequence[Vector], lo: int, hi: int, out: Vector) -> None:
-        """Put node(lo, hi) of the fixed tree, of at least two leaves, into `out`."""
+        """Write node(lo, hi) of the fixed tree, with at least two leaves, to `out`."""
         mid = lo + (1 << (hi - lo - 1).bit_length() - 1)
         left = parts[lo]
         if mid - lo > 1:
@@ -157,7 +157,7 @@ class _FloatKernel:
 
 
 class _PartialsKernel:
-    """Every other dtype, through the arithmetic that all reductions share."""
+    """Kernel of other dtypes, with the arithmetic of `partials`."""
 
     __slots__ = ("_op", "dtype", "result")
 
@@ -180,13 +180,18 @@ class _PartialsKernel:
 
 
 RECYCLED_BYTES_MIN: Final = 1 << 20
-"""Smaller arrays come from memory that the allocator keeps anyway."""
+"""Smaller arrays are allocated: the allocator reuses their memory anyway."""
 _KEPT_BYTES_MAX: Final = 256 << 20
 _KEPT_MAX: Final = 16
 
 
-class _Kept:
-    """The arrays that were handed out, the latest last."""
+class _ArrayCache:
+    """Reuses large arrays that have no other references.
+
+    A new array of 64 MiB costs more than folding it: the system must find and clear its pages. A training
+    step drops the previous result when it receives the next, so a few arrays suffice. An array is free if
+    this object holds the only reference: every view keeps its base alive.
+    """
 
     def __init__(self) -> None:
         self._arrays: OrderedDict[int, NDArray[np.uint8]] = OrderedDict()
@@ -212,33 +217,33 @@ class _Kept:
         return sys.getrefcount(self._arrays[key])
 
     def measure(self) -> int:
-        """Return what `_references` says of an array that nobody has: it depends on the interpreter."""
+        """Return `_references` of an array without other references; depends on the interpreter."""
         self._arrays[0] = np.empty(1, np.uint8)
         count = self._references(0)
         self._arrays.clear()
         return count
 
 
-_ALONE: Final = _Kept().measure()
-_kept: Final = _Kept()
+_ALONE: Final = _ArrayCache().measure()
+_cache: Final = _ArrayCache()
 
 
 def empty(shape: int | tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
-    """Return an uninitialised array, as `numpy.empty` does; a large one may have been used before."""
+    """Return an uninitialised array, like `numpy.empty`; large arrays are reused."""
     size_bytes = (shape if isinstance(shape, int) else prod(shape)) * dtype.itemsize
     if size_bytes < RECYCLED_BYTES_MIN:
         return np.empty(shape, dtype)
-    return _kept.get(size_bytes).view(dtype).reshape(shape)
+    return _cache.get(size_bytes).view(dtype).reshape(shape)
 
 
 @dataclass(frozen=True, slots=True)
 class DtypeGroup:
-    """The leaves of one dtype, end to end.
+    """The leaves of one dtype, concatenated.
 
     Args:
-        kernel: how they are folded.
-        leaves: their numbers in the tree.
-        bounds: where each begins in the vector, and where the last one ends; elements.
+        kernel: folds them.
+        leaves: their indices in the tree.
+        bounds: start of each leaf in the vector, and the end of the last one; elements.
     """
 
     kernel: Kernel
@@ -253,12 +258,12 @@ class DtypeGroup:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LeafLayout:
-    """How the leaves of a tree lie in vectors; the same in all replicas that agree.
+    """How the leaves of a tree are packed into vectors; equal in all replicas that agree.
 
     Args:
-        groups: in order of the first leaf of each.
-        shapes: of the leaves.
-        size_bytes: of all vectors of one replica, inputs or outputs, whichever are larger.
+        groups: ordered by their first leaf.
+        shapes: shapes of the leaves.
+        size_bytes: size of all vectors of one replica, inputs or outputs, the larger of both.
     """
 
     groups: tuple[DtypeGroup, ...]
@@ -269,10 +274,10 @@ class LeafLayout:
     def of(
         cls, op: ReduceOp, dtypes: Sequence[np.dtype[Any]], shapes: Sequence[tuple[int, ...]]
     ) -> LeafLayout:
-        """Return the layout of leaves that are to be folded.
+        """Return the layout for folding leaves.
 
         Raises:
-            TypeError: a dtype can't be reduced.
+            TypeError: a dtype cannot be reduced.
         """
         by_dtype: dict[np.dtype[Any], list[int]] = {}
         for leaf, dtype in enumerate(dtypes):
@@ -290,7 +295,7 @@ class LeafLayout:
         return cls(tuple(groups), tuple(shapes), size_bytes)
 
     def vectors(self, leaves: Sequence[np.ndarray[Any, Any]]) -> list[Vector]:
-        """Return one replica's leaves as vectors: views where a group has one leaf, else copies."""
+        """Return one replica's leaves as vectors: views if a group has one leaf, else copies."""
         if len(leaves) == 1:
             only = leaves[0]
             return [only if only.ndim == 1 else only.reshape(-1)]
@@ -324,9 +329,9 @@ class Pack:
 
     Args:
         layout: of all replicas' trees.
-        inputs: the vectors of each of the member's replicas, in order.
-        outputs: where the result goes, once; see `LeafLayout.outputs`.
-        pack_bytes: what is cut at most into one piece of a transfer; 0: the channel chooses.
+        inputs: vectors of each of the member's replicas, in order.
+        outputs: receive the result; see `LeafLayout.outputs`.
+        pack_bytes: maximum size of one piece of a transfer; 0: the channel chooses.
     """
 
     layout: LeafLayout

@@ -70,7 +70,7 @@ def own(box: list[Tree]) -> tuple[Tree, int]:
 
 def _taken(leaf: trees.Leaf, treedef: trees.Treedef | None, index: int) -> trees.Leaf:
     try:
-        return np.array(dlpack.taken(leaf), order="C", copy=True)
+        return np.array(dlpack.to_numpy(leaf), order="C", copy=True)
     except dlpack.ForeignArrayError as error:
         raise UnsendableError(f"can't send {error}, {dlpack.place_of(treedef, index)}") from error
 

@@ -1,4 +1,4 @@
-"""The baton, merge_call and broadcast, timeouts, and what a gang leaves behind."""
+"""The turn, merge_call and broadcast, timeouts, and what a gang leaves behind."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class NeedsTwo(Exception):
         super().__init__(a, b)
 
 
-# The baton
+# The turn
 
 
 def test_one_replica_runs_at_a_time_in_an_order_that_follows_from_the_program() -> None:
@@ -102,7 +102,7 @@ def test_a_collective_is_called_by_the_replica_itself() -> None:
     def function(replica: Replica) -> str:
         if replica.number == 0:
             other = Replica(replica.gang, 1)
-            with pytest.raises(RuntimeError, match="replica 1 was called outside its turn"):
+            with pytest.raises(RuntimeError, match="replica 1 called a collective outside its turn"):
                 other.barrier()
         replica.barrier()
         return "met"
@@ -122,7 +122,7 @@ def test_every_outcome_is_told_also_of_what_is_no_exception() -> None:
     assert outcomes[2] == 2
 
 
-def test_threads_are_kept_by_a_crew_and_ended_with_it() -> None:
+def test_a_pool_reuses_threads_and_ends_them_with_it() -> None:
     before = set(threading.enumerate())
 
     def begun() -> set[threading.Thread]:
@@ -298,7 +298,7 @@ def test_per_replica_of_another_strategy_is_refused(sizes: list[int], road: str)
 
     for outcome in run_gang(sizes, function, road=road):
         assert type(outcome) is ValueError
-        assert "3 components where there are 2 replicas" in str(outcome)
+        assert "3 components, but there are 2 replicas" in str(outcome)
 
 
 @spread
@@ -431,9 +431,9 @@ def test_options_at_the_call_go_before_those_of_the_gang_field_by_field() -> Non
 @pytest.mark.parametrize(
     ("fields", "cls", "text"),
     [
-        ({"bytes_per_pack": -1}, ValueError, "bytes_per_pack is -1"),
-        ({"bytes_per_pack": 1.5}, TypeError, "an int, not 1.5"),
-        ({"bytes_per_pack": True}, TypeError, "an int, not True"),
+        ({"bytes_per_pack": -1}, ValueError, "bytes_per_pack` must be 0"),
+        ({"bytes_per_pack": 1.5}, TypeError, "an int, got 1.5"),
+        ({"bytes_per_pack": True}, TypeError, "an int, got True"),
         ({"timeout_s": 0}, ValueError, "more than 0"),
         ({"timeout_s": float("nan")}, ValueError, "more than 0"),
         ({"timeout_s": "1"}, TypeError, "a number of seconds"),

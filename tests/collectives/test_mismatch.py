@@ -288,10 +288,10 @@ BAD: dict[str, tuple[Callable[[Replica], Any], type[Exception], str]] = {
     "gathered objects": (lambda r: r.all_gather(np.array([{}])), TypeError, "dtype object"),
     "gathered nothing": (lambda r: r.all_gather(()), ValueError, "without leaves"),
     "axis": (lambda r: r.all_gather({"k": F3}, axis=1), ValueError, "leaf 'k': axis 1 is out of range"),
-    "axis str": (lambda r: r.all_gather(F3, axis="0"), TypeError, "an axis is an int, not '0'"),
-    "axis bool": (lambda r: r.all_gather(F3, axis=True), TypeError, "an axis is an int, not True"),
-    "source": (lambda r: r.broadcast(F3, source=2), ValueError, r"expected the id of a replica, 0..1"),
-    "source str": (lambda r: r.broadcast(F3, source="a"), TypeError, "an int, not 'a'"),
+    "axis str": (lambda r: r.all_gather(F3, axis="0"), TypeError, "`axis` must be an int, got '0'"),
+    "axis bool": (lambda r: r.all_gather(F3, axis=True), TypeError, "`axis` must be an int, got True"),
+    "source": (lambda r: r.broadcast(F3, source=2), ValueError, r"must be the id of a replica, 0..1, got 2"),
+    "source str": (lambda r: r.broadcast(F3, source="a"), TypeError, "an int, got 'a'"),
     "function": (lambda r: r.merge_call(3), TypeError, "expects a function, got 3"),
 }  # fmt: skip
 

@@ -48,7 +48,7 @@ def test_it_is_found_and_let_go(owner: SegmentOwner) -> None:
 
 @pytest.mark.parametrize("where", ["", "1:2:3", "x:1:2:00", "1:2:3:zz", "../../etc:1:2:00"])
 def test_a_place_that_is_none(where: str) -> None:
-    with pytest.raises(SegmentUnavailable, match="is no place of a segment"):
+    with pytest.raises(SegmentUnavailable, match="is not the address of a segment"):
         attach(where)
 
 
@@ -307,7 +307,7 @@ def test_abort_is_for_the_attempts_up_to_it(owner: SegmentOwner) -> None:
     segment = attach(owner.where)
     owner.abort(7)
     owner.abort(3)
-    with pytest.raises(GangAborted, match="attempt 7 of the gang was ended by the scheduler"):
+    with pytest.raises(GangAborted, match="attempt 7 of the gang was aborted by the scheduler"):
         steps.Steps(segment, serial=7, member=0, members=2).enter(policy())
     with pytest.raises(TimeoutError):
         steps.Steps(segment, serial=8, member=0, members=2).enter(policy(0.01))

@@ -143,8 +143,8 @@ def test_sums_of_arrays_by_key_do_not_wrap() -> None:
 @pytest.mark.parametrize(
     ("call", "error", "text"),
     [
-        (lambda: counter.of([1.5]), TypeError, "keys are text or integers"),
-        (lambda: counter.of([1, 2**63, 0.5]), TypeError, "keys are text or integers"),
+        (lambda: counter.of([1.5]), TypeError, "keys must be text or integers"),
+        (lambda: counter.of([1, 2**63, 0.5]), TypeError, "keys must be text or integers"),
         (lambda: counter.of(["7", 7]), TypeError, "some keys are text, and others are not, as 7"),
         (lambda: by_key_sum.of([1.5, "a"], [1, 2]), TypeError, "some keys are text, and others are not"),
         (lambda: counter(3, {}), TypeError, "counter combines dicts"),

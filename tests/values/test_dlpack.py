@@ -86,7 +86,7 @@ def test_what_is_sent_is_nobody_elses() -> None:
 
 
 def test_what_numpy_cannot_have_is_refused_with_its_path() -> None:
-    with pytest.raises(UnsendableError, match=r"Unknown that NumPy can't take over: float4 .*, at rows/1$"):
+    with pytest.raises(UnsendableError, match=r"Unknown cannot be converted to NumPy: float4 .*, at rows/1$"):
         own([{"rows": [1, Unknown(1.0)]}])
     with pytest.raises(dlpack.ForeignArrayError, match=r"as the whole value$"):
         dlpack.to_host(Unknown(1.0))

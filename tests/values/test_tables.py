@@ -193,6 +193,6 @@ def test_what_is_no_table_costs_its_file_alone(tmp_path: Path) -> None:
         "outputs": {"t": "t.csv"},
     }
     with pytest.raises(
-        pipedist.OutputError, match=r"outputs\.t \(t\.csv\): a dict by key was expected, not ndarray"
+        pipedist.OutputError, match=r"outputs\.t \(t\.csv\): expected a dict by key, got ndarray"
     ):
         pipedist.run(spec, workers=1, output=tmp_path)
