@@ -245,7 +245,7 @@ class ByKey:
         Args:
             keys: text or integers [rows].
             values: [rows, ...].
-            options: passed to the component's `of`, as in `by_key_moments.of(keys, values, skip_missing=True)`.
+            options: passed to the component's `of`, as `skip_missing=True` to that of `moments`.
 
         Raises:
             ValueError: keys and values differ in their number of rows.

@@ -44,7 +44,7 @@ def test_a_killed_process_leaves_its_folder_to_the_next_one(tmp_path: Path) -> N
     living, used = keeper(tmp_path)
     try:
         kill(killed)
-        assert stale.is_dir(), "nobody was there to remove it"
+        assert stale.is_dir(), "no process was there to remove it"
         made = ScratchFolder("code", str(tmp_path))
         assert {path.name for path in tmp_path.iterdir()} == {used.name, Path(made.path).name}
         assert (used / "deep" / "file").exists()
@@ -112,7 +112,7 @@ def test_a_folder_that_is_taken_for_a_stale_one_is_not_used(
 
 
 def test_many_at_once(tmp_path: Path) -> None:
-    """They sweep while others begin: nobody's folder is removed while it is used."""
+    """Processes remove stale folders while others start: no folder in use is removed."""
 
     def use(_number: int) -> None:
         made = ScratchFolder("code", str(tmp_path))

@@ -1,4 +1,4 @@
-"""Gangs of threads: the same replicas over any number of members, on any road."""
+"""Gangs of threads: the same replicas over any number of members, over any transfer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pipedist.collectives.segment import GangSegment, SegmentOwner, attach
 from pipedist.collectives.shared import SharedChannel
 from tests.collectives.queues import Board, QueueChannel
 
-ROADS = ("shared", "queue")
+TRANSFERS = ("shared", "queue")
 
 
 class Replica:
@@ -63,7 +63,7 @@ def run_gang(
     sizes: Sequence[int],
     function: Function,
     *,
-    road: str = "shared",
+    transfer: str = "shared",
     pack_bytes: int = 0,
     serial: int = 1,
     owner: SegmentOwner | None = None,
@@ -77,14 +77,14 @@ def run_gang(
         return run_member(gang, spans[0], function)
     board = Board(len(sizes))
     own = None
-    if road == "shared" and owner is None:
+    if transfer == "shared" and owner is None:
         own = owner = SegmentOwner(replicas, pack_bytes=pack_bytes)
     outcomes: dict[int, list[Any]] = {}
 
     def member(number: int) -> None:
         segment: GangSegment | None = None
         channel: Channel = QueueChannel(board, number)
-        if road == "shared":
+        if transfer == "shared":
             assert owner is not None
             segment = attach(owner.where)
             channel = SharedChannel(segment, serial=serial, member=number, spans=spans)

@@ -44,7 +44,7 @@ class QueueChannel:
                 if not missing:
                     break
                 if not board.changed.wait(policy.timeout_s):
-                    board.changed.release()  # whoever is told may wait for the missing ones
+                    board.changed.release()  # the stall handler may wait for the missing members
                     try:
                         policy.on_stalled(tuple(missing))
                     finally:

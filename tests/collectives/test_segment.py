@@ -55,7 +55,7 @@ def test_a_place_that_is_none(where: str) -> None:
 def test_what_is_over_is_not_found(owner: SegmentOwner) -> None:
     where = owner.where
     owner.close()
-    with pytest.raises(SegmentUnavailable, match="can't be opened"):
+    with pytest.raises(SegmentUnavailable, match="cannot be opened"):
         attach(where)
 
 
@@ -82,7 +82,7 @@ def test_another_file_under_its_number_is_not_taken_for_it(owner: SegmentOwner) 
 
 
 def test_memory_that_could_shrink_is_refused(owner: SegmentOwner) -> None:
-    """Its size could be taken away from under whoever has mapped it: SIGBUS."""
+    """Its size could shrink while a member has it mapped: SIGBUS."""
     pid, descriptor, size, token = owner.where.split(":")
     with open(os.memfd_create("copy", os.MFD_ALLOW_SEALING), "r+b") as copy:
         copy.write(os.pread(int(descriptor), 4096, 0))

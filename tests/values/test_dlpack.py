@@ -68,9 +68,9 @@ LIBRARIES = [
 
 @pytest.mark.parametrize("data", [[1.5, 2.5], [[1, 2], [3, 4]], 7, [], [True, False]], ids=str)
 @pytest.mark.parametrize("device", [CPU, CUDA])
-def test_an_exported_array_is_taken_over(data: Any, device: int) -> None:
+def test_an_exported_array_is_converted(data: Any, device: int) -> None:
     source = Exported(data, device)
-    array = dlpack.taken(source)
+    array = dlpack.to_numpy(source)
     assert type(array) is np.ndarray
     assert (array.dtype, array.shape) == (source.data.dtype, source.data.shape)
     assert np.array_equal(array, source.data)
@@ -135,7 +135,7 @@ def _twice_of(tree: dict[str, Any]) -> Any:
 
 @pytest.mark.parametrize("library", LIBRARIES)
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "int64", "uint8", "bool", "complex64"])
-def test_a_librarys_array_is_taken_over(library: str, dtype: str) -> None:
+def test_a_librarys_array_is_converted(library: str, dtype: str) -> None:
     module = importlib.import_module(library)
     if not hasattr(module, dtype):
         pytest.skip(f"{library} has no {dtype}")
