@@ -255,7 +255,7 @@ def test_raising_outweighs_returning(sizes: list[int], transfer: str) -> None:
 
 @pytest.mark.parametrize("transfer", TRANSFERS)
 @pytest.mark.parametrize("sizes", [[2], [1, 1]])
-def test_a_replica_that_raises_after_a_collective_does_not_take_it_from_the_others(
+def test_raising_after_a_collective_does_not_take_its_result_from_the_others(
     sizes: list[int], transfer: str
 ) -> None:
     """Both got their result; then both raise, and the lowest one's error is the step's, always."""
