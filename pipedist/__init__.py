@@ -1,10 +1,10 @@
 """pipedist: declarative pipelines over per-replica values.
 
-A dataset is cut into steps, and each step into shards, one a replica; a replica function runs
-once on each shard, in whichever worker process is free; the per-replica values stream back and
-are reduced or gathered in a fixed order. The spec and the seed decide every bit of the result.
+A dataset is divided into steps, and each step into shards, one per replica. A replica function runs once
+on each shard, in any free worker process; the per-replica values are streamed back, and reduced or
+gathered in a fixed order. The spec and the seed decide every bit of the result.
 
-Names are imported when they are first used: `import pipedist` alone costs next to nothing.
+Names are imported on first use, so that `import pipedist` alone is fast.
 """
 
 from __future__ import annotations
@@ -221,7 +221,6 @@ __all__ = [
     "get_strategy",
     "has_strategy",
     "in_cross_replica_context",
-    "open",
     "open_cluster",
     "run",
     "strategy_of",
@@ -238,4 +237,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return sorted([*__all__, "open"])

@@ -1,8 +1,8 @@
-"""Which GPUs this machine has, and which of them each of its workers owns.
+"""The GPUs of this machine, and their assignment to its workers.
 
-Nothing is loaded for it that would read CUDA_VISIBLE_DEVICES for good: the driver is asked (`nvidia-smi`,
-or the files in /proc where there is no such tool), and what CUDA_VISIBLE_DEVICES leaves of its answer is
-what there is. It is asked only where a spec needs GPUs.
+No library that would read CUDA_VISIBLE_DEVICES permanently is loaded: the driver lists the GPUs
+(`nvidia-smi`, or files in /proc without that tool), and CUDA_VISIBLE_DEVICES restricts the list. The
+driver is queried only if a spec needs GPUs.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from typing import Final
 from pipedist.records import record
 
 VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
-"""Which GPUs the CUDA libraries of a process see, and in which order."""
+"""Variable that selects and orders the GPUs visible to CUDA libraries of a process."""
 
 GPUS_MAX: Final = 64
-"""How many GPUs one call may need."""
+"""Maximum number of GPUs per call."""
 
 _DRIVER: Final = "/proc/driver/nvidia/gpus"
 _TOOL_S: Final = 30.0
-"""How long `nvidia-smi` may take: it loads the driver, where nothing else has."""
+"""Timeout of `nvidia-smi`, which loads the driver if it is not loaded yet."""
 
 _TPU_SIGNS: Final = ("TPU_NAME", "TPU_WORKER_ID", "TPU_ACCELERATOR_TYPE")
 
 
 @record
-class Found:
-    """The GPUs that there are for the workers of this machine.
+class VisibleGpus:
+    """The GPUs available to the workers of this machine.
 
     Args:
-        gpus: as CUDA_VISIBLE_DEVICES names them: "0", "GPU-8932f937".
-        how: how that is known, for people.
+        gpus: names as in CUDA_VISIBLE_DEVICES: "0", "GPU-8932f937".
+        how: origin of the list, for messages.
     """
 
     gpus: tuple[str, ...]
@@ -45,9 +45,9 @@ class Supply:
     """The GPUs of a cluster's workers.
 
     Args:
-        owned: how many each worker owns, a fraction where it shares one; None: not known before they join.
-        gpus: what they were taken from.
-        how: how that is known, for people.
+        owned: number of GPUs per worker, a fraction if shared; None: unknown until workers join.
+        gpus: the GPUs that were divided.
+        how: origin of the list, for messages.
     """
 
     owned: tuple[float, ...] | None
@@ -55,44 +55,44 @@ class Supply:
     how: str
 
 
-def found(environment: Mapping[str, str] | None = None) -> Found:
+def found(environment: Mapping[str, str] | None = None) -> VisibleGpus:
     """Return the GPUs that a process with this environment may use.
 
     Args:
-        environment: None: this process's.
+        environment: the environment; None: this process's.
     """
     environ = os.environ if environment is None else environment
-    count, asked = installed(environ)
+    count, origin = installed(environ)
     visible = environ.get(VISIBLE)
     if count == 0:
-        said = f", though {VISIBLE} is {visible!r}" if visible else ""
+        note = f", though {VISIBLE} is {visible!r}" if visible else ""
         sign = next((name for name in _TPU_SIGNS if environ.get(name)), "")
         tpu = f"; {sign} is set, but a TPU is no GPU" if sign else ""
-        return Found((), f"{asked}{said}{tpu}")
+        return VisibleGpus((), f"{origin}{note}{tpu}")
     if visible is None:
-        return Found(tuple(map(str, range(count))), asked)
-    return Found(_seen(visible, count), f"{asked}, of which {VISIBLE}={visible!r} lets this process see")
+        return VisibleGpus(tuple(map(str, range(count))), origin)
+    return VisibleGpus(_seen(visible, count), f"{origin}, restricted by {VISIBLE}={visible!r}")
 
 
 def named(environment: Mapping[str, str] | None = None) -> tuple[str, ...]:
-    """Return the GPUs that a worker owns which was started by hand: what CUDA_VISIBLE_DEVICES names.
+    """Return the GPUs of a worker started by hand: those in CUDA_VISIBLE_DEVICES.
 
-    Without that variable it owns none: several workers of a machine would all own the same.
+    Without that variable it owns none, because several workers of a machine would own the same GPUs.
 
     Args:
-        environment: None: this process's.
+        environment: the environment; None: this process's.
     """
     environ = os.environ if environment is None else environment
     return found(environ).gpus if environ.get(VISIBLE) else ()
 
 
 def installed(environment: Mapping[str, str]) -> tuple[int, str]:
-    """Return how many NVIDIA GPUs the driver has, and how that is known, for people.
+    """Return the number of NVIDIA GPUs of the driver, and the origin of that number, for messages.
 
     Args:
-        environment: its PATH says where `nvidia-smi` is.
+        environment: its PATH locates `nvidia-smi`.
     """
-    import shutil  # most processes never ask
+    import shutil  # rarely needed
 
     tool = shutil.which("nvidia-smi", path=environment.get("PATH", ""))
     if tool is not None:
@@ -112,38 +112,38 @@ def installed(environment: Mapping[str, str]) -> tuple[int, str]:
 
 
 def owned(gpus: tuple[str, ...], each: float, workers: int) -> tuple[tuple[str, ...], ...]:
-    """Return what each worker owns.
+    """Return the GPUs of each worker.
 
     Args:
-        gpus: what there is.
-        each: how many a worker is to own; a fraction: as many share one as it fits in.
-        workers: how many there are.
+        gpus: all GPUs.
+        each: GPUs per worker; a fraction: floor(1 / each) workers share one.
+        workers: number of workers.
 
     Returns:
-        As many GPUs for the first workers as there are enough for; () for the others.
+        The GPUs of each worker, in order; () for workers after the GPUs are used up.
     """
     if each >= 1:
         size = math.ceil(each)
         groups = [gpus[at : at + size] for at in range(0, len(gpus) - size + 1, size)]
     else:
         sharers = math.floor(1 / each + 1e-9)
-        groups = [(gpu,) for _ in range(sharers) for gpu in gpus]  # a second one only when all have one
+        groups = [(gpu,) for _ in range(sharers) for gpu in gpus]  # share a GPU only after all are used
     return tuple(groups[:workers]) + ((),) * max(0, workers - len(groups))
 
 
-def supply(found: Found, each: float, workers: int) -> Supply:
-    """Return what the workers of this machine own; see `owned`."""
+def supply(found: VisibleGpus, each: float, workers: int) -> Supply:
+    """Return the GPUs of this machine's workers; see `owned`."""
     shares = tuple(each if gpus else 0.0 for gpus in owned(found.gpus, each, workers))
     return Supply(shares, found.gpus, found.how)
 
 
 def spelled(gpus: float) -> str:
-    """Return a number of GPUs for people: "1 GPU", "0.5 GPUs"."""
+    """Return a number of GPUs as text: "1 GPU", "0.5 GPUs"."""
     return f"{gpus:g} GPU" + ("" if gpus == 1 else "s")
 
 
 def _seen(visible: str, count: int) -> tuple[str, ...]:
-    """Return what CUDA makes of the variable: what comes after an entry that is no device is not seen."""
+    """Return the devices that CUDA sees: it ignores entries after the first invalid one."""
     seen: list[str] = []
     for text in (part.strip() for part in visible.split(",")):
         if text.isdecimal():

@@ -1,8 +1,8 @@
 """Stock combine functions for `reduce: "pipedist.combiners:NAME"`.
 
-Each is two halves: `NAME.of(...)` makes the component that a replica function returns, and
-`NAME(a, b)` combines two components. A component is a plain tree, so that it travels and is written
-to a file like any other; accessors such as `moments.std(tree)` read it.
+Each has two parts: `NAME.of(...)` makes the component that a replica function returns, and
+`NAME(a, b)` combines two components. A component is a plain tree, which is sent and written to files like
+any other; accessors such as `moments.std(tree)` read it.
 
     # flights.py
     from pipedist.combiners import by_key_moments
@@ -17,18 +17,18 @@ to a file like any other; accessors such as `moments.std(tree)` read it.
 
 | name | component | combined |
 |---|---|---|
-| `counter` | {value: how often} | added |
+| `counter` | {value: count} | added |
 | `moments` | count, missing, mean, m2, min, max | as if of all rows together |
 | `top_k` | the k largest values, with their rows | the k largest of both |
 | `by_key` = `by_key_sum`, `by_key_min`, `by_key_max` | {key: number or array} | key by key |
 | `by_key_counter`, `by_key_moments` | {key: component of counter or moments} | key by key |
 
 All are associative (`moments` up to rounding; the engine's fixed tree makes its bits reproducible),
-and keys come in sorted order. In a `.csv`, `.parquet` or `.jsonl` file what is combined by key is a table
-with a row for each key: `key`, and `value` or a column for each leaf path of a component (`count`, `mean`,
-...); of `counter` it is `value, count`, of `by_key_counter` `key, value, count`.
+and keys are sorted. In a `.csv`, `.parquet` or `.jsonl` file a value combined by key is a table with one
+row per key: `key`, and `value` or a column for each leaf path of a component (`count`, `mean`,
+...); for `counter` it is `value, count`, for `by_key_counter` `key, value, count`.
 
-To combine something else by key, name an instance of `ByKey` in a module of yours:
+To combine other components by key, define an instance of `ByKey` in your module:
 `by_key_top_k = ByKey("by_key_top_k", top_k)`, `reduce: "mymodule:by_key_top_k"`.
 """
 
@@ -41,7 +41,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from pipedist import exact, trees
+from pipedist import exact_integers, trees
 from pipedist.program import Tree
 
 Key = str | int
@@ -49,17 +49,17 @@ Component = Mapping[Any, Any]
 
 
 class Counter:
-    """Counts how often each value occurs: `{value: count}`."""
+    """Counts the occurrences of each value: `{value: count}`."""
 
     def of(self, values: Iterable[Key] | NDArray[Any]) -> dict[Key, int]:
-        """Return how often each value occurs.
+        """Return the number of occurrences of each value.
 
         Args:
             values: text, integers or bools, in an array of any shape or in a list; a bool counts
                 as 0 or 1.
 
         Raises:
-            TypeError: a value is of another kind; round floats, or make text of them, first.
+            TypeError: a value has another type; round floats, or convert them to text, first.
         """
         array = _keys_array(values)
         found, counts = np.unique(array, return_counts=True)
@@ -77,7 +77,7 @@ class Moments:
     The component is `{"count", "missing", "mean", "m2", "min", "max"}`, with `m2` the sum of squared
     deviations from the mean: numbers for rows of numbers, arrays[...] for rows of shape [...].
     Components are merged by Chan's formula, which does not cancel as a sum of squares does. NaN
-    propagates into everything but the counts; with `skip_missing` it is left out and counted.
+    propagates into all fields except the counts; with `skip_missing` it is skipped and counted.
     """
 
     _FIELDS = frozenset({"count", "missing", "mean", "m2", "min", "max"})
@@ -86,8 +86,8 @@ class Moments:
         """Return the moments of rows.
 
         Args:
-            values: real numbers [rows, ...]; no rows are allowed.
-            skip_missing: leave NaNs out, and count them in "missing".
+            values: real numbers [rows, ...]; may have no rows.
+            skip_missing: skip NaNs, and count them in "missing".
 
         Raises:
             TypeError: the values are not real numbers.
@@ -95,9 +95,9 @@ class Moments:
         """
         given = np.asarray(values)
         if given.dtype.kind not in "iuf" and given.dtype.name != "bfloat16":
-            raise TypeError(f"moments of real numbers, not of {given.dtype}")
+            raise TypeError(f"moments needs real numbers, got {given.dtype}")
         if given.ndim == 0:
-            raise ValueError("moments of rows, not of a scalar: pass an array with a leading axis")
+            raise ValueError("moments needs rows, got a scalar: pass an array with a leading axis")
         x = given.astype(np.float64)
         present = ~np.isnan(x) if skip_missing else np.ones(x.shape, bool)
         count = np.asarray(present.sum(axis=0))
@@ -105,7 +105,7 @@ class Moments:
             some = np.maximum(count, 1)
             mean = np.asarray(np.where(present, x, 0.0).sum(axis=0) / some)
             deviations = np.where(present, x - mean, 0.0)
-            # This sum is zero but for rounding: it takes the rounding out of the mean and out of m2.
+            # This sum is zero except for rounding: subtracting it corrects the mean and m2.
             drift = deviations.sum(axis=0)
             mean = np.asarray(mean + drift / some)
             m2 = (deviations * deviations).sum(axis=0) - drift * drift / some
@@ -148,14 +148,14 @@ class Moments:
         return _numbers({"count": count, "missing": np.asarray(a["missing"]) + b["missing"], **merged})
 
     def mean(self, component: Component) -> Any:
-        """Return the mean, NaN of no rows."""
+        """Return the mean; NaN without rows."""
         return component["mean"]
 
     def variance(self, component: Component, *, ddof: int = 0) -> Any:
-        """Return the variance, NaN where there are not more than `ddof` rows.
+        """Return the variance; NaN unless there are more than `ddof` rows.
 
         Args:
-            component: what `of` or a reduction returned.
+            component: the result of `of` or of a reduction.
             ddof: delta degrees of freedom: the divisor is count - ddof; 1 for a sample's variance.
         """
         divisor = np.asarray(component["count"]) - ddof
@@ -170,10 +170,10 @@ class Moments:
 
 
 class TopK:
-    """The k largest values, largest first, with the rows that they belong to.
+    """The k largest values, largest first, with their rows.
 
-    The component is `{"k", "values", "rows"}`; of equal values the one that came first (in the order
-    of the dataset) is kept. NaNs are never among them.
+    The component is `{"k", "values", "rows"}`; among equal values the first in dataset order is kept. NaNs
+    are ignored.
     """
 
     def of(self, values: ArrayLike, k: int, rows: Tree = None) -> dict[str, Any]:
@@ -181,12 +181,12 @@ class TopK:
 
         Args:
             values: real numbers [rows].
-            k: how many, at least 1; the same in every component.
-            rows: a tree of arrays [rows, ...] that is kept beside the values: names, features.
+            k: number of values, at least 1; equal in all components.
+            rows: a tree of arrays [rows, ...] kept with the values: names, features.
 
         Raises:
-            ValueError: k is less than 1, values has not one axis, or an array of `rows` has another
-                number of rows.
+            ValueError: `k` is less than 1, `values` does not have one axis, or an array of `rows` has
+                another number of rows.
         """
         x = np.asarray(values)
         if k < 1 or x.ndim != 1:
@@ -195,7 +195,7 @@ class TopK:
         kept = [np.asarray(leaf) for leaf in leaves]
         for path, leaf in zip(trees.treedef_paths(treedef), kept, strict=True):
             if leaf.shape[:1] != x.shape:
-                raise ValueError(f"rows {path!r} has shape {leaf.shape} beside {len(x)} values")
+                raise ValueError(f"rows {path!r} has shape {leaf.shape}, but there are {len(x)} values")
         order = _largest_first(x)[:k]
         return {
             "k": k,
@@ -219,7 +219,7 @@ class ByKey:
     """Combines dicts key by key: `{key: component}`.
 
     Args:
-        name: the name under which a module has this object, for errors.
+        name: the name of this object in its module, for errors.
         combine: combines two components of one key.
         of: makes the component of one key's rows; default: `combine.of`.
     """
@@ -236,7 +236,7 @@ class ByKey:
 
     @property
     def combine(self) -> Callable[[Any, Any], Any]:
-        """What combines two components of one key."""
+        """The function that combines two components of one key."""
         return self._combine
 
     def of(self, keys: Iterable[Key] | NDArray[Any], values: ArrayLike, **options: Any) -> dict[Key, Any]:
@@ -245,7 +245,7 @@ class ByKey:
         Args:
             keys: text or integers [rows].
             values: [rows, ...].
-            options: for the component, as in `by_key_moments.of(keys, values, skip_missing=True)`.
+            options: passed to the component's `of`, as `skip_missing=True` to that of `moments`.
 
         Raises:
             ValueError: keys and values differ in their number of rows.
@@ -254,7 +254,9 @@ class ByKey:
         names = _keys_array(keys)
         rows = np.asarray(values)
         if names.ndim != 1 or rows.shape[:1] != names.shape:
-            raise ValueError(f"{self._name}: keys of shape {names.shape} beside values of shape {rows.shape}")
+            raise ValueError(
+                f"{self._name}: keys of shape {names.shape} do not match values of shape {rows.shape}"
+            )
         found, inverse = np.unique(names, return_inverse=True)
         order = np.argsort(inverse, kind="stable")
         ends = np.cumsum(np.bincount(inverse, minlength=len(found)))
@@ -262,7 +264,7 @@ class ByKey:
         return {key: self._of(group, **options) for key, group in zip(found.tolist(), groups, strict=True)}
 
     def __call__(self, a: Component, b: Component) -> dict[Key, Any]:
-        """Combine the components of the keys that both have, and keep the others."""
+        """Combine components of common keys, and keep the others."""
         _check_dicts(self._name, a, b)
         return {
             key: self._combine(a[key], b[key]) if key in a and key in b else a[key] if key in a else b[key]
@@ -277,22 +279,24 @@ def _keys_array(values: Iterable[Key] | NDArray[Any]) -> NDArray[Any]:
     if array.dtype.kind == "b":
         return array.astype(np.int64)
     if array.dtype.kind not in "iuU" and not _are_integers(array):
-        raise TypeError(f"keys are text or integers, not {array.dtype}: round floats, or make text of them")
+        raise TypeError(
+            f"keys must be text or integers, got {array.dtype}: round floats, or convert them to text"
+        )
     return array
 
 
 def _listed(keys: list[Any]) -> NDArray[Any]:
-    """Return keys as an array, each as what it is: NumPy makes text of numbers beside text."""
+    """Return keys as an array, unconverted: NumPy would convert numbers to text if mixed."""
     array = np.asarray(keys)
     if array.dtype.kind == "U" and (
         other := [key for key in keys if isinstance(key, Number | bytes | np.bool_)]
     ):
         raise TypeError(
-            f"some keys are text, and others are not, as {other[0]!r}: make one kind of them first, "
-            "as by [str(key) for key in keys]"
+            f"some keys are text, and others are not, as {other[0]!r}: convert them to one type first, "
+            "for example [str(key) for key in keys]"
         )
     if array.dtype.kind == "f" and all(isinstance(key, int) for key in keys):
-        return np.array(keys, object)  # NumPy makes floats of integers on both sides of 2**63
+        return np.array(keys, object)  # NumPy converts integers on both sides of 2**63 to floats
     return array
 
 
@@ -307,12 +311,12 @@ def _check_dicts(name: str, a: Any, b: Any) -> None:
 
 
 def sorted_keys(component: Component) -> list[Any]:
-    """Return the keys of a component in their order: integers first, then text."""
+    """Return the sorted keys of a component: integers first, then text."""
     return sorted(component, key=lambda key: (isinstance(key, str), key))
 
 
 def _largest_first(x: NDArray[Any]) -> NDArray[np.intp]:
-    """Return the positions of all values but NaNs, largest first, of equal ones the first first."""
+    """Return the positions of all values except NaNs, largest first, stable."""
     present = np.flatnonzero(x == x)
     backwards = np.argsort(x[present][::-1], kind="stable")[::-1]
     return present[len(present) - 1 - backwards]
@@ -336,7 +340,7 @@ def _sum_rows(rows: NDArray[Any]) -> Any:
     if rows.ndim == 1:
         return sum(rows.tolist())
     if rows.dtype.kind in "iu":
-        return exact.cast_sum(exact.sum_rows(rows, (0,))[0], np.dtype(np.int64))
+        return exact_integers.cast_sum(exact_integers.sum_rows(rows, (0,))[0], np.dtype(np.int64))
     with np.errstate(all="ignore"):
         return rows.sum(axis=0, dtype=np.result_type(rows.dtype, np.float32))
 
@@ -358,12 +362,12 @@ def _larger(a: Any, b: Any) -> Any:
 
 
 def _are_ints(a: Any, b: Any) -> bool:
-    # which may be too large for int64, as uint64's are
+    # may exceed int64
     return type(a) is int and type(b) is int
 
 
 def _plain(value: Any) -> Any:
-    """Return a Python number in place of NumPy's; a date stays: of some units Python's is an integer."""
+    """Return a NumPy number as a Python number; keep dates, which some units convert to integers."""
     return value if np.ndim(value) or value.dtype.kind in "mM" else value.item()
 
 

@@ -1,9 +1,8 @@
 """Every error that pipedist raises on purpose.
 
-One tree, so that a caller can catch all of it, and each branch answers a different
-question: is the document wrong (`SpecError`), does it not fit what is there (`PlanError`),
-did a replica function fail (`CallError`), did a peer break the protocol
-(`RemoteProtocolError`) or did we (`LocalProtocolError`).
+They form one tree, so that a caller can catch all of them. Each branch has one cause: the spec is invalid
+(`SpecError`) or does not fit its environment (`PlanError`), a replica function failed (`CallError`), a
+peer broke the protocol (`RemoteProtocolError`), or this process did (`LocalProtocolError`).
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ class PipedistError(Exception):
 
 
 class UsageError(PipedistError):
-    """The command line or an API call asks for something that makes no sense; exit code 2."""
+    """The command line or an API call has invalid arguments; exit code 2."""
 
     exit_code = 2
 
@@ -30,12 +29,12 @@ class Problem:
     """One mistake in a spec, with its place.
 
     Args:
-        message: what is wrong, one line, no final full stop.
+        message: the fact, one line without a final full stop.
         where: `file:line:column` (1-based, the path as typed), or the document's path
-            (`stages.late.reduce`) where the spec came as a dict.
-        excerpt: the source line, or "" where there is none.
+            (`stages.late.reduce`) if the spec was given as a dict.
+        excerpt: the source line, or "".
         column: 1-based column of the caret under the excerpt, 0 for none.
-        expected: what would have been right, or "".
+        expected: the expected value, or "".
         nearest: the nearest allowed name, or "".
     """
 
@@ -63,7 +62,7 @@ class SpecError(UsageError):
     """A spec has mistakes; it lists every one of them.
 
     Args:
-        problems: all mistakes found, in the order of their places.
+        problems: all mistakes, in the order of their places.
     """
 
     def __init__(self, problems: Sequence[Problem]) -> None:
@@ -72,16 +71,16 @@ class SpecError(UsageError):
 
 
 class PlanError(SpecError):
-    """A spec is well formed but can't be carried out here: a file, function or package is missing."""
+    """A spec is valid but cannot be executed here: a file, function or package is missing."""
 
 
 class OutputError(PipedistError):
     """A result could not be written to its file, or does not fit the file's format.
 
     Args:
-        message: which output, and why.
-        result: the `pipedist.Result` of a run that is complete but for some of its files: it has
-            every other value and file. None where the run did not come to its end.
+        message: the output, and the cause.
+        result: the `pipedist.Result` of a run that is complete except for some of its files; None if
+            the run did not complete.
     """
 
     def __init__(self, message: str, *, result: object = None) -> None:
@@ -90,7 +89,7 @@ class OutputError(PipedistError):
 
 
 class JournalError(PipedistError):
-    """The journal of a run can't be written, or what it says can't be trusted or carried out."""
+    """The journal of a run cannot be written, is damaged, or does not fit the spec."""
 
 
 class FoldError(PipedistError):
@@ -98,7 +97,7 @@ class FoldError(PipedistError):
 
     Args:
         stage: the reduce or gather stage.
-        reason: what does not fit.
+        reason: the components that do not fit.
     """
 
     def __init__(self, stage: str, reason: str) -> None:
@@ -111,7 +110,7 @@ class WorkerDied(PipedistError):
 
     Args:
         worker: the worker's name.
-        cause: how it ended, for people: "signal 9 (SIGKILL)", "exit code 3".
+        cause: how it ended: "signal 9 (SIGKILL)", "exit code 3".
     """
 
     def __init__(self, worker: str, cause: str) -> None:
@@ -121,23 +120,23 @@ class WorkerDied(PipedistError):
 
 
 class RemoteError(PipedistError):
-    """Stands for an exception class that this process does not know; its text names the class."""
+    """Replaces an exception whose class is unknown in this process; the text names the class."""
 
 
 class CallError(PipedistError):
-    """A replica call failed for good: after its last retry, or because it can't be retried.
+    """A replica call failed permanently: after its last retry, or because it cannot be retried.
 
-    `__cause__` is the replica function's own exception, with its class and text, where the
-    class is known in this process (tf.distribute: the lowest replica's exception surfaces).
+    `__cause__` is the replica function's own exception, with its class and text, if the class is known in
+    this process (tf.distribute: the lowest replica's exception is raised).
 
     Args:
-        stage, step, replica, worker: which call, and where it ran last.
-        attempts: how many times it was tried.
+        stage, step, replica, worker: the call, and the worker of its last attempt.
+        attempts: number of attempts.
         cause: the exception as `ClassName: text`.
-        remote_traceback: the traceback in the worker, "" where there is none.
+        remote_traceback: the traceback in the worker, or "".
 
     Attributes:
-        replay: the command that executes the call again, alone; "" where there is none.
+        replay: the command that executes the call again, alone; or "".
     """
 
     replay = ""
@@ -172,23 +171,23 @@ class CallError(PipedistError):
 
 
 class NonDeterministicError(PipedistError):
-    """Two executions of one call gave different results (`pipedist run --verify`); it is not tried again."""
+    """Two executions of one call gave different results (`pipedist run --verify`); never retried."""
 
 
 class CollectiveMismatchError(PipedistError, ValueError):
     """The replicas of a step did not call the same collective, or one ended while others waited.
 
-    The text says which replica called what, at which file and line. tf.distribute hangs, or lets
-    replica 0's operation win; of shapes and dtypes that differ it makes a ValueError, as this is.
+    The text lists each replica's call, with file and line. tf.distribute hangs, or uses replica 0's
+    operation; if shapes or dtypes differ it raises ValueError, a base of this class.
     """
 
 
 class CollectiveTimeoutError(PipedistError):
-    """A collective waited for `timeout_s`, and not every replica came."""
+    """A collective waited for `timeout_s`, and not every replica called it."""
 
 
 class WorkersLost(PipedistError):
-    """Workers die, or never come up, faster than any call is finished."""
+    """Workers die or fail to start, and no call completes in between."""
 
 
 class ProtocolError(PipedistError):
@@ -200,11 +199,11 @@ class LocalProtocolError(ProtocolError):
 
 
 class RemoteProtocolError(ProtocolError):
-    """A peer sent something that the protocol does not allow; the peer loses its connection."""
+    """A peer sent a message that the protocol does not allow; its connection is closed."""
 
 
 class OutOfRangeError(PipedistError):
-    """A dataset's iterator was asked for a step beyond the last one (tf.errors.OutOfRangeError)."""
+    """A dataset's iterator has no more steps (tf.errors.OutOfRangeError)."""
 
 
 class RunCancelled(PipedistError):
@@ -212,4 +211,4 @@ class RunCancelled(PipedistError):
 
 
 class RunDrained(RunCancelled):
-    """The run was asked to stop, finished the calls that were running, and can be started again."""
+    """The run was drained: it finished its running calls, and can be resumed."""

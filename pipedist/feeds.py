@@ -1,10 +1,9 @@
-"""Feeds: where the steps of a pass come from, and what is sent for each call.
+"""Feeds: the steps of a pass, and the data sent for each call.
 
-A feed answers three questions of the coordinator: which steps are next (`pull`), what a range
-of calls needs to be sent (`shards`), and which steps will not be asked for again (`release`).
-Two kinds follow from the source: with random access and a known length, steps are arithmetic
-and nothing is read here at all if the worker can read the source itself; a sequential source
-is read here, block by block, in a thread, and held until its steps are visible.
+A feed returns the next steps (`pull`) and the data of a range of calls (`shards`), and discards steps that
+are no longer needed (`release`). With random access and a known length, steps are arithmetic, and nothing
+is read here if the worker can read the source itself. A sequential source is read here, block by block,
+in a thread, and held until its steps are visible.
 """
 
 from __future__ import annotations
@@ -27,21 +26,21 @@ from pipedist.records import record
 
 READ_S = 0.01
 READ_BYTES = 2**20
-"""A sequential source is read on, without looking up, until so much time or so many bytes."""
+"""Limits of one uninterrupted read of a sequential source, seconds and bytes."""
 
 
-Spans = Sequence[tuple[int, int]]
+ElementRanges = Sequence[tuple[int, int]]
 """Positions in a shard, as ranges [lo, hi)."""
 
 
 @record
-class Offer:
+class StepBatch:
     """Steps [first, last), each of `parts` calls.
 
     Args:
-        elements: of all of them together.
-        bytes: held here for all of them together.
-        holes: replicas whose shard has no value, in each of them: all of it was set aside before.
+        elements: number of elements of all steps.
+        bytes: size of the data held here for all steps.
+        skipped_replicas: replicas whose shard is empty in each step, because all of it is quarantined.
     """
 
     first: int
@@ -49,32 +48,32 @@ class Offer:
     parts: int
     elements: int
     bytes: int = 0
-    holes: tuple[int, ...] = ()
+    skipped_replicas: tuple[int, ...] = ()
 
 
 class Feed(Protocol):
-    """What a pass is fed with."""
+    """Source of a pass's steps."""
 
     steps_total: int | None
-    """Number of steps, None where it is not known yet."""
+    """Number of steps, None while unknown."""
 
     reader: ReaderConfig
-    """How a worker finds a shard."""
+    """Configuration with which a worker reads a shard."""
 
     async def begin_at(self, step: int) -> None:
-        """Pass over the steps before `step`: they are done. Before anything else is asked.
+        """Skip the steps before `step`, which are done; called before any other method.
 
         Raises:
-            SourceError: there are not so many.
+            SourceError: the dataset has fewer steps.
         """
         ...
 
-    async def pull(self, count: int) -> list[Offer]:
-        """Return the next steps, at most `count`; none: the dataset has ended."""
+    async def pull(self, count: int) -> list[StepBatch]:
+        """Return the next steps, at most `count`; none at the end of the dataset."""
         ...
 
     def shards(self, lo: int, hi: int, *, local: bool) -> Shards:
-        """Return what is sent for calls [lo, hi).
+        """Return the data sent for calls [lo, hi).
 
         Args:
             local: the worker shares this host's files.
@@ -82,20 +81,20 @@ class Feed(Protocol):
         ...
 
     def separable(self, call: int) -> int:
-        """Return how many elements of a call `some` can send without the others; 0: it can't."""
+        """Return how many elements of a call `some` can send separately; 0 if it cannot."""
         return 0
 
-    def some(self, call: int, elements: Spans, *, local: bool) -> Shards:
-        """Return what is sent for some elements of a call.
+    def some(self, call: int, elements: ElementRanges, *, local: bool) -> Shards:
+        """Return the data sent for some elements of a call.
 
         Args:
             elements: their positions in the call's shard.
             local: the worker shares this host's files.
         """
-        raise LocalProtocolError(f"the elements of call {call} can't be told apart")
+        raise LocalProtocolError(f"the elements of call {call} cannot be sent separately")
 
     def release(self, before: int) -> None:
-        """Let go of everything for steps before `before`."""
+        """Discard the data of steps before `before`."""
         ...
 
     def elements(self, first: int, last: int) -> int:
@@ -103,11 +102,11 @@ class Feed(Protocol):
         ...
 
     def epoch(self, step: int) -> int:
-        """Return the epoch of such a step."""
+        """Return the epoch of a step, pulled and not released."""
         ...
 
     def ids(self, step: int) -> list[Tree]:
-        """Return the element ids of each shard of such a step that is not empty."""
+        """Return the element ids of each non-empty shard of a step, pulled and not released."""
         ...
 
 
@@ -115,10 +114,10 @@ class IndexedFeed(Feed):
     """Feeds a source with random access: steps are arithmetic.
 
     Args:
-        source: the opened source; `length` is known.
+        source: the opened source; its `length` is known.
         name: the dataset's name, part of the shuffle's seed.
-        division: the contract's arithmetic.
-        epochs: how often the dataset is read through.
+        division: assignment of elements to (step, replica).
+        epochs: number of passes over the dataset.
         shuffle_seed: the spec's seed, None for the dataset's own order.
     """
 
@@ -132,7 +131,7 @@ class IndexedFeed(Feed):
         self._next = 0
         self._orders: dict[int, NDArray[np.int64]] = {}
         self._element_bytes = 0.0
-        """Size of an element, once some were sent as values: then leases are cut by bytes too."""
+        """Average element size once values were sent, else 0; leases are then limited by bytes too."""
         self._full_parts = sum(1 for n in chunk_sizes(division.batch, division.replicas) if n)
         self.steps_total: int | None = division.steps_per_epoch * epochs
         self.reader = ReaderConfig(
@@ -143,14 +142,14 @@ class IndexedFeed(Feed):
         )
 
     async def begin_at(self, step: int) -> None:
-        """Pass over the steps before `step`; nothing is read."""
+        """Skip the steps before `step`, without reading."""
         self._next = step
 
-    async def pull(self, count: int) -> list[Offer]:
-        """Return the next steps; nothing is read."""
+    async def pull(self, count: int) -> list[StepBatch]:
+        """Return the next steps, without reading."""
         total = self.steps_total or 0
         end = min(total, self._next + count)
-        offers: list[Offer] = []
+        offers: list[StepBatch] = []
         per_epoch = self._division.steps_per_epoch
         whole = self._division.length // self._division.batch
         while self._next < end:
@@ -163,7 +162,7 @@ class IndexedFeed(Feed):
                 last = self._next + 1
                 parts, elements = self._division.parts(self._next), self._division.rows(self._next)
             size = round(elements * self._element_bytes)
-            offers.append(Offer(self._next, last, parts, elements, size))
+            offers.append(StepBatch(self._next, last, parts, elements, size))
             self._next = last
         return offers
 
@@ -182,54 +181,61 @@ class IndexedFeed(Feed):
         length = self._division.length
         try:
             return permutation(seed, self._name, epoch, length)
-        except (MemoryError, ValueError) as error:  # no array can be so large at all: a ValueError of NumPy's
+        except (
+            MemoryError,
+            ValueError,
+        ) as error:  # NumPy raises ValueError if the array exceeds its size limit
             raise SourceError(
                 f"`shuffle` of {self._name}: the order of {length:,} elements takes {16 * length:,} bytes, "
-                "and there is no memory for them: shuffle fewer, or say `shuffle: false`",
+                "more than the memory available: shuffle fewer, or set `shuffle: false`",
                 key="shuffle",
             ) from error
 
     def shards(self, lo: int, hi: int, *, local: bool) -> Shards:
-        """Return ids, locations or values of calls [lo, hi), whatever is least."""
+        """Return ids, locations or values of calls [lo, hi), the smallest that suffices."""
         read_there = local and self._source.portable
         shuffled = self._shuffle_seed is not None
         if read_there and self._source.by_id and not shuffled:
             return Shards()
-        return self._shards([self._ids(call) for call in range(lo, hi)], read_there=read_there, tell=shuffled)
+        return self._shards(
+            [self._ids(call) for call in range(lo, hi)], read_there=read_there, send_ids=shuffled
+        )
 
     def separable(self, call: int) -> int:
-        """Return how many elements of a call `some` can send without the others."""
+        """Return how many elements of a call `some` can send separately."""
         return len(self._ids(call))
 
-    def some(self, call: int, elements: Spans, *, local: bool) -> Shards:
+    def some(self, call: int, elements: ElementRanges, *, local: bool) -> Shards:
         """Return the ids, and locations or values, of some elements of a call."""
         ids = np.asarray(self._ids(call), np.int64)[positions(elements)]
-        return self._shards([ids], read_there=local and self._source.portable, tell=True)
+        return self._shards([ids], read_there=local and self._source.portable, send_ids=True)
 
-    def _shards(self, ids: Sequence[range | NDArray[np.int64]], *, read_there: bool, tell: bool) -> Shards:
-        """Return what is sent for calls with these elements.
+    def _shards(
+        self, ids: Sequence[range | NDArray[np.int64]], *, read_there: bool, send_ids: bool
+    ) -> Shards:
+        """Return the data sent for calls with these elements.
 
         Args:
-            read_there: the worker reads them itself.
-            tell: their ids do not follow from the calls' numbers.
+            read_there: the worker reads the elements itself.
+            send_ids: the ids do not follow from the calls' numbers.
         """
         length = self._division.length
         rows = [
             range(i.start % length, i.start % length + len(i)) if isinstance(i, range) else i % length
             for i in ids
         ]
-        told: list[Tree] | None = list(ids) if tell else None
+        sent_ids: list[Tree] | None = list(ids) if send_ids else None
         if read_there:
             return Shards(
-                ids=told,
+                ids=sent_ids,
                 locations=None if self._source.by_id else [self._source.locate(r) for r in rows],
             )
         values = [self._source.read(self._source.locate(r)) for r in rows]
         self._element_bytes = _array_bytes(values) / max(1, sum(map(len, rows)))
-        return Shards(ids=told, values=values)
+        return Shards(ids=sent_ids, values=values)
 
     def release(self, before: int) -> None:
-        """Forget the orders of epochs that are over."""
+        """Discard the orders of finished epochs."""
         if self._orders and self._division.steps_per_epoch:
             epoch = before // self._division.steps_per_epoch
             for old in [e for e in self._orders if e < epoch]:
@@ -249,7 +255,7 @@ class IndexedFeed(Feed):
         return step // self._division.steps_per_epoch
 
     def ids(self, step: int) -> list[Tree]:
-        """Return the element ids of each shard that is not empty."""
+        """Return the element ids of each non-empty shard."""
         first = step * self._division.replicas
         return [self._ids(call) for call in range(first, first + self._division.parts(step))]
 
@@ -274,14 +280,14 @@ def _uneven(epoch: int, what: str) -> SourceError:
 
 
 class SequentialFeed(Feed):
-    """Feeds a source that can only be read from front to back, in this process.
+    """Feeds a sequential source, read in this process.
 
     Args:
         source: the opened source.
         batch: global batch size, elements.
-        replicas: shards a step.
-        drop_remainder: whether an epoch's last step is dropped where it is short.
-        epochs: how often the source is read through; it must have as many elements each time.
+        replicas: shards per step.
+        drop_remainder: drop an epoch's last step if it is short.
+        epochs: number of passes over the source; each must have the same number of elements.
     """
 
     def __init__(
@@ -316,10 +322,10 @@ class SequentialFeed(Feed):
             length = index
 
     async def begin_at(self, step: int) -> None:
-        """Read the steps before `step`, in a thread, and let them go.
+        """Read and discard the steps before `step`, in a thread.
 
         Raises:
-            SourceError: there are not so many.
+            SourceError: the dataset has fewer steps.
         """
         while self._next < step:
             blocks = await anyio.to_thread.run_sync(
@@ -332,13 +338,13 @@ class SequentialFeed(Feed):
             self._next += len(blocks)
         self._released = self._next
 
-    async def pull(self, count: int) -> list[Offer]:
-        """Read the next steps, in a thread: the user's iterator may take its time.
+    async def pull(self, count: int) -> list[StepBatch]:
+        """Read the next steps, in a thread, because the user's iterator may block.
 
         Raises:
             SourceError: the iterator raised, or an epoch has another number of elements.
         """
-        # Whoever leaves does not wait for the user's iterator: what it still reads, nobody gets.
+        # On cancellation, do not wait for the user's iterator; its later blocks are discarded.
         blocks = await anyio.to_thread.run_sync(self._read_some, count, abandon_on_cancel=True)
         if not blocks:
             self.steps_total = self._next
@@ -348,11 +354,11 @@ class SequentialFeed(Feed):
             self._next += 1
             self._blocks[step] = block
             parts = sum(1 for n in chunk_sizes(block.rows, self._replicas) if n)
-            offers.append(Offer(step, step + 1, parts, block.rows, block.size))
+            offers.append(StepBatch(step, step + 1, parts, block.rows, block.size))
         return offers
 
     def _read_some(self, count: int) -> list[_Block]:
-        """Return the next blocks, at most `count`: a trip to a thread should be worth it."""
+        """Return the next blocks, at most `count`, within READ_S and READ_BYTES."""
         if self._broken is not None:
             raise self._broken
         blocks: list[_Block] = []
@@ -364,7 +370,7 @@ class SequentialFeed(Feed):
                 if len(blocks) == count or size >= READ_BYTES or time.monotonic() >= until:
                     break
         except Exception as error:
-            self._broken = error  # what was read before it counts, and comes first
+            self._broken = error  # blocks read before the error are delivered first
             if not blocks:
                 raise
         return blocks
@@ -382,12 +388,12 @@ class SequentialFeed(Feed):
         return Shards(ids=ids, values=values)
 
     def separable(self, call: int) -> int:
-        """Return how many elements of a call `some` can send without the others."""
+        """Return how many elements of a call `some` can send separately."""
         step, replica = divmod(call, self._replicas)
         start, stop = self._bounds(self._blocks[step], replica)
         return stop - start
 
-    def some(self, call: int, elements: Spans, *, local: bool) -> Shards:
+    def some(self, call: int, elements: ElementRanges, *, local: bool) -> Shards:
         """Return the values of some elements of a call."""
         step, replica = divmod(call, self._replicas)
         block = self._blocks[step]
@@ -401,7 +407,7 @@ class SequentialFeed(Feed):
         return start, min(start + size, block.rows)
 
     def release(self, before: int) -> None:
-        """Let go of the blocks of steps that are visible."""
+        """Discard the blocks of visible steps."""
         for step in range(self._released, before):
             self._blocks.pop(step, None)
         self._released = max(self._released, before)
@@ -415,7 +421,7 @@ class SequentialFeed(Feed):
         return self._blocks[step].epoch
 
     def ids(self, step: int) -> list[Tree]:
-        """Return the element ids of each shard that is not empty."""
+        """Return the element ids of each non-empty shard."""
         block = self._blocks[step]
         bounds = [self._bounds(block, replica) for replica in range(self._replicas)]
         return [range(block.first_id + a, block.first_id + b) for a, b in bounds if a < b]
@@ -426,7 +432,7 @@ def _array_bytes(tree: Tree) -> int:
 
 
 def row_count(block: Tree) -> int:
-    """Return the number of elements of a sequential source's block: its arrays' leading dimension."""
+    """Return the number of elements of a block: the leading dimension of its arrays."""
     return int(trees.flatten(block)[0][0].shape[0])
 
 
@@ -440,6 +446,6 @@ def rows_at(block: Tree, rows: NDArray[np.int64]) -> Tree:
     return trees.tree_map(lambda leaf: leaf[rows], block)
 
 
-def positions(elements: Spans) -> NDArray[np.int64]:
-    """Return positions one by one."""
+def positions(elements: ElementRanges) -> NDArray[np.int64]:
+    """Return ranges of positions as an array of single positions."""
     return np.concatenate([np.arange(lo, hi, dtype=np.int64) for lo, hi in elements])

@@ -1,12 +1,12 @@
-"""Functions on the wire: `package.module:name` to callable, and back.
+"""Function references: `package.module:name` or a pickled function, and how a worker loads them.
 
-A function travels by NAME wherever a new process can import it under that name. One that has
-none (a lambda, a local function, a notebook's or script's `__main__`) travels by VALUE with
-cloudpickle, in one direction only: scheduler to worker, over the authenticated channel.
+A function that a new process can import is sent by NAME. One without an importable name (a lambda, a
+local function, one of a notebook's or script's `__main__`) is sent by VALUE with cloudpickle, only from
+the driver to workers, over the authenticated channel.
 
-A name is dotted identifiers, a colon, dotted identifiers: it is looked up, never evaluated. The
-folders of a spec's modules are appended LAST to `sys.path`, so they can't shadow a library. Where
-that makes a name resolve to another module than the user meant, the error names both places.
+A name is dotted identifiers, a colon, dotted identifiers: it is looked up, never evaluated. A spec's
+folders of modules are appended LAST to `sys.path`, so they cannot shadow a library. If a name therefore
+resolves to another module than intended, the error names both.
 """
 
 from __future__ import annotations
@@ -26,43 +26,43 @@ from types import ModuleType
 from typing import Any
 
 from pipedist.errors import PipedistError, UsageError
-from pipedist.importing import ADVICE, awaited, importing
+from pipedist.import_guard import ADVICE, caller_is_waiting, importing
 from pipedist.program import FunctionRef
 
 PICKLED_BYTES_MAX = 64 * 2**20
-"""The largest function, with everything it captured, that travels by value."""
+"""Maximum size of a function sent by value, with everything that it captures."""
 
 _IDENTIFIERS = r"[^\W\d]\w*(?:\.[^\W\d]\w*)*"
 _NAME = re.compile(rf"(?P<module>{_IDENTIFIERS}):(?P<attribute>{_IDENTIFIERS})")
 
-_here = ""
-"""What errors say about this process; see `say_where`."""
+_process_note = ""
+"""Text about this process in errors; see `set_process_note`."""
 
 _appended: list[str] = []
-"""The code folders at the end of sys.path that were put there by `append_code`."""
+"""The code folders that `append_code` put at the end of `sys.path`."""
 
 
 class FunctionNotFound(PipedistError):
-    """A function's name leads to no callable in this process."""
+    """A function reference does not resolve to a callable in this process."""
 
     exit_code = 2
 
 
 def reference(fn: Callable[..., Any] | str) -> FunctionRef:
-    """Return how `fn` travels to a worker.
+    """Return the reference with which `fn` is sent to workers.
 
     Args:
-        fn: a name "package.module:attribute", which stays a name and is not looked up here; or
-            a callable, which travels by name if it can be imported under its own name, else by value.
+        fn: a name "package.module:attribute", which is not looked up here; or a callable, which is sent
+            by name if it can be imported under its own name, else by value.
 
     Raises:
-        UsageError: if a name has another form, `fn` is no callable, or it can't be pickled.
+        UsageError: the name has another form, `fn` is not callable, or it cannot be pickled.
     """
     if isinstance(fn, str):
         _split(fn)
         return FunctionRef(label=fn, name=fn)
     if not callable(fn):
-        raise UsageError(f"a function was expected, or its name 'package.module:name', not {fn!r}")
+        raise UsageError(f"expected a function, or its name 'package.module:name', got {fn!r}")
     module, qualname = getattr(fn, "__module__", None), getattr(fn, "__qualname__", None)
     if isinstance(module, str) and isinstance(qualname, str) and _is_importable(fn, module, qualname):
         name = f"{module}:{qualname}"
@@ -72,24 +72,24 @@ def reference(fn: Callable[..., Any] | str) -> FunctionRef:
 
 
 def load(ref: FunctionRef, code: Sequence[str]) -> Callable[..., Any]:
-    """Return the callable behind a reference.
+    """Return the callable of a reference.
 
     Args:
-        ref: from `reference`, maybe of another process. One that travels by value is unpickled:
-            it must come from this worker's own scheduler.
+        ref: from `reference`, possibly in another process. A function sent by value is unpickled: it
+            must come from this worker's own driver.
         code: absolute folders of the spec's modules; they become the last entries of `sys.path`.
 
     Raises:
-        FunctionNotFound: if the module is not found, fails while it is imported, is another one
-            than the spec's own of that name, or has no such attribute; or what is found can't be called.
-        UsageError: if the name has another form than "package.module:name".
+        FunctionNotFound: the module is missing, fails to import, or is not the spec's own module of
+            that name; or the attribute is missing or not callable.
+        UsageError: the name has another form than "package.module:name".
     """
     append_code(code)
     if ref.pickled:
         return _unpickled(ref)
     module_name, attribute = _split(ref.name)
     module = _import(ref.name, module_name, code)
-    _refuse_stale(ref.name, module_name, code)
+    _reject_stale(ref.name, module_name, code)
     found: Any = module
     walked = module_name
     for part in attribute.split("."):
@@ -110,45 +110,42 @@ def load(ref: FunctionRef, code: Sequence[str]) -> Callable[..., Any]:
     return found  # type: ignore[no-any-return]
 
 
-def say_where(text: str) -> None:
-    """Have every FunctionNotFound of this process say which process it is, and what it has."""
-    global _here
-    _here = text
+def set_process_note(text: str) -> None:
+    """Set a text that every FunctionNotFound of this process includes, such as its host and code."""
+    global _process_note
+    _process_note = text
 
 
-def whereabouts() -> str:
-    """Return what `say_where` was told; "" in a process that has the files of the run's host."""
-    return _here
+def process_note() -> str:
+    """Return the text of `set_process_note`; "" in a process that shares the files of the run's host."""
+    return _process_note
 
 
-def _which() -> str:
-    return f" ({_here})" if _here else ""
+def _process_suffix() -> str:
+    return f" ({_process_note})" if _process_note else ""
 
 
 def uncallable(fn: Callable[..., Any], label: str) -> str:
-    """Return why a function can't serve a run stage, whatever its arguments are; "" if it can.
-
-    Of a class, the instances are called.
-    """
+    """Return why a function cannot serve a run stage, or "". (If it is a class, its instances are called.)"""
     if inspect.isclass(fn) and call_of(fn) is None:
         return f"class {label} has no __call__ method, so its instances can't be called"
     return ""
 
 
 def call_of(cls: type) -> object:
-    """Return what a call of a class's instances executes, as it stands in the class; None for nothing."""
+    """Return the `__call__` attribute of a class, without binding; None if it has none."""
     return next((vars(base)["__call__"] for base in cls.__mro__ if "__call__" in vars(base)), None)
 
 
 def _split(name: str) -> tuple[str, str]:
     match = _NAME.fullmatch(name)
     if match is None:
-        raise UsageError(f"{name!r} is no function's name: expected 'package.module:name'")
+        raise UsageError(f"{name!r} is not a function name, expected 'package.module:name'")
     return match["module"], match["attribute"]
 
 
 def _is_importable(fn: object, module: str, qualname: str) -> bool:
-    """Whether a new process that imports `module` finds this very object under `qualname`."""
+    """Return whether a new process that imports `module` finds this object under `qualname`."""
     loaded = sys.modules.get(module)
     if module in ("__main__", "__mp_main__") or getattr(loaded, "__spec__", None) is None:
         return False
@@ -159,33 +156,33 @@ def _is_importable(fn: object, module: str, qualname: str) -> bool:
 
 
 def _pickled(fn: Callable[..., Any], label: str) -> bytes:
-    import cloudpickle  # only functions without a name need it
+    import cloudpickle  # only needed for functions without an importable name
 
     try:
         pickled: bytes = cloudpickle.dumps(fn)
     except Exception as error:
         raise UsageError(
-            f"{label} can't be sent to workers by value: {_culprit(fn)}{type(error).__name__}: {error}; "
-            "define it at the top level of a module, and let it open what it needs itself"
+            f"{label} can't be sent to workers by value: {_unpicklable(fn)}{type(error).__name__}: {error}; "
+            "define it at the top level of a module, and open files and connections inside it"
         ) from error
     if len(pickled) > PICKLED_BYTES_MAX:
         raise UsageError(
             f"{label} captures {len(pickled)} bytes, more than the {PICKLED_BYTES_MAX} that a function "
-            "may carry; pass large values as arguments, or read them from a file in the function"
+            "may capture; pass large values as arguments, or read them from a file in the function"
         )
     return pickled
 
 
-def _culprit(fn: Callable[..., Any]) -> str:
-    """Return which captured variable can't be sent, as far as it can be told from outside."""
-    import cloudpickle  # loaded already
+def _unpicklable(fn: Callable[..., Any]) -> str:
+    """Return which captured variable cannot be pickled, as text, or ""."""
+    import cloudpickle  # already imported
 
     code = getattr(fn, "__code__", None)
     if code is None:
         return ""
     own = {name: fn.__globals__[name] for name in code.co_names if name in fn.__globals__}
     for name, cell in zip(code.co_freevars, fn.__closure__ or (), strict=True):
-        with contextlib.suppress(ValueError):  # it has no value yet
+        with contextlib.suppress(ValueError):  # no value yet
             own[name] = cell.cell_contents
     for name, value in own.items():
         try:
@@ -201,8 +198,8 @@ def _unpickled(ref: FunctionRef) -> Callable[..., Any]:
         found = pickle.loads(ref.pickled)
     except Exception as error:
         raise FunctionNotFound(
-            f"{ref.label} travelled by value but can't be loaded here: {type(error).__name__}: {error}; "
-            f"the modules that it uses must be importable on the worker's host{_which()}"
+            f"{ref.label} was sent by value but can't be loaded here: {type(error).__name__}: {error}; "
+            f"the modules that it uses must be importable on the worker's host{_process_suffix()}"
         ) from error
     finally:
         importing.reset(inside)
@@ -214,7 +211,7 @@ def _unpickled(ref: FunctionRef) -> Callable[..., Any]:
 
 
 def append_code(code: Sequence[str]) -> None:
-    """Make sys.path end with the folders of a spec's modules, then those of earlier specs.
+    """Move the folders of a spec's modules, then those of earlier specs, to the end of `sys.path`.
 
     Args:
         code: absolute folders.
@@ -229,12 +226,12 @@ def append_code(code: Sequence[str]) -> None:
 
 
 def _import(name: str, module_name: str, code: Sequence[str]) -> ModuleType:
-    parts = module_name.split(".") if awaited.get() else []
+    parts = module_name.split(".") if caller_is_waiting.get() else []
     for module in (".".join(parts[:count]) for count in range(1, len(parts) + 1)):
         spec = getattr(sys.modules.get(module), "__spec__", None)
         if getattr(spec, "_initializing", False):
             raise FunctionNotFound(
-                f"{name}: importing {module_name} failed: the import of {module} has begun, and waits for "
+                f"{name}: importing {module_name} failed: {module} is still being imported, and waits for "
                 f"this run. Where it calls pipedist.run or a simulation, {ADVICE}"
             )
     inside = importing.set(True)
@@ -245,7 +242,7 @@ def _import(name: str, module_name: str, code: Sequence[str]) -> ModuleType:
         if missing != module_name and not module_name.startswith(f"{missing}."):
             raise FunctionNotFound(
                 f"{name}: importing {module_name} failed, because it needs the module {missing!r}, "
-                f"which is not installed here{_which()}"
+                f"which is not installed here{_process_suffix()}"
             ) from error
         looked = ", ".join(code) if code else "the installed packages"
         top = module_name.partition(".")[0]
@@ -254,7 +251,7 @@ def _import(name: str, module_name: str, code: Sequence[str]) -> ModuleType:
             f"{name}: there is no module {missing!r} in {looked} or on the import path"
             + (_shadowed(module_name, found, code) if found is not None and missing != top else "")
             + _nearest(missing, _modules_in(code))
-            + _which()
+            + _process_suffix()
         ) from None
     except (Exception, SystemExit) as error:
         text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
@@ -264,9 +261,9 @@ def _import(name: str, module_name: str, code: Sequence[str]) -> ModuleType:
 
 
 def _where(error: BaseException) -> str:
-    """Return where the import of a module came to its end: its innermost line in a file of the user's."""
+    """Return where the import of a module failed: the innermost line in a user file."""
     if isinstance(error, SyntaxError):
-        return ""  # its text says so
+        return ""  # its text names the place
     walked = traceback.extract_tb(error.__traceback__)
     here = os.path.dirname(__file__)
     frames = [
@@ -282,14 +279,14 @@ def _where(error: BaseException) -> str:
 
 
 def is_async(fn: object) -> bool:
-    """Return whether calling `fn`, a function or an object with a method `__call__`, gives a coroutine."""
+    """Return whether calling `fn`, a function or an object with `__call__`, returns a coroutine."""
     return inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(
         inspect.getattr_static(type(fn), "__call__", None)
     )
 
 
 def wants_ctx(fn: object) -> bool:
-    """Return whether `fn` has a parameter `ctx` that can be given by name: it gets the ReplicaContext."""
+    """Return whether `fn` has a parameter `ctx` that accepts a keyword: it receives the ReplicaContext."""
     try:
         ctx = inspect.signature(fn).parameters.get("ctx")  # type: ignore[arg-type]
     except (TypeError, ValueError):  # a built-in without a signature
@@ -297,8 +294,8 @@ def wants_ctx(fn: object) -> bool:
     return ctx is not None and ctx.kind in (ctx.POSITIONAL_OR_KEYWORD, ctx.KEYWORD_ONLY)
 
 
-def _refuse_stale(name: str, module_name: str, code: Sequence[str]) -> None:
-    """Refuse a module that an earlier spec's folder brought in under the same name."""
+def _reject_stale(name: str, module_name: str, code: Sequence[str]) -> None:
+    """Raise if a module of the same name was imported from an earlier spec's folder."""
     top = module_name.partition(".")[0]
     place = _place(sys.modules[top])
     owner = next((folder for folder in _appended if _is_within(place, folder)), None)
@@ -347,7 +344,7 @@ def _modules_in(code: Sequence[str]) -> list[str]:
         try:
             entries = sorted(os.listdir(folder))
         except OSError:
-            continue  # a missing folder is the spec's fault, and is reported there
+            continue  # a missing folder is reported with the spec's errors
         names += [e.removesuffix(".py") for e in entries if e.endswith(".py") or "." not in e]
     return names
 

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Self
 
 from pipedist import accelerators
 from pipedist.accelerators import Supply
-from pipedist.async_only import AsyncOnly
 from pipedist.errors import UsageError
-from pipedist.importing import refuse_inside
+from pipedist.import_guard import reject_during_import
 from pipedist.launchers.server import prepare
+from pipedist.misuse_hints import AsyncOnly
 from pipedist.transport.shared_memory.settings import SharedMemory
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class Cluster(AsyncOnly, ABC):
     async def __aenter__(self) -> Self:
         if self._coordinator is not None:
             raise UsageError("this cluster is open already: enter a shared cluster once")
-        refuse_inside(type(self).__name__)
+        reject_during_import(type(self).__name__)
         await self._stack.__aenter__()
         try:
             await self._prepare(self._stack)

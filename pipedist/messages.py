@@ -10,7 +10,7 @@ worker; a result counts only while its lease is held.
 |---|---|---|
 | Hello | worker -> scheduler | - |
 | Welcome, Refuse | scheduler -> worker | - |
-| Code | scheduler -> worker | the files of a code folder (`pipedist.code_snapshots`), or none |
+| Code | scheduler -> worker | the files of a code folder (`pipedist.code_archive`), or none |
 | Bind | scheduler -> worker | the pass's `Program` |
 | Sees | worker -> scheduler | - |
 | Assign, AssignGang | scheduler -> worker | shards of the range (see `pipedist.program.Shards`) |

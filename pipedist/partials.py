@@ -1,11 +1,11 @@
 """The arithmetic of ONE leaf of a reduction: partial, join, finish.
 
 A leaf's partial is `[code, count, data]`: its dtype ("f4", "i8", "bf16"), the number of components
-(axis None) or rows (an axis) behind it, and
+(axis None) or rows (an axis) folded into it, and
 
 | op, dtype | data of a scalar | data of an array |
 |---|---|---|
-| SUM and MEAN of integers | int, exact | `[limbs, bound]` (see `pipedist.exact`) |
+| SUM and MEAN of integers | int, exact | `[limbs, bound]` (see `pipedist.exact_integers`) |
 | PROD of integers | int, clipped to +-2**64 | `[magnitude, sign, mark]` |
 | MIN and MAX of integers | int | the array |
 | any op of floats | float (complex: a NumPy scalar) | the array, in the fold's dtype |
@@ -15,7 +15,7 @@ Fold rules (the spec language, "Stages"): float16 and bfloat16 fold in float32, 
 own dtype, integers exactly; a final integer that does not fit is an OverflowError; MEAN of integers
 is correctly rounded, to float32 for 8 and 16 bits and to float64 for more (tf.distribute's dtypes).
 Python's int and float count as int64 and float64. NaNs of a result are canonical. Callers silence
-NumPy's floating-point warnings: overflow to infinity and NaN are results, not accidents.
+NumPy's floating-point warnings: overflow to infinity and NaN are valid results.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from typing import Any, SupportsIndex, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from pipedist import exact
+from pipedist import exact_integers
+from pipedist.misuse_hints import conversion_hint, is_masked
 from pipedist.records import record
-from pipedist.stand_ins import is_masked, stand_in
 
 _LIST_OF_OPS = "'sum', 'mean', 'min', 'max', 'prod'"
 _BLOCK_ROWS = 128
-"""Rows added one after the other before a tree begins; NumPy's own block for the last axis."""
+"""Rows added sequentially before a tree starts; NumPy's own block size for the last axis."""
 _LANES_MAX = 64
-"""Rows that stand side by side in one wide vector."""
+"""Maximum number of rows combined into one wide vector."""
 _LANE_ELEMENTS = 8192
-"""Elements of such a vector: it stays in the processor's nearest cache."""
+"""Maximum elements of such a vector: it fits into the L1 cache."""
 
 
 class ReduceOp(enum.StrEnum):
@@ -58,10 +58,10 @@ class ReduceOp(enum.StrEnum):
         """Return the operator of a name.
 
         Args:
-            op: an operator, or its name in any case of letters.
+            op: an operator, or its name (case-insensitive).
 
         Raises:
-            ValueError: it is anything else; the text lists the five names.
+            ValueError: the name is unknown; the text lists the five names.
         """
         if isinstance(op, cls):
             return op
@@ -73,14 +73,14 @@ class ReduceOp(enum.StrEnum):
 
 @record
 class _Kind:
-    """What the fold rules say about a dtype.
+    """Fold rules of a dtype.
 
     Args:
-        code: names the dtype in a partial, without byte order.
-        dtype: of the result of SUM, MIN, MAX, PROD.
-        fold: the dtype in which it is folded.
-        mean: the dtype of a MEAN.
-        exact: integers.
+        code: name of the dtype in a partial, without byte order.
+        dtype: dtype of the result of SUM, MIN, MAX, PROD.
+        fold: dtype in which it is folded.
+        mean: dtype of a MEAN.
+        exact: True for integers.
     """
 
     code: str
@@ -91,14 +91,14 @@ class _Kind:
 
 
 def axes_of(axis: int | Sequence[int] | None) -> tuple[int, ...] | None:
-    """Return an axis as a user writes it in normal form.
+    """Return the axes that a user passed in normal form.
 
     Args:
         axis: None, an int, or a list or tuple of ints.
 
     Raises:
-        TypeError: an axis is not an int; True and False are not.
-        ValueError: an axis is named twice.
+        TypeError: an axis is not an int (a bool is not).
+        ValueError: an axis is repeated.
     """
     if axis is None:
         return None
@@ -112,10 +112,10 @@ def axis_of(axis: object) -> int:
     """Return one axis as a plain int.
 
     Raises:
-        TypeError: it is not an int; True and False are not.
+        TypeError: it is not an int (a bool is not).
     """
     if isinstance(axis, (bool, np.bool_)) or not hasattr(type(axis), "__index__"):
-        raise TypeError(f"an axis is an int, not {axis!r}")
+        raise TypeError(f"`axis` must be an int, got {axis!r}")
     return operator.index(cast(SupportsIndex, axis))
 
 
@@ -123,13 +123,13 @@ def resolve_axes(axes: tuple[int, ...], ndim: int) -> tuple[int, ...]:
     """Return axes of an array with `ndim` dimensions as non-negative numbers.
 
     Raises:
-        ValueError: an axis is out of range, or named twice (0 and -1 of a vector).
+        ValueError: an axis is out of range, or repeated (0 and -1 of a vector).
     """
     resolved = []
     for axis in axes:
         if not -ndim <= axis < ndim:
-            what = "a scalar has no axes" if ndim == 0 else f"it has {ndim} dimensions"
-            raise ValueError(f"axis {axis} is out of range: {what}")
+            shape = "a scalar has no axes" if ndim == 0 else f"it has {ndim} dimensions"
+            raise ValueError(f"axis {axis} is out of range: {shape}")
         resolved.append(axis % ndim)
     if len(set(resolved)) < len(resolved):
         raise ValueError(f"axis {list(axes)} names an axis twice: it has {ndim} dimensions")
@@ -141,7 +141,7 @@ def leaf_partial(op: ReduceOp, axis: tuple[int, ...] | None, leaf: Any) -> list[
 
     Raises:
         TypeError: the leaf is not numeric (bool, str, bytes, ...).
-        ValueError: it lacks an axis of the reduction, or has it twice.
+        ValueError: it lacks an axis of the reduction, or two axes are the same.
     """
     cls = type(leaf)
     if axis is None and cls is float:
@@ -183,7 +183,7 @@ def join_leaf(op: ReduceOp, a: list[Any], b: list[Any]) -> list[Any]:
 
 
 def join_numbers(op: ReduceOp, a: list[Any], b: list[Any]) -> list[Any] | None:
-    """Combine as `join_leaf` does what needs no NumPy: sums of float64 and of integers; None: others."""
+    """Combine sums of float64 and of integers as `join_leaf` does, without NumPy; None for others."""
     code, count, x = a
     y = b[2]
     if code != b[0] or type(x) is not type(y) or op not in _SUMS:
@@ -210,7 +210,7 @@ def _array_of(leaf: Any) -> tuple[_Kind, Any]:
     """Return a leaf's kind and its C-ordered array (Python's integers stay as they are)."""
     if isinstance(leaf, (np.ndarray, np.generic)):
         if type(leaf) is not np.ndarray and is_masked(leaf):
-            raise TypeError(f"expected numbers, got a masked array; {stand_in(leaf)}")
+            raise TypeError(f"expected numbers, got a masked array; {conversion_hint(leaf)}")
         x = np.asarray(leaf, order="C")
     elif isinstance(leaf, bool):
         raise TypeError("expected numbers, got bool; cast it first, for example with astype('int64')")
@@ -218,9 +218,9 @@ def _array_of(leaf: Any) -> tuple[_Kind, Any]:
         return _kind_of(_INT64), np.asarray(leaf, object)
     elif isinstance(leaf, (float, complex)):
         x = np.asarray(leaf)
-    else:  # also what NumPy would make an array of: a column's labels would be lost without a word
-        advice = stand_in(leaf)
-        raise TypeError(f"expected numbers, got {type(leaf).__name__}" + (advice and f"; {advice}"))
+    else:  # also objects that NumPy could convert: labels of a column would be lost silently
+        hint = conversion_hint(leaf)
+        raise TypeError(f"expected numbers, got {type(leaf).__name__}" + (hint and f"; {hint}"))
     return _kind_of(x.dtype), x
 
 
@@ -242,19 +242,19 @@ def _kind_of(dtype: np.dtype[Any]) -> _Kind:
 def _kind_named(code: str) -> _Kind:
     if code != "bf16":
         return _kind_of(np.dtype(code))
-    # An optional package; only data that has this dtype needs it.
+    # Optional package, needed only for this dtype.
     return _kind_of(np.dtype(importlib.import_module("ml_dtypes").bfloat16))
 
 
 def _exact_data(op: ReduceOp, x: NDArray[Any], axes: tuple[int, ...], count: int) -> Any:
-    if x.ndim == 0:  # also one of Python's own integers, of any size
-        return exact.product(int(x), 1) if op is ReduceOp.PROD else int(x)
+    if x.ndim == 0:  # also a Python int, of any size
+        return exact_integers.product(int(x), 1) if op is ReduceOp.PROD else int(x)
     scalar = x.ndim == len(axes)
     if op in (ReduceOp.SUM, ReduceOp.MEAN):
-        limbs, bound = exact.sum_rows(x, axes)
-        return int(exact.to_integers(limbs)) if scalar else [limbs, bound]
+        limbs, bound = exact_integers.sum_rows(x, axes)
+        return int(exact_integers.to_integers(limbs)) if scalar else [limbs, bound]
     if op is ReduceOp.PROD:
-        magnitude, negative, beyond = exact.product_rows(x, axes)
+        magnitude, negative, beyond = exact_integers.product_rows(x, axes)
         if not scalar:
             return [magnitude, negative, beyond]
         value = 1 << 64 if beyond else int(magnitude)
@@ -280,12 +280,12 @@ def _float_data(op: ReduceOp, x: NDArray[Any], axes: tuple[int, ...], count: int
 
 
 def _fold_rows(ufunc: np.ufunc, x: NDArray[Any], axes: tuple[int, ...]) -> Any:
-    """Add or multiply along axes so that the rounding error grows with the logarithm of the rows.
+    """Add or multiply along axes; the rounding error grows with the logarithm of the rows.
 
     Along the last axes NumPy does that itself. Along others it adds row after row, and a float32
-    sum of ones would stand still at 2**24; so blocks of rows are folded, then blocks of blocks.
-    Several rows stand side by side as one wide vector, so that narrow rows are added as fast as
-    memory delivers them. All of it follows from the shape alone.
+    sum of ones would stop at 2**24; so blocks of rows are folded, then blocks of blocks. Several rows
+    are combined into one wide vector, so that narrow rows are added at memory bandwidth. The order
+    depends only on the shape.
     """
     kept = tuple(axis for axis in range(x.ndim) if axis not in axes)
     shape = tuple(x.shape[axis] for axis in kept)
@@ -297,7 +297,7 @@ def _fold_rows(ufunc: np.ufunc, x: NDArray[Any], axes: tuple[int, ...]) -> Any:
     lanes = max(1, min(_LANES_MAX, _LANE_ELEMENTS // width))
     while len(x) >= 2 * _BLOCK_ROWS * lanes:
         whole = len(x) - len(x) % (_BLOCK_ROWS * lanes)
-        groups = whole // (_BLOCK_ROWS * lanes)  # -1 can't be told of arrays without elements
+        groups = whole // (_BLOCK_ROWS * lanes)  # reshape cannot infer -1 for arrays without elements
         blocks = x[:whole].reshape(groups, _BLOCK_ROWS, lanes * prod(shape))
         folded = ufunc.reduce(blocks, axis=1).reshape(groups * lanes, *shape)
         x = np.concatenate([folded, x[whole:]])
@@ -307,7 +307,7 @@ def _fold_rows(ufunc: np.ufunc, x: NDArray[Any], axes: tuple[int, ...]) -> Any:
 
 
 def _shape(data: Any) -> tuple[int, ...]:
-    """Return the shape of the elements behind a leaf's data."""
+    """Return the shape of the array that a leaf's data represents."""
     if type(data) is not list:
         shape: tuple[int, ...] = getattr(data, "shape", ())
     else:  # [limbs, bound] or [magnitude, sign, mark]
@@ -317,18 +317,18 @@ def _shape(data: Any) -> tuple[int, ...]:
 
 def _join_sum(x: Any, y: Any, code: str) -> Any:
     if type(x) is list:
-        return list(exact.add(x[0], x[1], y[0], y[1]))
+        return list(exact_integers.add(x[0], x[1], y[0], y[1]))
     if code == "f8" or type(x) is not float:
         return x + y
-    # Exact in float64, so that rounding once more gives the float32 sum, bit for bit.
+    # Exact in float64, so one more rounding gives the bits of the float32 sum.
     return float(np.float32(x + y))
 
 
 def _join_product(x: Any, y: Any, code: str) -> Any:
     if type(x) is list:
-        return list(exact.multiply(tuple(x), tuple(y)))
+        return list(exact_integers.multiply(tuple(x), tuple(y)))
     if type(x) is int:
-        return exact.product(x, y)
+        return exact_integers.product(x, y)
     if code == "f8" or type(x) is not float:
         return x * y
     return float(np.float32(x * y))
@@ -352,14 +352,14 @@ def _extreme(ufunc: np.ufunc, x: Any, y: Any) -> Any:
 def _finish_exact(op: ReduceOp, kind: _Kind, count: int, data: Any) -> Any:
     if type(data) is int:
         if op is ReduceOp.MEAN:
-            return exact.divide(data, count, kind.mean)
-        return exact.cast_integer(data, kind.dtype)
+            return exact_integers.divide(data, count, kind.mean)
+        return exact_integers.cast_integer(data, kind.dtype)
     if op is ReduceOp.MEAN:
-        return exact.mean(data[0], count, kind.mean)
+        return exact_integers.mean(data[0], count, kind.mean)
     if op is ReduceOp.SUM:
-        return exact.cast_sum(data[0], kind.dtype)
+        return exact_integers.cast_sum(data[0], kind.dtype)
     if op is ReduceOp.PROD:
-        return exact.cast_product(tuple(data), kind.dtype)
+        return exact_integers.cast_product(tuple(data), kind.dtype)
     return data
 
 
@@ -369,7 +369,7 @@ def _finish_float(op: ReduceOp, kind: _Kind, count: int, data: Any) -> Any:
         return np.float64(number if number == number else np.nan)
     value = np.asarray(data, kind.fold)
     if op is ReduceOp.MEAN:
-        # float32 is divided in float64, so that a count beyond 2**24 rounds only once.
+        # Divide float32 in float64, so that a count beyond 2**24 rounds only once.
         value = np.asarray(np.divide(value, count, dtype=_WIDER.get(kind.fold.char, kind.fold)))
     nan = np.isnan(value)
     if nan.any():

@@ -1,12 +1,11 @@
-"""How many shards a variable is cut into (tf.distribute.experimental.partitioners).
+"""Partitioners: the number of shards of a variable (tf.distribute.experimental.partitioners).
 
-A partitioner is called with a variable's shape and dtype, and returns the number of shards along
-each axis, all 1 but one. The shards are consecutive rows, the longer ones first (`shard_sizes`): 10
-rows in 3 shards are 4, 3, 3.
+A partitioner is called with a variable's shape and dtype, and returns the number of shards along each
+axis, all 1 except one. Shards are consecutive rows, the longer ones first (`shard_sizes`): 10 rows in 3
+shards are 4, 3, 3.
 
-What tf.distribute does otherwise: numbers of shards that make no sense (0, -1) are refused;
-`MinSizePartitioner` keeps its minimum for EVERY shard; the result is never 0, and a shape with empty
-axes is no division by zero.
+Differences from tf.distribute: invalid numbers of shards (0, -1) are rejected; `MinSizePartitioner` keeps
+its minimum for EVERY shard; the result is never 0, and a shape with empty axes causes no division by zero.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ from typing import Final, SupportsIndex
 import numpy as np
 from numpy.typing import DTypeLike
 
-from pipedist.counts import count
+from pipedist.arguments import check_int
 
 BYTES_PER_STRING: Final = 16
-"""What a string counts, where its dtype does not say how long it is."""
+"""Assumed size of a string whose dtype has no length."""
 
 
 class Partitioner(ABC):
-    """Says how many shards a variable is cut into; any callable of this form will do."""
+    """Base class of partitioners; any callable with this signature can be used instead."""
 
     __slots__ = ()
 
@@ -36,22 +35,22 @@ class Partitioner(ABC):
         """Return the number of shards along each axis.
 
         Args:
-            shape: of the variable, at least one axis.
-            dtype: of the variable.
-            axis: the axis that is cut.
+            shape: shape of the variable, at least one axis.
+            dtype: dtype of the variable.
+            axis: the axis that is split.
 
         Returns:
             A list as long as `shape`: 1, and at `axis` from 1 to the axis's length.
 
         Raises:
-            ValueError: the shape is a scalar's, a length is negative, or there is no such axis.
-            TypeError: a length is no int, or a dtype's elements have no size (objects).
+            ValueError: the shape has no axes, a length is negative, or `axis` is out of range.
+            TypeError: a length is not an int, or elements of the dtype have no size (objects).
         """
-        lengths = [count("a length of shape", length, at_least=0) for length in _axes(shape)]
+        lengths = [check_int("a length of shape", length, at_least=0) for length in _axes(shape)]
         if not lengths:
-            raise ValueError("a scalar has no axis that could be cut: expected a shape of at least one axis")
+            raise ValueError("a scalar has no axis to split: expected a shape of at least one axis")
         if isinstance(axis, bool) or not isinstance(axis, SupportsIndex):
-            raise TypeError(f"axis is {axis!r}; expected an int")
+            raise TypeError(f"`axis` must be an int, got {axis!r}")
         index = operator.index(axis)
         if not -len(lengths) <= index < len(lengths):
             raise ValueError(f"axis is {index}, but the shape {lengths} has {len(lengths)} axes")
@@ -61,25 +60,25 @@ class Partitioner(ABC):
 
     @abstractmethod
     def _shards(self, rows: int, row_elements: int, dtype: np.dtype) -> int:
-        """Return the number of shards that `rows` are to be cut into; `__call__` keeps it in range."""
+        """Return the number of shards for `rows` rows; `__call__` limits it to the valid range."""
 
 
 @dataclass(frozen=True, slots=True)
 class FixedShardsPartitioner(Partitioner):
-    """As many shards as it is told, or as there are rows (tf.distribute's FixedShardsPartitioner).
+    """A fixed number of shards, at most one per row (tf.distribute's FixedShardsPartitioner).
 
     Args:
         num_shards: at least 1.
 
     Raises:
-        ValueError: it is less than 1.
-        TypeError: it is no int.
+        ValueError: `num_shards` is less than 1.
+        TypeError: `num_shards` is not an int.
     """
 
     num_shards: int
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "num_shards", count("num_shards", self.num_shards))
+        object.__setattr__(self, "num_shards", check_int("num_shards", self.num_shards))
 
     def _shards(self, rows: int, row_elements: int, dtype: np.dtype) -> int:
         return self.num_shards
@@ -87,20 +86,20 @@ class FixedShardsPartitioner(Partitioner):
 
 @dataclass(frozen=True, slots=True)
 class MinSizePartitioner(Partitioner):
-    """As many shards as possible, none of them smaller than a minimum (MinSizePartitioner).
+    """The most shards that are not smaller than a minimum (tf.distribute's MinSizePartitioner).
 
-    A variable that is smaller itself is one shard. tf.distribute divides the variable's size by the
+    A variable smaller than the minimum is one shard. tf.distribute divides the variable's size by the
     minimum and rounds up, so that its shards may be smaller: 40 bytes in shards of 16 become 16, 12,
     12 there, and 20, 20 here.
 
     Args:
-        min_shard_bytes: at least 1.
-        max_shards: at least 1; the default cuts nothing, as in tf.distribute.
-        bytes_per_string: what a string counts, where its dtype does not say how long it is.
+        min_shard_bytes: minimum size of a shard, at least 1.
+        max_shards: at least 1; the default does not split, as in tf.distribute.
+        bytes_per_string: assumed size of a string whose dtype has no length.
 
     Raises:
         ValueError: a number is less than 1.
-        TypeError: a number is no int.
+        TypeError: a number is not an int.
     """
 
     min_shard_bytes: int = 256 << 10
@@ -109,7 +108,7 @@ class MinSizePartitioner(Partitioner):
 
     def __post_init__(self) -> None:
         for name in ("min_shard_bytes", "max_shards", "bytes_per_string"):
-            object.__setattr__(self, name, count(name, getattr(self, name)))
+            object.__setattr__(self, name, check_int(name, getattr(self, name)))
 
     def _shards(self, rows: int, row_elements: int, dtype: np.dtype) -> int:
         row_bytes = row_elements * _element_bytes(dtype, self.bytes_per_string)
@@ -121,18 +120,18 @@ class MinSizePartitioner(Partitioner):
 
 @dataclass(frozen=True, slots=True)
 class MaxSizePartitioner(Partitioner):
-    """As few shards as possible, none of them larger than a maximum (MaxSizePartitioner).
+    """The fewest shards that are not larger than a maximum (tf.distribute's MaxSizePartitioner).
 
-    A row that is larger itself is a shard of its own, and `max_shards` comes before the maximum.
+    A row larger than the maximum is a shard of its own, and `max_shards` takes precedence.
 
     Args:
-        max_shard_bytes: at least 1.
+        max_shard_bytes: maximum size of a shard, at least 1.
         max_shards: at least 1; None: no limit.
-        bytes_per_string: what a string counts, where its dtype does not say how long it is.
+        bytes_per_string: assumed size of a string whose dtype has no length.
 
     Raises:
         ValueError: a number is less than 1.
-        TypeError: a number is no int.
+        TypeError: a number is not an int.
     """
 
     max_shard_bytes: int
@@ -143,7 +142,7 @@ class MaxSizePartitioner(Partitioner):
         for name in ("max_shard_bytes", "max_shards", "bytes_per_string"):
             value = getattr(self, name)
             if name != "max_shards" or value is not None:
-                object.__setattr__(self, name, count(name, value))
+                object.__setattr__(self, name, check_int(name, value))
 
     def _shards(self, rows: int, row_elements: int, dtype: np.dtype) -> int:
         row_bytes = row_elements * _element_bytes(dtype, self.bytes_per_string)
@@ -155,7 +154,7 @@ class MaxSizePartitioner(Partitioner):
 
 
 def shard_sizes(rows: int, shards: int) -> list[int]:
-    """Return how many rows each shard has: sizes differ by one at most, the longer ones first.
+    """Return the number of rows of each shard; sizes differ by at most one, longer shards first.
 
     Args:
         rows: at least 0.
@@ -163,19 +162,19 @@ def shard_sizes(rows: int, shards: int) -> list[int]:
 
     Raises:
         ValueError: a number is out of range.
-        TypeError: a number is no int.
+        TypeError: a number is not an int.
     """
-    each, longer = divmod(count("rows", rows, at_least=0), count("shards", shards))
+    each, longer = divmod(check_int("rows", rows, at_least=0), check_int("shards", shards))
     return [each + 1] * longer + [each] * (shards - longer)
 
 
 def _element_bytes(dtype: np.dtype, bytes_per_string: int) -> int:
     if dtype.hasobject:
         raise TypeError(f"elements of dtype {dtype} are Python objects: they have no size in bytes")
-    return dtype.itemsize or bytes_per_string  # 0: a string dtype that leaves the length open
+    return dtype.itemsize or bytes_per_string  # 0: a string dtype without a length
 
 
 def _axes(shape: Sequence[int]) -> Sequence[int]:
     if isinstance(shape, str | bytes) or not isinstance(shape, Sequence):
-        raise TypeError(f"shape is {shape!r}; expected a tuple or list of ints")
+        raise TypeError(f"`shape` must be a tuple or list of ints, got {shape!r}")
     return shape

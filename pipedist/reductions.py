@@ -1,13 +1,13 @@
 """Reductions: SUM, MEAN, MIN, MAX and PROD of the components of many replica calls.
 
-Theory of operation. A component (what one call returned) is reduced to its PARTIAL where it was
-made, so that rows never travel; partials are combined in one fixed tree (`FoldTree`), whatever the
-order in which they arrive; the last partial is finished into the value. Floats are not associative:
-the fixed tree is what makes the result the same bits on any number of workers.
+A component (the return value of one call) is reduced to its PARTIAL by the worker, so rows are never sent.
+Partials are combined in one fixed tree (`FoldTree`), whatever their order of arrival; the last partial is
+finished into the value. Float arithmetic is not associative: the fixed tree makes the result bit-identical
+on any number of workers.
 
-A partial is a codec-able tree: `[skeleton, leaves]`. The skeleton is the component's tree with the
-numbers 0, 1, ... in place of its leaves, `leaves[i]` is that leaf's partial (`pipedist.partials`,
-which also has the fold rules).
+A partial is a tree that the codec can encode: `[skeleton, leaves]`. The skeleton is the component's tree
+with the numbers 0, 1, ... in place of its leaves; `leaves[i]` is that leaf's partial (`pipedist.partials`
+defines it, and the fold rules).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pipedist.program import Tree
 from pipedist.records import record
 
 Partial = Any
-"""What `Reduction.partial` returns: a codec-able tree, see the module's text."""
+"""Result of `Reduction.partial`: a tree that the codec can encode; see the module docstring."""
 
 T = TypeVar("T")
 
@@ -33,7 +33,7 @@ _NUMBERS = frozenset({int, float})
 
 @record
 class Reduction:
-    """One reduction: an operator and axes. Make it with `Reduction.of`.
+    """One reduction: an operator and axes; made by `Reduction.of`.
 
     Args:
         op: the operator.
@@ -46,7 +46,7 @@ class Reduction:
 
     @classmethod
     def of(cls, op: ReduceOp | str, axis: int | Sequence[int] | None) -> Reduction:
-        """Return the reduction that a spec or a call asks for.
+        """Return the reduction of an operator and axes as a spec or a call names them.
 
         Args:
             op: see `ReduceOp.of`.
@@ -65,8 +65,9 @@ class Reduction:
             component: a tree of numeric arrays and numbers.
 
         Raises:
-            TypeError: a leaf can't be reduced (bool, str, bytes, ...); the text names its path.
-            ValueError: a leaf lacks an axis of the reduction, or has it twice; the text names its path.
+            TypeError: a leaf cannot be reduced (bool, str, bytes, ...); the text names its path.
+            ValueError: a leaf lacks an axis of the reduction, or two axes are the same; the text names its
+                path.
         """
         if type(component) is float and self.axis is None:
             return [0, [partials.leaf_partial(self.op, None, component)]]
@@ -123,11 +124,11 @@ class Reduction:
         """Return the value of the last partial.
 
         Args:
-            partial: what remains after all `combine`s; None where there was no component.
+            partial: the combination of all partials; None if there was no component.
 
         Returns:
-            A tree with the structure of the components; leaves are arrays, or NumPy scalars where
-            no axis is left; None for no components, and for a leaf of MIN or MAX of no rows.
+            A tree with the structure of the components; leaves are arrays, or NumPy scalars if no axis
+            remains; None without components, and for a leaf of MIN or MAX without rows.
 
         Raises:
             OverflowError: an integer result does not fit its dtype; the text names the leaf's path.
@@ -152,7 +153,7 @@ class Reduction:
         return values[0] if type(skeleton) is int else trees.unflatten(trees.structure(skeleton), values)
 
     def _at(self, skeleton: Tree, index: int, error: Exception) -> Exception:
-        """Return the error with the place that it speaks of, in the class that is documented."""
+        """Return the error, prefixed with the path of its leaf, in its documented class."""
         kinds: tuple[type[Exception], ...] = (TypeError, OverflowError, ValueError)
         cls = next(kind for kind in kinds if isinstance(error, kind))
         path = trees.paths(skeleton)[index]
@@ -160,15 +161,15 @@ class Reduction:
 
 
 class FoldTree(Generic[T]):
-    """Folds leaves in THE fixed order, one by one, with O(log n) state.
+    """Folds leaves in the fixed order, one by one, with O(log n) state.
 
     `node(lo, hi) = combine(node(lo, mid), node(mid, hi))` with `mid = lo + the largest power of two
-    below hi - lo`; where a side has no leaves, it is the other side. So the shape depends only on
-    the leaves' indices: it is the same whether they come from one worker or from many, and a leaf
-    that is missing (an empty shard) moves no other one.
+    below hi - lo`; if a side has no leaves, the node is the other side. So the shape depends only on
+    the leaves' indices, not on the workers that computed them, and a missing leaf (an empty shard) does
+    not move any other.
 
     Args:
-        combine: called with a left and a right neighbour; must not change them.
+        combine: called with a left and a right neighbour; must not modify them.
     """
 
     __slots__ = ("_combine", "_pending")
@@ -183,8 +184,8 @@ class FoldTree(Generic[T]):
         """Add a leaf, or the fold of an aligned run of them.
 
         Args:
-            index: its place; larger than that of every leaf before it, gaps are allowed.
-            size: how many places it takes: a power of two, of which `index` is a multiple.
+            index: its position; larger than that of every earlier leaf, gaps are allowed.
+            size: number of positions it covers: a power of two that divides `index`.
 
         Raises:
             ValueError: the index is negative or not larger than the last one, or no multiple of `size`.
@@ -206,15 +207,15 @@ class FoldTree(Generic[T]):
         pending.append((index + size - 1, leaf))
 
     def state(self) -> list[tuple[int, T]]:
-        """Return what is folded so far: O(log n) nodes, for `restore`."""
+        """Return the nodes folded so far, O(log n) of them, for `restore`."""
         return list(self._pending)
 
     def restore(self, state: Sequence[tuple[int, T]]) -> None:
-        """Go on where a tree with the same `combine` was when it gave its `state`."""
+        """Continue from the `state` of a tree with the same `combine`."""
         self._pending = [(last, node) for last, node in state]
 
     def result(self) -> T | None:
-        """Return the fold of all leaves so far; None where there are none. More may be pushed."""
+        """Return the fold of all leaves so far, None without leaves; more may be pushed later."""
         pending = self._pending
         if not pending:
             return None

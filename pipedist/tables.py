@@ -1,14 +1,14 @@
-"""What the stock combine functions by key return, as a table: a row for each key.
+"""Results of the stock combine functions by key as tables, with one row per key.
 
 | combine function | columns |
 |---|---|
 | `by_key_sum`, `by_key_min`, `by_key_max` | `key`, `value` |
 | `by_key_moments`, and any other `ByKey(name, combine)` | `key`, and one for each leaf path of a component |
 | `counter` | `value`, `count` |
-| `by_key_counter` | `key`, `value`, `count`: a row for each value of each key |
+| `by_key_counter` | `key`, `value`, `count`: one row for each value of each key |
 
-Rows are in the order of keys, then of values. Keys are text (`<U`) or integers (int64; uint64 where they
-are above its range). What is nested deeper, a `ByKey` of a `ByKey`, is a tree like any other.
+Rows are ordered by key, then by value. Keys are text (`<U`) or integers (int64; uint64 if they exceed its
+range). A `ByKey` of a `ByKey` is written as a tree.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ Columns = dict[str, Array]
 """Columns by name: arrays [rows, ...]."""
 
 Table = Callable[[Tree], Columns]
-"""Returns the table of a value.
+"""Return the table of a value.
 
-Raises TypeError where the value is not what the combine function returns, ValueError where it is no table.
+Raises TypeError if the combine function cannot return such a value, ValueError if it fits no table.
 """
 
 _EXACT_MAX = 2**53
-"""Integers up to this are the same in float64."""
+"""Integers up to this are exact in float64."""
 
 
 def table_of(combine: object) -> Table | None:
-    """Return how a combine function's result becomes a table; None where it is a tree like any other.
+    """Return the conversion of a combine function's result to a table; None if it stays a tree.
 
     Args:
         combine: the combine function of a reduce stage.
@@ -78,20 +78,20 @@ def _components(value: Tree) -> Columns:
     for key, (_, other) in zip(keys, taken, strict=True):
         if other != structure:
             raise ValueError(
-                f"keys {keys[0]!r} and {key!r} have components of different structures, which are no rows of "
-                "one table: write .json"
+                f"keys {keys[0]!r} and {key!r} have components of different structures, which do not fit one "
+                "table: write .json"
             )
     for place, path in enumerate(trees.treedef_paths(structure) if structure is not None else ()):
         name = path or "value"
         if name in columns:
-            raise ValueError(f"two columns would be called {name!r}: write .json")
+            raise ValueError(f"two columns have the name {name!r}: write .json")
         columns[name] = _column(name, [np.asarray(leaves[place]) for leaves, _ in taken])
     return columns
 
 
 def _mapping(value: Tree) -> Mapping[Any, Any]:
     if not isinstance(value, Mapping):
-        raise TypeError(f"a dict by key was expected, not {type(value).__name__}")
+        raise TypeError(f"expected a dict by key, got {type(value).__name__}")
     return value
 
 
@@ -99,9 +99,9 @@ def _keys(keys: Sequence[Any]) -> Array:
     if all(isinstance(key, str) for key in keys):
         return np.array(keys, np.str_)
     if any(isinstance(key, str) for key in keys):
-        raise ValueError("some keys are text and some integers, and a column has one type: write .json")
+        raise ValueError("some keys are text and some integers, but a column has one type: write .json")
     if not all(isinstance(key, int | np.integer) for key in keys):
-        raise TypeError("keys are text or integers: write .json")
+        raise TypeError("keys must be text or integers: write .json")
     return _integers("key", [np.asarray(key) for key in keys])
 
 
@@ -113,7 +113,7 @@ def _column(name: str, cells: Sequence[Array]) -> Array:
     if len(shapes) > 1:
         raise ValueError(f"column {name!r} has values of shapes {shapes[0]} and {shapes[1]}: write .json")
     kinds = {cell.dtype.kind for cell in cells}
-    # a Python integer may be of any size, and NumPy makes floats of signed and unsigned ones together
+    # Python integers have any size, and NumPy converts mixed signed and unsigned integers to floats
     if "O" in kinds or (kinds <= set("iu") and len({cell.dtype for cell in cells}) > 1):
         return _integers(name, cells)
     if len(kinds) > 1:

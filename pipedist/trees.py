@@ -1,15 +1,13 @@
-"""Trees: nests of containers whose leaves are values, taken apart and put together.
+"""Trees: nested containers whose leaves are values.
 
-The nodes are dict (with OrderedDict, defaultdict), list, tuple, namedtuple, deque, dataclass and None;
-everything else is a leaf, a `PerReplica` too. Two dicts with the same keys have the same structure
-whatever the order of insertion: leaves are visited in sorted order of keys, so that the order of a
-fold over leaves never depends on how a dict was filled; `unflatten` gives back each dict in the
-order of insertion that it was taken apart with. None has no leaves and stays None.
+Nodes are dict (with OrderedDict, defaultdict), list, tuple, namedtuple, deque, dataclass and None;
+everything else is a leaf, including `PerReplica`. Two dicts with the same keys have the same structure:
+leaves are visited in sorted order of keys, so the order of a fold over leaves never depends on insertion
+order; `unflatten` restores each dict's insertion order. None has no leaves and stays None.
 
-Dataclasses become nodes on first sight, in a registry of pipedist's own: the user's classes need no
-declaration, and other users of optree in the process see nothing of it. They are put together
-without calling `__init__` or `__post_init__`, because a leaf may be replaced by something that those
-would refuse (a `PerReplica`, a partial sum).
+Dataclasses become nodes on first use, in a registry private to pipedist: user classes need no
+declaration, and other users of optree in the process are unaffected. They are rebuilt without `__init__`
+and `__post_init__`, because those might reject replaced leaves (a `PerReplica`, a partial sum).
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ from optree.accessors import NamedTupleEntry
 from pipedist.program import Tree
 
 Leaf = Any
-"""An array, number, str, bytes, PerReplica: whatever is not a node."""
+"""An array, number, str, bytes, PerReplica: any value that is not a node."""
 
 Treedef = optree.PyTreeSpec
 """The structure of a tree without its leaves; comparable with ==, hashable."""
@@ -38,7 +36,7 @@ _registered: set[type] = set()
 
 
 def flatten(tree: Tree) -> tuple[list[Leaf], Treedef]:
-    """Take a tree apart.
+    """Split a tree into its leaves and its structure.
 
     Args:
         tree: any tree; a bare leaf is a tree too.
@@ -59,14 +57,14 @@ def flatten(tree: Tree) -> tuple[list[Leaf], Treedef]:
 
 
 def unflatten(treedef: Treedef, leaves: Iterable[Leaf]) -> Tree:
-    """Put a tree together again.
+    """Build a tree from a structure and leaves.
 
     Args:
         treedef: a structure from `flatten`.
         leaves: as many leaves as the structure has, in the order of `flatten`.
 
     Raises:
-        ValueError: there are more or fewer leaves than the structure has places.
+        ValueError: the number of leaves does not match the structure.
     """
     return optree.tree_unflatten(treedef, leaves)
 
@@ -77,8 +75,8 @@ def tree_map(fn: Callable[..., Leaf], tree: Tree, *rest: Tree) -> Tree:
     Args:
         fn: called once for each leaf of `tree`, in the order of `flatten`.
         tree: gives the structure.
-        rest: trees whose structure begins with that of `tree`: where `tree` has a leaf they
-            may have a whole subtree, which `fn` then gets.
+        rest: trees whose structure extends that of `tree`: where `tree` has a leaf they may have a
+            subtree, which is passed to `fn`.
 
     Raises:
         ValueError: a tree of `rest` has another structure.
@@ -86,20 +84,20 @@ def tree_map(fn: Callable[..., Leaf], tree: Tree, *rest: Tree) -> Tree:
     leaves, treedef = flatten(tree)
     columns = [leaves]
     for other in rest:
-        flatten(other)  # registers the dataclasses that only this tree has
+        flatten(other)  # registers dataclasses that only this tree contains
         columns.append(treedef.flatten_up_to(other))
     return unflatten(treedef, map(fn, *columns))
 
 
 def replace(tree: Tree, kind: type[T], fn: Callable[[T], Tree]) -> Tree:
-    """Return the tree with `fn(node)` in place of each node of a class, wherever in it that stands.
+    """Return the tree with each node of a class replaced by `fn(node)`.
 
     Args:
-        tree: any tree; what is not of the class stays as it is.
-        kind: the class itself, not its subclasses. Its instances are not looked into.
+        tree: any tree; other nodes are unchanged.
+        kind: the exact class, not its subclasses; its instances are not traversed.
         fn: returns a tree.
     """
-    flatten(tree)  # registers the dataclasses that it has
+    flatten(tree)  # registers its dataclasses
     return optree.tree_map(
         lambda leaf: fn(leaf) if type(leaf) is kind else leaf,
         tree,
@@ -136,13 +134,13 @@ def describe(treedef: Treedef) -> str:
 
 
 def same_structure(trees: Sequence[Tree]) -> tuple[list[list[Leaf]], Treedef]:
-    """Take several trees of ONE structure apart.
+    """Split several trees of ONE structure into leaves and the structure.
 
     Args:
         trees: at least one tree.
 
     Returns:
-        A list of leaves for each tree, and the structure that they share.
+        A list of leaves for each tree, and the shared structure.
 
     Raises:
         ValueError: two trees differ in structure; the text shows both structures.
@@ -174,10 +172,10 @@ def _step(entry: optree.PyTreeEntry) -> str:
 def _register(cls: type) -> None:
     names = tuple(field.name for field in dataclasses.fields(cls))
 
-    def take_apart(instance: Any) -> tuple[tuple[Any, ...], None, tuple[str, ...]]:
+    def to_children(instance: Any) -> tuple[tuple[Any, ...], None, tuple[str, ...]]:
         return tuple(getattr(instance, name) for name in names), None, names
 
-    def put_together(_: object, children: Iterable[Any]) -> Any:
+    def from_children(_: object, children: Iterable[Any]) -> Any:
         instance: Any = object.__new__(cls)
         for name, child in zip(names, children, strict=True):
             object.__setattr__(instance, name, child)
@@ -186,5 +184,5 @@ def _register(cls: type) -> None:
     with _registering:
         if cls in _registered:
             return
-        optree.register_pytree_node(cls, take_apart, put_together, namespace=_NAMESPACE)
+        optree.register_pytree_node(cls, to_children, from_children, namespace=_NAMESPACE)
         _registered.add(cls)

@@ -1,7 +1,7 @@
-"""Per-replica values: one component for each replica, and what becomes one value of them.
+"""Per-replica values: one component per replica, and their reduction to one value.
 
-The words and the rules are tf.distribute's (`PerReplica`, `Mirrored`, `Strategy.reduce`,
-`Strategy.gather`, `local_results`); where pipedist is stricter, the text says so.
+Names and rules are tf.distribute's (`PerReplica`, `Mirrored`, `Strategy.reduce`, `Strategy.gather`,
+`local_results`); docstrings note where pipedist is stricter.
 """
 
 from __future__ import annotations
@@ -13,23 +13,22 @@ from typing import Any, Final, NoReturn
 import numpy as np
 
 from pipedist import trees
+from pipedist.misuse_hints import conversion_hint, is_masked
 from pipedist.partials import axis_of, resolve_axes
 from pipedist.program import Tree
 from pipedist.reductions import FoldTree, Partial, Reduction
 from pipedist.reductions import ReduceOp as ReduceOp
-from pipedist.stand_ins import is_masked, stand_in
 
 _BARE: Final = frozenset({int, float, bool, str, np.ndarray, np.float64, np.float32, np.int64})
-"""Types of components that are leaves for sure: the most frequent ones, whose structure is known."""
+"""Frequent types of components that are leaves: their structure needs no lookup."""
 
 
 class PerReplica:
-    """One component for each replica, in order of replica id.
+    """One component per replica, in order of replica id (tf.distribute's PerReplica).
 
-    It is a container, not a number: it has a length, an index and an iterator, and nothing else.
-    Take its components apart with `local_results`, or make one value of them with `reduce` or
-    `gather`. In a tree it is a leaf; its components may be trees. A component is None where the
-    replica made no call.
+    It is a container, not a number: it supports length, index and iteration only. Get its components
+    with `local_results`, or combine them with `reduce` or `gather`. In a tree it is a leaf; its
+    components may be trees. A component is None if the replica made no call.
 
     Args:
         components: the value of replica 0, 1, ...; at least one.
@@ -60,12 +59,10 @@ class PerReplica:
         return iter(self._components)
 
     def __bool__(self) -> NoReturn:
-        raise TypeError(f"the truth of a {type(self).__name__} is ambiguous: look at its components")
+        raise TypeError(f"the truth value of a {type(self).__name__} is ambiguous: test its components")
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> NoReturn:
-        raise TypeError(
-            f"a {type(self).__name__} is not an array: take local_results, or reduce or gather it"
-        )
+        raise TypeError(f"a {type(self).__name__} is not an array: use local_results, reduce or gather")
 
     def __repr__(self) -> str:
         lines = (f"  {replica}: {component!r}" for replica, component in enumerate(self._components))
@@ -73,20 +70,20 @@ class PerReplica:
 
 
 class Mirrored(PerReplica):
-    """A per-replica value whose components are all equal, and are kept so by whoever makes it."""
+    """A per-replica value whose components are all equal; its creator keeps them equal."""
 
     __slots__ = ()
 
 
 def per_replica(components: Sequence[Tree], replicas: int | None = None) -> Tree:
-    """Return ONE tree of the components' structure whose leaves are PerReplica.
+    """Return ONE tree with the components' structure and PerReplica leaves.
 
-    By rule and not by identity of objects (where tf.distribute returns what happens to be the same
-    object everywhere as it is): a leaf is always PerReplica, also with one replica; None stays None.
+    A leaf is always PerReplica, also with one replica; None stays None. (tf.distribute returns a leaf
+    unchanged if it is the same object in all replicas.)
 
     Args:
         components: the tree of replica 0, 1, ..., of one structure; at least one.
-        replicas: where the last replicas made no call: the number of all replicas. Theirs are None.
+        replicas: total number of replicas, if the last ones made no call; their components are None.
 
     Raises:
         ValueError: the components differ in structure (the text shows both), or there are none.
@@ -101,14 +98,14 @@ def per_replica(components: Sequence[Tree], replicas: int | None = None) -> Tree
 
 
 def select(tree: Tree, replica: int) -> Tree:
-    """Return the tree with the replica's component wherever a PerReplica stands.
+    """Return the tree with each PerReplica replaced by one replica's component.
 
     Args:
         tree: any tree.
         replica: replica id, 0-based.
 
     Raises:
-        ValueError: a PerReplica of the tree has no such component.
+        ValueError: a PerReplica in the tree has no such component.
     """
 
     def component(leaf: Any) -> Any:
@@ -125,10 +122,10 @@ def select(tree: Tree, replica: int) -> Tree:
 
 
 def local_results(tree: Tree, replicas: int) -> tuple[Tree, ...]:
-    """Return what each replica has, as a tuple in order of replica id.
+    """Return the value of each replica, as a tuple in order of replica id.
 
-    As in tf.distribute, a plain value is one value, `(value,)`, and a container gives one copy for
-    each replica, with the replica's components in it.
+    As in tf.distribute, a plain value gives `(value,)`, and a container one copy per replica with that
+    replica's components.
 
     Args:
         tree: a PerReplica, a tree with PerReplica leaves, or anything else.
@@ -152,23 +149,23 @@ def reduce(op: ReduceOp | str, tree: Tree, axis: int | Sequence[int] | None, rep
     """Reduce per-replica values to one value, leaf by leaf (tf.distribute.Strategy.reduce).
 
     The fold is that of a reduction over a dataset (`pipedist.reductions`): in the order of replica
-    ids, as a fixed tree. With axis None components are folded element by element, and must have one
+    ids, in a fixed tree. With axis None components are folded element by element, and must have one
     shape; MEAN then divides by the number of components, EMPTY ONES INCLUDED (an array of no rows
     counts). With an axis their rows are folded too, and MEAN divides by the true number of rows.
     No rows give 0 (SUM), 1 (PROD), NaN (MEAN), None (MIN, MAX). A component that is None
     contributes nothing.
 
-    A plain leaf is the component of replica 0 where there is one replica. With more it has not been
-    computed on each replica, so that only MEAN with axis None has an answer: the value itself.
+    With one replica a plain leaf is the component of replica 0. With more, it was not computed on each
+    replica, so only MEAN with axis None is defined: the value itself.
 
     Args:
-        op: an operator or its name, in any case of letters.
+        op: an operator or its name (case-insensitive).
         tree: a PerReplica, or a tree with PerReplica leaves; numeric arrays and numbers.
         axis: None, an int, or a list or tuple of ints; negative ones count from the end.
         replicas: number of replicas.
 
     Returns:
-        The tree with an array in place of each leaf, or a NumPy scalar where no axis is left.
+        The tree with an array in place of each leaf, or a NumPy scalar if no axis remains.
 
     Raises:
         ValueError: an unknown operator; a plain leaf; shapes that differ; an axis out of range.
@@ -189,13 +186,13 @@ def reduce(op: ReduceOp | str, tree: Tree, axis: int | Sequence[int] | None, rep
 
 
 def gather(tree: Tree, axis: int, replicas: int) -> Tree:
-    """Put per-replica arrays end to end, in order of replica id, leaf by leaf (Strategy.gather).
+    """Concatenate per-replica arrays in order of replica id, leaf by leaf (Strategy.gather).
 
     Args:
         tree: a PerReplica, or a tree with PerReplica leaves: arrays of any dtype, of one rank, whose
             sizes may differ along `axis` only. A plain leaf is returned as it is, and a component
             that is None contributes nothing.
-        axis: the axis; a negative one counts from the end.
+        axis: the axis of concatenation; a negative one counts from the end.
         replicas: number of replicas.
 
     Raises:
@@ -217,7 +214,7 @@ def gather(tree: Tree, axis: int, replicas: int) -> Tree:
 
 @contextmanager
 def _place(treedef: trees.Treedef, index: int) -> Iterator[None]:
-    """Name the leaf in errors, where there is more than one place to look."""
+    """Prefix errors with the path of the leaf, unless it is the whole tree."""
     try:
         yield
     except (TypeError, ValueError, OverflowError) as error:
@@ -230,7 +227,7 @@ def _place(treedef: trees.Treedef, index: int) -> Iterator[None]:
 def _check_length(leaf: Any, replicas: int) -> None:
     if isinstance(leaf, PerReplica) and len(leaf) != replicas:
         raise ValueError(
-            f"a {type(leaf).__name__} of {len(leaf)} components where there are {replicas} replicas: "
+            f"a {type(leaf).__name__} of {len(leaf)} components, but there are {replicas} replicas: "
             "it comes from a strategy with another number of replicas"
         )
 
@@ -255,7 +252,7 @@ def _reduce_plain(reduction: Reduction, leaf: Any) -> Any:
         return leaf
     if leaf is None:
         raise ValueError(
-            "a plain None is not a per-replica value: if it is what `run` returned, is a `return` missing?"
+            "a plain None is not a per-replica value: if `run` returned it, is a `return` missing?"
         )
     raise ValueError(
         f"a plain {type(leaf).__name__} is not a per-replica value: {reduction.op.value} of it is "
@@ -281,7 +278,7 @@ def _concatenate(components: Sequence[Tree], axis: int) -> Tree:
 
 def _plain_array(part: Any) -> np.ndarray[Any, Any]:
     if is_masked(part):
-        raise TypeError(f"expected plain arrays, got a masked one; {stand_in(part)}")
+        raise TypeError(f"expected plain arrays, got a masked one; {conversion_hint(part)}")
     return np.asarray(part)
 
 

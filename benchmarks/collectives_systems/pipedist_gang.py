@@ -12,7 +12,7 @@ import numpy as np
 from benchmarks import collectives_systems as systems
 from benchmarks.collectives_loop import Size, measure
 from pipedist.collectives import requests
-from pipedist.collectives.gang import Gang
+from pipedist.collectives.gang import LocalGang
 from pipedist.collectives.segment import SegmentOwner, attach
 from pipedist.collectives.shared import SharedChannel
 
@@ -23,7 +23,7 @@ def member(replicas: int, sizes: tuple[Size, ...], number: int, where: str) -> d
     """Be one member."""
     spans = [range(n, n + 1) for n in range(replicas)]
     channel = SharedChannel(attach(where), serial=1, member=number, spans=spans)
-    gang = Gang(replicas=replicas, local=spans[number], channel=channel)
+    gang = LocalGang(replicas=replicas, local=spans[number], channel=channel)
 
     def make(elements: int, value: float) -> Any:
         return np.full(elements, value, np.float32)

@@ -1,21 +1,20 @@
-"""What a gang needs of the way to its other members; whoever implements it decides nothing.
+"""The interface between a gang member and its peers; an implementation makes no decisions.
 
-A MEMBER is one process of a gang's attempt, with one or more neighbouring replicas. The members
-meet in numbered EXCHANGES: each brings a WORD of 16 bytes and frames, and gets what all brought.
-A word stands for what all its replicas call (`pipedist.collectives.signatures`); `NO_WORD` says that
-they do not all call the same. Frames travel only where all words are alike and are not NO_WORD, so
-that members that disagree learn it before anything large is sent.
+A MEMBER is one process of a gang's attempt, with one or more neighbouring replicas. Members communicate
+in numbered EXCHANGES: each sends a WORD of 16 bytes and frames, and receives those of all members. A
+word identifies the collective that all replicas of a member call (`pipedist.collectives.signatures`);
+`NO_WORD` means that they do not all call the same one. Frames are transferred only if all words are
+equal and are not NO_WORD, so a mismatch is detected before anything large is sent.
 
-The rules of `Channel.exchange`
-- Exchanges are numbered 1, 2, 3, ... by every member alike; there is at most one at a time.
-- It returns when every member has brought its part or has ended. A member that ended after it had
-  brought its part counts as having brought it.
-- It raises GangAborted as soon as a member has FAILED, is lost, or the attempt is cancelled: then
-  nobody's answer matters any more. After that, every call of it raises GangAborted.
-- A member that RETURNED (all its replicas came to their end) is an answer like any other: `Ended`.
-- While it waits, and no member that is missing has moved for `Patience.timeout_s`, it calls
-  `Patience.on_stalled` with the missing members; if that returns, it waits on, and calls it again
-  after another `timeout_s`.
+Rules of `Channel.exchange`
+- Every member numbers exchanges 1, 2, 3, ...; at most one is active at a time.
+- It returns when every member has contributed or ended. A member that ended after contributing counts as
+  having contributed.
+- It raises GangAborted as soon as a member FAILED or is lost, or the attempt is cancelled. After that,
+  every call raises GangAborted.
+- A member that RETURNED (all its replicas finished) is a normal outcome: `MemberEnded`.
+- If no missing member makes progress for `StallPolicy.timeout_s`, it calls `StallPolicy.on_stalled` with
+  the missing members. If that returns, it waits on, and calls it again after another `timeout_s`.
 """
 
 from __future__ import annotations
@@ -27,35 +26,35 @@ from pipedist.records import record
 from pipedist.transport.form import Frame
 
 if TYPE_CHECKING:
-    from pipedist.collectives.packing import Pack
+    from pipedist.collectives.folding import Pack
 
 WORD_BYTES: Final = 16
 NO_WORD: Final = bytes(WORD_BYTES)
 """The word of a member whose replicas do not all call one collective."""
 
 RETURNED: Final = "returned"
-"""The text of a `Relay` about a member whose replicas all returned; any other text: it failed."""
+"""Status in a `Relay` message if all replicas of a member returned; any other text is a failure."""
 
 
 class GangAborted(BaseException):
-    """Ends a replica whose gang can't go on; no Exception, so that user code does not swallow it."""
+    """Ends a replica whose gang is aborted; not an Exception, so that user code does not swallow it."""
 
 
 @record
-class Ended:
-    """A member whose replicas have all returned, without this exchange."""
+class MemberEnded:
+    """Outcome of a member whose replicas all returned before this exchange."""
 
 
-ENDED: Final = Ended()
+ENDED: Final = MemberEnded()
 
 
 @record
-class Patience:
-    """How long a member waits for others.
+class StallPolicy:
+    """How long a member waits for others, and what happens then.
 
     Args:
-        timeout_s: seconds without any sign of the missing ones.
-        on_stalled: told the missing members, in order; raises, or returns to wait on.
+        timeout_s: seconds without progress of any missing member.
+        on_stalled: called with the missing members, in order; raises, or returns to continue waiting.
     """
 
     timeout_s: float
@@ -64,89 +63,88 @@ class Patience:
 
 @record
 class Exchanged:
-    """What the members brought to one exchange.
+    """Words and frames of all members in one exchange.
 
     Args:
-        words: by member: its word, or `ENDED`.
-        frames: by member, this one too, of one that has ended none; None unless `agree(words)`. This
-            member's own are those that it gave; nobody writes to those of the others any more.
+        words: for each member, its word or `ENDED`.
+        frames: for each member, itself included, its frames (empty if it ended); None unless
+            `agree(words)`. Received frames are not modified afterwards.
     """
 
-    words: Sequence[bytes | Ended]
+    words: Sequence[bytes | MemberEnded]
     frames: Sequence[Sequence[Frame]] | None
 
 
-def agree(words: Sequence[bytes | Ended]) -> bool:
-    """Whether the members that have not ended all brought one word, which is not NO_WORD."""
-    there = {word for word in words if not isinstance(word, Ended)}
+def agree(words: Sequence[bytes | MemberEnded]) -> bool:
+    """Return whether all members that have not ended sent one word other than NO_WORD."""
+    there = {word for word in words if not isinstance(word, MemberEnded)}
     return len(there) == 1 and NO_WORD not in there
 
 
 class Channel(Protocol):
-    """The way to the other members of ONE attempt of a gang."""
+    """Connection to the other members of ONE attempt of a gang."""
 
     @property
     def members(self) -> int:
-        """How many there are, at least 2."""
+        """Number of members, at least 2."""
         ...
 
     @property
     def member(self) -> int:
-        """Which one this is."""
+        """Index of this member."""
         ...
 
     @property
     def group(self) -> str:
-        """A name of these member processes as a set; "" where there is none.
+        """Name of this set of processes, equal in each of them for every attempt; "" if it has none.
 
-        It is the same text in each of them, for every attempt of any gang on them: what is costly to
-        set up among processes is kept under it.
+        Resources that are costly to set up among processes are cached under it.
         """
         ...
 
-    def exchange(self, number: int, word: bytes, frames: Sequence[Frame], patience: Patience) -> Exchanged:
-        """Bring a part, and wait for those of the others.
+    def exchange(self, number: int, word: bytes, frames: Sequence[Frame], policy: StallPolicy) -> Exchanged:
+        """Contribute to an exchange, and wait for the other members.
 
-        Called by whichever thread of the gang holds the baton; never by two at once.
+        Called by the thread of the gang that holds the turn, never by two threads at once.
 
         Args:
-            number: of the exchange.
+            number: the number of the exchange.
             word: WORD_BYTES bytes.
-            frames: contiguous; they do not change until this returns.
+            frames: contiguous; not modified until this returns.
 
         Raises:
-            GangAborted: the attempt can't go on.
+            GangAborted: the attempt is over.
         """
         ...
 
     def ended(self, *, returned: bool) -> None:
-        """Tell the others that all replicas of this member are done, once; never blocks.
+        """Announce to the others, once and without blocking, that all replicas of this member are done.
 
         Args:
-            returned: False where one of them failed or was aborted.
+            returned: False if one of them failed or was aborted.
         """
         ...
 
     def close(self) -> None:
-        """Let go of what this attempt held; the last call."""
+        """Release the resources of this attempt; the last call."""
         ...
 
 
 class FoldingChannel(Channel, Protocol):
-    """A channel that folds arrays on the way, so that no member has to read all of all."""
+    """A channel that folds arrays during the transfer, so that no member reads all inputs."""
 
     def fold(
-        self, number: int, word: bytes, pack: Pack, patience: Patience
-    ) -> Sequence[bytes | Ended] | None:
-        """Exchange number `number`, of members that call all_reduce: fold `pack`'s inputs into its outputs.
+        self, number: int, word: bytes, pack: Pack, policy: StallPolicy
+    ) -> Sequence[bytes | MemberEnded] | None:
+        """Perform exchange `number` for an all_reduce: fold `pack`'s inputs into its outputs.
 
-        It meets the `exchange` of members that call something else: words are compared first.
+        It is compatible with `exchange` in members that call another collective: words are compared first.
 
         Returns:
-            None: the outputs are complete. Else the words, by member, which do not agree, or not of all.
+            None if the outputs are complete; else the words of all members, which do not agree.
 
         Raises:
-            GangAborted: the attempt can't go on.
-            OverflowError: in all members: an integer result does not fit.
+            GangAborted: the attempt is over.
+            OverflowError: an integer result does not fit (raised in all members).
         """
         ...

@@ -1,18 +1,22 @@
-"""Folding one vector of each replica into one: all_reduce's arithmetic.
+"""Fold one vector of each replica into one: the arithmetic and memory of all_reduce.
 
-The result has the very bits of `values.reduce(op, per_replica, axis=None)`, element by element, so
-that a vector may be cut anywhere and each part folded by another process: the order of operands is
-that of `reductions.FoldTree` over the replicas, the rules are those of `pipedist.partials`. float32
-and float64, which is what gradients are made of, have a road of their own that allocates nothing;
-all other dtypes go through `partials` itself.
+The result has the same bits as `values.reduce(op, per_replica, axis=None)`, element by element, so a
+vector may be split anywhere and each part folded by another process: operands are ordered by
+`reductions.FoldTree` over the replicas, and the rules are those of `pipedist.partials`. float32 and
+float64, the dtypes of gradients, have a kernel that allocates nothing; other dtypes use `partials`.
+A tree of arrays is packed into one vector per dtype, so that many leaves are folded as one.
 """
 
 from __future__ import annotations
 
+import sys
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextvars import Context
+from dataclasses import dataclass
 from functools import lru_cache
+from math import prod
 from typing import Any, Final, Protocol, TypeVar
 
 import numpy as np
@@ -30,10 +34,10 @@ Vector = NDArray[Any]
 """One dimension, contiguous, native byte order."""
 
 BLOCK_BYTES: Final = 256 << 10
-"""What `fold_blocks` folds at once: operands and result stay in a core's own cache."""
+"""Block size of `fold_blocks`: operands and result fit into a core's cache."""
 
 _DOT_MAX: Final = 8192
-"""Elements up to which a dot product is the fastest look at all of them, and BLAS takes no threads."""
+"""Elements up to which a dot product is the fastest NaN check, and BLAS starts no threads."""
 
 _UFUNC: Final[dict[ReduceOp, np.ufunc]] = {
     ReduceOp.SUM: np.add,
@@ -48,10 +52,10 @@ _quiet = threading.local()
 
 
 def quietly(function: Callable[..., T], *arguments: Any) -> T:
-    """Call a function with NumPy's floating-point warnings off: overflow to infinity is a result here.
+    """Call a function without NumPy's floating-point warnings: overflow to infinity is a valid result.
 
-    The setting is in a context of its own that is entered again and again, which costs a tenth of
-    `numpy.errstate`; NumPy 1 keeps it elsewhere.
+    The setting lives in a reused context, which costs a tenth of `numpy.errstate`; NumPy 1 does not
+    keep it in the context.
     """
     if _NUMPY_MAJOR < 2:
         with np.errstate(all="ignore"):
@@ -65,11 +69,11 @@ def quietly(function: Callable[..., T], *arguments: Any) -> T:
 
 
 class Kernel(Protocol):
-    """How vectors of one dtype are folded with one operator."""
+    """Fold vectors of one dtype with one operator."""
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """The dtype of what is folded."""
+        """The dtype of the operands."""
         ...
 
     @property
@@ -78,12 +82,12 @@ class Kernel(Protocol):
         ...
 
     def fold(self, parts: Sequence[Vector], out: Vector) -> None:
-        """Fold `parts`, one a replica, in order, into `out`, which is none of them.
+        """Fold `parts`, one per replica, in order, into `out`, which is none of them.
 
-        To be called `quietly`.
+        Call it with `quietly`.
 
         Raises:
-            OverflowError: an integer does not fit; `out` may hold anything then.
+            OverflowError: an integer does not fit; the contents of `out` are undefined.
         """
         ...
 
@@ -93,7 +97,7 @@ def kernel_for(op: ReduceOp, dtype: np.dtype[Any]) -> Kernel:
     """Return the kernel of an operator and a native dtype.
 
     Raises:
-        TypeError: it can't be reduced: it is not numeric, or complex for MIN and MAX.
+        TypeError: the dtype is not numeric, or is complex for MIN or MAX.
     """
     if dtype in (np.float32, np.float64):
         return _FloatKernel(op, dtype)
@@ -101,7 +105,7 @@ def kernel_for(op: ReduceOp, dtype: np.dtype[Any]) -> Kernel:
 
 
 def fold_blocks(kernel: Kernel, parts: Sequence[Vector], out: Vector) -> None:
-    """Fold vectors of any length, a cacheful at a time; see `Kernel.fold`."""
+    """Fold vectors of any length in blocks of `BLOCK_BYTES`; see `Kernel.fold`."""
     elements = BLOCK_BYTES // max(kernel.dtype.itemsize, kernel.result.itemsize)
     if out.size <= elements:
         kernel.fold(parts, out)
@@ -112,7 +116,7 @@ def fold_blocks(kernel: Kernel, parts: Sequence[Vector], out: Vector) -> None:
 
 
 class _FloatKernel:
-    """float32 and float64: folded in their own dtype, in place."""
+    """Kernel of float32 and float64: folds in the same dtype, in place."""
 
     __slots__ = ("_is_mean", "_ufunc", "dtype", "result")
 
@@ -130,16 +134,16 @@ class _FloatKernel:
         else:
             self._fold_range(parts, 0, count, out)
         if self._is_mean:
-            # Below 2**24 replicas this has the bits of the division in float64 that `partials` makes.
+            # Below 2**24 replicas this equals the division in float64 that `partials` does.
             np.divide(out, self.dtype.type(count), out=out)
         if out.size:
-            # Either is NaN if and only if an element is: squares do not cancel each other.
-            seen = np.dot(out, out) if out.size <= _DOT_MAX else np.minimum.reduce(out)
-            if seen != seen:
+            # Either value is NaN if and only if an element is: squares do not cancel.
+            probe = np.dot(out, out) if out.size <= _DOT_MAX else np.minimum.reduce(out)
+            if probe != probe:
                 out[np.isnan(out)] = np.nan
 
     def _fold_range(self, parts: Sequence[Vector], lo: int, hi: int, out: Vector) -> None:
-        """Put node(lo, hi) of the fixed tree, of at least two leaves, into `out`."""
+        """Write node(lo, hi) of the fixed tree, with at least two leaves, to `out`."""
         mid = lo + (1 << (hi - lo - 1).bit_length() - 1)
         left = parts[lo]
         if mid - lo > 1:
@@ -153,7 +157,7 @@ class _FloatKernel:
 
 
 class _PartialsKernel:
-    """Every other dtype, through the arithmetic that all reductions share."""
+    """Kernel of other dtypes, with the arithmetic of `partials`."""
 
     __slots__ = ("_op", "dtype", "result")
 
@@ -173,3 +177,164 @@ class _PartialsKernel:
 
     def _join(self, a: list[Any], b: list[Any]) -> list[Any]:
         return partials.join_leaf(self._op, a, b)
+
+
+RECYCLED_BYTES_MIN: Final = 1 << 20
+"""Smaller arrays are allocated: the allocator reuses their memory anyway."""
+_KEPT_BYTES_MAX: Final = 256 << 20
+_KEPT_MAX: Final = 16
+
+
+class _ArrayCache:
+    """Reuses large arrays that have no other references.
+
+    A new array of 64 MiB costs more than folding it: the system must find and clear its pages. A training
+    step drops the previous result when it receives the next, so a few arrays suffice. An array is free if
+    this object holds the only reference: every view keeps its base alive.
+    """
+
+    def __init__(self) -> None:
+        self._arrays: OrderedDict[int, NDArray[np.uint8]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, size_bytes: int) -> NDArray[np.uint8]:
+        with self._lock:
+            for key in self._arrays:
+                if self._arrays[key].size == size_bytes and self._references(key) <= _ALONE:
+                    self._arrays.move_to_end(key)
+                    return self._arrays[key]
+            array = np.empty(size_bytes, np.uint8)
+            if size_bytes <= _KEPT_BYTES_MAX:
+                self._arrays[id(array)] = array
+                while len(self._arrays) > _KEPT_MAX or self._kept_bytes() > _KEPT_BYTES_MAX:
+                    self._arrays.popitem(last=False)
+            return array
+
+    def _kept_bytes(self) -> int:
+        return sum(array.size for array in self._arrays.values())
+
+    def _references(self, key: int) -> int:
+        return sys.getrefcount(self._arrays[key])
+
+    def measure(self) -> int:
+        """Return `_references` of an array without other references; depends on the interpreter."""
+        self._arrays[0] = np.empty(1, np.uint8)
+        count = self._references(0)
+        self._arrays.clear()
+        return count
+
+
+_ALONE: Final = _ArrayCache().measure()
+_cache: Final = _ArrayCache()
+
+
+def empty(shape: int | tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
+    """Return an uninitialised array, like `numpy.empty`; large arrays are reused."""
+    size_bytes = (shape if isinstance(shape, int) else prod(shape)) * dtype.itemsize
+    if size_bytes < RECYCLED_BYTES_MIN:
+        return np.empty(shape, dtype)
+    return _cache.get(size_bytes).view(dtype).reshape(shape)
+
+
+@dataclass(frozen=True, slots=True)
+class DtypeGroup:
+    """The leaves of one dtype, concatenated.
+
+    Args:
+        kernel: folds them.
+        leaves: their indices in the tree.
+        bounds: start of each leaf in the vector, and the end of the last one; elements.
+    """
+
+    kernel: Kernel
+    leaves: tuple[int, ...]
+    bounds: tuple[int, ...]
+
+    @property
+    def elements(self) -> int:
+        """The length of the vector."""
+        return self.bounds[-1]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LeafLayout:
+    """How the leaves of a tree are packed into vectors; equal in all replicas that agree.
+
+    Args:
+        groups: ordered by their first leaf.
+        shapes: shapes of the leaves.
+        size_bytes: size of all vectors of one replica, inputs or outputs, the larger of both.
+    """
+
+    groups: tuple[DtypeGroup, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    size_bytes: int
+
+    @classmethod
+    def of(
+        cls, op: ReduceOp, dtypes: Sequence[np.dtype[Any]], shapes: Sequence[tuple[int, ...]]
+    ) -> LeafLayout:
+        """Return the layout for folding leaves.
+
+        Raises:
+            TypeError: a dtype cannot be reduced.
+        """
+        by_dtype: dict[np.dtype[Any], list[int]] = {}
+        for leaf, dtype in enumerate(dtypes):
+            by_dtype.setdefault(dtype, []).append(leaf)
+        groups = []
+        for dtype, leaves in by_dtype.items():
+            bounds = [0]
+            for leaf in leaves:
+                bounds.append(bounds[-1] + prod(shapes[leaf]))
+            groups.append(DtypeGroup(kernel_for(op, dtype), tuple(leaves), tuple(bounds)))
+        size_bytes = sum(
+            group.elements * max(group.kernel.dtype.itemsize, group.kernel.result.itemsize)
+            for group in groups
+        )
+        return cls(tuple(groups), tuple(shapes), size_bytes)
+
+    def vectors(self, leaves: Sequence[np.ndarray[Any, Any]]) -> list[Vector]:
+        """Return one replica's leaves as vectors: views if a group has one leaf, else copies."""
+        if len(leaves) == 1:
+            only = leaves[0]
+            return [only if only.ndim == 1 else only.reshape(-1)]
+        return [
+            leaves[group.leaves[0]].reshape(-1)
+            if len(group.leaves) == 1
+            else np.concatenate([leaves[leaf].reshape(-1) for leaf in group.leaves])
+            for group in self.groups
+        ]
+
+    def outputs(self) -> list[Vector]:
+        """Return memory for the result, uninitialised."""
+        return [empty(group.elements, group.kernel.result) for group in self.groups]
+
+    def leaves(self, vectors: Sequence[Vector]) -> list[Any]:
+        """Return the leaves of a result: views of its vectors; NumPy scalars for those without axes."""
+        if len(self.shapes) == 1:
+            shape, vector = self.shapes[0], vectors[0]
+            return [vector if len(shape) == 1 else vector.reshape(shape) if shape else vector[0]]
+        leaves: list[Any] = [None] * len(self.shapes)
+        for group, vector in zip(self.groups, vectors, strict=True):
+            for leaf, start, stop in zip(group.leaves, group.bounds, group.bounds[1:], strict=False):
+                shape = self.shapes[leaf]
+                leaves[leaf] = vector[start:stop].reshape(shape) if shape else vector[start]
+        return leaves
+
+
+@dataclass(slots=True)
+class Pack:
+    """One member's side of one all_reduce.
+
+    Args:
+        layout: of all replicas' trees.
+        inputs: vectors of each of the member's replicas, in order.
+        outputs: receive the result; see `LeafLayout.outputs`.
+        pack_bytes: maximum size of one piece of a transfer; 0: the channel chooses.
+    """
+
+    layout: LeafLayout
+    inputs: list[list[Vector]]
+    outputs: list[Vector]
+    pack_bytes: int = 0

@@ -1,8 +1,8 @@
-"""Waiting on a word of shared memory (futex), and the fences that plain Python stores lack.
+"""Wait on a word of shared memory (futex), and the memory fences that plain Python stores lack.
 
-`wait` and `wake` go through libc's `syscall`, since Python has no door to them. Where the system call
-is not to be had (another processor, another system, a sandbox that refuses it), `wait` sleeps for a
-moment instead: every waiter looks again anyway, this only makes it later.
+`wait` and `wake` use libc's `syscall`, because Python has no wrapper for futex. If the system call is
+unavailable (another processor or system, a sandbox that blocks it), `wait` sleeps for 1 ms instead: every
+waiter checks its condition again anyway, so it only notices later.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, Final
 _SYS_FUTEX: Final = {"x86_64": 202, "aarch64": 98}
 """<asm/unistd.h>: the number differs between processors."""
 
-_FUTEX_WAIT: Final = 0  # <linux/futex.h>; not the PRIVATE ones: other processes wait too
+_FUTEX_WAIT: Final = 0  # <linux/futex.h>; not the PRIVATE variants: other processes wait too
 _FUTEX_WAKE: Final = 1
 _ALL: Final = 0x7FFFFFFF
 _POLL_S: Final = 0.001
@@ -33,7 +33,7 @@ _fence_lock = threading.local()
 
 
 def fence() -> None:
-    """Order what this thread has read and written before among what it reads and writes later.
+    """Order the loads and stores of this thread before the call with those after it (full fence).
 
     Releasing and then taking a lock is a release followed by an acquire in every implementation of
     Python's locks (POSIX semaphores, PyMutex), and these two keep their order: together a full fence
@@ -67,7 +67,7 @@ def _system_call() -> Callable[..., int] | None:
         ctypes.c_uint32,
     )
     bound: Any = call
-    # One call that can't wait, to see whether it is allowed here.
+    # Probe with a call that cannot block, to see whether it is allowed.
     word = ctypes.c_uint32(0)
     if bound(number, ctypes.addressof(word), _FUTEX_WAKE, 0, None, None, 0) < 0:
         return None
@@ -80,7 +80,7 @@ _futex: Final = _system_call()
 def wait(address: int, expected: int, timeout_s: float) -> None:
     """Sleep while the 32-bit word at `address` is `expected`: until a `wake`, or for `timeout_s`.
 
-    It may return at any time for no reason: the caller looks again.
+    It may return spuriously: the caller checks its condition again.
     """
     if _futex is None:
         time.sleep(min(_POLL_S, timeout_s))
@@ -94,6 +94,6 @@ def wait(address: int, expected: int, timeout_s: float) -> None:
 
 
 def wake(address: int) -> None:
-    """Wake everybody who sleeps on the 32-bit word at `address`."""
+    """Wake all waiters on the 32-bit word at `address`."""
     if _futex is not None:
         _futex(address, _FUTEX_WAKE, _ALL, None, None, 0)

@@ -1,59 +1,122 @@
-"""The replicas of a gang that live in this process, and the baton among them.
+"""The replicas of a gang that live in this process, and the turn among them.
 
-Each replica runs in a thread of its own, the first in the calling one, but only the replica that has
-the BATON runs user code: so that user code need not be thread-safe, as with tf.distribute's
-MirroredStrategy. The baton is passed where a replica calls a collective, waits outside, or ends,
-always to the lowest replica that can go on, so that the order of events in a process follows from the
-program. The last replica to call a collective carries it out for all of them, together with the
+Each replica runs in its own thread, the first one in the calling thread, but only the replica that holds
+the TURN executes user code, so user code need not be thread-safe (as with tf.distribute's
+MirroredStrategy). A replica gives up the turn when it calls a collective, waits outside, or ends; the
+turn always goes to the lowest replica that can continue, so the order of events in a process follows
+from the program. The last replica to call a collective executes it for all of them, together with the
 other members (`pipedist.collectives.member`).
 
-A replica that ENDED by returning is an answer to a collective: a mismatch. One that raised is not:
-its error is the step's, and whoever waits for it is ended by GangAborted. Which of both it is never
-depends on timing, since a collective has its outcome only when every replica has called or ended, or
-when one has raised.
+A replica that ENDED by returning makes a pending collective a mismatch. A replica that raised does not:
+its error is the step's error, and replicas that wait for it end with GangAborted. The outcome never
+depends on timing, because a collective completes only when every replica has called it or ended, or
+one has raised.
 """
 
 from __future__ import annotations
 
 import contextlib
 import contextvars
+import copy
+import enum
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, TypeVar
 
-from pipedist.collectives import matching
-from pipedist.collectives.channel import Channel, Patience
+from pipedist.collectives.channel import Channel, StallPolicy
 from pipedist.collectives.channel import GangAborted as GangAborted
-from pipedist.collectives.crew import Crew
-from pipedist.collectives.local_replica import LocalReplica, State, another
-from pipedist.collectives.member import Member, Merge
+from pipedist.collectives.member import Member, PendingMerge
 from pipedist.collectives.options import CommunicationOptions
-from pipedist.collectives.requests import Request
-from pipedist.collectives.signatures import Call, check, keep
-from pipedist.errors import CollectiveTimeoutError
+from pipedist.collectives.requests import CollectiveRequest
+from pipedist.collectives.signatures import CheckedCall, account, check, detach, format_replicas, stall_text
+from pipedist.collectives.thread_pool import ReplicaThreadPool
+from pipedist.errors import CollectiveTimeoutError, RemoteError
 from pipedist.program import Tree
-from pipedist.revival import revive
+from pipedist.remote_errors import rebuild_exception
+
+
+class ReplicaState(enum.Enum):
+    """State of a replica.
+
+        NEW -> RUNNING -> WAITING, OUTSIDE -> READY -> RUNNING -> ... -> ENDED
+
+    RUNNING: it holds the turn. WAITING: it has called a collective that not all replicas have called.
+    OUTSIDE: it waits for something else, without the turn. READY: it waits for the turn.
+    """
+
+    NEW = enum.auto()
+    READY = enum.auto()
+    RUNNING = enum.auto()
+    WAITING = enum.auto()
+    OUTSIDE = enum.auto()
+    ENDED = enum.auto()
+
+
+class LocalReplica:
+    """A replica of this process.
+
+    Args:
+        number: its replica id.
+    """
+
+    __slots__ = ("call", "error", "failed", "is_stalled", "merge", "number", "result", "state", "turn")
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.state = ReplicaState.NEW
+        self.turn = threading.Lock()
+        """Released to give this replica the turn."""
+        self.turn.acquire()
+        self.call: CheckedCall | None = None
+        """Its pending collective; only while WAITING."""
+        self.result: Tree = None
+        """Result of its last collective, until `take`."""
+        self.error: BaseException | None = None
+        """Error of its last collective, until `take`."""
+        self.merge: PendingMerge | None = None
+        """A merged function that it must call; in replica 0 only."""
+        self.failed = False
+        """True if it ended by raising; valid once ENDED."""
+        self.is_stalled = False
+        """True once its collective's timeout has passed."""
+
+    def take(self) -> Tree:
+        """Return the result of its collective, or raise its error."""
+        result, error = self.result, self.error
+        self.result = self.error = None
+        if error is not None:
+            raise error
+        return result
+
+
+def _copy_error(error: BaseException) -> BaseException:
+    """Return a copy of an error for another replica: a traceback belongs to one thread."""
+    try:
+        return copy.copy(error)
+    except Exception:
+        return RemoteError(f"{type(error).__name__}: {error}")
+
 
 T = TypeVar("T")
 
 _DEFAULTS: Final = CommunicationOptions()
-_LONGEST_S: Final = 3600.0
-"""Of one look of a replica that waits for the baton: nobody else is late then."""
+_TURN_WAIT_S_MAX: Final = 3600.0
+"""Maximum single wait for the turn if no collective is pending, seconds."""
 
 
-class Gang:
-    """One attempt of a gang, as far as its replicas live in this process.
+class LocalGang:
+    """The replicas of one attempt of a gang that live in this process.
 
     Args:
         replicas: R.
-        local: the replicas of this process: neighbours, at least one.
-        channel: to the other members; None where `local` is all of them. The caller closes it.
-        options: of the collectives that say nothing else.
-        on_stalled: told (missing members, text) when a collective's timeout has passed, once for each
-            waiting; then it waits as long again. It may be called in any of the gang's threads, also
-            while a replica of this process runs (which then is what is missing). None: a timeout is
-            an error at once.
-        crew: threads for the replicas but the first; None: threads for this gang alone.
+        local: the replicas of this process: a contiguous range, at least one.
+        channel: to the other members; None if `local` is all replicas. The caller closes it.
+        options: defaults of the collectives.
+        on_stalled: called with (missing members, text) when a collective's timeout passes, once per
+            waiting replica; then the collective waits as long again. May be called in any thread of
+            the gang, also while a replica of this process runs (then that replica is missing). None:
+            a timeout is an error immediately.
+        threads: pool for the replicas except the first; None: a pool for this gang only.
     """
 
     def __init__(
@@ -64,7 +127,7 @@ class Gang:
         channel: Channel | None = None,
         options: CommunicationOptions = _DEFAULTS,
         on_stalled: Callable[[tuple[int, ...], str], None] | None = None,
-        crew: Crew | None = None,
+        threads: ReplicaThreadPool | None = None,
     ) -> None:
         if not local or (channel is None) != (len(local) == replicas):
             raise ValueError(f"replicas {local} of {replicas}, with{'' if channel else 'out'} a channel")
@@ -73,20 +136,20 @@ class Gang:
         self._channel = channel
         self._options = options
         self._on_stalled = on_stalled
-        self._crew = crew
+        self._threads = threads
         self._member = Member(replicas, local, channel)
         self._states = [LocalReplica(number) for number in local]
         self._mutex = threading.Lock()
-        """Guards states, and who has the baton; held for moments only."""
-        self._is_carried_out = False
-        """A collective is being carried out: what it waits for is another member's, not ours."""
+        """Guards the replica states and the turn; held briefly."""
+        self._is_executing = False
+        """True while a collective is executed: it waits for other members, not for local replicas."""
         self._collectives = 0
         self._aborted = ""
-        """Why nobody may go on; "" while all may."""
+        """Why the attempt is aborted; "" while it is not."""
         self._all_ended = threading.Event()
         self._bodies: Sequence[Callable[[], None]] = ()
-        self._alone = Patience(options.waits_s, self._stalls_of(self._states))
-        """Of the only replica of a process, for calls that say nothing of a timeout."""
+        self._alone = StallPolicy(options.waits_s, self._stalls_of(self._states))
+        """Default policy when this process has one replica."""
 
     # run
 
@@ -94,10 +157,11 @@ class Gang:
         """Run every local replica to its end, the first one in this thread.
 
         Args:
-            calls: what each of them does; it may use `call` with its own number.
+            calls: the function of each replica; it may use `call` with its own replica id.
 
         Returns:
-            What each returned, or the exception that it raised; GangAborted where it did nothing wrong.
+            For each replica its return value, or the exception that it raised; GangAborted if another
+            replica failed.
         """
         if len(calls) == 1:
             return [self._run_alone(calls[0])]
@@ -111,17 +175,17 @@ class Gang:
                 try:
                     outcomes[place] = context.run(calls[place])
                     failed = False
-                except BaseException as error:  # an outcome like any other; `run`'s caller judges it
+                except BaseException as error:  # an outcome; the caller of `run` decides
                     outcomes[place] = error
                 self._end(self._states[place], failed=failed)
 
             return run_replica
 
         self._bodies = [body(place) for place in range(len(calls))]
-        own_crew = None
-        if self._crew is None:
-            own_crew = self._crew = Crew()
-        self._states[0].state = State.RUNNING
+        own_threads = None
+        if self._threads is None:
+            own_threads = self._threads = ReplicaThreadPool()
+        self._states[0].state = ReplicaState.RUNNING
         try:
             self._bodies[0]()
             self._all_ended.wait()
@@ -129,75 +193,75 @@ class Gang:
             self.abort("interrupted")  # a signal's handler has raised
             raise
         finally:
-            if own_crew is not None:
-                own_crew.close()
-                self._crew = None
+            if own_threads is not None:
+                own_threads.close()
+                self._threads = None
             self._bodies = ()
         if self._channel is not None:
             self._channel.ended(returned=not any(replica.failed for replica in self._states))
         return outcomes
 
     def _run_alone(self, call: Callable[[], T]) -> T | BaseException:
-        """The same for the only replica of a process: there is nobody to pass the baton to."""
+        """Run the only replica of this process, without turns."""
         me = self._states[0]
-        me.state = State.RUNNING
+        me.state = ReplicaState.RUNNING
         outcome: T | BaseException
         try:
             outcome = contextvars.copy_context().run(call)
-        except BaseException as error:  # an outcome like any other; `run`'s caller judges it
+        except BaseException as error:  # an outcome; the caller of `run` decides
             outcome, me.failed = error, True
         with self._mutex:
-            me.state = State.ENDED
+            me.state = ReplicaState.ENDED
         if self._channel is not None:
             self._channel.ended(returned=not me.failed)
         return outcome
 
     def abort(self, reason: str) -> None:
-        """End all replicas that wait for a collective, and those that call one later. From any thread.
+        """Abort replicas that wait for a collective or call one later. Thread-safe.
 
-        Replicas that wait for OTHER members are ended by their channel.
+        The channel aborts replicas that wait for OTHER members.
         """
         with self._mutex:
             self._abort(reason)
-            if not self._is_carried_out and not any(r.state is State.RUNNING for r in self._states):
-                self._pass_on()
+            if not self._is_executing and not any(r.state is ReplicaState.RUNNING for r in self._states):
+                self._pass_turn()
 
     @contextlib.contextmanager
     def outside(self, replica: int) -> Iterator[None]:
-        """Let the others run while replica `replica` waits for something that is no collective."""
+        """Release the turn while a replica waits for something other than a collective."""
         me = self._states[replica - self._local.start]
         with self._mutex:
             self._check_runs(me)
-            me.state = State.OUTSIDE
-            self._pass_on()
+            me.state = ReplicaState.OUTSIDE
+            self._pass_turn()
         try:
             yield
         finally:
             with self._mutex:
-                me.state = State.READY
+                me.state = ReplicaState.READY
                 if not self._is_busy():
-                    self._pass_on()
+                    self._pass_turn()
             self._await_turn(me)
 
     # collectives
 
-    def call(self, replica: int, request: Request) -> Tree:
+    def call(self, replica: int, request: CollectiveRequest) -> Tree:
         """Call a collective, from the replica's own code, and wait for its result.
 
         Args:
-            replica: the caller's id.
-            request: what it asks for.
+            replica: the caller's replica id.
+            request: the collective and its arguments.
 
         Returns:
-            The result, which is the replica's own.
+            The result, which the replica may modify.
 
         Raises:
-            ValueError, TypeError, OverflowError: the request makes no sense in itself, or an
-                integer result does not fit.
-            CollectiveMismatchError: the replicas do not call the same.
-            CollectiveTimeoutError: replicas did not come.
+            ValueError, TypeError, OverflowError: the request is invalid, or an integer result does
+                not fit.
+            CollectiveMismatchError: the replicas call different collectives.
+            CollectiveTimeoutError: replicas did not call it in time.
             GangAborted: another replica failed, or the attempt is cancelled.
-            Exception: what a merged function raised.
+            Exception: a merged function raised it.
         """
         me = self._states[replica - self._local.start]
         if me.merge is not None:
@@ -205,197 +269,201 @@ class Gang:
                 f"{request.kind} was called in the function of a merge_call, which runs once for all "
                 "replicas: use the strategy's reduce and gather there"
             )
-        if me.state is not State.RUNNING:
+        if me.state is not ReplicaState.RUNNING:
             self._check_runs(me)
         call = check(request, self._options, self._replicas)
         if self._aborted:
             raise GangAborted(self._aborted)
         if len(self._states) == 1:
             return self._call_alone(me, call)
-        if any(r is not me and r.state not in (State.WAITING, State.ENDED) for r in self._states):
-            keep(call, replica)
+        if any(
+            r is not me and r.state not in (ReplicaState.WAITING, ReplicaState.ENDED) for r in self._states
+        ):
+            detach(call, replica)
         with self._mutex:
             me.call = call
             me.is_stalled = False
-            me.state = State.WAITING
-            is_last = self._is_carried_out = self._is_complete()
+            me.state = ReplicaState.WAITING
+            is_last = self._is_executing = self._is_complete()
             if not is_last:
-                self._pass_on()
+                self._pass_turn()
         if is_last:
-            self._carry_out()
+            self._execute()
         self._await_turn(me)
         self._run_merge(me)
         return me.take()
 
-    def _call_alone(self, me: LocalReplica, call: Call) -> Tree:
-        """The same, for the only replica of a process."""
+    def _call_alone(self, me: LocalReplica, call: CheckedCall) -> Tree:
+        """Execute a collective of the only replica of this process."""
         self._collectives += 1
         me.call = call
         me.is_stalled = False
         waits_s = call.options.waits_s
         if waits_s == self._alone.timeout_s:
-            patience = self._alone
+            policy = self._alone
         else:
-            patience = self._alone = Patience(waits_s, self._stalls_of([me]))
+            policy = self._alone = StallPolicy(waits_s, self._stalls_of([me]))
         try:
-            found = self._member.meet(self._collectives, [call], patience)
-            if type(found) is Merge:
+            found = self._member.execute(self._collectives, [call], policy)
+            if type(found) is PendingMerge:
                 me.merge = found
-                found = self._answer(found, patience)
+                found = self._answer(found, policy)
             return found[0]  # type: ignore[index]
         except GangAborted as aborted:
             self._aborted = str(aborted)
             raise
         finally:
             me.merge = me.call = None
-            self._is_carried_out = False  # as an answer sets it
+            self._is_executing = False  # `_answer` sets it
 
-    def _carry_out(self) -> None:
-        """Carry out the collective that every local replica has called, or will not call."""
-        waiting = [replica for replica in self._states if replica.state is State.WAITING]
+    def _execute(self) -> None:
+        """Execute the collective that every local replica has called, or will not call."""
+        waiting = [replica for replica in self._states if replica.state is ReplicaState.WAITING]
         self._collectives += 1
         try:
-            calls = [r.call if r.state is State.WAITING else None for r in self._states]
-            found = self._member.meet(self._collectives, calls, self._patience(waiting))
-        except BaseException as error:  # also GangAborted: it is told to those who wait
+            calls = [r.call if r.state is ReplicaState.WAITING else None for r in self._states]
+            found = self._member.execute(self._collectives, calls, self._patience(waiting))
+        except BaseException as error:  # also GangAborted: raised in every waiting replica
             self._deliver(waiting, None, error)
             return
-        if type(found) is not Merge:
+        if type(found) is not PendingMerge:
             self._deliver(waiting, found, None)  # type: ignore[arg-type]
             return
         with self._mutex:
-            self._is_carried_out = False
+            self._is_executing = False
             self._states[0].merge = found
-            self._states[0].state = State.READY
-            self._pass_on()
+            self._states[0].state = ReplicaState.READY
+            self._pass_turn()
 
     def _run_merge(self, me: LocalReplica) -> None:
-        """Call the merged function, if there is one, in the thread of replica 0; give all its answer."""
+        """Call the merged function, if any, in the thread of replica 0; deliver its results."""
         if me.merge is None:
             return
-        waiting = [me, *(r for r in self._states if r.state is State.WAITING)]
+        waiting = [me, *(r for r in self._states if r.state is ReplicaState.WAITING)]
         try:
             results = self._answer(me.merge, self._patience(waiting))
-        except Exception as error:  # others get what they would get in another process
+        except Exception as error:  # the others get the error that they would get in another process
             module, name, text = type(error).__module__, type(error).__qualname__, str(error)
-            self._deliver(waiting, None, error, lambda: revive(module, name, text))
+            self._deliver(waiting, None, error, lambda: rebuild_exception(module, name, text))
         except BaseException as error:
             self._deliver(waiting, None, error)
         else:
             self._deliver(waiting, results, None)
         self._await_turn(me)
 
-    def _answer(self, merge: Merge, patience: Patience) -> list[Tree]:
+    def _answer(self, merge: PendingMerge, policy: StallPolicy) -> list[Tree]:
         result, error = None, None
         try:
             result = merge.call()
         except Exception as raised:
             error = raised
-        self._is_carried_out = True
-        return self._member.answer(result, error, patience)
+        self._is_executing = True
+        return self._member.answer(result, error, policy)
 
     def _deliver(
         self,
         waiting: Sequence[LocalReplica],
         results: Sequence[Tree] | None,
         error: BaseException | None,
-        again: Callable[[], BaseException] | None = None,
+        rebuild: Callable[[], BaseException] | None = None,
     ) -> None:
-        """Give those who wait their results, or the error, and pass the baton on."""
+        """Deliver results, or the error, to waiting replicas, and pass the turn."""
         with self._mutex:
-            self._is_carried_out = False
+            self._is_executing = False
             if error is not None and not isinstance(error, Exception):
                 self._aborted = self._aborted or str(error) or type(error).__name__
             for place, replica in enumerate(waiting):
-                if replica.state is State.ENDED:
-                    continue  # a signal's handler has raised while it waited
+                if replica.state is ReplicaState.ENDED:
+                    continue  # a signal handler raised while it waited
                 if results is not None:
                     replica.result = results[place]
                 elif error is not None:
-                    replica.error = error if place == 0 else again() if again else another(error)
+                    replica.error = error if place == 0 else rebuild() if rebuild else _copy_error(error)
                 replica.call = replica.merge = None
-                replica.state = State.READY
-            self._pass_on()
+                replica.state = ReplicaState.READY
+            self._pass_turn()
 
-    # the baton; all of these hold the mutex
+    # turns; all of these hold the mutex
 
     def _is_busy(self) -> bool:
-        return self._is_carried_out or any(r.state is State.RUNNING for r in self._states)
+        return self._is_executing or any(r.state is ReplicaState.RUNNING for r in self._states)
 
     def _is_complete(self) -> bool:
-        """Whether nobody can run any more, and somebody waits."""
+        """Return whether every replica has called a collective or ended, and at least one waits."""
         states = {replica.state for replica in self._states}
-        return State.WAITING in states and states <= {State.WAITING, State.ENDED}
+        return ReplicaState.WAITING in states and states <= {ReplicaState.WAITING, ReplicaState.ENDED}
 
-    def _pass_on(self) -> None:
-        """Give the baton to the lowest replica that can go on, if there is one."""
+    def _pass_turn(self) -> None:
+        """Give the turn to the lowest replica that can continue, if any."""
         for place, replica in enumerate(self._states):
-            if replica.state is State.NEW and self._crew is not None:
-                replica.state = State.RUNNING
-                self._crew.start(self._bodies[place])
+            if replica.state is ReplicaState.NEW and self._threads is not None:
+                replica.state = ReplicaState.RUNNING
+                self._threads.start(self._bodies[place])
                 return
-            if replica.state is State.READY:
-                replica.state = State.RUNNING
+            if replica.state is ReplicaState.READY:
+                replica.state = ReplicaState.RUNNING
                 replica.turn.release()
                 return
 
     def _abort(self, reason: str) -> None:
         self._aborted = self._aborted or reason
-        if self._is_carried_out:
+        if self._is_executing:
             return
         for replica in self._states:
-            if replica.state is State.WAITING:
+            if replica.state is ReplicaState.WAITING:
                 replica.call = None
                 replica.error = GangAborted(self._aborted)
-                replica.state = State.READY
+                replica.state = ReplicaState.READY
 
     # transitions of one replica
 
     def _check_runs(self, me: LocalReplica) -> None:
-        if me.state is not State.RUNNING:
+        if me.state is not ReplicaState.RUNNING:
             raise RuntimeError(
-                f"a collective of replica {me.number} was called outside its turn: collectives are called "
-                "by the replica function itself, one after the other, not by threads or tasks of its own"
+                f"replica {me.number} called a collective outside its turn: call collectives in the replica "
+                "function itself, one after the other, not in threads or tasks"
             )
 
     def _await_turn(self, me: LocalReplica) -> None:
         while not me.turn.acquire(timeout=self._slice_s(me)):
-            self._look_for_stall(me)
+            self._check_stall(me)
 
     def _slice_s(self, me: LocalReplica) -> float:
         call = me.call
-        return min(threading.TIMEOUT_MAX, _LONGEST_S if call is None else call.options.waits_s)
+        return min(threading.TIMEOUT_MAX, _TURN_WAIT_S_MAX if call is None else call.options.waits_s)
 
-    def _look_for_stall(self, me: LocalReplica) -> None:
-        """A replica of this process has not come for as long as `me` is willing to wait."""
+    def _check_stall(self, me: LocalReplica) -> None:
+        """Handle a timeout: report the missing local replicas, or abort if already reported."""
         with self._mutex:
-            if me.state is not State.WAITING or self._is_carried_out:
+            if me.state is not ReplicaState.WAITING or self._is_executing:
                 return
             number = self._collectives + 1
-            missing = [r.number for r in self._states if r.state not in (State.WAITING, State.ENDED)]
-            text = self._stall_text(number, me, matching.spell_replicas(missing))
-            again, me.is_stalled = me.is_stalled, True
-            if again or self._on_stalled is None:
+            missing = [
+                r.number for r in self._states if r.state not in (ReplicaState.WAITING, ReplicaState.ENDED)
+            ]
+            text = self._stall_text(number, me, format_replicas(missing))
+            was_stalled, me.is_stalled = me.is_stalled, True
+            if was_stalled or self._on_stalled is None:
                 self._abort(text)
                 me.error = CollectiveTimeoutError(text)
-                # The one that hangs has the baton, and may never give it back.
+                # The hung replica holds the turn, and may never release it.
                 if me.turn.locked():
-                    me.state = State.RUNNING
+                    me.state = ReplicaState.RUNNING
                     me.turn.release()
                 return
         self._on_stalled((self._channel.member if self._channel else 0,), text)
 
-    def _patience(self, waiting: Sequence[LocalReplica]) -> Patience:
+    def _patience(self, waiting: Sequence[LocalReplica]) -> StallPolicy:
         waits_s = min(replica.call.options.waits_s for replica in waiting if replica.call is not None)
-        return Patience(waits_s, self._stalls_of(waiting))
+        return StallPolicy(waits_s, self._stalls_of(waiting))
 
     def _stalls_of(self, waiting: Sequence[LocalReplica]) -> Callable[[tuple[int, ...]], None]:
         def stalled(members: tuple[int, ...]) -> None:
-            who = ", ".join(map(str, members))
-            missing = f"member{'s' if len(members) > 1 else ''} {who} of the gang"
+            numbers = ", ".join(map(str, members))
+            missing = f"member{'s' if len(members) > 1 else ''} {numbers} of the gang"
             text = self._stall_text(self._collectives, waiting[0], missing)
-            again, waiting[0].is_stalled = waiting[0].is_stalled, True
-            if again or self._on_stalled is None:
+            was_stalled, waiting[0].is_stalled = waiting[0].is_stalled, True
+            if was_stalled or self._on_stalled is None:
                 raise CollectiveTimeoutError(text)
             self._on_stalled(members, text)
 
@@ -404,20 +472,20 @@ class Gang:
     def _stall_text(self, number: int, me: LocalReplica, missing: str) -> str:
         call = me.call
         waited_s = self._options.waits_s if call is None else call.options.waits_s
-        return matching.waits(number, matching.account(call), missing, waited_s)
+        return stall_text(number, account(call), missing, waited_s)
 
     def _end(self, me: LocalReplica, *, failed: bool) -> None:
         with self._mutex:
-            me.state = State.ENDED
+            me.state = ReplicaState.ENDED
             me.failed = failed
             if failed:
                 self._abort(f"replica {me.number} failed")
             is_last = self._is_complete()
-            self._is_carried_out = self._is_carried_out or is_last
+            self._is_executing = self._is_executing or is_last
             if not self._is_busy():
-                self._pass_on()
-            is_over = all(replica.state is State.ENDED for replica in self._states)
+                self._pass_turn()
+            is_over = all(replica.state is ReplicaState.ENDED for replica in self._states)
         if is_last:
-            self._carry_out()
+            self._execute()
         if is_over:
             self._all_ended.set()

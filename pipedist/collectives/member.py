@@ -1,10 +1,10 @@
-"""One member's side of a collective: what its replicas bring together, carried to the others and back.
+"""One member's part of a collective: exchange the values of its replicas with the other members.
 
 The gang calls it when each replica of this process has either called a collective or returned. All
-members run the same code on the same words, so all come to the same verdict, and to the same number
-of exchanges: one, or two where replicas do not match (then they tell each other what they called),
-where a merged function has to answer, or where a fold has overflowed (then all look at all values, so
-that the error is the one that `values.reduce` gives).
+members run the same code on the same words, so all reach the same verdict after the same number of
+exchanges: one, or two if replicas mismatch (members then send what they called), if a merged function
+has to return its result, or if a fold has overflowed (all members then read all values, so that the
+error equals that of `values.reduce`).
 """
 
 from __future__ import annotations
@@ -15,27 +15,25 @@ from typing import Any, Final, cast
 import numpy as np
 
 from pipedist import trees, values
-from pipedist.collectives import matching
 from pipedist.collectives.channel import (
     ENDED,
     NO_WORD,
     WORD_BYTES,
     Channel,
-    Ended,
     Exchanged,
     FoldingChannel,
-    Patience,
+    MemberEnded,
+    StallPolicy,
     agree,
 )
-from pipedist.collectives.folding import Vector, fold_blocks, quietly
-from pipedist.collectives.packing import Layout, Pack
+from pipedist.collectives.folding import LeafLayout, Pack, Vector, fold_blocks, quietly
 from pipedist.collectives.requests import ALL_GATHER, ALL_REDUCE, BARRIER, BROADCAST
-from pipedist.collectives.signatures import Call
-from pipedist.collectives.torch_group import CARRIED, IMPLEMENTATIONS, TorchGroup, forget
+from pipedist.collectives.signatures import CheckedCall, account, mismatch_text
+from pipedist.collectives.torch_group import IMPLEMENTATIONS, TORCH_COLLECTIVES, TorchGroup, forget
 from pipedist.errors import CollectiveMismatchError
 from pipedist.partials import ReduceOp
 from pipedist.program import Tree
-from pipedist.revival import revive
+from pipedist.remote_errors import rebuild_exception
 from pipedist.transport.codec import decode, encode
 from pipedist.transport.form import Frame
 
@@ -44,8 +42,8 @@ _VALUES: Final = b"values".ljust(WORD_BYTES, b".")
 _ANSWER: Final = b"answer".ljust(WORD_BYTES, b".")
 
 
-class Merge:
-    """A merge_call of which replica 0 is here: its function is to be called, then `answer`ed.
+class PendingMerge:
+    """A merge_call whose function this process must call; `Member.answer` then sends the result.
 
     Args:
         call: `call()` runs the function, in the thread of replica 0.
@@ -63,7 +61,7 @@ class Member:
     Args:
         replicas: R.
         local: the replicas of this process.
-        channel: to the other members; None where all replicas are here.
+        channel: to the other members; None if all replicas are local.
     """
 
     def __init__(self, replicas: int, local: range, channel: Channel | None) -> None:
@@ -74,105 +72,111 @@ class Member:
         self._exchanges = 0
         self._torch: tuple[str, TorchGroup] | None = None
 
-    def meet(self, number: int, calls: Sequence[Call | None], patience: Patience) -> list[Tree] | Merge:
-        """Carry out a collective.
+    def execute(
+        self, number: int, calls: Sequence[CheckedCall | None], policy: StallPolicy
+    ) -> list[Tree] | PendingMerge:
+        """Execute a collective.
 
         Args:
-            number: of the collective in the step, from 1.
-            calls: of each local replica; None: it has returned. One of them at least is a Call.
+            number: number of the collective in the step, from 1.
+            calls: for each local replica its call, or None if it returned; at least one is a call.
 
         Returns:
-            The result of each local replica, its own; or what replica 0 has to do first.
+            The result of each local replica, not shared; or the function that replica 0 must call first.
 
         Raises:
-            CollectiveMismatchError: in every replica alike.
-            GangAborted: the gang can't go on.
+            CollectiveMismatchError: replicas mismatch (raised in every replica).
+            GangAborted: the attempt is over.
             OverflowError: an integer result does not fit its dtype.
-            Exception: what a merged function raised.
+            Exception: a merged function raised it.
         """
         word = _common_word(calls)
         called = [call for call in calls if call is not None]
         if self._channel is None and word == NO_WORD:
-            raise CollectiveMismatchError(matching.mismatch(number, self._accounts(calls)))
+            raise CollectiveMismatchError(mismatch_text(number, self._accounts(calls)))
         first = called[0]
         kind = first.request.kind
         if kind == ALL_REDUCE and word != NO_WORD and first.signature.layout is not None:
-            return self._all_reduce(number, calls, called, first.signature.layout, word, patience)
-        if word != NO_WORD and first.options.implementation in IMPLEMENTATIONS and kind in CARRIED:
-            return self._through_torch(number, calls, word, first, patience)
+            return self._all_reduce(number, calls, called, first.signature.layout, word, policy)
+        if word != NO_WORD and first.options.implementation in IMPLEMENTATIONS and kind in TORCH_COLLECTIVES:
+            return self._through_torch(number, calls, word, first, policy)
         frames: Sequence[Frame] = ()
         if word != NO_WORD:
-            frames = self._bring(called)
-        exchanged = self._exchange(word, frames, patience)
-        self._check(number, calls, exchanged.words, patience)
-        brought = exchanged.frames
-        assert brought is not None  # the words agree
+            frames = self._contribution(called)
+        exchanged = self._exchange(word, frames, policy)
+        self._check(number, calls, exchanged.words, policy)
+        received = exchanged.frames
+        assert received is not None  # the words agree
         if kind == ALL_GATHER:
-            return self._gather(called, [decode(list(part)) for part in brought])
+            return self._gather(called, [decode(list(part)) for part in received])
         if kind == BROADCAST:
-            tree = next(list(part) for part in brought if part)
+            tree = next(list(part) for part in received if part)
             decoded = decode(tree)
-            return [_own(decoded) for _ in called]
+            return [_writable(decoded) for _ in called]
         if kind == BARRIER:
             return [None for _ in called]
-        return self._merge(first, brought, patience)
+        return self._merge(first, received, policy)
 
-    def answer(self, result: Tree, error: BaseException | None, patience: Patience) -> list[Tree]:
-        """Tell every replica what the merged function returned or raised.
+    def answer(self, result: Tree, error: BaseException | None, policy: StallPolicy) -> list[Tree]:
+        """Send the result or error of the merged function to every replica.
 
         Returns:
             The part of each local replica.
 
         Raises:
-            BaseException: what the function raised, or what makes its result unfit to travel.
+            BaseException: the function raised it, or the result cannot be sent.
         """
         frames: list[Frame] = []
         if error is None:
             try:
-                frames = encode([True, *_take_apart(result, self._replicas)])
-            except Exception as unfit:
-                error = unfit
+                frames = encode([True, *_split_parts(result, self._replicas)])
+            except Exception as unsendable:
+                error = unsendable
         if error is not None:
             frames = encode([False, type(error).__module__, type(error).__qualname__, str(error)])
-        brought = self._exchange(_ANSWER, frames, patience)
+        received = self._exchange(_ANSWER, frames, policy)
         if error is not None:
             raise error
-        return self._parts(brought)
+        return self._parts(received)
 
-    def _await_answer(self, patience: Patience) -> list[Tree]:
-        return self._parts(self._exchange(_ANSWER, (), patience))
+    def _await_answer(self, policy: StallPolicy) -> list[Tree]:
+        return self._parts(self._exchange(_ANSWER, (), policy))
 
     def _parts(self, exchanged: Exchanged) -> list[Tree]:
         frames = exchanged.frames
-        assert frames is not None  # nobody ends in the middle of a collective
-        told = decode(next(list(part) for part in frames if part))
-        if not told[0]:
-            raise revive(*told[1:])
-        return [_own(_put_together(told[1:], replica)) for replica in self._local]
+        assert frames is not None  # no member ends during a collective
+        answer = decode(next(list(part) for part in frames if part))
+        if not answer[0]:
+            raise rebuild_exception(*answer[1:])
+        return [_writable(_join_parts(answer[1:], replica)) for replica in self._local]
 
-    def _exchange(self, word: bytes, frames: Sequence[Frame], patience: Patience) -> Exchanged:
+    def _exchange(self, word: bytes, frames: Sequence[Frame], policy: StallPolicy) -> Exchanged:
         self._exchanges += 1
         if self._channel is None:
             return Exchanged((word,), (frames,))
-        return self._channel.exchange(self._exchanges, word, frames, patience)
+        return self._channel.exchange(self._exchanges, word, frames, policy)
 
     def _check(
-        self, number: int, calls: Sequence[Call | None], words: Sequence[bytes | Ended], patience: Patience
+        self,
+        number: int,
+        calls: Sequence[CheckedCall | None],
+        words: Sequence[bytes | MemberEnded],
+        policy: StallPolicy,
     ) -> None:
-        """Raise a mismatch, after having heard from every member what it called, if words differ."""
+        """Raise a mismatch with the calls of all members, if words differ."""
         if ENDED not in words and agree(words):
             return
-        told = self._exchange(_ACCOUNTS, encode(self._accounts(calls)), patience)
-        accounts = dict.fromkeys(range(self._replicas), matching.RETURNED)
-        for part in told.frames or ():
+        exchanged = self._exchange(_ACCOUNTS, encode(self._accounts(calls)), policy)
+        accounts = dict.fromkeys(range(self._replicas), account(None))
+        for part in exchanged.frames or ():
             if part:
                 accounts |= decode(list(part))
-        raise CollectiveMismatchError(matching.mismatch(number, accounts))
+        raise CollectiveMismatchError(mismatch_text(number, accounts))
 
-    def _accounts(self, calls: Sequence[Call | None]) -> dict[int, str]:
-        return {replica: matching.account(call) for replica, call in zip(self._local, calls, strict=True)}
+    def _accounts(self, calls: Sequence[CheckedCall | None]) -> dict[int, str]:
+        return {replica: account(call) for replica, call in zip(self._local, calls, strict=True)}
 
-    def _bring(self, called: Sequence[Call]) -> list[Frame]:
+    def _contribution(self, called: Sequence[CheckedCall]) -> list[Frame]:
         request = called[0].request
         if request.kind == ALL_GATHER:
             return encode([list(call.leaves) for call in called])
@@ -189,11 +193,11 @@ class Member:
     def _all_reduce(
         self,
         number: int,
-        calls: Sequence[Call | None],
-        called: Sequence[Call],
-        layout: Layout,
+        calls: Sequence[CheckedCall | None],
+        called: Sequence[CheckedCall],
+        layout: LeafLayout,
         word: bytes,
-        patience: Patience,
+        policy: StallPolicy,
     ) -> list[Tree]:
         first = called[0]
         inputs = [layout.vectors(call.leaves) for call in called]
@@ -204,14 +208,14 @@ class Member:
             elif self._folding is not None:
                 self._exchanges += 1
                 pack = Pack(layout, inputs, outputs, first.options.bytes_per_pack)
-                words = self._folding.fold(self._exchanges, word, pack, patience)
+                words = self._folding.fold(self._exchanges, word, pack, policy)
                 if words is not None:
-                    self._check(number, calls, words, patience)
+                    self._check(number, calls, words, policy)
             else:
-                everybody = self._all_vectors(number, calls, layout, inputs, word, patience)
-                _fold_groups(layout, everybody, outputs)
+                all_replicas = self._all_vectors(number, calls, layout, inputs, word, policy)
+                _fold_groups(layout, all_replicas, outputs)
         except OverflowError:
-            self._overflow(first, layout, inputs, patience)
+            self._raise_overflow(first, layout, inputs, policy)
             raise
         results = [_assemble(first, layout.leaves(outputs))]
         for call in called[1:]:
@@ -221,62 +225,69 @@ class Member:
     def _all_vectors(
         self,
         number: int,
-        calls: Sequence[Call | None],
-        layout: Layout,
+        calls: Sequence[CheckedCall | None],
+        layout: LeafLayout,
         inputs: list[list[Vector]],
         word: bytes,
-        patience: Patience,
+        policy: StallPolicy,
     ) -> list[list[Vector]]:
         """Return the vectors of all replicas."""
         frames = [_bytes_of(vector) for vectors in inputs for vector in vectors]
         if self._channel is None:
             return inputs
-        exchanged = self._exchange(word, frames, patience)
-        self._check(number, calls, exchanged.words, patience)
+        exchanged = self._exchange(word, frames, policy)
+        self._check(number, calls, exchanged.words, policy)
         groups = len(layout.groups)
-        everybody: list[list[Vector]] = []
+        all_replicas: list[list[Vector]] = []
         for part in exchanged.frames or ():
             vectors = [
                 np.frombuffer(frame, layout.groups[place % groups].kernel.dtype)
                 for place, frame in enumerate(part)
             ]
-            everybody += [vectors[at : at + groups] for at in range(0, len(vectors), groups)]
-        return everybody
+            all_replicas += [vectors[at : at + groups] for at in range(0, len(vectors), groups)]
+        return all_replicas
 
-    def _overflow(self, first: Call, layout: Layout, inputs: list[list[Vector]], patience: Patience) -> None:
-        """Raise the OverflowError that `values.reduce` raises of these trees."""
-        everybody = self._all_vectors(0, [first], layout, inputs, _VALUES, patience)
-        components = [_assemble(first, layout.leaves(vectors)) for vectors in everybody]
+    def _raise_overflow(
+        self, first: CheckedCall, layout: LeafLayout, inputs: list[list[Vector]], policy: StallPolicy
+    ) -> None:
+        """Raise the OverflowError that `values.reduce` raises for these trees."""
+        all_replicas = self._all_vectors(0, [first], layout, inputs, _VALUES, policy)
+        components = [_assemble(first, layout.leaves(vectors)) for vectors in all_replicas]
         per_replica = values.per_replica(components)
         values.reduce(first.request.op, per_replica, None, self._replicas)
 
-    # the others
+    # other collectives
 
-    def _gather(self, called: Sequence[Call], brought: Sequence[Tree]) -> list[Tree]:
-        everybody = [leaves for part in brought for leaves in part]
+    def _gather(self, called: Sequence[CheckedCall], received: Sequence[Tree]) -> list[Tree]:
+        all_replicas = [leaves for part in received for leaves in part]
         axis = called[0].request.axis
-        gathered = [np.concatenate(column, axis=axis) for column in zip(*everybody, strict=True)]
+        gathered = [np.concatenate(column, axis=axis) for column in zip(*all_replicas, strict=True)]
         results = [gathered]
         for _ in called[1:]:
             results.append([array.copy() for array in gathered])
         return [_assemble(call, leaves) for call, leaves in zip(called, results, strict=True)]
 
     def _merge(
-        self, first: Call, brought: Sequence[Sequence[Frame]], patience: Patience
-    ) -> list[Tree] | Merge:
+        self, first: CheckedCall, received: Sequence[Sequence[Frame]], policy: StallPolicy
+    ) -> list[Tree] | PendingMerge:
         if self._local.start > 0:
-            return self._await_answer(patience)
-        columns = [leaves for part in brought for leaves in decode(list(part))]
+            return self._await_answer(policy)
+        columns = [leaves for part in received for leaves in decode(list(part))]
         function, structure = first.request.function, trees.structure(first.request.tree)
-        assert function is not None  # of every merge_call
+        assert function is not None  # set in every merge_call
         merged = [values.PerReplica(column) for column in zip(*columns, strict=True)]
         args, kwargs = trees.unflatten(structure, merged)
-        return Merge(lambda: function(*args, **kwargs))
+        return PendingMerge(lambda: function(*args, **kwargs))
 
     def _through_torch(
-        self, number: int, calls: Sequence[Call | None], word: bytes, first: Call, patience: Patience
+        self,
+        number: int,
+        calls: Sequence[CheckedCall | None],
+        word: bytes,
+        first: CheckedCall,
+        policy: StallPolicy,
     ) -> list[Tree]:
-        """Meet as always, so that mismatches are found, and let torch.distributed carry the values."""
+        """Exchange words to find mismatches; transfer the values with torch.distributed."""
         channel, request, treedef = self._channel, first.request, first.signature.treedef
         members = 1 if channel is None else channel.members
         if members != self._replicas:
@@ -285,21 +296,21 @@ class Member:
                 f"{self._replicas} replicas are spread over {members}: start as many workers, or use "
                 "implementation auto"
             )
-        assert treedef is not None  # of every collective that torch carries
+        assert treedef is not None  # set in every collective that torch executes
         axis = request.axis
         sizes = [int(leaf.shape[axis]) for leaf in first.leaves] if request.kind == ALL_GATHER else []
-        exchanged = self._exchange(word, encode(sizes), patience)
-        self._check(number, calls, exchanged.words, patience)
+        exchanged = self._exchange(word, encode(sizes), policy)
+        self._check(number, calls, exchanged.words, policy)
 
-        def tell(told: dict[str, Any]) -> list[dict[str, Any]]:
-            brought = self._exchange(_VALUES, encode(told), patience).frames
-            return [decode(list(part)) for part in brought or ()]
+        def share(fields: dict[str, Any]) -> list[dict[str, Any]]:
+            received = self._exchange(_VALUES, encode(fields), policy).frames
+            return [decode(list(part)) for part in received or ()]
 
         group = "" if channel is None else channel.group
         if self._torch is None or self._torch[0] != first.options.implementation:
             member = 0 if channel is None else channel.member
-            opened = TorchGroup.meet(
-                first.options.implementation, group, member, members, patience.timeout_s, tell
+            opened = TorchGroup.join(
+                first.options.implementation, group, member, members, policy.timeout_s, share
             )
             self._torch = (first.options.implementation, opened)
         torch = self._torch[1]
@@ -307,8 +318,8 @@ class Member:
             if request.kind == ALL_REDUCE:
                 results = torch.all_reduce(ReduceOp.of(request.op), first.leaves)
             elif request.kind == ALL_GATHER:
-                brought = [decode(list(part)) for part in exchanged.frames or ()]
-                results = torch.all_gather(axis, first.leaves, brought)
+                received = [decode(list(part)) for part in exchanged.frames or ()]
+                results = torch.all_gather(axis, first.leaves, received)
             else:
                 results = torch.broadcast(request.source, first.leaves)
         except BaseException:
@@ -317,7 +328,7 @@ class Member:
         return [trees.unflatten(treedef, results)]
 
 
-def _common_word(calls: Sequence[Call | None]) -> bytes:
+def _common_word(calls: Sequence[CheckedCall | None]) -> bytes:
     first = calls[0]
     if first is None:
         return NO_WORD
@@ -332,32 +343,34 @@ def _bytes_of(vector: Vector) -> memoryview:
     return vector.view(np.uint8).data
 
 
-def _fold_groups(layout: Layout, everybody: Sequence[Sequence[Vector]], outputs: Sequence[Vector]) -> None:
+def _fold_groups(
+    layout: LeafLayout, all_replicas: Sequence[Sequence[Vector]], outputs: Sequence[Vector]
+) -> None:
     for place, group in enumerate(layout.groups):
-        parts = [vectors[place] for vectors in everybody]
+        parts = [vectors[place] for vectors in all_replicas]
         quietly(fold_blocks, group.kernel, parts, outputs[place])
 
 
-def _assemble(call: Call, leaves: list[Any]) -> Tree:
+def _assemble(call: CheckedCall, leaves: list[Any]) -> Tree:
     treedef = call.signature.treedef
     return leaves[0] if treedef is None else trees.unflatten(treedef, leaves)
 
 
-def _own(tree: Tree) -> Tree:
-    """Return a decoded tree whose arrays are the replica's own, to be written to."""
+def _writable(tree: Tree) -> Tree:
+    """Return a decoded tree with copies of its arrays, which may be modified."""
     return trees.tree_map(lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) else leaf, tree)
 
 
-def _take_apart(result: Tree, replicas: int) -> list[Tree]:
-    """Return what a merged function returned as a tree that the codec can send."""
+def _split_parts(result: Tree, replicas: int) -> list[Tree]:
+    """Return the result of a merged function as a tree that the codec can encode."""
     leaves, treedef = trees.flatten(result)
     parts: list[Tree] = []
     for leaf in leaves:
         if isinstance(leaf, values.PerReplica):
             if len(leaf) != replicas:
                 raise ValueError(
-                    f"merge_call's function returned a {type(leaf).__name__} of {len(leaf)} components "
-                    f"where there are {replicas} replicas"
+                    f"merge_call's function returned a {type(leaf).__name__} of {len(leaf)} components, "
+                    f"but there are {replicas} replicas"
                 )
             parts.append([True, list(leaf.components)])
         else:
@@ -365,7 +378,7 @@ def _take_apart(result: Tree, replicas: int) -> list[Tree]:
     return [trees.unflatten(treedef, range(len(leaves))), parts]
 
 
-def _put_together(told: list[Tree], replica: int) -> Tree:
-    skeleton, parts = told
+def _join_parts(answer: list[Tree], replica: int) -> Tree:
+    skeleton, parts = answer
     leaves = [part[replica] if is_per_replica else part for is_per_replica, part in parts]
     return trees.unflatten(trees.structure(skeleton), leaves)

@@ -1,4 +1,4 @@
-"""What one replica asks for when it calls a collective, and where it does so."""
+"""Requests: the collective that a replica calls, its arguments, and the place of the call."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ BARRIER = "barrier"
 MERGE_CALL = "merge_call"
 
 
-class Place:
-    """A place in user code; its text is made only where somebody reads it.
+class CallSite:
+    """A place in user code, converted to text on demand.
 
     Args:
-        code: the function.
+        code: the calling function.
         instruction: offset of the call in its bytecode.
     """
 
@@ -41,38 +41,38 @@ class Place:
         return f"{os.path.basename(self._code.co_filename)}:{line} in {self._code.co_qualname}"
 
 
-def caller(depth: int = 1) -> Place:
-    """Return the place of a call that is going on.
+def caller(depth: int = 1) -> CallSite:
+    """Return the place of an active call.
 
     Args:
-        depth: 0: the line that calls `caller`; 1: whoever called that function; and so on.
+        depth: 0: the line that calls `caller`; 1: the caller of that function; and so on.
     """
     frame = sys._getframe(depth + 1)
-    return Place(frame.f_code, frame.f_lasti)
+    return CallSite(frame.f_code, frame.f_lasti)
 
 
 @dataclass(slots=True)
-class Request:
+class CollectiveRequest:
     """One replica's call of one collective.
 
-    Make it with the function of that name below; it is not checked here, but by `Gang.call`.
+    Build it with the functions below; `LocalGang.call` checks it.
 
     Args:
         kind: the collective's name.
-        where: of the call.
-        tree: what the replica brings: a tree; of merge_call: `(args, kwargs)`.
-        op: of all_reduce.
-        axis: of all_gather.
-        source: of broadcast: the replica whose tree all get.
-        function: of merge_call: called once, for replica 0, as `function(*args, **kwargs)` with
-            trees of PerReplica leaves; its context is its own affair.
-        label: of merge_call: the function's name; of others what it is made for ("assign_add of variable
-            'w'"), or "". The same in all replicas.
-        options: of this call; None: those of the gang.
+        where: the place of the call.
+        tree: the replica's value; for merge_call `(args, kwargs)`.
+        op: for all_reduce.
+        axis: for all_gather.
+        source: for broadcast: the replica whose tree all replicas receive.
+        function: for merge_call: called once, in replica 0, as `function(*args, **kwargs)` with
+            trees of PerReplica leaves.
+        label: for merge_call the function's name; else the operation it belongs to ("assign_add of
+            variable 'w'"), or "". Equal in all replicas.
+        options: options of this call; None: those of the gang.
     """
 
     kind: str
-    where: Place
+    where: CallSite
     tree: Tree = None
     op: ReduceOp | str = ReduceOp.SUM
     axis: int = 0
@@ -82,24 +82,30 @@ class Request:
     options: CommunicationOptions | None = None
 
 
-def all_reduce(op: ReduceOp | str, tree: Tree, options: CommunicationOptions | None, where: Place) -> Request:
-    """Ask for the fold of all replicas' trees, element by element, in every replica."""
-    return Request(ALL_REDUCE, where, tree, op, options=options)
+def all_reduce(
+    op: ReduceOp | str, tree: Tree, options: CommunicationOptions | None, where: CallSite
+) -> CollectiveRequest:
+    """Request the element-wise fold of all replicas' trees, in every replica."""
+    return CollectiveRequest(ALL_REDUCE, where, tree, op, options=options)
 
 
-def all_gather(tree: Tree, axis: int, options: CommunicationOptions | None, where: Place) -> Request:
-    """Ask for all replicas' arrays, put end to end along `axis`, in every replica."""
-    return Request(ALL_GATHER, where, tree, axis=axis, options=options)
+def all_gather(
+    tree: Tree, axis: int, options: CommunicationOptions | None, where: CallSite
+) -> CollectiveRequest:
+    """Request all replicas' arrays, concatenated along `axis`, in every replica."""
+    return CollectiveRequest(ALL_GATHER, where, tree, axis=axis, options=options)
 
 
-def broadcast(tree: Tree, source: int, options: CommunicationOptions | None, where: Place) -> Request:
-    """Ask for the tree of replica `source`, in every replica."""
-    return Request(BROADCAST, where, tree, source=source, options=options)
+def broadcast(
+    tree: Tree, source: int, options: CommunicationOptions | None, where: CallSite
+) -> CollectiveRequest:
+    """Request the tree of replica `source`, in every replica."""
+    return CollectiveRequest(BROADCAST, where, tree, source=source, options=options)
 
 
-def barrier(options: CommunicationOptions | None, where: Place) -> Request:
-    """Ask to go on when every replica has come here."""
-    return Request(BARRIER, where, options=options)
+def barrier(options: CommunicationOptions | None, where: CallSite) -> CollectiveRequest:
+    """Request that replicas wait until all of them have called it."""
+    return CollectiveRequest(BARRIER, where, options=options)
 
 
 def merge_call(
@@ -107,11 +113,13 @@ def merge_call(
     args: tuple[Tree, ...],
     kwargs: dict[str, Tree],
     options: CommunicationOptions | None,
-    where: Place,
-) -> Request:
-    """Ask for one call of `function` on all replicas' arguments; each gets its part of what it returns.
+    where: CallSite,
+) -> CollectiveRequest:
+    """Request one call of `function` on all replicas' arguments; each receives its part of the result.
 
-    Replica 0's `function` runs, in the thread and the context of replica 0.
+    Replica 0's `function` runs, in the thread and context of replica 0.
     """
     label = str(getattr(function, "__qualname__", None) or type(function).__qualname__)
-    return Request(MERGE_CALL, where, (args, kwargs), function=function, label=label, options=options)
+    return CollectiveRequest(
+        MERGE_CALL, where, (args, kwargs), function=function, label=label, options=options
+    )

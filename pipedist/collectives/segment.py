@@ -1,18 +1,18 @@
-"""The memory that the members of a gang on one host share, and how they find it.
+"""The shared memory of gang members on one host, and how members find it.
 
-The scheduler's process makes one segment for a GROUP (these worker processes, with their incarnations,
-in this order, and R), and keeps it for all gangs on that group, one after the other. It is a memfd: it
-has no name, so nothing is left behind whoever is killed. Members find it as /proc/PID/fd/FD, which the
-kernel grants to processes of the same user; a random token in its header tells it from whatever else
-may have that number by then. It can't shrink or grow, so that nobody is killed by SIGBUS.
+The driver creates one segment per GROUP (these worker processes, with their incarnations, in this
+order, and R), and keeps it for all gangs of that group, one after the other. The segment is a memfd: it
+has no name, so nothing remains if a process is killed. Members open it as /proc/PID/fd/FD, which the
+kernel permits to processes of the same user; a random token in the header protects against a reused
+descriptor number. It is sealed against resizing, so that no access raises SIGBUS.
 
     header      page 0: magic, version, token, size, R, bytes of a pack; the ABORT word
-    blocks      512 bytes for each member (there may be R of them): `pipedist.collectives.shared`
+    blocks      512 bytes for each member (at most R of them): `pipedist.collectives.shared`
     inputs      for each parity 0, 1, for each replica: a pack
     results     for each parity 0, 1: a pack
 
-The ABORT word holds the highest serial of the attempts that are not to go on: serials grow, so that an
-attempt is over if its own is not above it. Only the scheduler's process writes it.
+The ABORT word holds the highest serial of the aborted attempts: serials increase, so an attempt is over
+if its serial is not above it. Only the driver writes it.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ _MAGIC: Final = b"pdgang\0\1"
 _HEADER: Final = struct.Struct("<8s16sQQQ")
 _HEADER_BYTES: Final = 4096
 ABORT_AT: Final = _HEADER_BYTES // 2
-"""Offset of the abort word; it is read by all, so that it shares its cache line with nothing."""
+"""Offset of the abort word, alone in its cache line because all members read it."""
 
 BLOCK_BYTES: Final = 512
 PACK_BYTES: Final = 1 << 20
-"""Of a segment for few replicas."""
+"""Size of a pack in a segment for few replicas."""
 _PACK_BYTES_MIN: Final = 64 << 10
 _SEGMENT_BYTES: Final = 16 << 20
-"""What a segment takes at most, as long as packs are above their minimum."""
+"""Maximum size of a segment, unless packs are at their minimum."""
 _REPLICAS_MAX: Final = 1024
 _SEGMENTS_MAX: Final = 4
 
@@ -55,11 +55,11 @@ _SEALS: Final = 0x1 | 0x2 | 0x4  # F_SEAL_SEAL, SHRINK, GROW
 
 
 class SegmentUnavailable(PipedistError):
-    """The memory of a gang can't be made, or not be found from here."""
+    """The shared memory of a gang cannot be created, or not be opened in this process."""
 
 
 def pack_bytes_for(replicas: int) -> int:
-    """Return the size of a pack in a segment of so many replicas."""
+    """Return the size of a pack in a segment for `replicas` replicas."""
     share = _SEGMENT_BYTES // (2 * (replicas + 1))
     return max(_PACK_BYTES_MIN, min(PACK_BYTES, 1 << share.bit_length() - 1))
 
@@ -69,19 +69,19 @@ def _inputs_at(replicas: int) -> int:
 
 
 class SegmentOwner:
-    """A segment as its maker sees it: in the scheduler's process.
+    """A segment in the process that created it (the driver).
 
     Args:
         replicas: R.
-        pack_bytes: bytes of a pack, a multiple of 4096; 0: chosen for R.
+        pack_bytes: size of a pack, a multiple of 4096; 0: chosen for R.
 
     Raises:
-        SegmentUnavailable: there are too many replicas for one, no memory, or no memfd here.
+        SegmentUnavailable: too many replicas, not enough memory, or no memfd on this system.
     """
 
     def __init__(self, replicas: int, *, pack_bytes: int = 0) -> None:
         if not 1 <= replicas <= _REPLICAS_MAX:
-            raise SegmentUnavailable(f"{replicas} replicas share no memory: at most {_REPLICAS_MAX} do")
+            raise SegmentUnavailable(f"{replicas} replicas share no memory, at most {_REPLICAS_MAX} can")
         pack_bytes = pack_bytes or pack_bytes_for(replicas)
         self._replicas = replicas
         self._size = _inputs_at(replicas) + 2 * (replicas + 1) * pack_bytes
@@ -91,7 +91,7 @@ class SegmentOwner:
         except (AttributeError, OSError) as error:
             raise SegmentUnavailable(f"no shared memory for a gang: {error}") from None
         try:
-            # Without the pages at hand, a machine out of memory would kill a member at its first write.
+            # Allocate all pages now: if memory runs out later, a member would be killed at its first write.
             os.posix_fallocate(self._descriptor, 0, self._size)
             self._memory = mmap.mmap(self._descriptor, self._size)
             fcntl.fcntl(self._descriptor, _F_ADD_SEALS, _SEALS)
@@ -103,16 +103,16 @@ class SegmentOwner:
 
     @property
     def size_bytes(self) -> int:
-        """What it takes."""
+        """Size of the segment."""
         return self._size
 
     @property
     def where(self) -> str:
-        """How members find it: `AssignGang.segment`."""
+        """Address of the segment for `attach`, sent as `AssignGang.segment`."""
         return f"{os.getpid()}:{self._descriptor}:{self._size}:{self._token.hex()}"
 
     def abort(self, serial: int) -> None:
-        """End all attempts up to this serial: members that wait notice it at once, others soon."""
+        """Abort all attempts up to this serial: wake waiting members; others notice soon."""
         self._abort_word[0] = max(serial, self._abort_word[0])
         futex.fence()
         start = _address(self._memory)
@@ -120,7 +120,7 @@ class SegmentOwner:
             futex.wake(start + _HEADER_BYTES + member * BLOCK_BYTES)
 
     def close(self) -> None:
-        """Let it go; members that have it mapped keep their memory. May be called twice."""
+        """Release the segment; members that have mapped it keep their memory. Idempotent."""
         if self._descriptor >= 0:
             self._abort_word.release()
             self._memory.close()
@@ -128,15 +128,15 @@ class SegmentOwner:
             self._descriptor = -1
 
 
-class Segment:
-    """A segment as a member sees it. Make it with `attach`.
+class GangSegment:
+    """A segment mapped by a member; made by `attach`.
 
     Attributes:
-        group: its name, the same in all members.
+        group: name of the group, equal in all members.
         replicas: R.
-        pack_bytes: bytes of a pack.
-        words: all of header and blocks, as 64-bit words.
-        address: where it begins in this process.
+        pack_bytes: size of a pack.
+        words: header and blocks, as 64-bit words.
+        address: start of the mapping in this process.
     """
 
     def __init__(self, memory: mmap.mmap, token: bytes, replicas: int, pack_bytes: int) -> None:
@@ -149,57 +149,57 @@ class Segment:
         self.address = _address(memory)
         self._packs: NDArray[np.uint8] = np.frombuffer(memory, np.uint8, offset=inputs_at)
         self.views: tuple[dict[Any, Any], dict[Any, Any]] = ({}, {})
-        """What members keep about layouts, by parity; it ends with the segment."""
+        """Caches of members, by parity and layout."""
 
     def input(self, parity: int, replica: int) -> NDArray[np.uint8]:
-        """Return a replica's pack; behind it lie those of the replicas that follow."""
+        """Return a replica's pack, followed by those of the next replicas."""
         return self._packs[(parity * self.replicas + replica) * self.pack_bytes :]
 
     def result(self, parity: int) -> NDArray[np.uint8]:
-        """Return the pack in which members give each other what they have folded."""
+        """Return the pack through which members exchange folded slices."""
         start = (2 * self.replicas + parity) * self.pack_bytes
         return self._packs[start : start + self.pack_bytes]
 
     def close(self) -> None:
-        """Unmap it, as soon as nobody has a view of it. May be called twice."""
+        """Unmap the segment as soon as the last view of it is released. Idempotent."""
         memory, self._memory = self._memory, None
         if memory is None:
             return
         self.views = ({}, {})
         self.words.release()
         self._packs = np.empty(0, np.uint8)
-        with contextlib.suppress(BufferError):  # the last view's end unmaps it
+        with contextlib.suppress(BufferError):  # unmapped with the last view
             memory.close()
 
 
-def attach(where: str) -> Segment:
+def attach(where: str) -> GangSegment:
     """Map a segment.
 
     Args:
         where: `SegmentOwner.where`.
 
     Raises:
-        SegmentUnavailable: it is not there (any more), or is something else.
+        SegmentUnavailable: the segment does not exist (any more), or the file is another one.
     """
     try:
         pid, descriptor, size, token = where.split(":")
         path = f"/proc/{int(pid)}/fd/{int(descriptor)}"
         size_bytes, expected = int(size), bytes.fromhex(token)
     except ValueError:
-        raise SegmentUnavailable(f"{where!r} is no place of a segment") from None
+        raise SegmentUnavailable(f"{where!r} is not the address of a segment") from None
     try:
         opened = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
         raise SegmentUnavailable(
-            f"the memory of this gang can't be opened as {path}: {error.strerror}. Are the workers and the "
-            "scheduler in one container, and of one user? PIPEDIST_SHARED_MEMORY=0 does without it"
+            f"shared memory of this gang cannot be opened at {path}: {error.strerror}. Run workers and "
+            "driver in one container as one user, or set PIPEDIST_SHARED_MEMORY=0"
         ) from None
     try:
         memory = _map(opened, path, size_bytes, expected)
     finally:
         os.close(opened)
     _, _, _, replicas, pack_bytes = _HEADER.unpack_from(memory)
-    return Segment(memory, expected, replicas, pack_bytes)
+    return GangSegment(memory, expected, replicas, pack_bytes)
 
 
 def _map(descriptor: int, path: str, size_bytes: int, token: bytes) -> mmap.mmap:
@@ -207,7 +207,7 @@ def _map(descriptor: int, path: str, size_bytes: int, token: bytes) -> mmap.mmap
         seals = fcntl.fcntl(descriptor, _F_GET_SEALS)
         found_bytes = os.fstat(descriptor).st_size
         if seals & _SEALS != _SEALS or found_bytes != size_bytes or size_bytes < 2 * _HEADER_BYTES:
-            raise SegmentUnavailable(f"{path} is not the memory of this gang: the group is over")
+            raise SegmentUnavailable(f"{path} is not the memory of this gang: the group has ended")
         memory = mmap.mmap(descriptor, size_bytes)
     except OSError as error:
         raise SegmentUnavailable(f"{path} is not the memory of this gang: {error.strerror}") from None
@@ -217,18 +217,18 @@ def _map(descriptor: int, path: str, size_bytes: int, token: bytes) -> mmap.mmap
     )
     if magic != _MAGIC or found != token or not fits:
         memory.close()
-        raise SegmentUnavailable(f"{path} is not the memory of this gang: the group is over")
+        raise SegmentUnavailable(f"{path} is not the memory of this gang: the group has ended")
     return memory
 
 
-class Segments:
-    """The segments that a worker process has mapped: those of the last few groups."""
+class GangSegments:
+    """The segments mapped by a worker process: those of the latest groups, at most 4."""
 
     def __init__(self) -> None:
-        self._segments: OrderedDict[str, Segment] = OrderedDict()
+        self._segments: OrderedDict[str, GangSegment] = OrderedDict()
 
-    def get(self, where: str) -> Segment:
-        """Return a segment, mapped now or before.
+    def get(self, where: str) -> GangSegment:
+        """Return a segment; map it on first use.
 
         Raises:
             SegmentUnavailable: see `attach`.
@@ -249,5 +249,5 @@ class Segments:
 
 
 def _address(memory: mmap.mmap) -> int:
-    """Return where memory begins in this process; keeps nothing of it."""
+    """Return the address of a mapping, without a lasting reference to it."""
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))

@@ -1,26 +1,26 @@
-"""Collectives through memory that the members share.
+"""Exchange and fold through shared memory.
 
-How members move in step, and who may write what when, is `pipedist.collectives.steps`'s. Here is what
-they do in a step.
+How members synchronise, and which member may write what and when, is defined in
+`pipedist.collectives.steps`. This module defines the work of each step.
 
-An exchange. Each member notes its word and how much it brings, and writes as much of that as fits into
-its replicas' packs, as one stream: lengths of the frames, then the frames. When all have arrived, the
-words are compared, and each member copies what the others brought; more steps follow until the longest
-stream has passed.
+Exchange. Each member writes its word and the size of its stream to its note, and as much of the stream
+(lengths of the frames, then the frames) as fits into its replicas' packs. When all members have arrived,
+the words are compared, and each member copies the other streams; more steps follow until the longest
+stream is transferred.
 
-A fold of small vectors is one step: each member writes its replicas' vectors, and when all have arrived
-each folds all of them for itself. That is more work in all, but only one barrier.
+Fold of small vectors: one step. Each member writes its replicas' vectors; when all have arrived, each
+member folds all of them itself. This is more work in total, but needs only one barrier.
 
-A fold of large ones is a pipeline over pieces that fit into the caches. Every member owns a SLICE of each
+Fold of large vectors: a pipeline over pieces that fit into the caches. Every member owns a SLICE of each
 piece. In one step it
 
-- writes its replicas' part of piece p, but for its own slice, which nobody else reads;
-- folds its slice of piece p - 1, of all replicas in their order (reduce-scatter), right into its own
-  result, and copies it to the others' eyes;
-- copies the others' slices of piece p - 2 into its result (all-gather).
+- writes its replicas' part of piece p, except its own slice, which no other member reads;
+- folds its slice of piece p - 1, of all replicas in order (reduce-scatter), directly into its result, and
+  copies it to shared memory;
+- copies the other slices of piece p - 2 into its result (all-gather).
 
-So there is one barrier a piece, and every byte crosses once each way. A member that overflows raises its
-flag, which all look at in the end.
+So there is one barrier per piece, and every byte is transferred once in each direction. A member whose
+fold overflows raises its flag, which all members check at the end.
 """
 
 from __future__ import annotations
@@ -32,15 +32,14 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from pipedist.collectives.channel import ENDED, Ended, Exchanged, Patience, agree
-from pipedist.collectives.folding import Vector, quietly
-from pipedist.collectives.packing import Group, Layout, Pack
-from pipedist.collectives.segment import Segment
+from pipedist.collectives.channel import ENDED, Exchanged, MemberEnded, StallPolicy, agree
+from pipedist.collectives.folding import DtypeGroup, LeafLayout, Pack, Vector, quietly
+from pipedist.collectives.segment import GangSegment
 from pipedist.collectives.steps import Steps
 from pipedist.transport.form import Frame
 
 SMALL_BYTES: Final = 512 << 10
-"""Vectors of so many bytes, of all replicas together, are folded by every member for itself."""
+"""Maximum size of small vectors, of all replicas together."""
 
 _ALIGNMENT: Final = 64
 _VIEWS_MAX: Final = 256
@@ -48,21 +47,21 @@ _WORD: Final = struct.Struct("<QQ")
 
 
 class SharedChannel:
-    """The way to the members of one attempt, which share a segment.
+    """Channel among the members of one attempt that share a segment.
 
-    Its first exchange says that the attempts before this one are over in this process.
+    Its first exchange announces that earlier attempts are over in this process.
 
     Args:
-        segment: of the group.
-        serial: of the attempt; larger than those before.
-        member: which one this is.
+        segment: the segment of the group.
+        serial: number of the attempt, larger than all before.
+        member: index of this member.
         spans: the replicas of each member.
 
     Raises:
-        GangAborted: the attempt is over already.
+        GangAborted: the attempt is already over.
     """
 
-    def __init__(self, segment: Segment, *, serial: int, member: int, spans: Sequence[range]) -> None:
+    def __init__(self, segment: GangSegment, *, serial: int, member: int, spans: Sequence[range]) -> None:
         if segment.replicas != spans[-1].stop or not 0 < serial < 1 << 32:
             raise ValueError(f"attempt {serial} of {spans} in a segment for {segment.replicas} replicas")
         self._segment = segment
@@ -74,17 +73,17 @@ class SharedChannel:
 
     @property
     def members(self) -> int:
-        """How many there are."""
+        """Number of members."""
         return len(self._spans)
 
     @property
     def member(self) -> int:
-        """Which one this is."""
+        """Index of this member."""
         return self._steps.member
 
     @property
     def group(self) -> str:
-        """The segment's name."""
+        """Name of the segment."""
         return self._segment.group
 
     def ended(self, *, returned: bool) -> None:
@@ -92,20 +91,20 @@ class SharedChannel:
         self._steps.end(returned=returned)
 
     def close(self) -> None:
-        """See `Channel.close`; the segment is its owner's."""
+        """See `Channel.close`; the segment stays mapped."""
 
     # exchange
 
-    def exchange(self, number: int, word: bytes, frames: Sequence[Frame], patience: Patience) -> Exchanged:
+    def exchange(self, number: int, word: bytes, frames: Sequence[Frame], policy: StallPolicy) -> Exchanged:
         """See `Channel.exchange`."""
         steps = self._steps
-        steps.enter(patience)
+        steps.enter(policy)
         stream = _Outgoing(frames)
         note = self._note(word)
         self._words[note + 2], self._words[note + 3] = stream.size_bytes, len(frames)
         stream.write(self._own_packs())
         steps.arrive()
-        words = self._await_words(patience)
+        words = self._await_words(policy)
         if not agree(words):
             return Exchanged(words, None)
         incoming: list[_Incoming | None] = []
@@ -123,7 +122,7 @@ class SharedChannel:
                 break
             stream.write(self._own_packs())
             steps.arrive()
-            steps.await_others(patience)
+            steps.await_others(policy)
         brought: list[Sequence[Frame]] = [() if s is None else s.frames() for s in incoming]
         brought[self.member] = frames
         return Exchanged(words, brought)
@@ -134,28 +133,28 @@ class SharedChannel:
         words[note], words[note + 1] = _WORD.unpack(word)
         return note
 
-    def _await_words(self, patience: Patience) -> list[bytes | Ended]:
-        """Wait for everybody, at the first step of an exchange, and return what words they brought."""
+    def _await_words(self, policy: StallPolicy) -> list[bytes | MemberEnded]:
+        """Wait for all members in the first step of an exchange; return their words."""
         steps, words = self._steps, self._words
-        returned = steps.await_others(patience, may_end=True)
-        found: list[bytes | Ended] = []
+        returned = steps.await_others(policy, may_end=True)
+        found: list[bytes | MemberEnded] = []
         for note in steps.notes():
             found.append(_WORD.pack(words[note], words[note + 1]))
         for member in returned:
             found[member] = ENDED
         return found
 
-    def _await_same(self, word: bytes, patience: Patience) -> Sequence[bytes | Ended] | None:
-        """Do the same where all are expected to bring this word; None: they did."""
+    def _await_same(self, word: bytes, policy: StallPolicy) -> Sequence[bytes | MemberEnded] | None:
+        """Wait for all members; return None if all sent this word, else their words."""
         steps, words = self._steps, self._words
         low, high = _WORD.unpack(word)
-        if not steps.await_others(patience, may_end=True):
+        if not steps.await_others(policy, may_end=True):
             for note in steps.notes():
                 if words[note] != low or words[note + 1] != high:
                     break
             else:
                 return None
-        return self._await_words(patience)
+        return self._await_words(policy)
 
     def _packs(self, member: int, parity: int) -> NDArray[np.uint8]:
         span = self._spans[member]
@@ -167,16 +166,18 @@ class SharedChannel:
     # fold
 
     def fold(
-        self, number: int, word: bytes, pack: Pack, patience: Patience
-    ) -> Sequence[bytes | Ended] | None:
+        self, number: int, word: bytes, pack: Pack, policy: StallPolicy
+    ) -> Sequence[bytes | MemberEnded] | None:
         """See `FoldingChannel.fold`."""
-        self._steps.enter(patience)
+        self._steps.enter(policy)
         self._note(word)
         if pack.layout.size_bytes <= self._small_bytes:
-            return self._fold_small(word, pack, patience)
-        return quietly(self._fold_large, word, pack, patience)
+            return self._fold_small(word, pack, policy)
+        return quietly(self._fold_large, word, pack, policy)
 
-    def _fold_small(self, word: bytes, pack: Pack, patience: Patience) -> Sequence[bytes | Ended] | None:
+    def _fold_small(
+        self, word: bytes, pack: Pack, policy: StallPolicy
+    ) -> Sequence[bytes | MemberEnded] | None:
         steps, layout = self._steps, pack.layout
         parity = steps.step + 1 & 1
         views = self._segment.views[parity].get(layout) or self._small_views(layout, parity)
@@ -186,14 +187,14 @@ class SharedChannel:
                 np.copyto(parts[replica], vector)
             replica += 1
         steps.arrive()
-        words = self._await_same(word, patience)
+        words = self._await_same(word, policy)
         if words is None:
             for place, group in enumerate(layout.groups):
                 quietly(group.kernel.fold, views[place], pack.outputs[place])
         return words
 
-    def _small_views(self, layout: Layout, parity: int) -> list[list[Vector]]:
-        """Return where the vectors of each group lie, by group and replica; remembered for the next time."""
+    def _small_views(self, layout: LeafLayout, parity: int) -> list[list[Vector]]:
+        """Return the vectors in shared memory, by group and replica; cached."""
         known = self._segment.views[parity]
         if len(known) >= _VIEWS_MAX:
             known.clear()
@@ -207,7 +208,9 @@ class SharedChannel:
         known[layout] = views
         return views
 
-    def _fold_large(self, word: bytes, pack: Pack, patience: Patience) -> Sequence[bytes | Ended] | None:
+    def _fold_large(
+        self, word: bytes, pack: Pack, policy: StallPolicy
+    ) -> Sequence[bytes | MemberEnded] | None:
         steps = self._steps
         pieces = list(self._pieces(pack))
         first = steps.step + 1
@@ -224,9 +227,9 @@ class SharedChannel:
             if at <= len(pieces):
                 steps.arrive()
                 if at:
-                    steps.await_others(patience)
+                    steps.await_others(policy)
                     continue
-                words = self._await_same(word, patience)
+                words = self._await_same(word, policy)
                 if words is not None:
                     return words
         if steps.is_flagged(first):
@@ -252,14 +255,14 @@ class SharedChannel:
 
 
 class _Piece:
-    """A piece of a large vector on its way; see the module's text."""
+    """A piece of a large vector; see the module docstring."""
 
     def __init__(
         self,
-        segment: Segment,
+        segment: GangSegment,
         spans: Sequence[range],
         member: int,
-        group: Group,
+        group: DtypeGroup,
         inputs: Sequence[Vector],
         output: Vector,
     ) -> None:
@@ -268,14 +271,14 @@ class _Piece:
         self._group = group
         self._inputs = inputs
         self._output = output
-        # Slices begin at cache lines, so that no two members write one.
+        # Slices start at cache lines, so that no two members write to the same one.
         step = max(1, _ALIGNMENT // group.kernel.dtype.itemsize)
         elements, members = output.size, len(spans)
         self._lo = elements * member // members // step * step
         self._hi = elements if member == members - 1 else elements * (member + 1) // members // step * step
 
     def write(self, parity: int) -> None:
-        """Let the others see this member's inputs."""
+        """Write this member's inputs to shared memory."""
         lo, hi = self._lo, self._hi
         for replica, vector in zip(self._span, self._inputs, strict=True):
             target = self._view(self._segment.input(parity, replica), vector.dtype)
@@ -300,7 +303,7 @@ class _Piece:
         np.copyto(self._view(self._segment.result(to_parity), kernel.result)[lo:hi], out)
 
     def take(self, parity: int) -> None:
-        """Copy what the others have folded."""
+        """Copy the slices that other members folded."""
         lo, hi = self._lo, self._hi
         source = self._view(self._segment.result(parity), self._output.dtype)
         if lo:
@@ -313,7 +316,7 @@ class _Piece:
 
 
 class _Outgoing:
-    """Frames as one stream that is written a pack at a time."""
+    """A stream of frames, written pack by pack."""
 
     def __init__(self, frames: Sequence[Frame]) -> None:
         parts = [np.frombuffer(frame, np.uint8) for frame in frames if memoryview(frame).nbytes]
@@ -322,7 +325,7 @@ class _Outgoing:
         self.size_bytes = self.rest_bytes = sum(part.size for part in self._parts)
 
     def write(self, packs: NDArray[np.uint8]) -> None:
-        """Write what fits."""
+        """Write as much as fits into `packs`."""
         at = 0
         while self._parts and at < packs.size:
             part = self._parts[0]
@@ -340,8 +343,8 @@ class _Incoming:
     """The stream of another member.
 
     Args:
-        size_bytes: of all of it.
-        frames: how many it holds.
+        size_bytes: size of the stream.
+        frames: number of frames in it.
     """
 
     def __init__(self, size_bytes: int, frames: int) -> None:
@@ -351,17 +354,17 @@ class _Incoming:
 
     @property
     def rest_bytes(self) -> int:
-        """What has not come yet."""
+        """Bytes not received yet."""
         return self._stream.size - self._at
 
     def read(self, packs: NDArray[np.uint8]) -> None:
-        """Read what one step has brought."""
+        """Read the data of one step."""
         stop = min(self._at + packs.size, self._stream.size)
         self._stream[self._at : stop] = packs[: stop - self._at]
         self._at = stop
 
     def frames(self) -> list[Frame]:
-        """Return the frames, once all has come; nobody writes to them any more."""
+        """Return the frames, read-only, once the stream is complete."""
         self._stream.flags.writeable = False
         lengths = self._stream[: 8 * self._frames].view(np.uint64)
         at = 8 * self._frames

@@ -1,34 +1,34 @@
-"""What must be alike in all replicas that meet in a collective, as one short word.
+"""Check one replica's collective call, and reduce what all replicas must agree on to one short word.
 
-A replica's call is checked here as far as that replica alone can tell (an axis out of range, a dtype
-that can't be folded), and becomes a `Call`: its arrays, and the digest of its SIGNATURE, a text of
-everything that all replicas must agree on. Signatures are remembered by dtype and shape, so that the
-same call again costs a look in a table; texts for people are made only where calls do not match.
+A replica's request is checked as far as that replica alone allows (an axis out of range, a dtype that
+cannot be folded), and becomes a `CheckedCall`: its arrays, and the digest of its SIGNATURE, a text of
+everything that all replicas must agree on. Signatures are cached by dtype and shape, so a repeated call
+costs one lookup; texts for people are built only on a mismatch or timeout, equal in every replica.
 """
 
 from __future__ import annotations
 
 import hashlib
 import operator
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
 
-from pipedist import foreign, partials, trees
+from pipedist import dlpack, partials, trees
 from pipedist.collectives.channel import WORD_BYTES
+from pipedist.collectives.folding import LeafLayout
 from pipedist.collectives.options import CommunicationOptions
-from pipedist.collectives.packing import Layout
 from pipedist.collectives.requests import (
     ALL_GATHER,
     ALL_REDUCE,
     BARRIER,
     BROADCAST,
     MERGE_CALL,
-    Request,
+    CollectiveRequest,
 )
-from pipedist.collectives.torch_group import CARRIED, IMPLEMENTATIONS, tensors_of
+from pipedist.collectives.torch_group import IMPLEMENTATIONS, TORCH_COLLECTIVES, tensors_of
 from pipedist.partials import ReduceOp, axis_of, resolve_axes
 from pipedist.program import Tree
 
@@ -39,31 +39,31 @@ _GATHERED_KINDS: Final = "biufcSUmM"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Signature:
-    """What all replicas must agree on.
+    """The properties of a call that all replicas must agree on.
 
     Args:
         word: digest of the text.
-        layout: of all_reduce.
-        treedef: of all_reduce and all_gather: the tree's structure; None for a bare array.
+        layout: for all_reduce.
+        treedef: for all_reduce and all_gather, the tree's structure; None for a bare array.
     """
 
     word: bytes
-    layout: Layout | None = None
+    layout: LeafLayout | None = None
     treedef: trees.Treedef | None = None
 
 
 @dataclass(slots=True)
-class Call:
+class CheckedCall:
     """One replica's call, checked.
 
     Args:
-        request: as the replica made it.
-        signature: see there.
-        options: in force.
-        leaves: of all_reduce and all_gather: contiguous arrays of native byte order.
+        request: the replica's request.
+        signature: what all replicas must agree on.
+        options: the effective options.
+        leaves: for all_reduce and all_gather, contiguous arrays of native byte order.
     """
 
-    request: Request
+    request: CollectiveRequest
     signature: Signature
     options: CommunicationOptions
     leaves: Sequence[np.ndarray[Any, Any]] = ()
@@ -71,31 +71,31 @@ class Call:
 
 _known: dict[Hashable, Signature] = {}
 _OPS: Final[dict[str, ReduceOp]] = {op.value: op for op in ReduceOp}
-"""The usual spellings: an enum takes its time to look a name up."""
+"""The usual spellings: faster than the lookup of the enum."""
 
 
-def check(request: Request, options: CommunicationOptions, replicas: int) -> Call:
+def check(request: CollectiveRequest, options: CommunicationOptions, replicas: int) -> CheckedCall:
     """Check one replica's request.
 
     Args:
-        request: what it asks for.
-        options: of the gang.
+        request: the collective and its arguments.
+        options: defaults of the gang.
         replicas: R.
 
     Raises:
-        ValueError, TypeError, OverflowError: what the request says makes no sense in itself.
+        ValueError, TypeError, OverflowError: the request is invalid.
     """
     if request.options is not None:
         options = options.merged(request.options)
-    if options.implementation in IMPLEMENTATIONS and request.kind in CARRIED:
+    if options.implementation in IMPLEMENTATIONS and request.kind in TORCH_COLLECTIVES:
         return _check_tensors(request, options, replicas)
     if type(request.tree) is not np.ndarray:
-        request.tree = foreign.to_host(request.tree)
+        request.tree = dlpack.to_host(request.tree)
     return _CHECKS[request.kind](request, options, replicas)
 
 
-def keep(call: Call, replica: int) -> None:
-    """Make what a call brings its own: others run before it is read, and may share its memory."""
+def detach(call: CheckedCall, replica: int) -> None:
+    """Copy a call's values: other replicas run before they are read, and may share their memory."""
     request = call.request
     if call.leaves:
         call.leaves = [leaf.copy() if isinstance(leaf, np.ndarray) else leaf for leaf in call.leaves]
@@ -105,13 +105,13 @@ def keep(call: Call, replica: int) -> None:
         )
 
 
-def describe(call: Call) -> str:
-    """Return what a replica calls, for people: `all_reduce(sum) of {'a': float32[3]}`."""
+def _describe(call: CheckedCall) -> str:
+    """Return a call as text: `all_reduce(sum) of {'a': float32[3]}`."""
     request = call.request
     if request.kind == ALL_REDUCE:
-        text = f"all_reduce({ReduceOp.of(request.op).value}) of {_spell(request.tree)}"
+        text = f"all_reduce({ReduceOp.of(request.op).value}) of {_format_tree(request.tree)}"
     elif request.kind == ALL_GATHER:
-        text = f"all_gather(axis={request.axis}) of {_spell(request.tree)}"
+        text = f"all_gather(axis={request.axis}) of {_format_tree(request.tree)}"
     elif request.kind == BROADCAST:
         text = f"broadcast(source={request.source})"
     elif request.kind == BARRIER:
@@ -121,10 +121,12 @@ def describe(call: Call) -> str:
         text = f"merge_call({request.label}) with {trees.describe(trees.structure((args, kwargs)))}"
     if request.label and request.kind != MERGE_CALL:
         text = f"{request.label} ({text})"
-    return text + _spell_options(call.options)
+    return text + _format_options(call.options)
 
 
-def _check_all_reduce(request: Request, options: CommunicationOptions, replicas: int) -> Call:
+def _check_all_reduce(
+    request: CollectiveRequest, options: CommunicationOptions, replicas: int
+) -> CheckedCall:
     tree = request.tree
     op = _OPS.get(request.op) if isinstance(request.op, str) else None
     if op is None:
@@ -152,11 +154,13 @@ def _check_all_reduce(request: Request, options: CommunicationOptions, replicas:
             _number(tree, op, None, 0)
         spelled = [*zip(_names(dtypes), shapes, strict=True)]
         text = f"all_reduce {op.value} {_structure(treedef)} {spelled} {request.label}"
-        signature = _remember(key, text, options, Layout.of(op, dtypes, shapes), treedef)
-    return Call(request, signature, options, leaves)
+        signature = _intern(key, text, options, LeafLayout.of(op, dtypes, shapes), treedef)
+    return CheckedCall(request, signature, options, leaves)
 
 
-def _check_all_gather(request: Request, options: CommunicationOptions, replicas: int) -> Call:
+def _check_all_gather(
+    request: CollectiveRequest, options: CommunicationOptions, replicas: int
+) -> CheckedCall:
     axis = request.axis = axis_of(request.axis)
     found, treedef = trees.flatten(request.tree)
     if not found:
@@ -186,37 +190,39 @@ def _check_all_gather(request: Request, options: CommunicationOptions, replicas:
     signature = _known.get(key)
     if signature is None:
         text = f"all_gather {_structure(treedef)} {spec}"
-        signature = _remember(key, text, options, None, treedef)
-    return Call(request, signature, options, leaves)
+        signature = _intern(key, text, options, None, treedef)
+    return CheckedCall(request, signature, options, leaves)
 
 
-def _check_broadcast(request: Request, options: CommunicationOptions, replicas: int) -> Call:
+def _check_broadcast(request: CollectiveRequest, options: CommunicationOptions, replicas: int) -> CheckedCall:
     source = _source(request, replicas)
-    return Call(request, _plain(f"broadcast {source} {request.label}", options), options)
+    return CheckedCall(request, _plain(f"broadcast {source} {request.label}", options), options)
 
 
-def _check_barrier(request: Request, options: CommunicationOptions, replicas: int) -> Call:
-    return Call(request, _plain("barrier", options), options)
+def _check_barrier(request: CollectiveRequest, options: CommunicationOptions, replicas: int) -> CheckedCall:
+    return CheckedCall(request, _plain("barrier", options), options)
 
 
-def _check_merge_call(request: Request, options: CommunicationOptions, replicas: int) -> Call:
+def _check_merge_call(
+    request: CollectiveRequest, options: CommunicationOptions, replicas: int
+) -> CheckedCall:
     if not callable(request.function):
         raise TypeError(f"merge_call expects a function, got {request.function!r}")
     structure = trees.structure(request.tree)
-    return Call(request, _plain(f"merge_call {request.label} {structure}", options), options)
+    return CheckedCall(request, _plain(f"merge_call {request.label} {structure}", options), options)
 
 
-def _check_tensors(request: Request, options: CommunicationOptions, replicas: int) -> Call:
-    """Check a request that torch is to carry out; of torch's dtypes and devices, torch is the judge."""
+def _check_tensors(request: CollectiveRequest, options: CommunicationOptions, replicas: int) -> CheckedCall:
+    """Check a request for torch; torch itself checks dtypes and devices."""
     leaves, treedef = tensors_of(request, options.implementation)
     spec: list[Hashable] = [(str(leaf.dtype), tuple(leaf.shape)) for leaf in leaves]
     if request.kind == ALL_REDUCE:
-        what = ReduceOp.of(request.op).value
+        detail = ReduceOp.of(request.op).value
     elif request.kind == BROADCAST:
-        what = str(_source(request, replicas))
+        detail = str(_source(request, replicas))
     else:
         axis = request.axis = axis_of(request.axis)
-        what = ""
+        detail = ""
         for index, leaf in enumerate(leaves):
             try:
                 (along,) = resolve_axes((axis,), leaf.ndim)
@@ -224,10 +230,10 @@ def _check_tensors(request: Request, options: CommunicationOptions, replicas: in
                 raise _at(request.kind, treedef, index, error) from None
             shape = tuple(leaf.shape)
             spec[index] = (str(leaf.dtype), shape[:along], shape[along + 1 :])
-    key = (request.kind, what, treedef, tuple(spec), options.key)
-    text = f"{request.kind} {what} {_structure(treedef)} {spec}"
-    signature = _known.get(key) or _remember(key, text, options, None, treedef)
-    return Call(request, signature, options, leaves)
+    key = (request.kind, detail, treedef, tuple(spec), options.key)
+    text = f"{request.kind} {detail} {_structure(treedef)} {spec}"
+    signature = _known.get(key) or _intern(key, text, options, None, treedef)
+    return CheckedCall(request, signature, options, leaves)
 
 
 _CHECKS: Final = {
@@ -239,54 +245,54 @@ _CHECKS: Final = {
 }
 
 
-def _source(request: Request, replicas: int) -> int:
+def _source(request: CollectiveRequest, replicas: int) -> int:
     source = request.source
     if isinstance(source, (bool, np.bool_)) or not hasattr(type(source), "__index__"):
-        raise TypeError(f"the source of a broadcast is the id of a replica, an int, not {source!r}")
+        raise TypeError(f"`source` must be the id of a replica, an int, got {source!r}")
     source = request.source = operator.index(source)
     if not 0 <= source < replicas:
-        raise ValueError(f"broadcast from source {source}: expected the id of a replica, 0..{replicas - 1}")
+        raise ValueError(f"`source` must be the id of a replica, 0..{replicas - 1}, got {source}")
     return source
 
 
 def _number(leaf: Any, op: ReduceOp, treedef: trees.Treedef | None, index: int) -> np.ndarray[Any, Any]:
-    """Return a leaf as a contiguous array of native byte order, if it can be folded."""
+    """Return a leaf as a contiguous array of native byte order; raise if it cannot be folded."""
     try:
         if type(leaf) is int:
             array = np.asarray(leaf, _INT64)
         else:
-            if not isinstance(leaf, np.ndarray):  # of other things `partials` says what they are
+            if not isinstance(leaf, np.ndarray):  # `partials` raises the error of other types
                 partials.leaf_partial(op, None, leaf)
             array = np.asarray(leaf, order="C")
-            Layout.of(op, [array.dtype.newbyteorder("=")], [array.shape])
+            LeafLayout.of(op, [array.dtype.newbyteorder("=")], [array.shape])
     except (TypeError, ValueError) as error:
         raise _at(f"all_reduce({op.value})", treedef, index, error) from None
     except OverflowError:
-        too_big = OverflowError(f"{leaf} does not fit int64, as which Python's integers count")
+        too_big = OverflowError(f"{leaf} does not fit int64, the dtype of Python integers")
         raise _at(f"all_reduce({op.value})", treedef, index, too_big) from None
     return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
 
 
-def _at(what: str, treedef: trees.Treedef | None, index: int, error: Exception) -> Exception:
-    """Return the error with the leaf that it speaks of."""
+def _at(operation: str, treedef: trees.Treedef | None, index: int, error: Exception) -> Exception:
+    """Return the error, prefixed with the path of its leaf."""
     path = "" if treedef is None else trees.treedef_paths(treedef)[index]
-    return type(error)(f"{what} of " + (f"leaf {path!r}: " if path else "the value: ") + str(error))
+    return type(error)(f"{operation} of " + (f"leaf {path!r}: " if path else "the value: ") + str(error))
 
 
 def _plain(text: str, options: CommunicationOptions) -> Signature:
     key = (text, options.key)
-    return _known.get(key) or _remember(key, text, options, None, None)
+    return _known.get(key) or _intern(key, text, options, None, None)
 
 
-def _remember(
+def _intern(
     key: Hashable,
     text: str,
     options: CommunicationOptions,
-    layout: Layout | None,
+    layout: LeafLayout | None,
     treedef: trees.Treedef | None,
 ) -> Signature:
     digest = hashlib.blake2b(f"{text} {options.key}".encode(), digest_size=WORD_BYTES)
-    if len(_known) >= _SIGNATURES_MAX:  # shapes that never come back must not fill the memory
+    if len(_known) >= _SIGNATURES_MAX:  # bounds memory if every call has a new shape
         _known.clear()
     signature = _known[key] = Signature(digest.digest(), layout, treedef)
     return signature
@@ -300,8 +306,8 @@ def _names(dtypes: Sequence[np.dtype[Any]]) -> list[str]:
     return [dtype.name for dtype in dtypes]
 
 
-class _Spelled:
-    """Stands for a leaf in a tree that is printed."""
+class _LeafText:
+    """Placeholder of a leaf in a printed tree."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -310,12 +316,12 @@ class _Spelled:
         return self._text
 
 
-def _spell(tree: Tree) -> str:
+def _format_tree(tree: Tree) -> str:
     leaves, treedef = trees.flatten(tree)
-    return repr(trees.unflatten(treedef, [_Spelled(_spell_leaf(leaf)) for leaf in leaves]))
+    return repr(trees.unflatten(treedef, [_LeafText(_format_leaf(leaf)) for leaf in leaves]))
 
 
-def _spell_leaf(leaf: Any) -> str:
+def _format_leaf(leaf: Any) -> str:
     if type(leaf) in (int, float, complex):
         return type(leaf).__name__
     if isinstance(leaf, (np.ndarray, np.generic)):
@@ -323,10 +329,70 @@ def _spell_leaf(leaf: Any) -> str:
     return f"{getattr(leaf, 'dtype', type(leaf).__name__)}{list(getattr(leaf, 'shape', []))}"
 
 
-def _spell_options(options: CommunicationOptions) -> str:
-    said = []
+def _format_options(options: CommunicationOptions) -> str:
+    fields = []
     if options.bytes_per_pack:
-        said.append(f"bytes_per_pack={options.bytes_per_pack}")
+        fields.append(f"bytes_per_pack={options.bytes_per_pack}")
     if options.implementation != "auto":
-        said.append(f"implementation={options.implementation}")
-    return f" ({', '.join(said)})" if said else ""
+        fields.append(f"implementation={options.implementation}")
+    return f" ({', '.join(fields)})" if fields else ""
+
+
+_RETURNED = "returned, and calls nothing more"
+
+_ADVICE = (
+    "Every replica must call the same collectives, in the same order, with trees of the same structure, "
+    "dtypes and shapes (all_gather: sizes may differ along its axis), and must not return before the "
+    "others have called theirs."
+)
+
+
+def account(call: CheckedCall | None) -> str:
+    """Return a replica's call as text for the others; None: the replica has returned."""
+    return _RETURNED if call is None else f"{_describe(call)}, at {call.request.where}"
+
+
+def mismatch_text(number: int, accounts: Mapping[int, str]) -> str:
+    """Return the text of a mismatch.
+
+    Args:
+        number: number of the collective in the step, from 1.
+        accounts: for each replica its `account`.
+    """
+    together: dict[str, list[int]] = {}
+    for replica in sorted(accounts):
+        together.setdefault(accounts[replica], []).append(replica)
+    detail = "differs between replicas" if _RETURNED not in together else "was not called by every replica"
+    lines = [f"collective {number} of this step {detail}:"]
+    lines += [f"  {_format_ranges(replicas)}: {text}" for text, replicas in together.items()]
+    return "\n".join([*lines, _ADVICE])
+
+
+def stall_text(number: int, text: str, missing: str, waited_s: float) -> str:
+    """Return the text of a collective that waits for missing replicas.
+
+    Args:
+        number: number of the collective in the step, from 1.
+        text: the account of a waiting replica.
+        missing: the missing replicas or members.
+    """
+    return (
+        f"collective {number} of this step has waited {waited_s:g} s for {missing}: {text}. Raise "
+        "CommunicationOptions(timeout_s=...) if steps may take that long; else find where they hang"
+    )
+
+
+def format_replicas(replicas: Sequence[int]) -> str:
+    """Return "replica 3", or "replicas 0-2, 5"."""
+    return _format_ranges(list(replicas))
+
+
+def _format_ranges(replicas: list[int]) -> str:
+    runs: list[list[int]] = []
+    for replica in replicas:
+        if runs and replica == runs[-1][1] + 1:
+            runs[-1][1] = replica
+        else:
+            runs.append([replica, replica])
+    spelled = ", ".join(str(lo) if lo == hi else f"{lo}-{hi}" for lo, hi in runs)
+    return f"replica{'s' if len(replicas) > 1 else ''} {spelled}"

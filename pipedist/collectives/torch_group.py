@@ -1,12 +1,12 @@
 """The implementations gloo and nccl: collectives of torch tensors through torch.distributed.
 
-They are opt-in, and outside pipedist's law of bits: torch folds in an order of its own. They need one
-process per replica. The members meet in their channel first, as for every collective, so that
-mismatches are found; then the process group carries the tensors. It is made at the first such
-collective: member 0 opens a store, and its address goes to the others through the channel. Where the
-members have a name as a set (`Channel.group`), the process group is kept for their next gangs.
+They are opt-in, and results are not bit-identical: torch folds in its own order. They need one process
+per replica. Members first exchange words in their channel, as in every collective, so that mismatches are
+found; then the process group transfers the tensors. It is created at the first such collective: member 0
+opens a store, and sends its address to the others through the channel. If the members have a name as a
+set (`Channel.group`), the process group is cached for their next gangs.
 
-torch is imported only here, and only when somebody asks for it.
+torch is imported only here, when one of these implementations is used.
 """
 
 from __future__ import annotations
@@ -22,29 +22,31 @@ from typing import Any, Final
 
 from pipedist import trees
 from pipedist.collectives.options import Implementation
-from pipedist.collectives.requests import ALL_GATHER, ALL_REDUCE, BROADCAST, Request
+from pipedist.collectives.requests import ALL_GATHER, ALL_REDUCE, BROADCAST, CollectiveRequest
 from pipedist.errors import UsageError
 from pipedist.partials import ReduceOp
 
 IMPLEMENTATIONS: Final = (Implementation.GLOO, Implementation.NCCL)
-CARRIED: Final = (ALL_REDUCE, ALL_GATHER, BROADCAST)
-"""The collectives that torch carries out; the others have no tensors to carry."""
+TORCH_COLLECTIVES: Final = (ALL_REDUCE, ALL_GATHER, BROADCAST)
+"""The collectives that torch executes; the others have no tensors."""
 
 _GROUPS_MAX: Final = 4
 _TIMEOUT_S_MAX: Final = 7 * 86400.0
 
 Tensor = Any
-Tell = Callable[[dict[str, Any]], list[dict[str, Any]]]
-"""Brings a dict of plain values to all members, and returns what all brought, by member."""
+Share = Callable[[dict[str, Any]], list[dict[str, Any]]]
+"""Send a dict of plain values to all members; return those of all members."""
 
 
-def tensors_of(request: Request, implementation: Implementation) -> tuple[list[Tensor], trees.Treedef]:
+def tensors_of(
+    request: CollectiveRequest, implementation: Implementation
+) -> tuple[list[Tensor], trees.Treedef]:
     """Return the tensors of a replica's tree.
 
     Raises:
         UsageError: torch is not installed.
-        TypeError: a leaf is no torch tensor.
-        ValueError: there are no leaves.
+        TypeError: a leaf is not a torch tensor.
+        ValueError: the tree has no leaves.
     """
     torch = _torch(implementation)
     leaves, treedef = trees.flatten(request.tree)
@@ -54,7 +56,7 @@ def tensors_of(request: Request, implementation: Implementation) -> tuple[list[T
         if not isinstance(leaf, torch.Tensor):
             place = f"leaf {path!r}" if path else "the value"
             raise TypeError(
-                f"{request.kind} of {place}: implementation {implementation} carries torch tensors, not "
+                f"{request.kind} of {place}: implementation {implementation} needs torch tensors, got "
                 f"{type(leaf).__name__}; use torch.from_numpy, or implementation auto"
             )
     return leaves, treedef
@@ -64,10 +66,10 @@ class TorchGroup:
     """A process group of torch.distributed among the members of a gang.
 
     Args:
-        identity: the same text in all members.
-        group: torch's; None where there is one member.
+        identity: equal in all members.
+        group: torch's process group; None for one member.
         member: this member's rank.
-        members: how many there are.
+        members: number of members.
     """
 
     def __init__(self, identity: str, group: Any, member: int, members: int) -> None:
@@ -77,55 +79,55 @@ class TorchGroup:
         self._members = members
 
     @classmethod
-    def meet(
+    def join(
         cls,
         implementation: Implementation,
         group: str,
         member: int,
         members: int,
         timeout_s: float,
-        tell: Tell,
+        share: Share,
     ) -> TorchGroup:
-        """Return the process group of these members: the one that all have kept, or a new one.
+        """Return the process group of these members: the one that all have cached, or a new one.
 
         Args:
             implementation: gloo or nccl.
             group: `Channel.group`.
-            member: this one.
-            members: how many there are.
-            timeout_s: how long its operations may take.
-            tell: how members tell each other something; used once or twice, by all alike.
+            member: this member's rank.
+            members: number of members.
+            timeout_s: timeout of its operations.
+            share: exchanges values among members; called once or twice, equally in all of them.
 
         Raises:
-            UsageError: torch is not installed, or lacks this implementation.
+            UsageError: torch is not installed, or was built without this implementation.
         """
         dist = _distributed(implementation)
         if members == 1:
             return cls("", None, 0, 1)
         key = (implementation, group)
-        kept = _kept.get(key) if group else None
+        cached = _cached.get(key) if group else None
         boot = ""
         with suppress(OSError):
             boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        told = tell(
-            {"kept": "" if kept is None else kept.identity, "boot": boot, "host": socket.gethostname()}
+        shared = share(
+            {"cached": "" if cached is None else cached.identity, "boot": boot, "host": socket.gethostname()}
         )
-        if kept is not None and all(one["kept"] == kept.identity for one in told):
-            return kept
-        _kept.pop(key, None)
-        is_local = bool(boot) and all(one["boot"] == boot for one in told)
+        if cached is not None and all(one["cached"] == cached.identity for one in shared):
+            return cached
+        _cached.pop(key, None)
+        is_local = bool(boot) and all(one["boot"] == boot for one in shared)
         timeout = timedelta(seconds=min(timeout_s, _TIMEOUT_S_MAX))
         if member == 0:
-            host = "127.0.0.1" if is_local else socket.gethostbyname(told[0]["host"])
+            host = "127.0.0.1" if is_local else socket.gethostbyname(shared[0]["host"])
             store = dist.TCPStore(host, 0, members, True, timeout, wait_for_workers=False)
             address: dict[str, Any] = {
                 "host": host,
                 "port": int(store.port),
                 "identity": secrets.token_hex(8),
             }
-            tell(address)
+            share(address)
         else:
-            address = tell({})[0]
+            address = share({})[0]
             store = dist.TCPStore(address["host"], address["port"], members, False, timeout)
         store = dist.PrefixStore(address["identity"], store)
         if implementation is Implementation.GLOO:
@@ -138,13 +140,13 @@ class TorchGroup:
             made = dist.ProcessGroupNCCL(store, member, members, timeout)
         opened = cls(address["identity"], made, member, members)
         if group:
-            while len(_kept) >= _GROUPS_MAX:
-                _kept.pop(next(iter(_kept)))
-            _kept[key] = opened
+            while len(_cached) >= _GROUPS_MAX:
+                _cached.pop(next(iter(_cached)))
+            _cached[key] = opened
         return opened
 
     def all_reduce(self, op: ReduceOp, leaves: Sequence[Tensor]) -> list[Tensor]:
-        """Return the fold of all members' tensors, in torch's order; MEAN divides their sum.
+        """Return the fold of all members' tensors, in torch's order; MEAN divides the sum.
 
         Raises:
             TypeError: MEAN of integers.
@@ -171,12 +173,12 @@ class TorchGroup:
         return results
 
     def all_gather(self, axis: int, leaves: Sequence[Tensor], sizes: Sequence[Sequence[int]]) -> list[Tensor]:
-        """Return all members' tensors end to end.
+        """Return all members' tensors, concatenated.
 
         Args:
-            axis: along which.
-            leaves: this member's.
-            sizes: by member, the sizes of its leaves along the axis.
+            axis: the axis of concatenation.
+            leaves: this member's tensors.
+            sizes: for each member the sizes of its leaves along the axis.
         """
         torch = _torch(Implementation.GLOO)
         results = []
@@ -185,7 +187,7 @@ class TorchGroup:
             counts = [of[place] for of in sizes]
             parts = [mine]
             if self._group is not None:
-                # torch wants equal sizes: rows are added, and cut off again.
+                # torch needs equal sizes: pad rows, and remove them after the transfer.
                 padded = torch.zeros((max(counts), *mine.shape[1:]), dtype=mine.dtype, device=mine.device)
                 padded[: mine.shape[0]] = mine
                 parts = [torch.empty_like(padded) for _ in counts]
@@ -195,7 +197,7 @@ class TorchGroup:
         return results
 
     def broadcast(self, source: int, leaves: Sequence[Tensor]) -> list[Tensor]:
-        """Return the tensors of member `source`; those of the others are of the same shapes."""
+        """Return the tensors of member `source`; all members have the same shapes."""
         dist = _distributed(Implementation.GLOO)
         results = []
         for leaf in leaves:
@@ -209,13 +211,13 @@ class TorchGroup:
         return results
 
 
-_kept: Final[dict[tuple[Implementation, str], TorchGroup]] = {}
+_cached: Final[dict[tuple[Implementation, str], TorchGroup]] = {}
 
 
 def forget(group: str) -> None:
-    """Drop the process groups of these members: an operation on them has failed, or was left."""
+    """Drop the cached process groups of these members after a failed or interrupted operation."""
     for implementation in IMPLEMENTATIONS:
-        _kept.pop((implementation, group), None)
+        _cached.pop((implementation, group), None)
 
 
 def _torch(implementation: Implementation) -> Any:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from pipedist import messages as msg
-from pipedist import platforms
+from pipedist import platform_id
 from pipedist.coordinator.roster import Peer
-from pipedist.platforms import Platform
+from pipedist.platform_id import Platform
 
 
 def refusal(
@@ -50,5 +50,5 @@ def differences(hello: msg.Hello, *, managed: bool) -> str:
         managed: it was started here, on this very processor.
     """
     theirs = Platform(hello.python, hello.numpy, hello.pipedist, hello.cpu, hello.traits)
-    differing = platforms.differences(theirs, Platform.here(), called="the run", same_processor=managed)
+    differing = platform_id.differences(theirs, Platform.here(), called="the run", same_processor=managed)
     return "it runs " + ", ".join(differing) if differing else ""

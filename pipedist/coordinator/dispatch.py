@@ -9,7 +9,7 @@ from pipedist.coordinator.fleet import Fleet
 from pipedist.coordinator.gangs import Gangs
 from pipedist.coordinator.handle import PassHandle
 from pipedist.coordinator.states import States
-from pipedist.feeds import Spans
+from pipedist.feeds import ElementRanges
 from pipedist.scheduler import Event
 from pipedist.scheduler import commands as cmd
 from pipedist.scheduler import events as ev
@@ -58,7 +58,7 @@ class Dispatch:
             self._fleet.send(worker, head, payloads[member])
 
     def _payload(
-        self, handle: PassHandle, worker: str, lease: int, lo: int, hi: int, elements: Spans = ()
+        self, handle: PassHandle, worker: str, lease: int, lo: int, hi: int, elements: ElementRanges = ()
     ) -> list[Frame] | None:
         """Return what is sent for calls [lo, hi), and send the states that they read.
 

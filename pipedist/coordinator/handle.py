@@ -18,7 +18,7 @@ from pipedist.coordinator.policy import Policy
 from pipedist.coordinator.roster import Peer
 from pipedist.coordinator.store import Chunk, ResultStore, Slots
 from pipedist.errors import CallError, LocalProtocolError, RunCancelled, RunDrained
-from pipedist.feeds import Feed, Spans
+from pipedist.feeds import ElementRanges, Feed
 from pipedist.program import Program, Shards, Tree
 from pipedist.records import record
 from pipedist.scheduler import Event, PassSettings
@@ -286,7 +286,7 @@ class PassHandle:
                 self._demand -= offer.last - offer.first
                 self.counts.elements_offered += offer.elements
                 parts = self.settings.replicas if self.settings.gang else offer.parts
-                holes = () if self.settings.gang else offer.holes
+                holes = () if self.settings.gang else offer.skipped_replicas
                 self._leave_out(offer.first, offer.last, holes)
                 self._post(ev.StepsOffered(self.id, offer.first, offer.last, parts, offer.bytes, holes))
             await anyio.lowlevel.checkpoint()
@@ -309,7 +309,7 @@ class PassHandle:
 
     # -- for the coordinator -------------------------------------------------------------
 
-    def shards(self, lo: int, hi: int, *, local: bool, elements: Spans = ()) -> Shards:
+    def shards(self, lo: int, hi: int, *, local: bool, elements: ElementRanges = ()) -> Shards:
         """Return what is sent for calls [lo, hi).
 
         Args:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pipedist import messages as msg
-from pipedist.code_snapshots import CodeTooLarge, Snapshot, take
+from pipedist.code_archive import CodeSnapshot, CodeTooLarge, take
 from pipedist.coordinator.fleet import Fleet
 from pipedist.coordinator.handle import PassHandle
 from pipedist.coordinator.roster import Peer
@@ -24,7 +24,7 @@ class Introductions:
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
-        self._taken: dict[str, tuple[Snapshot | None, str, Sequence[Frame]]] = {}
+        self._taken: dict[str, tuple[CodeSnapshot | None, str, Sequence[Frame]]] = {}
         """By folder: what was taken of it, what people are told, and the payload."""
 
     def bind(self, worker: str, handle: PassHandle) -> None:
@@ -60,7 +60,7 @@ class Introductions:
         self._fleet.send(peer.worker, msg.Code(folder, snapshot.digest, text), () if held else payload)
 
 
-def _take(folder: str) -> tuple[Snapshot | None, str, Sequence[Frame]]:
+def _take(folder: str) -> tuple[CodeSnapshot | None, str, Sequence[Frame]]:
     try:
         snapshot = take(folder)
     except CodeTooLarge as error:

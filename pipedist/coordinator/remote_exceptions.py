@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from pipedist import messages as msg
 from pipedist.errors import CallError, WorkerDied
-from pipedist.revival import revive
+from pipedist.remote_errors import rebuild_exception
 from pipedist.scheduler.commands import Failure
 
 
@@ -23,7 +23,7 @@ def call_error(failure: Failure, raised: Mapping[int, msg.Failed], *, name: str,
     cause: BaseException
     if failure.cause is None:
         told = raised[failure.call]
-        cause = revive(told.module, told.name, told.text)
+        cause = rebuild_exception(told.module, told.name, told.text)
         name, text, trace = told.stage or name, f"{told.name}: {told.text}", told.traceback
     else:
         cause = WorkerDied(failure.worker, failure.cause)

@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from pipedist import trees
+from pipedist.misuse_hints import conversion_hint, is_masked
 from pipedist.program import Tree
-from pipedist.stand_ins import is_masked, stand_in
 
 Shape = tuple[int | None, ...]
 """A static shape; None stands for a dimension that differs from element to element."""
@@ -130,7 +130,9 @@ def _frozen(array: NDArray[Any]) -> NDArray[Any]:
 
 def _checked(value: Any) -> Any:
     if type(value) is not np.ndarray and is_masked(value):
-        raise TypeError(f"an element has a masked array as a leaf; expected plain ones: {stand_in(value)}")
+        raise TypeError(
+            f"an element has a masked array as a leaf; expected plain ones: {conversion_hint(value)}"
+        )
     if value.dtype.kind == "O" or value.dtype.type is np.void:
         raise TypeError(
             f"an element has a leaf of dtype {value.dtype}; expected numbers, bool, str, bytes or "

@@ -6,7 +6,7 @@ import enum
 from dataclasses import dataclass
 from typing import Any
 
-from pipedist.counts import count
+from pipedist.arguments import check_int
 
 
 class AutoShardPolicy(enum.StrEnum):
@@ -72,7 +72,7 @@ class InputOptions:
     replication_mode: InputReplicationMode = InputReplicationMode.PER_WORKER
 
     def __post_init__(self) -> None:
-        count("per_replica_buffer_size", self.per_replica_buffer_size, at_least=1)
+        check_int("per_replica_buffer_size", self.per_replica_buffer_size, at_least=1)
         if not isinstance(self.replication_mode, str):
             raise TypeError(
                 f"replication_mode is {self.replication_mode!r}; expected an InputReplicationMode"
@@ -109,7 +109,7 @@ class InputContext:
             ("input_pipeline_id", 0),
             ("num_replicas_in_sync", 1),
         ):
-            object.__setattr__(self, name, count(name, getattr(self, name), at_least=least))
+            object.__setattr__(self, name, check_int(name, getattr(self, name), at_least=least))
         if self.input_pipeline_id >= self.num_input_pipelines:
             raise ValueError(
                 f"input_pipeline_id is {self.input_pipeline_id}, but there are "
@@ -126,7 +126,7 @@ class InputContext:
             ValueError: it is negative or does not divide evenly.
             TypeError: it is no int (8.0 is none).
         """
-        size = count("global_batch_size", global_batch_size, at_least=0)
+        size = check_int("global_batch_size", global_batch_size, at_least=0)
         share, rest = divmod(size, self.num_replicas_in_sync)
         if rest:
             raise ValueError(

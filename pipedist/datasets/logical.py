@@ -15,12 +15,12 @@ from typing import Any, ClassVar, Final
 import numpy as np
 
 from pipedist import trees
-from pipedist.counts import count
+from pipedist.arguments import check_int
 from pipedist.datasets import mapping, nodes, transforms
 from pipedist.datasets.element import ArraySpec, as_element
 from pipedist.datasets.input import AutoShardPolicy
+from pipedist.misuse_hints import TfNames
 from pipedist.program import Tree
-from pipedist.tf_names import TfNames
 
 
 class Dataset(TfNames):
@@ -159,12 +159,12 @@ class Dataset(TfNames):
             batch_size: elements of a batch, at least 1; of a GLOBAL batch, if it is distributed.
             drop_remainder: leave out a last batch that is shorter.
         """
-        size = count("batch_size", batch_size, at_least=1)
+        size = check_int("batch_size", batch_size, at_least=1)
         return self._then(transforms.Batch(self._node, size, bool(drop_remainder)))
 
     def padded_batch(self, batch_size: int, drop_remainder: bool = False) -> Dataset:
         """Stack consecutive elements of unequal shapes, padded at the end with 0, False or ""."""
-        size = count("batch_size", batch_size, at_least=1)
+        size = check_int("batch_size", batch_size, at_least=1)
         return self._then(transforms.Batch(self._node, size, bool(drop_remainder), padded=True))
 
     def unbatch(self) -> Dataset:
@@ -174,7 +174,9 @@ class Dataset(TfNames):
     def repeat(self, times: int | None = None) -> Dataset:
         """Return the dataset `times` times in a row; None or -1: for ever."""
         times = (
-            nodes.INFINITE if times is None or times == nodes.INFINITE else count("times", times, at_least=0)
+            nodes.INFINITE
+            if times is None or times == nodes.INFINITE
+            else check_int("times", times, at_least=0)
         )
         return self._then(transforms.Repeat(self._node, times))
 
@@ -182,13 +184,13 @@ class Dataset(TfNames):
         """Return the first `elements` elements; -1: all of them."""
         if elements == nodes.INFINITE and type(elements) is int:
             return self
-        return self._then(transforms.Take(self._node, count("elements", elements, at_least=0)))
+        return self._then(transforms.Take(self._node, check_int("elements", elements, at_least=0)))
 
     def skip(self, elements: int) -> Dataset:
         """Leave out the first `elements` elements; -1: all of them."""
         if elements == nodes.INFINITE and type(elements) is int:
             return self.take(0)
-        return self._then(transforms.Skip(self._node, count("elements", elements, at_least=0)))
+        return self._then(transforms.Skip(self._node, check_int("elements", elements, at_least=0)))
 
     def shard(self, num_shards: int, index: int) -> Dataset:
         """Return elements `index`, `index + num_shards`, ...
@@ -203,15 +205,15 @@ class Dataset(TfNames):
         """
         if num_shards == transforms.SHARD_HINT:
             return self._then(transforms.Shard(self._node, num_shards, index))
-        shards = count("num_shards", num_shards, at_least=1)
-        place = count("index", index, at_least=0)
+        shards = check_int("num_shards", num_shards, at_least=1)
+        place = check_int("index", index, at_least=0)
         if place >= shards:
             raise ValueError(f"index is {place}, but there are {shards} shards: expected 0 to {shards - 1}")
         return self._then(transforms.Shard(self._node, shards, place))
 
     def prefetch(self, buffer_size: int) -> Dataset:
         """Read up to `buffer_size` elements ahead, in a thread; the elements stay the same."""
-        return self._then(transforms.Prefetch(self._node, count("buffer_size", buffer_size, at_least=1)))
+        return self._then(transforms.Prefetch(self._node, check_int("buffer_size", buffer_size, at_least=1)))
 
     def cache(self) -> Dataset:
         """Keep the elements in memory once they were read to the end."""
@@ -257,8 +259,8 @@ class Dataset(TfNames):
         def open_node(element: Tree) -> nodes.Node:
             return _node_of("the function of interleave or flat_map", mapping.apply(fn, element))
 
-        cycle = count("cycle_length", cycle_length, at_least=1)
-        block = count("block_length", block_length, at_least=1)
+        cycle = check_int("cycle_length", cycle_length, at_least=1)
+        block = check_int("block_length", block_length, at_least=1)
         return self._then(mapping.Interleave(self._node, open_node, cycle, block))
 
     def with_options(self, *, auto_shard_policy: AutoShardPolicy | str) -> Dataset:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from pipedist.counts import count
+from pipedist.arguments import check_int
 from pipedist.datasets.input import AutoShardPolicy
 from pipedist.datasets.logical import Dataset
 from pipedist.datasets.nodes import INFINITE, UNKNOWN, FileNames, Node, TextFiles
@@ -40,8 +40,8 @@ def auto_shard(
         ValueError: a number is out of range, or the policy is FILE and the dataset does not read
             only files, or fewer than `num_pipelines` (for every index, before anything is read).
     """
-    pipelines = count("num_pipelines", num_pipelines, at_least=1)
-    place = count("index", index, at_least=0)
+    pipelines = check_int("num_pipelines", num_pipelines, at_least=1)
+    place = check_int("index", index, at_least=0)
     if place >= pipelines:
         raise ValueError(
             f"index is {place}, but there are {pipelines} pipelines: expected 0 to {pipelines - 1}"
@@ -108,7 +108,7 @@ def rebatch(dataset: Dataset, parts: int) -> Dataset:
     Raises:
         ValueError: while reading, where a leaf is a scalar.
     """
-    return Dataset(Rebatch(dataset.node, count("parts", parts, at_least=1)), dataset.auto_shard_policy)
+    return Dataset(Rebatch(dataset.node, check_int("parts", parts, at_least=1)), dataset.auto_shard_policy)
 
 
 def divide(dataset: Dataset, num_pipelines: int, replicas_per_pipeline: int) -> list[Dataset]:
@@ -153,10 +153,10 @@ def batch_sizes_for_worker(
     Raises:
         ValueError: a number is out of range.
     """
-    rows = count("global_batch", global_batch, at_least=0)
-    pipelines = count("num_pipelines", num_pipelines, at_least=1)
-    replicas = count("replicas_per_pipeline", replicas_per_pipeline, at_least=1)
-    place = count("index", index, at_least=0)
+    rows = check_int("global_batch", global_batch, at_least=0)
+    pipelines = check_int("num_pipelines", num_pipelines, at_least=1)
+    replicas = check_int("replicas_per_pipeline", replicas_per_pipeline, at_least=1)
+    place = check_int("index", index, at_least=0)
     if place >= pipelines:
         raise ValueError(
             f"index is {place}, but there are {pipelines} pipelines: expected 0 to {pipelines - 1}"

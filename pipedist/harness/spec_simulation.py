@@ -28,14 +28,14 @@ from pipedist.harness.simulated_cluster import CheckedCoordinator, SimulatedClus
 from pipedist.harness.simulation import SimulationFailure
 from pipedist.harness.virtual_clock import virtual_clock
 from pipedist.harness.virtual_loop import NothingHappens, VirtualLoop
-from pipedist.importing import refuse_inside
+from pipedist.import_guard import reject_during_import
 from pipedist.pipeline.own_thread import in_own_thread
 from pipedist.pipeline.result import Result
 from pipedist.pipeline.runs import Run, SpecLike
 from pipedist.program import Tree
-from pipedist.scratch_folders import ScratchFolder
 from pipedist.spec import RunSpec, Spec, load
 from pipedist.spec.interpolation import read_setting
+from pipedist.temp_dirs import ScratchFolder
 
 CALM_S = 600.0
 """How long a run may take once no new faults happen, beside a hundred times its time without faults."""
@@ -192,7 +192,7 @@ class SpecSimulation:
     # -- one run -------------------------------------------------------------------------------
 
     def _play(self, seed: int, *, workers: int, faults: Faults, storm_s: float, calm_s: float) -> Played:
-        refuse_inside("pipedist.harness.simulate")
+        reject_during_import("pipedist.harness.simulate")
         if current_fiber() is not None:
             raise UsageError("a simulation can't be run by a function that is itself being simulated")
         cluster = SimulatedCluster(

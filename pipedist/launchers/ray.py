@@ -38,7 +38,7 @@ from pipedist.launchers.engines import (
 )
 from pipedist.launchers.supervisor_process import JoinConfig, SupervisorProcess
 from pipedist.records import record
-from pipedist.scratch_folders import ScratchFolder
+from pipedist.temp_dirs import ScratchFolder
 
 AUTO = "auto"
 """The address of the Ray that runs on this host, or that RAY_ADDRESS names."""

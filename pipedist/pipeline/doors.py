@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from pipedist.importing import refuse_inside
+from pipedist.import_guard import reject_during_import
 from pipedist.launchers.server import Spare, prepare
 from pipedist.pipeline.own_thread import in_own_thread
 
@@ -61,7 +61,7 @@ def open(
         PlanError: it can't be carried out here (on entering).
         UsageError: arguments that make no sense, or the output folder is in use (on entering).
     """
-    refuse_inside("pipedist.open")
+    reject_during_import("pipedist.open")
     spare = _head_start(spec) if cluster in (None, "local") else Spare()
     try:
         from pipedist.pipeline.runs import Run
@@ -104,7 +104,7 @@ def run(
 
     Raises: as `open` and `Run.results`.
     """
-    refuse_inside("pipedist.run")
+    reject_during_import("pipedist.run")
 
     async def main() -> Result:
         async with open(

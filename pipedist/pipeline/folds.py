@@ -20,7 +20,7 @@ import anyio.to_thread
 import numpy as np
 
 from pipedist import trees
-from pipedist.partial_runs import push_steps
+from pipedist.batched import push_steps
 from pipedist.program import Tree
 from pipedist.reductions import FoldTree, Partial, Reduction
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import anyio
 
-from pipedist.feeds import Feed, Offer, Spans
+from pipedist.feeds import ElementRanges, Feed, StepBatch
 from pipedist.plan.model import Rhythm
 from pipedist.program import ReaderConfig, Shards, Tree
 
@@ -47,7 +47,7 @@ class GatedFeed(Feed):
         """By epoch: this one and those before it are let in."""
         self._ends_with_data = first_epoch >= 0
         self._ended = False
-        self._ahead: deque[Offer] = deque()
+        self._ahead: deque[StepBatch] = deque()
         """Read from the feed, and not let in."""
         self._next = 0
         """Steps before this one were handed out."""
@@ -124,7 +124,7 @@ class GatedFeed(Feed):
 
     # -- a feed ----------------------------------------------------------------------------------
 
-    async def pull(self, count: int) -> list[Offer]:
+    async def pull(self, count: int) -> list[StepBatch]:
         """Return the next steps as soon as they are let in."""
         while not self._ended:
             changed = self._changed  # of now: what is let in while the data is read must not be missed
@@ -144,7 +144,7 @@ class GatedFeed(Feed):
         if not self._ahead and count > 0:
             self._ahead += await self._feed.pull(count)
 
-    def _let_in(self, count: int) -> list[Offer]:
+    def _let_in(self, count: int) -> list[StepBatch]:
         offers = []
         while self._ahead and count > 0 and self._is_let_in(self._ahead[0].first):
             offer = self._ahead.popleft()
@@ -165,7 +165,7 @@ class GatedFeed(Feed):
             case _:
                 return True
 
-    def _cut(self, offer: Offer, at: int) -> tuple[Offer, Offer]:
+    def _cut(self, offer: StepBatch, at: int) -> tuple[StepBatch, StepBatch]:
         elements = self._feed.elements(offer.first, at)
         size = offer.bytes * (at - offer.first) // (offer.last - offer.first)
         return (
@@ -182,7 +182,7 @@ class GatedFeed(Feed):
         """Return how many elements of a call `some` can send without the others."""
         return self._feed.separable(call)
 
-    def some(self, call: int, elements: Spans, *, local: bool) -> Shards:
+    def some(self, call: int, elements: ElementRanges, *, local: bool) -> Shards:
         """Return what is sent for some elements of a call, with the states that it reads."""
         shards = self._feed.some(call, elements, local=local)
         return shards if self._states is None else replace(shards, states=self._states())

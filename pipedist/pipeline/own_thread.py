@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING, TypeVar
 
-from pipedist.importing import awaited
+from pipedist.import_guard import caller_is_waiting
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -37,7 +37,7 @@ def in_own_thread(
     interrupted, over = threading.Event(), threading.Event()
 
     def carry_out() -> None:
-        awaited.set(True)
+        caller_is_waiting.set(True)
         try:
             if not interrupted.is_set():
                 outcome.append(work())

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, NoReturn
 import anyio.abc
 import anyio.to_thread
 
+from pipedist.batched import step_partial
 from pipedist.coordinator import Coordinator, Slots
 from pipedist.errors import CallError, FoldError, OutputError
-from pipedist.partial_runs import step_partial
 from pipedist.pipeline.combining import CombineFold, FoldCall
 from pipedist.pipeline.folds import Fold, ReduceFold
 from pipedist.pipeline.gather_fold import GatherFold

@@ -256,7 +256,7 @@ class _Lookup:
             raise _no_such_step(key, pass_, feed.steps_total)
         if pass_.gang:
             return
-        if key.replica >= offers[0].parts or key.replica in offers[0].holes:
+        if key.replica >= offers[0].parts or key.replica in offers[0].skipped_replicas:
             raise UsageError(
                 f"there is no call {key}: of step {key.step} the shard of replica {key.replica} is empty"
             )

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipedist import platforms
+from pipedist import platform_id
 from pipedist.datasets.sources.paths import expand
 from pipedist.errors import JournalError, UsageError
 from pipedist.journal.differences import differences
@@ -27,7 +27,7 @@ from pipedist.pipeline.opening import grows, keeps, read_later
 from pipedist.pipeline.origin import NOWHERE, Origin
 from pipedist.plan import PassPlan, Plan
 from pipedist.plan.phases import links_of
-from pipedist.platforms import Platform
+from pipedist.platform_id import Platform
 from pipedist.spec import InitFile, UpdateSpec
 from pipedist.version import __version__
 
@@ -125,7 +125,7 @@ def changes(there: Header, now: Header) -> list[str]:
 def platform_changes(there: Header) -> list[str]:
     """Return in what this process's platform differs from that of a run, as phrases."""
     began = Platform(**{**there.platform, "traits": tuple(there.platform["traits"])})
-    return platforms.differences(began, Platform.here(), called="now")
+    return platform_id.differences(began, Platform.here(), called="now")
 
 
 def explain(plan: Plan, journal: Path) -> str:

@@ -19,11 +19,11 @@ import anyio.abc
 import anyio.to_thread
 
 from pipedist import messages as msg
-from pipedist.async_only import AsyncOnly
 from pipedist.coordinator import LogSink
 from pipedist.errors import CallError, JournalError, LocalProtocolError, OutputError, RunCancelled, UsageError
 from pipedist.launchers.server import Spare
 from pipedist.local_cluster import Cluster, checked_count, usable_cores
+from pipedist.misuse_hints import AsyncOnly
 from pipedist.pipeline.call_keys import replay_of
 from pipedist.pipeline.clusters import cluster_for
 from pipedist.pipeline.execution import Execution

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from itertools import accumulate, groupby
 
 from pipedist.errors import FoldError, OutputError, PipedistError
-from pipedist.feeds import Feed, Offer
+from pipedist.feeds import Feed, StepBatch
 from pipedist.journal.logs import EMPTY, Entry, Log
 from pipedist.program import ReaderConfig, Shards, Tree
 from pipedist.transport.codec import decode
@@ -167,7 +167,7 @@ class SpoolFeed(Feed):
         """Pass over the steps before `step`."""
         self._next = step
 
-    async def pull(self, count: int) -> list[Offer]:
+    async def pull(self, count: int) -> list[StepBatch]:
         """Return the next steps."""
         spool, first = self._spool, self._next
         self._next = min(len(spool), first + count)
@@ -179,7 +179,7 @@ class SpoolFeed(Feed):
         for (parts, _, holes), same in kinds:
             last = first + len(list(same))
             elements, size = spool.elements(first, last), spool.bytes(first, last)
-            offers.append(Offer(first, last, parts, elements, size, holes))
+            offers.append(StepBatch(first, last, parts, elements, size, holes))
             first = last
         return offers
 

@@ -10,8 +10,8 @@ from typing import Any, Generic, Literal, TypeVar
 
 import anyio
 
-from pipedist.async_only import AsyncIterableOnly
 from pipedist.errors import UsageError
+from pipedist.misuse_hints import AsyncIterableOnly
 from pipedist.plan import PassPlan, Plan
 from pipedist.program import Tree
 from pipedist.records import record

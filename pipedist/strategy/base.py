@@ -15,12 +15,12 @@ import anyio.to_thread
 import numpy as np
 
 from pipedist import trees, values
+from pipedist.misuse_hints import TfNames
 from pipedist.program import Tree
 from pipedist.strategy import variables
 from pipedist.strategy.context import require_cross_replica, scope_of
 from pipedist.strategy.inputs import InputStrategy
 from pipedist.strategy.variables import Variable
-from pipedist.tf_names import TfNames
 from pipedist.values import Mirrored, PerReplica, ReduceOp
 from pipedist.worker.context import ReplicaStrategy
 from pipedist.worker.variable_access import component as component_of

@@ -26,11 +26,11 @@ import anyio
 import anyio.lowlevel
 
 from pipedist import trees
-from pipedist.async_only import AsyncOnly
+from pipedist.arguments import check_int
 from pipedist.coordinator import Slots
-from pipedist.counts import count
 from pipedist.datasets.logical import Dataset
 from pipedist.errors import RunCancelled, UsageError
+from pipedist.misuse_hints import AsyncOnly
 from pipedist.program import Tree
 from pipedist.strategy.closures import Parts, Scheduled
 from pipedist.strategy.context import require_cross_replica
@@ -85,8 +85,8 @@ class ClusterCoordinator(AsyncOnly):
             raise TypeError(
                 f"a ClusterCoordinator needs a pipedist.ParameterServerStrategy, not {strategy!r}"
             )
-        self._staleness = count("staleness", staleness, at_least=0)
-        self._closures_max = count("closures_max", closures_max, at_least=1)
+        self._staleness = check_int("staleness", staleness, at_least=0)
+        self._closures_max = check_int("closures_max", closures_max, at_least=1)
         strategy._coordinated_by(self)
         self._strategy = strategy
         self._turns = strategy._turns

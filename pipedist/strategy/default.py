@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Final
 
 from pipedist import functions
-from pipedist.collectives.gang import Gang
-from pipedist.collectives.requests import Request
+from pipedist.collectives.gang import LocalGang
+from pipedist.collectives.requests import CollectiveRequest
 from pipedist.errors import CallError
 from pipedist.program import Tree
 from pipedist.strategy.base import BaseStrategy
@@ -96,16 +96,16 @@ class _Alone:
         self.owed = Owed()
         """What its async function has not awaited yet."""
 
-    def call(self, request: Request) -> Any:
+    def call(self, request: CollectiveRequest) -> Any:
         """Make a collective: its result, or what awaits it."""
         return self.owed.add(request, self._later(request)) if self.is_async else self._result(request)
 
-    def _result(self, request: Request) -> Tree:
-        gang = Gang(replicas=1, local=range(1))
+    def _result(self, request: CollectiveRequest) -> Tree:
+        gang = LocalGang(replicas=1, local=range(1))
         [outcome] = gang.run([lambda: gang.call(0, request)])
         if isinstance(outcome, BaseException):
             raise outcome
         return outcome
 
-    async def _later(self, request: Request) -> Tree:
+    async def _later(self, request: CollectiveRequest) -> Tree:
         return self._result(request)

@@ -14,11 +14,11 @@ import anyio.to_thread
 import numpy as np
 
 from pipedist import trees
-from pipedist.async_only import AsyncIterableOnly, AsyncOnly
 from pipedist.datasets.logical import Dataset
 from pipedist.datasets.read_ahead import ReadAhead
 from pipedist.datasets.sharding import MISSING, Missing, steps, steps_cardinality
 from pipedist.errors import OutOfRangeError
+from pipedist.misuse_hints import AsyncIterableOnly, AsyncOnly
 from pipedist.program import Tree
 from pipedist.strategy.context import NotForReplicas, require_outside
 from pipedist.values import PerReplica

@@ -22,8 +22,8 @@ import difflib
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
+from pipedist.arguments import check_int
 from pipedist.collectives.options import CommunicationOptions
-from pipedist.counts import count
 from pipedist.local_cluster import Cluster as OpenedCluster
 from pipedist.local_cluster import LocalCluster
 from pipedist.strategy.replicated import Cluster, Strategy
@@ -120,8 +120,8 @@ class MultiWorkerMirroredStrategy(Strategy):
             workers = _tasks(cluster_resolver) or workers_of(cluster)
         if replicas_per_worker is None:
             replicas_per_worker = _accelerators(cluster_resolver) or 1
-        self._logical_workers = count("workers", workers, at_least=1)
-        each = count("replicas_per_worker", replicas_per_worker, at_least=1)
+        self._logical_workers = check_int("workers", workers, at_least=1)
+        each = check_int("replicas_per_worker", replicas_per_worker, at_least=1)
         self._resolver = cluster_resolver
         super().__init__(
             cluster,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from pipedist import trees
-from pipedist.counts import count
+from pipedist.arguments import check_int
 from pipedist.datasets.input import InputOptions
 from pipedist.datasets.logical import Dataset
 from pipedist.errors import UsageError
@@ -75,8 +75,8 @@ class ParameterServerStrategy(Strategy):
         if variable_partitioner is not None and not callable(variable_partitioner):
             raise TypeError(f"variable_partitioner is {variable_partitioner!r}; expected a partitioner")
         self._partitioner = variable_partitioner
-        self._servers = count("parameter_servers", parameter_servers, at_least=1)
-        self._workers = count("workers", cluster.workers if workers is None else workers, at_least=1)
+        self._servers = check_int("parameter_servers", parameter_servers, at_least=1)
+        self._workers = check_int("workers", cluster.workers if workers is None else workers, at_least=1)
         self._placed = 0
         self._coordinator: ClusterCoordinator | None = None
         self._turns = Turns()

@@ -14,10 +14,10 @@ import anyio
 import anyio.lowlevel
 
 from pipedist import trees
-from pipedist.async_only import AsyncOnly
+from pipedist.arguments import check_int
 from pipedist.collectives.options import CommunicationOptions
-from pipedist.counts import count
 from pipedist.errors import CallError, LocalProtocolError
+from pipedist.misuse_hints import AsyncOnly
 from pipedist.program import FunctionRef, Tree
 from pipedist.strategy.base import BaseStrategy
 from pipedist.strategy.context import require_cross_replica
@@ -82,7 +82,7 @@ class Strategy(AsyncOnly, BaseStrategy):
         checked = _devices(devices)
         if replicas is None:
             replicas = len(checked) or self._default_replicas(cluster)
-        super().__init__(count("replicas", replicas, at_least=1), checked)
+        super().__init__(check_int("replicas", replicas, at_least=1), checked)
         if checked and len(checked) != self._replicas:
             raise ValueError(f"{len(checked)} devices for {self._replicas} replicas: name one for each")
         if communication_options is not None and not isinstance(communication_options, CommunicationOptions):
@@ -90,7 +90,7 @@ class Strategy(AsyncOnly, BaseStrategy):
                 f"communication_options is {communication_options!r}; expected pipedist.CommunicationOptions"
             )
         self._cluster = cluster
-        self._seed = count("seed", seed, at_least=0)
+        self._seed = check_int("seed", seed, at_least=0)
         self._communication = communication_options or CommunicationOptions()
         self._passes: Passes | None = None
         self._references = References()
@@ -232,7 +232,7 @@ class Strategy(AsyncOnly, BaseStrategy):
         require_cross_replica("Strategy.run_steps")
         require_callable(fn)
         return StepRuns(
-            self._begin, lambda args: self.run(fn, args), fn, steps, count("ahead", ahead, at_least=1)
+            self._begin, lambda args: self.run(fn, args), fn, steps, check_int("ahead", ahead, at_least=1)
         )
 
     async def aclose(self) -> None:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Final
 import anyio
 
 from pipedist import trees
-from pipedist.async_only import AsyncIterableOnly, AsyncOnly
 from pipedist.datasets.element import kept
+from pipedist.misuse_hints import AsyncIterableOnly, AsyncOnly
 from pipedist.program import Tree
 from pipedist.values import PerReplica
 

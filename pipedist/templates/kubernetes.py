@@ -11,7 +11,7 @@ import re
 import shlex
 from typing import Any
 
-from pipedist.code_snapshots import CodeTooLarge, take
+from pipedist.code_archive import CodeTooLarge, take
 from pipedist.errors import UsageError
 from pipedist.templates.request import Request
 from pipedist.transport.keys import workers_file

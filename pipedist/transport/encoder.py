@@ -11,8 +11,8 @@ import msgpack
 import numpy as np
 
 from pipedist.errors import PipedistError
+from pipedist.misuse_hints import conversion_hint
 from pipedist.program import Tree
-from pipedist.stand_ins import stand_in
 from pipedist.transport import arrays, classes
 from pipedist.transport.columns import ITEMS_MIN, Unlike, columns_of, fits, nodes_of
 from pipedist.transport.form import (
@@ -283,7 +283,7 @@ def _unsendable(tree: Tree, error: Exception) -> UnsendableError:
             elif cls not in (dict, list, tuple):
                 _signature(cls)
         except (UnsuitableTree, ValueError, OverflowError) as reason:
-            told = "" if isinstance(node, np.generic) or cls is np.ndarray else stand_in(node)
+            told = "" if isinstance(node, np.generic) or cls is np.ndarray else conversion_hint(node)
             advice = "`await` what made it" if inspect.isawaitable(node) else told or _ADVICE
             return UnsendableError(f"can't send {reason}, {where}; {advice}")
         if names is not None:

@@ -17,7 +17,7 @@ from typing import Final
 
 from pipedist.errors import UsageError
 from pipedist.records import record
-from pipedist.scratch_folders import ScratchFolder, remove
+from pipedist.temp_dirs import ScratchFolder, remove
 
 SOCKET_PATH_BYTES_MAX: Final = 107
 """Bytes of a unix socket's path: `sun_path` is 108, with a final zero."""

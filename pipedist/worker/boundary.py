@@ -4,7 +4,7 @@
 read-only, containers are the function's own. `own` protects a result that waits to be sent:
 nothing that user code still holds can change it any more. Without it, a function that returns
 one reused buffer would give results that depend on how calls are bundled. Arrays of other libraries
-become NumPy's there (`pipedist.foreign`).
+become NumPy's there (`pipedist.dlpack`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sys
 
 import numpy as np
 
-from pipedist import foreign, trees
+from pipedist import dlpack, trees
 from pipedist.program import Tree
 from pipedist.transport.encoder import UnsendableError
 
@@ -62,7 +62,7 @@ def own(box: list[Tree]) -> tuple[Tree, int]:
             leaves[index] = np.array(leaves[index], order="C", copy=True)
         elif kind in (bytearray, memoryview):
             leaves[index] = bytes(leaves[index])
-        elif foreign.is_foreign(kind):
+        elif dlpack.is_foreign(kind):
             leaves[index] = _taken(leaves[index], treedef, index)
         size += _size(leaves[index])
     return leaves[0] if treedef is None else trees.unflatten(treedef, leaves), size
@@ -70,9 +70,9 @@ def own(box: list[Tree]) -> tuple[Tree, int]:
 
 def _taken(leaf: trees.Leaf, treedef: trees.Treedef | None, index: int) -> trees.Leaf:
     try:
-        return np.array(foreign.taken(leaf), order="C", copy=True)
-    except foreign.ForeignArrayError as error:
-        raise UnsendableError(f"can't send {error}, {foreign.place_of(treedef, index)}") from error
+        return np.array(dlpack.to_numpy(leaf), order="C", copy=True)
+    except dlpack.ForeignArrayError as error:
+        raise UnsendableError(f"can't send {error}, {dlpack.place_of(treedef, index)}") from error
 
 
 def _read_only(leaf: trees.Leaf) -> trees.Leaf:

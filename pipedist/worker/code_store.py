@@ -11,10 +11,10 @@ import os
 from collections.abc import Iterator, Sequence
 
 from pipedist import functions
-from pipedist.code_snapshots import CodeTooLarge, is_digest, take, unpack
+from pipedist.code_archive import CodeTooLarge, is_digest, take, unpack
 from pipedist.errors import RemoteProtocolError
 from pipedist.messages import Code
-from pipedist.scratch_folders import ScratchFolder
+from pipedist.temp_dirs import ScratchFolder
 from pipedist.transport.codec import decode
 
 
@@ -70,7 +70,7 @@ class CodeStore:
     def announce(self) -> None:
         """Have errors about functions say which worker this is, and what it was sent."""
         sent = "; ".join(self._told.values()) or "no code folder"
-        functions.say_where(f"this is worker {self._worker}, on another host, which was sent: {sent}")
+        functions.set_process_note(f"this is worker {self._worker}, on another host, which was sent: {sent}")
 
     def close(self) -> None:
         """Remove what was made here."""

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from numpy.random import Generator
 
     from pipedist.collectives.options import CommunicationOptions
-    from pipedist.collectives.requests import Place, Request
+    from pipedist.collectives.requests import CallSite, CollectiveRequest
     from pipedist.values import ReduceOp
     from pipedist.worker.variables import ReplicaVariables
 
@@ -106,7 +106,7 @@ class Collectives(Protocol):
     is_async: bool
     """Whether the function is async: then a collective is something to await."""
 
-    def call(self, request: Request) -> Any:
+    def call(self, request: CollectiveRequest) -> Any:
         """Make a collective: its result, or what awaits it."""
         ...
 
@@ -342,7 +342,7 @@ class ReplicaContext:
         request.label = label
         return self._call(request)
 
-    def _call(self, request: Request) -> Any:
+    def _call(self, request: CollectiveRequest) -> Any:
         if self._collectives is None:
             raise RuntimeError(
                 "a collective needs every replica of the step at once: add `collectives: true` to stage "
@@ -374,12 +374,12 @@ def _requests() -> Any:  # a module
     return requests
 
 
-def _place() -> Place:
+def _place() -> CallSite:
     """Return where user code made the call that is going on."""
     frame = sys._getframe(2)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
         frame = frame.f_back
-    place: Place = _requests().Place(frame.f_code, frame.f_lasti)
+    place: CallSite = _requests().CallSite(frame.f_code, frame.f_lasti)
     return place
 
 

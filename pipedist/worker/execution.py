@@ -12,7 +12,7 @@ import sys
 from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pipedist import foreign
+from pipedist import dlpack
 from pipedist.errors import PipedistError
 from pipedist.program import Emit, Program, Tree
 from pipedist.reductions import Reduction
@@ -316,7 +316,7 @@ class PassExecutor:
             if value is _ABSENT:
                 del outcome[emit.slot]
                 continue
-            outcome[emit.slot], bytes_ = own([reduction.partial(foreign.to_host(value))])
+            outcome[emit.slot], bytes_ = own([reduction.partial(dlpack.to_host(value))])
             del value
             size += bytes_
         owned: dict[int, Tree] = {}

@@ -109,8 +109,8 @@ def _formatted(error: BaseException, in_user_code: bool) -> str:
         return ""
     try:
         told = "".join(traceback.format_exception(type(error), error, frames))
-        if type(error) in _NOT_SENT and functions.whereabouts():
-            told += f"{functions.whereabouts()}; {_NOT_SENT[type(error)]}"
+        if type(error) in _NOT_SENT and functions.process_note():
+            told += f"{functions.process_note()}; {_NOT_SENT[type(error)]}"
         return told + _READ_ONLY * (isinstance(error, ValueError) and str(error).endswith("is read-only"))
     except Exception as second:
         return f"<the traceback can't be formatted: {type(second).__name__}>\n"

@@ -17,9 +17,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pipedist.collectives.channel import Channel, GangAborted
-from pipedist.collectives.gang import Gang
+from pipedist.collectives.gang import LocalGang
 from pipedist.collectives.options import Implementation
-from pipedist.collectives.requests import Request
+from pipedist.collectives.requests import CollectiveRequest
 from pipedist.program import Tree
 from pipedist.worker import forks
 from pipedist.worker.context import Collectives
@@ -68,7 +68,7 @@ class GangRun:
         lo: int,
         hi: int,
         *,
-        gang: Gang,
+        gang: LocalGang,
         channel: Channel | None,
         can_share: bool,
         device_of: Callable[[int], str],
@@ -195,7 +195,9 @@ class Meeting:
         call: the number of its call.
     """
 
-    def __init__(self, gang: Gang, replica: int, *, can_share: bool, clock: StageClock, call: int) -> None:
+    def __init__(
+        self, gang: LocalGang, replica: int, *, can_share: bool, clock: StageClock, call: int
+    ) -> None:
         self._gang = gang
         self._replica = replica
         self._can_share = can_share
@@ -213,7 +215,7 @@ class Meeting:
         """Return what a function's collectives go through."""
         return _Awaited(self) if is_async else _Blocking(self)
 
-    def call(self, request: Request) -> Tree:
+    def call(self, request: CollectiveRequest) -> Tree:
         """Make a collective, and wait for it."""
         options = request.options
         if options is not None and not self._can_share and options.implementation is Implementation.SHARED:
@@ -224,7 +226,7 @@ class Meeting:
         finally:
             self._clock.resume(self._call)
 
-    async def later(self, request: Request) -> Tree:
+    async def later(self, request: CollectiveRequest) -> Tree:
         """Make a collective, while the loop's other tasks go on.
 
         One thread, so that collectives are made one after the other, in the order of their first await.
@@ -241,7 +243,7 @@ class Meeting:
         collective.add_done_callback(self._note_end)  # not where it is awaited: that may be cancelled
         return await asyncio.wrap_future(collective)
 
-    def _for_loop(self, request: Request) -> Tree:
+    def _for_loop(self, request: CollectiveRequest) -> Tree:
         """Do `call`, for a future of a loop: one that is to hold a StopIteration never comes to its end."""
         try:
             return self.call(request)
@@ -279,7 +281,7 @@ class _Blocking:
     def __init__(self, meeting: Meeting) -> None:
         self._meeting = meeting
 
-    def call(self, request: Request) -> Tree:
+    def call(self, request: CollectiveRequest) -> Tree:
         return self._meeting.call(request)
 
 
@@ -289,7 +291,7 @@ class _Awaited:
     def __init__(self, meeting: Meeting) -> None:
         self._meeting = meeting
 
-    def call(self, request: Request) -> Awaitable[Tree]:
+    def call(self, request: CollectiveRequest) -> Awaitable[Tree]:
         return self._meeting.owed.add(request, self._meeting.later(request))
 
 

@@ -7,10 +7,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from pipedist.collectives.channel import Channel
-from pipedist.collectives.crew import Crew
-from pipedist.collectives.gang import Gang
+from pipedist.collectives.gang import LocalGang
 from pipedist.collectives.options import CommunicationOptions, Implementation
-from pipedist.collectives.segment import Segments
+from pipedist.collectives.segment import GangSegments
+from pipedist.collectives.thread_pool import ReplicaThreadPool
 from pipedist.errors import RemoteProtocolError, UsageError
 from pipedist.messages import AssignGang, spans
 from pipedist.program import Shards
@@ -42,8 +42,8 @@ class Gangs:
     def __init__(self, scheduler: Scheduler, loop: PersistentLoop) -> None:
         self._scheduler = scheduler
         self._loops = [loop]
-        self._crew = Crew()
-        self._segments = Segments()
+        self._threads = ReplicaThreadPool()
+        self._segments = GangSegments()
         self._devices = Devices()
 
     def new_run(
@@ -73,13 +73,13 @@ class Gangs:
         bytes_per_pack, timeout_s, implementation = program.communication
         options = CommunicationOptions(bytes_per_pack, timeout_s, Implementation.of(implementation))
         channel = self._channel(assigned, program.replicas, options.implementation, inbox)
-        gang = Gang(
+        gang = LocalGang(
             replicas=program.replicas,
             local=local,
             channel=channel,
             options=options,
             on_stalled=partial(self._scheduler.miss, assigned.lease),
-            crew=self._crew,
+            threads=self._threads,
         )
         return GangRun(
             executor,
@@ -116,7 +116,7 @@ class Gangs:
 
     def close(self) -> None:
         """End the threads, close the loops but the main thread's, unmap the memory."""
-        self._crew.close()
+        self._threads.close()
         for loop in self._loops[1:]:
             loop.close()
         self._segments.close()

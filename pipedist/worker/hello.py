@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from pipedist.messages import WIRE_VERSION, Hello
-from pipedist.platforms import Platform
+from pipedist.platform_id import Platform
 
 
 def make_hello(

@@ -16,10 +16,10 @@ from pipedist.collectives.channel import (
     ENDED,
     RETURNED,
     WORD_BYTES,
-    Ended,
     Exchanged,
     GangAborted,
-    Patience,
+    MemberEnded,
+    StallPolicy,
     agree,
 )
 from pipedist.errors import RemoteProtocolError
@@ -109,18 +109,18 @@ class HubChannel:
         self._inbox = inbox
         self._others = tuple(m for m in range(members) if m != member)
 
-    def exchange(self, number: int, word: bytes, frames: Sequence[Frame], patience: Patience) -> Exchanged:
+    def exchange(self, number: int, word: bytes, frames: Sequence[Frame], policy: StallPolicy) -> Exchanged:
         """Bring a part, and wait for those of the others; see the protocol."""
         self._hub.bring(self._lease, number, [word, *frames])
-        waits_until = time.monotonic() + patience.timeout_s
+        waits_until = time.monotonic() + policy.timeout_s
         while self._inbox.missing(number, self._others):
             left_s = waits_until - time.monotonic()
             self._hub.listen(self._lease, max(0.0, left_s))  # also when it is late: they may have come
             if left_s <= 0 and (missing := self._inbox.missing(number, self._others)):
-                patience.on_stalled(missing)
-                waits_until = time.monotonic() + patience.timeout_s
+                policy.on_stalled(missing)
+                waits_until = time.monotonic() + policy.timeout_s
         parts = self._inbox.take(number)
-        words: list[bytes | Ended] = [
+        words: list[bytes | MemberEnded] = [
             word if m == self.member else bytes(parts[m][0]) if m in parts else ENDED
             for m in range(self.members)
         ]

@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Coroutine
 from typing import Any
 
-from pipedist.collectives.requests import Request
+from pipedist.collectives.requests import CollectiveRequest
 
 
 class Owed:
@@ -19,9 +19,11 @@ class Owed:
     __slots__ = ("_open",)
 
     def __init__(self) -> None:
-        self._open: list[tuple[Coroutine[Any, Any, Any], Request]] = []
+        self._open: list[tuple[Coroutine[Any, Any, Any], CollectiveRequest]] = []
 
-    def add(self, request: Request, collective: Coroutine[Any, Any, Any]) -> Coroutine[Any, Any, Any]:
+    def add(
+        self, request: CollectiveRequest, collective: Coroutine[Any, Any, Any]
+    ) -> Coroutine[Any, Any, Any]:
         """Take note of a collective that is to be awaited, and return it."""
         self._open = [each for each in self._open if _is_new(each[0])]  # so that it stays short
         self._open.append((collective, request))
@@ -41,7 +43,7 @@ class Owed:
                 "an async function writes `await` before it"
             )
 
-    def drop(self) -> list[Request]:
+    def drop(self) -> list[CollectiveRequest]:
         """Forget them all; return those that nobody has awaited."""
         lost = []
         for collective, request in self._open:

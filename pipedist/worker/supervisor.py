@@ -41,7 +41,7 @@ from typing import Any
 from pipedist import accelerators
 from pipedist.errors import PipedistError, ProtocolError, UsageError
 from pipedist.messages import Goodbye, Heartbeat, Refuse, Share, Stop, Welcome
-from pipedist.scratch_folders import ScratchFolder
+from pipedist.temp_dirs import ScratchFolder
 from pipedist.transport.dealer import ConnectionLost, Dealer
 from pipedist.transport.keys import ClientKeys, read_key_file
 from pipedist.worker import boot

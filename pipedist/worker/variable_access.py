@@ -10,8 +10,8 @@ import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
 from pipedist import trees, values
+from pipedist.misuse_hints import TfNames
 from pipedist.program import Tree
-from pipedist.tf_names import TfNames
 from pipedist.values import Mirrored, PerReplica
 from pipedist.worker.variable_rules import (
     Array,

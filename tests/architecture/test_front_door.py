@@ -9,9 +9,13 @@ import pipedist
 
 
 def test_every_public_name_is_there() -> None:
-    assert set(pipedist.__all__) == {"__version__", *pipedist._HOME}
-    for name in pipedist.__all__:
+    assert {*pipedist.__all__, "open"} == {"__version__", *pipedist._HOME}
+    for name in (*pipedist.__all__, "open"):
         assert getattr(pipedist, name) is not None
+
+
+def test_a_star_import_does_not_shadow_the_built_in_open() -> None:
+    assert "open" not in pipedist.__all__
 
 
 HEAVY = frozenset(

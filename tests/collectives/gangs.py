@@ -1,4 +1,4 @@
-"""Gangs of threads: the same replicas over any number of members, on any road."""
+"""Gangs of threads: the same replicas over any number of members, over any transfer."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from typing import Any
 
 from pipedist.collectives import requests
 from pipedist.collectives.channel import Channel
-from pipedist.collectives.gang import Gang
+from pipedist.collectives.gang import LocalGang
 from pipedist.collectives.options import CommunicationOptions
-from pipedist.collectives.segment import Segment, SegmentOwner, attach
+from pipedist.collectives.segment import GangSegment, SegmentOwner, attach
 from pipedist.collectives.shared import SharedChannel
 from tests.collectives.queues import Board, QueueChannel
 
-ROADS = ("shared", "queue")
+TRANSFERS = ("shared", "queue")
 
 
 class Replica:
     """What a test's replica function has of a gang."""
 
-    def __init__(self, gang: Gang, number: int) -> None:
+    def __init__(self, gang: LocalGang, number: int) -> None:
         self.gang = gang
         self.number = number
 
@@ -50,7 +50,7 @@ def spans_of(sizes: Sequence[int]) -> list[range]:
     return [range(start, start + size) for start, size in zip(starts, sizes, strict=True)]
 
 
-def run_member(gang: Gang, span: range, function: Function) -> list[Any]:
+def run_member(gang: LocalGang, span: range, function: Function) -> list[Any]:
     """Run the replicas of one member."""
 
     def call(number: int) -> Callable[[], Any]:
@@ -63,7 +63,7 @@ def run_gang(
     sizes: Sequence[int],
     function: Function,
     *,
-    road: str = "shared",
+    transfer: str = "shared",
     pack_bytes: int = 0,
     serial: int = 1,
     owner: SegmentOwner | None = None,
@@ -73,22 +73,22 @@ def run_gang(
     spans = spans_of(sizes)
     replicas = spans[-1].stop
     if len(sizes) == 1:
-        gang = Gang(replicas=replicas, local=spans[0], **settings)
+        gang = LocalGang(replicas=replicas, local=spans[0], **settings)
         return run_member(gang, spans[0], function)
     board = Board(len(sizes))
     own = None
-    if road == "shared" and owner is None:
+    if transfer == "shared" and owner is None:
         own = owner = SegmentOwner(replicas, pack_bytes=pack_bytes)
     outcomes: dict[int, list[Any]] = {}
 
     def member(number: int) -> None:
-        segment: Segment | None = None
+        segment: GangSegment | None = None
         channel: Channel = QueueChannel(board, number)
-        if road == "shared":
+        if transfer == "shared":
             assert owner is not None
             segment = attach(owner.where)
             channel = SharedChannel(segment, serial=serial, member=number, spans=spans)
-        gang = Gang(replicas=replicas, local=spans[number], channel=channel, **settings)
+        gang = LocalGang(replicas=replicas, local=spans[number], channel=channel, **settings)
         outcomes[number] = run_member(gang, spans[number], function)
         channel.close()
         if segment is not None:

@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from pipedist.collectives.gang import Gang
+from pipedist.collectives.gang import LocalGang
 from pipedist.collectives.options import CommunicationOptions
-from pipedist.collectives.segment import Segments
+from pipedist.collectives.segment import GangSegments
 from pipedist.collectives.shared import SharedChannel
 from tests.collectives.gangs import Replica, run_member, spans_of
 
@@ -135,10 +135,10 @@ def main() -> None:
     where, serial, member, sizes, scenario, timeout_s = sys.argv[1:7]
     spans = spans_of(json.loads(sizes))
     span = spans[int(member)]
-    segments = Segments()
+    segments = GangSegments()
     channel = SharedChannel(segments.get(where), serial=int(serial), member=int(member), spans=spans)
     options = CommunicationOptions(timeout_s=float(timeout_s))
-    gang = Gang(replicas=spans[-1].stop, local=span, channel=channel, options=options)
+    gang = LocalGang(replicas=spans[-1].stop, local=span, channel=channel, options=options)
     outcomes = run_member(gang, span, globals()[scenario])
     channel.close()
     segments.close()

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from pipedist.collectives.channel import ENDED, Ended, Exchanged, GangAborted, Patience, agree
+from pipedist.collectives.channel import ENDED, Exchanged, GangAborted, MemberEnded, StallPolicy, agree
 from pipedist.transport.form import Frame
 
 
@@ -30,7 +30,7 @@ class QueueChannel:
         self.group = ""
         self.numbers: list[int] = []
 
-    def exchange(self, number: int, word: bytes, frames: Sequence[Frame], patience: Patience) -> Exchanged:
+    def exchange(self, number: int, word: bytes, frames: Sequence[Frame], policy: StallPolicy) -> Exchanged:
         board = self._board
         self.numbers.append(number)
         with board.changed:
@@ -43,13 +43,13 @@ class QueueChannel:
                 missing = [m for m in missing if m not in board.ended]
                 if not missing:
                     break
-                if not board.changed.wait(patience.timeout_s):
-                    board.changed.release()  # whoever is told may wait for the missing ones
+                if not board.changed.wait(policy.timeout_s):
+                    board.changed.release()  # the stall handler may wait for the missing members
                     try:
-                        patience.on_stalled(tuple(missing))
+                        policy.on_stalled(tuple(missing))
                     finally:
                         board.changed.acquire()
-            words: list[bytes | Ended] = []
+            words: list[bytes | MemberEnded] = []
             brought: list[Sequence[Frame]] = []
             for m in range(self.members):
                 word_of, frames_of = board.parts.get((number, m), (ENDED, []))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pipedist import trees, values
 from pipedist.collectives import folding, shared
 from pipedist.collectives.options import CommunicationOptions
-from tests.collectives.gangs import ROADS, Replica, run_gang
+from tests.collectives.gangs import TRANSFERS, Replica, run_gang
 
 OPS = ("sum", "mean", "min", "max", "prod")
 DTYPES = (
@@ -67,10 +67,10 @@ def check(sizes: list[int], op: str, components: list[Any], **how: Any) -> None:
         assert found == expected
 
 
-@pytest.mark.parametrize("road", ROADS)
+@pytest.mark.parametrize("transfer", TRANSFERS)
 @given(data=st.data())
 @LOOSE
-def test_any_tree_any_split(road: str, data: st.DataObject) -> None:
+def test_any_tree_any_split(transfer: str, data: st.DataObject) -> None:
     sizes = data.draw(st.lists(st.integers(1, 3), min_size=1, max_size=3))
     op = data.draw(st.sampled_from(OPS))
     rng = np.random.default_rng(data.draw(st.integers(0, 1 << 32)))
@@ -89,7 +89,7 @@ def test_any_tree_any_split(road: str, data: st.DataObject) -> None:
     for _ in range(sum(sizes)):
         leaves = [make_array(rng, dtype, shape, wide=wide) for dtype, shape in specs]
         components.append(leaves[0] if len(leaves) == 1 else {"a": leaves[0], "n": None, "rest": leaves[1:]})
-    check(sizes, op, components, road=road)
+    check(sizes, op, components, transfer=transfer)
 
 
 @given(data=st.data())
@@ -113,7 +113,7 @@ def test_large_vectors_in_any_packs(data: st.DataObject) -> None:
     check(sizes, op, components, pack_bytes=pack, options=options)
 
 
-def test_the_large_road_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_vectors_use_the_pipelined_fold(monkeypatch: pytest.MonkeyPatch) -> None:
     """The properties above are worth nothing if everything were small."""
     taken = []
     fold = shared._Piece.fold
@@ -142,7 +142,7 @@ def test_the_next_collective_works_after_an_overflow() -> None:
         return float(replica.all_reduce("sum", 1.5))
 
     assert run_gang([1, 1], function, pack_bytes=4096) == [3.0, 3.0]
-    assert run_gang([1, 1], function, road="queue") == [3.0, 3.0]
+    assert run_gang([1, 1], function, transfer="queue") == [3.0, 3.0]
     assert run_gang([2], function) == [3.0, 3.0]
 
 

@@ -1,4 +1,4 @@
-"""The baton, merge_call and broadcast, timeouts, and what a gang leaves behind."""
+"""The turn, merge_call and broadcast, timeouts, and what a gang leaves behind."""
 
 from __future__ import annotations
 
@@ -16,17 +16,20 @@ import pytest
 
 from pipedist import values
 from pipedist.collectives.channel import GangAborted
-from pipedist.collectives.crew import Crew
-from pipedist.collectives.gang import Gang
-from pipedist.collectives.local_replica import LocalReplica, State
+from pipedist.collectives.gang import LocalGang, LocalReplica, ReplicaState
 from pipedist.collectives.options import CommunicationOptions
+from pipedist.collectives.thread_pool import ReplicaThreadPool
 from pipedist.errors import CollectiveTimeoutError, RemoteError
 from pipedist.transport.codec import UnsendableError
-from tests.collectives.gangs import ROADS, Replica, run_gang, run_member, spans_of
+from tests.collectives.gangs import TRANSFERS, Replica, run_gang, run_member, spans_of
 from tests.collectives.queues import Board, QueueChannel
 
-SPREADS = [(sizes, road) for sizes in ([2], [1, 1]) for road in (ROADS if len(sizes) > 1 else ROADS[:1])]
-spread = pytest.mark.parametrize(("sizes", "road"), SPREADS)
+SPREADS = [
+    (sizes, transfer)
+    for sizes in ([2], [1, 1])
+    for transfer in (TRANSFERS if len(sizes) > 1 else TRANSFERS[:1])
+]
+spread = pytest.mark.parametrize(("sizes", "transfer"), SPREADS)
 Point = namedtuple("Point", "x y")
 
 
@@ -35,7 +38,7 @@ class NeedsTwo(Exception):
         super().__init__(a, b)
 
 
-# The baton
+# The turn
 
 
 def test_one_replica_runs_at_a_time_in_an_order_that_follows_from_the_program() -> None:
@@ -103,7 +106,7 @@ def test_a_collective_is_called_by_the_replica_itself() -> None:
     def function(replica: Replica) -> str:
         if replica.number == 0:
             other = Replica(replica.gang, 1)
-            with pytest.raises(RuntimeError, match="replica 1 was called outside its turn"):
+            with pytest.raises(RuntimeError, match="replica 1 called a collective outside its turn"):
                 other.barrier()
         replica.barrier()
         return "met"
@@ -123,7 +126,7 @@ def test_every_outcome_is_told_also_of_what_is_no_exception() -> None:
     assert outcomes[2] == 2
 
 
-def test_threads_are_kept_by_a_crew_and_ended_with_it() -> None:
+def test_a_pool_reuses_threads_and_ends_them_with_it() -> None:
     before = set(threading.enumerate())
 
     def begun() -> set[threading.Thread]:
@@ -139,12 +142,12 @@ def test_threads_are_kept_by_a_crew_and_ended_with_it() -> None:
         replica.barrier()
         return threading.get_ident()
 
-    with_crew = Crew()
-    first = run_gang([3], function, crew=with_crew)
-    assert set(run_gang([3], function, crew=with_crew)) == set(first)
+    pool = ReplicaThreadPool()
+    first = run_gang([3], function, threads=pool)
+    assert set(run_gang([3], function, threads=pool)) == set(first)
     assert len(begun()) == 2
-    with_crew.close()
-    with_crew.close()
+    pool.close()
+    pool.close()
     assert not left()
     run_gang([3], function)
     assert not left()
@@ -178,7 +181,7 @@ def test_a_signals_handler_that_raises_ends_the_gang_and_hangs_nobody() -> None:
 
 
 def test_aborted_by_the_process() -> None:
-    gangs: list[Gang] = []
+    gangs: list[LocalGang] = []
     waits = threading.Event()
 
     def function(replica: Replica) -> None:
@@ -216,14 +219,14 @@ def test_user_code_does_not_swallow_the_end_of_its_gang() -> None:
 
 @spread
 @pytest.mark.parametrize("source", [0, 1])
-def test_broadcast(sizes: list[int], road: str, source: int) -> None:
+def test_broadcast(sizes: list[int], transfer: str, source: int) -> None:
     def function(replica: Replica) -> Any:
         mine = {"p": Point(np.full(3, replica.number), [replica.number, None]), "t": "x" * replica.number}
         got = replica.broadcast(mine if replica.number == source else None, source)
         got["p"].x[0] += replica.number  # its own
         return got
 
-    for replica, got in enumerate(run_gang(sizes, function, road=road)):
+    for replica, got in enumerate(run_gang(sizes, function, transfer=transfer)):
         assert got["p"].x.tolist() == [source + replica, source, source]
         assert type(got["p"]) is Point
         assert got["p"].y == [source, None]
@@ -231,7 +234,7 @@ def test_broadcast(sizes: list[int], road: str, source: int) -> None:
 
 
 @spread
-def test_merge_call_runs_once_in_replica_0_on_per_replica_values(sizes: list[int], road: str) -> None:
+def test_merge_call_runs_once_in_replica_0_on_per_replica_values(sizes: list[int], transfer: str) -> None:
     calls = []
 
     def merged(tree: Any, *, scale: Any) -> Any:
@@ -247,7 +250,7 @@ def test_merge_call_runs_once_in_replica_0_on_per_replica_values(sizes: list[int
         got["total"][0] += 100
         return mine, got
 
-    outcomes = run_gang(sizes, function, road=road)
+    outcomes = run_gang(sizes, function, transfer=transfer)
     assert calls == [outcomes[0][0]]
     for replica, (_, got) in enumerate(outcomes):
         assert got["total"].tolist() == [101.0, 10.0]
@@ -256,7 +259,7 @@ def test_merge_call_runs_once_in_replica_0_on_per_replica_values(sizes: list[int
 
 
 @spread
-def test_what_a_merged_function_raises_all_raise(sizes: list[int], road: str) -> None:
+def test_all_replicas_raise_the_error_of_a_merged_function(sizes: list[int], transfer: str) -> None:
     def boom(_x: Any) -> None:
         raise ValueError("boom")
 
@@ -273,41 +276,41 @@ def test_what_a_merged_function_raises_all_raise(sizes: list[int], road: str) ->
             replica.merge_call(missing, 1)
         return replica.merge_call(odd, 1)
 
-    outcomes = run_gang(sizes, function, road=road)
+    outcomes = run_gang(sizes, function, transfer=transfer)
     assert type(outcomes[0]) is NeedsTwo
     assert type(outcomes[1]) is RemoteError  # also where both are in one process
     assert "(1, 2)" in str(outcomes[1])
 
 
 @spread
-def test_what_a_merged_function_returns_must_be_able_to_travel(sizes: list[int], road: str) -> None:
+def test_the_result_of_a_merged_function_must_be_sendable(sizes: list[int], transfer: str) -> None:
     """Also where it would not have to: the same program works on any number of workers."""
 
     def function(replica: Replica) -> Any:
         return replica.merge_call(lambda: {"f": print})
 
-    outcomes = run_gang(sizes, function, road=road)
+    outcomes = run_gang(sizes, function, transfer=transfer)
     assert type(outcomes[0]) is UnsendableError
     for outcome in outcomes:
         assert "builtin_function_or_method" in str(outcome)
 
 
 @spread
-def test_per_replica_of_another_strategy_is_refused(sizes: list[int], road: str) -> None:
+def test_per_replica_of_another_strategy_is_rejected(sizes: list[int], transfer: str) -> None:
     def function(replica: Replica) -> Any:
         return replica.merge_call(lambda: values.PerReplica([1, 2, 3]))
 
-    for outcome in run_gang(sizes, function, road=road):
+    for outcome in run_gang(sizes, function, transfer=transfer):
         assert type(outcome) is ValueError
-        assert "3 components where there are 2 replicas" in str(outcome)
+        assert "3 components, but there are 2 replicas" in str(outcome)
 
 
 @spread
-def test_no_collectives_inside_a_merged_function(sizes: list[int], road: str) -> None:
+def test_no_collectives_inside_a_merged_function(sizes: list[int], transfer: str) -> None:
     def function(replica: Replica) -> Any:
         return replica.merge_call(lambda: replica.barrier())
 
-    for outcome in run_gang(sizes, function, road=road):
+    for outcome in run_gang(sizes, function, transfer=transfer):
         assert type(outcome) is RuntimeError
         assert "barrier was called in the function of a merge_call" in str(outcome)
 
@@ -331,8 +334,8 @@ def test_collectives_work_with_one_replica() -> None:
 SOON = CommunicationOptions(timeout_s=0.05)
 
 
-@pytest.mark.parametrize("road", ROADS)
-def test_a_member_that_does_not_come_is_a_timeout(road: str) -> None:
+@pytest.mark.parametrize("transfer", TRANSFERS)
+def test_a_member_that_does_not_come_is_a_timeout(transfer: str) -> None:
     over = threading.Event()
 
     def function(replica: Replica) -> Any:
@@ -344,7 +347,7 @@ def test_a_member_that_does_not_come_is_a_timeout(road: str) -> None:
         finally:
             over.set()
 
-    outcomes = run_gang([1, 1, 1], function, road=road)
+    outcomes = run_gang([1, 1, 1], function, transfer=transfer)
     assert outcomes[2] == "late"
     waited = [outcome for outcome in outcomes[:2] if type(outcome) is CollectiveTimeoutError]
     assert waited
@@ -354,8 +357,8 @@ def test_a_member_that_does_not_come_is_a_timeout(road: str) -> None:
     assert "all_reduce(sum) of float64[3], at test_gang.py:" in str(waited[0])
 
 
-@pytest.mark.parametrize("road", ROADS)
-def test_whoever_is_told_of_a_stall_can_wait_on(road: str) -> None:
+@pytest.mark.parametrize("transfer", TRANSFERS)
+def test_a_stall_handler_that_returns_lets_the_collective_wait_on(transfer: str) -> None:
     told: list[tuple[int, ...]] = []
     come, through = threading.Event(), threading.Event()
 
@@ -373,7 +376,7 @@ def test_whoever_is_told_of_a_stall_can_wait_on(road: str) -> None:
         through.set()
         return total
 
-    assert run_gang([1, 1], function, road=road, on_stalled=stalled) == [2.0, 2.0]
+    assert run_gang([1, 1], function, transfer=transfer, on_stalled=stalled) == [2.0, 2.0]
     assert told == [(1,)]
 
 
@@ -385,7 +388,7 @@ def test_a_replica_of_the_same_process_that_hangs_is_told_too() -> None:
     def stalled(members: tuple[int, ...], text: str) -> None:
         told.append((members, text))
         come.set()
-        while waits[0].state is State.WAITING:  # until it has come, before the time begins again
+        while waits[0].state is ReplicaState.WAITING:  # until it has come, before the time begins again
             os.sched_yield()
 
     def function(replica: Replica) -> Any:
@@ -432,14 +435,14 @@ def test_options_at_the_call_go_before_those_of_the_gang_field_by_field() -> Non
 @pytest.mark.parametrize(
     ("fields", "cls", "text"),
     [
-        ({"bytes_per_pack": -1}, ValueError, "bytes_per_pack is -1"),
-        ({"bytes_per_pack": 1.5}, TypeError, "an int, not 1.5"),
-        ({"bytes_per_pack": True}, TypeError, "an int, not True"),
+        ({"bytes_per_pack": -1}, ValueError, "bytes_per_pack` must be 0"),
+        ({"bytes_per_pack": 1.5}, TypeError, "an int, got 1.5"),
+        ({"bytes_per_pack": True}, TypeError, "an int, got True"),
         ({"timeout_s": 0}, ValueError, "more than 0"),
         ({"timeout_s": float("nan")}, ValueError, "more than 0"),
         ({"timeout_s": "1"}, TypeError, "a number of seconds"),
         ({"implementation": "ring"}, ValueError, "expected one of 'auto', 'shared'"),
-        ({"implementation": 3}, ValueError, "3 is no implementation"),
+        ({"implementation": 3}, ValueError, "unknown implementation of collectives 3"),
     ],
 )
 def test_options_are_checked(fields: dict[str, Any], cls: type[Exception], text: str) -> None:
@@ -455,7 +458,7 @@ def test_a_collective_is_one_exchange() -> None:
     def member(number: int) -> None:
         channel = QueueChannel(board, number)
         span = spans_of([2, 1])[number]
-        gang = Gang(replicas=3, local=span, channel=channel)
+        gang = LocalGang(replicas=3, local=span, channel=channel)
 
         def function(replica: Replica) -> None:
             replica.all_reduce("sum", {"a": np.zeros(5), "b": 1})
@@ -477,6 +480,6 @@ def test_a_collective_is_one_exchange() -> None:
 
 def test_a_gang_is_complete_or_has_a_channel() -> None:
     with pytest.raises(ValueError, match="without a channel"):
-        Gang(replicas=3, local=range(2))
+        LocalGang(replicas=3, local=range(2))
     with pytest.raises(ValueError, match="replicas range"):
-        Gang(replicas=2, local=range(1, 1))
+        LocalGang(replicas=2, local=range(1, 1))

@@ -12,12 +12,16 @@ import pytest
 from pipedist.collectives.channel import GangAborted
 from pipedist.collectives.options import CommunicationOptions
 from pipedist.errors import CollectiveMismatchError
-from tests.collectives.gangs import ROADS, Replica, run_gang
+from tests.collectives.gangs import TRANSFERS, Replica, run_gang
 
 F3 = np.zeros(3, np.float32)
 
-SPREADS = [(sizes, road) for sizes in ([2], [1, 1]) for road in (ROADS if len(sizes) > 1 else ROADS[:1])]
-spread = pytest.mark.parametrize(("sizes", "road"), SPREADS)
+SPREADS = [
+    (sizes, transfer)
+    for sizes in ([2], [1, 1])
+    for transfer in (TRANSFERS if len(sizes) > 1 else TRANSFERS[:1])
+]
+spread = pytest.mark.parametrize(("sizes", "transfer"), SPREADS)
 
 Ways = dict[str, tuple[Callable[[Replica], Any], Callable[[Replica], Any], str, str]]
 
@@ -141,14 +145,14 @@ WAYS: Ways = {
 
 @spread
 @pytest.mark.parametrize("way", WAYS)
-def test_different_calls(way: str, sizes: list[int], road: str) -> None:
+def test_different_calls(way: str, sizes: list[int], transfer: str) -> None:
     first, second, told_first, told_second = WAYS[way]
 
     def function(replica: Replica) -> Any:
         replica.barrier()  # so that the number is not always 1
         return (first, second)[replica.number](replica)
 
-    outcomes = run_gang(sizes, function, road=road)
+    outcomes = run_gang(sizes, function, transfer=transfer)
     line = r"at test_mismatch.py:\d+ in <lambda>"
     expected = (
         "collective 2 of this step differs between replicas:\n"
@@ -164,9 +168,9 @@ def test_different_calls(way: str, sizes: list[int], road: str) -> None:
     assert outcomes[0] is not outcomes[1]
 
 
-@pytest.mark.parametrize("road", ROADS)
+@pytest.mark.parametrize("transfer", TRANSFERS)
 @pytest.mark.parametrize("sizes", [[4], [2, 2], [3, 1], [1, 1, 1, 1]])
-def test_the_text_lists_each_group_once(sizes: list[int], road: str) -> None:
+def test_the_text_lists_each_group_once(sizes: list[int], transfer: str) -> None:
     def function(replica: Replica) -> Any:
         if replica.number == 2:
             return None
@@ -174,7 +178,7 @@ def test_the_text_lists_each_group_once(sizes: list[int], road: str) -> None:
             return replica.barrier()
         return replica.all_reduce("max", {"w": F3, "n": 1})
 
-    outcomes = run_gang(sizes, function, road=road)
+    outcomes = run_gang(sizes, function, transfer=transfer)
     assert outcomes[2] is None
     lines = str(outcomes[0]).splitlines()
     assert lines[0] == "collective 1 of this step was not called by every replica:"
@@ -189,26 +193,26 @@ def test_the_text_lists_each_group_once(sizes: list[int], road: str) -> None:
 
 
 @spread
-def test_another_order_is_a_mismatch(sizes: list[int], road: str) -> None:
+def test_another_order_is_a_mismatch(sizes: list[int], transfer: str) -> None:
     def function(replica: Replica) -> Any:
         calls = [lambda: replica.all_reduce("sum", F3), lambda: replica.all_gather(F3)]
         return [call() for call in (calls if replica.number else calls[::-1])]
 
-    for outcome in run_gang(sizes, function, road=road):
+    for outcome in run_gang(sizes, function, transfer=transfer):
         assert type(outcome) is CollectiveMismatchError
 
 
-@pytest.mark.parametrize("road", ROADS)
+@pytest.mark.parametrize("transfer", TRANSFERS)
 @pytest.mark.parametrize("sizes", [[3], [1, 2], [2, 1], [1, 1, 1]])
 @pytest.mark.parametrize("number", [0, 1, 2])
-def test_one_returns_while_others_wait(sizes: list[int], road: str, number: int) -> None:
+def test_one_returns_while_others_wait(sizes: list[int], transfer: str, number: int) -> None:
     def function(replica: Replica) -> Any:
         replica.barrier()
         if replica.number == number:
             return "early"
         return replica.all_reduce("sum", F3)
 
-    outcomes = run_gang(sizes, function, road=road)
+    outcomes = run_gang(sizes, function, transfer=transfer)
     for replica, outcome in enumerate(outcomes):
         if replica == number:
             assert outcome == "early"
@@ -217,11 +221,11 @@ def test_one_returns_while_others_wait(sizes: list[int], road: str, number: int)
             assert f"replica {number}: returned, and calls nothing more" in str(outcome)
 
 
-@pytest.mark.parametrize("road", ROADS)
+@pytest.mark.parametrize("transfer", TRANSFERS)
 @pytest.mark.parametrize("sizes", [[3], [1, 2], [2, 1], [1, 1, 1]])
 @pytest.mark.parametrize("number", [0, 1, 2])
-def test_one_raises_while_others_wait(sizes: list[int], road: str, number: int) -> None:
-    """The step's error is the raiser's own; nobody else has done anything wrong."""
+def test_one_raises_while_others_wait(sizes: list[int], transfer: str, number: int) -> None:
+    """The step's error is that of the replica that raised; the others are aborted."""
 
     def function(replica: Replica) -> Any:
         replica.barrier()
@@ -229,13 +233,13 @@ def test_one_raises_while_others_wait(sizes: list[int], road: str, number: int) 
             raise KeyError("boom")
         return replica.all_reduce("sum", F3)
 
-    for replica, outcome in enumerate(run_gang(sizes, function, road=road)):
+    for replica, outcome in enumerate(run_gang(sizes, function, transfer=transfer)):
         assert type(outcome) is (KeyError if replica == number else GangAborted)
 
 
-@pytest.mark.parametrize("road", ROADS)
+@pytest.mark.parametrize("transfer", TRANSFERS)
 @pytest.mark.parametrize("sizes", [[3], [1, 2], [2, 1], [1, 1, 1]])
-def test_raising_outweighs_returning(sizes: list[int], road: str) -> None:
+def test_raising_outweighs_returning(sizes: list[int], transfer: str) -> None:
     """Whichever is noticed first: the outcome does not depend on timing."""
 
     def function(replica: Replica) -> Any:
@@ -245,13 +249,15 @@ def test_raising_outweighs_returning(sizes: list[int], road: str) -> None:
             raise KeyError("boom")
         return replica.all_reduce("sum", F3)
 
-    outcomes = run_gang(sizes, function, road=road)
+    outcomes = run_gang(sizes, function, transfer=transfer)
     assert [type(outcome) for outcome in outcomes] == [type(None), GangAborted, KeyError]
 
 
-@pytest.mark.parametrize("road", ROADS)
+@pytest.mark.parametrize("transfer", TRANSFERS)
 @pytest.mark.parametrize("sizes", [[2], [1, 1]])
-def test_who_raises_after_a_collective_does_not_take_it_from_the_others(sizes: list[int], road: str) -> None:
+def test_raising_after_a_collective_does_not_take_its_result_from_the_others(
+    sizes: list[int], transfer: str
+) -> None:
     """Both got their result; then both raise, and the lowest one's error is the step's, always."""
 
     def function(replica: Replica) -> Any:
@@ -259,18 +265,18 @@ def test_who_raises_after_a_collective_does_not_take_it_from_the_others(sizes: l
         raise KeyError(replica.number)
 
     for _ in range(50):
-        outcomes = run_gang(sizes, function, road=road)
+        outcomes = run_gang(sizes, function, transfer=transfer)
         assert [type(outcome) for outcome in outcomes] == [KeyError, KeyError]
 
 
 @spread
-def test_after_a_mismatch_that_is_caught_the_gang_goes_on(sizes: list[int], road: str) -> None:
+def test_after_a_mismatch_that_is_caught_the_gang_goes_on(sizes: list[int], transfer: str) -> None:
     def function(replica: Replica) -> Any:
         with pytest.raises(CollectiveMismatchError):
             replica.all_reduce("sum", F3[: replica.number + 1])
         return float(replica.all_reduce("sum", 1.5))
 
-    assert run_gang(sizes, function, road=road) == [3.0, 3.0]
+    assert run_gang(sizes, function, transfer=transfer) == [3.0, 3.0]
 
 
 BAD: dict[str, tuple[Callable[[Replica], Any], type[Exception], str]] = {
@@ -288,16 +294,16 @@ BAD: dict[str, tuple[Callable[[Replica], Any], type[Exception], str]] = {
     "gathered objects": (lambda r: r.all_gather(np.array([{}])), TypeError, "dtype object"),
     "gathered nothing": (lambda r: r.all_gather(()), ValueError, "without leaves"),
     "axis": (lambda r: r.all_gather({"k": F3}, axis=1), ValueError, "leaf 'k': axis 1 is out of range"),
-    "axis str": (lambda r: r.all_gather(F3, axis="0"), TypeError, "an axis is an int, not '0'"),
-    "axis bool": (lambda r: r.all_gather(F3, axis=True), TypeError, "an axis is an int, not True"),
-    "source": (lambda r: r.broadcast(F3, source=2), ValueError, r"expected the id of a replica, 0..1"),
-    "source str": (lambda r: r.broadcast(F3, source="a"), TypeError, "an int, not 'a'"),
+    "axis str": (lambda r: r.all_gather(F3, axis="0"), TypeError, "`axis` must be an int, got '0'"),
+    "axis bool": (lambda r: r.all_gather(F3, axis=True), TypeError, "`axis` must be an int, got True"),
+    "source": (lambda r: r.broadcast(F3, source=2), ValueError, r"must be the id of a replica, 0..1, got 2"),
+    "source str": (lambda r: r.broadcast(F3, source="a"), TypeError, "an int, got 'a'"),
     "function": (lambda r: r.merge_call(3), TypeError, "expects a function, got 3"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_what_makes_no_sense_in_itself_is_refused_before_anybody_waits(name: str) -> None:
+def test_an_invalid_request_is_rejected_before_any_replica_waits(name: str) -> None:
     call, cls, text = BAD[name]
 
     def function(replica: Replica) -> Any:
@@ -313,7 +319,7 @@ def test_what_makes_no_sense_in_itself_is_refused_before_anybody_waits(name: str
 
 
 @spread
-def test_sizes_may_differ_along_the_axis_of_a_gather_only(sizes: list[int], road: str) -> None:
+def test_sizes_may_differ_along_the_axis_of_a_gather_only(sizes: list[int], transfer: str) -> None:
     def function(replica: Replica) -> Any:
         n = replica.number
         tree = {
@@ -325,7 +331,7 @@ def test_sizes_may_differ_along_the_axis_of_a_gather_only(sizes: list[int], road
         columns = replica.all_gather(np.full((2, n + 1), n), axis=-1)
         return replica.all_gather(tree), columns
 
-    for tree, columns in run_gang(sizes, function, road=road):
+    for tree, columns in run_gang(sizes, function, transfer=transfer):
         assert tree["rows"].tolist() == [[1, 1]]
         assert tree["rows"].dtype == np.int32
         assert tree["s"].tolist() == ["a", "bcd"]

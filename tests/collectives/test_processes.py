@@ -108,7 +108,10 @@ def test_the_scheduler_can_end_members_that_wait(nursery: Nursery) -> None:
     owner.abort(1)
     for member in members[:2]:
         (outcome,) = member.outcomes()
-        assert outcome == {"error": "GangAborted", "text": "attempt 1 of the gang was ended by the scheduler"}
+        assert outcome == {
+            "error": "GangAborted",
+            "text": "attempt 1 of the gang was aborted by the scheduler",
+        }
 
 
 def test_mismatch(nursery: Nursery) -> None:

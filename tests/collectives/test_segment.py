@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipedist.collectives import futex, memory, steps
-from pipedist.collectives.channel import GangAborted, Patience
-from pipedist.collectives.gang import Gang
+from pipedist.collectives import folding, futex, steps
+from pipedist.collectives.channel import GangAborted, StallPolicy
+from pipedist.collectives.gang import LocalGang
 from pipedist.collectives.segment import (
+    GangSegments,
     SegmentOwner,
-    Segments,
     SegmentUnavailable,
     attach,
     pack_bytes_for,
@@ -48,14 +48,14 @@ def test_it_is_found_and_let_go(owner: SegmentOwner) -> None:
 
 @pytest.mark.parametrize("where", ["", "1:2:3", "x:1:2:00", "1:2:3:zz", "../../etc:1:2:00"])
 def test_a_place_that_is_none(where: str) -> None:
-    with pytest.raises(SegmentUnavailable, match="is no place of a segment"):
+    with pytest.raises(SegmentUnavailable, match="is not the address of a segment"):
         attach(where)
 
 
 def test_what_is_over_is_not_found(owner: SegmentOwner) -> None:
     where = owner.where
     owner.close()
-    with pytest.raises(SegmentUnavailable, match="can't be opened"):
+    with pytest.raises(SegmentUnavailable, match="cannot be opened"):
         attach(where)
 
 
@@ -82,7 +82,7 @@ def test_another_file_under_its_number_is_not_taken_for_it(owner: SegmentOwner) 
 
 
 def test_memory_that_could_shrink_is_refused(owner: SegmentOwner) -> None:
-    """Its size could be taken away from under whoever has mapped it: SIGBUS."""
+    """Its size could shrink while a member has it mapped: SIGBUS."""
     pid, descriptor, size, token = owner.where.split(":")
     with open(os.memfd_create("copy", os.MFD_ALLOW_SEALING), "r+b") as copy:
         copy.write(os.pread(int(descriptor), 4096, 0))
@@ -115,7 +115,7 @@ def test_its_size_is_bounded() -> None:
 
 
 def test_a_worker_keeps_the_last_few(owner: SegmentOwner) -> None:
-    segments = Segments()
+    segments = GangSegments()
     first = segments.get(owner.where)
     assert segments.get(owner.where) is first
     others = [SegmentOwner(1) for _ in range(4)]
@@ -130,11 +130,11 @@ def test_a_worker_keeps_the_last_few(owner: SegmentOwner) -> None:
 # Attempts
 
 
-def patience(timeout_s: float = 60.0) -> Patience:
+def policy(timeout_s: float = 60.0) -> StallPolicy:
     def stalled(members: tuple[int, ...]) -> None:
         raise TimeoutError(f"{members}")
 
-    return Patience(timeout_s, stalled)
+    return StallPolicy(timeout_s, stalled)
 
 
 def reduce_in(segment: Any, serial: int, member: int, value: float, hook: Any = None) -> Any:
@@ -149,7 +149,7 @@ def reduce_in(segment: Any, serial: int, member: int, value: float, hook: Any = 
             return found
 
         channel._await_same = hooked  # type: ignore[method-assign]
-    gang = Gang(replicas=2, local=SPANS[member], channel=channel)
+    gang = LocalGang(replicas=2, local=SPANS[member], channel=channel)
 
     def function(replica: Replica) -> Any:
         return replica.all_reduce("sum", np.full(1000, value)).tolist()
@@ -208,10 +208,10 @@ def test_who_is_left_behind_in_an_attempt_hears_of_it(owner: SegmentOwner) -> No
     segment = attach(owner.where)
     later = steps.Steps(segment, serial=2, member=0, members=2)
     with pytest.raises(TimeoutError):
-        later.enter(patience(0.01))
+        later.enter(policy(0.01))
     left = steps.Steps(segment, serial=1, member=1, members=2)
     with pytest.raises(GangAborted, match="attempt 1 of the gang is over"):
-        left.enter(patience())
+        left.enter(policy())
     with pytest.raises(GangAborted, match="attempt 1 of the gang is over"):
         steps.Steps(segment, serial=1, member=0, members=2)
     segment.close()
@@ -223,9 +223,9 @@ def test_an_end_is_known_although_the_member_is_attempts_ahead(owner: SegmentOwn
     for serial in range(1, 10):
         steps.Steps(segment, serial=serial, member=0, members=2).end(returned=True)
     behind = steps.Steps(segment, serial=1, member=1, members=2)
-    behind.enter(patience())
+    behind.enter(policy())
     behind.arrive()
-    assert behind.await_others(patience(), may_end=True) == [0]
+    assert behind.await_others(policy(), may_end=True) == [0]
     segment.close()
 
 
@@ -238,10 +238,10 @@ def test_failed_after_having_arrived_is_no_abort(owner: SegmentOwner) -> None:
         member._has_entered = True
         member.arrive()
     both[1].end(returned=False)
-    assert both[0].await_others(patience()) == []
+    assert both[0].await_others(policy()) == []
     both[0].arrive()
     with pytest.raises(GangAborted, match="a replica of member 1 failed"):
-        both[0].await_others(patience())
+        both[0].await_others(policy())
     segment.close()
 
 
@@ -261,7 +261,7 @@ def test_nor_if_it_arrives_and_fails_while_one_looks(
         return look(self)
 
     monkeypatch.setattr(steps.Steps, "_failed", late)
-    assert me.await_others(patience()) == []
+    assert me.await_others(policy()) == []
     segment.close()
 
 
@@ -281,7 +281,7 @@ def test_nor_is_it_late_if_it_arrives_while_one_looks_at_the_clock(
     me = steps.Steps(segment, serial=1, member=0, members=2)
     me._has_entered = True
     me.arrive()
-    assert me.await_others(patience()) == []
+    assert me.await_others(policy()) == []
     segment.close()
 
 
@@ -293,13 +293,13 @@ def test_who_has_arrived_may_be_in_the_next_attempt_already(owner: SegmentOwner)
         segment.words[512 + 64 * member.member] = 1 << 32
         member._has_entered = True
         member.arrive()
-    assert both[0].await_others(patience()) == []
+    assert both[0].await_others(policy()) == []
     both[0].end(returned=True)
     with pytest.raises(TimeoutError):
-        steps.Steps(segment, serial=2, member=0, members=2).enter(patience(0.01))
-    assert both[1].await_others(patience()) == []
+        steps.Steps(segment, serial=2, member=0, members=2).enter(policy(0.01))
+    assert both[1].await_others(policy()) == []
     both[1].arrive()
-    assert both[1].await_others(patience(), may_end=True) == [0]
+    assert both[1].await_others(policy(), may_end=True) == [0]
     segment.close()
 
 
@@ -307,10 +307,10 @@ def test_abort_is_for_the_attempts_up_to_it(owner: SegmentOwner) -> None:
     segment = attach(owner.where)
     owner.abort(7)
     owner.abort(3)
-    with pytest.raises(GangAborted, match="attempt 7 of the gang was ended by the scheduler"):
-        steps.Steps(segment, serial=7, member=0, members=2).enter(patience())
+    with pytest.raises(GangAborted, match="attempt 7 of the gang was aborted by the scheduler"):
+        steps.Steps(segment, serial=7, member=0, members=2).enter(policy())
     with pytest.raises(TimeoutError):
-        steps.Steps(segment, serial=8, member=0, members=2).enter(patience(0.01))
+        steps.Steps(segment, serial=8, member=0, members=2).enter(policy(0.01))
     segment.close()
 
 
@@ -357,23 +357,23 @@ def test_serials_and_spans_are_checked(owner: SegmentOwner) -> None:
 
 def test_large_results_are_recycled_only_when_nobody_sees_them() -> None:
     size = (1 << 20) + 123
-    first = memory.empty(size, np.dtype(np.uint8))
+    first = folding.empty(size, np.dtype(np.uint8))
     address = first.ctypes.data
     row = first[5:9]
     del first
-    second = memory.empty(size, np.dtype(np.uint8))
+    second = folding.empty(size, np.dtype(np.uint8))
     assert second.ctypes.data != address
     del row
-    third = memory.empty((size,), np.dtype(np.uint8))
+    third = folding.empty((size,), np.dtype(np.uint8))
     assert third.ctypes.data == address
     view = memoryview(third)
     del third
-    assert memory.empty(size, np.dtype(np.uint8)).ctypes.data != address
+    assert folding.empty(size, np.dtype(np.uint8)).ctypes.data != address
     view.release()
 
 
 def test_small_ones_are_not_kept() -> None:
-    array = memory.empty((3, 4), np.dtype(np.float32))
+    array = folding.empty((3, 4), np.dtype(np.float32))
     assert array.shape == (3, 4)
     assert array.base is None
     assert sys.getrefcount(array) == 2

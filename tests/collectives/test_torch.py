@@ -54,7 +54,7 @@ def carried(replicas: int, n: int) -> Any:
         [[r for r in range(replicas) for _ in range(r)]] * 2,
         [1, 2, 3, 4],
         [
-            "TypeError: all_reduce of the value: implementation gloo carries torch tensors, not ndarray; "
+            "TypeError: all_reduce of the value: implementation gloo needs torch tensors, got ndarray; "
             "use torch.from_numpy, or implementation auto",
             "CollectiveMismatchError: collective 5 of this step differs between replicas:",
         ],

@@ -114,7 +114,7 @@ def test_only_dotted_identifiers_are_names(name: str) -> None:
 
 
 def test_no_function_at_all() -> None:
-    with pytest.raises(UsageError, match="a function was expected"):
+    with pytest.raises(UsageError, match="expected a function, or its name"):
         reference(3)  # type: ignore[arg-type]
 
 
@@ -135,7 +135,7 @@ def test_what_captures_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_value_that_cannot_be_loaded_here() -> None:
     bad = pickle.dumps(top_level).replace(__name__.encode(), b"x" * len(__name__))
-    with pytest.raises(FunctionNotFound, match="travelled by value"):
+    with pytest.raises(FunctionNotFound, match="was sent by value"):
         load(FunctionRef("<lambda>", pickled=bad), ())
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import pipedist
 from pipedist.datasets.division import Division
 from pipedist.datasets.sources import SourceError, open_source
-from pipedist.feeds import IndexedFeed, Offer, SequentialFeed
+from pipedist.feeds import IndexedFeed, SequentialFeed, StepBatch
 
 F = "tests.pipeline.functions"
 
@@ -28,8 +28,8 @@ def indexed(
     return IndexedFeed(source, "d", division, epochs=epochs, shuffle_seed=kw.get("seed"))
 
 
-async def pulled(feed: Any, count: int) -> list[Offer]:
-    offers: list[Offer] = []
+async def pulled(feed: Any, count: int) -> list[StepBatch]:
+    offers: list[StepBatch] = []
     while got := await feed.pull(count):
         offers += got
     return offers

@@ -11,7 +11,7 @@ import pytest
 
 from pipedist.datasets.division import Division
 from pipedist.datasets.sources import Source
-from pipedist.feeds import Feed, IndexedFeed, Offer, SequentialFeed
+from pipedist.feeds import Feed, IndexedFeed, SequentialFeed, StepBatch
 from pipedist.pipeline.gating import GatedFeed
 from pipedist.program import Tree
 
@@ -51,7 +51,7 @@ def indexed(epochs: int = 2) -> Feed:
 FEEDS = pytest.mark.parametrize("make", [sequential, indexed])
 
 
-def steps(offers: list[Offer]) -> list[int]:
+def steps(offers: list[StepBatch]) -> list[int]:
     return [step for offer in offers for step in range(offer.first, offer.last)]
 
 

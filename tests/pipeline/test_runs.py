@@ -181,7 +181,7 @@ def test_a_package_that_runs_a_function_of_its_own_where_it_is_imported(tmp_path
         check=False,
     )
     assert done.returncode == 1
-    assert "the import of selfish has begun, and waits for this run" in done.stderr
+    assert "selfish is still being imported, and waits for this run" in done.stderr
 
 
 def test_a_script_without_a_main_guard(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from pipedist import exact
+from pipedist import exact_integers
 from pipedist.reductions import FoldTree, ReduceOp, Reduction
 from tests.values.numbers import (
     FLOATS,
@@ -89,15 +89,17 @@ def test_a_float32_mean_is_rounded_once(total: int, count: int) -> None:
 
     dtype = np.dtype(np.float32)
     expected = rounded(Fraction(total, count), dtype)
-    assert exact.divide(total, count, dtype) == expected
-    assert exact.mean(np.array([[total]]), count, dtype)[0] == expected
+    assert exact_integers.divide(total, count, dtype) == expected
+    assert exact_integers.mean(np.array([[total]]), count, dtype)[0] == expected
 
 
 @given(st.integers(2**53, 2**62), st.integers(1, 1000), st.booleans())
 def test_a_float64_mean_is_rounded_once(total: int, count: int, negative: bool) -> None:
 
     total = -total if negative else total
-    assert exact.mean(np.array([[total]]), count, np.dtype(np.float64))[0] == float(Fraction(total, count))
+    assert exact_integers.mean(np.array([[total]]), count, np.dtype(np.float64))[0] == float(
+        Fraction(total, count)
+    )
 
 
 def test_a_float32_mean_at_a_midpoint_is_rounded_once() -> None:
@@ -107,23 +109,27 @@ def test_a_float32_mean_at_a_midpoint_is_rounded_once() -> None:
     assert total / count == 1 + 2**-24
     dtype = np.dtype(np.float32)
     above = np.nextafter(np.float32(1), np.float32(2))
-    assert exact.divide(total, count, dtype) == above
-    assert exact.divide(-total, count, dtype) == -above
-    assert exact.mean(np.array([[total, -total, count]]), count, dtype).tolist() == [above, -above, 1]
-    assert exact.divide(2**24 + 1, 2**24, dtype) == 1  # a true tie goes to even
+    assert exact_integers.divide(total, count, dtype) == above
+    assert exact_integers.divide(-total, count, dtype) == -above
+    assert exact_integers.mean(np.array([[total, -total, count]]), count, dtype).tolist() == [
+        above,
+        -above,
+        1,
+    ]
+    assert exact_integers.divide(2**24 + 1, 2**24, dtype) == 1  # a true tie goes to even
 
 
 @given(st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1, max_size=40), st.integers(0, 2))
 def test_sums_of_any_size_stay_exact(values: list[int], unsigned: int) -> None:
 
     arrays = [np.array([v + 2**63 if unsigned else v], np.uint64 if unsigned else np.int64) for v in values]
-    limbs, bound = exact.sum_rows(arrays[0], ())
+    limbs, bound = exact_integers.sum_rows(arrays[0], ())
     for x in arrays[1:]:
-        limbs, bound = exact.add(limbs, bound, *exact.sum_rows(x, ()))
+        limbs, bound = exact_integers.add(limbs, bound, *exact_integers.sum_rows(x, ()))
     for _ in range(120):  # far beyond two limbs
-        limbs, bound = exact.add(limbs, bound, limbs, bound)
+        limbs, bound = exact_integers.add(limbs, bound, limbs, bound)
     total = sum(int(x[0]) for x in arrays) << 120
-    assert exact.to_integers(limbs)[0] == total
+    assert exact_integers.to_integers(limbs)[0] == total
     assert abs(total) <= bound
 
 

@@ -175,10 +175,10 @@ def test_a_column_has_the_dtype_of_its_values(values: list[Any], dtype: str) -> 
         ({1: "x", 2: 2}, "dtypes"),
         ({1: np.zeros(2), 2: np.zeros(3)}, r"shapes \(2,\) and \(3,\)"),
         ({1: {"a": 1}, 2: {"b": 1}}, "keys 1 and 2 have components of different structures"),
-        ({1: {"key": 1}}, "two columns would be called 'key'"),
+        ({1: {"key": 1}}, "two columns have the name 'key'"),
     ],
 )
-def test_what_is_no_table_says_why(value: Any, text: str) -> None:
+def test_a_value_that_fits_no_table_is_an_error(value: Any, text: str) -> None:
     table = table_of(by_key_sum)
     assert table is not None
     with pytest.raises(ValueError, match=text):
@@ -193,6 +193,6 @@ def test_what_is_no_table_costs_its_file_alone(tmp_path: Path) -> None:
         "outputs": {"t": "t.csv"},
     }
     with pytest.raises(
-        pipedist.OutputError, match=r"outputs\.t \(t\.csv\): a dict by key was expected, not ndarray"
+        pipedist.OutputError, match=r"outputs\.t \(t\.csv\): expected a dict by key, got ndarray"
     ):
         pipedist.run(spec, workers=1, output=tmp_path)

@@ -72,7 +72,7 @@ def test_a_value_of_another_strategy_is_refused() -> None:
         lambda tree: values.reduce("sum", tree, None, 3),
         lambda tree: values.gather(tree, 0, 3),
     ):
-        with pytest.raises(ValueError, match="2 components where there are 3 replicas"):
+        with pytest.raises(ValueError, match="2 components, but there are 3 replicas"):
             call([PerReplica([1, 2])])
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipedist.collectives.requests import Request
+from pipedist.collectives.requests import CollectiveRequest
 from pipedist.worker.context import ReplicaContext, get_replica_context
 
 
@@ -63,9 +63,9 @@ class Recorded:
     is_async = False
 
     def __init__(self) -> None:
-        self.requests: list[Request] = []
+        self.requests: list[CollectiveRequest] = []
 
-    def call(self, request: Request) -> str:
+    def call(self, request: CollectiveRequest) -> str:
         self.requests.append(request)
         return "result"
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pipedist.collectives.channel import ENDED, RETURNED, WORD_BYTES, Patience
+from pipedist.collectives.channel import ENDED, RETURNED, WORD_BYTES, StallPolicy
 from pipedist.messages import Relay
 from pipedist.worker.hub_channel import HubChannel, Inbox
 
 WORD = b"w" * WORD_BYTES
-PATIENCE = Patience(60.0, lambda missing: None)
+PATIENCE = StallPolicy(60.0, lambda missing: None)
 
 
 class Hub:
@@ -41,7 +41,7 @@ def test_what_has_come_by_the_end_of_the_time_is_heard_before_anybody_is_missed(
             inbox.put(Relay(7, 1, 1, ""), [memoryview(WORD), memoryview(b"one")])
 
     inbox, heard, missed = Inbox(), list[float](), list[tuple[int, ...]]()
-    met = HubChannel(Late(), 7, inbox, 0, 2).exchange(1, WORD, [b"zero"], Patience(0.0, missed.append))
+    met = HubChannel(Late(), 7, inbox, 0, 2).exchange(1, WORD, [b"zero"], StallPolicy(0.0, missed.append))
     assert met.words == [WORD, WORD]
     assert (heard, missed) == ([0.0], [])
 
@@ -53,6 +53,6 @@ def test_who_is_missed_may_still_come() -> None:
                 inbox.put(Relay(7, 1, 1, ""), [memoryview(WORD)])
 
     inbox, missed = Inbox(), list[tuple[int, ...]]()
-    met = HubChannel(Slow(), 7, inbox, 0, 2).exchange(1, WORD, [], Patience(0.0, missed.append))
+    met = HubChannel(Slow(), 7, inbox, 0, 2).exchange(1, WORD, [], StallPolicy(0.0, missed.append))
     assert met.words == [WORD, WORD]
     assert missed == [(1,)]

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from pipedist.code_snapshots import take
+from pipedist.code_archive import take
 from pipedist.errors import UsageError
 from pipedist.messages import Code, Goodbye, Heartbeat, Hello, Log, Refuse, Results, Stop, Welcome
 from pipedist.transport.codec import encode

@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from pipedist.errors import PipedistError
+from pipedist.misuse_hints import conversion_hint, is_masked
 from pipedist.program import Tree
-from pipedist.stand_ins import is_masked, stand_in
 
 Ids = range | npt.NDArray[np.int64]
 """Element ids: `epoch * N + index`, a range where they follow each other."""
@@ -171,7 +171,7 @@ def plain_array(leaf: Any, what: str, key: str) -> npt.NDArray[Any]:
     """
     if is_masked(leaf):
         raise SourceError(
-            f"{what}: a masked array can't be read", key=key, expected=f"plain ones: {stand_in(leaf)}"
+            f"{what}: a masked array can't be read", key=key, expected=f"plain ones: {conversion_hint(leaf)}"
         )
     array = np.asarray(leaf)
     check_dtype(array.dtype, what, key)

@@ -1,14 +1,14 @@
-"""Folders in the temporary folder that belong to one process; where it was killed, the next one removes them.
+"""Folders in the temporary folder that belong to one process; later processes remove those of dead ones.
 
-A process that is killed can't remove its folder. So each folder has a lock (flock), which the kernel opens
-when its process is gone, however; whoever makes the next one of that kind removes those whose lock is open.
-Looked at are only folders of this user and this host, with the name and mode that are given here.
+A killed process cannot remove its folder. So each folder is locked (flock): the kernel releases the lock
+when the process ends, and the next process that creates a folder of that kind removes unlocked ones. Only
+folders of this user and this host with the expected name and mode are considered.
 
 Rules
-- A folder is its maker's from the moment that its lock is held AND it is still there: another process may
-  have taken it for a stale one in between. Then the maker makes another one.
-- Where a file system has no such locks, or they count on one host only, nothing is removed that another host
-  may use: the host's name is part of the folder's.
+- A process owns its folder once it holds the lock AND the folder still exists: another process may have
+  removed it as stale in between. Then the process creates another one.
+- On file systems without such locks, or with locks of one host only, no folder of another host is removed:
+  the host's name is part of the folder's name.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ class ScratchFolder:
     """A folder that only this user can enter, until `close`.
 
     Args:
-        kind: what it is for: a word; it is part of the folder's name.
-        parent: where it is made; None: the temporary folder.
+        kind: its purpose, a word; part of the folder's name.
+        parent: the parent folder; None: the temporary folder.
 
     Raises:
-        OSError: it can't be made.
+        OSError: the folder cannot be created.
     """
 
     def __init__(self, kind: str, parent: str | None = None) -> None:
         parent = parent or _temporary()
         prefix = f"pipedist-{kind}-{zlib.crc32(os.uname().nodename.encode()):08x}-"
-        _sweep(parent, re.compile(re.escape(prefix) + r"[0-9]+-[0-9a-f]{4}"))
+        _remove_stale(parent, re.compile(re.escape(prefix) + r"[0-9]+-[0-9a-f]{4}"))
         self.path, self._lock = _make(parent, f"{prefix}{os.getpid()}-")
 
     def close(self) -> None:
-        """Remove the folder and what is in it; what can't be removed stays."""
+        """Remove the folder and its contents, ignoring errors."""
         if self._lock < 0:
             return
         remove(self.path)
@@ -55,33 +55,33 @@ def _make(parent: str, prefix: str) -> tuple[str, int]:
     for _ in range(_ATTEMPTS_MAX):
         path = os.path.join(
             parent, prefix + os.urandom(2).hex()
-        )  # short: paths of sockets may lead through it
+        )  # short, because paths of sockets are limited
         with contextlib.suppress(
             FileExistsError, FileNotFoundError
-        ):  # the name is taken; or the folder is gone
+        ):  # the name exists, or the folder was removed
             os.mkdir(path, _MODE)
             lock = _open(path)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:  # it is being taken for a stale one
+            except BlockingIOError:  # another process is removing it as stale
                 os.close(lock)
                 continue
-            except OSError:  # no locks here: nobody can take it for anything
+            except OSError:  # no locks here, so no process removes it
                 return path, lock
             if _is_there(path, lock):
                 return path, lock
             os.close(lock)
-    raise OSError(f"{_ATTEMPTS_MAX} new folders in {parent} were removed at once by others")
+    raise OSError(f"{_ATTEMPTS_MAX} new folders in {parent} were removed immediately by other processes")
 
 
-def _sweep(parent: str, name: re.Pattern[str]) -> None:
-    """Remove the folders whose process is gone."""
+def _remove_stale(parent: str, name: re.Pattern[str]) -> None:
+    """Remove folders whose process has ended."""
     try:
         found = [entry.path for entry in os.scandir(parent) if name.fullmatch(entry.name)]
     except OSError:
         return
     for path in found:
-        with contextlib.suppress(OSError):  # it is somebody else's, or in use, or has just been removed
+        with contextlib.suppress(OSError):  # it belongs to another user, is in use, or has just been removed
             lock = _open(path)
             try:
                 facts = os.fstat(lock)
@@ -99,7 +99,7 @@ def _open(path: str) -> int:
 
 
 def _is_there(path: str, lock: int) -> bool:
-    """Whether the folder that is locked is the one at `path`."""
+    """Return whether the locked folder is the one at `path`."""
     try:
         found, locked = os.lstat(path), os.fstat(lock)
     except OSError:
@@ -108,19 +108,19 @@ def _is_there(path: str, lock: int) -> bool:
 
 
 def _temporary() -> str:
-    import tempfile  # takes milliseconds to import, and hardly any worker makes a folder
+    import tempfile  # slow to import, and few workers create a folder
 
     return tempfile.gettempdir()
 
 
 def remove(path: str) -> None:
-    """Remove a folder, and whatever is in it; what can't be removed stays."""
+    """Remove a folder and its contents, ignoring errors."""
     try:
         with os.scandir(path) as entries:
             for entry in entries:
                 os.unlink(entry.path)
         os.rmdir(path)
     except OSError:
-        import shutil  # takes milliseconds to import, and is never needed where sockets are all there is
+        import shutil  # slow to import, and not needed if the folder contains only sockets
 
         shutil.rmtree(path, ignore_errors=True)

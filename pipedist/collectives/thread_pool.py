@@ -1,4 +1,4 @@
-"""Threads for replicas that share a process; kept from one gang to the next."""
+"""Threads for replicas that share a process, reused from one gang to the next."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ _CLOSE_S: Final = 5.0
 
 
 class _Thread:
-    """One thread that waits for jobs."""
+    """One thread that executes jobs, one at a time."""
 
-    def __init__(self, crew: Crew, number: int) -> None:
-        self._crew = crew
+    def __init__(self, pool: ReplicaThreadPool, number: int) -> None:
+        self._pool = pool
         self._job: Callable[[], None] | None = None
         self._has_job = threading.Lock()
         self._has_job.acquire()
-        # A daemon: a replica that hangs must not keep the process from ending.
+        # A daemon, so that a replica that hangs cannot keep the process from exiting.
         self.thread = threading.Thread(target=self._work, name=f"replica-{number}", daemon=True)
         self.thread.start()
 
-    def give(self, job: Callable[[], None] | None) -> None:
-        """Start a job; None: end the thread."""
+    def submit(self, job: Callable[[], None] | None) -> None:
+        """Start a job; None ends the thread."""
         self._job = job
         self._has_job.release()
 
@@ -33,13 +33,13 @@ class _Thread:
             if job is None:
                 return
             job()
-            del job  # what a replica held must not live on until the next job comes
-            if not self._crew.take_back(self):
+            del job  # release what the replica referenced before waiting for the next job
+            if not self._pool.recycle(self):
                 return
 
 
-class Crew:
-    """Starts jobs, each in a thread of its own, and keeps the threads of those that are done."""
+class ReplicaThreadPool:
+    """Runs each job in its own thread, and reuses threads whose jobs are done."""
 
     def __init__(self) -> None:
         self._idle: list[_Thread] = []
@@ -48,30 +48,30 @@ class Crew:
         self._is_closed = False
 
     def start(self, job: Callable[[], None]) -> None:
-        """Run a job, which must not raise, in a thread that has nothing else to do.
+        """Run a job, which must not raise, in an idle or new thread.
 
         Raises:
-            RuntimeError: the crew is closed, or the system has no more threads.
+            RuntimeError: the pool is closed, or the system has no more threads.
         """
         with self._lock:
             if self._is_closed:
-                raise RuntimeError("this crew is closed")
+                raise RuntimeError("the thread pool is closed")
             if self._idle:
                 thread = self._idle.pop()
             else:
                 thread = _Thread(self, len(self._all) + 1)
                 self._all.append(thread)
-        thread.give(job)
+        thread.submit(job)
 
-    def take_back(self, thread: _Thread) -> bool:
-        """Keep a thread whose job is done; False: it is to end."""
+    def recycle(self, thread: _Thread) -> bool:
+        """Return whether a thread whose job is done is reused; if not, it must end."""
         with self._lock:
             if not self._is_closed:
                 self._idle.append(thread)
             return not self._is_closed
 
     def close(self) -> None:
-        """End the threads; waits a bounded time for those whose jobs still run. May be called twice."""
+        """End the threads; wait at most 5 s for each running job. Idempotent."""
         with self._lock:
             if self._is_closed:
                 return
@@ -79,6 +79,6 @@ class Crew:
             idle = self._idle
             self._idle = []
         for thread in idle:
-            thread.give(None)
+            thread.submit(None)
         for thread in self._all:
             thread.thread.join(_CLOSE_S)

@@ -1,4 +1,4 @@
-"""What numeric code chooses its instructions by: two processes with the same platform get the same bits."""
+"""Platform identity: the properties by which numeric libraries select code, and so the bits of results."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from pipedist.version import __version__
 
 @record
 class Platform:
-    """Everything but the code and its inputs that could change bits of a result.
+    """Properties besides code and inputs that can change the bits of a result.
 
     Args:
         python, numpy, pipedist: versions.
-        cpu: processor model, for people.
-        traits: what numeric libraries choose their code by: architecture, vendor, features of the processor.
+        cpu: processor model, for messages.
+        traits: properties by which numeric libraries select code: architecture, vendor, CPU features.
     """
 
     python: str
@@ -32,16 +32,16 @@ class Platform:
 
     @classmethod
     def here(cls) -> Platform:
-        """Return this process's."""
+        """Return the platform of this process."""
         return cls(platform.python_version(), np.__version__, __version__, cpu_model(), cpu_traits())
 
 
 def differences(there: Platform, here: Platform, *, called: str, same_processor: bool = False) -> list[str]:
-    """Return in what a platform differs from another one that could change bits, as phrases.
+    """Return the differences between two platforms that can change bits, as phrases.
 
     Args:
-        called: what the phrases call `here`: "numpy 1.0 (the run 2.0)".
-        same_processor: they have one processor, whatever it is; it is not compared.
+        called: name of `here` in the phrases: "numpy 1.0 (the run 2.0)".
+        same_processor: True if both run on the same processor; it is not compared.
     """
     pairs = {
         "python": (_minor(there.python), _minor(here.python)),
@@ -63,15 +63,15 @@ def _minor(version: str) -> str:
 
 
 def cpu_model() -> str:
-    """Return the processor's model, for people."""
+    """Return the processor's model, for messages."""
     return _cpu_lines().get("model name") or os.uname().machine
 
 
 def cpu_traits() -> tuple[str, ...]:
-    """Return what numeric libraries choose their code by.
+    """Return the properties by which numeric libraries select code.
 
-    NumPy chooses by the features that it finds (and that NPY_DISABLE_CPU_FEATURES leaves); OpenBLAS by
-    architecture, vendor, on ARM the part, and OPENBLAS_CORETYPE.
+    NumPy uses the CPU features that it detects (except those in NPY_DISABLE_CPU_FEATURES); OpenBLAS the
+    architecture, the vendor, on ARM the part, and OPENBLAS_CORETYPE.
     """
     lines = _cpu_lines()
     arm = [lines[key] for key in ("CPU implementer", "CPU part") if key in lines]
@@ -86,7 +86,7 @@ def cpu_traits() -> tuple[str, ...]:
 
 
 def _features() -> Mapping[str, bool]:
-    """Return which features NumPy found; nothing where it does not say."""
+    """Return the CPU features that NumPy detected; empty if it does not list them."""
     for module in ("numpy._core._multiarray_umath", "numpy.core._multiarray_umath"):
         found = getattr(sys.modules.get(module), "__cpu_features__", None)
         if isinstance(found, dict):
@@ -94,9 +94,9 @@ def _features() -> Mapping[str, bool]:
     return {}
 
 
-@cache  # it is asked for model and traits, and once more for each worker that joins
+@cache  # read for model and traits, and again for each joining worker
 def _cpu_lines() -> Mapping[str, str]:
-    """Return what the kernel says of the first processor."""
+    """Return the fields of the first processor in /proc/cpuinfo."""
     lines: dict[str, str] = {}
     try:
         with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:

@@ -1,11 +1,11 @@
-"""Arrays of other libraries (torch, JAX, CuPy, ...): taken over through DLPack, as NumPy arrays.
+"""Arrays of other libraries (torch, JAX, CuPy, ...), converted to NumPy arrays through DLPack.
 
-Nothing is imported for it: whose type has `__dlpack__` is such an array. One that lies on a device is
-copied to the host; one on the host is a view, which whoever keeps it copies. bfloat16, which NumPy and
-its DLPack lack, is that of `ml_dtypes`.
+No library is imported: a type with `__dlpack__` is such an array. An array on a device is copied to the
+host; one on the host becomes a view, which must be copied before it is stored. bfloat16, which NumPy and
+its DLPack lack, uses the dtype of `ml_dtypes`.
 
-A tensor that requires grad is refused, as by torch itself: that its history ends here is for the
-function to say (`tensor.detach()`), because a loss that silently lost it would train nothing.
+A tensor that requires grad is rejected, as by torch itself: the function must end its history explicitly
+(`tensor.detach()`), because a loss that silently lost it would train nothing.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from pipedist import trees
 from pipedist.program import Tree
 
 _ON_HOST: Final = (1, 3)
-"""DLPack's numbers of the CPU, and of host memory that is pinned for CUDA."""
+"""DLPack's device types of the CPU, and of host memory pinned for CUDA."""
 
 _REASONS: Final = (BufferError, TypeError, ValueError, RuntimeError, AttributeError)
-"""What libraries raise where an array can't be had."""
+"""Exceptions that libraries raise if an array cannot be converted."""
 
 _NATIVE: Final = frozenset({np.ndarray, int, float, str, bool, bytes, complex, type(None)})
 
 
 class ForeignArrayError(TypeError):
-    """An array of another library that NumPy can't have; the text says what to do."""
+    """An array of another library that NumPy cannot represent; the text names a fix."""
 
 
 def is_foreign(cls: type) -> bool:
@@ -36,17 +36,17 @@ def is_foreign(cls: type) -> bool:
     return cls not in _NATIVE and hasattr(cls, "__dlpack__") and not issubclass(cls, np.ndarray)
 
 
-def taken(value: Any) -> np.ndarray[Any, Any]:
-    """Return an array of another library as one of NumPy.
+def to_numpy(value: Any) -> np.ndarray[Any, Any]:
+    """Return an array of another library as a NumPy array.
 
     Args:
         value: of a class that `is_foreign`.
 
     Returns:
-        The same dtype, shape and values; where it lies on the host, perhaps a view of its memory.
+        The same dtype, shape and values; a view of its memory if possible.
 
     Raises:
-        ForeignArrayError: it requires grad, is sparse, or has a dtype that NumPy does not know.
+        ForeignArrayError: it requires grad, is sparse, or has a dtype unknown to NumPy.
     """
     try:
         if type(value).__module__.partition(".")[0] == "torch" or _is_tensor(value):
@@ -55,14 +55,14 @@ def taken(value: Any) -> np.ndarray[Any, Any]:
     except ForeignArrayError:
         raise
     except _REASONS as reason:
-        raise ForeignArrayError(f"{_spelled(value)} that NumPy can't take over: {reason}") from reason
+        raise ForeignArrayError(f"{_type_text(value)} cannot be converted to NumPy: {reason}") from reason
 
 
 def to_host(tree: Tree) -> Tree:
-    """Return a tree with NumPy arrays in place of other libraries'; the same object where there are none.
+    """Return a tree with other libraries' arrays as NumPy arrays; the same object if it has none.
 
     Raises:
-        ForeignArrayError: one can't be had; the text has its path.
+        ForeignArrayError: an array cannot be converted; the text names its path.
     """
     if type(tree) in _NATIVE:
         return tree
@@ -72,24 +72,24 @@ def to_host(tree: Tree) -> Tree:
         return tree
     for index in found:
         try:
-            leaves[index] = taken(leaves[index])
+            leaves[index] = to_numpy(leaves[index])
         except ForeignArrayError as error:
             raise ForeignArrayError(f"{error}, {place_of(treedef, index)}") from error
     return trees.unflatten(treedef, leaves)
 
 
 def place_of(treedef: trees.Treedef | None, index: int) -> str:
-    """Return where a leaf is, for people: `at grads/w`."""
+    """Return the place of a leaf as text: `at grads/w`."""
     path = "" if treedef is None else trees.treedef_paths(treedef)[index]
     return f"at {path}" if path else "as the whole value"
 
 
 def _of_any(value: Any) -> np.ndarray[Any, Any]:
-    """Through DLPack; where its version of that can't say it (bfloat16), through `__array__`."""
+    """Convert through DLPack; through `__array__` if its DLPack cannot (bfloat16)."""
     try:
         if value.__dlpack_device__()[0] in _ON_HOST:
             return np.from_dlpack(value)
-        return np.from_dlpack(value, device="cpu")  # NumPy 2.1; an older one has no such argument
+        return np.from_dlpack(value, device="cpu")  # NumPy 2.1 and newer
     except _REASONS:
         if type(value).__module__.partition(".")[0] == "cupy":
             return np.asarray(value.get())
@@ -99,7 +99,7 @@ def _of_any(value: Any) -> np.ndarray[Any, Any]:
 
 
 def _is_tensor(value: Any) -> bool:
-    torch = sys.modules.get("torch")  # a subclass of the user's, perhaps
+    torch = sys.modules.get("torch")  # also subclasses
     return torch is not None and isinstance(value, torch.Tensor)
 
 
@@ -107,11 +107,11 @@ def _of_torch(tensor: Any) -> np.ndarray[Any, Any]:
     torch = sys.modules["torch"]
     if tensor.requires_grad:
         raise ForeignArrayError(
-            f"{_spelled(tensor)} that requires grad: its history can't leave the function; "
-            "say that it ends here with tensor.detach()"
+            f"{_type_text(tensor)} that requires grad: its history cannot leave the function, "
+            "so return tensor.detach()"
         )
     if tensor.layout != torch.strided:
-        raise ForeignArrayError(f"{_spelled(tensor)} that is sparse: make it dense with tensor.to_dense()")
+        raise ForeignArrayError(f"{_type_text(tensor)} that is sparse: convert it with tensor.to_dense()")
     host = tensor.cpu().resolve_conj().resolve_neg()
     if host.dtype == torch.bfloat16:
         return np.from_dlpack(host.view(torch.int16)).view(_bfloat16(tensor))
@@ -123,12 +123,12 @@ def _bfloat16(value: Any) -> np.dtype[Any]:
         from ml_dtypes import bfloat16  # optional
     except ImportError as error:
         raise ForeignArrayError(
-            f"{_spelled(value)} of bfloat16, which NumPy has not: pip install ml_dtypes, or send float32"
+            f"{_type_text(value)} of bfloat16, which NumPy lacks: pip install ml_dtypes, or send float32"
         ) from error
     dtype: np.dtype[Any] = np.dtype(bfloat16)
     return dtype
 
 
-def _spelled(value: Any) -> str:
+def _type_text(value: Any) -> str:
     cls = type(value)
     return f"a {cls.__module__}.{cls.__qualname__}"

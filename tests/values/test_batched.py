@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipedist import partial_runs
-from pipedist.partial_runs import push_steps
+from pipedist import batched
+from pipedist.batched import push_steps
 from pipedist.reductions import FoldTree, Partial, Reduction
 from tests.values.numbers import bits
 
@@ -104,7 +104,7 @@ def test_errors_of_a_run_are_those_of_the_fold() -> None:
 
 @given(st.integers(0, 5000), st.integers(0, 5000))
 def test_a_range_is_cut_into_nodes_of_the_tree(lo: int, count: int) -> None:
-    runs = partial_runs._aligned(lo, lo + count)
+    runs = batched._aligned(lo, lo + count)
     at = lo
     for start, size in runs:
         assert start == at

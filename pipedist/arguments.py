@@ -1,4 +1,4 @@
-"""Arguments that count something."""
+"""Checks of arguments."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import operator
 from typing import SupportsIndex
 
 
-def count(name: str, value: object, *, at_least: int = 1) -> int:
+def check_int(name: str, value: object, *, at_least: int = 1) -> int:
     """Return `value` as a plain int.
 
     Raises:
-        TypeError: it is no integer; bool counts as none.
+        TypeError: it is not an integer (a bool is not).
         ValueError: it is smaller than `at_least`.
     """
     if isinstance(value, bool) or not isinstance(value, SupportsIndex):

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from pipedist import code_snapshots
-from pipedist.code_snapshots import CodeTooLarge, digest_of, take, unpack
+from pipedist import code_archive
+from pipedist.code_archive import CodeTooLarge, digest_of, take, unpack
 from pipedist.errors import RemoteProtocolError
 from pipedist.messages import Code
 from pipedist.transport.keys import write_key_file
@@ -58,7 +58,7 @@ def test_what_stays_behind(folder: Path, tmp_path: Path) -> None:
     assert take(str(folder)) == before, "what tools and runs make is no code, and does not change the digest"
 
     write_key_file(folder / "cluster.key")
-    (folder / "big.npy").write_bytes(bytes(code_snapshots.FILE_BYTES_MAX + 1))
+    (folder / "big.npy").write_bytes(bytes(code_archive.FILE_BYTES_MAX + 1))
     (tmp_path / "secret").write_text("secret")
     (folder / "link.txt").symlink_to(tmp_path / "secret")
     (folder / "loop").symlink_to(folder, target_is_directory=True)
@@ -75,7 +75,7 @@ def test_what_stays_behind(folder: Path, tmp_path: Path) -> None:
 def test_a_folder_with_too_much_in_it_is_not_taken(
     folder: Path, monkeypatch: pytest.MonkeyPatch, limit: str, value: int
 ) -> None:
-    monkeypatch.setattr(code_snapshots, limit, value)
+    monkeypatch.setattr(code_archive, limit, value)
     with pytest.raises(CodeTooLarge, match="was not sent: it has more than"):
         take(str(folder))
 

@@ -1,7 +1,7 @@
-"""Exceptions of other processes, brought back to life in this one.
+"""Exceptions of other processes, rebuilt in this one.
 
-Nothing is unpickled and nothing is imported: a class is looked up among the modules that this
-process has imported by itself, and made anew from its text.
+Nothing is unpickled or imported: a class is looked up among the modules that this process has already
+imported, and instantiated with the text of the remote exception.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ import sys
 from pipedist.errors import RemoteError
 
 
-def revive(module: str, name: str, text: str) -> BaseException:
+def rebuild_exception(module: str, name: str, text: str) -> BaseException:
     """Return an exception with the class and text of the remote one.
 
     Args:
         module, name: the remote class.
-        text: `str(exception)` there.
+        text: `str(exception)` in the remote process.
 
     Returns:
-        An instance of that class whose text is `text`; a RemoteError that names the class where
-        it is not known here or can't be made from a text.
+        An instance of that class whose text is `text`; a RemoteError that names the class if the class is
+        unknown here or cannot be built from a text.
     """
     cls = getattr(sys.modules.get(module), name, None)
     if isinstance(cls, type) and issubclass(cls, Exception):
@@ -36,7 +36,7 @@ def revive(module: str, name: str, text: str) -> BaseException:
 
 
 def _unquoted(text: str) -> object:
-    """Return the value whose repr `text` is: KeyError's text is the repr of its argument."""
+    """Return the value whose repr is `text`: the text of a KeyError is the repr of its argument."""
     try:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError, MemoryError, RecursionError):

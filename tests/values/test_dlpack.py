@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 import pipedist
-from pipedist import foreign
+from pipedist import dlpack
 from pipedist.collectives import signatures
 from pipedist.collectives.options import CommunicationOptions
-from pipedist.collectives.requests import ALL_GATHER, ALL_REDUCE, BROADCAST, Request
+from pipedist.collectives.requests import ALL_GATHER, ALL_REDUCE, BROADCAST, CollectiveRequest
 from pipedist.transport.encoder import UnsendableError
 from pipedist.worker.boundary import own
 
@@ -68,9 +68,9 @@ LIBRARIES = [
 
 @pytest.mark.parametrize("data", [[1.5, 2.5], [[1, 2], [3, 4]], 7, [], [True, False]], ids=str)
 @pytest.mark.parametrize("device", [CPU, CUDA])
-def test_an_exported_array_is_taken_over(data: Any, device: int) -> None:
+def test_an_exported_array_is_converted(data: Any, device: int) -> None:
     source = Exported(data, device)
-    array = foreign.taken(source)
+    array = dlpack.to_numpy(source)
     assert type(array) is np.ndarray
     assert (array.dtype, array.shape) == (source.data.dtype, source.data.shape)
     assert np.array_equal(array, source.data)
@@ -86,22 +86,22 @@ def test_what_is_sent_is_nobody_elses() -> None:
 
 
 def test_what_numpy_cannot_have_is_refused_with_its_path() -> None:
-    with pytest.raises(UnsendableError, match=r"Unknown that NumPy can't take over: float4 .*, at rows/1$"):
+    with pytest.raises(UnsendableError, match=r"Unknown cannot be converted to NumPy: float4 .*, at rows/1$"):
         own([{"rows": [1, Unknown(1.0)]}])
-    with pytest.raises(foreign.ForeignArrayError, match=r"as the whole value$"):
-        foreign.to_host(Unknown(1.0))
+    with pytest.raises(dlpack.ForeignArrayError, match=r"as the whole value$"):
+        dlpack.to_host(Unknown(1.0))
 
 
 @pytest.mark.parametrize(
     "tree", [None, 1, "text", {"a": [1.0, None]}, np.ma.masked_array([1], [True])], ids=repr
 )
 def test_a_tree_without_them_is_left_alone(tree: Any) -> None:
-    assert foreign.to_host(tree) is tree
+    assert dlpack.to_host(tree) is tree
 
 
 @pytest.mark.parametrize("kind", [ALL_REDUCE, ALL_GATHER, BROADCAST])
 def test_a_collective_takes_them(kind: str) -> None:
-    request = Request(kind, PLACE, {"w": Exported([1.0, 2.0], CUDA)}, op="sum", axis=0, source=0)
+    request = CollectiveRequest(kind, PLACE, {"w": Exported([1.0, 2.0], CUDA)}, op="sum", axis=0, source=0)
     signatures.check(request, CommunicationOptions(), 2)
     assert np.array_equal(request.tree["w"], [1.0, 2.0])
 
@@ -135,7 +135,7 @@ def _twice_of(tree: dict[str, Any]) -> Any:
 
 @pytest.mark.parametrize("library", LIBRARIES)
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "int64", "uint8", "bool", "complex64"])
-def test_a_librarys_array_is_taken_over(library: str, dtype: str) -> None:
+def test_a_librarys_array_is_converted(library: str, dtype: str) -> None:
     module = importlib.import_module(library)
     if not hasattr(module, dtype):
         pytest.skip(f"{library} has no {dtype}")

@@ -1,13 +1,12 @@
-"""Partials of many calls in a row at once: numbers go into vectors, and are folded as the fixed tree folds.
+"""Fold partials of many steps at once: numbers are packed into vectors, and folded like the fixed tree.
 
-`node(lo, hi)` of an aligned run whose length is a power of two is: neighbours in pairs, the pairs in
-pairs, and so on. So a vector of such a run is folded by adding its odd places to its even ones until one
-is left, with the same sums in the same order, and hence the same bits, as leaf by leaf.
+`node(lo, hi)` of an aligned run whose length is a power of two is: neighbours in pairs, then pairs of
+pairs, and so on. So a vector of such a run is folded by adding its odd positions to its even ones until
+one remains: the same sums in the same order, hence the same bits, as leaf by leaf.
 
-Only some are treated so: floats, and small arrays of them, under SUM, MEAN and PROD; and integers, which
-are exact, under SUM, MEAN, MIN and MAX. (MIN and MAX of floats are not: of 0.0 and -0.0, NumPy's vectors
-may choose another one than its scalars.) Everything else, and every error, is left to
-`Reduction.combine`.
+This applies to floats and small arrays of them under SUM, MEAN and PROD, and to integers, which are
+exact, under SUM, MEAN, MIN and MAX. (Not to MIN and MAX of floats: NumPy's vectors and scalars may choose
+differently between 0.0 and -0.0.) All other partials, and every error, go through `Reduction.combine`.
 """
 
 from __future__ import annotations
@@ -25,14 +24,14 @@ RUN_MIN: Final = 16
 """Fewer steps are folded one by one."""
 
 ARRAY_BYTES_MAX: Final = 1024
-"""Larger arrays are folded one by one: memory is what they cost."""
+"""Larger arrays are folded one by one: memory bandwidth dominates."""
 
 _FLOATS: Final[dict[str, np.dtype[Any]]] = {
     "f8": np.dtype(np.float64),
     "f4": np.dtype(np.float32),
     "f2": np.dtype(np.float32),
 }
-"""The dtype that a code is folded in, of floats whose partials are Python's."""
+"""By code: the dtype in which floats are folded whose partials are Python floats."""
 
 _FLOAT_OPS: Final[dict[ReduceOp, np.ufunc]] = {
     ReduceOp.SUM: np.add,
@@ -50,14 +49,14 @@ _INT_OPS: Final[dict[ReduceOp, Callable[[Sequence[int]], int]]] = {
 def push_steps(
     reduction: Reduction, tree: FoldTree[Partial], first: int, steps: Sequence[Sequence[Partial]]
 ) -> None:
-    """Push the partials of steps `first`, `first + 1`, ..., each a fold over its replicas' partials.
+    """Push the partials of steps `first`, `first + 1`, ..., each folded over its replicas.
 
     Args:
-        tree: over the steps; its `combine` is `reduction.combine`.
+        tree: the tree over the steps; its `combine` is `reduction.combine`.
         steps: for each step, the partials of its calls in replica order; may be empty.
 
     Raises:
-        ValueError, TypeError: as `Reduction.combine`.
+        ValueError, TypeError: see `Reduction.combine`.
     """
     with np.errstate(all="ignore"):
         if len(steps) >= RUN_MIN and _push_numbers(reduction.op, tree, first, steps):
@@ -78,7 +77,7 @@ def step_partial(reduction: Reduction, parts: Sequence[Partial]) -> Partial | No
 def _push_numbers(
     op: ReduceOp, tree: FoldTree[Partial], first: int, steps: Sequence[Sequence[Partial]]
 ) -> bool:
-    """Push steps of the same number of calls, each of which gave one number; False: they are not such."""
+    """Push steps if all have the same number of calls and one number per call; else return False."""
     calls = len(steps[0])
     leaves = _leaves(steps, calls)
     if leaves is None:
@@ -105,7 +104,7 @@ def _push_numbers(
 
 
 def _leaves(steps: Sequence[Sequence[Partial]], calls: int) -> list[list[Any]] | None:
-    """Return the leaves' partials of all calls in order, where each call has one leaf, of one dtype."""
+    """Return the leaf partials of all calls in order if each has one leaf of one dtype, else None."""
     if calls == 0 or set(map(len, steps)) != {calls}:
         return None
     partials = [part for parts in steps for part in parts]
@@ -116,7 +115,7 @@ def _leaves(steps: Sequence[Sequence[Partial]], calls: int) -> list[list[Any]] |
 
 
 def _stacked(data: list[Any], types: set[type], dtype: np.dtype[Any]) -> NDArray[Any] | None:
-    """Return floats, or small arrays of one shape, as one array of the dtype that they are folded in."""
+    """Return floats, or small arrays of one shape, as one array in their fold dtype; else None."""
     if types == {float}:
         return np.array(data, dtype)
     if types != {np.ndarray} or not data[0].ndim or data[0].nbytes > ARRAY_BYTES_MAX:
@@ -127,7 +126,7 @@ def _stacked(data: list[Any], types: set[type], dtype: np.dtype[Any]) -> NDArray
 
 
 def _by_replica(ufunc: np.ufunc, columns: NDArray[Any]) -> NDArray[Any]:
-    """Fold [steps, replicas, ...] over the replicas, as the fixed tree does: all steps at once."""
+    """Fold [steps, replicas, ...] over the replicas in the fixed tree, all steps at once."""
     replicas: FoldTree[NDArray[Any]] = FoldTree(ufunc)
     for replica in range(columns.shape[1]):
         replicas.push(replica, columns[:, replica])
@@ -144,7 +143,7 @@ def _pairwise(ufunc: np.ufunc, values: NDArray[Any]) -> Any:
 
 
 def _aligned(lo: int, hi: int) -> list[tuple[int, int]]:
-    """Cut [lo, hi) into runs (start, length), each a node of the fixed tree: aligned powers of two."""
+    """Split [lo, hi) into runs (start, length), each a node of the fixed tree: aligned powers of two."""
     runs = []
     while lo < hi:
         size = lo & -lo or 1 << (hi - lo).bit_length()

@@ -1,17 +1,16 @@
 """Exact sums, products and means of integer arrays, element by element.
 
-NumPy wraps silently; here nothing is lost before the final value is known, so that intermediate
-overflow never shows, and a final value that does not fit is an error.
+NumPy wraps silently; here intermediate overflow has no effect, and a final value that does not fit is an
+error.
 
-Sums. A sum is int64 limbs: `limbs[0] + limbs[1] * 2**32 + ...`, each but the last in [0, 2**32), and
-a bound on the magnitude of every element. As long as the bound stays below 2**63 there is one limb
-and an addition is one int64 addition; limbs are added only when the bound demands it.
+Sums. A sum is int64 limbs, `limbs[0] + limbs[1] * 2**32 + ...`, each except the last in [0, 2**32), and
+a bound on the magnitude of every element. While the bound is below 2**63 there is one limb, and an
+addition is one int64 addition; limbs are added only when the bound requires it.
 
-Products. Magnitudes of integers only grow, except through a zero: a product is a uint64 magnitude,
-a sign, and a mark where the magnitude has passed 2**64. A marked element fits no dtype any more,
-and only a zero can still bring it back.
+Products. Magnitudes of integers only grow, except through a zero: a product is a uint64 magnitude, a sign,
+and a mark if the magnitude has passed 2**64. A marked element fits no dtype; only a zero can reset it.
 
-Scalars need none of this: Python's own integers are exact (`product` keeps them short).
+Scalars use Python's integers, which are exact (`product` limits their size).
 """
 
 from __future__ import annotations
@@ -38,19 +37,19 @@ def sum_rows(x: Ints, axes: tuple[int, ...]) -> tuple[Limbs, int]:
 
     Args:
         x: integers of any dtype.
-        axes: non-negative, without duplicates; () sums nothing.
+        axes: non-negative, without duplicates; () converts without summing.
 
     Returns:
         Limbs int64[k, ...], and a bound on their magnitudes.
 
     Raises:
-        ValueError: more than 2**31 - 1 elements are to be added into one.
+        ValueError: more than 2**31 - 1 elements are summed into one.
     """
     rows = prod(x.shape[axis] for axis in axes)
     if rows > _ROWS_MAX:
         raise ValueError(
-            f"{rows} elements of one component would be added into one, the limit is {_ROWS_MAX}: "
-            "reduce smaller components"
+            f"{rows} elements of one component are summed into one, at most {_ROWS_MAX} can be: "
+            "return smaller components"
         )
     bound = _magnitude(x) * rows
     if bound <= _ONE_LIMB_MAX:
@@ -62,7 +61,7 @@ def sum_rows(x: Ints, axes: tuple[int, ...]) -> tuple[Limbs, int]:
 
 
 def add(a: Limbs, a_bound: int, b: Limbs, b_bound: int) -> tuple[Limbs, int]:
-    """Return the limbs of `a + b` and their bound; the shapes behind the first axis must agree."""
+    """Return the limbs of `a + b` and their bound; shapes after the first axis must be equal."""
     bound = a_bound + b_bound
     count = max(_limbs_for(bound), len(a), len(b))
     if count == 1:
@@ -106,7 +105,7 @@ def cast_integer(value: int, dtype: np.dtype[Any]) -> Any:
 
 
 def mean(limbs: Limbs, count: int, dtype: np.dtype[Any]) -> NDArray[Any]:
-    """Return `sum / count`, correctly rounded to float32 or float64; NaN where count is 0."""
+    """Return `sum / count`, correctly rounded to float32 or float64; NaN if `count` is 0."""
     if count == 0:
         return np.full(limbs.shape[1:], np.nan, dtype)
     if len(limbs) > 1 or count > 1 << 53:
@@ -114,7 +113,7 @@ def mean(limbs: Limbs, count: int, dtype: np.dtype[Any]) -> NDArray[Any]:
         rounded = [divide(int(value), count, dtype) for value in values.ravel()]
         return np.array(rounded, dtype).reshape(values.shape)
     sums = limbs[0]
-    # Below 2**53 both operands are exact in float64, so that one division rounds once.
+    # Below 2**53 both operands are exact in float64, so one division rounds once.
     risky = np.abs(sums) > 1 << 53
     quotient = sums.astype(np.float64) / count
     if dtype.itemsize == 4:
@@ -127,14 +126,14 @@ def mean(limbs: Limbs, count: int, dtype: np.dtype[Any]) -> NDArray[Any]:
 
 
 def divide(total: int, count: int, dtype: np.dtype[Any]) -> Any:
-    """Return `total / count`, correctly rounded to a scalar of float32 or float64; NaN where count is 0."""
+    """Return `total / count`, correctly rounded to float32 or float64; NaN if `count` is 0."""
     if count == 0:
         return dtype.type(np.nan)
     quotient = total / count  # Python divides integers correctly rounded
     if dtype.itemsize == 4 and _float32_midpoint(np.float64(quotient)):
-        from fractions import Fraction  # hardly ever needed, and slow to import
+        from fractions import Fraction  # rarely needed, and slow to import
 
-        # Rounding twice would go wrong exactly here: lean towards the true quotient first.
+        # Rounding twice would be wrong here: step towards the true quotient first.
         true = Fraction(total, count)
         if Fraction(quotient) != true:
             quotient = nextafter(quotient, np.inf if true > quotient else -np.inf)
@@ -142,7 +141,7 @@ def divide(total: int, count: int, dtype: np.dtype[Any]) -> Any:
 
 
 def product(a: int, b: int) -> int:
-    """Return `a * b`, or +-2**64 where the magnitude is beyond it: zero still absorbs it."""
+    """Return `a * b`, clipped to +-2**64; a later zero still absorbs it."""
     value = a * b
     return max(-_PRODUCT_MAX, min(_PRODUCT_MAX, value))
 
@@ -151,7 +150,7 @@ def product_rows(x: Ints, axes: tuple[int, ...]) -> tuple[NDArray[Any], NDArray[
     """Return the exact products of `x` along `axes` as magnitude, sign and mark.
 
     Returns:
-        uint64 magnitudes; bool, True where negative; bool, True where beyond uint64.
+        uint64 magnitudes; bool: negative; bool: beyond uint64.
     """
     negative = np.asarray(x < 0)
     magnitude = x.astype(np.uint64) if x.dtype.kind == "u" else np.abs(x.astype(np.int64)).view(np.uint64)
@@ -184,7 +183,7 @@ def product_rows(x: Ints, axes: tuple[int, ...]) -> tuple[NDArray[Any], NDArray[
 def multiply(
     a: tuple[NDArray[Any], NDArray[Any], NDArray[Any]], b: tuple[NDArray[Any], NDArray[Any], NDArray[Any]]
 ) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
-    """Return the product of two triples of magnitude, sign and mark; the shapes must agree."""
+    """Return the product of two triples of magnitude, sign and mark; shapes must be equal."""
     zero = (a[0] == 0) | (b[0] == 0)
     limit = np.uint64(_PRODUCT_MAX - 1) // np.maximum(b[0], np.uint64(1))
     beyond = (a[2] | b[2] | (a[0] > limit)) & ~zero
@@ -251,7 +250,7 @@ def _carry(limbs: Limbs) -> Limbs:
 
 
 def _float32_midpoint(x: Any) -> Any:
-    """Where a float64 lies exactly halfway between two neighbouring float32 (or may do so)."""
+    """Return where a float64 may lie exactly halfway between two neighbouring float32."""
     bits = np.asarray(x).view(np.int64)
     return (bits & 0x1FFFFFFF) == 0x10000000
 

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from pipedist import scratch_folders
-from pipedist.scratch_folders import ScratchFolder
+from pipedist import temp_dirs
+from pipedist.temp_dirs import ScratchFolder
 
 KEEPER = """
 import sys, time
-from pipedist.scratch_folders import ScratchFolder
+from pipedist.temp_dirs import ScratchFolder
 kept = ScratchFolder("code", sys.argv[1])
 print(kept.path, flush=True)
 time.sleep(600)
@@ -44,7 +44,7 @@ def test_a_killed_process_leaves_its_folder_to_the_next_one(tmp_path: Path) -> N
     living, used = keeper(tmp_path)
     try:
         kill(killed)
-        assert stale.is_dir(), "nobody was there to remove it"
+        assert stale.is_dir(), "no process was there to remove it"
         made = ScratchFolder("code", str(tmp_path))
         assert {path.name for path in tmp_path.iterdir()} == {used.name, Path(made.path).name}
         assert (used / "deep" / "file").exists()
@@ -112,7 +112,7 @@ def test_a_folder_that_is_taken_for_a_stale_one_is_not_used(
 
 
 def test_many_at_once(tmp_path: Path) -> None:
-    """They sweep while others begin: nobody's folder is removed while it is used."""
+    """Processes remove stale folders while others start: no folder in use is removed."""
 
     def use(_number: int) -> None:
         made = ScratchFolder("code", str(tmp_path))
@@ -129,7 +129,7 @@ def test_without_locks_nothing_is_removed(tmp_path: Path, monkeypatch: pytest.Mo
     def refuse(_descriptor: int, _how: int) -> None:
         raise OSError("no locks here")
 
-    monkeypatch.setattr(scratch_folders.fcntl, "flock", refuse)
+    monkeypatch.setattr(temp_dirs.fcntl, "flock", refuse)
     first = ScratchFolder("code", str(tmp_path))
     second = ScratchFolder("code", str(tmp_path))
     assert Path(first.path).is_dir()

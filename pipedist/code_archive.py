@@ -1,18 +1,17 @@
-"""A folder of the user's modules as it travels to another host: what is in it, and how it is unpacked.
+"""Snapshots of a folder of user modules, sent to workers on other hosts and unpacked there.
 
-The files of a `code` folder are taken once, in the scheduler's process, and named by a digest of their
-names and contents. A worker unpacks them in a folder of its own that is called by that digest. Only
-regular files travel: no links, no modes, no times. What does not look like code stays behind, and the
-snapshot says what that was:
+The driver reads the files of a `code` folder once, and names the snapshot by a digest of their names and
+contents. A worker unpacks it into a folder of its own with that name. Only regular files are sent: no
+links, modes or times. Files that do not look like code are skipped, and the snapshot lists them:
 
-| left behind | why |
+| skipped | reason |
 |---|---|
 | names that begin with a dot, `__pycache__`, `*.pyc`, `node_modules` | made by tools |
 | folders with a `pyvenv.cfg` | virtual environments |
 | folders with a `.pipedist` of a run | outputs |
-| files larger than `FILE_BYTES_MAX` | data: told by name |
-| files with keys of a cluster | secrets: told by name |
-| links to what is not in the folder, links to folders, what can't be read | told by name |
+| files larger than `FILE_BYTES_MAX` | data; listed by name |
+| files with keys of a cluster | secrets; listed by name |
+| links out of the folder, links to folders, unreadable files | listed by name |
 """
 
 from __future__ import annotations
@@ -27,44 +26,44 @@ from pipedist.program import Tree
 from pipedist.records import record
 
 FILE_BYTES_MAX = 1 << 20
-"""A larger file is data, and stays behind."""
+"""Larger files are considered data, and skipped."""
 
 BYTES_MAX = 32 << 20
-"""Bytes of a snapshot; a folder with more is not sent."""
+"""Maximum size of a snapshot; a larger folder is not sent."""
 
 FILES_MAX = 4096
-"""Files of a snapshot; a folder with more is not sent."""
+"""Maximum files of a snapshot; a folder with more is not sent."""
 
 ENTRIES_MAX = 20_000
-"""Names that are looked at; a folder with more is not sent."""
+"""Maximum entries of a folder; one with more is not sent."""
 
 DEPTH_MAX = 32
-"""Folders inside each other."""
+"""Maximum depth of nested folders."""
 
-_TOLD_MAX = 5
-"""Files that are named among those left behind."""
+_LISTED_MAX = 5
+"""Maximum number of skipped files listed by name."""
 
 _TOOLS = frozenset({"__pycache__", "node_modules"})
 _NOT_CODE = frozenset({".pipedist", "pyvenv.cfg"})
-"""What is in folders of outputs, and in virtual environments."""
+"""Entries that mark output folders and virtual environments."""
 _KEYS = b'"pipedist_keys"'
 _DIGEST = re.compile(r"[0-9a-f]{32}")
 
 
 class CodeTooLarge(PipedistError):
-    """A folder has more than a snapshot may hold."""
+    """A folder exceeds the limits of a snapshot."""
 
 
 @record
-class Snapshot:
+class CodeSnapshot:
     """The files of a code folder.
 
     Args:
-        folder: absolute, where they were taken.
-        digest: of names and contents.
+        folder: the absolute source folder.
+        digest: digest of names and contents.
         names: relative paths, with "/", sorted.
-        contents: of each.
-        text: for people: how much it is, and what was left behind.
+        contents: content of each file.
+        text: size and skipped files, for messages.
     """
 
     folder: str
@@ -74,25 +73,25 @@ class Snapshot:
     text: str
 
     def to_tree(self) -> Tree:
-        """Return it as a payload."""
+        """Return the snapshot as a payload."""
         return [list(self.names), list(self.contents)]
 
 
-def take(folder: str) -> Snapshot:
-    """Return what is in a code folder.
+def take(folder: str) -> CodeSnapshot:
+    """Return a snapshot of a code folder.
 
     Args:
         folder: absolute.
 
     Raises:
-        CodeTooLarge: there is more than a snapshot may hold; the text says of what.
-        OSError: the folder can't be read.
+        CodeTooLarge: the folder exceeds a limit; the text names it.
+        OSError: the folder cannot be read.
     """
     found: dict[str, bytes] = {}
-    left: list[str] = []
+    skipped: list[str] = []
     size = 0
-    for name, path in _walk(folder, left):
-        content = _content(folder, name, path, left)
+    for name, path in _walk(folder, skipped):
+        content = _content(folder, name, path, skipped)
         if content is None:
             continue
         found[name] = content
@@ -100,20 +99,20 @@ def take(folder: str) -> Snapshot:
         if len(found) > FILES_MAX or size > BYTES_MAX:
             raise CodeTooLarge(
                 f"{folder} was not sent: it has more than {FILES_MAX:,} files or {BYTES_MAX >> 20} MiB that "
-                "look like code; keep your modules in a folder of their own, and say `code: FOLDER`"
+                "look like code; move your modules into a separate folder, and set `code: FOLDER`"
             )
     names = tuple(sorted(found))
     contents = tuple(found[name] for name in names)
     text = f"{len(names)} file{'s' * (len(names) != 1)}, {size:,} bytes"
-    if left:
-        more = f" and {len(left) - _TOLD_MAX} more" if len(left) > _TOLD_MAX else ""
-        text += f"; without {', '.join(left[:_TOLD_MAX])}{more}"
-    return Snapshot(folder, digest_of(names, contents), names, contents, text)
+    if skipped:
+        more = f" and {len(skipped) - _LISTED_MAX} more" if len(skipped) > _LISTED_MAX else ""
+        text += f"; without {', '.join(skipped[:_LISTED_MAX])}{more}"
+    return CodeSnapshot(folder, digest_of(names, contents), names, contents, text)
 
 
 def digest_of(names: Sequence[str], contents: Sequence[bytes]) -> str:
-    """Return the name of some files: 32 hexadecimal digits."""
-    import hashlib  # it loads OpenSSL, and every worker imports this module
+    """Return the digest of files: 32 hexadecimal digits."""
+    import hashlib  # loads OpenSSL; every worker imports this module
 
     whole = hashlib.sha256()
     for name, content in zip(names, contents, strict=True):
@@ -125,7 +124,7 @@ def digest_of(names: Sequence[str], contents: Sequence[bytes]) -> str:
 
 
 def is_digest(text: str) -> bool:
-    """Whether a text can be the digest of a snapshot, and the name of a folder."""
+    """Return whether a text has the form of a digest, so it is safe as a folder name."""
     return _DIGEST.fullmatch(text) is not None
 
 
@@ -133,14 +132,14 @@ def unpack(tree: Tree, digest: str, folder: str) -> None:
     """Write the files of a snapshot to a new folder, all of them or none.
 
     Args:
-        tree: from `Snapshot.to_tree`, as it was received.
-        digest: that its files must have.
-        folder: absolute; its parent exists, and belongs to this user alone.
+        tree: the received payload, from `CodeSnapshot.to_tree`.
+        digest: the expected digest.
+        folder: absolute; its parent exists, and is private to this user.
 
     Raises:
-        RemoteProtocolError: the tree is no snapshot of this digest, is too large, or has a name that
-            leads out of the folder.
-        OSError: the files can't be written.
+        RemoteProtocolError: the tree is malformed, has another digest, is too large, or has a name
+            that points out of the folder.
+        OSError: the files cannot be written.
     """
     names, contents = _checked(tree, digest)
     staged = f"{folder}.{os.urandom(4).hex()}"
@@ -149,7 +148,7 @@ def unpack(tree: Tree, digest: str, folder: str) -> None:
         for name, content in zip(names, contents, strict=True):
             path = os.path.join(staged, *name.split("/"))
             os.makedirs(os.path.dirname(path), 0o700, exist_ok=True)
-            # new, and no link: a name that is there already came twice, in another case on some systems
+            # O_EXCL: a name may repeat in another case on case-insensitive file systems
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
             with open(descriptor, "wb") as file:
                 file.write(content)
@@ -177,12 +176,12 @@ def _checked(tree: Tree, digest: str) -> tuple[list[str], list[bytes]]:
         if len(parts) > DEPTH_MAX + 1 or "\0" in name or {"", ".", ".."} & set(parts):
             raise RemoteProtocolError(f"code with a file named {name[:200]!r}")
     if digest_of(names, contents) != digest:
-        raise RemoteProtocolError("code whose digest is another one")
+        raise RemoteProtocolError("code with a wrong digest")
     return names, contents
 
 
-def _walk(folder: str, left: list[str]) -> Iterator[tuple[str, str]]:
-    """Yield (relative name, path) of what may be code, in no order; what can't be read is in `left`."""
+def _walk(folder: str, skipped: list[str]) -> Iterator[tuple[str, str]]:
+    """Yield (relative name, path) of possible code, unordered; add unreadable folders to `skipped`."""
     pending = [("", folder, 0)]
     looked = 0
     while pending:
@@ -193,13 +192,13 @@ def _walk(folder: str, left: list[str]) -> Iterator[tuple[str, str]]:
         except OSError as error:
             if not prefix:
                 raise
-            left.append(f"{prefix!a} ({error.strerror})")
+            skipped.append(f"{prefix!a} ({error.strerror})")
             continue
         looked += len(found)
         if looked > ENTRIES_MAX:
             raise CodeTooLarge(
-                f"{folder} was not sent: it has more than {ENTRIES_MAX:,} entries; keep your modules in a "
-                "folder of their own, and say `code: FOLDER`"
+                f"{folder} was not sent: it has more than {ENTRIES_MAX:,} entries; move your modules into "
+                "a separate folder, and set `code: FOLDER`"
             )
         if prefix and _NOT_CODE & {entry.name for entry in found}:
             continue
@@ -214,28 +213,30 @@ def _walk(folder: str, left: list[str]) -> Iterator[tuple[str, str]]:
                 yield name, entry.path
 
 
-def _content(folder: str, name: str, path: str, left: list[str]) -> bytes | None:
-    """Return a file's bytes; None where it stays behind, and why in `left`."""
+def _content(folder: str, name: str, path: str, skipped: list[str]) -> bytes | None:
+    """Return a file's bytes; None if it is skipped, with the reason added to `skipped`."""
     try:
         name.encode()
         real = os.path.realpath(path)
         if os.path.islink(path) and (os.path.isdir(real) or not _is_within(real, folder)):
-            left.append(f"{name} (a link to {real})")
+            skipped.append(f"{name} (a link to {real})")
             return None
         facts = os.stat(path)
         if not stat.S_ISREG(facts.st_mode):
-            left.append(f"{name} (no file)")
+            skipped.append(f"{name} (not a regular file)")
             return None
         if facts.st_size > FILE_BYTES_MAX:
-            left.append(f"{name} ({facts.st_size / 2**20:.1f} MiB)")
+            skipped.append(f"{name} ({facts.st_size / 2**20:.1f} MiB)")
             return None
         with open(path, "rb") as file:
             content = file.read(FILE_BYTES_MAX)
     except (OSError, UnicodeEncodeError) as error:
-        left.append(f"{name!a} ({error.strerror if isinstance(error, OSError) else 'its name is no text'})")
+        skipped.append(
+            f"{name!a} ({error.strerror if isinstance(error, OSError) else 'its name is not valid text'})"
+        )
         return None
     if len(content) <= 4096 and _KEYS in content:
-        left.append(f"{name} (keys)")
+        skipped.append(f"{name} (keys)")
         return None
     return content
 
@@ -245,7 +246,7 @@ def _is_within(path: str, folder: str) -> bool:
 
 
 def remove(folder: str) -> None:
-    """Remove a folder of unpacked snapshots; what can't be removed stays."""
-    import shutil  # takes milliseconds to import, and most workers are sent no code
+    """Remove a folder of unpacked snapshots, ignoring errors."""
+    import shutil  # slow to import, and most workers receive no code
 
     shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,32 @@
+"""Guard against runs that start while a module is imported for a run.
+
+Without it, a script that lacks a `__main__` guard and whose own function a spec names would start its run
+again at each import: in the process of the run, which would wait for itself, and in every worker.
+"""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+
+importing: ContextVar[bool] = ContextVar("importing", default=False)
+"""True while this thread or task imports the module of a function for a run."""
+
+
+caller_is_waiting: ContextVar[bool] = ContextVar("caller_is_waiting", default=False)
+"""True if the thread that started this one is blocked on it (possibly inside an import lock)."""
+
+ADVICE = 'call it in a function, or below `if __name__ == "__main__":`'
+
+
+def reject_during_import(what: str) -> None:
+    """Raise if a module is being imported for a run.
+
+    Raises:
+        UsageError: the current thread or task imports one.
+    """
+    if importing.get():
+        from pipedist.errors import UsageError  # entry points import little before they start a run
+
+        raise UsageError(
+            f"{what} is called at the top level of a module that a run imports for its functions: {ADVICE}"
+        )

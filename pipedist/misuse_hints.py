@@ -1,0 +1,81 @@
+"""Hints for common mistakes: a forgotten `async`, a TensorFlow name, a value that cannot be sent or reduced.
+
+The mixins are hidden from type checkers, which then find the mistake themselves.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import AsyncIterator, Iterator, KeysView, Mapping, Set, ValuesView
+from typing import TYPE_CHECKING, ClassVar, NoReturn
+
+
+class AsyncOnly:
+    """A mixin for classes that support `async with`, but not `with`."""
+
+    __slots__ = ()
+
+    if not TYPE_CHECKING:
+
+        def __enter__(self) -> NoReturn:
+            name = type(self).__name__
+            raise TypeError(
+                f"{name} is opened with `async with`, in a coroutine (async def), not with `with`"
+            )
+
+        def __exit__(self, *raised: object) -> None:
+            """Exist, because Python looks it up before it calls `__enter__`."""
+
+
+class AsyncIterableOnly:
+    """A mixin for classes that support `async for`, but not `for`."""
+
+    __slots__ = ()
+
+    if not TYPE_CHECKING:
+
+        def __iter__(self) -> NoReturn:
+            name = type(self).__name__
+            raise TypeError(f"{name} is read with `async for`, in a coroutine (async def), not with `for`")
+
+
+class TfNames:
+    """A mixin for classes whose TensorFlow counterparts have attributes of other names."""
+
+    __slots__ = ()
+
+    _tf_names: ClassVar[Mapping[str, str]] = {}
+    """By TensorFlow's name: the equivalent in pipedist."""
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> NoReturn:
+            text = f"{type(self).__name__!r} object has no attribute {name!r}"
+            equivalent = self._tf_names.get(name)
+            if equivalent is not None:
+                text += f": in pipedist, {equivalent} (docs/from_tf_distribute.md)"
+            raise AttributeError(text, name=name, obj=self)
+
+
+def is_masked(value: object) -> bool:
+    """Return whether a value is a masked array; converting it would expose masked values."""
+    masked = sys.modules.get("numpy.ma")
+    return masked is not None and isinstance(value, masked.MaskedArray)
+
+
+def conversion_hint(value: object) -> str:
+    """Return how to convert a value to one that can be sent and reduced, or ""."""
+    if is_masked(value):
+        return "x.filled(...) has its values with something in place of the masked ones"
+    if hasattr(value, "__array__"):
+        return "np.asarray(...) makes a plain array of it"
+    if isinstance(value, dict):
+        return "dict(...) makes a plain one of it"
+    if isinstance(value, Set | KeysView):
+        return "sorted(...) makes a list of it"
+    if isinstance(value, AsyncIterator):
+        return "[x async for x in ...] makes a list of it"
+    if isinstance(value, Iterator | ValuesView | deque | range):
+        return "np.array(list(...)) makes an array of it"
+    return ""
