@@ -15,7 +15,6 @@ was killed and nobody came, the worker that leaves last.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import re
@@ -26,6 +25,7 @@ from pathlib import Path
 from typing import Final
 
 from pipedist.errors import UsageError
+from pipedist.files import is_file_at, try_lock
 from pipedist.launchers.private_files import read_document, write_document
 from pipedist.records import record
 from pipedist.transport.rendezvous import (
@@ -237,11 +237,8 @@ def _lock(path: Path, *, make: bool) -> int | None:
         descriptor = os.open(path, flags, 0o600)
     except OSError:
         return None
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.stat(path, follow_symlinks=False).st_ino == os.fstat(descriptor).st_ino:
+    with contextlib.suppress(OSError):
+        if try_lock(descriptor) and is_file_at(path, descriptor):
             return descriptor
-    except OSError:
-        pass  # somebody else has it, or has removed it meanwhile
     os.close(descriptor)
     return None

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from pipedist.errors import UsageError
+from pipedist.files import replace_file
 
 _BYTES_MAX: Final = 16_384
 
@@ -34,12 +35,7 @@ def write_document(path: Path, document: Mapping[str, Any]) -> None:
     Raises:
         UsageError: it can't be written.
     """
-    new = path.with_name(f"{path.name}.new")
     try:
-        new.unlink(missing_ok=True)
-        descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-        with open(descriptor, "w", encoding="ascii") as file:
-            json.dump(document, file)
-        new.replace(path)
+        replace_file(path, json.dumps(document).encode("ascii"), 0o600)
     except OSError as error:
         raise UsageError(f"can't write {path}: {error.strerror}") from None
