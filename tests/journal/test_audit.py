@@ -88,7 +88,7 @@ def test_tampering_is_named(finished: Path) -> None:
         results.unlink()
         code, told = audit(finished)
         assert code == 2
-        assert "results.json, of its finished run, can't be read" in told
+        assert "results.json of the finished run can't be read" in told
         results.write_text(document)
     finally:
         path.write_bytes(good)

@@ -12,7 +12,7 @@ import pytest
 from pipedist.cli.why_command import explain_run
 from pipedist.errors import OutputError, UsageError
 from pipedist.outputs import FinishedRun, RunFolder, open_folder
-from pipedist.outputs import folder as folder_module
+from pipedist.outputs import run_folder
 
 
 def start(
@@ -51,7 +51,7 @@ def test_files_appear_when_the_run_is_complete(tmp_path: Path) -> None:
 
 def test_no_folder_is_named_tilde(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UsageError, match=r"~/x: `~` is known to shells only"):
+    with pytest.raises(UsageError, match=r"~/x: `~` is expanded only by a shell"):
         start(Path("~/x"))
     assert not list(tmp_path.iterdir())
     start(Path("~x")).close()
@@ -76,7 +76,7 @@ def test_an_unfinished_run_is_never_overwritten_unasked(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"unfinished run r1.*--resume continues.*--restart discards"):
         start(out, run="r2")
     with start(out, run="r3", resume=True) as folder:
-        assert "left no journal" in folder.notice
+        assert "has no journal" in folder.notice
         assert "starting fresh" in folder.notice
     with start(out, run="r4", restart=True) as folder:
         assert folder.notice == ""
@@ -150,13 +150,13 @@ def test_resume_of_a_finished_run_that_is_not_whole_any_more(tmp_path: Path) -> 
     results = out / ".pipedist/results.json"
     for text in ("{", "[]", '{"files": []}', "\0"):
         results.write_text(text)
-        with pytest.raises(UsageError, match=r"results\.json, of its finished run, can't be read.*--restart"):
+        with pytest.raises(UsageError, match=r"results\.json of the finished run can't be read.*--restart"):
             start(out, resume=True)
     results.unlink()
     with pytest.raises(UsageError, match=r"can't be read \(No such file or directory\)"):
         start(out, resume=True)
     (out / "a.json").unlink()
-    with pytest.raises(UsageError, match=r"x/a\.json of the finished run r1 is not there.*--restart"):
+    with pytest.raises(UsageError, match=r"x/a\.json of the finished run r1 is missing.*--restart"):
         start(out, resume=True)
     complete(out, restart=True)
 
@@ -205,7 +205,7 @@ def test_a_file_of_somebody_else_is_not_replaced(tmp_path: Path) -> None:
     out = tmp_path / "x"
     complete(out)
     (out / "b.json").write_text("mine")
-    with pytest.raises(UsageError, match=r"b\.json is in the way"):
+    with pytest.raises(UsageError, match=r"b\.json has the name of an output"):
         start(out, outputs=["b.json"])
     assert (out / "b.json").read_text() == "mine"
 
@@ -216,14 +216,14 @@ def test_a_file_in_place_of_an_output_s_folder_is_told_before_the_run(tmp_path: 
     (out / "b").write_text("mine")
     (out / "c").symlink_to(tmp_path)
     for name in ("b", "c"):
-        with pytest.raises(UsageError, match=rf"/{name} is in the way"):
+        with pytest.raises(UsageError, match=rf"/{name} has the name of an output"):
             start(out, outputs=[f"{name}/d/a.json"])
     complete(out, outputs=["sub/b.json", "old/a.json"])
     assert visible(out) == ["b", "old/a.json", "sub/b.json"]
 
 
 def test_two_runs_do_not_share_a_folder(tmp_path: Path) -> None:
-    with start(tmp_path / "x"), pytest.raises(UsageError, match="another run is writing"):
+    with start(tmp_path / "x"), pytest.raises(UsageError, match="another run is writing to"):
         start(tmp_path / "x", restart=True)
     start(tmp_path / "x", restart=True).close()
 
@@ -377,9 +377,7 @@ def test_a_failed_run_that_can_be_continued_is_never_overwritten_unasked(tmp_pat
         folder.fail(resumable=True)
     with pytest.raises(UsageError, match=r"failed run r2: --resume continues.*--restart discards"):
         start(out, run="r3")
-    with pytest.raises(
-        UsageError, match=r"failed run r2: --resume=reuse goes on with what did not change in it"
-    ):
+    with pytest.raises(UsageError, match=r"failed run r2: --resume=reuse keeps its unchanged parts"):
         start(out, run="r3", spec="s2")
     with start(out, run="r3", resume=True) as folder:
         assert (folder.run_id, folder.found) == ("r2", "unfinished")
@@ -399,7 +397,7 @@ def test_a_failed_run_with_nothing_to_continue_is_over(tmp_path: Path) -> None:
     assert (out / "a.json").read_text() == "old"
     with start(out, run="r3", resume=True) as folder:
         assert "r2" in folder.notice
-        assert "left no journal" in folder.notice
+        assert "has no journal" in folder.notice
         folder.fail(resumable=False)
     complete(out, "new", run="r4")  # nobody need say --restart: there is nothing to lose
     assert visible(out) == ["a.json"]
@@ -422,4 +420,4 @@ def test_a_run_without_some_of_its_files_is_no_finished_one(tmp_path: Path) -> N
 def test_an_output_that_was_not_announced(tmp_path: Path) -> None:
     with start(tmp_path / "x") as folder, pytest.raises(ValueError, match="other"):
         folder.staged("other.json")
-    assert folder_module.PRIVATE == ".pipedist"
+    assert run_folder.PRIVATE == ".pipedist"
