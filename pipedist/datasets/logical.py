@@ -16,7 +16,7 @@ import numpy as np
 
 from pipedist import trees
 from pipedist.counts import count
-from pipedist.datasets import mapping, nodes, transforms
+from pipedist.datasets import nodes, transforms
 from pipedist.datasets.element import ArraySpec, as_element
 from pipedist.datasets.input import AutoShardPolicy
 from pipedist.program import Tree
@@ -60,7 +60,7 @@ class Dataset(TfNames):
     @staticmethod
     def range(*args: int) -> Dataset:
         """Return int64 scalars: range(stop), range(start, stop) or range(start, stop, step)."""
-        return Dataset(nodes.Range(range(*args)))
+        return Dataset(nodes.RangeNode(range(*args)))
 
     @staticmethod
     def from_tensor_slices(tensors: Tree) -> Dataset:
@@ -74,7 +74,7 @@ class Dataset(TfNames):
             ValueError: a leaf is a scalar, or lengths differ.
             TypeError: a leaf is nothing that NumPy has a dtype for.
         """
-        return Dataset(nodes.Slices.of(tensors))
+        return Dataset(nodes.SlicesNode.of(tensors))
 
     @staticmethod
     def from_tensors(tensors: Tree) -> Dataset:
@@ -83,7 +83,7 @@ class Dataset(TfNames):
         Args:
             tensors: the element, as for `from_tensor_slices`.
         """
-        return Dataset(nodes.Single(as_element(tensors)))
+        return Dataset(nodes.SingleNode(as_element(tensors)))
 
     @staticmethod
     def from_generator(
@@ -105,7 +105,7 @@ class Dataset(TfNames):
                 f"from_generator needs a callable that returns an iterable, not {generator!r}: a bare "
                 "iterator could be read only once"
             )
-        return Dataset(nodes.Generator(generator, element_spec, batched))
+        return Dataset(nodes.GeneratorNode(generator, element_spec, batched))
 
     @staticmethod
     def list_files(pattern: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> Dataset:
@@ -123,12 +123,12 @@ class Dataset(TfNames):
             if not matches:
                 raise ValueError(f"no file matches {one!r} (in {os.getcwd()})")
             found.update(matches)
-        return Dataset(nodes.FileNames(tuple(sorted(found))))
+        return Dataset(nodes.FileNamesNode(tuple(sorted(found))))
 
     @staticmethod
     def file_names(paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> Dataset:
         """Return the names of files, in the order given; auto-sharding may divide them (FILE)."""
-        return Dataset(nodes.FileNames(_paths(paths)))
+        return Dataset(nodes.FileNamesNode(_paths(paths)))
 
     @staticmethod
     def text_files(paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> Dataset:
@@ -136,7 +136,7 @@ class Dataset(TfNames):
 
         Takes one path too, so that it can be a function for `flat_map` and `interleave`.
         """
-        return Dataset(nodes.TextFiles(_paths(paths)))
+        return Dataset(nodes.TextFilesNode(_paths(paths)))
 
     @staticmethod
     def zip(*datasets: Dataset | tuple[Dataset, ...]) -> Dataset:
@@ -148,7 +148,7 @@ class Dataset(TfNames):
         parts = datasets[0] if len(datasets) == 1 and isinstance(datasets[0], tuple) else datasets
         if not parts:
             raise ValueError("zip needs at least one dataset")
-        return Dataset(transforms.Zip(tuple(_node_of("zip", part) for part in parts)))
+        return Dataset(transforms.ZipNode(tuple(_node_of("zip", part) for part in parts)))
 
     # Transformations.
 
@@ -160,35 +160,35 @@ class Dataset(TfNames):
             drop_remainder: leave out a last batch that is shorter.
         """
         size = count("batch_size", batch_size, at_least=1)
-        return self._then(transforms.Batch(self._node, size, bool(drop_remainder)))
+        return self._then(transforms.BatchNode(self._node, size, bool(drop_remainder)))
 
     def padded_batch(self, batch_size: int, drop_remainder: bool = False) -> Dataset:
         """Stack consecutive elements of unequal shapes, padded at the end with 0, False or ""."""
         size = count("batch_size", batch_size, at_least=1)
-        return self._then(transforms.Batch(self._node, size, bool(drop_remainder), padded=True))
+        return self._then(transforms.BatchNode(self._node, size, bool(drop_remainder), padded=True))
 
     def unbatch(self) -> Dataset:
         """Return the rows of each element."""
-        return self._then(transforms.Unbatch(self._node))
+        return self._then(transforms.UnbatchNode(self._node))
 
     def repeat(self, times: int | None = None) -> Dataset:
         """Return the dataset `times` times in a row; None or -1: for ever."""
         times = (
             nodes.INFINITE if times is None or times == nodes.INFINITE else count("times", times, at_least=0)
         )
-        return self._then(transforms.Repeat(self._node, times))
+        return self._then(transforms.RepeatNode(self._node, times))
 
     def take(self, elements: int) -> Dataset:
         """Return the first `elements` elements; -1: all of them."""
         if elements == nodes.INFINITE and type(elements) is int:
             return self
-        return self._then(transforms.Take(self._node, count("elements", elements, at_least=0)))
+        return self._then(transforms.TakeNode(self._node, count("elements", elements, at_least=0)))
 
     def skip(self, elements: int) -> Dataset:
         """Leave out the first `elements` elements; -1: all of them."""
         if elements == nodes.INFINITE and type(elements) is int:
             return self.take(0)
-        return self._then(transforms.Skip(self._node, count("elements", elements, at_least=0)))
+        return self._then(transforms.SkipNode(self._node, count("elements", elements, at_least=0)))
 
     def shard(self, num_shards: int, index: int) -> Dataset:
         """Return elements `index`, `index + num_shards`, ...
@@ -202,28 +202,28 @@ class Dataset(TfNames):
                 RuntimeError unless policy HINT has put the real numbers in its place.
         """
         if num_shards == transforms.SHARD_HINT:
-            return self._then(transforms.Shard(self._node, num_shards, index))
+            return self._then(transforms.ShardNode(self._node, num_shards, index))
         shards = count("num_shards", num_shards, at_least=1)
         place = count("index", index, at_least=0)
         if place >= shards:
             raise ValueError(f"index is {place}, but there are {shards} shards: expected 0 to {shards - 1}")
-        return self._then(transforms.Shard(self._node, shards, place))
+        return self._then(transforms.ShardNode(self._node, shards, place))
 
     def prefetch(self, buffer_size: int) -> Dataset:
         """Read up to `buffer_size` elements ahead, in a thread; the elements stay the same."""
-        return self._then(transforms.Prefetch(self._node, count("buffer_size", buffer_size, at_least=1)))
+        return self._then(transforms.PrefetchNode(self._node, count("buffer_size", buffer_size, at_least=1)))
 
     def cache(self) -> Dataset:
         """Keep the elements in memory once they were read to the end."""
-        return self._then(transforms.Cache(self._node))
+        return self._then(transforms.CacheNode(self._node))
 
     def enumerate(self, start: int = 0) -> Dataset:
         """Return pairs (number, element), numbered from `start` as int64."""
-        return self._then(transforms.Enumerate(self._node, int(start)))
+        return self._then(transforms.EnumerateNode(self._node, int(start)))
 
     def concatenate(self, dataset: Dataset) -> Dataset:
         """Return this dataset, then another one of the same structure."""
-        return self._then(transforms.Concatenate((self._node, _node_of("concatenate", dataset))))
+        return self._then(transforms.ConcatenateNode((self._node, _node_of("concatenate", dataset))))
 
     def map(self, fn: Callable[..., Any], *, element_spec: Tree | None = None) -> Dataset:
         """Return `fn` of each element.
@@ -234,11 +234,11 @@ class Dataset(TfNames):
             element_spec: tree of ArraySpec of the results; without it, `fn` is called on the first
                 two elements where the spec is needed.
         """
-        return self._then(mapping.Map(self._node, _function("map", fn), element_spec))
+        return self._then(transforms.MapNode(self._node, _function("map", fn), element_spec))
 
     def filter(self, predicate: Callable[..., Any]) -> Dataset:
         """Keep the elements for which `predicate` returns True; anything but a bool is an error."""
-        return self._then(mapping.Filter(self._node, _function("filter", predicate)))
+        return self._then(transforms.FilterNode(self._node, _function("filter", predicate)))
 
     def flat_map(self, fn: Callable[..., Dataset]) -> Dataset:
         """Return the elements of the datasets that `fn` makes of each element, one after the other."""
@@ -255,11 +255,11 @@ class Dataset(TfNames):
         _function("interleave", fn)
 
         def open_node(element: Tree) -> nodes.Node:
-            return _node_of("the function of interleave or flat_map", mapping.apply(fn, element))
+            return _node_of("the function of interleave or flat_map", transforms.apply(fn, element))
 
         cycle = count("cycle_length", cycle_length, at_least=1)
         block = count("block_length", block_length, at_least=1)
-        return self._then(mapping.Interleave(self._node, open_node, cycle, block))
+        return self._then(transforms.InterleaveNode(self._node, open_node, cycle, block))
 
     def with_options(self, *, auto_shard_policy: AutoShardPolicy | str) -> Dataset:
         """Set how the dataset is divided among input pipelines.
@@ -303,7 +303,7 @@ class Dataset(TfNames):
         return iter(self._node)
 
     def __repr__(self) -> str:
-        return f"<Dataset {type(self._node).__name__}, cardinality {self.cardinality()}>"
+        return f"<Dataset {type(self._node).__name__.removesuffix('Node')}, cardinality {self.cardinality()}>"
 
     def _then(self, node: nodes.Node) -> Dataset:
         return Dataset(node, self._policy)

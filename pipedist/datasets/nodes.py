@@ -84,7 +84,7 @@ class Node(ABC):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Range(Node):
+class RangeNode(Node):
     """The integers of a range, as int64 scalars."""
 
     values: range
@@ -105,14 +105,14 @@ class Range(Node):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Slices(Node):
+class SlicesNode(Node):
     """The slices of a tree of arrays along their leading axis."""
 
     arrays: Tree
     length: int
 
     @classmethod
-    def of(cls, tree: Any) -> Slices:
+    def of(cls, tree: Any) -> SlicesNode:
         """Take views of the arrays, read-only.
 
         Raises:
@@ -141,7 +141,7 @@ class Slices(Node):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Single(Node):
+class SingleNode(Node):
     """One element."""
 
     element: Tree
@@ -157,7 +157,7 @@ class Single(Node):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Generator(Node):
+class GeneratorNode(Node):
     """What a callable's iterable yields; called once for each iteration.
 
     Args:
@@ -186,7 +186,7 @@ class Generator(Node):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class FileNames(Node):
+class FileNamesNode(Node):
     """The names of files, one an element: what FILE sharding divides."""
 
     paths: tuple[str, ...]
@@ -200,13 +200,13 @@ class FileNames(Node):
     def spec(self) -> Tree:
         return ArraySpec(str)
 
-    def only(self, pipelines: int, index: int) -> FileNames:
+    def only(self, pipelines: int, index: int) -> FileNamesNode:
         """Return every `pipelines`-th file from `index` on."""
-        return FileNames(self.paths[index::pipelines])
+        return FileNamesNode(self.paths[index::pipelines])
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class TextFiles(Node):
+class TextFilesNode(Node):
     """The lines of UTF-8 files in the order of the files, without their line ends."""
 
     paths: tuple[str, ...]
@@ -223,9 +223,9 @@ class TextFiles(Node):
     def spec(self) -> Tree:
         return ArraySpec(str)
 
-    def only(self, pipelines: int, index: int) -> TextFiles:
+    def only(self, pipelines: int, index: int) -> TextFilesNode:
         """Return every `pipelines`-th file from `index` on."""
-        return TextFiles(self.paths[index::pipelines])
+        return TextFilesNode(self.paths[index::pipelines])
 
 
 class UnknownSpecError(ValueError):

@@ -23,8 +23,8 @@ from collections.abc import Iterator, Sequence
 from pipedist.counts import count
 from pipedist.datasets.input import AutoShardPolicy
 from pipedist.datasets.logical import Dataset
-from pipedist.datasets.nodes import INFINITE, UNKNOWN, FileNames, Node, TextFiles
-from pipedist.datasets.transforms import Enumerate, Rebatch, Shard
+from pipedist.datasets.nodes import INFINITE, UNKNOWN, FileNamesNode, Node, TextFilesNode
+from pipedist.datasets.transforms import EnumerateNode, RebatchNode, ShardNode
 from pipedist.program import Tree
 
 
@@ -66,16 +66,18 @@ def _sharded(node: Node, pipelines: int, index: int, policy: AutoShardPolicy) ->
         return _with_files(node, pipelines, index)
     if policy is AutoShardPolicy.AUTO and not file_trouble(node, pipelines):
         return _with_files(node, pipelines, index)
-    return Shard(node, pipelines, index)
+    return ShardNode(node, pipelines, index)
 
 
 def file_trouble(node: Node, pipelines: int) -> str:
     """Return why a pipeline can't be divided by whole files, or ""."""
     for source in _sources(node):
-        if isinstance(source, Enumerate):
+        if isinstance(source, EnumerateNode):
             return "enumerate numbers the elements of all files"
-        if not isinstance(source, FileNames | TextFiles):
-            return f"the dataset reads a source that is not files ({type(source).__name__})"
+        if not isinstance(source, FileNamesNode | TextFilesNode):
+            return (
+                f"the dataset reads a source that is not files ({type(source).__name__.removesuffix('Node')})"
+            )
         if len(source.paths) < pipelines:
             return f"the dataset reads {len(source.paths)} file(s), fewer than there are pipelines"
     return ""
@@ -83,22 +85,22 @@ def file_trouble(node: Node, pipelines: int) -> str:
 
 def _sources(node: Node) -> Iterator[Node]:
     """Yield the nodes that make elements, or numbers of elements, on their own."""
-    if not node.inputs or isinstance(node, Enumerate):
+    if not node.inputs or isinstance(node, EnumerateNode):
         yield node
     for child in node.inputs:
         yield from _sources(child)
 
 
 def _with_files(node: Node, pipelines: int, index: int) -> Node:
-    if isinstance(node, FileNames | TextFiles):
+    if isinstance(node, FileNamesNode | TextFilesNode):
         return node.only(pipelines, index)
     return node.with_inputs([_with_files(child, pipelines, index) for child in node.inputs])
 
 
 def _with_hints(node: Node, pipelines: int, index: int) -> Node:
     node = node.with_inputs([_with_hints(child, pipelines, index) for child in node.inputs])
-    if isinstance(node, Shard) and node.hinted:
-        return Shard(node.input, pipelines, index)
+    if isinstance(node, ShardNode) and node.hinted:
+        return ShardNode(node.input, pipelines, index)
     return node
 
 
@@ -108,7 +110,7 @@ def rebatch(dataset: Dataset, parts: int) -> Dataset:
     Raises:
         ValueError: while reading, where a leaf is a scalar.
     """
-    return Dataset(Rebatch(dataset.node, count("parts", parts, at_least=1)), dataset.auto_shard_policy)
+    return Dataset(RebatchNode(dataset.node, count("parts", parts, at_least=1)), dataset.auto_shard_policy)
 
 
 def divide(dataset: Dataset, num_pipelines: int, replicas_per_pipeline: int) -> list[Dataset]:
@@ -167,17 +169,17 @@ def batch_sizes_for_worker(
     return first[offset:] + first[:offset]
 
 
-class Missing:
+class MissingElement:
     """Stands for the element of a replica whose pipeline has come to its end."""
 
     def __repr__(self) -> str:
         return "MISSING"
 
 
-MISSING = Missing()
+MISSING = MissingElement()
 
 
-def steps(pipelines: Sequence[Dataset], replicas_per_pipeline: int) -> Iterator[list[Tree | Missing]]:
+def steps(pipelines: Sequence[Dataset], replicas_per_pipeline: int) -> Iterator[list[Tree | MissingElement]]:
     """Read pipelines side by side, until all have ended.
 
     Yields:
@@ -186,7 +188,7 @@ def steps(pipelines: Sequence[Dataset], replicas_per_pipeline: int) -> Iterator[
     """
     readers = [iter(pipeline) for pipeline in pipelines]
     while True:
-        step: list[Tree | Missing] = [
+        step: list[Tree | MissingElement] = [
             next(reader, MISSING) for reader in readers for _ in range(replicas_per_pipeline)
         ]
         if all(element is MISSING for element in step):

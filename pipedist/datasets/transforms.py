@@ -1,6 +1,6 @@
 """The transformations of a `Dataset`, as stages of its frozen tree (semantics: tf.data).
 
-Those that call user code are in `pipedist.datasets.mapping`.
+Those that call user code are in `pipedist.datasets.transforms`.
 """
 
 # ruff: noqa: D102 -- what the overridden methods mean is said in Node
@@ -9,14 +9,27 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
-from typing import Final
+
+# ruff: noqa: D102 -- what the overridden methods mean is said in Node
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final
 
 import numpy as np
 
 from pipedist import trees
-from pipedist.datasets.element import ArraySpec, common_rows, merge_specs, read_only, split, stack_padded
-from pipedist.datasets.nodes import INFINITE, UNKNOWN, Node
+from pipedist.datasets.element import (
+    ArraySpec,
+    as_element,
+    common_rows,
+    kept,
+    merge_specs,
+    read_only,
+    spec_of,
+    split,
+    stack_padded,
+    zeros,
+)
+from pipedist.datasets.nodes import INFINITE, UNKNOWN, Node, UnknownSpecError, sampled_spec
 from pipedist.datasets.read_ahead import ReadAhead
 from pipedist.program import Tree
 
@@ -46,7 +59,7 @@ class Transform(Node):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Batch(Transform):
+class BatchNode(Transform):
     """Consecutive elements, stacked."""
 
     size: int
@@ -81,7 +94,7 @@ class Batch(Transform):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Unbatch(Transform):
+class UnbatchNode(Transform):
     """The rows of each element."""
 
     def __iter__(self) -> Iterator[Tree]:
@@ -108,7 +121,7 @@ class Unbatch(Transform):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Rebatch(Transform):
+class RebatchNode(Transform):
     """Each element cut into `parts` chunks of ceil(rows / parts), in order, empty ones included."""
 
     parts: int
@@ -135,7 +148,7 @@ class Rebatch(Transform):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Repeat(Transform):
+class RepeatNode(Transform):
     """The input `times` times in a row; INFINITE: for ever."""
 
     times: int
@@ -160,7 +173,7 @@ class Repeat(Transform):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Take(Transform):
+class TakeNode(Transform):
     """The first `count` elements."""
 
     count: int
@@ -176,7 +189,7 @@ class Take(Transform):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Skip(Transform):
+class SkipNode(Transform):
     """All but the first `count` elements."""
 
     count: int
@@ -190,7 +203,7 @@ class Skip(Transform):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Shard(Transform):
+class ShardNode(Transform):
     """Elements `index`, `index + shards`, `index + 2 * shards`, ..."""
 
     shards: int
@@ -217,7 +230,7 @@ class Shard(Transform):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Prefetch(Transform):
+class PrefetchNode(Transform):
     """The same elements, up to `buffer` of them read ahead by a thread."""
 
     buffer: int
@@ -237,14 +250,14 @@ class CacheStore:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Cache(Transform):
+class CacheNode(Transform):
     """The same elements, from memory after the first complete reading."""
 
     store: CacheStore = dataclasses.field(default_factory=CacheStore)
 
     def with_inputs(self, inputs: Sequence[Node]) -> Node:
         (replaced,) = inputs
-        return Cache(replaced)
+        return CacheNode(replaced)
 
     def __iter__(self) -> Iterator[Tree]:
         if self.store.elements is not None:
@@ -258,7 +271,7 @@ class Cache(Transform):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Enumerate(Transform):
+class EnumerateNode(Transform):
     """Pairs (number, element)."""
 
     start: int
@@ -272,7 +285,7 @@ class Enumerate(Transform):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Concatenate(Node):
+class ConcatenateNode(Node):
     """One pipeline after the other."""
 
     parts: tuple[Node, ...]
@@ -282,7 +295,7 @@ class Concatenate(Node):
         return self.parts
 
     def with_inputs(self, inputs: Sequence[Node]) -> Node:
-        return Concatenate(tuple(inputs))
+        return ConcatenateNode(tuple(inputs))
 
     def __iter__(self) -> Iterator[Tree]:
         return itertools.chain.from_iterable(self.parts)
@@ -301,7 +314,7 @@ class Concatenate(Node):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Zip(Node):
+class ZipNode(Node):
     """Tuples of one element of each pipeline; ends with the shortest."""
 
     parts: tuple[Node, ...]
@@ -311,7 +324,7 @@ class Zip(Node):
         return self.parts
 
     def with_inputs(self, inputs: Sequence[Node]) -> Node:
-        return Zip(tuple(inputs))
+        return ZipNode(tuple(inputs))
 
     def __iter__(self) -> Iterator[Tree]:
         return zip(*self.parts, strict=False)
@@ -324,3 +337,119 @@ class Zip(Node):
 
     def spec(self) -> Tree:
         return tuple(node.spec() for node in self.parts)
+
+
+def apply(fn: Callable[..., Any], element: Tree) -> Any:
+    """Call `fn` on an element; a tuple is unpacked into arguments, as in tf.data."""
+    return fn(*element) if type(element) is tuple else fn(element)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class MapNode(Transform):
+    """What `fn` makes of each element.
+
+    Args:
+        declared: the spec of the results, or None: found by calling `fn`.
+    """
+
+    fn: Callable[..., Any]
+    declared: Tree | None
+
+    def __iter__(self) -> Iterator[Tree]:
+        for element in self.input:
+            yield trees.tree_map(kept, as_element(apply(self.fn, element)))
+
+    def spec(self) -> Tree:
+        if self.declared is not None:
+            return self.declared
+        given = self.input.spec()
+        try:
+            result = sampled_spec(self, "map")
+        except UnknownSpecError as unknown:
+            # Dtypes and ranks are those of an element of zeros, if `fn` takes one.
+            try:
+                result = spec_of(as_element(apply(self.fn, zeros(given))))
+            except Exception as error:
+                raise unknown from error
+        # Two samples of a batch can't show that its size varies, but the input's spec says it.
+        free = {axis for leaf in trees.flatten(given)[0] for axis, n in enumerate(leaf.shape) if n is None}
+        return trees.tree_map(
+            lambda leaf: leaf.with_shape([None if i in free else n for i, n in enumerate(leaf.shape)]), result
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class FilterNode(Transform):
+    """The elements for which `predicate` is true."""
+
+    predicate: Callable[..., Any]
+
+    def __iter__(self) -> Iterator[Tree]:
+        for element in self.input:
+            verdict = apply(self.predicate, element)
+            if not isinstance(verdict, bool | np.bool_) and not (
+                isinstance(verdict, np.ndarray) and verdict.shape == () and verdict.dtype == np.bool_
+            ):
+                raise ValueError(
+                    f"filter: the predicate returned {verdict!r} of type {type(verdict).__name__}; "
+                    "expected one bool"
+                )
+            if verdict:
+                yield element
+
+    def cardinality(self) -> int:
+        return UNKNOWN
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class InterleaveNode(Transform):
+    """The elements of the pipelines that `open_node` makes of each element, taken in turns.
+
+    `cycle` of them are open at a time; `block` elements are taken from one before the next has its
+    turn; one that is exhausted gives its place to the next element's.
+    """
+
+    open_node: Callable[[Tree], Node]
+    cycle: int
+    block: int
+
+    def __iter__(self) -> Iterator[Tree]:
+        waiting = iter(self.input)
+        more = True
+        places: list[Iterator[Tree] | None] = [None] * self.cycle
+        place = 0
+        while more or any(slot is not None for slot in places):
+            slot = places[place]
+            if slot is None and more:
+                for element in waiting:
+                    slot = places[place] = iter(self.open_node(element))
+                    break
+                else:
+                    more = False
+            if slot is not None:
+                taken = 0
+                for element in itertools.islice(slot, self.block):
+                    taken += 1
+                    yield element
+                if taken < self.block:
+                    places[place] = None
+            place = (place + 1) % self.cycle
+
+    def cardinality(self) -> int:
+        return UNKNOWN
+
+    def spec(self) -> Tree:
+        opened = self._first()
+        if opened is None:
+            raise UnknownSpecError("the datasets that flat_map or interleave opens")
+        return opened.spec()
+
+    @property
+    def batch_depth(self) -> int:
+        opened = self._first()
+        return 0 if opened is None else opened.batch_depth
+
+    def _first(self) -> Node | None:
+        for element in self.input:
+            return self.open_node(element)
+        return None

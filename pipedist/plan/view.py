@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from pipedist.accelerators import spelled
-from pipedist.datasets.sources.visibility import hindrance
+from pipedist.datasets.sources.paths import hindrance
 from pipedist.plan.gpus import owners
 from pipedist.plan.model import PassPlan, Plan
 from pipedist.program import Tree

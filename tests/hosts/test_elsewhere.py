@@ -14,7 +14,7 @@ import pytest
 
 import pipedist
 from pipedist.coordinator import introductions
-from pipedist.datasets.sources.visibility import is_visible
+from pipedist.datasets.sources.paths import is_visible
 from pipedist.plan import compile_plan
 from pipedist.spec import load
 from pipedist.transport.keys import write_key_file

@@ -11,8 +11,7 @@ import pytest
 
 from pipedist.cli.why_command import explain_run
 from pipedist.errors import OutputError, UsageError
-from pipedist.outputs import FinishedRun, RunFolder, open_folder
-from pipedist.outputs import run_folder
+from pipedist.outputs import FinishedRun, RunFolder, open_folder, run_folder
 
 
 def start(

@@ -36,7 +36,7 @@ def open_source(kind: str, config: Mapping[str, Any], *, folder: Path, code: Seq
     source = _open(kind, dict(config), folder, code)
     path = config.get("path", ())
     if source.portable and any(map(is_private, [path] if isinstance(path, str) else path)):
-        source.portable, source.travels = False, "memory:// is this process's own"
+        source.portable, source.why_not_portable = False, "memory:// is this process's own"
     return source
 
 
@@ -67,7 +67,7 @@ def _open(kind: str, settings: Config, folder: Path, code: Sequence[str]) -> Sou
 
             return open_parquet(settings, folder)
         case "jsonl":
-            from pipedist.datasets.sources.jsonl_files import open_jsonl
+            from pipedist.datasets.sources.text_files import open_jsonl
 
             return open_jsonl(settings, folder)
         case "text":
@@ -75,11 +75,11 @@ def _open(kind: str, settings: Config, folder: Path, code: Sequence[str]) -> Sou
 
             return open_text(settings, folder)
         case "files":
-            from pipedist.datasets.sources.raw_files import open_files
+            from pipedist.datasets.sources.text_files import open_files
 
             return open_files(settings, folder)
         case "function":
-            from pipedist.datasets.sources.function import open_function
+            from pipedist.datasets.sources.memory import open_function
 
             return open_function(settings, code)
     raise _unknown(kind)
@@ -112,7 +112,7 @@ def open_reader(config: Config) -> Reader:
 
             return ParquetReader(config)
         case "jsonl":
-            from pipedist.datasets.sources.jsonl_files import JsonlReader
+            from pipedist.datasets.sources.text_files import JsonlReader
 
             return JsonlReader(config)
         case "text":
@@ -120,7 +120,7 @@ def open_reader(config: Config) -> Reader:
 
             return TextReader(config)
         case "files":
-            from pipedist.datasets.sources.raw_files import RawFilesReader
+            from pipedist.datasets.sources.text_files import RawFilesReader
 
             return RawFilesReader()
     raise _unknown(config["kind"])

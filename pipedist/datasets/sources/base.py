@@ -9,7 +9,7 @@ shard are C-contiguous, in native byte order, and read-only.
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -75,7 +75,7 @@ class Source(abc.ABC):
         length: N, elements of one epoch; None where only reading tells.
         random_access: elements can be read in any order, so the dataset can be shuffled.
         portable: another process on this host can read it, with `open_reader(config)`.
-        travels: where that is False, why, for people; "" elsewhere.
+        why_not_portable: where that is False, why, for people; "" elsewhere.
         by_id: `locate` is the identity, so a reader that can compute ids needs no location.
         config: see `portable`; empty where that is False.
     """
@@ -83,7 +83,7 @@ class Source(abc.ABC):
     length: int | None
     random_access: bool = True
     portable: bool = True
-    travels: str = ""
+    why_not_portable: str = ""
     by_id: bool = False
     config: Config
 
@@ -197,3 +197,36 @@ def check_dtype(dtype: np.dtype[Any], what: str, key: str) -> None:
         key=key,
         expected=f"numbers, booleans, dates or text ({hint})",
     )
+
+
+class RowLayout:
+    """Finds rows that are numbered through consecutive pieces.
+
+    Args:
+        lengths: rows of each piece, in order; 0 is allowed.
+    """
+
+    __slots__ = ("_ends", "total")
+
+    def __init__(self, lengths: Sequence[int]) -> None:
+        self._ends = np.cumsum(np.asarray(lengths, dtype=np.int64), dtype=np.int64)
+        self.total = int(self._ends[-1]) if len(lengths) else 0
+
+    def segments(self, rows: range) -> list[tuple[int, int, int]]:
+        """Return the (piece, lo, hi) that make up contiguous `rows`, hi exclusive."""
+        found = []
+        row = rows.start
+        while row < rows.stop:
+            # "right": a piece without rows ends where its predecessor does, and is passed over.
+            piece = int(np.searchsorted(self._ends, row, side="right"))
+            begin = int(self._ends[piece - 1]) if piece else 0
+            stop = min(rows.stop, int(self._ends[piece]))
+            found.append((piece, row - begin, stop - begin))
+            row = stop
+        return found
+
+    def places(self, rows: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Return, for each of `rows`, its piece and its row within it: int64[n] each."""
+        pieces = np.searchsorted(self._ends, rows, side="right").astype(np.int64, copy=False)
+        begins = np.concatenate([np.zeros(1, np.int64), self._ends])
+        return pieces, rows - begins[pieces]

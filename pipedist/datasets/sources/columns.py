@@ -278,8 +278,8 @@ def _number(row: int, text: bytes, read: Callable[[bytes], Any], dtype: np.dtype
             raise ValueError
         return read(bare)
     except ValueError:
-        shown = _short(repr(text.decode("utf-8", "replace")))
-        raise CellError(row, f"{shown} is not of type {dtype}") from None
+        excerpt = _short(repr(text.decode("utf-8", "replace")))
+        raise CellError(row, f"{excerpt} is not of type {dtype}") from None
 
 
 def _truth(text: bytes) -> bool:

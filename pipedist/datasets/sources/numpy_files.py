@@ -25,16 +25,15 @@ from pipedist.datasets.sources.base import (
     Config,
     Ids,
     Reader,
+    RowLayout,
     Source,
     SourceError,
     check_dtype,
     rows_of,
     sealed,
 )
-from pipedist.datasets.sources.file_kinds import unreadable
-from pipedist.datasets.sources.layout import Layout
+from pipedist.datasets.sources.file_kinds import UnpackStore, unreadable
 from pipedist.datasets.sources.paths import FILES_OPEN_MAX, DataFile, OpenFiles, expand
-from pipedist.datasets.sources.unpack import Spool
 from pipedist.program import Tree
 
 Array = npt.NDArray[Any]
@@ -95,14 +94,14 @@ class NumpySource(Source):
 
     Args:
         arrays: {name: one array per file}; `BARE` alone for `.npy`.
-        spool: holds what was unpacked; closed with the source.
+        store: holds what was unpacked; closed with the source.
     """
 
     by_id = True
 
-    def __init__(self, arrays: dict[str, list[Stored]], spool: Spool) -> None:
+    def __init__(self, arrays: dict[str, list[Stored]], store: UnpackStore) -> None:
         lengths = [stored.shape[0] for stored in next(iter(arrays.values()))]
-        self._spool = spool
+        self._store = store
         self.length: int = sum(lengths)
         self.config = {
             "kind": "npz" if BARE not in arrays else "npy",
@@ -122,7 +121,7 @@ class NumpySource(Source):
     def close(self) -> None:
         """Unmap the files, and remove what was unpacked."""
         self._reader.close()
-        self._spool.close()
+        self._store.close()
 
 
 class NumpyReader(Reader):
@@ -133,7 +132,7 @@ class NumpyReader(Reader):
     """
 
     def __init__(self, config: Config) -> None:
-        self._layout = Layout(config["lengths"])
+        self._layout = RowLayout(config["lengths"])
         self._arrays = {
             name: [Stored.from_config(each) for each in places] for name, places in config["arrays"].items()
         }
@@ -211,17 +210,17 @@ def open_npy(config: Config, folder: Path) -> NumpySource:
     for file in expand(config.get("path", ()), folder):
         with _open(file) as stream:
             try:
-                stored = _stored(stream, file, file.shown)
+                stored = _stored(stream, file, file.label)
             except _NoHeader as error:
                 raise unreadable(file, ".npy", error.why) from error
             if (rest := file.size_bytes - stored.offset - stored.size_bytes()) > 0:
                 raise SourceError(
-                    f"{file.shown}: {rest} bytes follow its array; was another one saved behind it?",
+                    f"{file.label}: {rest} bytes follow its array; was another one saved behind it?",
                     key="path",
                     expected="one array in a file: several are an .npz, or files of their own",
                 )
             arrays.append(stored)
-    return NumpySource({BARE: _agreeing(arrays, "")}, Spool())
+    return NumpySource({BARE: _agreeing(arrays, "")}, UnpackStore())
 
 
 def open_npz(config: Config, folder: Path) -> NumpySource:
@@ -236,22 +235,22 @@ def open_npz(config: Config, folder: Path) -> NumpySource:
             leading dimension, or two files differ in names, dtypes or trailing shapes.
     """
     files = expand(config.get("path", ()), folder)
-    spool = Spool()
+    store = UnpackStore()
     try:
-        members = [_members(file, spool) for file in files]
+        members = [_members(file, store) for file in files]
         names = list(members[0])
         for file, found in zip(files, members, strict=True):
             if set(found) != set(names):
                 raise SourceError(
-                    f"{files[0].shown} has the arrays {', '.join(sorted(names))}; "
-                    f"{file.shown} has {', '.join(sorted(found))}",
+                    f"{files[0].label} has the arrays {', '.join(sorted(names))}; "
+                    f"{file.label} has {', '.join(sorted(found))}",
                     key="path",
                 )
         return NumpySource(
-            {name: _agreeing([found[name] for found in members], f" of {name!r}") for name in names}, spool
+            {name: _agreeing([found[name] for found in members], f" of {name!r}") for name in names}, store
         )
     except BaseException:
-        spool.close()
+        store.close()
         raise
 
 
@@ -298,13 +297,13 @@ def _seek_to_data(stream: IO[bytes], info: zipfile.ZipInfo) -> None:
     stream.seek(name_bytes + extra_bytes, os.SEEK_CUR)
 
 
-def _members(file: DataFile, spool: Spool) -> dict[str, Stored]:
+def _members(file: DataFile, store: UnpackStore) -> dict[str, Stored]:
     found: dict[str, Stored] = {}
     try:
         with _open(file) as stream, zipfile.ZipFile(stream) as archive:
             for info in archive.infolist():
                 name = info.filename.removesuffix(".npy")
-                what = f"{file.shown}: array {name!r}"
+                what = f"{file.label}: array {name!r}"
                 if name in found:
                     raise SourceError(f"{what} is there twice", key="path")
                 if info.compress_type == zipfile.ZIP_STORED and not info.flag_bits & 1:
@@ -312,7 +311,7 @@ def _members(file: DataFile, spool: Spool) -> dict[str, Stored]:
                     found[name] = _stored(stream, file, what)
                 else:
                     with archive.open(info) as packed:
-                        plain = spool.add(what, packed)
+                        plain = store.add(what, packed)
                     with _open(plain) as unpacked:
                         unpacked.seek(plain.offset)
                         found[name] = _stored(unpacked, plain, what)
@@ -321,11 +320,11 @@ def _members(file: DataFile, spool: Spool) -> dict[str, Stored]:
     except Exception as error:  # a wrong byte is a wrong offset: OSError, struct.error, ...
         raise unreadable(file, ".npz", error) from error
     if not found:
-        raise SourceError(f"{file.shown}: there is no array in it", key="path")
+        raise SourceError(f"{file.label}: there is no array in it", key="path")
     lengths = {name: stored.shape[0] for name, stored in found.items()}
     if len(set(lengths.values())) > 1:
         rows = ", ".join(f"{name!r} has {length}" for name, length in lengths.items())
-        raise SourceError(f"{file.shown}: its arrays differ in rows: {rows}", key="path")
+        raise SourceError(f"{file.label}: its arrays differ in rows: {rows}", key="path")
     return found
 
 
@@ -335,8 +334,8 @@ def _agreeing(arrays: list[Stored], what: str) -> list[Stored]:
     for each in arrays[1:]:
         if _element(each) != _element(first):
             raise SourceError(
-                f"{first.file.shown}{what} has elements {_element(first)}, "
-                f"{each.file.shown} has {_element(each)}",
+                f"{first.file.label}{what} has elements {_element(first)}, "
+                f"{each.file.label} has {_element(each)}",
                 key="path",
                 expected="the same dtype and trailing shape in all files",
             )

@@ -15,11 +15,18 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pipedist.datasets.sources.base import Config, Ids, Reader, Source, SourceError, rows_of, sealed
-from pipedist.datasets.sources.columns import CellError, Column, check_types, no_such_column
+from pipedist.datasets.sources.base import (
+    Config,
+    Ids,
+    Reader,
+    RowLayout,
+    Source,
+    SourceError,
+    rows_of,
+    sealed,
+)
+from pipedist.datasets.sources.columns import CellError, Column, array_of_texts, check_types, no_such_column
 from pipedist.datasets.sources.file_kinds import unreadable
-from pipedist.datasets.sources.layout import Layout
-from pipedist.datasets.sources.parquet_columns import OWN_TYPE, numpy_column, plain_type, readable
 from pipedist.datasets.sources.paths import FILES_OPEN_MAX, DataFile, OpenFiles, expand, is_remote
 from pipedist.program import Tree
 
@@ -77,7 +84,7 @@ class ParquetReader(Reader):
         self._files = [DataFile.from_config(file) for file in config["files"]]
         self._groups: list[tuple[int, int, int]] = [tuple(group) for group in config["groups"]]
         self._columns: dict[str, str] = dict(config["columns"])
-        self._layout = Layout([rows for _, _, rows in self._groups])
+        self._layout = RowLayout([rows for _, _, rows in self._groups])
         self._open: OrderedDict[int, Any] = OrderedDict()
         self._watched = OpenFiles(self._files)
         """Tells of changes: pyarrow opens the files itself."""
@@ -135,7 +142,7 @@ class ParquetReader(Reader):
         number, row_group, _ = self._groups[group]
         file = self._file(number)
         row += sum(file.metadata.row_group(before).num_rows for before in range(row_group))
-        return f"{self._files[number].shown}:{row + 1}:{file.schema_arrow.get_field_index(name) + 1}"
+        return f"{self._files[number].label}:{row + 1}:{file.schema_arrow.get_field_index(name) + 1}"
 
     def _empty(self, name: str) -> Column:
         field = self._file(0).schema_arrow.field(name)
@@ -155,7 +162,7 @@ class ParquetReader(Reader):
         except (self._arrow.ArrowException, OSError) as error:
             self._check(file)
             raise SourceError(
-                f"{self._files[file].shown}: row group {number} can't be read: {error}", key="path"
+                f"{self._files[file].label}: row group {number} can't be read: {error}", key="path"
             ) from error
         self._check(file)
         self._tables[group] = table
@@ -226,16 +233,16 @@ def open_parquet(config: Config, folder: Path) -> ParquetSource:
                 wanted = dict.fromkeys(schema.names, OWN_TYPE)
             if everything and (more := [name for name in schema.names if name not in wanted]):
                 raise SourceError(
-                    f"{data_file.shown} has a column {more[0]!r}, and {files[0].shown} has none",
+                    f"{data_file.label} has a column {more[0]!r}, and {files[0].label} has none",
                     key="path",
                     expected="files with the same columns, or `columns`: those that are wanted",
                 )
             for name, kind in wanted.items():
-                _check(arrow, schema, name, kind, data_file.shown)
+                _check(arrow, schema, name, kind, data_file.label)
                 there, before = (plain_type(arrow, each.field(name).type) for each in (schema, first))
                 if kind == OWN_TYPE and there != before:
                     raise SourceError(
-                        f"column {name!r} is {before} in {files[0].shown} and {there} in {data_file.shown}",
+                        f"column {name!r} is {before} in {files[0].label} and {there} in {data_file.label}",
                         key="path",
                         name=name,
                     )
@@ -263,15 +270,111 @@ def _open(arrow: Any, file: DataFile) -> Any:
         raise unreadable(file, "parquet", error) from error
 
 
-def _check(arrow: Any, schema: Any, name: str, kind: str, shown: str) -> None:
+def _check(arrow: Any, schema: Any, name: str, kind: str, label: str) -> None:
     times = schema.names.count(name)
     if not times:
-        raise no_such_column(name, schema.names, shown)
+        raise no_such_column(name, schema.names, label)
     if times > 1:
-        raise SourceError(f"{shown} has {times} columns named {name!r}", key="columns", name=name)
+        raise SourceError(f"{label} has {times} columns named {name!r}", key="columns", name=name)
     own = schema.field(name).type
     if not readable(arrow, own, kind):
         wanted = "read: name the columns that are wanted" if kind == OWN_TYPE else f"read as {kind}"
         raise SourceError(
-            f"{shown}: column {name!r} is {own}, which can't be {wanted}", key="columns", name=name
+            f"{label}: column {name!r} is {own}, which can't be {wanted}", key="columns", name=name
         )
+
+
+OWN_TYPE = "own"
+"""Stands for a column's type where the spec names none: that of the file."""
+
+
+def plain_type(arrow: Any, own: Any) -> Any:
+    """Return the type of a column's values: for a dictionary that of its entries."""
+    return own.value_type if arrow.types.is_dictionary(own) else own
+
+
+def readable(arrow: Any, own: Any, kind: str) -> bool:
+    """Tell whether a column of a file can be read as a type.
+
+    Args:
+        arrow: the pyarrow module.
+        own: the column's type in the file.
+        kind: a column type, or `OWN_TYPE`.
+    """
+    types, own = arrow.types, plain_type(arrow, own)
+    text = _is_text(types, own)
+    integer, floating = types.is_integer(own), types.is_floating(own)
+    if kind == OWN_TYPE:
+        time = types.is_timestamp(own) or types.is_date(own) or types.is_duration(own)
+        return bool(text or integer or floating or types.is_boolean(own) or time)
+    if kind == "str":
+        return bool(text or types.is_null(own))
+    if kind == "bool":
+        return bool(types.is_boolean(own))
+    return bool(integer or ((floating or types.is_null(own)) and kind.startswith("float")))
+
+
+def _is_text(types: Any, own: Any) -> bool:
+    # by its name: the oldest pyarrow that we take has no views
+    return bool(types.is_string(own) or types.is_large_string(own) or str(own) == "string_view")
+
+
+def numpy_column(arrow: Any, column: Any, kind: str) -> Column:
+    """Return a column's values as an array; nulls are csv's missing values.
+
+    Args:
+        arrow: the pyarrow module.
+        column: ChunkedArray[n] of a type that is `readable` as `kind`.
+        kind: a column type, or `OWN_TYPE`.
+
+    Returns:
+        array[n]: a null is NaN in floats, "" in text and NaT in dates.
+
+    Raises:
+        CellError: a value is null that may not be, or does not fit its type.
+    """
+    types = arrow.types
+    if types.is_dictionary(column.type):
+        column = column.cast(column.type.value_type)
+    if types.is_null(column.type):  # the writer saw no value, and so no type
+        column = column.cast(arrow.string() if kind == "str" else arrow.float64())
+    own = column.type
+    if _is_text(types, own):
+        return array_of_texts(["" if text is None else text for text in _texts(column)])
+    counted = types.is_boolean(own) or (types.is_integer(own) and not kind.startswith("float"))
+    if counted and column.null_count:
+        row = int(np.flatnonzero(column.is_null().to_numpy())[0])
+        named = str(own) if kind == OWN_TYPE else kind
+        raise CellError(row, f"a value of type {named} is missing; float columns read one as NaN")
+    values: Column = column.to_numpy()
+    return values if kind == OWN_TYPE else _fitted(values, np.dtype(kind))
+
+
+def _texts(column: Any) -> list[str | None]:
+    try:
+        texts: list[str | None] = column.to_pylist()
+    except UnicodeDecodeError:  # Arrow's writers need not look
+        for row, text in enumerate(column):
+            try:
+                text.as_py()
+            except UnicodeDecodeError as error:
+                raise CellError(row, f"{error.object!r} is not UTF-8 text") from error
+        raise
+    return texts
+
+
+def _fitted(values: Column, dtype: np.dtype[Any]) -> Column:
+    if values.dtype == dtype:
+        return values
+    if dtype.kind == "f":
+        with np.errstate(over="ignore"):
+            result: Column = values.astype(dtype)
+        wrong = np.isinf(result) & ~np.isinf(values)
+    else:
+        limits = np.iinfo(dtype)
+        result = values.astype(dtype)
+        wrong = (values < limits.min) | (values > limits.max)
+    if wrong.any():
+        row = int(np.flatnonzero(wrong)[0])
+        raise CellError(row, f"{values[row]} does not fit {dtype}")
+    return result

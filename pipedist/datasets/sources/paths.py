@@ -5,11 +5,11 @@ from __future__ import annotations
 import glob
 import os
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from pipedist.datasets.sources.base import SourceError
+from pipedist.datasets.sources.base import Config, Source, SourceError
 from pipedist.records import record
 
 FILES_OPEN_MAX = 64
@@ -46,14 +46,14 @@ class DataFile:
     """A file of a source, or a stretch of one, with what tells whether it has changed.
 
     Args:
-        shown: its name for people and in results: relative to the spec's folder if `path` was.
+        label: its name for people and in results: relative to the spec's folder if `path` was.
         path: absolute, or a URL (`pipedist.datasets.sources.remote`).
         offset: first byte that belongs to it.
         size_bytes: how many bytes belong to it.
         mtime_ns: its modification time when the source was opened, or `UNPACKED`; of a URL, its stamp.
     """
 
-    shown: str
+    label: str
     path: str
     offset: int
     size_bytes: int
@@ -61,7 +61,7 @@ class DataFile:
 
     def to_config(self) -> list[Any]:
         """Return the file as plain msgpack types."""
-        return [self.shown, self.path, self.offset, self.size_bytes, self.mtime_ns]
+        return [self.label, self.path, self.offset, self.size_bytes, self.mtime_ns]
 
     @classmethod
     def from_config(cls, config: Sequence[Any]) -> DataFile:
@@ -83,7 +83,7 @@ class DataFile:
         try:
             descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
-            raise SourceError(f"{self.shown}: can't be opened: {error.strerror}", key="path") from error
+            raise SourceError(f"{self.label}: can't be opened: {error.strerror}", key="path") from error
         try:
             self.check_open(descriptor)
         except BaseException:
@@ -104,7 +104,7 @@ class DataFile:
             raise self._changed()
 
     def _changed(self) -> SourceError:
-        return SourceError(f"{self.shown}: the file has changed since the run began; start again", key="path")
+        return SourceError(f"{self.label}: the file has changed since the run began; start again", key="path")
 
     def check(self) -> None:
         """Look whether the file is here, and is the one that the source was opened with.
@@ -142,7 +142,7 @@ class DataFile:
         while start < stop:
             data = os.pread(descriptor, min(stop - start, READ_BYTES_MAX), self.offset + start)
             if not data:
-                raise SourceError(f"{self.shown}: the file became shorter while it was read", key="path")
+                raise SourceError(f"{self.label}: the file became shorter while it was read", key="path")
             pieces.append(data)
             start += len(data)
         self.check_open(descriptor)  # behind the reading: else it could change in between
@@ -243,7 +243,7 @@ def expand(path: str | Iterable[str], folder: Path) -> list[DataFile]:
             absolute = os.path.abspath(os.path.join(folder, name))
             if absolute not in found:
                 found[absolute] = _examine(name, absolute)
-    return sorted(found.values(), key=lambda file: (file.shown, file.path))
+    return sorted(found.values(), key=lambda file: (file.label, file.path))
 
 
 def _instead(pattern: str, folder: Path) -> str:
@@ -289,3 +289,54 @@ def _examine(name: str, absolute: str) -> DataFile:
     except OSError as error:
         raise SourceError(f"{name}: {error.strerror}", key="path") from error
     return DataFile(name, absolute, 0, facts.st_size, facts.st_mtime_ns)
+
+
+FILES_LOOKED_AT_MAX = 10_000
+"""A source of more files is not looked at: its shards travel."""
+
+
+def is_visible(config: Config) -> bool:
+    """Return whether everything that a reader needs is here.
+
+    Files count as the same that have the same path, size and time of change.
+
+    Args:
+        config: of a portable source.
+    """
+    if config["kind"] == "range":
+        return True
+    files = list(_files(config))
+    return 0 < len(files) <= FILES_LOOKED_AT_MAX and all(map(_is_here, files))
+
+
+def hindrance(source: Source) -> str:
+    """Return why no process on another host can read a source, for people; "" if one may be able to."""
+    if source.why_not_portable:
+        return source.why_not_portable
+    if source.config["kind"] == "range":
+        return ""
+    files = list(_files(source.config))
+    if any(file.mtime_ns == UNPACKED for file in files):
+        return "they are packed, and were unpacked on this host"
+    if not files:
+        return "files that are elements are read one by one"
+    if len(files) > FILES_LOOKED_AT_MAX:
+        return f"more than {FILES_LOOKED_AT_MAX:,} files are not looked at"
+    return ""
+
+
+def _files(config: Config) -> Iterator[DataFile]:
+    """Yield the files that a configuration names; of `files`, which come one by one, none."""
+    yield from map(DataFile.from_config, config.get("files", ()))
+    for places in config.get("arrays", {}).values():
+        yield from (DataFile.from_config(place[0]) for place in places)
+
+
+def _is_here(file: DataFile) -> bool:
+    if file.mtime_ns == UNPACKED:  # in a folder of the scheduler's own
+        return False
+    try:
+        file.check()
+    except SourceError:
+        return False
+    return True

@@ -33,7 +33,7 @@ _systems: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
 @record
-class Found:
+class RemoteFile:
     """A file behind a URL.
 
     Args:
@@ -47,7 +47,7 @@ class Found:
     stamp: int
 
 
-def find(pattern: str) -> list[Found]:
+def find(pattern: str) -> list[RemoteFile]:
     """Return the files that a URL means: itself, or what it matches as a glob; sorted.
 
     Raises:
@@ -60,10 +60,12 @@ def find(pattern: str) -> list[Found]:
         names = [root] if system.exists(root) else system.glob(root)
         details = {name: system.info(name) for name in names}
     except Exception as error:
-        raise _told(pattern, error) from error
+        raise _read_error(pattern, error) from error
     protocol = first.partition("://")[0]
     return [
-        Found(f"{protocol}://{name.lstrip('/')}{chain}{rest}", _size(details[name]), _stamp(details[name]))
+        RemoteFile(
+            f"{protocol}://{name.lstrip('/')}{chain}{rest}", _size(details[name]), _stamp(details[name])
+        )
         for name in sorted(names)
         if details[name].get("type") == "file" and details[name].get("size") is not None
     ]
@@ -81,7 +83,7 @@ def look(url: str) -> tuple[int, int]:
         details = system.info(path)
         return _size(details), _stamp(details)
     except Exception as error:
-        raise _told(url, error) from error
+        raise _read_error(url, error) from error
 
 
 def read_range(url: str, start: int, stop: int) -> bytes:
@@ -94,7 +96,7 @@ def read_range(url: str, start: int, stop: int) -> bytes:
     try:
         data = bytes(system.cat_file(path, start=start, end=stop))
     except Exception as error:
-        raise _told(url, error) from error
+        raise _read_error(url, error) from error
     if len(data) != stop - start:
         raise SourceError(f"{url}: {stop - start} bytes were to be read, and {len(data)} came", key="path")
     return data
@@ -117,7 +119,7 @@ def copy(url: str) -> IO[bytes]:
         held.close()
         if isinstance(error, SourceError) or not isinstance(error, Exception):
             raise
-        raise _told(url, error) from error
+        raise _read_error(url, error) from error
     return held
 
 
@@ -131,7 +133,7 @@ def open_stream(url: str) -> Any:
     try:
         stream = system.open(path, "rb")
     except Exception as error:
-        raise _told(url, error) from error
+        raise _read_error(url, error) from error
     _systems[stream] = system
     return stream
 
@@ -152,7 +154,7 @@ def _system(url: str, *, fresh: bool = False) -> tuple[Any, str]:
         system = _inside.__wrapped__(protocol, rest) if fresh else _inside(protocol, rest)
         return system, str(system._strip_protocol(first))
     except Exception as error:  # whatever the file system's own package raises
-        raise _told(url, error) from error
+        raise _read_error(url, error) from error
 
 
 @functools.lru_cache(maxsize=_INSIDE_MAX)
@@ -168,10 +170,10 @@ def _size(details: Mapping[str, Any]) -> int:
 
 
 def _stamp(details: Mapping[str, Any]) -> int:
-    told = "|".join(f"{key}={details[key]}" for key in _STAMPS if details.get(key) is not None)
-    return int.from_bytes(hashlib.sha256(told.encode()).digest()[:7], "big")
+    text = "|".join(f"{key}={details[key]}" for key in _STAMPS if details.get(key) is not None)
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
 
 
-def _told(url: str, error: Exception) -> SourceError:
+def _read_error(url: str, error: Exception) -> SourceError:
     text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     return SourceError(f"{url}: can't be read: {text}", key="path")

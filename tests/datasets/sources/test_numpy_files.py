@@ -136,16 +136,16 @@ def test_a_wrong_byte_is_no_error_of_another_module(tmp_path: Path, kind: str) -
     else:
         np.savez(path, a=np.zeros(2, np.uint8))
     data = path.read_bytes()
-    told = []
+    messages = []
     for at in range(len(data)):
         for byte in {*b"(\xff"} - {data[at]}:
             path.write_bytes(data[:at] + bytes([byte]) + data[at + 1 :])
             try:
                 open_source(kind, {"path": path.name}, folder=tmp_path).close()
             except SourceError as error:
-                told.append(str(error))
-    assert len(told) > 50
-    assert all(each.startswith(path.name) for each in told)
+                messages.append(str(error))
+    assert len(messages) > 50
+    assert all(each.startswith(path.name) for each in messages)
 
 
 def test_npz_files_must_agree(tmp_path: Path) -> None:

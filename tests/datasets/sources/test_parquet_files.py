@@ -149,7 +149,7 @@ def test_string_views_are_text(tmp_path: Path) -> None:
         assert _one(tmp_path, ["a", None], pa.string_view(), kind).tolist() == ["a", ""]
 
 
-def test_a_column_that_only_a_later_file_has_is_told(tmp_path: Path) -> None:
+def test_a_column_that_only_a_later_file_has_is_reported(tmp_path: Path) -> None:
     pq.write_table(pa.table({"x": [1]}), tmp_path / "a.parquet")
     pq.write_table(pa.table({"x": [2], "y": [3]}), tmp_path / "b.parquet")
     with pytest.raises(SourceError, match=r"^b\.parquet has a column 'y', and a\.parquet has none$"):

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from pipedist.datasets.sources import SourceError, open_source, paths, unpack
+from pipedist.datasets.sources import SourceError, file_kinds, open_source, paths
+from pipedist.datasets.sources.file_kinds import UnpackStore, unpack_all
 from pipedist.datasets.sources.paths import OpenFiles, expand
-from pipedist.datasets.sources.unpack import Spool, unpacked
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def folder(tmp_path: Path) -> Path:
 )
 def test_matches_are_sorted_and_each_once(folder: Path, path: str | list[str], names: list[str]) -> None:
     files = expand(path, folder)
-    assert [file.shown for file in files] == names
+    assert [file.label for file in files] == names
     assert all(os.path.isabs(file.path) and Path(file.path).read_text() for file in files)
 
 
@@ -49,15 +49,15 @@ def test_a_link_to_a_folder_above_it_brings_no_file_twice(tmp_path: Path) -> Non
     (tmp_path / "d" / "deep" / "elsewhere").symlink_to("../../other")
     wanted = ["d/a.txt", "d/deep/b.txt", "d/deep/elsewhere/c.txt"]
     for path in ("d/**/*.txt", "d/../d/**/*.txt", "**/d/**/*.txt"):
-        found = [file.shown for file in expand(path, tmp_path)]
+        found = [file.label for file in expand(path, tmp_path)]
         assert [name.removeprefix("d/../") for name in found] == wanted
-    found = [file.shown for file in expand(f"{tmp_path}/d/**/*.txt", Path("/"))]
+    found = [file.label for file in expand(f"{tmp_path}/d/**/*.txt", Path("/"))]
     assert found == [f"{tmp_path}/{name}" for name in wanted]
-    assert [file.shown for file in expand("d/again/*.txt", tmp_path)] == ["d/again/a.txt"]  # asked for
+    assert [file.label for file in expand("d/again/*.txt", tmp_path)] == ["d/again/a.txt"]  # asked for
 
 
 def test_absolute_patterns_stay_absolute(folder: Path) -> None:
-    assert [file.shown for file in expand(str(folder / "*.csv"), Path("/"))] == [str(folder / "c.csv")]
+    assert [file.label for file in expand(str(folder / "*.csv"), Path("/"))] == [str(folder / "c.csv")]
 
 
 @pytest.mark.parametrize("path", ["*.parquet", "folder.txt", "none/x.txt", ["a.txt", "*.parquet"]])
@@ -85,7 +85,7 @@ def test_a_link_to_what_is_not_there_is_not_passed_over(folder: Path, path: str 
         expand(path, folder)
     (folder / ".git/annex/objects").mkdir(parents=True)
     (folder / ".git/annex/objects/x").write_text("fetched")
-    assert "annexed.txt" in [file.shown for file in expand(path, folder)]
+    assert "annexed.txt" in [file.label for file in expand(path, folder)]
 
 
 @pytest.mark.parametrize("kind", ["npy", "npz", "csv", "parquet", "jsonl", "text", "files"])
@@ -165,7 +165,7 @@ def test_a_zip_must_have_one_member(tmp_path: Path, members: list[str]) -> None:
 
 
 def test_a_bomb_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(unpack, "UNPACKED_BYTES_MAX", 1000)
+    monkeypatch.setattr(file_kinds, "UNPACKED_BYTES_MAX", 1000)
     (tmp_path / "a.gz").write_bytes(gzip.compress(b"x" * 100_000, mtime=0))
     with pytest.raises(SourceError, match="more than 1000 bytes"):
         open_source("text", {"path": "a.gz"}, folder=tmp_path)
@@ -173,11 +173,11 @@ def test_a_bomb_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_full_disk_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.gz").write_bytes(gzip.compress(b"x" * 100_000, mtime=0))
-    spool = Spool()
-    spool._file = open("/dev/full", "wb", buffering=0)  # noqa: SIM115 - the spool closes it
+    store = UnpackStore()
+    store._file = open("/dev/full", "wb", buffering=0)  # noqa: SIM115 - the store closes it
     with pytest.raises(SourceError, match=r"a\.gz: can't be unpacked into .*No space left.*TMPDIR"):
-        unpacked(expand("a.gz", tmp_path), spool)
-    spool.close()
+        unpack_all(expand("a.gz", tmp_path), store)
+    store.close()
 
 
 def test_few_descriptors_stay_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
