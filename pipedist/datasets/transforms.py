@@ -1,16 +1,13 @@
-"""The transformations of a `Dataset`, as stages of its frozen tree (semantics: tf.data).
+"""The transformations of a `Dataset`, as nodes of its frozen tree (semantics: tf.data)."""
 
-Those that call user code are in `pipedist.datasets.transforms`.
-"""
-
-# ruff: noqa: D102 -- what the overridden methods mean is said in Node
+# ruff: noqa: D102 -- Node documents the methods
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
 
-# ruff: noqa: D102 -- what the overridden methods mean is said in Node
+# ruff: noqa: D102 -- Node documents the methods
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
@@ -34,12 +31,12 @@ from pipedist.datasets.read_ahead import ReadAhead
 from pipedist.program import Tree
 
 SHARD_HINT: Final = -1
-"""In `shard(SHARD_HINT, SHARD_HINT)`: the place where policy HINT puts the real numbers."""
+"""In `shard(SHARD_HINT, SHARD_HINT)`, which policy HINT replaces by real numbers."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Transform(Node):
-    """A stage that reads one other; unless it says otherwise, it changes neither number nor spec."""
+    """A node with one input; by default it changes neither number nor spec of the elements."""
 
     input: Node
 
@@ -122,7 +119,7 @@ class UnbatchNode(Transform):
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class RebatchNode(Transform):
-    """Each element cut into `parts` chunks of ceil(rows / parts), in order, empty ones included."""
+    """Each element divided into `parts` chunks of ceil(rows / parts), empty ones included."""
 
     parts: int
 
@@ -149,7 +146,7 @@ class RebatchNode(Transform):
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class RepeatNode(Transform):
-    """The input `times` times in a row; INFINITE: for ever."""
+    """The input `times` times in a row; INFINITE: without end."""
 
     times: int
 
@@ -212,14 +209,14 @@ class ShardNode(Transform):
     def __iter__(self) -> Iterator[Tree]:
         if self.hinted:
             raise RuntimeError(
-                "shard(SHARD_HINT, ...) only marks a place: distribute the dataset with auto-shard "
-                "policy HINT, which puts the number of pipelines there"
+                "shard(SHARD_HINT, ...) has no numbers: distribute the dataset with auto-shard policy HINT, "
+                "which replaces them by those of the pipelines"
             )
         return itertools.islice(iter(self.input), self.index, None, self.shards)
 
     @property
     def hinted(self) -> bool:
-        """Whether this waits for policy HINT."""
+        """Whether policy HINT is to replace the numbers."""
         return self.shards == SHARD_HINT
 
     def cardinality(self) -> int:
@@ -231,7 +228,7 @@ class ShardNode(Transform):
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class PrefetchNode(Transform):
-    """The same elements, up to `buffer` of them read ahead by a thread."""
+    """The same elements, up to `buffer` of them read ahead in a thread."""
 
     buffer: int
 
@@ -241,7 +238,7 @@ class PrefetchNode(Transform):
 
 
 class CacheStore:
-    """Holds the elements of one cache once somebody has read it to the end."""
+    """The elements of one cache, after the first complete pass."""
 
     __slots__ = ("elements",)
 
@@ -251,7 +248,7 @@ class CacheStore:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class CacheNode(Transform):
-    """The same elements, from memory after the first complete reading."""
+    """The same elements, from memory after the first complete pass."""
 
     store: CacheStore = dataclasses.field(default_factory=CacheStore)
 
@@ -286,7 +283,7 @@ class EnumerateNode(Transform):
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class ConcatenateNode(Node):
-    """One pipeline after the other."""
+    """The elements of several inputs, one input after the other."""
 
     parts: tuple[Node, ...]
 
@@ -315,7 +312,7 @@ class ConcatenateNode(Node):
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class ZipNode(Node):
-    """Tuples of one element of each pipeline; ends with the shortest."""
+    """Tuples of one element of each input, as many as the shortest has."""
 
     parts: tuple[Node, ...]
 
@@ -346,10 +343,10 @@ def apply(fn: Callable[..., Any], element: Tree) -> Any:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class MapNode(Transform):
-    """What `fn` makes of each element.
+    """The results of `fn` for each element.
 
     Args:
-        declared: the spec of the results, or None: found by calling `fn`.
+        declared: the spec of the results; None: derived by calling `fn`.
     """
 
     fn: Callable[..., Any]
@@ -366,12 +363,12 @@ class MapNode(Transform):
         try:
             result = sampled_spec(self, "map")
         except UnknownSpecError as unknown:
-            # Dtypes and ranks are those of an element of zeros, if `fn` takes one.
+            # use the dtypes and ranks of the result for zeros, if `fn` accepts them
             try:
                 result = spec_of(as_element(apply(self.fn, zeros(given))))
             except Exception as error:
                 raise unknown from error
-        # Two samples of a batch can't show that its size varies, but the input's spec says it.
+        # two samples of a batch can't show that its size varies, but the input's spec does
         free = {axis for leaf in trees.flatten(given)[0] for axis, n in enumerate(leaf.shape) if n is None}
         return trees.tree_map(
             lambda leaf: leaf.with_shape([None if i in free else n for i, n in enumerate(leaf.shape)]), result
@@ -386,15 +383,15 @@ class FilterNode(Transform):
 
     def __iter__(self) -> Iterator[Tree]:
         for element in self.input:
-            verdict = apply(self.predicate, element)
-            if not isinstance(verdict, bool | np.bool_) and not (
-                isinstance(verdict, np.ndarray) and verdict.shape == () and verdict.dtype == np.bool_
+            accepted = apply(self.predicate, element)
+            if not isinstance(accepted, bool | np.bool_) and not (
+                isinstance(accepted, np.ndarray) and accepted.shape == () and accepted.dtype == np.bool_
             ):
                 raise ValueError(
-                    f"filter: the predicate returned {verdict!r} of type {type(verdict).__name__}; "
+                    f"filter: the predicate returned {accepted!r} of type {type(accepted).__name__}; "
                     "expected one bool"
                 )
-            if verdict:
+            if accepted:
                 yield element
 
     def cardinality(self) -> int:
@@ -403,10 +400,10 @@ class FilterNode(Transform):
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class InterleaveNode(Transform):
-    """The elements of the pipelines that `open_node` makes of each element, taken in turns.
+    """The elements of the nodes that `open_node` returns for each element, in turns.
 
-    `cycle` of them are open at a time; `block` elements are taken from one before the next has its
-    turn; one that is exhausted gives its place to the next element's.
+    `cycle` nodes are open at a time, each for a turn of `block` elements; an exhausted one is replaced
+    by that of the next element.
     """
 
     open_node: Callable[[Tree], Node]

@@ -215,8 +215,8 @@ def test_the_plan_says_who_reads_each_dataset_and_why(project: Project, tmp_path
         "seen": "workers that see the same files (path, size, time of change) read their own shards; "
         "to others they are sent",
         "numbers": "workers read their own shards",
-        "packed": "workers on this host read their own shards; to others they are sent: they are packed, and "
-        "were unpacked on this host",
+        "packed": "workers on this host read their own shards; to others they are sent: they are compressed, "
+        "and were unpacked on this host",
         "whole": "workers on this host read their own shards; to others they are sent: files that are "
         "elements are read one by one",
     }

@@ -1,4 +1,10 @@
-"""Source `csv`: rows of comma-separated files with a header row."""
+"""Source `csv`: rows of comma-separated files with a header row.
+
+The dialect is that of Python's csv module: commas, double quotes, doubled within a quoted field; rows
+end with LF or CRLF; blank lines are skipped. NumPy finds the separating commas and line feeds; since
+each row has as many fields as the header, the cells of a column are a strided slice of them. The csv
+module itself parses data with a quote in an unusual place.
+"""
 
 from __future__ import annotations
 
@@ -44,12 +50,12 @@ def open_csv(config: Config, folder: Path) -> RowSource:
     """Open csv files.
 
     Args:
-        config: `path`, and `columns`: name -> type, the columns that are read.
-        folder: what `path` is relative to.
+        config: `path`, and `columns`: name -> type of each column to be read.
+        folder: the folder that relative paths start from.
 
     Raises:
-        SourceError: no file matches, a column is not there or is there twice, a type is
-            unknown, or a file is not csv.
+        SourceError: no file matches, a column is missing or exists twice, a type is unknown, or a
+            file is not csv.
     """
     columns: dict[str, str] = dict(config.get("columns") or {})
     if not columns:
@@ -119,8 +125,8 @@ class CsvReader(Reader):
         """Return {column: array[n]} of the rows at `location`.
 
         Raises:
-            SourceError: a cell is not of its column's type, or a row has too many or too few
-                fields; the message begins with `file:row:column`, the column as its number.
+            SourceError: a cell does not have its column's type, or a row has too many or too few
+                fields; the message begins with `file:line:column`, the column as its number.
         """
         chunks = list(self._rows.chunks(location)) or [RowChunk(0, b"", 0)]
         parts = [self._parse(chunk) for chunk in chunks]
@@ -163,15 +169,15 @@ def column_cells(data: bytes, rows: int, fields: int, positions: Sequence[int]) 
 
     Args:
         data: whole rows; ends with a line feed.
-        rows: how many they are.
-        fields: how many fields each row must have.
-        positions: which of them are wanted, 0-based.
+        rows: number of rows.
+        fields: number of fields of each row.
+        positions: the fields to be returned, 0-based.
 
     Returns:
-        For each of `positions`, `rows` cells.
+        `rows` cells for each of `positions`.
 
     Raises:
-        RowError: a row has more or fewer fields, or is not csv; its `offset` is the row's.
+        RowError: a row has more or fewer fields, or is not csv.
     """
     if not rows:
         return [Cells.of(()) for _ in positions]

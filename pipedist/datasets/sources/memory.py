@@ -1,4 +1,10 @@
-"""Sources that are not files: `range`, and `arrays` that the program already has."""
+"""Sources without files: `range`, `arrays` of the program, and the result of a `function`.
+
+A function may return a tree of arrays with one leading dimension, which is read as `arrays` are; or an
+iterable, which is read in order, with its elements stacked, and created anew for each epoch. The type
+decides: an array or a container that trees are made of (dict, list, tuple, dataclass) is a tree, any
+other iterable is an iterable.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +35,7 @@ _INT64 = np.iinfo(np.int64)
 
 
 class RangeSource(Source):
-    """Integers that are computed where they are needed.
+    """Integers, which readers compute.
 
     Args:
         numbers: the elements, all within int64.
@@ -76,8 +82,8 @@ def open_range(config: Config) -> RangeSource:
         config: `stop`, and optional `start` (0) and `step` (1).
 
     Raises:
-        SourceError: a number is missing, no integer, or beyond int64; the step is 0; or there are more
-            elements than int64 can count.
+        SourceError: a number is missing, not an integer, or beyond int64; the step is 0; or there are
+            more elements than int64 can count.
     """
     numbers = {"start": 0, "step": 1, **config}
     for key in ("start", "stop", "step"):
@@ -90,18 +96,18 @@ def open_range(config: Config) -> RangeSource:
         raise SourceError("step of the range is 0", key="step", expected="any other integer")
     try:
         return RangeSource(range(numbers["start"], numbers["stop"], numbers["step"]))
-    except OverflowError:  # its length
+    except OverflowError:  # of len()
         raise SourceError(
-            "the range has more elements than there are numbers for them",
+            "the range has more elements than int64 can count",
             key="stop",
             expected=f"at most {_INT64.max} elements",
         ) from None
 
 
 class ArraysSource(Source):
-    """A tree of arrays in this process; shards are slices of it, and travel as values.
+    """A tree of arrays in this process; shards are slices, sent as values.
 
-    The arrays are not copied: they must not be changed while the source is open.
+    The arrays are not copied, and must not be changed while the source is open.
 
     Args:
         tree: leaves are arrays with one common leading dimension, see `leading_arrays`.
@@ -129,13 +135,13 @@ class ArraysSource(Source):
 
 
 def open_arrays(config: Config) -> ArraysSource:
-    """Open arrays that the program already has.
+    """Open arrays of the program.
 
     Args:
         config: `arrays`: a tree of arrays with one common leading dimension.
 
     Raises:
-        SourceError: a leaf is no array, or leading dimensions differ.
+        SourceError: a leaf is not an array, or leading dimensions differ.
     """
     return ArraysSource(*leading_arrays(config["arrays"], "arrays", key="arrays"))
 
@@ -145,11 +151,11 @@ def leading_arrays(tree: Tree, what: str, *, key: str) -> tuple[Tree, int]:
 
     Args:
         tree: leaves are arrays, or objects with `__array__`.
-        what: names the tree in an error.
-        key: the setting at fault.
+        what: the tree as errors name it.
+        key: the setting as errors name it.
 
     Raises:
-        SourceError: there is no leaf, a leaf is no array or has no leading dimension, two
+        SourceError: there is no leaf, a leaf is not an array or has no leading dimension, two
             leading dimensions differ, or a dtype can't be sent.
     """
     leaves, treedef = trees.flatten(tree)
@@ -169,11 +175,11 @@ def leading_arrays(tree: Tree, what: str, *, key: str) -> tuple[Tree, int]:
 
 def _array(leaf: Any, name: str, key: str) -> npt.NDArray[Any]:
     if not hasattr(leaf, "__array__"):
-        elements = "; of a list of elements, return iter(...)" if key == "call" else ""
+        elements = "; for a list of elements, return iter(...)" if key == "call" else ""
         raise SourceError(
             f"{name}: a {type(leaf).__name__}, not an array",
             key=key,
-            expected=f"arrays with one leading dimension; numpy.asarray makes one of a list{elements}",
+            expected=f"arrays with one leading dimension; numpy.asarray converts a list{elements}",
         )
     array = plain_array(leaf, name, key)
     if array.ndim == 0:
@@ -190,12 +196,12 @@ _PLAIN: dict[type, np.dtype[Any]] = {
 }
 
 _RAISED = (Exception, SystemExit)
-"""What functions of the user's raise; sys.exit() in one of them is not the end of the program."""
+"""Errors of user functions; sys.exit() in one of them must not end the program."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Element:
-    """The structure that all elements of an iterable must have: that of the first one."""
+    """The structure of an iterable's elements, that of the first one."""
 
     treedef: trees.Treedef
     paths: tuple[str, ...]
@@ -206,15 +212,15 @@ class IterableSource(Source):
     """Elements that can only be read in order, in this process.
 
     Args:
-        label: names the factory in an error.
+        label: the factory as errors name it.
         factory: returns a new iterable for each epoch.
-        first: an iterable that the factory has returned already, for the first epoch.
+        first: the iterable of the first epoch, which the factory has returned already.
     """
 
     length = None
     random_access = False
     portable = False
-    why_not_portable = "the function that makes them is called in this process"
+    why_not_portable = "their function is called in this process"
 
     def __init__(self, label: str, factory: Callable[[], object], first: Iterable[Tree]) -> None:
         self.config = {}
@@ -224,7 +230,7 @@ class IterableSource(Source):
         self._element: _Element | None = None
 
     def locate(self, ids: Ids) -> Tree:
-        """Refuse: there is no random access.
+        """Raise SourceError: there is no random access.
 
         Raises:
             SourceError: always.
@@ -232,7 +238,7 @@ class IterableSource(Source):
         raise SourceError(f"{self._label} returns an iterable, which can only be read in order", key="call")
 
     def read(self, location: Tree) -> Tree:
-        """Refuse: there is no random access.
+        """Raise SourceError: there is no random access.
 
         Raises:
             SourceError: always.
@@ -273,7 +279,7 @@ class IterableSource(Source):
             ) from error
 
     def _arrays(self, element: Tree, index: int) -> list[npt.NDArray[Any]]:
-        """Return an element's leaves, if they are like those of the first one."""
+        """Return an element's leaves after a comparison with those of the first element."""
         leaves, treedef = trees.flatten(element)
         if self._element is None:
             self._element = self._describe(leaves, treedef, element)
@@ -286,7 +292,7 @@ class IterableSource(Source):
         for array, path, (dtype, shape) in zip(
             arrays, self._element.paths, self._element.leaves, strict=True
         ):
-            # The width of text is that of the longest one, and no part of the structure.
+            # the width of text is not part of the structure
             same = array.dtype == dtype or array.dtype.kind == dtype.kind == "U"
             if array.shape != shape or not same:
                 raise self._mismatch(
@@ -296,7 +302,7 @@ class IterableSource(Source):
 
     def _describe(self, leaves: list[Any], treedef: trees.Treedef, element: Tree) -> _Element:
         if not leaves:
-            raise SourceError(f"{self._label}, element 0: there is no value in it", key="call")
+            raise SourceError(f"{self._label}, element 0 has no leaf", key="call")
         paths = tuple(trees.paths(element))
         arrays = [self._leaf(leaf, path, 0) for leaf, path in zip(leaves, paths, strict=True)]
         return _Element(treedef, paths, tuple((array.dtype, array.shape) for array in arrays))
@@ -313,7 +319,7 @@ class IterableSource(Source):
             raise SourceError(
                 f"{what}: a {type(leaf).__name__} can't be stacked",
                 key="call",
-                expected="arrays, numbers or text; numpy.frombuffer makes an array of bytes",
+                expected="arrays, numbers or text; numpy.frombuffer converts bytes",
             )
         return plain_array(leaf, what, "call")
 
@@ -331,7 +337,7 @@ def open_function(config: Config, code: Sequence[str]) -> Source:
 
     Args:
         config: `call`: "module:factory", or a callable; optional `with`: its keyword arguments.
-        code: folders where modules are found, too.
+        code: additional folders with modules.
 
     Raises:
         SourceError: the factory raises, or returns neither a tree of arrays nor an iterable.
@@ -350,9 +356,9 @@ def open_function(config: Config, code: Sequence[str]) -> Source:
     result = _call(label, factory)
     if isinstance(result, set | frozenset):
         raise SourceError(
-            f"{label}: a {type(result).__name__} has no order, and each process its own",
+            f"{label}: a {type(result).__name__} has no defined order",
             key="call",
-            expected="sorted(...) of it, as an array or iter(...)",
+            expected="its sorted(...), as an array or iter(...)",
         )
     if _is_iterable(result):
         return IterableSource(label, factory, result)

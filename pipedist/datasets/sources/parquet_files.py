@@ -1,8 +1,8 @@
 """Source `parquet`: typed columns of parquet files, with pyarrow.
 
-The driver reads the files' footers only; workers read row groups. A reader keeps the row groups
-it read last, as far as `ROW_GROUPS_BYTES_MAX` allows, because a shard is mostly a small part of
-one. Nulls are csv's missing values.
+The driver reads only the files' footers; workers read row groups. A reader caches the row groups it
+read last, up to `ROW_GROUPS_BYTES_MAX`, because a shard is usually a small part of one. A null is a
+missing value, as in csv.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from pipedist.datasets.sources.paths import FILES_OPEN_MAX, DataFile, OpenFiles,
 from pipedist.program import Tree
 
 ROW_GROUPS_BYTES_MAX = 256 << 20
-"""How much decoded data a reader keeps for its next shards; the last row group is always kept."""
+"""Bytes of decoded data that a reader caches; the last row group is always cached."""
 
 
 def _pyarrow() -> Any:
-    # Imported here: an extra, and 0.3 s that no other source should pay.
+    # an extra, whose import takes 0.3 s
     try:
         import pyarrow
         import pyarrow.parquet
@@ -48,7 +48,7 @@ class ParquetSource(Source):
     """Rows of parquet files.
 
     Args:
-        config: what `ParquetReader` needs.
+        config: settings of `ParquetReader`.
     """
 
     by_id = True
@@ -76,7 +76,7 @@ class ParquetReader(Reader):
 
     Args:
         config: `files`; `groups`: [file, row group, rows] of each row group with rows;
-            `columns`: [name, type, or `OWN_TYPE`] of each column.
+            `columns`: [name, type or `OWN_TYPE`] of each column.
     """
 
     def __init__(self, config: Config) -> None:
@@ -87,10 +87,10 @@ class ParquetReader(Reader):
         self._layout = RowLayout([rows for _, _, rows in self._groups])
         self._open: OrderedDict[int, Any] = OrderedDict()
         self._watched = OpenFiles(self._files)
-        """Tells of changes: pyarrow opens the files itself."""
+        """Detects changes: pyarrow opens the files itself."""
         self._tables: OrderedDict[int, Any] = OrderedDict()
         self._table_bytes: dict[int, int] = {}
-        """Sizes of the row groups that are kept: asking pyarrow each time takes longer than slicing."""
+        """Sizes of the cached row groups: computing one takes longer than slicing."""
 
     def read(self, location: Tree) -> dict[str, Column]:
         """Return {column: array[n]} of the elements with the ids `location`.
@@ -108,7 +108,7 @@ class ParquetReader(Reader):
             for group, lo, hi in segments:
                 parts.append(self._typed(group, self._table(group).slice(lo, hi - lo), range(lo, hi)))
                 if hi == self._groups[group][2]:
-                    self._pass(group)
+                    self._free(group)
             order = None
         else:
             groups, places = self._layout.places(rows)
@@ -155,7 +155,7 @@ class ParquetReader(Reader):
             self._tables.move_to_end(group)
             return table
         file, number, _ = self._groups[group]
-        # One thread: threads are the worker's to give, not pyarrow's to take.
+        # the worker decides how many threads run
         opened = self._file(file)
         try:
             table = opened.read_row_group(number, columns=list(self._columns), use_threads=False)
@@ -172,11 +172,10 @@ class ParquetReader(Reader):
             del self._table_bytes[dropped]
         return table
 
-    def _pass(self, group: int) -> None:
-        """Let go of a row group that was read to its end, if it would not be kept until it is read again.
+    def _free(self, group: int) -> None:
+        """Free a row group that was read to its end, if the cache can't hold it until the next epoch.
 
-        So the next one is decoded into its memory, and not into pages that the kernel makes first: that takes
-        as long as a quarter of the decoding.
+        The next one is then decoded into its memory; new pages would take a quarter of the decoding time.
         """
         _, _, rows = self._groups[group]
         if self._table_bytes[group] * self._layout.total > ROW_GROUPS_BYTES_MAX * rows:
@@ -198,7 +197,7 @@ class ParquetReader(Reader):
         return file
 
     def close(self) -> None:
-        """Close the files, and forget the row groups."""
+        """Close the files, and free the row groups."""
         self._tables.clear()
         self._table_bytes.clear()
         while self._open:
@@ -210,14 +209,14 @@ def open_parquet(config: Config, folder: Path) -> ParquetSource:
     """Open parquet files.
 
     Args:
-        config: `path`, and optional `columns`: name -> type, or `OWN_TYPE`; without it, all columns are
-            read as what they are.
-        folder: what `path` is relative to.
+        config: `path`, and optional `columns`: name -> type or `OWN_TYPE`; without it, all columns are
+            read with their own types.
+        folder: the folder that relative paths start from.
 
     Raises:
-        SourceError: no file matches, pyarrow is not installed, a file is no parquet file, a
-            column is not there, or can't be read as its type, or differs in type between files;
-            or, without `columns`, a file has one that the first file lacks.
+        SourceError: no file matches, pyarrow is not installed, a file is not a parquet file, a column is
+            missing, can't be read as its type, or differs in type between files; or, without
+            `columns`, a file has a column that the first file lacks.
     """
     arrow = _pyarrow()
     wanted: dict[str, str] = dict(config.get("columns") or {})
@@ -235,7 +234,7 @@ def open_parquet(config: Config, folder: Path) -> ParquetSource:
                 raise SourceError(
                     f"{data_file.label} has a column {more[0]!r}, and {files[0].label} has none",
                     key="path",
-                    expected="files with the same columns, or `columns`: those that are wanted",
+                    expected="files with the same columns, or `columns` with those to be read",
                 )
             for name, kind in wanted.items():
                 _check(arrow, schema, name, kind, data_file.label)
@@ -259,7 +258,7 @@ def open_parquet(config: Config, folder: Path) -> ParquetSource:
 
 
 def _open(arrow: Any, file: DataFile) -> Any:
-    file.check()  # pyarrow opens the file itself, to read without Python's lock
+    file.check()  # pyarrow opens the file itself, to read without the GIL
     try:
         if is_remote(file.path):
             from pipedist.datasets.sources.remote import open_stream
@@ -278,23 +277,23 @@ def _check(arrow: Any, schema: Any, name: str, kind: str, label: str) -> None:
         raise SourceError(f"{label} has {times} columns named {name!r}", key="columns", name=name)
     own = schema.field(name).type
     if not readable(arrow, own, kind):
-        wanted = "read: name the columns that are wanted" if kind == OWN_TYPE else f"read as {kind}"
+        wanted = "read: name the columns to be read" if kind == OWN_TYPE else f"read as {kind}"
         raise SourceError(
             f"{label}: column {name!r} is {own}, which can't be {wanted}", key="columns", name=name
         )
 
 
 OWN_TYPE = "own"
-"""Stands for a column's type where the spec names none: that of the file."""
+"""In place of a column's type: the type in the file."""
 
 
 def plain_type(arrow: Any, own: Any) -> Any:
-    """Return the type of a column's values: for a dictionary that of its entries."""
+    """Return the type of a column's values; for a dictionary, of its entries."""
     return own.value_type if arrow.types.is_dictionary(own) else own
 
 
 def readable(arrow: Any, own: Any, kind: str) -> bool:
-    """Tell whether a column of a file can be read as a type.
+    """Return whether a column of a file can be read as a type.
 
     Args:
         arrow: the pyarrow module.
@@ -315,12 +314,12 @@ def readable(arrow: Any, own: Any, kind: str) -> bool:
 
 
 def _is_text(types: Any, own: Any) -> bool:
-    # by its name: the oldest pyarrow that we take has no views
+    # by name: the oldest supported pyarrow has no views
     return bool(types.is_string(own) or types.is_large_string(own) or str(own) == "string_view")
 
 
 def numpy_column(arrow: Any, column: Any, kind: str) -> Column:
-    """Return a column's values as an array; nulls are csv's missing values.
+    """Return a column's values as an array.
 
     Args:
         arrow: the pyarrow module.
@@ -331,12 +330,12 @@ def numpy_column(arrow: Any, column: Any, kind: str) -> Column:
         array[n]: a null is NaN in floats, "" in text and NaT in dates.
 
     Raises:
-        CellError: a value is null that may not be, or does not fit its type.
+        CellError: a value is null and its type has no missing value, or does not fit its type.
     """
     types = arrow.types
     if types.is_dictionary(column.type):
         column = column.cast(column.type.value_type)
-    if types.is_null(column.type):  # the writer saw no value, and so no type
+    if types.is_null(column.type):  # a column without any value
         column = column.cast(arrow.string() if kind == "str" else arrow.float64())
     own = column.type
     if _is_text(types, own):
@@ -353,7 +352,7 @@ def numpy_column(arrow: Any, column: Any, kind: str) -> Column:
 def _texts(column: Any) -> list[str | None]:
     try:
         texts: list[str | None] = column.to_pylist()
-    except UnicodeDecodeError:  # Arrow's writers need not look
+    except UnicodeDecodeError:  # Arrow's writers need not check
         for row, text in enumerate(column):
             try:
                 text.as_py()

@@ -1,10 +1,15 @@
-"""Sources whose elements are rows of text files: csv, jsonl, text.
+"""Rows of text files, for the sources csv, jsonl and text.
 
-The driver scans the files once, and keeps the offset of each row (8 bytes a row). A location
-names byte ranges, so that a worker reads and parses just its own rows:
+The driver scans the files once, with NumPy, and keeps the offset of each row (8 bytes). A location has
+byte ranges, so that a worker reads and parses only its own rows:
 
-- rows that follow each other: a list of `[file, start, stop, rows]`, one for each file;
+- consecutive rows: a list of `[file, start, stop, rows]`, one for each file;
 - scattered rows: `{"files": int64[n], "starts": int64[n], "stops": int64[n]}`.
+
+Rows end at a line feed. In csv, a line feed between quotes is part of a field. If each quote is where
+RFC 4180 allows one, the parity of the quotes before a byte shows whether it is quoted. Python's csv
+module accepts more (`6" pipe` is a field with a quote in it) and defines the result: it scans files with
+a quote in an unusual place, more slowly.
 """
 
 from __future__ import annotations
@@ -33,13 +38,13 @@ class RowChunk:
     """Rows of one file, read together.
 
     Args:
-        file: which file.
-        data: their bytes, one row behind the other; ends with a line feed.
-        rows: how many they are.
-        start: offset of `data` in the file, where the rows follow each other.
-        starts: offset of each row in the file, int64[rows], where they don't.
-        begins: where each row begins in `data`, int64[rows]; with `starts`.
-        order: position of each row in the shard, int64[rows], where that is not plain order.
+        file: index of the file.
+        data: the bytes of the rows; ends with a line feed.
+        rows: number of rows.
+        start: offset of `data` in the file, for consecutive rows.
+        starts: offset of each row in the file, int64[rows], for scattered rows.
+        begins: offset of each row in `data`, int64[rows], for scattered rows.
+        order: position of each row in the shard, int64[rows]; None: in order.
     """
 
     file: int
@@ -56,7 +61,7 @@ class RowFiles:
 
     Args:
         files: the files.
-        rules: what makes a row.
+        rules: the form of a row.
     """
 
     def __init__(self, files: Sequence[DataFile], rules: RowRules) -> None:
@@ -65,10 +70,10 @@ class RowFiles:
         self._open = OpenFiles(files)
 
     def index(self, file: int) -> npt.NDArray[np.int64]:
-        """Return where the rows of a file begin, and where the last one ends: int64[rows + 1].
+        """Return the offset of each row of a file, and the end of the last one: int64[rows + 1].
 
         Raises:
-            SourceError: the file can't be read, or is not made of rows.
+            SourceError: the file can't be read, or does not consist of rows.
         """
         descriptor, data_file = self._open.descriptor(file), self.files[file]
         refuse_binary(data_file, descriptor)
@@ -79,14 +84,14 @@ class RowFiles:
             raise SourceError(f"{self.place(file, error.offset)}: {error.message}", key="path") from error
 
     def blocks(self, file: int) -> Iterator[bytes]:
-        """Yield the bytes of a file behind its byte order mark, in blocks that end with a line feed."""
+        """Yield the bytes of a file after its byte order mark, in blocks that end with a line feed."""
         descriptor, data_file = self._open.descriptor(file), self.files[file]
         return file_blocks(data_file, descriptor, byte_order_mark(data_file, descriptor))
 
     def read(self, file: int, start: int, stop: int) -> bytes:
         """Return the bytes [start, stop) of a file, with a line feed at the end."""
         data = self._open.read(file, start, stop)
-        # Only a file's last row can lack it.
+        # the last row of a file may lack it
         return data if data.endswith(b"\n") or not data else data + b"\n"
 
     def chunks(self, location: Tree) -> Iterator[RowChunk]:
@@ -121,7 +126,7 @@ class RowFiles:
             )
 
     def row_place(self, chunk: RowChunk, row: int) -> str:
-        """Return `file:line` of a row of a chunk; the line is where the row begins."""
+        """Return `file:line` of the beginning of a row of a chunk."""
         if chunk.starts is not None:
             offset = int(chunk.starts[row])
         else:
@@ -149,10 +154,10 @@ class RowSource(Source):
     """Rows of text files, found by their offsets.
 
     Args:
-        starts: for each file, where its rows begin and the last one ends: int64[rows + 1].
-        config: what `reader` needs.
+        starts: for each file, `RowFiles.index`: int64[rows + 1].
+        config: settings of the reader.
         reader: reads rows in this process.
-        store: holds what was unpacked; closed with the source.
+        store: holds unpacked files; closed with the source.
     """
 
     def __init__(
@@ -166,7 +171,7 @@ class RowSource(Source):
         self.config = config
 
     def locate(self, ids: Ids) -> Tree:
-        """Return the byte ranges of elements; see the module's docstring."""
+        """Return the byte ranges of elements, as the module defines them."""
         rows = rows_of(ids, self.length)
         if isinstance(rows, range):
             return [
@@ -192,7 +197,7 @@ class RowSource(Source):
                 self.read([[file, int(starts[0]), int(starts[1]), 1]])
 
     def close(self) -> None:
-        """Close the files, and remove what was unpacked."""
+        """Close the files, and remove unpacked ones."""
         self._reader.close()
         self._store.close()
 
@@ -200,15 +205,15 @@ class RowSource(Source):
 def open_rows(
     config: Config, folder: Path, open_files: Callable[[list[DataFile], UnpackStore], RowSource]
 ) -> RowSource:
-    """Return a source of rows of the files that `config["path"]` means.
+    """Return a source of the rows of the files that `config["path"]` matches.
 
     Args:
         config: the source's settings.
-        folder: what its `path` is relative to.
-        open_files: makes the source of the files, which are unpacked already, and the store.
+        folder: the folder that relative paths start from.
+        open_files: creates the source, given the unpacked files and their store.
 
     Raises:
-        SourceError: no file matches, or `open_files` says so; nothing is left behind then.
+        SourceError: no file matches, or `open_files` raised it; unpacked files are removed.
     """
     store = UnpackStore()
     try:
@@ -219,39 +224,39 @@ def open_rows(
 
 
 def shard_order(chunks: Sequence[RowChunk]) -> npt.NDArray[np.int64] | None:
-    """Return which row of the chunks, one behind the other, stands at each position of the shard.
+    """Return the row of the concatenated chunks at each position of the shard.
 
     Returns:
-        int64[n], or None where the rows are in order.
+        int64[n]; None if the rows are in order.
     """
     orders = [chunk.order for chunk in chunks if chunk.order is not None]
-    # One chunk alone holds its rows in the order of the shard.
+    # the rows of a single chunk are in the order of the shard
     return np.argsort(np.concatenate(orders)) if len(orders) > 1 else None
 
 
 def in_order(chunks: Sequence[RowChunk], rows: Sequence[T]) -> list[T]:
-    """Return the rows of all chunks, one behind the other, in the order of the shard."""
+    """Return the rows of the concatenated chunks in the order of the shard."""
     order = shard_order(chunks)
     return list(rows) if order is None else [rows[at] for at in order.tolist()]
 
 
 BLOCK_BYTES = 1 << 23
-"""How much of a file is scanned at a time."""
+"""Bytes of a file that are scanned at a time."""
 
 ROW_BYTES_MAX = 1 << 28
-"""The longest stretch without a line feed; more means that the file is not made of lines."""
+"""The longest line; a longer one shows that the file does not consist of lines."""
 
 LINE_FEED, CARRIAGE_RETURN, QUOTE, COMMA = 10, 13, 34, 44
 
 BARE_RETURN = "a carriage return without a line feed; rows must end with LF or CRLF"
 
 Blocks = Callable[[], Iterator[bytes]]
-"""Gives the data from its beginning, in blocks that end with a line feed (the last one may not)."""
+"""Yields the data in blocks that end with a line feed (the last one may not)."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowRules:
-    """What makes a row.
+    """The form of a row.
 
     Args:
         quoted: a line feed between quotes does not end the row (csv).
@@ -263,7 +268,7 @@ class RowRules:
 
 
 class RowError(Exception):
-    """The data is not made of rows from byte `offset` on; never leaves this package."""
+    """The data is not a row from byte `offset` on; internal to this package."""
 
     def __init__(self, offset: int, message: str) -> None:
         self.offset = offset
@@ -272,7 +277,7 @@ class RowError(Exception):
 
 
 class _StrayQuote(Exception):
-    """A quote stands where parity can't be trusted."""
+    """A quote is in an unusual place, so parity does not decide."""
 
 
 def file_blocks(file: DataFile, descriptor: int, start: int) -> Iterator[bytes]:
@@ -302,12 +307,12 @@ def file_blocks(file: DataFile, descriptor: int, start: int) -> Iterator[bytes]:
 
 
 def row_starts(blocks: Blocks, start: int, rules: RowRules) -> npt.NDArray[np.int64]:
-    """Return where each row begins, and behind the last one where the data ends.
+    """Return the offset of each row, and the end of the data.
 
     Args:
         blocks: the data.
-        start: offset of its first byte; offsets count on from there.
-        rules: what makes a row.
+        start: offset of its first byte.
+        rules: the form of a row.
 
     Returns:
         int64[rows + 1]. A row's bytes end where the next one begins; blank lines that are not
@@ -324,9 +329,9 @@ def row_starts(blocks: Blocks, start: int, rules: RowRules) -> npt.NDArray[np.in
 
 def _scan(blocks: Iterator[bytes], start: int, rules: RowRules) -> npt.NDArray[np.int64]:
     found: list[npt.NDArray[np.int64]] = []
-    inside = False  # a quoted field is open at the beginning of the block
-    opened_at = start  # where the row began whose quoted field is open
-    begin = start  # of the row that the block continues
+    inside = False  # whether a quoted field is open at the beginning of the block
+    opened_at = start  # offset of the row whose quoted field is open
+    begin = start  # offset of the row that the block continues
     last = b""  # byte
     for block in blocks:
         data = np.frombuffer(block, np.uint8)
@@ -364,19 +369,19 @@ def _without_blank(
     lengths = stops - begins
     blank = lengths == 1
     two = np.flatnonzero(lengths == 2)
-    # A row of two bytes lies within the block: only a quoted field can reach into the next one.
+    # a row of two bytes is within the block: only a quoted field can continue in the next one
     blank[two] = data[begins[two] - start] == CARRIAGE_RETURN
     return begins[~blank] if blank.any() else begins
 
 
 def well_placed(data: npt.NDArray[np.uint8], quotes: npt.NDArray[np.intp], inside: bool) -> bool:
-    """Tell whether each quote opens a field at its beginning, closes it at its end, or is doubled.
+    """Return whether each quote opens a field at its beginning, closes it at its end, or is doubled.
 
-    Where that holds, quote parity says the same as Python's csv module.
+    If so, quote parity gives the same rows as Python's csv module.
 
     Args:
-        data: bytes that begin behind a line feed, and end with one or with the file.
-        quotes: where the quotes are.
+        data: bytes that begin after a line feed, and end with one or with the file.
+        quotes: offsets of the quotes.
         inside: a quoted field is open at the beginning.
     """
     openers = quotes[int(inside) :: 2]
@@ -398,12 +403,12 @@ def _scan_leniently(blocks: Iterator[bytes], start: int) -> npt.NDArray[np.int64
 
 
 def lenient_rows(blocks: Iterator[bytes], start: int) -> Iterator[tuple[int, list[str]]]:
-    """Yield (offset, fields) of each row as Python's csv module reads it, then (end, []).
+    """Yield (offset, fields) of each row as Python's csv module parses it, then (end, []).
 
-    The fields are the bytes of the file as Latin-1, so that nothing is lost or refused.
+    The fields are the bytes of the file as Latin-1, which preserves any byte.
 
     Raises:
-        RowError: the module refuses the data.
+        RowError: the module rejects the data.
     """
     stop = start
 
@@ -423,7 +428,7 @@ def lenient_rows(blocks: Iterator[bytes], start: int) -> Iterator[tuple[int, lis
             except StopIteration:
                 break
             except csv.Error as error:
-                # the module speaks of modes in which Python could have opened the file
+                # the module's message is about the mode in which a file was opened
                 why = BARE_RETURN if "new-line character" in str(error) else f"not valid csv: {error}"
                 raise RowError(begin, why) from error
             if fields:
@@ -433,7 +438,7 @@ def lenient_rows(blocks: Iterator[bytes], start: int) -> Iterator[tuple[int, lis
 
 @contextmanager
 def _long_fields() -> Iterator[None]:
-    # The module's limit (131,072) is the whole process's, and our own is on rows.
+    # the module's limit (131,072) is global, and rows are limited already
     before = csv.field_size_limit(ROW_BYTES_MAX)
     try:
         yield
@@ -442,10 +447,7 @@ def _long_fields() -> Iterator[None]:
 
 
 def line_number(file: DataFile, descriptor: int, offset: int) -> int:
-    """Return the 1-based number of the line that byte `offset` of `file` is on.
-
-    Only errors need it, so it is counted then and not kept.
-    """
+    """Return the 1-based line number of byte `offset` of `file`, counted when an error needs it."""
     line = 1
     for start in range(0, offset, BLOCK_BYTES):
         line += file.read(descriptor, start, min(start + BLOCK_BYTES, offset)).count(b"\n")
@@ -453,10 +455,10 @@ def line_number(file: DataFile, descriptor: int, offset: int) -> int:
 
 
 def byte_order_mark(file: DataFile, descriptor: int) -> int:
-    """Return how many bytes of a UTF-8 byte order mark `file` begins with: 3 or 0.
+    """Return the size of the UTF-8 byte order mark at the beginning of a file: 3 or 0.
 
     Raises:
-        SourceError: the mark is of another encoding.
+        SourceError: the file has the mark of another encoding.
     """
     head = file.read(descriptor, 0, min(3, file.size_bytes))
     if head[:2] in (b"\xff\xfe", b"\xfe\xff"):

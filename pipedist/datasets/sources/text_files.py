@@ -1,4 +1,4 @@
-"""Source `text`: one line an element."""
+"""Sources `text`, `jsonl` and `files`: elements are lines, JSON objects, or whole files."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _TEXT_RULES = RowRules(quoted=False, keep_blank=True)
 
 
 def open_text(config: Config, folder: Path) -> RowSource:
-    """Open text files: UTF-8, lines end with LF or CRLF, the last one may lack it.
+    """Open text files: UTF-8, lines end with LF or CRLF, which the last one may lack.
 
     Args:
         config: `path`.
-        folder: what `path` is relative to.
+        folder: the folder that relative paths start from.
 
     Raises:
         SourceError: no file matches, or a file can't be read.
@@ -63,7 +63,7 @@ class TextReader(Reader):
         return in_order(chunks, [line for chunk in chunks for line in self._lines(chunk)])
 
     def _lines(self, chunk: RowChunk) -> list[str]:
-        # Not str.splitlines: that splits at form feeds and Unicode separators, too.
+        # str.splitlines also splits at form feeds and Unicode separators
         lines = chunk.data.replace(b"\r\n", b"\n").split(b"\n")[:-1]
         try:
             return [line.decode() for line in lines]
@@ -86,12 +86,12 @@ _JSONL_RULES = RowRules(quoted=False, keep_blank=False)
 
 
 class _TooLarge(ValueError):
-    """A number is beyond float64."""
+    """A number does not fit float64."""
 
 
 def _float(text: str) -> float:
     value = float(text)
-    if math.isinf(value):  # what is called Infinity does not come here
+    if math.isinf(value):  # a literal Infinity is parsed elsewhere
         raise _TooLarge(f"the number {text if len(text) <= 60 else text[:57] + '...'} does not fit float64")
     return value
 
@@ -100,15 +100,15 @@ _decode = json.JSONDecoder(parse_float=_float).decode
 
 
 def open_jsonl(config: Config, folder: Path) -> RowSource:
-    """Open files of JSON objects, one a line; blank lines are passed over.
+    """Open files of JSON objects, one per line; blank lines are skipped.
 
     Args:
         config: `path`, and optional `columns`: name -> type.
-        folder: what `path` is relative to.
+        folder: the folder that relative paths start from.
 
     Raises:
-        SourceError: no file matches, a file can't be read, a type is unknown, or there are objects and none
-            has the key of a column.
+        SourceError: no file matches, a file can't be read, a type is unknown, or no object has the key of
+            a column.
     """
     columns: dict[str, str] = dict(config.get("columns") or {})
     check_types(columns)
@@ -132,9 +132,9 @@ def open_jsonl(config: Config, folder: Path) -> RowSource:
 
 
 def _check_keys(rows: RowFiles, names: Sequence[str]) -> None:
-    """Refuse a column whose key no object has: all of its values would be missing, as those of a typo are.
+    """Check that some object has the key of each column, which may be mistyped.
 
-    Only lines in which the key's text stands are parsed, as a rule a few at the beginning.
+    Only lines with the key's text are parsed, usually a few at the beginning.
     """
     unseen = {name: re.compile(_spellings(name)) for name in names}
     keys: dict[str, None] = {}
@@ -163,7 +163,7 @@ def _check_keys(rows: RowFiles, names: Sequence[str]) -> None:
 
 
 def _spellings(name: str) -> bytes:
-    """Return a pattern of all texts that stand for a key in JSON."""
+    """Return a pattern of all JSON texts of a key."""
     characters = []
     for character in name:
         units = character.encode("utf-16-be", "surrogatepass").hex()
@@ -175,7 +175,7 @@ def _spellings(name: str) -> bytes:
 
 
 def _parsed(line: bytes) -> dict[str, Any]:
-    """Return the object on a line; an empty one where there is none, which its reader will tell."""
+    """Return the object on a line, an empty one for an invalid line, which the reader reports."""
     try:
         value = json.loads(line)
     except (ValueError, RecursionError):
@@ -200,7 +200,7 @@ class JsonlReader(Reader):
         A key that is absent or null is a missing value of its column.
 
         Raises:
-            SourceError: a line is not an object, or a value is not of its column's type; the
+            SourceError: a line is not an object, or a value does not have its column's type; the
                 message begins with `file:line`.
         """
         chunks = list(self._rows.chunks(location))
@@ -257,10 +257,10 @@ FILE_BYTES_MAX = 1 << 30
 
 
 class RawFilesSource(Source):
-    """Whole files; a location is the list of them, so that workers need not know all.
+    """Whole files; a location is a list of them, so that workers need not know all.
 
     Args:
-        files: the files, one an element.
+        files: the files, one per element.
     """
 
     def __init__(self, files: Sequence[DataFile]) -> None:
@@ -286,22 +286,21 @@ class RawFilesReader(Reader):
     def read(self, location: Tree) -> dict[str, list[str] | list[bytes]]:
         """Return {path: list[str], bytes: list[bytes]} of the files at `location`.
 
-        A path is relative to the spec's folder if the source's was, so that it is the same on
-        every host.
+        A path is relative to the spec's folder if the source's was, so that it is equal on every host.
 
         Raises:
-            SourceError: a file is gone, or has changed since the run began.
+            SourceError: a file is missing, or has changed since the run began.
         """
         files = [DataFile.from_config(config) for config in location]
         return {"path": [file.label for file in files], "bytes": [file.contents() for file in files]}
 
 
 def open_files(config: Config, folder: Path) -> RawFilesSource:
-    """Open files of any kind, one an element.
+    """Open files of any kind, one per element.
 
     Args:
         config: `path`.
-        folder: what `path` is relative to.
+        folder: the folder that relative paths start from.
 
     Raises:
         SourceError: no file matches, or one is larger than `FILE_BYTES_MAX`.
@@ -310,7 +309,7 @@ def open_files(config: Config, folder: Path) -> RawFilesSource:
     for file in files:
         if file.size_bytes > FILE_BYTES_MAX:
             raise SourceError(
-                f"{file.label}: {file.size_bytes} bytes; an element can have {FILE_BYTES_MAX} at most",
+                f"{file.label}: {file.size_bytes} bytes; an element has at most {FILE_BYTES_MAX}",
                 key="path",
             )
     return RawFilesSource(files)

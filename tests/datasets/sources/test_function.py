@@ -170,7 +170,7 @@ def test_a_factory_must_stay_what_it_was_and_elements_must_hold_something() -> N
     assert [block.tolist() for block in source.blocks(4)] == [[1]]
     with pytest.raises(SourceError, match="returned an iterable at first, and now a ndarray"):
         list(source.blocks(4))
-    with pytest.raises(SourceError, match="element 0: there is no value"):
+    with pytest.raises(SourceError, match="element 0 has no leaf"):
         list(_open(lambda: iter([None])).blocks(1))
 
 

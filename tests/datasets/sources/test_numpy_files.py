@@ -173,7 +173,7 @@ def test_nothing_behind_or_in_place_of_an_array_is_passed_over(tmp_path: Path) -
         archive.write(tmp_path / "b.npy", "x.npy")
         with pytest.warns(UserWarning, match="Duplicate"):
             archive.write(tmp_path / "b.npy", "x.npy")
-    with pytest.raises(SourceError, match=r"^b\.npz: array 'x' is there twice"):
+    with pytest.raises(SourceError, match=r"^b\.npz: array 'x' is in it twice"):
         open_source("npz", {"path": "b.npz"}, folder=tmp_path)
 
 

@@ -205,7 +205,7 @@ def test_files_and_columns_that_are_refused(tmp_path: Path) -> None:
     with pytest.raises(SourceError, match=r"'i' is double in b\.parquet and int64 in c\.parquet"):
         open_source("parquet", {"path": ["b.parquet", "c.parquet"]}, folder=tmp_path)
     pq.write_table(pa.table({"l": [[1], [2]]}), tmp_path / "d.parquet")
-    with pytest.raises(SourceError, match=r"'l' is list.*name the columns that are wanted"):
+    with pytest.raises(SourceError, match=r"'l' is list.*name the columns to be read"):
         open_source("parquet", {"path": "d.parquet"}, folder=tmp_path)
     (tmp_path / "e.parquet").write_bytes(b"nothing")
     with pytest.raises(SourceError, match=r"e\.parquet: not a readable parquet file"):

@@ -108,7 +108,7 @@ def test_memory_is_this_process_own(tmp_path: Path) -> None:
         config = {"path": "memory://pipedist-test/x.npy"}
         source = open_source("npy", config, folder=tmp_path)
         assert not source.portable
-        assert hindrance(source) == "memory:// is this process's own"
+        assert hindrance(source) == "memory:// URLs can be read in this process only"
         source.close()
         assert totals({"npy": config}, lambda shard: shard) == sum(range(40))
     finally:
