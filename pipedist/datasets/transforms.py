@@ -6,8 +6,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-
-# ruff: noqa: D102 -- Node documents the methods
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 

@@ -14,8 +14,8 @@ import pipedist
 PACKAGE = Path(pipedist.__file__).parent
 
 FLOORS: tuple[tuple[str, ...], ...] = (
-    ("version", "records", "counts", "async_only", "stand_ins", "tf_names"),
-    ("accelerators", "platforms"),
+    ("version", "records", "counts", "files", "async_only", "stand_ins", "tf_names"),
+    ("accelerators", "platforms", "record_format"),
     ("errors",),
     ("importing",),
     ("messages", "program", "revival"),

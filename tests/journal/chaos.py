@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 from tests.journal.killing import GANG, MANY, NEVER, TRAINING, Job, Kind, kill_and_resume
-from tests.journal.test_frames import check_flips
+from tests.journal.test_log_format import check_flips
 
 
 def main() -> int:

@@ -34,7 +34,7 @@ from pipedist.program import Tree
 _INT64 = np.iinfo(np.int64)
 
 
-class RangeSource(Source):
+class IntegerRangeSource(Source):
     """Integers, which readers compute.
 
     Args:
@@ -75,7 +75,7 @@ class RangeReader(Reader):
         return sealed(self._numbers.start + rows * self._numbers.step)
 
 
-def open_range(config: Config) -> RangeSource:
+def open_range(config: Config) -> IntegerRangeSource:
     """Open a range of integers.
 
     Args:
@@ -95,7 +95,7 @@ def open_range(config: Config) -> RangeSource:
     if numbers["step"] == 0:
         raise SourceError("step of the range is 0", key="step", expected="any other integer")
     try:
-        return RangeSource(range(numbers["start"], numbers["stop"], numbers["step"]))
+        return IntegerRangeSource(range(numbers["start"], numbers["stop"], numbers["step"]))
     except OverflowError:  # of len()
         raise SourceError(
             "the range has more elements than int64 can count",
@@ -104,7 +104,7 @@ def open_range(config: Config) -> RangeSource:
         ) from None
 
 
-class ArraysSource(Source):
+class ArrayTreeSource(Source):
     """A tree of arrays in this process; shards are slices, sent as values.
 
     The arrays are not copied, and must not be changed while the source is open.
@@ -134,7 +134,7 @@ class ArraysSource(Source):
         return trees.tree_map(lambda leaf: sealed(leaf[chosen]), self._tree)
 
 
-def open_arrays(config: Config) -> ArraysSource:
+def open_arrays(config: Config) -> ArrayTreeSource:
     """Open arrays of the program.
 
     Args:
@@ -143,7 +143,7 @@ def open_arrays(config: Config) -> ArraysSource:
     Raises:
         SourceError: a leaf is not an array, or leading dimensions differ.
     """
-    return ArraysSource(*leading_arrays(config["arrays"], "arrays", key="arrays"))
+    return ArrayTreeSource(*leading_arrays(config["arrays"], "arrays", key="arrays"))
 
 
 def leading_arrays(tree: Tree, what: str, *, key: str) -> tuple[Tree, int]:
@@ -362,7 +362,7 @@ def open_function(config: Config, code: Sequence[str]) -> Source:
         )
     if _is_iterable(result):
         return IterableSource(label, factory, result)
-    return ArraysSource(*leading_arrays(result, label, key="call"))
+    return ArrayTreeSource(*leading_arrays(result, label, key="call"))
 
 
 def _call(label: str, factory: Callable[[], object]) -> Any:

@@ -44,7 +44,7 @@ def _pyarrow() -> Any:
     return pyarrow
 
 
-class ParquetSource(Source):
+class ParquetFileSource(Source):
     """Rows of parquet files.
 
     Args:
@@ -205,7 +205,7 @@ class ParquetReader(Reader):
         self._watched.close()
 
 
-def open_parquet(config: Config, folder: Path) -> ParquetSource:
+def open_parquet(config: Config, folder: Path) -> ParquetFileSource:
     """Open parquet files.
 
     Args:
@@ -247,7 +247,7 @@ def open_parquet(config: Config, folder: Path) -> ParquetSource:
                     )
             rows = [file.metadata.row_group(each).num_rows for each in range(file.num_row_groups)]
             groups += [[number, each, count] for each, count in enumerate(rows) if count]
-    return ParquetSource(
+    return ParquetFileSource(
         {
             "kind": "parquet",
             "files": [file.to_config() for file in files],
