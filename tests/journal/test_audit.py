@@ -95,7 +95,7 @@ def test_tampering_is_named(finished: Path) -> None:
     assert audit(finished)[0] == 0
 
 
-def test_what_is_no_run_is_a_usage_error(tmp_path: Path) -> None:
+def test_a_folder_without_a_run_is_a_usage_error(tmp_path: Path) -> None:
     code, told = audit(tmp_path)
     assert code == 2
     assert "there is no run in" in told

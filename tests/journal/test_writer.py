@@ -73,7 +73,7 @@ def test_a_record_is_written_when_all_that_it_names_is_durable(tmp_path: Path) -
     journal.close()
 
 
-def test_what_was_committed_is_found_again_and_only_that(tmp_path: Path) -> None:
+def test_only_committed_values_are_restored(tmp_path: Path) -> None:
     journal = Journal.create(tmp_path, HEADER)
     log = journal.log("0-d.rows.log")
     log.append(["first", np.arange(3)], [1, 2])
@@ -111,7 +111,7 @@ def test_what_was_committed_is_found_again_and_only_that(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("room", [0, 1, 20, 200, 5000, 30_000])
-def test_a_full_disk_is_the_last_thing_that_a_journal_tells(tmp_path: Path, room: int) -> None:
+def test_a_journal_writes_nothing_after_a_full_disk(tmp_path: Path, room: int) -> None:
     disk = WatchedDisk()
     journal = Journal.create(tmp_path, HEADER, disk)
     journal.commit([snapshot(0, 1, {"fold": 1.0})])
@@ -181,7 +181,7 @@ def test_a_disk_that_fails_at_once_leaves_no_descriptor(tmp_path: Path, how: str
     assert not disk.is_open
 
 
-def test_steps_without_the_log_of_what_they_gave_are_an_error(tmp_path: Path) -> None:
+def test_steps_without_their_log_are_an_error(tmp_path: Path) -> None:
     journal = Journal.create(tmp_path, HEADER)
     assert list(PassJournal(journal, "0/d", 2, PassHistory()).entries("rows")) == []
     kept = PassJournal(journal, "0/d", 2, PassHistory(steps=3, elements=12))
@@ -192,7 +192,7 @@ def test_steps_without_the_log_of_what_they_gave_are_an_error(tmp_path: Path) ->
     journal.close()
 
 
-def test_a_log_that_is_not_what_the_journal_says_is_an_error(tmp_path: Path) -> None:
+def test_a_log_that_differs_from_the_journal_is_an_error(tmp_path: Path) -> None:
     journal = Journal.create(tmp_path, HEADER)
     log = journal.log("rows.log")
     for number in range(50):
@@ -265,7 +265,7 @@ def rewritten(folder: Path, change: Any) -> History:
         (lambda said: said.insert(2, {"kind": "resumed", "epoch": 2}), r"epoch of a resumed run is 2"),
     ],
 )
-def test_what_does_not_add_up_is_named(tmp_path: Path, change: Any, text: str) -> None:
+def test_inconsistent_records_are_reported(tmp_path: Path, change: Any, text: str) -> None:
     journal = Journal.create(tmp_path, HEADER)
     journal.commit([snapshot(0, 3)])
     journal.commit([snapshot(3, 5, complete=True)], phase=0)

@@ -69,7 +69,7 @@ def test_a_finished_run_is_replaced_when_the_next_one_is_complete(tmp_path: Path
     assert (out / "a.json").read_text() == "new"
 
 
-def test_an_unfinished_run_is_never_overwritten_unasked(tmp_path: Path) -> None:
+def test_overwriting_an_unfinished_run_requires_restart(tmp_path: Path) -> None:
     out = tmp_path / "x"
     start(out).close()
     with pytest.raises(UsageError, match=r"unfinished run r1.*--resume continues.*--restart discards"):
@@ -85,7 +85,7 @@ def test_an_unfinished_run_is_never_overwritten_unasked(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("failed", [True, False])
-def test_a_run_with_a_journal_is_continued_and_keeps_what_it_has(tmp_path: Path, failed: bool) -> None:
+def test_a_resumed_run_keeps_its_id_and_files(tmp_path: Path, failed: bool) -> None:
     out = tmp_path / "x"
     complete(out, "old")
     with start(out, run="r2", outputs=["b.json", "sub/c.json"]) as folder:
@@ -103,7 +103,7 @@ def test_a_run_with_a_journal_is_continued_and_keeps_what_it_has(tmp_path: Path,
     assert visible(out) == ["b.json", "sub/c.json"]
 
 
-def test_a_run_of_another_spec_hands_over_what_it_has(tmp_path: Path) -> None:
+def test_take_over_keeps_files_of_another_spec(tmp_path: Path) -> None:
     out = tmp_path / "x"
     with start(out, outputs=["a.json", "b.json"]) as folder:
         for name in ("a.json", "b.json"):
@@ -143,7 +143,7 @@ def test_resume_of_a_finished_run_returns_it(tmp_path: Path) -> None:
         assert found == FinishedRun(out, "r1", {"run": "r1"}, {"a.json": out / "a.json"})
 
 
-def test_resume_of_a_finished_run_that_is_not_whole_any_more(tmp_path: Path) -> None:
+def test_resume_of_a_finished_run_with_missing_files(tmp_path: Path) -> None:
     out = tmp_path / "x"
     complete(out)
     results = out / ".pipedist/results.json"
@@ -160,11 +160,11 @@ def test_resume_of_a_finished_run_that_is_not_whole_any_more(tmp_path: Path) -> 
     complete(out, restart=True)
 
 
-def test_a_journal_that_can_not_be_looked_into_is_told(tmp_path: Path) -> None:
+def test_an_unreadable_journal_is_reported(tmp_path: Path) -> None:
     out = tmp_path / "x"
     start(out).close()
     (out / ".pipedist/journal").rmdir()
-    (out / ".pipedist/journal").symlink_to("x" * 300)  # no permission, as whoever is not root meets it
+    (out / ".pipedist/journal").symlink_to("x" * 300)  # unreadable, also for root
     with pytest.raises(UsageError, match=r"can't use .*/x as output folder: File name too long"):
         start(out, resume=True)
     with pytest.raises(UsageError, match=r"can't use .*/x as output folder: File name too long"):
@@ -193,14 +193,14 @@ def test_resume_and_restart_exclude_each_other(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("flags", [{}, {"restart": True}, {"resume": True}])
-def test_a_folder_of_somebody_else_is_not_touched(tmp_path: Path, flags: dict[str, bool]) -> None:
+def test_a_foreign_folder_is_left_unchanged(tmp_path: Path, flags: dict[str, bool]) -> None:
     (tmp_path / "thesis.txt").write_text("mine")
     with pytest.raises(UsageError, match="not made by pipedist"):
         start(tmp_path, **flags)
     assert os.listdir(tmp_path) == ["thesis.txt"]
 
 
-def test_a_file_of_somebody_else_is_not_replaced(tmp_path: Path) -> None:
+def test_a_foreign_file_is_not_replaced(tmp_path: Path) -> None:
     out = tmp_path / "x"
     complete(out)
     (out / "b.json").write_text("mine")
@@ -209,7 +209,7 @@ def test_a_file_of_somebody_else_is_not_replaced(tmp_path: Path) -> None:
     assert (out / "b.json").read_text() == "mine"
 
 
-def test_a_file_in_place_of_an_output_s_folder_is_told_before_the_run(tmp_path: Path) -> None:
+def test_a_file_with_the_name_of_an_output_folder_is_reported_before_the_run(tmp_path: Path) -> None:
     out = tmp_path / "x"
     complete(out, outputs=["sub/a.json", "old"])
     (out / "b").write_text("mine")
@@ -368,7 +368,7 @@ def test_a_file_in_place_of_the_folder(tmp_path: Path) -> None:
     assert (tmp_path / "x").read_text() == "mine"
 
 
-def test_a_failed_run_that_can_be_continued_is_never_overwritten_unasked(tmp_path: Path) -> None:
+def test_overwriting_a_resumable_failed_run_requires_restart(tmp_path: Path) -> None:
     out = tmp_path / "x"
     complete(out, "old")
     with start(out, run="r2") as folder:
@@ -386,7 +386,7 @@ def test_a_failed_run_that_can_be_continued_is_never_overwritten_unasked(tmp_pat
     assert (out / "a.json").read_text() == "newer"
 
 
-def test_a_failed_run_with_nothing_to_continue_is_over(tmp_path: Path) -> None:
+def test_a_failed_run_without_steps_is_replaced(tmp_path: Path) -> None:
     out = tmp_path / "x"
     complete(out, "old", outputs=["a.json", "b.json"])
     with start(out, run="r2") as folder:
@@ -398,11 +398,11 @@ def test_a_failed_run_with_nothing_to_continue_is_over(tmp_path: Path) -> None:
         assert "r2" in folder.notice
         assert "has no journal" in folder.notice
         folder.fail(resumable=False)
-    complete(out, "new", run="r4")  # nobody need say --restart: there is nothing to lose
+    complete(out, "new", run="r4")  # needs no --restart: no step is lost
     assert visible(out) == ["a.json"]
 
 
-def test_a_run_without_some_of_its_files_is_no_finished_one(tmp_path: Path) -> None:
+def test_a_run_without_some_of_its_files_is_failed(tmp_path: Path) -> None:
     out = tmp_path / "x"
     with start(out, outputs=["a.json", "b.json"]) as folder:
         folder.staged("a.json").write_text("1")

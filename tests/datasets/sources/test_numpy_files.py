@@ -129,7 +129,7 @@ def test_damaged_files_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore")  # Python's, of the header's text
 @pytest.mark.parametrize("kind", ["npy", "npz"])
-def test_a_wrong_byte_is_no_error_of_another_module(tmp_path: Path, kind: str) -> None:
+def test_a_damaged_byte_is_always_a_source_error(tmp_path: Path, kind: str) -> None:
     path = tmp_path / f"a.{kind}"
     if kind == "npy":
         np.save(path, np.zeros(2, np.uint8))

@@ -130,7 +130,7 @@ def test_values_that_fit(tmp_path: Path, values: list[Any], own: str, kind: str,
     assert np.array_equal(found, np.array(expected, kind), equal_nan=kind.startswith("float"))
 
 
-def test_dates_beside_what_cannot_be_read_have_a_name(tmp_path: Path) -> None:
+def test_dates_beside_unreadable_columns_are_read_by_name(tmp_path: Path) -> None:
     day = datetime.date(2024, 2, 29)
     table = {"day": pa.array([day, None]), "tags": pa.array([[1], None]), "n": pa.array([1, 2])}
     pq.write_table(pa.table(table), tmp_path / "a.parquet")
@@ -212,9 +212,7 @@ def test_files_and_columns_that_are_refused(tmp_path: Path) -> None:
         open_source("parquet", {"path": "e.parquet"}, folder=tmp_path)
 
 
-def test_without_pyarrow_the_error_says_what_to_install(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_pyarrow_the_error_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _write(tmp_path / "a.parquet", 3)
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(SourceError, match=r"pip install 'pipedist\[parquet\]'"):

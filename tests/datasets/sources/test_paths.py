@@ -72,14 +72,14 @@ def test_no_match_names_pattern_and_folder(folder: Path, path: str | list[str]) 
 @pytest.mark.parametrize(
     ("path", "instead"), [("~/x.csv", r"\$\{env\.HOME\}"), (".", r"a folder: '\./\*'"), ("none", "^$")]
 )
-def test_no_match_says_what_may_be_meant(folder: Path, path: str, instead: str) -> None:
+def test_no_match_is_reported_with_a_hint(folder: Path, path: str, instead: str) -> None:
     with pytest.raises(SourceError, match="no file matches") as caught:
         expand(path, folder)
     assert re.search(instead, caught.value.expected)
 
 
 @pytest.mark.parametrize("path", ["*.txt", "annexed.txt", ["a.txt", "**"]])
-def test_a_link_to_what_is_not_there_is_not_passed_over(folder: Path, path: str | list[str]) -> None:
+def test_a_dangling_link_is_an_error(folder: Path, path: str | list[str]) -> None:
     (folder / "annexed.txt").symlink_to(".git/annex/objects/x")
     with pytest.raises(SourceError, match=r"^annexed\.txt: a symbolic link to \.git/annex/objects/x, which"):
         expand(path, folder)
@@ -97,7 +97,7 @@ def test_every_kind_of_file_needs_a_path(kind: str, tmp_path: Path) -> None:
         assert caught.value.key == "path"
 
 
-def test_what_is_unpacked_has_no_name_and_is_gone_with_the_source(tmp_path: Path) -> None:
+def test_unpacked_data_has_no_name_and_disappears_with_the_source(tmp_path: Path) -> None:
     temporary = tmp_path / "tmp"
     temporary.mkdir()
     (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"one\ntwo\n", mtime=0))
@@ -128,7 +128,7 @@ def test_without_proc_the_unpacked_file_has_a_name_until_the_end(
 
 
 @pytest.mark.parametrize("method", [zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
-def test_damage_is_told_whatever_packed_it(tmp_path: Path, method: int) -> None:
+def test_a_damaged_archive_is_reported(tmp_path: Path, method: int) -> None:
     with zipfile.ZipFile(tmp_path / "a.zip", "w", method) as archive:
         archive.writestr("a.txt", b"0123456789" * 100)
     data = (tmp_path / "a.zip").read_bytes()

@@ -122,9 +122,7 @@ def test_file_urls_are_paths(tmp_path: Path) -> None:
     source.close()
 
 
-def test_what_has_changed_or_is_not_there_is_read_error(
-    archive: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_changed_and_missing_files_are_reported(archive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = {"path": f"zip://deep/x.npy::file://{archive}"}
     source = open_source("npy", config, folder=archive.parent)
     with zipfile.ZipFile(archive, "w") as file:
