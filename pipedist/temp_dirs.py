@@ -14,11 +14,12 @@ Rules
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import re
 import stat
 import zlib
+
+from pipedist.files import is_file_at, try_lock
 
 _ATTEMPTS_MAX = 100
 _MODE = 0o700
@@ -62,16 +63,13 @@ def _make(parent: str, prefix: str) -> tuple[str, int]:
             os.mkdir(path, _MODE)
             lock = _open(path)
             try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:  # another process is removing it as stale
-                os.close(lock)
-                continue
-            except OSError:  # no locks here, so no process removes it
+                is_ours = try_lock(lock)
+            except OSError:  # a file system without locks: no process removes the folder as stale
                 return path, lock
-            if _is_there(path, lock):
+            if is_ours and is_file_at(path, lock):
                 return path, lock
-            os.close(lock)
-    raise OSError(f"{_ATTEMPTS_MAX} new folders in {parent} were removed immediately by other processes")
+            os.close(lock)  # another process took it for a stale one
+    raise OSError(f"{_ATTEMPTS_MAX} new folders in {parent} were removed at once by others")
 
 
 def _remove_stale(parent: str, name: re.Pattern[str]) -> None:
@@ -87,8 +85,7 @@ def _remove_stale(parent: str, name: re.Pattern[str]) -> None:
                 facts = os.fstat(lock)
                 if facts.st_uid != os.geteuid() or stat.S_IMODE(facts.st_mode) != _MODE:
                     continue
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if _is_there(path, lock):
+                if try_lock(lock) and is_file_at(path, lock):
                     remove(path)
             finally:
                 os.close(lock)
@@ -96,15 +93,6 @@ def _remove_stale(parent: str, name: re.Pattern[str]) -> None:
 
 def _open(path: str) -> int:
     return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-
-
-def _is_there(path: str, lock: int) -> bool:
-    """Return whether the locked folder is the one at `path`."""
-    try:
-        found, locked = os.lstat(path), os.fstat(lock)
-    except OSError:
-        return False
-    return (found.st_dev, found.st_ino) == (locked.st_dev, locked.st_ino)
 
 
 def _temporary() -> str:

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from pipedist import temp_dirs
 from pipedist.temp_dirs import ScratchFolder
 
 KEEPER = """
@@ -129,7 +128,7 @@ def test_without_locks_nothing_is_removed(tmp_path: Path, monkeypatch: pytest.Mo
     def refuse(_descriptor: int, _how: int) -> None:
         raise OSError("no locks here")
 
-    monkeypatch.setattr(temp_dirs.fcntl, "flock", refuse)
+    monkeypatch.setattr("fcntl.flock", refuse)
     first = ScratchFolder("code", str(tmp_path))
     second = ScratchFolder("code", str(tmp_path))
     assert Path(first.path).is_dir()

@@ -1,4 +1,4 @@
-"""Datasets: where elements come from (`sources`), and which of them goes where (`division`)."""
+"""Datasets: their sources, and the division of their elements among steps and replicas."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Which element goes where: the contract that a spec's results rest on.
+"""The division of elements among steps and replicas, the contract of a spec's results.
 
-Three rules, all of them pure arithmetic, none of which looks at a worker process:
+Three rules of pure arithmetic, independent of worker processes:
 
 1. Step s of an epoch is the positions [s*B, (s+1)*B) of the epoch's order; a step never crosses
    an epoch, so an epoch's last step may be shorter (or is dropped, with `drop_remainder`).
@@ -24,7 +24,7 @@ from pipedist.records import record
 
 
 def chunk_sizes(rows: int, parts: int) -> list[int]:
-    """Return how many of `rows` consecutive elements each of `parts` shards gets.
+    """Return the sizes of `parts` shards of `rows` consecutive elements.
 
     Args:
         rows: elements of the step, >= 0.
@@ -46,13 +46,13 @@ def chunk_sizes(rows: int, parts: int) -> list[int]:
 class Division:
     """The arithmetic of one dataset: steps, shards and element ids.
 
-    Steps count on over the epochs: step `e * steps_per_epoch + s` is the s-th step of epoch e.
+    Steps are numbered through all epochs: step `e * steps_per_epoch + s` is the s-th step of epoch e.
 
     Args:
         length: N, elements of one epoch, >= 0.
         batch: B, the GLOBAL batch size in elements, >= 1.
-        replicas: R, shards a step, >= 1.
-        drop_remainder: drop an epoch's last step where it has fewer than B elements.
+        replicas: R, shards per step, >= 1.
+        drop_remainder: drop an epoch's last step if it has fewer than B elements.
 
     Raises:
         ValueError: a number is out of its range.
@@ -113,9 +113,9 @@ class Division:
         return epoch, first + min(replica * size, rows), first + min((replica + 1) * size, rows)
 
     def bounds_from(self, step: int, replica: int, count: int) -> list[tuple[int, int]]:
-        """Return (start, stop) of `count` shards from this one on, replica by replica, step by step.
+        """Return (start, stop) of `count` consecutive shards from this one on.
 
-        As `bounds` of each, but not beyond the epoch's end, and many times faster.
+        The same as `bounds` of each up to the epoch's end, many times faster.
 
         Raises:
             IndexError: there is no such step.
@@ -155,9 +155,9 @@ class Division:
 
 
 def permutation(seed: int, dataset_name: str, epoch: int, n: int) -> npt.NDArray[np.int64]:
-    """Return the order in which a shuffled dataset is read in one epoch.
+    """Return the order of a shuffled dataset in one epoch.
 
-    The algorithm is part of the spec language, so that a spec gives the same bytes for ever:
+    The algorithm is part of the spec language, so a spec gives the same bytes in all versions:
 
     1. h = SHA-256 of the UTF-8 text "pipedist permutation 1", seed, dataset name and epoch,
        the four joined with a NUL character, numbers in decimal.
@@ -166,13 +166,13 @@ def permutation(seed: int, dataset_name: str, epoch: int, n: int) -> npt.NDArray
     3. the rows in ascending order of their keys; equal keys in row order.
 
     NumPy promises that the streams of SeedSequence and of a bit generator's raw output do not
-    change between versions (NEP 19). It does not promise that of `Generator.permutation`, which
-    is why that is not used.
+    change between versions (NEP 19). It does not promise that of `Generator.permutation`, so
+    that is not used.
 
     Args:
         seed: the spec's seed, any integer.
         dataset_name: the dataset's name in the spec.
-        epoch: which epoch, >= 0.
+        epoch: number of the epoch, >= 0.
         n: elements of an epoch.
 
     Returns:

@@ -1,7 +1,7 @@
-"""Elements: the trees of NumPy arrays that flow through a `Dataset`, and what is known about them.
+"""The elements of a `Dataset`, trees of NumPy arrays, and their specs.
 
-A list is ONE array here, as in tf.data: `[1, 2, 3]` is stacked to int64[3]. Structure is written
-with tuples, namedtuples, dicts and dataclasses.
+As in tf.data, a list is one array: `[1, 2, 3]` is stacked to int64[3]. Structure is expressed by
+tuples, namedtuples, dicts and dataclasses.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from pipedist.misuse_hints import conversion_hint, is_masked
 from pipedist.program import Tree
 
 Shape = tuple[int | None, ...]
-"""A static shape; None stands for a dimension that differs from element to element."""
+"""A static shape; None is a dimension that differs between elements."""
 
 
 class ArraySpec:
     """The dtype and static shape of one leaf of an element (tf.TensorSpec).
 
-    A leaf of trees, deliberately not a dataclass: those are nodes.
+    A leaf of trees, therefore not a dataclass.
 
     Args:
         dtype: any NumPy dtype; text and bytes have no width here (`str`, `bytes`).
-        shape: one entry a dimension, None where it differs from element to element.
+        shape: one entry per dimension, None if it differs between elements.
     """
 
     __slots__ = ("dtype", "shape")
@@ -42,7 +42,9 @@ class ArraySpec:
         object.__setattr__(self, "dtype", np.dtype(found.kind) if found.kind in "US" else found)
         for size in shape:
             if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 0):
-                raise ValueError(f"shape {tuple(shape)!r}: a dimension is an int >= 0 or None, not {size!r}")
+                raise ValueError(
+                    f"shape {tuple(shape)!r}: a dimension must be an int >= 0 or None, got {size!r}"
+                )
         object.__setattr__(self, "shape", tuple(shape))
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -110,15 +112,15 @@ def as_element(value: Any) -> Tree:
 
 
 def kept(leaf: Any) -> Any:
-    """Return a leaf that may be kept: an array that can be written is copied.
+    """Return a leaf that stays unchanged: a copy of a writeable array.
 
-    Who made it may fill the same memory with the next one, while this one waits to be stacked or sent.
+    The user's code may reuse the memory for the next element before this one is stacked or sent.
     """
     return leaf.copy() if isinstance(leaf, np.ndarray) and leaf.flags.writeable else leaf
 
 
 def read_only(element: Tree) -> Tree:
-    """Return an element with read-only views of its arrays: who shares it can't change it for others."""
+    """Return an element with read-only views of its arrays, safe to share."""
     return trees.tree_map(lambda leaf: _frozen(leaf) if isinstance(leaf, np.ndarray) else leaf, element)
 
 
@@ -130,9 +132,7 @@ def _frozen(array: NDArray[Any]) -> NDArray[Any]:
 
 def _checked(value: Any) -> Any:
     if type(value) is not np.ndarray and is_masked(value):
-        raise TypeError(
-            f"an element has a masked array as a leaf; expected plain ones: {conversion_hint(value)}"
-        )
+        raise TypeError(f"an element has a masked array as a leaf; expected a plain array: {conversion_hint(value)}")
     if value.dtype.kind == "O" or value.dtype.type is np.void:
         raise TypeError(
             f"an element has a leaf of dtype {value.dtype}; expected numbers, bool, str, bytes or "
@@ -162,7 +162,7 @@ def merge_specs(first: Tree, second: Tree) -> Tree:
 
 
 def zeros(spec: Tree) -> Tree:
-    """Return an element of zeros (False, "") that fits a spec; unknown dimensions are 1."""
+    """Return an element of zeros (False, "") of a spec; unknown dimensions are 1."""
     return trees.tree_map(
         lambda leaf: np.zeros([1 if size is None else size for size in leaf.shape], leaf.dtype)[()], spec
     )
@@ -203,7 +203,7 @@ def stack_padded(elements: Sequence[Tree]) -> Tree:
         block = np.zeros((len(column), *shape), np.result_type(*[np.asarray(leaf).dtype for leaf in column]))
         for row, leaf in enumerate(column):
             place = tuple(slice(size) for size in np.shape(leaf))
-            block[row, ...][place] = leaf  # `...`: a view also of a scalar, whose place is ()
+            block[row, ...][place] = leaf  # `...`: a view also of a scalar
         stacked.append(block)
     return trees.unflatten(treedef, stacked)
 
@@ -248,10 +248,10 @@ def common_rows(element: Tree) -> int:
 
 
 def split(element: Tree, parts: int) -> list[Tree]:
-    """Cut an element's rows into `parts` chunks of ceil(rows / parts), the last ones shorter or empty.
+    """Divide an element's rows into `parts` chunks of ceil(rows / parts), the last shorter or empty.
 
-    Leaf by leaf: leaves of different lengths are cut each by its own (tf.distribute's rebatching of
-    a zip). Chunks are read-only views.
+    Each leaf is divided by its own length (tf.distribute's rebatching of a zip). Chunks are read-only
+    views.
 
     Raises:
         ValueError: a leaf is a scalar.

@@ -1,4 +1,4 @@
-"""What input functions are told, and how a dataset is distributed (tf.distribute's words)."""
+"""Options and contexts of distributed input, with the names of tf.distribute."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from pipedist.arguments import check_int
 
 
 class AutoShardPolicy(enum.StrEnum):
-    """How a dataset is divided among input pipelines (tf.data.experimental.AutoShardPolicy).
+    """The division of a dataset among input pipelines (tf.data.experimental.AutoShardPolicy).
 
-    An input pipeline is a LOGICAL reader of the dataset: it feeds a fixed set of replicas, and has
-    nothing to do with worker processes.
+    An input pipeline is a logical reader of the dataset: it feeds a fixed set of replicas, independently
+    of worker processes.
     """
 
     AUTO = "AUTO"
-    """FILE if the pipeline reads files, and enough of them; else DATA."""
+    """FILE if the pipeline reads enough files; else DATA."""
 
     DATA = "DATA"
-    """Everybody reads everything and keeps its own: pipeline w takes chunks w, w + W, ..."""
+    """Every pipeline reads everything, and pipeline w keeps chunks w, w + W, ..."""
 
     FILE = "FILE"
-    """Whole files: pipeline w reads files w, w + W, ...; an error where there are fewer than W."""
+    """Whole files: pipeline w reads files w, w + W, ...; fewer than W files are an error."""
 
     OFF = "OFF"
-    """Every pipeline delivers everything: with W pipelines each element comes W times in an epoch."""
+    """Every pipeline delivers everything: each element W times per epoch, with W pipelines."""
 
     HINT = "HINT"
     """`shard(SHARD_HINT, SHARD_HINT)` in the dataset becomes shard(W, w); nothing else is divided."""
 
     @classmethod
     def of(cls, value: Any) -> AutoShardPolicy:
-        """Return the policy that `value` is or names, in any case.
+        """Return the policy that `value` is or names, ignoring case.
 
         Raises:
             ValueError: there is no such policy.
@@ -46,7 +46,7 @@ class AutoShardPolicy(enum.StrEnum):
 
 
 class InputReplicationMode(enum.StrEnum):
-    """How often an input function is called (tf.distribute.InputReplicationMode)."""
+    """The calls of an input function (tf.distribute.InputReplicationMode)."""
 
     PER_WORKER = "PER_WORKER"
     """Once for each input pipeline; its replicas take turns with consecutive elements."""
@@ -57,15 +57,15 @@ class InputReplicationMode(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class InputOptions:
-    """How to distribute a dataset (tf.distribute.InputOptions, without what devices need).
+    """Options of a distributed dataset (tf.distribute.InputOptions, without those for devices).
 
     Args:
         per_replica_buffer_size: steps read ahead, at least 1.
-        replication_mode: PER_REPLICA is for `distribute_datasets_from_function` only.
+        replication_mode: PER_REPLICA only for `distribute_datasets_from_function`.
 
     Raises:
         ValueError: a value is out of range.
-        TypeError: a value is of the wrong kind, or there is no such option.
+        TypeError: a value has the wrong type, or an option is unknown.
     """
 
     per_replica_buffer_size: int = 1
@@ -87,16 +87,16 @@ class InputOptions:
 
 @dataclass(frozen=True, slots=True)
 class InputContext:
-    """What a dataset function is told about the pipeline it feeds (tf.distribute.InputContext).
+    """The input pipeline that a dataset function feeds (tf.distribute.InputContext).
 
     Args:
-        num_input_pipelines: how many pipelines there are, at least 1.
-        input_pipeline_id: which one this is, 0 to num_input_pipelines - 1.
-        num_replicas_in_sync: how many replicas they feed together, at least 1.
+        num_input_pipelines: number of pipelines, at least 1.
+        input_pipeline_id: number of this pipeline, 0 to num_input_pipelines - 1.
+        num_replicas_in_sync: number of replicas of all pipelines, at least 1.
 
     Raises:
         ValueError: a number is out of range.
-        TypeError: a number is no int.
+        TypeError: a number is not an int.
     """
 
     num_input_pipelines: int = 1
@@ -124,7 +124,7 @@ class InputContext:
 
         Raises:
             ValueError: it is negative or does not divide evenly.
-            TypeError: it is no int (8.0 is none).
+            TypeError: it is not an int (8.0 is not).
         """
         size = check_int("global_batch_size", global_batch_size, at_least=0)
         share, rest = divmod(size, self.num_replicas_in_sync)
@@ -144,11 +144,11 @@ class InputContext:
 
 @dataclass(frozen=True, slots=True)
 class ValueContext:
-    """What a value function is told about its replica (tf.distribute.experimental.ValueContext).
+    """The replica of a value function (tf.distribute.experimental.ValueContext).
 
     Args:
         replica_id_in_sync_group: the replica's number, 0 to num_replicas_in_sync - 1.
-        num_replicas_in_sync: how many replicas there are.
+        num_replicas_in_sync: number of replicas.
     """
 
     replica_id_in_sync_group: int = 0

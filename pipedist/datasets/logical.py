@@ -2,7 +2,7 @@
 
 A Dataset is a description: it can be iterated any number of times, each time from the start, and
 rewritten for an input pipeline (`pipedist.datasets.sharding`). Elements are trees of NumPy arrays
-and scalars. Semantics and names are tf.data's, except that misuse is an error where tf.data guesses.
+and scalars. Semantics and names are those of tf.data; misuse that tf.data tolerates is an error.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 
 from pipedist import trees
 from pipedist.arguments import check_int
-from pipedist.datasets import mapping, nodes, transforms
+from pipedist.datasets import nodes, transforms
 from pipedist.datasets.element import ArraySpec, as_element
 from pipedist.datasets.input import AutoShardPolicy
 from pipedist.misuse_hints import TfNames
@@ -24,10 +24,10 @@ from pipedist.program import Tree
 
 
 class Dataset(TfNames):
-    """A sequence of elements of one structure, finite or endless.
+    """A finite or infinite sequence of elements of one structure.
 
-    Make one with a static method (`range`, `from_tensor_slices`, `list_files`, ...) and transform it
-    with the others; each returns a new Dataset.
+    Static methods (`range`, `from_tensor_slices`, `list_files`, ...) create one; the other methods
+    return a transformed one.
 
         Dataset.range(8).map(lambda x: {"x": x, "y": x * 10}).batch(4)
     """
@@ -36,21 +36,21 @@ class Dataset(TfNames):
 
     _tf_names: ClassVar = {
         "as_numpy_iterator": "`for element in dataset`",
-        "shuffle": "arrays are put in order before: `from_tensor_slices(x[rng.permutation(len(x))])`",
+        "shuffle": "permute the arrays first: `from_tensor_slices(x[rng.permutation(len(x))])`",
     }
 
     INFINITE: Final = nodes.INFINITE
     """`cardinality()` of a dataset that never ends."""
 
     UNKNOWN: Final = nodes.UNKNOWN
-    """`cardinality()` of a dataset whose end only reading it can find."""
+    """`cardinality()` of a dataset whose length is unknown before reading."""
 
     SHARD_HINT: Final = transforms.SHARD_HINT
-    """`shard(SHARD_HINT, SHARD_HINT)`: the place where policy HINT puts the real numbers."""
+    """In `shard(SHARD_HINT, SHARD_HINT)`, which policy HINT replaces by real numbers."""
 
     def __init__(self, node: nodes.Node, policy: AutoShardPolicy = AutoShardPolicy.AUTO) -> None:
         if not isinstance(node, nodes.Node):
-            raise TypeError("make a Dataset with Dataset.range, Dataset.from_tensor_slices, ...")
+            raise TypeError("a Dataset is created by Dataset.range, Dataset.from_tensor_slices, ...")
         self._node = node
         self._policy = policy
         self._spec: tuple[Tree] | None = None
@@ -60,21 +60,21 @@ class Dataset(TfNames):
     @staticmethod
     def range(*args: int) -> Dataset:
         """Return int64 scalars: range(stop), range(start, stop) or range(start, stop, step)."""
-        return Dataset(nodes.Range(range(*args)))
+        return Dataset(nodes.RangeNode(range(*args)))
 
     @staticmethod
     def from_tensor_slices(tensors: Tree) -> Dataset:
         """Return the slices of a tree of arrays along their first axis.
 
         Args:
-            tensors: arrays [n, ...] in tuples and dicts; a list is stacked to one array. The data
-                are not copied: don't change them afterwards.
+            tensors: arrays [n, ...] in tuples and dicts; a list is stacked to one array. The arrays
+                are not copied, and must not be changed afterwards.
 
         Raises:
             ValueError: a leaf is a scalar, or lengths differ.
-            TypeError: a leaf is nothing that NumPy has a dtype for.
+            TypeError: a leaf has no NumPy dtype.
         """
-        return Dataset(nodes.Slices.of(tensors))
+        return Dataset(nodes.SlicesNode.of(tensors))
 
     @staticmethod
     def from_tensors(tensors: Tree) -> Dataset:
@@ -83,29 +83,29 @@ class Dataset(TfNames):
         Args:
             tensors: the element, as for `from_tensor_slices`.
         """
-        return Dataset(nodes.Single(as_element(tensors)))
+        return Dataset(nodes.SingleNode(as_element(tensors)))
 
     @staticmethod
     def from_generator(
         generator: Callable[[], Iterable[Any]], element_spec: Tree | None = None, *, batched: bool = False
     ) -> Dataset:
-        """Return what an iterable yields.
+        """Return the elements that an iterable yields.
 
         Args:
             generator: called for each iteration, without arguments; returns an iterable.
             element_spec: tree of ArraySpec of an element; without it, the first two elements are
-                read where it is needed.
-            batched: True says that each element is a global batch, which may be distributed as it is.
+                read when it is needed.
+            batched: True: each element is a global batch, which may be distributed as it is.
 
         Raises:
             TypeError: `generator` can't be called.
         """
         if not callable(generator):
             raise TypeError(
-                f"from_generator needs a callable that returns an iterable, not {generator!r}: a bare "
+                f"from_generator needs a callable that returns an iterable, got {generator!r}: a bare "
                 "iterator could be read only once"
             )
-        return Dataset(nodes.Generator(generator, element_spec, batched))
+        return Dataset(nodes.GeneratorNode(generator, element_spec, batched))
 
     @staticmethod
     def list_files(pattern: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> Dataset:
@@ -123,24 +123,24 @@ class Dataset(TfNames):
             if not matches:
                 raise ValueError(f"no file matches {one!r} (in {os.getcwd()})")
             found.update(matches)
-        return Dataset(nodes.FileNames(tuple(sorted(found))))
+        return Dataset(nodes.FileNamesNode(tuple(sorted(found))))
 
     @staticmethod
     def file_names(paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> Dataset:
         """Return the names of files, in the order given; auto-sharding may divide them (FILE)."""
-        return Dataset(nodes.FileNames(_paths(paths)))
+        return Dataset(nodes.FileNamesNode(_paths(paths)))
 
     @staticmethod
     def text_files(paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> Dataset:
         """Return the lines of UTF-8 files, in the order of the files (tf.data.TextLineDataset).
 
-        Takes one path too, so that it can be a function for `flat_map` and `interleave`.
+        Accepts one path too, so that `flat_map` and `interleave` can call it.
         """
-        return Dataset(nodes.TextFiles(_paths(paths)))
+        return Dataset(nodes.TextFilesNode(_paths(paths)))
 
     @staticmethod
     def zip(*datasets: Dataset | tuple[Dataset, ...]) -> Dataset:
-        """Return tuples of one element of each dataset; the shortest ends it.
+        """Return tuples of one element of each dataset, as many as the shortest has.
 
         Args:
             datasets: the datasets, or one tuple of them.
@@ -148,7 +148,7 @@ class Dataset(TfNames):
         parts = datasets[0] if len(datasets) == 1 and isinstance(datasets[0], tuple) else datasets
         if not parts:
             raise ValueError("zip needs at least one dataset")
-        return Dataset(transforms.Zip(tuple(_node_of("zip", part) for part in parts)))
+        return Dataset(transforms.ZipNode(tuple(_node_of("zip", part) for part in parts)))
 
     # Transformations.
 
@@ -156,41 +156,41 @@ class Dataset(TfNames):
         """Stack consecutive elements.
 
         Args:
-            batch_size: elements of a batch, at least 1; of a GLOBAL batch, if it is distributed.
-            drop_remainder: leave out a last batch that is shorter.
+            batch_size: elements of a batch, at least 1; for distribution, of a global batch.
+            drop_remainder: drop a shorter last batch.
         """
         size = check_int("batch_size", batch_size, at_least=1)
-        return self._then(transforms.Batch(self._node, size, bool(drop_remainder)))
+        return self._then(transforms.BatchNode(self._node, size, bool(drop_remainder)))
 
     def padded_batch(self, batch_size: int, drop_remainder: bool = False) -> Dataset:
         """Stack consecutive elements of unequal shapes, padded at the end with 0, False or ""."""
         size = check_int("batch_size", batch_size, at_least=1)
-        return self._then(transforms.Batch(self._node, size, bool(drop_remainder), padded=True))
+        return self._then(transforms.BatchNode(self._node, size, bool(drop_remainder), padded=True))
 
     def unbatch(self) -> Dataset:
         """Return the rows of each element."""
-        return self._then(transforms.Unbatch(self._node))
+        return self._then(transforms.UnbatchNode(self._node))
 
     def repeat(self, times: int | None = None) -> Dataset:
-        """Return the dataset `times` times in a row; None or -1: for ever."""
+        """Return the dataset `times` times in a row; None or -1: without end."""
         times = (
             nodes.INFINITE
             if times is None or times == nodes.INFINITE
             else check_int("times", times, at_least=0)
         )
-        return self._then(transforms.Repeat(self._node, times))
+        return self._then(transforms.RepeatNode(self._node, times))
 
     def take(self, elements: int) -> Dataset:
         """Return the first `elements` elements; -1: all of them."""
         if elements == nodes.INFINITE and type(elements) is int:
             return self
-        return self._then(transforms.Take(self._node, check_int("elements", elements, at_least=0)))
+        return self._then(transforms.TakeNode(self._node, check_int("elements", elements, at_least=0)))
 
     def skip(self, elements: int) -> Dataset:
-        """Leave out the first `elements` elements; -1: all of them."""
+        """Skip the first `elements` elements; -1: all of them."""
         if elements == nodes.INFINITE and type(elements) is int:
             return self.take(0)
-        return self._then(transforms.Skip(self._node, check_int("elements", elements, at_least=0)))
+        return self._then(transforms.SkipNode(self._node, check_int("elements", elements, at_least=0)))
 
     def shard(self, num_shards: int, index: int) -> Dataset:
         """Return elements `index`, `index + num_shards`, ...
@@ -201,31 +201,31 @@ class Dataset(TfNames):
 
         Raises:
             ValueError: a number is out of range. With SHARD_HINT, reading the dataset raises
-                RuntimeError unless policy HINT has put the real numbers in its place.
+                RuntimeError unless policy HINT has replaced it.
         """
         if num_shards == transforms.SHARD_HINT:
-            return self._then(transforms.Shard(self._node, num_shards, index))
+            return self._then(transforms.ShardNode(self._node, num_shards, index))
         shards = check_int("num_shards", num_shards, at_least=1)
         place = check_int("index", index, at_least=0)
         if place >= shards:
             raise ValueError(f"index is {place}, but there are {shards} shards: expected 0 to {shards - 1}")
-        return self._then(transforms.Shard(self._node, shards, place))
+        return self._then(transforms.ShardNode(self._node, shards, place))
 
     def prefetch(self, buffer_size: int) -> Dataset:
         """Read up to `buffer_size` elements ahead, in a thread; the elements stay the same."""
-        return self._then(transforms.Prefetch(self._node, check_int("buffer_size", buffer_size, at_least=1)))
+        return self._then(transforms.PrefetchNode(self._node, check_int("buffer_size", buffer_size, at_least=1)))
 
     def cache(self) -> Dataset:
-        """Keep the elements in memory once they were read to the end."""
-        return self._then(transforms.Cache(self._node))
+        """Cache the elements in memory during the first complete pass."""
+        return self._then(transforms.CacheNode(self._node))
 
     def enumerate(self, start: int = 0) -> Dataset:
         """Return pairs (number, element), numbered from `start` as int64."""
-        return self._then(transforms.Enumerate(self._node, int(start)))
+        return self._then(transforms.EnumerateNode(self._node, int(start)))
 
     def concatenate(self, dataset: Dataset) -> Dataset:
         """Return this dataset, then another one of the same structure."""
-        return self._then(transforms.Concatenate((self._node, _node_of("concatenate", dataset))))
+        return self._then(transforms.ConcatenateNode((self._node, _node_of("concatenate", dataset))))
 
     def map(self, fn: Callable[..., Any], *, element_spec: Tree | None = None) -> Dataset:
         """Return `fn` of each element.
@@ -234,50 +234,50 @@ class Dataset(TfNames):
             fn: called with the element; a tuple is unpacked into arguments. It may return a tree,
                 in which a list is stacked to one array.
             element_spec: tree of ArraySpec of the results; without it, `fn` is called on the first
-                two elements where the spec is needed.
+                two elements when the spec is needed.
         """
-        return self._then(mapping.Map(self._node, _function("map", fn), element_spec))
+        return self._then(transforms.MapNode(self._node, _function("map", fn), element_spec))
 
     def filter(self, predicate: Callable[..., Any]) -> Dataset:
         """Keep the elements for which `predicate` returns True; anything but a bool is an error."""
-        return self._then(mapping.Filter(self._node, _function("filter", predicate)))
+        return self._then(transforms.FilterNode(self._node, _function("filter", predicate)))
 
     def flat_map(self, fn: Callable[..., Dataset]) -> Dataset:
-        """Return the elements of the datasets that `fn` makes of each element, one after the other."""
+        """Return the elements of the datasets that `fn` returns for each element, one after the other."""
         return self.interleave(fn, cycle_length=1)
 
     def interleave(self, fn: Callable[..., Dataset], cycle_length: int = 2, block_length: int = 1) -> Dataset:
-        """Return the elements of the datasets that `fn` makes of each element, taking turns.
+        """Return the elements of the datasets that `fn` returns for each element, in turns.
 
         Args:
             fn: called with an element; returns a Dataset.
-            cycle_length: how many of them are open at a time.
-            block_length: how many elements are taken from one before it is the next one's turn.
+            cycle_length: number of datasets that are open at a time.
+            block_length: number of elements of a dataset before the turn of the next one.
         """
         _function("interleave", fn)
 
         def open_node(element: Tree) -> nodes.Node:
-            return _node_of("the function of interleave or flat_map", mapping.apply(fn, element))
+            return _node_of("the function of interleave or flat_map", transforms.apply(fn, element))
 
         cycle = check_int("cycle_length", cycle_length, at_least=1)
         block = check_int("block_length", block_length, at_least=1)
-        return self._then(mapping.Interleave(self._node, open_node, cycle, block))
+        return self._then(transforms.InterleaveNode(self._node, open_node, cycle, block))
 
     def with_options(self, *, auto_shard_policy: AutoShardPolicy | str) -> Dataset:
-        """Set how the dataset is divided among input pipelines.
+        """Set the division of the dataset among input pipelines.
 
         Args:
             auto_shard_policy: an AutoShardPolicy or its name.
         """
         return Dataset(self._node, AutoShardPolicy.of(auto_shard_policy))
 
-    # What is known about it.
+    # Properties.
 
     @property
     def element_spec(self) -> Tree:
         """The tree of ArraySpecs that fits every element.
 
-        May read the first two elements, where they come from user code.
+        May read the first two elements, if user code makes them.
 
         Raises:
             ValueError: the dataset is empty, and the spec was not declared.
@@ -292,7 +292,7 @@ class Dataset(TfNames):
 
     @property
     def auto_shard_policy(self) -> AutoShardPolicy:
-        """How the dataset is divided among input pipelines."""
+        """The division of the dataset among input pipelines."""
         return self._policy
 
     @property
@@ -301,11 +301,11 @@ class Dataset(TfNames):
         return self._node
 
     def __iter__(self) -> Iterator[Tree]:
-        """Read the elements from the start: trees of NumPy arrays and scalars."""
+        """Iterate over the elements: trees of NumPy arrays and scalars."""
         return iter(self._node)
 
     def __repr__(self) -> str:
-        return f"<Dataset {type(self._node).__name__}, cardinality {self.cardinality()}>"
+        return f"<Dataset {type(self._node).__name__.removesuffix('Node')}, cardinality {self.cardinality()}>"
 
     def _then(self, node: nodes.Node) -> Dataset:
         return Dataset(node, self._policy)
@@ -315,7 +315,7 @@ def numpy_dataset(arrays: Tree) -> Dataset:
     """Return the slices of a tree of NumPy arrays (tf.distribute's make_numpy_dataset).
 
     Raises:
-        TypeError: a leaf is no NumPy array; a list of arrays is stacked.
+        TypeError: a leaf is not a NumPy array; a list of arrays is stacked.
         ValueError: a leaf is a scalar, or lengths differ.
     """
     leaves, treedef = trees.flatten(arrays)
@@ -323,7 +323,7 @@ def numpy_dataset(arrays: Tree) -> Dataset:
         if not isinstance(leaf, np.ndarray | np.generic):
             raise TypeError(
                 f"make_numpy_dataset: {name or 'the value'} is {leaf!r} of type {type(leaf).__name__}; "
-                "expected NumPy arrays (np.asarray makes one)"
+                "expected NumPy arrays (np.asarray converts it)"
             )
     return Dataset.from_tensor_slices(arrays)
 

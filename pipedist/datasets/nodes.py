@@ -1,7 +1,7 @@
-"""The frozen tree behind a `Dataset`: sources, and what every stage of a pipeline can say.
+"""The frozen tree behind a `Dataset`: the interface of its nodes, and its sources.
 
-A pipeline is data: auto-sharding rewrites it (see `pipedist.datasets.sharding`), and every
-iteration starts it afresh. The transformations are in `pipedist.datasets.transforms`.
+The tree is data: auto-sharding rewrites it (see `pipedist.datasets.sharding`), and every iteration
+starts from the beginning. The transformations are in `pipedist.datasets.transforms`.
 """
 
 
@@ -33,26 +33,26 @@ INFINITE: Final = -1
 """The cardinality of a dataset that never ends (tf.data.INFINITE_CARDINALITY)."""
 
 UNKNOWN: Final = -2
-"""The cardinality of a dataset whose end only reading it can find (tf.data.UNKNOWN_CARDINALITY)."""
+"""The cardinality of a dataset of unknown length (tf.data.UNKNOWN_CARDINALITY)."""
 
 
 class Node(ABC):
-    """One stage of a pipeline: immutable, and iterable any number of times."""
+    """A node of the tree: immutable, and iterable any number of times."""
 
     __slots__ = ()
 
     @property
     def inputs(self) -> tuple[Node, ...]:
-        """The stages that this one reads; none for a source."""
+        """The nodes that this one reads; none for a source."""
         return ()
 
     def with_inputs(self, inputs: Sequence[Node]) -> Node:
-        """Return this stage reading others."""
+        """Return a copy of this node with other inputs."""
         return self
 
     @abstractmethod
     def __iter__(self) -> Iterator[Tree]:
-        """Read the elements from the start."""
+        """Iterate over the elements from the beginning."""
 
     @abstractmethod
     def cardinality(self) -> int:
@@ -64,14 +64,14 @@ class Node(ABC):
 
     @property
     def batch_depth(self) -> int:
-        """How many leading axes of an element were made by batching."""
+        """The number of leading axes of an element that batching added."""
         return min((node.batch_depth for node in self.inputs), default=0)
 
     def blocks(self, size: int, *, whole: bool = False) -> Iterator[tuple[int, Tree]]:
-        """Read consecutive elements as (how many, stacked) blocks of `size`, the last one shorter.
+        """Yield (count, stacked) blocks of `size` consecutive elements, the last one shorter.
 
         Args:
-            whole: who reads them wants no shorter one: what is left need not fit together.
+            whole: drop a shorter last block, whose elements need not have one shape.
         """
         pending: list[Tree] = []
         for element in self:
@@ -84,7 +84,7 @@ class Node(ABC):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Range(Node):
+class RangeNode(Node):
     """The integers of a range, as int64 scalars."""
 
     values: range
@@ -105,15 +105,15 @@ class Range(Node):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Slices(Node):
+class SlicesNode(Node):
     """The slices of a tree of arrays along their leading axis."""
 
     arrays: Tree
     length: int
 
     @classmethod
-    def of(cls, tree: Any) -> Slices:
-        """Take views of the arrays, read-only.
+    def of(cls, tree: Any) -> SlicesNode:
+        """Return a node with read-only views of the arrays.
 
         Raises:
             ValueError: a leaf is a scalar, or lengths differ.
@@ -141,7 +141,7 @@ class Slices(Node):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Single(Node):
+class SingleNode(Node):
     """One element."""
 
     element: Tree
@@ -157,13 +157,13 @@ class Single(Node):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Generator(Node):
-    """What a callable's iterable yields; called once for each iteration.
+class GeneratorNode(Node):
+    """The elements of a callable's iterable; called once for each iteration.
 
     Args:
         factory: returns an iterable of elements.
-        declared: the spec of an element, or None: found by reading the first two.
-        batched: each element is a global batch already.
+        declared: the spec of an element; None: derived from the first two.
+        batched: each element is a global batch.
     """
 
     factory: Callable[[], Iterable[Any]]
@@ -186,8 +186,8 @@ class Generator(Node):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class FileNames(Node):
-    """The names of files, one an element: what FILE sharding divides."""
+class FileNamesNode(Node):
+    """The names of files, which FILE sharding divides."""
 
     paths: tuple[str, ...]
 
@@ -200,13 +200,13 @@ class FileNames(Node):
     def spec(self) -> Tree:
         return ArraySpec(str)
 
-    def only(self, pipelines: int, index: int) -> FileNames:
+    def only(self, pipelines: int, index: int) -> FileNamesNode:
         """Return every `pipelines`-th file from `index` on."""
-        return FileNames(self.paths[index::pipelines])
+        return FileNamesNode(self.paths[index::pipelines])
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class TextFiles(Node):
+class TextFilesNode(Node):
     """The lines of UTF-8 files in the order of the files, without their line ends."""
 
     paths: tuple[str, ...]
@@ -223,13 +223,13 @@ class TextFiles(Node):
     def spec(self) -> Tree:
         return ArraySpec(str)
 
-    def only(self, pipelines: int, index: int) -> TextFiles:
+    def only(self, pipelines: int, index: int) -> TextFilesNode:
         """Return every `pipelines`-th file from `index` on."""
-        return TextFiles(self.paths[index::pipelines])
+        return TextFilesNode(self.paths[index::pipelines])
 
 
 class UnknownSpecError(ValueError):
-    """The spec of a stage can't be found, because it has no element to look at."""
+    """The spec of a node is unknown, because it has no element."""
 
     def __init__(self, maker: str) -> None:
         super().__init__(
@@ -239,13 +239,13 @@ class UnknownSpecError(ValueError):
 
 
 def sampled_spec(node: Node, maker: str) -> Tree:
-    """Find the spec of a stage whose elements come from user code, by reading its first two.
+    """Return the spec of a node whose elements user code makes, from the first two of them.
 
     Args:
-        maker: the Dataset method which made the stage, for the error.
+        maker: the Dataset method that created the node, as errors name it.
 
     Raises:
-        UnknownSpecError: the stage is empty.
+        UnknownSpecError: the node has no element.
     """
     spec: Tree = None
     seen = 0

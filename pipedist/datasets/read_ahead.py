@@ -1,9 +1,9 @@
-"""Reading a bounded number of elements ahead, in a thread.
+"""Reads a bounded number of elements ahead, in a thread.
 
-Rules. The thread starts with the first demand, holds at most `buffer` elements that nobody has
-taken, and hands them over in order, each exactly once; then the source's end or its error. It ends
-when the source does, when the reader is closed, and when nobody holds the reader any more: it knows
-only the shared state, never the reader, so that a consumer who walks away leaves no thread behind.
+- The thread starts at the first demand, and buffers at most `buffer` elements.
+- Elements are delivered in order, each exactly once; then the source's end or its error.
+- The thread ends with the source, when the reader is closed, and when the reader is collected: it
+  references only the shared state, so an abandoned reader leaves no thread.
 """
 
 from __future__ import annotations
@@ -18,34 +18,34 @@ from typing import Final, Generic, TypeVar
 T = TypeVar("T")
 
 _JOIN_S: Final = 5.0
-"""How long `close` waits for a source that is in the middle of an element."""
+"""Time that `close` waits for a source that is reading an element, in seconds."""
 
 
 class _Shared(Generic[T]):
-    """What reader and thread share; guarded by `changed`."""
+    """The state shared by reader and thread, guarded by `changed`."""
 
-    __slots__ = ("changed", "closed", "error", "items", "over", "told")
+    __slots__ = ("callbacks", "changed", "closed", "error", "items", "over")
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
         self.items: deque[T] = deque()
-        self.over = False  # the thread will put nothing more
-        self.error: BaseException | None = None  # what the source raised; implies over
-        self.closed = False  # the reader wants nothing more
-        self.told: list[Callable[[], None]] = []  # called once the reader is ready
+        self.over = False  # the thread adds no more items
+        self.error: BaseException | None = None  # raised by the source; implies over
+        self.closed = False  # the reader takes no more items
+        self.callbacks: list[Callable[[], None]] = []  # called once when the reader is ready
 
     def close(self) -> None:
         with self.changed:
             self.closed = True
             self.items.clear()
-            self.tell()
+            self.notify()
 
-    def tell(self) -> None:
-        """Wake whoever waits; with `changed` held."""
+    def notify(self) -> None:
+        """Wake all waiting threads and call the callbacks; with `changed` held."""
         self.changed.notify_all()
-        told, self.told = self.told, []
-        for tell in told:
-            tell()
+        callbacks, self.callbacks = self.callbacks, []
+        for callback in callbacks:
+            callback()
 
 
 class ReadAhead(Iterator[T]):
@@ -53,7 +53,7 @@ class ReadAhead(Iterator[T]):
 
     Args:
         source: iterated once, in a thread of its own.
-        buffer: how many elements may wait, at least 1.
+        buffer: number of elements that are buffered, at least 1.
     """
 
     def __init__(self, source: Iterable[T], buffer: int) -> None:
@@ -64,7 +64,7 @@ class ReadAhead(Iterator[T]):
         weakref.finalize(self, self._shared.close).atexit = False
 
     def start(self) -> None:
-        """Begin reading, if that has not begun."""
+        """Start the thread, unless it was started."""
         if self._thread is not None or self._source is None or self._shared.closed:
             return
         source, self._source = self._source, None
@@ -74,35 +74,35 @@ class ReadAhead(Iterator[T]):
         self._thread.start()
 
     def wait(self) -> None:
-        """Block until `ready`; takes nothing, so that giving up the wait loses nothing."""
+        """Block until `ready`; takes no element, so an abandoned wait loses none."""
         self.start()
         with self._shared.changed:
             self._shared.changed.wait_for(lambda: self.ready)
 
-    def when_ready(self, tell: Callable[[], None]) -> Callable[[], None]:
-        """Have a function called once, as soon as `ready`, in whatever thread makes it so.
+    def when_ready(self, callback: Callable[[], None]) -> Callable[[], None]:
+        """Call a function once, as soon as `ready`, in the thread that makes it so.
 
         Returns:
-            What gives that up; harmless afterwards.
+            A function that cancels this; harmless afterwards.
         """
         self.start()
         shared = self._shared
         with shared.changed:
             if self.ready:
-                tell()
+                callback()
             else:
-                shared.told.append(tell)
+                shared.callbacks.append(callback)
 
-        def give_up() -> None:
+        def cancel() -> None:
             with shared.changed:
-                if tell in shared.told:
-                    shared.told.remove(tell)
+                if callback in shared.callbacks:
+                    shared.callbacks.remove(callback)
 
-        return give_up
+        return cancel
 
     @property
     def ready(self) -> bool:
-        """Whether `__next__` would return or raise at once."""
+        """Whether `__next__` returns or raises without waiting."""
         shared = self._shared
         return bool(shared.items) or shared.over or shared.closed
 
@@ -120,7 +120,7 @@ class ReadAhead(Iterator[T]):
         raise StopIteration
 
     def close(self) -> None:
-        """Stop reading and wait for the thread; elements not yet taken are dropped."""
+        """Stop reading and wait for the thread; buffered elements are dropped."""
         self._source = None
         self._shared.close()
         if self._thread is not None and self._thread is not threading.current_thread():
@@ -142,7 +142,7 @@ _END: Final = object()
 
 
 def _has_room(buffer: int, shared: _Shared[T]) -> bool:
-    """Wait until one more element may be read; False: the reader was closed."""
+    """Wait for space in the buffer; return False if the reader was closed."""
     with shared.changed:
         shared.changed.wait_for(lambda: shared.closed or len(shared.items) < buffer)
         return not shared.closed
@@ -159,10 +159,10 @@ def _read(source: Iterable[T], buffer: int, shared: _Shared[T]) -> None:
             with shared.changed:
                 if not shared.closed:
                     shared.items.append(item)  # type: ignore[arg-type]  # it is not _END
-                    shared.tell()
-    except BaseException as raised:  # the consumer's thread raises it again, in its place
+                    shared.notify()
+    except BaseException as raised:  # raised again in the consumer's thread
         error = raised
     with shared.changed:
         shared.error = error
         shared.over = True
-        shared.tell()
+        shared.notify()

@@ -1,19 +1,19 @@
-"""Dividing a dataset among input pipelines and replicas.
+"""The division of a dataset among input pipelines and replicas.
 
-An input pipeline is a LOGICAL reader; pipeline w of W feeds R replicas of its own, N = W * R in all.
-Every global batch of m rows is cut into N chunks of ceil(m / N) rows, the last ones shorter or empty,
-and batch boundaries are kept, whatever the policy; then the chunks are dealt:
+An input pipeline is a logical reader; pipeline w of W feeds R replicas of its own, N = W * R in all.
+Every global batch of m rows is divided into N chunks of ceil(m / N) rows, the last ones shorter or
+empty. Batch boundaries are kept. Then the policy assigns the chunks:
 
 | policy | pipeline w delivers |
 |---|---|
 | DATA | chunks w, w + W, w + 2W, ... of every batch |
-| FILE | all chunks of the batches that files w, w + W, ... make |
-| OFF | all chunks: elements are DUPLICATED, once a pipeline |
-| HINT | all chunks of what `shard(SHARD_HINT, SHARD_HINT)`, as shard(W, w), leaves |
+| FILE | all chunks of the batches of files w, w + W, ... |
+| OFF | all chunks: each element W times |
+| HINT | all chunks, with `shard(SHARD_HINT, SHARD_HINT)` replaced by shard(W, w) |
 | AUTO | as FILE if every source reads files, at least W of them, and nothing is enumerated; else as DATA |
 
-R consecutive chunks of a pipeline make one step of its replicas. (tf.distribute's assignment. Its
-sizes under OFF, FILE and HINT are floor or ceil and run over batch boundaries; one rule is kept here.)
+R consecutive chunks of a pipeline are one step of its replicas. The assignment is tf.distribute's; under
+OFF, FILE and HINT its sizes are floor or ceil and cross batch boundaries, here one rule holds for all.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from collections.abc import Iterator, Sequence
 from pipedist.arguments import check_int
 from pipedist.datasets.input import AutoShardPolicy
 from pipedist.datasets.logical import Dataset
-from pipedist.datasets.nodes import INFINITE, UNKNOWN, FileNames, Node, TextFiles
-from pipedist.datasets.transforms import Enumerate, Rebatch, Shard
+from pipedist.datasets.nodes import INFINITE, UNKNOWN, FileNamesNode, Node, TextFilesNode
+from pipedist.datasets.transforms import EnumerateNode, RebatchNode, ShardNode
 from pipedist.program import Tree
 
 
 def auto_shard(
     dataset: Dataset, num_pipelines: int, index: int, policy: AutoShardPolicy | str | None = None
 ) -> Dataset:
-    """Return what input pipeline `index` of `num_pipelines` reads.
+    """Return the part of a dataset that input pipeline `index` of `num_pipelines` reads.
 
     Args:
         policy: None: the dataset's own.
@@ -57,65 +57,67 @@ def _sharded(node: Node, pipelines: int, index: int, policy: AutoShardPolicy) ->
     if policy is AutoShardPolicy.OFF or pipelines == 1:
         return node
     if policy is AutoShardPolicy.FILE:
-        trouble = file_trouble(node, pipelines)
-        if trouble:
+        problem = _file_problem(node, pipelines)
+        if problem:
             raise ValueError(
-                f"auto-shard policy FILE among {pipelines} input pipelines: {trouble}; "
+                f"auto-shard policy FILE among {pipelines} input pipelines: {problem}; "
                 "use AutoShardPolicy.DATA, or AUTO"
             )
         return _with_files(node, pipelines, index)
-    if policy is AutoShardPolicy.AUTO and not file_trouble(node, pipelines):
+    if policy is AutoShardPolicy.AUTO and not _file_problem(node, pipelines):
         return _with_files(node, pipelines, index)
-    return Shard(node, pipelines, index)
+    return ShardNode(node, pipelines, index)
 
 
-def file_trouble(node: Node, pipelines: int) -> str:
-    """Return why a pipeline can't be divided by whole files, or ""."""
+def _file_problem(node: Node, pipelines: int) -> str:
+    """Return the reason why a pipeline can't be divided by whole files, or ""."""
     for source in _sources(node):
-        if isinstance(source, Enumerate):
+        if isinstance(source, EnumerateNode):
             return "enumerate numbers the elements of all files"
-        if not isinstance(source, FileNames | TextFiles):
-            return f"the dataset reads a source that is not files ({type(source).__name__})"
+        if not isinstance(source, FileNamesNode | TextFilesNode):
+            return (
+                f"the dataset reads a source that is not files ({type(source).__name__.removesuffix('Node')})"
+            )
         if len(source.paths) < pipelines:
             return f"the dataset reads {len(source.paths)} file(s), fewer than there are pipelines"
     return ""
 
 
 def _sources(node: Node) -> Iterator[Node]:
-    """Yield the nodes that make elements, or numbers of elements, on their own."""
-    if not node.inputs or isinstance(node, Enumerate):
+    """Yield the sources, and the nodes that number elements."""
+    if not node.inputs or isinstance(node, EnumerateNode):
         yield node
     for child in node.inputs:
         yield from _sources(child)
 
 
 def _with_files(node: Node, pipelines: int, index: int) -> Node:
-    if isinstance(node, FileNames | TextFiles):
+    if isinstance(node, FileNamesNode | TextFilesNode):
         return node.only(pipelines, index)
     return node.with_inputs([_with_files(child, pipelines, index) for child in node.inputs])
 
 
 def _with_hints(node: Node, pipelines: int, index: int) -> Node:
     node = node.with_inputs([_with_hints(child, pipelines, index) for child in node.inputs])
-    if isinstance(node, Shard) and node.hinted:
-        return Shard(node.input, pipelines, index)
+    if isinstance(node, ShardNode) and node.hinted:
+        return ShardNode(node.input, pipelines, index)
     return node
 
 
 def rebatch(dataset: Dataset, parts: int) -> Dataset:
-    """Return each element cut into `parts` chunks of ceil(rows / parts), empty ones included.
+    """Return each element divided into `parts` chunks of ceil(rows / parts), empty ones included.
 
     Raises:
-        ValueError: while reading, where a leaf is a scalar.
+        ValueError: during iteration, if a leaf is a scalar.
     """
-    return Dataset(Rebatch(dataset.node, check_int("parts", parts, at_least=1)), dataset.auto_shard_policy)
+    return Dataset(RebatchNode(dataset.node, check_int("parts", parts, at_least=1)), dataset.auto_shard_policy)
 
 
 def divide(dataset: Dataset, num_pipelines: int, replicas_per_pipeline: int) -> list[Dataset]:
-    """Return the chunks that each input pipeline delivers, R consecutive ones a step.
+    """Return the chunks of each input pipeline, R consecutive ones per step.
 
     Args:
-        dataset: batched by the GLOBAL batch size.
+        dataset: batched by the global batch size.
         num_pipelines: W.
         replicas_per_pipeline: R.
 
@@ -124,7 +126,7 @@ def divide(dataset: Dataset, num_pipelines: int, replicas_per_pipeline: int) -> 
     """
     if dataset.node.batch_depth == 0:
         raise ValueError(
-            "a dataset is distributed by global batches, but this one has not been batched: "
+            "a dataset is distributed by global batches, but this one is not batched: "
             "add .batch(global_batch_size)"
         )
     chunks = rebatch(dataset, num_pipelines * replicas_per_pipeline)
@@ -134,11 +136,11 @@ def divide(dataset: Dataset, num_pipelines: int, replicas_per_pipeline: int) -> 
 def batch_sizes_for_worker(
     global_batch: int, num_pipelines: int, replicas_per_pipeline: int, index: int
 ) -> list[int]:
-    """Return the cycle of sub-batch sizes that keeps each global step at exactly `global_batch` rows.
+    """Return the cycle of batch sizes of a pipeline that gives global steps of `global_batch` rows.
 
-    For input functions whose pipelines each read a stream of their own: with N = W * R replicas, the
-    N sizes are floor or ceil of global_batch / N, and pipeline w begins R * w places later than
-    pipeline 0, so that in every step the sizes of all pipelines add up
+    For input functions whose pipelines read independent streams. With N = W * R replicas, the N sizes
+    are floor or ceil of global_batch / N, and pipeline w starts R * w entries after pipeline 0, so the
+    sizes of each step have the sum `global_batch`
     (tf.data.experimental.distribute.batch_sizes_for_worker).
 
     Args:
@@ -148,7 +150,7 @@ def batch_sizes_for_worker(
         index: w.
 
     Returns:
-        W * R sizes; replica r of the pipeline takes entry r, then r + R, and so on, cyclically.
+        W * R sizes; replica r of the pipeline uses entries r, r + R, ..., cyclically.
 
     Raises:
         ValueError: a number is out of range.
@@ -167,26 +169,26 @@ def batch_sizes_for_worker(
     return first[offset:] + first[:offset]
 
 
-class Missing:
-    """Stands for the element of a replica whose pipeline has come to its end."""
+class MissingElement:
+    """In place of the element of a replica whose pipeline has ended."""
 
     def __repr__(self) -> str:
         return "MISSING"
 
 
-MISSING = Missing()
+MISSING = MissingElement()
 
 
-def steps(pipelines: Sequence[Dataset], replicas_per_pipeline: int) -> Iterator[list[Tree | Missing]]:
-    """Read pipelines side by side, until all have ended.
+def steps(pipelines: Sequence[Dataset], replicas_per_pipeline: int) -> Iterator[list[Tree | MissingElement]]:
+    """Iterate over pipelines in parallel, until all have ended.
 
     Yields:
         For each step the elements of all replicas, pipeline by pipeline; MISSING for a replica
-        whose pipeline has no more. At least one of them is an element.
+        whose pipeline has ended. At least one of them is an element.
     """
     readers = [iter(pipeline) for pipeline in pipelines]
     while True:
-        step: list[Tree | Missing] = [
+        step: list[Tree | MissingElement] = [
             next(reader, MISSING) for reader in readers for _ in range(replicas_per_pipeline)
         ]
         if all(element is MISSING for element in step):

@@ -1,7 +1,4 @@
-"""The transformations of a `Dataset`, as stages of its frozen tree (semantics: tf.data).
-
-Those that call user code are in `pipedist.datasets.mapping`.
-"""
+"""The transformations of a `Dataset`, as nodes of its frozen tree (semantics: tf.data)."""
 
 
 
@@ -9,24 +6,35 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
-from typing import Final
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final
 
 import numpy as np
 
 from pipedist import trees
-from pipedist.datasets.element import ArraySpec, common_rows, merge_specs, read_only, split, stack_padded
-from pipedist.datasets.nodes import INFINITE, UNKNOWN, Node
+from pipedist.datasets.element import (
+    ArraySpec,
+    as_element,
+    common_rows,
+    kept,
+    merge_specs,
+    read_only,
+    spec_of,
+    split,
+    stack_padded,
+    zeros,
+)
+from pipedist.datasets.nodes import INFINITE, UNKNOWN, Node, UnknownSpecError, sampled_spec
 from pipedist.datasets.read_ahead import ReadAhead
 from pipedist.program import Tree
 
 SHARD_HINT: Final = -1
-"""In `shard(SHARD_HINT, SHARD_HINT)`: the place where policy HINT puts the real numbers."""
+"""In `shard(SHARD_HINT, SHARD_HINT)`, which policy HINT replaces by real numbers."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Transform(Node):
-    """A stage that reads one other; unless it says otherwise, it changes neither number nor spec."""
+    """A node with one input; by default it changes neither number nor spec of the elements."""
 
     input: Node
 
@@ -46,7 +54,7 @@ class Transform(Node):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Batch(Transform):
+class BatchNode(Transform):
     """Consecutive elements, stacked."""
 
     size: int
@@ -81,7 +89,7 @@ class Batch(Transform):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Unbatch(Transform):
+class UnbatchNode(Transform):
     """The rows of each element."""
 
     def __iter__(self) -> Iterator[Tree]:
@@ -108,8 +116,8 @@ class Unbatch(Transform):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Rebatch(Transform):
-    """Each element cut into `parts` chunks of ceil(rows / parts), in order, empty ones included."""
+class RebatchNode(Transform):
+    """Each element divided into `parts` chunks of ceil(rows / parts), empty ones included."""
 
     parts: int
 
@@ -135,8 +143,8 @@ class Rebatch(Transform):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Repeat(Transform):
-    """The input `times` times in a row; INFINITE: for ever."""
+class RepeatNode(Transform):
+    """The input `times` times in a row; INFINITE: without end."""
 
     times: int
 
@@ -160,7 +168,7 @@ class Repeat(Transform):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Take(Transform):
+class TakeNode(Transform):
     """The first `count` elements."""
 
     count: int
@@ -176,7 +184,7 @@ class Take(Transform):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Skip(Transform):
+class SkipNode(Transform):
     """All but the first `count` elements."""
 
     count: int
@@ -190,7 +198,7 @@ class Skip(Transform):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Shard(Transform):
+class ShardNode(Transform):
     """Elements `index`, `index + shards`, `index + 2 * shards`, ..."""
 
     shards: int
@@ -199,14 +207,14 @@ class Shard(Transform):
     def __iter__(self) -> Iterator[Tree]:
         if self.hinted:
             raise RuntimeError(
-                "shard(SHARD_HINT, ...) only marks a place: distribute the dataset with auto-shard "
-                "policy HINT, which puts the number of pipelines there"
+                "shard(SHARD_HINT, ...) has no numbers: distribute the dataset with auto-shard policy HINT, "
+                "which replaces them by those of the pipelines"
             )
         return itertools.islice(iter(self.input), self.index, None, self.shards)
 
     @property
     def hinted(self) -> bool:
-        """Whether this waits for policy HINT."""
+        """Whether policy HINT is to replace the numbers."""
         return self.shards == SHARD_HINT
 
     def cardinality(self) -> int:
@@ -217,8 +225,8 @@ class Shard(Transform):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Prefetch(Transform):
-    """The same elements, up to `buffer` of them read ahead by a thread."""
+class PrefetchNode(Transform):
+    """The same elements, up to `buffer` of them read ahead in a thread."""
 
     buffer: int
 
@@ -228,7 +236,7 @@ class Prefetch(Transform):
 
 
 class CacheStore:
-    """Holds the elements of one cache once somebody has read it to the end."""
+    """The elements of one cache, after the first complete pass."""
 
     __slots__ = ("elements",)
 
@@ -237,14 +245,14 @@ class CacheStore:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Cache(Transform):
-    """The same elements, from memory after the first complete reading."""
+class CacheNode(Transform):
+    """The same elements, from memory after the first complete pass."""
 
     store: CacheStore = dataclasses.field(default_factory=CacheStore)
 
     def with_inputs(self, inputs: Sequence[Node]) -> Node:
         (replaced,) = inputs
-        return Cache(replaced)
+        return CacheNode(replaced)
 
     def __iter__(self) -> Iterator[Tree]:
         if self.store.elements is not None:
@@ -258,7 +266,7 @@ class Cache(Transform):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Enumerate(Transform):
+class EnumerateNode(Transform):
     """Pairs (number, element)."""
 
     start: int
@@ -272,8 +280,8 @@ class Enumerate(Transform):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Concatenate(Node):
-    """One pipeline after the other."""
+class ConcatenateNode(Node):
+    """The elements of several inputs, one input after the other."""
 
     parts: tuple[Node, ...]
 
@@ -282,7 +290,7 @@ class Concatenate(Node):
         return self.parts
 
     def with_inputs(self, inputs: Sequence[Node]) -> Node:
-        return Concatenate(tuple(inputs))
+        return ConcatenateNode(tuple(inputs))
 
     def __iter__(self) -> Iterator[Tree]:
         return itertools.chain.from_iterable(self.parts)
@@ -301,8 +309,8 @@ class Concatenate(Node):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Zip(Node):
-    """Tuples of one element of each pipeline; ends with the shortest."""
+class ZipNode(Node):
+    """Tuples of one element of each input, as many as the shortest has."""
 
     parts: tuple[Node, ...]
 
@@ -311,7 +319,7 @@ class Zip(Node):
         return self.parts
 
     def with_inputs(self, inputs: Sequence[Node]) -> Node:
-        return Zip(tuple(inputs))
+        return ZipNode(tuple(inputs))
 
     def __iter__(self) -> Iterator[Tree]:
         return zip(*self.parts, strict=False)
@@ -324,3 +332,119 @@ class Zip(Node):
 
     def spec(self) -> Tree:
         return tuple(node.spec() for node in self.parts)
+
+
+def apply(fn: Callable[..., Any], element: Tree) -> Any:
+    """Call `fn` on an element; a tuple is unpacked into arguments, as in tf.data."""
+    return fn(*element) if type(element) is tuple else fn(element)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class MapNode(Transform):
+    """The results of `fn` for each element.
+
+    Args:
+        declared: the spec of the results; None: derived by calling `fn`.
+    """
+
+    fn: Callable[..., Any]
+    declared: Tree | None
+
+    def __iter__(self) -> Iterator[Tree]:
+        for element in self.input:
+            yield trees.tree_map(kept, as_element(apply(self.fn, element)))
+
+    def spec(self) -> Tree:
+        if self.declared is not None:
+            return self.declared
+        given = self.input.spec()
+        try:
+            result = sampled_spec(self, "map")
+        except UnknownSpecError as unknown:
+            # use the dtypes and ranks of the result for zeros, if `fn` accepts them
+            try:
+                result = spec_of(as_element(apply(self.fn, zeros(given))))
+            except Exception as error:
+                raise unknown from error
+        # two samples of a batch can't show that its size varies, but the input's spec does
+        free = {axis for leaf in trees.flatten(given)[0] for axis, n in enumerate(leaf.shape) if n is None}
+        return trees.tree_map(
+            lambda leaf: leaf.with_shape([None if i in free else n for i, n in enumerate(leaf.shape)]), result
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class FilterNode(Transform):
+    """The elements for which `predicate` is true."""
+
+    predicate: Callable[..., Any]
+
+    def __iter__(self) -> Iterator[Tree]:
+        for element in self.input:
+            accepted = apply(self.predicate, element)
+            if not isinstance(accepted, bool | np.bool_) and not (
+                isinstance(accepted, np.ndarray) and accepted.shape == () and accepted.dtype == np.bool_
+            ):
+                raise ValueError(
+                    f"filter: the predicate returned {accepted!r} of type {type(accepted).__name__}; "
+                    "expected one bool"
+                )
+            if accepted:
+                yield element
+
+    def cardinality(self) -> int:
+        return UNKNOWN
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class InterleaveNode(Transform):
+    """The elements of the nodes that `open_node` returns for each element, in turns.
+
+    `cycle` nodes are open at a time, each for a turn of `block` elements; an exhausted one is replaced
+    by that of the next element.
+    """
+
+    open_node: Callable[[Tree], Node]
+    cycle: int
+    block: int
+
+    def __iter__(self) -> Iterator[Tree]:
+        waiting = iter(self.input)
+        more = True
+        places: list[Iterator[Tree] | None] = [None] * self.cycle
+        place = 0
+        while more or any(slot is not None for slot in places):
+            slot = places[place]
+            if slot is None and more:
+                for element in waiting:
+                    slot = places[place] = iter(self.open_node(element))
+                    break
+                else:
+                    more = False
+            if slot is not None:
+                taken = 0
+                for element in itertools.islice(slot, self.block):
+                    taken += 1
+                    yield element
+                if taken < self.block:
+                    places[place] = None
+            place = (place + 1) % self.cycle
+
+    def cardinality(self) -> int:
+        return UNKNOWN
+
+    def spec(self) -> Tree:
+        opened = self._first()
+        if opened is None:
+            raise UnknownSpecError("the datasets that flat_map or interleave opens")
+        return opened.spec()
+
+    @property
+    def batch_depth(self) -> int:
+        opened = self._first()
+        return 0 if opened is None else opened.batch_depth
+
+    def _first(self) -> Node | None:
+        for element in self.input:
+            return self.open_node(element)
+        return None

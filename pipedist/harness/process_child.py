@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import os
 import sys
 import traceback
 from collections.abc import Callable
@@ -11,15 +10,17 @@ from pathlib import Path
 from typing import Any
 
 from pipedist import functions
-from pipedist.harness.processes import joined, split
+from pipedist.files import replace_file
+from pipedist.harness.processes import frames_in
 from pipedist.program import FunctionRef
+from pipedist.record_format import pack
 from pipedist.transport.codec import UnsendableError, decode, encode
 
 
 def main(folder: Path, number: int) -> None:
     """Execute the call that stands in the folder, and write down what came of it."""
     (label, name, pickled), args, kwargs, paths = decode(
-        split((folder / "call").read_bytes()), may_import=True
+        frames_in((folder / "call").read_bytes()), may_import=True
     )
     sys.path[:] = [*paths, *(entry for entry in sys.path if entry not in paths)]
     value: Any = None
@@ -33,10 +34,7 @@ def main(folder: Path, number: int) -> None:
     except (Exception, UnsendableError) as error:
         told, shown = f"{type(error).__name__}: {error}", traceback.format_exc()
         frames = encode([None, told, shown])
-    result = folder / f"result-{number}"
-    written = result.with_suffix(".part")
-    written.write_bytes(joined(frames))
-    os.replace(written, result)
+    replace_file(folder / f"result-{number}", b"".join(pack(frames)))
     if told:
         sys.exit(1)
 

@@ -17,10 +17,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from pipedist.errors import PipedistError, UsageError
 from pipedist.program import Tree
+from pipedist.record_format import frames_of, pack, record_at
 
 PROCESSES_MAX = 256
 
@@ -138,7 +138,7 @@ def run_in_processes(
     )
     with tempfile.TemporaryDirectory(prefix="pipedist-processes-") as folder:
         call = Path(folder, "call")
-        call.write_bytes(joined(frames))
+        call.write_bytes(b"".join(pack(frames)))
         running = [_Process(Path(folder), number, environment or {}) for number in range(workers)]
         until = time.monotonic() + timeout_s
         try:
@@ -194,7 +194,7 @@ class _Process:
 
         if not self._result.exists():  # the process ended before it could say anything
             return None, "", ""
-        value, exception, traceback = decode(split(self._result.read_bytes()))
+        value, exception, traceback = decode(frames_in(self._result.read_bytes()))
         return value, exception, traceback
 
     def end(self) -> None:
@@ -208,20 +208,14 @@ def _text(path: Path) -> str:
     return path.read_text(encoding="utf-8", errors="backslashreplace")
 
 
-_LENGTH_BYTES = 8
+def frames_in(data: bytes) -> list[memoryview]:
+    """Return the frames of the one record in a file.
 
-
-def joined(frames: Sequence[Any]) -> bytes:
-    """Return frames as one piece of bytes."""
-    views = [memoryview(frame).cast("B") for frame in frames]
-    return b"".join(part for view in views for part in (len(view).to_bytes(_LENGTH_BYTES, "big"), view))
-
-
-def split(data: bytes) -> list[memoryview]:
-    """Return the frames that `joined` was given."""
-    frames, view = [], memoryview(data)
-    while view:
-        length = int.from_bytes(view[:_LENGTH_BYTES], "big")
-        frames.append(view[_LENGTH_BYTES : _LENGTH_BYTES + length])
-        view = view[_LENGTH_BYTES + length :]
-    return frames
+    Raises:
+        ValueError: the record is damaged.
+    """
+    view = memoryview(data)
+    head = record_at(view, 0)
+    if isinstance(head, str):
+        raise ValueError(f"damaged record: {head}")
+    return frames_of(view, head)

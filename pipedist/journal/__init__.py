@@ -1,17 +1,15 @@
-"""What of a run is durable: an append-only journal, and the files beside it that hold its values.
+"""Durable progress of a run: an append-only journal, and files beside it with its values.
 
     .pipedist/journal/
-        journal                 records: which calls are committed, and what became of them
+        journal                 records: the committed calls of each pass, and their values
         0-dataset.rows.log      values that grow with the run, record by record
         0-dataset.folds.17      a value that is replaced as a whole, too large for a record
 
-| module | what it decides |
+| module | content |
 |---|---|
-| `frames` | bytes: length, CRC32, hash chain; what is a torn tail and what is damage |
-| `disk` | the system calls, and nothing else |
-| `logs` | files that grow by records of arrays |
-| `history` | what the records mean, and whether they add up |
-| `writer` | in which order things become durable |
-| `differences` | what differs between two specs |
-| `audit` | what a person is told about a journal |
+| `log_format` | bytes: checksums, hash chain, torn tails; the system calls |
+| `history` | the meaning of the records, and their consistency |
+| `writer` | the order in which data becomes durable |
+| `differences` | the differences between two specs |
+| `audit` | verification of a journal |
 """

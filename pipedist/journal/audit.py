@@ -1,4 +1,4 @@
-"""Verifies a journal: from its records alone, and against what else says how the run ended."""
+"""Verifies a journal by its own records, and against the state and the results of the run."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from pipedist.records import record
 
 @record
 class Audit:
-    """What a journal says, and what does not add up.
+    """The result of an audit.
 
     Args:
-        history: the journal; None where it can't be read at all.
-        problems: what does not add up, with offsets; none: all elements are accounted for.
+        history: the journal's content; None if it can't be read.
+        problems: inconsistencies, with offsets; none: all elements are accounted for.
     """
 
     history: History | None
     problems: tuple[str, ...]
 
     def lines(self) -> list[str]:
-        """Return the audit for people."""
+        """Return the audit as lines of text."""
         lines = []
         if self.history is not None:
             header = self.history.header
@@ -31,23 +31,21 @@ class Audit:
                 f"run {header.run} of {header.name}: {self.history.count:,} records, hash chain intact"
             )
             replicas = header.replicas
-            for key, said in header.passes.items():
+            for key, each in header.passes.items():
                 found = self.history.passes.get(key)
                 steps = 0 if found is None else found.steps
                 state = "not begun" if found is None else "complete" if found.complete else "not complete"
                 elements = 0 if found is None else found.elements
                 lines.append(
-                    f"  {said['name']} (of {said['dataset']}): {state}; calls [0, {steps * replicas:,}) in "
+                    f"  {each['name']} (of {each['dataset']}): {state}; calls [0, {steps * replicas:,}) in "
                     f"{steps:,} steps, {elements:,} elements"
                 )
             ledger = self.history.ledger()
-            shown = " + ".join(f"{ledger[name]:,} {name}" for name in ("committed", "quarantined", "lost"))
-            over = "the run is over" if self.history.ended is not None else "the run is not over"
-            lines.append(f"  {ledger['elements']:,} elements = {shown}; {over}")
+            sum_text = " + ".join(f"{ledger[name]:,} {name}" for name in ("committed", "quarantined", "lost"))
+            state = "the run has ended" if self.history.ended is not None else "the run has not ended"
+            lines.append(f"  {ledger['elements']:,} elements = {sum_text}; {state}")
             if self.history.torn:
-                lines.append(
-                    f"  {self.history.torn:,} bytes of a last record that was not finished: not counted"
-                )
+                lines.append(f"  {self.history.torn:,} bytes of an incomplete last record: not counted")
         lines += [f"WRONG: {problem}" for problem in self.problems]
         lines.append("it does not add up" if self.problems else "it adds up")
         return lines
@@ -57,12 +55,12 @@ def audit(folder: Path, *, finished: bool = False, ledger: Mapping[str, int] | N
     """Verify a journal.
 
     Args:
-        folder: that it is in.
-        finished: the output folder says that the run is finished.
-        ledger: that of its results document; None where there is none.
+        folder: its folder.
+        finished: `run.json` has the state "finished".
+        ledger: of the run's results document; None if there is none.
 
     Raises:
-        UsageError: there is no journal, or it is another version's.
+        UsageError: there is no journal, or another version of pipedist wrote it.
     """
     try:
         history = read_history(folder)
@@ -73,13 +71,13 @@ def audit(folder: Path, *, finished: bool = False, ledger: Mapping[str, int] | N
     problems = list(history.problems)
     if finished and history.ended is None:
         problems.append(
-            f"the run is finished, and its journal ends at offset {history.size} without saying so: records "
-            "were removed from its end"
+            f"the run is finished, and its journal ends at offset {history.size} without a record of "
+            "the end: records were removed"
         )
     if finished and history.torn:
         problems.append(
             f"the run is finished, and {history.torn} bytes follow the journal's last good record"
         )
     if ledger is not None and dict(ledger) != history.ledger():
-        problems.append(f"the results say {dict(ledger)}, and the journal's calls give {history.ledger()}")
+        problems.append(f"the results have {dict(ledger)}, and the journal's calls give {history.ledger()}")
     return Audit(history, tuple(problems))

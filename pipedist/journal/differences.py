@@ -1,4 +1,4 @@
-"""What differs between two documents, path by path, for people."""
+"""Lists the differences between two documents, path by path."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 TEXT_MAX: Final = 60
-"""Characters of a value that are shown."""
+"""Characters of a value in a line."""
 
 _MISSING: Final = object()
 
 
 def differences(there: Any, now: Any, path: str = "") -> Iterator[str]:
-    """Yield a line for each place where two documents differ: "stages.late.axis: 0 there, 1 now".
+    """Yield a line for each difference: "stages.late.axis: 0 there, 1 now".
 
     Args:
         there, now: plain values: maps, lists, text, numbers.
-        path: of both, in the whole.
+        path: of both documents, as the lines begin with it.
     """
     if _text(there) == _text(now):
         return
@@ -29,15 +29,15 @@ def differences(there: Any, now: Any, path: str = "") -> Iterator[str]:
         for index, (a, b) in enumerate(zip(there, now, strict=True)):
             yield from differences(a, b, f"{path}[{index}]")
     else:
-        yield f"{path or 'all of it'}: {_shown(there)} there, {_shown(now)} now"
+        yield f"{path or 'all of it'}: {_excerpt(there)} there, {_excerpt(now)} now"
 
 
 def _text(value: Any) -> str:
-    # what a digest is of: there 1, 1.0 and true are three values, as are 0.0 and -0.0, and NaN is one
+    # as for a digest: 1, 1.0 and true differ, as do 0.0 and -0.0, and NaN equals NaN
     return "" if value is _MISSING else json.dumps(value, sort_keys=True)
 
 
-def _shown(value: Any) -> str:
+def _excerpt(value: Any) -> str:
     if value is _MISSING:
         return "nothing"
     text = repr(value)

@@ -1,14 +1,14 @@
-"""What the records of a journal mean, one after the other, and whether they add up.
+"""Reads a journal: the meaning of its records, and every inconsistency between them.
 
-The kinds of records, each a map with `kind`:
+Each record is a map with a `kind`:
 
-| kind | says |
+| kind | content |
 |---|---|
-| `header` | first of all: format, version, run, spec, inputs, plan |
-| `steps` | of some passes: which calls are committed since the last time, and what they left behind |
-| `phase` | the same of the passes of a phase, which are complete now |
-| `resumed` | a process has taken the run up |
-| `end` | the run is over: its ledger |
+| `header` | the first record: format, version, run, spec, inputs, plan |
+| `steps` | per pass: the calls committed since the record before, and their values |
+| `phase` | the same for all passes of a phase, which are complete |
+| `resumed` | a process resumed the run |
+| `end` | the run has ended: its ledger |
 """
 
 from __future__ import annotations
@@ -22,34 +22,33 @@ from typing import Any, Final
 import msgpack
 
 from pipedist.errors import JournalError, UsageError
-from pipedist.journal.frames import FIRST, Placed, records
-from pipedist.journal.logs import End
+from pipedist.journal.log_format import FIRST, JournalRecord, LogEnd, read_records
 from pipedist.records import record
 
-FORMAT: Final = 2
+FORMAT: Final = 3
 NAME: Final = "journal"
 """The journal's file, in its folder."""
 
 
 @record
 class Header:
-    """What a journal is about.
+    """The first record of a journal: the run, and all that decides its results.
 
     Args:
         format: version of the journal's format.
-        pipedist: version of the program that began it.
+        pipedist: version of the program that created it.
         run: the run's id.
         name: the spec's name.
         spec: everything in the spec that decides results, as plain values.
         digest: of `spec`.
-        inputs: of each dataset, path -> [bytes, mtime in ns] of the files that it reads.
+        inputs: by dataset, path -> [bytes, mtime in ns] of each file that it reads.
         code: path -> SHA-256 of the modules that the functions come from.
         replicas: call number = step * replicas + replica.
-        platform: fields of the `Platform` that the run began on, which decides bits too.
-        passes: of each pass, by its key: dataset, name for people, digest of all that decides its values.
-        source: absolute path of the spec's file; "" where there was none.
-        sets: what was set on the command line.
-        params: what was given for its parameters otherwise, as a record of a log.
+        platform: fields of the `Platform` that the run began on; bits depend on it.
+        passes: by key of the pass: dataset, display name, digest of all that decides its values.
+        source: absolute path of the spec's file; "" if there was none.
+        sets: NAME=VALUE texts of the command line.
+        params: values of other parameters, as a record of a log.
     """
 
     format: int
@@ -73,49 +72,49 @@ class Header:
 
 
 @record
-class Part:
-    """A value as a whole: in the record itself, or in a file of its own.
+class StoredValue:
+    """A value that is replaced as a whole: in a record, or in a file of its own.
 
     Args:
-        inline: its bytes, None where they are in a file.
-        file, end: the file, and what is in it.
+        inline: its bytes as a record of a log; None if they are in a file.
+        file, end: the file's name, and its end.
     """
 
     inline: bytes | None = None
     file: str = ""
-    end: End | None = None
+    end: LogEnd | None = None
 
     def plain(self) -> Any:
-        """Return the part as it stands in a record."""
+        """Return the value as it is in a record."""
         return self.inline if self.end is None else [self.file, self.end.bytes, self.end.crc]
 
     @classmethod
-    def of(cls, plain: Any) -> Part:
-        """Return the part that a record describes."""
+    def of(cls, plain: Any) -> StoredValue:
+        """Return the value that a record describes."""
         if isinstance(plain, bytes):
             return cls(plain)
         file, size, crc = plain
-        return cls(None, file, End(size, crc))
+        return cls(None, file, LogEnd(size, crc))
 
 
 @dataclass(slots=True)
 class PassHistory:
-    """What is durable of one pass.
+    """The durable state of one pass.
 
     Args:
         steps: steps [0, steps) are committed.
-        elements: of these steps.
+        elements: number of elements of these steps.
         complete: there are no more steps, and its values are complete.
         parts: values that are replaced as a whole, by name.
-        logs: files that grow, by name.
-        quarantined: the step of each element that is set aside.
+        logs: the ends of its logs, by name.
+        quarantined: the step of each quarantined element.
     """
 
     steps: int = 0
     elements: int = 0
     complete: bool = False
-    parts: dict[str, Part] = field(default_factory=dict)
-    logs: dict[str, End] = field(default_factory=dict)
+    parts: dict[str, StoredValue] = field(default_factory=dict)
+    logs: dict[str, LogEnd] = field(default_factory=dict)
     quarantined: dict[int, int] = field(default_factory=dict)
 
     def files(self) -> set[str]:
@@ -125,19 +124,19 @@ class PassHistory:
 
 @dataclass(slots=True)
 class History:
-    """Everything that a journal says.
+    """The content of a journal.
 
     Args:
         header: its first record.
-        epoch: how often a process took the run up.
+        epoch: how often the run was resumed.
         passes: by key.
-        unwritten: why an output has no file, by stage.
-        ended: the ledger of the run, once it is over.
+        unwritten: the reason why an output has no file, by stage.
+        ended: the ledger of the run, if it has ended.
         count: number of records.
-        size: where the last good one ends, bytes; what is behind it is a torn tail.
+        size: where the last good record ends, bytes; the rest is a torn tail.
         torn: bytes of the torn tail.
         digest: of the last record.
-        problems: what does not add up, with offsets.
+        problems: inconsistencies, with offsets.
     """
 
     header: Header
@@ -152,21 +151,21 @@ class History:
     problems: list[str] = field(default_factory=list)
 
     def ledger(self) -> dict[str, int]:
-        """Return where every element went, from the ranges of calls alone."""
+        """Return the ledger that follows from the ranges of calls."""
         elements = committed = quarantined = 0
-        for dataset in dict.fromkeys(said["dataset"] for said in self.header.passes.values()):
+        for dataset in dict.fromkeys(each["dataset"] for each in self.header.passes.values()):
             passes = [
                 self.passes.get(key, PassHistory())
-                for key, said in self.header.passes.items()
-                if said["dataset"] == dataset
+                for key, each in self.header.passes.items()
+                if each["dataset"] == dataset
             ]
             most = max(p.elements for p in passes)
             elements += most
-            aside = {element: step for p in passes for element, step in p.quarantined.items()}
+            quarantine = {element: step for p in passes for element, step in p.quarantined.items()}
             reached = min((p.steps for p in passes if not p.complete), default=None)
-            whole = [step for step in aside.values() if reached is None or step < reached]
+            whole = [step for step in quarantine.values() if reached is None or step < reached]
             committed += min(most if p.complete else p.elements for p in passes) - len(whole)
-            quarantined += len(aside)
+            quarantined += len(quarantine)
         return {
             "elements": elements,
             "committed": committed,
@@ -176,27 +175,27 @@ class History:
 
     # -- record by record --------------------------------------------------------------------
 
-    def _apply(self, said: Mapping[str, Any], offset: int) -> None:
+    def _apply(self, content: Mapping[str, Any], offset: int) -> None:
         place = f"record {self.count} at offset {offset}"
         self.count += 1
-        kind = said["kind"]
+        kind = content["kind"]
         if self.ended is not None and kind != "resumed":
             self.problems.append(f"{place}: a record of kind {kind} follows the end of the run")
         self.ended = None
         if kind in ("steps", "phase"):
-            for entry in said["passes"]:
+            for entry in content["passes"]:
                 self._apply_pass(entry, place)
-            self.unwritten.update(said.get("unwritten", {}))
+            self.unwritten.update(content.get("unwritten", {}))
         elif kind == "resumed":
-            if said["epoch"] != self.epoch + 1:
+            if content["epoch"] != self.epoch + 1:
                 self.problems.append(
-                    f"{place}: the run was taken up for the {said['epoch']}th time, expected {self.epoch + 1}"
+                    f"{place}: the epoch of a resumed run is {content['epoch']}, expected {self.epoch + 1}"
                 )
-            self.epoch = said["epoch"]
+            self.epoch = content["epoch"]
         elif kind == "end":
-            self._end(said["ledger"], place)
+            self._end(content["ledger"], place)
         else:
-            self.problems.append(f"{place}: there are no records of kind {kind!r} here")
+            self.problems.append(f"{place}: unknown kind of record {kind!r}")
 
     def _apply_pass(self, entry: Mapping[str, Any], place: str) -> None:
         key = entry["pass"]
@@ -208,7 +207,7 @@ class History:
         lo, hi = entry["calls"]
         begin = pass_.steps * replicas
         if pass_.complete:
-            self.problems.append(f"{place}: pass {key} goes on after it was complete")
+            self.problems.append(f"{place}: pass {key} continues after it was complete")
         if lo != begin:
             what = "overlap" if lo < begin else "leave a gap"
             self.problems.append(
@@ -216,40 +215,40 @@ class History:
             )
         if hi < lo or hi % replicas:
             self.problems.append(
-                f"{place}: calls [{lo}, {hi}) of pass {key} are no whole steps of {replicas}"
+                f"{place}: calls [{lo}, {hi}) of pass {key} are not whole steps of {replicas}"
             )
         if entry["elements"] < 0 or (entry["elements"] > 0) != (hi > lo):
             self.problems.append(f"{place}: {entry['elements']} elements in calls [{lo}, {hi}) of pass {key}")
         for element, step in entry["quarantined"]:
             if not lo <= step * replicas < hi:
                 self.problems.append(
-                    f"{place}: element {element} is set aside in step {step} of pass {key}, and the calls "
-                    f"are [{lo}, {hi})"
+                    f"{place}: element {element} is quarantined in step {step} of pass {key}, outside of "
+                    f"calls [{lo}, {hi})"
                 )
             pass_.quarantined[element] = step
         pass_.steps = hi // replicas
         pass_.elements += entry["elements"]
         pass_.complete = entry["complete"]
-        pass_.parts.update((name, Part.of(plain)) for name, plain in entry["parts"].items())
+        pass_.parts.update((name, StoredValue.of(plain)) for name, plain in entry["parts"].items())
         for name, (size, crc) in entry["logs"].items():
             if name in pass_.logs and size < pass_.logs[name].bytes:
                 self.problems.append(f"{place}: {name} has shrunk to {size} bytes")
-            pass_.logs[name] = End(size, crc)
+            pass_.logs[name] = LogEnd(size, crc)
         for name in entry["dropped"]:
             pass_.logs.pop(name, None)
 
     def _end(self, ledger: Mapping[str, int], place: str) -> None:
         self.ended = dict(ledger)
         if ledger["elements"] != ledger["committed"] + ledger["quarantined"] + ledger["lost"]:
-            self.problems.append(f"{place}: the ledger does not add up: {_shown(ledger)}")
+            self.problems.append(f"{place}: the ledger does not add up: {_text(ledger)}")
         found = self.ledger()
         if found != self.ended:
             self.problems.append(
-                f"{place}: the ledger says {_shown(ledger)}, and the journal's calls give {_shown(found)}"
+                f"{place}: the ledger has {_text(ledger)}, and the journal's calls give {_text(found)}"
             )
 
 
-def _shown(ledger: Mapping[str, int]) -> str:
+def _text(ledger: Mapping[str, int]) -> str:
     return ", ".join(f"{count:,} {name}" for name, count in ledger.items())
 
 
@@ -257,26 +256,26 @@ def read_history(folder: Path) -> History | None:
     """Read a journal.
 
     Args:
-        folder: that it is in.
+        folder: its folder.
 
     Returns:
-        What it says; `problems` lists what does not add up. None: it has no whole record.
+        Its content; None if it has no whole record.
 
     Raises:
-        JournalError: it is damaged, or can't be read.
-        UsageError: it was written by another version of pipedist, or there is none.
+        JournalError: the journal is damaged, or can't be read.
+        UsageError: there is no journal, or another version of pipedist wrote it.
     """
     path = folder / NAME
     history: History | None = None
     try:
-        for placed in _placed(path):
+        for found in _records(path):
             # names of files need not be UTF-8
-            said = msgpack.unpackb(placed.payload, strict_map_key=False, unicode_errors="surrogatepass")
+            content = msgpack.unpackb(found.payload, strict_map_key=False, unicode_errors="surrogatepass")
             if history is None:
-                history = History(_header(said, path))
+                history = History(_header(content, path))
             else:
-                history._apply(said, placed.offset)
-            history.size, history.digest = placed.end, placed.digest
+                history._apply(content, found.offset)
+            history.size, history.digest = found.end, found.digest
         size = path.stat().st_size
     except FileNotFoundError:
         raise UsageError(f"there is no journal in {folder}") from None
@@ -285,30 +284,31 @@ def read_history(folder: Path) -> History | None:
     except JournalError as error:
         raise JournalError(f"{path}: {error}") from None
     except (ValueError, KeyError, TypeError, msgpack.UnpackException) as error:
-        raise JournalError(f"{path}: a record can't be understood: {error!r}") from error
+        raise JournalError(f"{path}: a record is malformed: {error!r}") from error
     if history is None:
         return None
     history.torn = size - history.size
     return history
 
 
-def _placed(path: Path) -> Iterator[Placed]:
+def _records(path: Path) -> Iterator[JournalRecord]:
     with path.open("rb") as file:
         if not path.stat().st_size:
             return
-        # not closed here: an error's traceback may hold views of it; it goes with the last one
+        # not closed here: the traceback of an error may hold views of it
         data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        yield from records(memoryview(data))
+        yield from read_records(memoryview(data))
 
 
-def _header(said: Mapping[str, Any], path: Path) -> Header:
+def _header(content: Mapping[str, Any], path: Path) -> Header:
     from pipedist.version import __version__
 
-    if said["kind"] != "header":
-        raise JournalError(f"the first record is of kind {said['kind']}, not the header")
-    if (said["format"], said["pipedist"]) != (FORMAT, __version__):
+    if content["kind"] != "header":
+        raise JournalError(f"the first record is of kind {content['kind']!r}, expected the header")
+    if (content["format"], content["pipedist"]) != (FORMAT, __version__):
         raise UsageError(
-            f"{path} was written by pipedist {said['pipedist']} (journal format {said['format']}), and this "
-            f"is {__version__} (format {FORMAT}): the same bits are not certain. --restart discards the run"
+            f"{path} was written by pipedist {content['pipedist']} (journal format {content['format']}), "
+            f"and this is {__version__} (format {FORMAT}): the results could differ. "
+            "--restart discards the run."
         )
-    return Header(**{name: value for name, value in said.items() if name != "kind"})
+    return Header(**{name: value for name, value in content.items() if name != "kind"})

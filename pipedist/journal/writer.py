@@ -1,4 +1,8 @@
-"""Writes a journal: first what a record speaks of is made durable, then the record that says so."""
+"""Writes a journal.
+
+The data that a record refers to is made durable before the record; files that it makes obsolete are
+removed after it. After the first failed system call nothing more is written.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +14,19 @@ from typing import Any, Final
 import msgpack
 
 from pipedist.errors import JournalError
-from pipedist.journal.disk import DISK, Buffer, Disk
-from pipedist.journal.frames import FIRST, digest_of, pack_record
-from pipedist.journal.history import NAME, Header, History, Part, PassHistory
-from pipedist.journal.logs import EMPTY, End, Log
+from pipedist.journal.history import NAME, Header, History, PassHistory, StoredValue
+from pipedist.journal.log_format import (
+    DISK,
+    EMPTY,
+    FIRST,
+    Disk,
+    LogEnd,
+    RecordLog,
+    digest_of,
+    end_of,
+    pack_record,
+)
+from pipedist.record_format import Buffer
 from pipedist.records import record
 
 INLINE_BYTES_MAX: Final = 4096
@@ -21,19 +34,19 @@ INLINE_BYTES_MAX: Final = 4096
 
 
 @record
-class Snapshot:
-    """What a pass has come to, at a moment between two steps.
+class PassSnapshot:
+    """The state of a pass between two steps.
 
     Args:
         key: of the pass.
         replicas: call number = step * replicas + replica.
         first, last: steps [first, last) are committed since the snapshot before.
         elements: of these steps.
-        parts: values that changed, as the buffers of a record.
+        parts: values that changed since, as the buffers of a record of a log.
         logs: where each log ends.
         complete: there are no more steps, and its values are complete.
-        dropped: logs that nobody needs any more.
-        quarantined: element and step of what is set aside in these steps.
+        dropped: logs that are not needed any more.
+        quarantined: element and step of each quarantined element of these steps.
     """
 
     key: str
@@ -42,21 +55,21 @@ class Snapshot:
     last: int
     elements: int
     parts: Mapping[str, Sequence[Buffer]]
-    logs: Mapping[str, End]
+    logs: Mapping[str, LogEnd]
     complete: bool = False
     dropped: tuple[str, ...] = ()
     quarantined: tuple[tuple[int, int], ...] = ()
 
 
 class Journal:
-    """A journal that is being written; its methods may be called from any thread, one after the other.
+    """A journal that is being written; its methods may be called from any thread.
 
     Made by `create` or `reopen`.
 
     Args:
-        folder: that it is in.
-        fd: of its file.
-        size, digest: where it ends.
+        folder: its folder.
+        fd: descriptor of its file.
+        size, digest: its length in bytes, and the digest of its last record.
         disk: system calls.
     """
 
@@ -68,17 +81,17 @@ class Journal:
         self._disk = disk
         self._lock = threading.Lock()
         self._broken: str | None = None
-        self._logs: dict[str, Log] = {}
+        self._logs: dict[str, RecordLog] = {}
         self._synced: dict[str, int] = {}
         self._fresh_names = False
-        """Files were made whose names may not be durable."""
+        """Files were created whose names may not be durable."""
         self._files: dict[tuple[str, str], str] = {}
-        """The file that holds a part now, by pass and name."""
+        """The file that holds a part, by pass and name."""
         self._number = 0
 
     @classmethod
     def create(cls, folder: Path, header: Header, disk: Disk = DISK) -> Journal:
-        """Begin a journal in an empty folder.
+        """Create a journal in an empty folder.
 
         Raises:
             JournalError: it can't be written.
@@ -87,10 +100,10 @@ class Journal:
 
     @classmethod
     def reopen(cls, folder: Path, history: History, disk: Disk = DISK) -> Journal:
-        """Go on with a journal, behind its last good record.
+        """Open a journal for writing behind its last good record.
 
         Args:
-            history: what it says.
+            history: its content.
 
         Raises:
             JournalError: it can't be written.
@@ -106,10 +119,10 @@ class Journal:
     def replace(
         cls, folder: Path, header: Header, passes: Mapping[str, PassHistory], disk: Disk = DISK
     ) -> None:
-        """Put a journal of another spec in the place of the one that is there, with some of its passes.
+        """Replace a journal by that of another spec, with some of its passes.
 
         Args:
-            passes: what goes on to count, by the keys of the new spec.
+            passes: the passes that are kept, by the keys of the new spec.
 
         Raises:
             JournalError: it can't be written.
@@ -155,11 +168,11 @@ class Journal:
             raise
         return journal
 
-    def log(self, name: str, end: End | None = None) -> Log:
-        """Open a file that grows; it is closed with the journal.
+    def log(self, name: str, end: LogEnd | None = None) -> RecordLog:
+        """Open a log; it is closed with the journal.
 
         Args:
-            end: how far it is durable; None: it is new.
+            end: how far the log is durable; None: it is new.
 
         Raises:
             JournalError: it can't be opened.
@@ -167,7 +180,7 @@ class Journal:
         durable = end or EMPTY
         with self._writing():
             fd = self._disk.open(self.folder / name)
-            log = self._logs[name] = Log(fd, durable, self.broke, self._disk)
+            log = self._logs[name] = RecordLog(fd, durable, self.broke, self._disk)
             self._disk.truncate(fd, durable.bytes)
         self._synced[name] = durable.bytes
         self._fresh_names = self._fresh_names or end is None
@@ -176,16 +189,21 @@ class Journal:
     # -- records ---------------------------------------------------------------------------------
 
     def commit(
-        self, snapshots: Sequence[Snapshot], *, phase: int | None = None, unwritten: Mapping[str, str] = {}
+        self,
+        snapshots: Sequence[PassSnapshot],
+        *,
+        phase: int | None = None,
+        unwritten: Mapping[str, str] = {},
     ) -> None:
-        """Return when the snapshots are durable: the calls that they cover need not be done again.
+        """Make snapshots durable: the calls that they cover need no re-execution.
 
         Args:
-            phase: the phase that is complete with them; None: none is.
-            unwritten: why an output of it has no file, by stage.
+            phase: the phase that is complete with them; None: none.
+            unwritten: the reason why an output of it has no file, by stage.
 
         Raises:
-            JournalError: it can't be written; then nothing more is, and the record does not count.
+            JournalError: the journal can't be written; the record does not count, and nothing more is
+                written.
         """
         with self._lock, self._writing():
             stale: list[str] = []
@@ -198,19 +216,19 @@ class Journal:
             if self._fresh_names:
                 self._fresh_names = False
                 self._disk.sync_folder(self.folder)
-            said: dict[str, Any] = {"kind": "steps" if phase is None else "phase", "passes": entries}
+            payload: dict[str, Any] = {"kind": "steps" if phase is None else "phase", "passes": entries}
             if phase is not None:
-                said |= {"phase": phase, "unwritten": dict(unwritten)}
-            self._append(said)
+                payload |= {"phase": phase, "unwritten": dict(unwritten)}
+            self._append(payload)
             for name in [*stale, *(name for snapshot in snapshots for name in snapshot.dropped)]:
                 self._forget(name)
 
-    def _entry(self, snapshot: Snapshot, stale: list[str]) -> dict[str, Any]:
+    def _entry(self, snapshot: PassSnapshot, stale: list[str]) -> dict[str, Any]:
         parts = {}
         for name, buffers in snapshot.parts.items():
             size = sum(memoryview(b).nbytes for b in buffers)
             if size <= INLINE_BYTES_MAX:
-                part = Part(b"".join(buffers))
+                part = StoredValue(b"".join(buffers))
             else:
                 part = self._file(snapshot.key, name, buffers)
             before = self._files.pop((snapshot.key, name), None)
@@ -230,39 +248,34 @@ class Journal:
             "quarantined": [list(each) for each in snapshot.quarantined],
         }
 
-    def _file(self, key: str, name: str, buffers: Sequence[Buffer]) -> Part:
-        """Write a value into a file of its own; its name becomes durable with those of the logs."""
-        from zlib import crc32
-
+    def _file(self, key: str, name: str, buffers: Sequence[Buffer]) -> StoredValue:
+        """Write a value to a file of its own; the file's name becomes durable with those of the logs."""
         self._number += 1
         file = f"{file_name(key, name)}.{self._number}"
         fd = self._disk.open(self.folder / file)
         try:
             self._disk.truncate(fd, 0)
-            size = self._disk.write(fd, buffers, 0)
+            self._disk.write(fd, buffers, 0)
             self._disk.sync(fd)
         finally:
             self._disk.close(fd)
-        crc = 0
-        for buffer in buffers:
-            crc = crc32(buffer, crc)
         self._fresh_names = True
-        return Part(None, file, End(size, crc))
+        return StoredValue(None, file, end_of(buffers))
 
     def end(self, ledger: Mapping[str, int]) -> None:
-        """Say that the run is over.
+        """Record the end of the run.
 
         Raises:
             JournalError: it can't be written.
         """
         self._write({"kind": "end", "ledger": dict(ledger)})
 
-    def _write(self, said: Mapping[str, Any]) -> None:
+    def _write(self, payload: Mapping[str, Any]) -> None:
         with self._lock, self._writing():
-            self._append(said)
+            self._append(payload)
 
-    def _append(self, said: Mapping[str, Any]) -> None:
-        packed = pack_record(msgpack.packb(said, unicode_errors="surrogatepass"), self._digest)
+    def _append(self, payload: Mapping[str, Any]) -> None:
+        packed = pack_record(msgpack.packb(payload, unicode_errors="surrogatepass"), self._digest)
         written = self._disk.write(self._fd, [packed], self._size)
         self._disk.sync(self._fd)
         self._size += written
@@ -271,10 +284,10 @@ class Journal:
     # -- files ---------------------------------------------------------------------------------
 
     def keep(self, names: Iterable[str]) -> None:
-        """Remove every file of the folder but the journal, what it writes, and these.
+        """Remove every file of the folder but the journal, its open files, and these.
 
         Raises:
-            JournalError: one can't be removed.
+            JournalError: a file can't be removed.
         """
         kept = {NAME, *names, *self._logs, *self._files.values()}
         with self._writing():
@@ -303,14 +316,14 @@ class Journal:
         return _Guard(self)
 
     def broke(self, error: OSError) -> JournalError:
-        """Take note that a system call failed: after that nothing is certain, and nothing is tried again."""
+        """Return the error of a failed system call, which every later write raises too."""
         failure = _unwritable(self.folder, error)
         self._broken = str(failure)
         return failure
 
 
 class _Guard:
-    """Turns the first error of the operating system into the journal's last one."""
+    """Turns the first OSError into the error that the journal raises from then on."""
 
     def __init__(self, journal: Journal) -> None:
         self._journal = journal
@@ -325,11 +338,11 @@ class _Guard:
 
 def _unwritable(folder: Path, error: OSError) -> JournalError:
     return JournalError(
-        f"the journal in {folder} can't be written: {error.strerror or error}. The run has stopped; what was "
-        "committed is safe: mend the cause, and run again with --resume"
+        f"the journal in {folder} can't be written: {error.strerror or error}. The run has stopped; all "
+        "committed steps are safe. Fix the problem, then rerun with --resume."
     )
 
 
 def file_name(key: str, name: str) -> str:
-    """Return the name of a file that holds something of a pass."""
+    """Return the name of a file of a pass."""
     return f"{key.replace('/', '-')}.{name}"

@@ -1,21 +1,23 @@
-"""What a run leaves behind: JSON documents, files in six formats, and the folder they stand in.
+"""The results of a run: a JSON document, files in six formats, and the folder that holds them.
 
-| module | what it decides |
+| module | content |
 |---|---|
-| `document` | the one document that says how a run ended |
-| `encoding` | how a tree becomes JSON |
-| `formats` | the formats, and what a path below the folder may be |
-| `sink` | the one interface through which values reach a file, atomically |
-| `folder` | who may write into an output folder, and what a finished one is |
+| `document` | the document that reports how a run ended |
+| `encoding` | trees as JSON |
+| `formats` | the formats, and `open_sink` |
+| `sink` | the interface through which values are written to a file |
+| `spool` | arrays that grow piece by piece |
+| `array_files`, `row_files` | sinks of the formats |
+| `run_folder`, `run_record` | the output folder: its lock, its states, `run.json` |
 """
 
 from __future__ import annotations
 
 from pipedist.outputs.document import run_document
 from pipedist.outputs.encoding import dumps, to_json
-from pipedist.outputs.folder import FinishedRun, RunFolder, open_folder
-from pipedist.outputs.formats import SUFFIXES, missing_package
-from pipedist.outputs.sink import Sink, open_sink
+from pipedist.outputs.formats import SUFFIXES, missing_package, open_sink
+from pipedist.outputs.run_folder import FinishedRun, RunFolder, open_folder
+from pipedist.outputs.sink import Sink
 
 __all__ = [
     "SUFFIXES",

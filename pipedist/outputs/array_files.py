@@ -1,8 +1,8 @@
 """`.npy`: one array. `.npz`: the leaves of a tree of arrays. Read back with `numpy.load`.
 
-The header of a growing `.npy` gets room for the longest shape that it can have, as NumPy's own
-header does, and is written at the end. A `.npz` is an uncompressed zip whose members are in
-order of name and dated 1980-01-01, so that equal values are equal bytes.
+The header of a growing `.npy` has space for the longest possible shape, as NumPy's own header has,
+and is written at the end. A `.npz` is an uncompressed zip whose members are in order of name and
+dated 1980-01-01, so that equal values give equal bytes.
 """
 
 from __future__ import annotations
@@ -18,17 +18,15 @@ from numpy.lib import format as npy_format
 
 from pipedist.errors import OutputError
 from pipedist.outputs import encoding
-from pipedist.outputs.leaves import Array, Leaves
-from pipedist.outputs.piecewise import Piecewise
 from pipedist.outputs.sink import Mode, Sink
-from pipedist.outputs.spool import ArraySpool
+from pipedist.outputs.spool import Array, ArraySpool, Leaves, Piecewise
 from pipedist.program import Tree
 
 _ALIGN_BYTES = 64
 _LENGTH_DIGITS = 21
-"""Room for the length of axis 0, as NumPy leaves it."""
+"""Space for the length of axis 0, as NumPy reserves it."""
 _WIDTH_DIGITS = 10
-"""Room for the width of texts."""
+"""Space for the width of texts."""
 _EPOCH = (1980, 1, 1, 0, 0, 0)
 
 
@@ -36,8 +34,8 @@ def npy_header(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
     """Return the header of a .npy file; its length does not depend on the length of axis 0.
 
     Args:
-        dtype: without objects.
-        shape: of the array, which is in C order.
+        dtype: dtype of the array, without objects.
+        shape: shape of the array, in C order.
     """
     described = {
         "descr": npy_format.dtype_to_descr(dtype),
@@ -56,17 +54,17 @@ def npy_header(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
 
 
 class NpySink(Sink):
-    """One array; or the arrays of all steps or epochs, stacked."""
+    """`.npy`: one array; or the arrays of all steps or epochs, stacked."""
 
     def __init__(self, path: Path, mode: Mode, axis: int, label: str) -> None:
         super().__init__(path, mode, 0 if mode == "each" else axis, label)
         self._leaves = Leaves(bare="data", target=label)
         self._array: Array | None = None
         self._spool: ArraySpool | None = None
-        self._beside: IO[bytes] | None = None
+        self._temporary: IO[bytes] | None = None
 
     def _append(self, value: Tree) -> None:
-        array = self._taken(value, self._leaves)
+        array = self._one_array(value, self._leaves)
         if self._mode == "one":
             self._array = _storable(array, self.label)
             return
@@ -77,14 +75,12 @@ class NpySink(Sink):
         self._spool.append(array)
 
     def _fits(self, value: Tree) -> None:
-        _storable(self._taken(value, Leaves(bare="data", target=self.label)), self.label)
+        _storable(self._one_array(value, Leaves(bare="data", target=self.label)), self.label)
 
-    def _taken(self, value: Tree, leaves: Leaves) -> Array:
+    def _one_array(self, value: Tree, leaves: Leaves) -> Array:
         if value is None or encoding.node(value) is not None:
             what = "null" if value is None else f"a {type(value).__qualname__}"
-            raise OutputError(
-                f"{self.label}: .npy holds one array, and the value is {what}: write .npz or .json"
-            )
+            raise OutputError(f"{self.label}: .npy holds one array, got {what}. Write .npz or .json.")
         (array,) = leaves.take(value)
         return array
 
@@ -94,27 +90,27 @@ class NpySink(Sink):
             header = npy_header(array.dtype, array.shape)
             self._out.file.write(bytes(len(header)))
             return ArraySpool(self._out.file, axis=self._axis, label=label, offset=len(header))
-        self._beside = tempfile.TemporaryFile(dir=self.path.parent)  # noqa: SIM115
-        return ArraySpool(self._beside, axis=self._axis, label=label)
+        self._temporary = tempfile.TemporaryFile(dir=self.path.parent)  # noqa: SIM115
+        return ArraySpool(self._temporary, axis=self._axis, label=label)
 
     def _complete(self) -> None:
         if self._array is not None:
             _write(self._out.file, self._array.dtype, self._array.shape, [self._array])
         elif self._spool is None:
             raise OutputError(f"{self.label}: no call was made, so there is no array to write")
-        elif self._beside is None:
+        elif self._temporary is None:
             self._out.file.seek(0)
             self._out.file.write(npy_header(self._spool.dtype, self._spool.shape))
         else:
             _write(self._out.file, self._spool.dtype, self._spool.shape, self._spool.blocks())
 
     def _release(self) -> None:
-        if self._beside is not None:
-            self._beside.close()
+        if self._temporary is not None:
+            self._temporary.close()
 
 
 class NpzSink(Sink):
-    """The leaves of one tree; or of the trees of all steps or epochs, stacked leaf by leaf."""
+    """`.npz`: the leaves of one tree; or of the trees of all steps or epochs, stacked."""
 
     def __init__(self, path: Path, mode: Mode, axis: int, label: str) -> None:
         super().__init__(path, mode, 0 if mode == "each" else axis, label)
@@ -155,7 +151,7 @@ class NpzSink(Sink):
             name = "\0"
         if "\0" in name:
             raise OutputError(
-                f"{self.label}: a leaf path has a character that zip names can't hold: write .json"
+                f"{self.label}: a leaf path has a character that zip names can't hold. Write .json."
             )
         return zipfile.ZipInfo(f"{name}.npy", date_time=_EPOCH)
 
@@ -172,5 +168,5 @@ def _write(file: IO[bytes], dtype: np.dtype[Any], shape: tuple[int, ...], blocks
 
 def _storable(array: Array, label: str) -> Array:
     if array.dtype.kind == "V":
-        raise OutputError(f"{label}: dtype {array.dtype} can't be stored; return float32 or bytes")
+        raise OutputError(f"{label}: dtype {array.dtype} can't be stored. Return float32 or bytes.")
     return array

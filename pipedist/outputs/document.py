@@ -1,4 +1,4 @@
-"""The one document that says how a run ended: printed by `--json`, kept in the output folder."""
+"""The results document of a run: printed by `--json`, kept in the output folder."""
 
 from __future__ import annotations
 
@@ -31,18 +31,17 @@ def run_document(
     """Return the document of a run that has ended.
 
     Args:
-        run_id: its id.
-        name: of the spec.
-        results: the finished value of every reduce, gather and update; of those in `files` the
-            value is not used, and may be missing.
+        run_id: id of the run.
+        name: name of the spec.
+        results: the value of every reduce, gather and update; not used for stages in `files`.
         files: the file of each stage that has an output.
         ledger: elements, committed, quarantined, lost.
         timings: seconds by name.
-        error: why the run failed.
-        quarantined: `{element, stage, cause}` of each element that was set aside.
+        error: the error that ended the run.
+        quarantined: `{element, stage, cause}` of each quarantined element.
 
     Raises:
-        OutputError: a result has no JSON form; the error names the stage and the path in its value.
+        OutputError: a result has no JSON form; the text names the stage and the path in its value.
     """
     values: dict[str, Json] = {}
     for stage in [*results, *(stage for stage in files if stage not in results)]:
@@ -66,11 +65,11 @@ def run_document(
 
 
 def error_document(error: BaseException) -> Json:
-    """Return `{class, message, stage, step, replica}` of why a run failed.
+    """Return `{class, message, stage, step, replica}` of the error that ended a run.
 
-    Of a replica call that failed these are the class and text of the replica function's own
-    exception, and `replay` is the command that executes it again, where there is one; of anything else
-    there is no stage, step or replica.
+    For a failed replica call these are the class and text of the replica function's own exception, and
+    `replay` is the command that executes the call again, if there is one. Other errors have no stage,
+    step or replica.
     """
     if not isinstance(error, CallError):
         return {

@@ -1,11 +1,11 @@
-"""How a tree becomes JSON, the same bytes for equal values.
+"""Encodes trees as JSON; equal values give equal bytes.
 
-Arrays are nested lists; floats have the shortest decimal text that gives back the same number
-of THEIR dtype (`float32(0.1)` is `0.1`); NaN and the infinities are the strings "NaN",
+Arrays are nested lists; floats have the shortest decimal text that gives the same number in
+their own dtype (`float32(0.1)` is `0.1`); NaN and the infinities are the strings "NaN",
 "Infinity", "-Infinity"; bytes are base64; complex numbers are `[real, imaginary]`; dates and
 durations are NumPy's text for them (ISO 8601; "5 days"). Dataclasses and namedtuples are
-objects, tuples lists, integer keys strings. `longdouble` is rounded to float64, as any reader
-of JSON would.
+objects, tuples lists, integer keys strings. `longdouble` is rounded to float64, as
+readers of JSON do.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from pipedist.errors import OutputError
 from pipedist.program import Tree
 
 Json = Any
-"""What `json.dumps` takes: dict with str keys, list, str, int, finite float, bool, None."""
+"""A value for `json.dumps`: dict with str keys, list, str, int, finite float, bool, None."""
 
 _PLAIN_KINDS = frozenset("iubU")
 """Dtype kinds whose `tolist()` is JSON already."""
 
 
 def to_json(tree: Tree) -> Json:
-    """Return a tree as plain JSON values, by the rules of this module.
+    """Return a tree as plain JSON values.
 
     Args:
         tree: any tree of arrays, numbers, str, bytes, None.
 
     Raises:
         OutputError: a leaf has no JSON form, or two keys of one dict have the same text; the
-            error names its path.
+            text names the path.
     """
     return _encode(tree, ())
 
@@ -48,7 +48,7 @@ def dumps(tree: Tree, *, sort_keys: bool = True) -> str:
 
     Args:
         tree: any tree of arrays, numbers, str, bytes, None.
-        sort_keys: False keeps the order in which dicts were filled.
+        sort_keys: False keeps the order of dicts.
 
     Raises:
         OutputError: see `to_json`.
@@ -61,13 +61,13 @@ def text(value: Json, *, sort_keys: bool = True) -> str:
     line = json.dumps(value, ensure_ascii=False, allow_nan=False, sort_keys=sort_keys)
     try:
         line.encode()
-    except UnicodeEncodeError:  # half of a surrogate pair has no UTF-8; \ud800 is its JSON
+    except UnicodeEncodeError:  # half of a surrogate pair has no UTF-8, but the JSON \ud800
         line = json.dumps(value, allow_nan=False, sort_keys=sort_keys)
     return line
 
 
 def node(tree: Tree) -> tuple[Literal["object"], list[tuple[Any, Tree]]] | tuple[Literal["list"], Any] | None:
-    """Return what a container becomes in JSON, and its children; None for a leaf (and for None)."""
+    """Return a container's JSON type and its children; None for a leaf and for None."""
     if isinstance(tree, Mapping):
         return "object", list(tree.items())
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
@@ -106,7 +106,7 @@ def array_to_json(array: npt.NDArray[Any], path: tuple[str, ...] = ()) -> Json:
     if kind in _PLAIN_KINDS:
         return array.tolist()
     if kind == "f" or (kind == "V" and array.dtype.names is None and _is_extension_float(array.dtype)):
-        if kind == "V":  # bfloat16 and its kin, of which NumPy knows no text: exact in float32
+        if kind == "V":  # bfloat16 and the like, which NumPy can't print: exact in float32
             array = array.astype(np.float32)
         shortest = array if array.dtype == np.float64 else _via_shortest_text(array)
         if np.isfinite(shortest).all():
@@ -127,7 +127,7 @@ def _encode(tree: Tree, path: tuple[str, ...]) -> Json:
     if tree is None or isinstance(tree, bool):
         return tree
     if isinstance(tree, str):
-        return str.__str__(tree)  # of an enum's member the text, not its name
+        return str.__str__(tree)  # the text of an enum member, not its name
     if isinstance(tree, float) and not isinstance(tree, np.generic):
         return _float(tree)
     if isinstance(tree, int):

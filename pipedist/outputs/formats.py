@@ -1,4 +1,4 @@
-"""Which value fits which format, as far as that is known before a run.
+"""The formats of outputs, by the ending of the path.
 
 | ending | `per: run` | `per: step`, `per: epoch` |
 |---|---|---|
@@ -7,39 +7,87 @@
 | .npz | leaf paths joined with "/", a bare array is "data" | each leaf stacked |
 | .csv, .parquet, .jsonl | a row per index of axis 0 | a row for each value |
 
-Rows have a column per leaf path ("value" if bare). What was combined by key (`pipedist.combiners.by_key` and
-its kin) is a row per key instead, with `per: run`: see `pipedist.tables`.
+Rows have a column per leaf path ("value" if bare). With `per: run`, a result by key (`by_key` and the
+like of `pipedist.combiners`) has a row per key instead, see `pipedist.tables`. Each format is imported
+when it is used: a run that writes one .json needs neither zipfile nor pyarrow.
 """
 
 from __future__ import annotations
 
-from pathlib import PurePath
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy.typing as npt
+
+from pipedist.errors import OutputError
+from pipedist.outputs.sink import JsonSink, Mode, Sink
+from pipedist.program import Tree
 
 SUFFIXES = (".csv", ".json", ".jsonl", ".npy", ".npz", ".parquet")
 """The endings that an output may have."""
 
 
 def missing_package(path: str) -> str | None:
-    """Say which package the format of an output needs and is not installed; None where all is there."""
+    """Return the package that the format of an output lacks, with the command to install it, or None."""
     if path.endswith(".parquet") and not _installed("pyarrow"):
         return ".parquet needs pyarrow: pip install 'pipedist[parquet]'"
     return None
 
 
-def path_problem(path: str) -> str | None:
-    """Say why a path can't be that of a file below an output folder, or return None."""
-    name = PurePath(path)
-    if not name.parts or "\0" in path or path.endswith("/"):
-        return f"an output is the path of a file, not {path!r}"
-    if name.is_absolute() or ".." in name.parts:
-        return f"an output stays below the run's folder: {path!r} does not (--output DIR chooses the folder)"
-    if name.parts[0] == ".pipedist":
-        return "the folder .pipedist belongs to pipedist; choose another name"
-    return None
+def open_sink(
+    path: Path,
+    *,
+    shape: Literal["run", "per"],
+    gather: bool,
+    axis: int = 0,
+    label: str = "",
+    table: Callable[[Tree], dict[str, npt.NDArray[Any]]] | None = None,
+) -> Sink:
+    """Open a file for the values of one stage.
+
+    Args:
+        path: where the file will be; its folder exists. Its ending chooses the format.
+        shape: "run": one value; "per": one value for each step or epoch, each a call of `append`.
+        gather: with shape "run": `append` receives the pieces of the value, step by step, instead of
+            the value.
+        axis: the axis along which the pieces are concatenated. Axis 0 is written directly to the file,
+            another one through a temporary file beside it.
+        label: the file as errors name it: "outputs.rows (rows.npy)"; "": its path.
+        table: with shape "run": returns the columns of the value, arrays [rows, ...] by name, for a format
+            with rows; None: the columns are the value's leaves.
+
+    Raises:
+        OutputError: the ending is unknown, pyarrow is missing, or the folder can't be written.
+    """
+    mode: Mode = "each" if shape == "per" else "pieces" if gather else "one"
+    suffix, label = path.suffix, label or str(path)
+    if suffix == ".json":
+        return JsonSink(path, mode, axis, label)
+    if suffix == ".npy":
+        from pipedist.outputs.array_files import NpySink
+
+        return NpySink(path, mode, axis, label)
+    if suffix == ".npz":
+        from pipedist.outputs.array_files import NpzSink
+
+        return NpzSink(path, mode, axis, label)
+    if suffix == ".csv":
+        from pipedist.outputs.row_files import CsvSink
+
+        return CsvSink(path, mode, axis, label, table)
+    if suffix == ".jsonl":
+        from pipedist.outputs.row_files import JsonLinesSink
+
+        return JsonLinesSink(path, mode, axis, label, table)
+    if suffix == ".parquet":
+        from pipedist.outputs.row_files import ParquetSink
+
+        return ParquetSink(path, mode, axis, label, table)
+    raise OutputError(f"{label}: an output must end in one of {', '.join(SUFFIXES)}")
 
 
 def _installed(module: str) -> bool:
-    # importing pyarrow takes a tenth of a second; finding it takes none
-    from importlib.util import find_spec
+    from importlib.util import find_spec  # importing pyarrow itself takes a tenth of a second
 
     return find_spec(module) is not None

@@ -1,11 +1,12 @@
-"""`.csv` and `.jsonl`: a row for each index of axis 0, a column for each leaf path; or a given table.
+"""`.csv`, `.jsonl`, `.parquet`: a row per index of axis 0, a column per leaf path; or a given table.
 
-Cells are in the encoding of `pipedist.outputs.encoding`. csv: comma, header row, lines end with
-a line feed, cells are quoted where RFC 4180 asks for it.
+Cells of .csv and .jsonl have the encoding of `pipedist.outputs.encoding`. A .csv has commas, a header
+row, line feeds, and quotes as RFC 4180 requires. A .parquet is written by pyarrow, in row groups.
 """
 
 from __future__ import annotations
 
+import contextlib
 import re
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
@@ -16,9 +17,8 @@ import numpy as np
 
 from pipedist.errors import OutputError
 from pipedist.outputs import encoding
-from pipedist.outputs.leaves import Array, Leaves
-from pipedist.outputs.piecewise import Piecewise
 from pipedist.outputs.sink import Mode, Sink
+from pipedist.outputs.spool import Array, Leaves, Piecewise
 from pipedist.program import Tree
 
 Columns = dict[str, Array]
@@ -26,20 +26,23 @@ Columns = dict[str, Array]
 
 _QUOTED = re.compile('[",\r\n]')
 _ROWS = 4096
-"""Rows of a block that went through temporary files."""
+"""Rows of a block that is read from temporary files."""
+_GROUP_ROWS = 2**16
+"""Rows of a row group of .parquet, whatever the steps are."""
+_GROUP_BYTES_MAX = 64 * 2**20
+"""Bytes of a row group, which is in memory until it is written."""
 
 
 class RowSink(Sink):
     """Turns values into columns of equal length.
 
-    `flat`: a cell holds one number or text, so a leaf has no axes but axis 0.
-
     Args:
         path, mode, axis, label: as for `Sink`.
-        table: makes the columns of the one value; None: they are its leaves.
+        table: returns the columns of the one value; None: they are its leaves.
     """
 
     flat = True
+    """A cell holds one number or text, so a leaf has no axes but axis 0."""
 
     def __init__(
         self, path: Path, mode: Mode, axis: int, label: str, table: Callable[[Tree], Columns] | None = None
@@ -53,7 +56,7 @@ class RowSink(Sink):
         if value is None:
             if self._mode == "each":
                 raise OutputError(
-                    f"{self.label}: value {self._count} is null, which has no columns: write .jsonl"
+                    f"{self.label}: value {self._count} is null, which has no columns. Write .jsonl."
                 )
             return
         columns = self._columns(value, self._leaves)
@@ -81,32 +84,32 @@ class RowSink(Sink):
         for name, array in columns.items():
             leaf = f"{self.label}: leaf {name!r}"
             if array.ndim == 0:
-                raise OutputError(f"{leaf} is a single value beside columns: write .npz or .json")
+                raise OutputError(f"{leaf} is a single value beside columns. Write .npz or .json.")
             if self.flat and array.ndim > 1:
                 axes = array.shape[1:]
                 raise OutputError(
-                    f"{leaf} has axes {axes} beside the rows, and a cell holds one value: write .npz"
+                    f"{leaf} has axes {axes} beside the rows, and a cell holds one value. Write .npz."
                 )
             if self.flat and array.dtype.kind in "cV":
-                raise OutputError(f"{leaf} has dtype {array.dtype}, which fits no cell: write .npz")
+                raise OutputError(f"{leaf} has dtype {array.dtype}, which a cell can't hold. Write .npz.")
             if self._mode == "pieces" and self._axis % array.ndim != 0:
                 raise OutputError(
-                    f"{leaf} is gathered along axis {self._axis}, and rows are axis 0: write .npz"
+                    f"{leaf} is gathered along axis {self._axis}, and rows are axis 0. Write .npz."
                 )
             if len(array) != len(columns[first]):
                 raise OutputError(
-                    f"{leaf} has {len(array)} rows, leaf {first!r} has {len(columns[first])}: write .npz"
+                    f"{leaf} has {len(array)} rows, leaf {first!r} has {len(columns[first])}. Write .npz."
                 )
             dtype = dtypes.setdefault(name, array.dtype)
             if array.dtype != dtype and not (array.dtype.kind == dtype.kind and dtype.kind in "US"):
-                raise OutputError(f"{leaf}: one column has one dtype: first {dtype}, now {array.dtype}")
+                raise OutputError(f"{leaf}: all rows must have one dtype: first {dtype}, now {array.dtype}")
 
     @abstractmethod
     def _rows(self, columns: dict[str, Array]) -> None: ...
 
 
 class CsvSink(RowSink):
-    """A header row, and a line for each row."""
+    """A header row, then a line per row."""
 
     _header = False
 
@@ -122,11 +125,11 @@ class CsvSink(RowSink):
         self._out.file.write("".join(lines).encode(errors="surrogatepass"))
 
     def _complete(self) -> None:
-        """Nothing is left to write."""
+        """Do nothing: all rows are written."""
 
 
 class JsonLinesSink(RowSink):
-    """An object for each row, or for each step's or epoch's value."""
+    """An object per row, or per value of a step or epoch."""
 
     flat = False
 
@@ -135,7 +138,7 @@ class JsonLinesSink(RowSink):
     ) -> None:
         super().__init__(path, mode, axis, label, table)
         self._pieces = Piecewise(path, axis, "value", label)
-        self._aside = False
+        self._is_spooled = False
 
     def _append(self, value: Tree) -> None:
         if self._mode == "each":
@@ -143,8 +146,8 @@ class JsonLinesSink(RowSink):
         elif self._mode == "pieces" and value is not None:
             arrays = self._leaves.take(value)
             if self._count == 1:
-                self._aside = any(array.ndim and self._axis % array.ndim != 0 for array in arrays)
-            if self._aside:
+                self._is_spooled = any(array.ndim and self._axis % array.ndim != 0 for array in arrays)
+            if self._is_spooled:
                 self._pieces.append(value)
             else:
                 super()._append(value)
@@ -167,7 +170,7 @@ class JsonLinesSink(RowSink):
         lengths = {name: spool.shape[0] for name, spool in spools.items()}
         if len(set(lengths.values())) > 1:
             raise OutputError(
-                f"{self.label}: the leaves have different numbers of rows: {lengths}: write .npz"
+                f"{self.label}: the leaves have different numbers of rows: {lengths}. Write .npz."
             )
         for blocks in zip(*(spool.blocks(_ROWS) for spool in spools.values()), strict=True):
             self._rows(dict(zip(spools, blocks, strict=True)))
@@ -179,12 +182,84 @@ class JsonLinesSink(RowSink):
         self._pieces.close()
 
 
+class ParquetSink(RowSink):
+    """Row groups of 65,536 rows, or fewer if they have 64 MiB."""
+
+    def __init__(
+        self, path: Path, mode: Mode, axis: int, label: str, table: Callable[[Tree], Columns] | None = None
+    ) -> None:
+        try:
+            import pyarrow
+            import pyarrow.parquet
+        except ImportError:
+            raise OutputError(f"{label}: .parquet needs pyarrow: pip install 'pipedist[parquet]'") from None
+        super().__init__(path, mode, axis, label, table)
+        self._arrow: Any = pyarrow
+        self._writer: Any = None
+        self._schema: Any = None
+        self._waiting: list[Any] = []
+        self._rows_waiting = 0
+        self._bytes_waiting = 0
+
+    def _check(self, columns: dict[str, Array], dtypes: dict[str, Any]) -> None:
+        super()._check(columns, dtypes)
+        if self._schema is None:  # reports a dtype without an Arrow type at the first value
+            for name, array in columns.items():
+                self._column(name, array[:1])
+
+    def _rows(self, columns: dict[str, Array]) -> None:
+        table = self._arrow.table({name: self._column(name, array) for name, array in columns.items()})
+        self._schema = table.schema
+        self._waiting.append(table)
+        self._rows_waiting += table.num_rows
+        self._bytes_waiting += table.nbytes
+        while self._rows_waiting >= _GROUP_ROWS or self._bytes_waiting >= _GROUP_BYTES_MAX:
+            self._write_group()
+
+    def _complete(self) -> None:
+        while self._rows_waiting:
+            self._write_group()
+        if self._writer is None:
+            self._open(self._schema if self._schema is not None else self._arrow.schema([]))
+        self._writer.close()
+
+    def _column(self, name: str, array: Array) -> Any:
+        try:
+            values = array.tolist() if array.dtype.kind in "US" else array
+            kinds = {"U": self._arrow.string(), "S": self._arrow.binary()}
+            return self._arrow.array(values, type=kinds.get(array.dtype.kind))
+        except (self._arrow.ArrowException, UnicodeEncodeError) as error:
+            raise OutputError(
+                f"{self.label}: leaf {name!r} of dtype {array.dtype} does not fit a parquet column: {error}"
+            ) from error
+
+    def _write_group(self) -> None:
+        table = self._arrow.concat_tables(self._waiting).combine_chunks()
+        if self._writer is None:
+            self._open(table.schema)
+        group, rest = table.slice(0, _GROUP_ROWS), table.slice(_GROUP_ROWS)
+        self._writer.write_table(group, row_group_size=_GROUP_ROWS)
+        self._waiting = [rest] if rest.num_rows else []
+        self._rows_waiting = rest.num_rows
+        self._bytes_waiting = rest.nbytes
+
+    def _open(self, schema: Any) -> None:
+        self._writer = self._arrow.parquet.ParquetWriter(self._out.file, schema)
+
+    def _release(self) -> None:
+        self._waiting = []
+        if self._writer is not None and self._writer.is_open:
+            # else its finalizer would write to the closed file
+            with contextlib.suppress(OSError, self._arrow.ArrowException):
+                self._writer.close()
+
+
 def _spread(columns: Columns) -> Columns:
-    """Return columns of single values: one that has axes becomes "NAME/0", "NAME/1", ..."""
+    """Return columns of single values: a column with axes becomes "NAME/0", "NAME/1", ..."""
     spread: Columns = {}
     for name, array in columns.items():
-        for place in np.ndindex(array.shape[1:]):
-            spread["/".join([name, *map(str, place)])] = array[(slice(None), *place)]
+        for index in np.ndindex(array.shape[1:]):
+            spread["/".join([name, *map(str, index)])] = array[(slice(None), *index)]
     return spread
 
 
@@ -221,5 +296,5 @@ def _quoted(text: str) -> str:
 
 
 def _line(cells: tuple[str, ...]) -> str:
-    # a row of one empty cell would be an empty line, which readers skip
+    # readers skip empty lines, so a single empty cell is quoted
     return (",".join(cells) if cells != ("",) else '""') + "\n"

@@ -1,4 +1,8 @@
-"""`run.json`: which run an output folder belongs to, and its state."""
+"""`run.json`: the run that an output folder belongs to, and its state.
+
+Paths in it are relative, and checked when they are read: files that are listed there are removed
+by a later run. Errors of the operating system are reported by the name that the user gave.
+"""
 
 from __future__ import annotations
 
@@ -6,40 +10,39 @@ import contextlib
 import errno
 import json
 from collections.abc import Iterator, Mapping
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, Literal
 
 from pipedist.errors import OutputError, UsageError
+from pipedist.files import replace_file
 from pipedist.outputs.encoding import Json, text
-from pipedist.outputs.files import AtomicFile, writing
-from pipedist.outputs.formats import path_problem
 from pipedist.records import record
 
 PRIVATE = ".pipedist"
 """The folder inside an output folder that belongs to pipedist."""
 
 LIVE = "live"
-"""The folder in it that is there only while the run is."""
+"""The folder in it that exists only while the run does."""
 
 _FORMAT = 1
-State = Literal["running", "committing", "finished", "failed"]
+RunState = Literal["running", "committing", "finished", "failed"]
 
 
 @record
 class RunRecord:
-    """What run.json says.
+    """The content of run.json.
 
     Args:
-        state: see the module.
+        state: see `pipedist.outputs.run_folder`.
         run: id of the run.
         spec: digest of its spec.
         files: the outputs of the run, relative paths.
         previous: the outputs of the run before it, which are still in the folder.
         then: the state after `committing`.
-        resumable: of a run that failed: its journal has steps that need not be done again.
+        resumable: the run failed, and its journal has committed steps.
     """
 
-    state: State
+    state: RunState
     run: str
     spec: str
     files: tuple[str, ...]
@@ -48,17 +51,18 @@ class RunRecord:
     resumable: bool = False
 
 
-def read_record(path: Path, shown: Path) -> RunRecord | None:
-    """Return what a folder's run.json says, None where there is none.
+def read_record(path: Path, label: Path) -> RunRecord | None:
+    """Return the content of a folder's run.json, None if there is none.
 
     Args:
-        shown: the folder, as errors call it.
+        path: the folder.
+        label: the folder as errors name it.
 
     Raises:
-        UsageError: it can't be read, or is another version's.
+        UsageError: it can't be read, or another version wrote it.
         OutputError: the disk fails.
     """
-    with reading(shown):
+    with reading(label):
         try:
             data = (path / PRIVATE / "run.json").read_bytes()
         except (FileNotFoundError, NotADirectoryError):
@@ -67,39 +71,40 @@ def read_record(path: Path, shown: Path) -> RunRecord | None:
         value: Mapping[str, Any] = json.loads(data)
         if value["format"] != _FORMAT:
             raise UsageError(
-                f"{shown} was written by another version of pipedist (format {value['format']}, here "
-                f"{_FORMAT}): choose another folder with --output DIR"
+                f"{label} was written by another version of pipedist (format {value['format']}, here "
+                f"{_FORMAT}). Choose another folder with --output DIR."
             )
         files, previous = tuple(value["files"]), tuple(value["previous"])
         for problem in filter(None, map(path_problem, files + previous)):
-            raise ValueError(problem)  # what is listed there is removed one day
+            raise ValueError(problem)
         then = value.get("then", "finished")
         resumable = value.get("resumable") is True
         return RunRecord(value["state"], value["run"], value["spec"], files, previous, then, resumable)
     except (ValueError, KeyError, TypeError) as error:
         raise UsageError(
-            f"{shown}/{PRIVATE}/run.json can't be read ({error!r}): choose another folder with --output DIR"
+            f"{label}/{PRIVATE}/run.json can't be read ({error!r}). Choose another folder with --output DIR."
         ) from error
 
 
-def read_results(path: Path, shown: Path) -> Mapping[str, Any]:
+def read_results(path: Path, label: Path) -> Mapping[str, Any]:
     """Return the document of the finished run in a folder.
 
     Args:
-        shown: the folder, as errors call it.
+        path: the folder.
+        label: the folder as errors name it.
 
     Raises:
-        UsageError: it is not there, or can't be read.
+        UsageError: it is missing, or can't be read.
     """
     try:
         document: Mapping[str, Any] = json.loads((path / PRIVATE / "results.json").read_bytes())
         if not isinstance(document, dict) or "run" not in document:
-            raise ValueError("it is no document of a run")
+            raise ValueError("it is not the document of a run")
     except (OSError, ValueError, TypeError) as error:
         why = error.strerror if isinstance(error, OSError) else error
         raise UsageError(
-            f"{shown}/{PRIVATE}/results.json, of its finished run, can't be read ({why}): "
-            "pipedist run --restart makes it again"
+            f"{label}/{PRIVATE}/results.json of the finished run can't be read ({why}). "
+            "Use `pipedist run --restart` to run it again."
         ) from error
     return document
 
@@ -124,40 +129,56 @@ def write_record(path: Path, record: RunRecord) -> None:
 
 
 def write_json(path: Path, value: Json) -> None:
-    """Write a document, durably, whole or not at all.
+    """Replace a document, atomically and durably.
 
     Raises:
         OutputError: it can't be written.
     """
-    out = AtomicFile(path)
-    try:
-        with writing(path):
-            out.file.write(text(value, sort_keys=False).encode() + b"\n")
-        out.commit()
-    finally:
-        out.abort()
+    with writing(path):
+        replace_file(path, text(value, sort_keys=False).encode() + b"\n")
 
 
-def is_there(path: Path, shown: Path) -> bool:
-    """Return whether a file is there.
+def is_there(path: Path, label: Path) -> bool:
+    """Return whether a file exists.
 
     Args:
-        shown: the folder, as errors call it.
+        path: the file.
+        label: its folder as errors name it.
 
     Raises:
-        UsageError: a folder on the way can't be looked into.
+        UsageError: a folder of its path can't be read.
         OutputError: the disk fails.
     """
-    with reading(shown):
+    with reading(label):
         return path.is_file()
 
 
+def path_problem(path: str) -> str | None:
+    """Return why a path can't be that of an output, or None."""
+    name = PurePath(path)
+    if not name.parts or "\0" in path or path.endswith("/"):
+        return f"an output must be the path of a file, got {path!r}"
+    if name.is_absolute() or ".." in name.parts:
+        return f"output {path!r} is not below the run's folder (--output DIR chooses the folder)"
+    if name.parts[0] == PRIVATE:
+        return f"the folder {PRIVATE} belongs to pipedist: choose another name"
+    return None
+
+
 @contextlib.contextmanager
-def reading(shown: Path) -> Iterator[None]:
-    """Turn the operating system's errors into those of a user's choice of folder, or of a disk that fails."""
+def reading(label: Path) -> Iterator[None]:
+    """Turn OSError into UsageError for an unusable folder, or OutputError for a failing disk."""
     try:
         yield
     except OSError as error:
-        # a place that can't be used is a mistake of the command line, a disk that fails is none
         kind = OutputError if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO) else UsageError
-        raise kind(f"can't use {shown} as output folder: {error.strerror or error}") from error
+        raise kind(f"can't use {label} as output folder: {error.strerror or error}") from error
+
+
+@contextlib.contextmanager
+def writing(label: object) -> Iterator[None]:
+    """Turn OSError into an OutputError that names the file."""
+    try:
+        yield
+    except OSError as error:
+        raise OutputError(f"can't write {label}: {error.strerror or error}") from error

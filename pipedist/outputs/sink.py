@@ -1,26 +1,26 @@
-"""The one interface through which values reach a file.
+"""The interface through which values are written to a file, and the `.json` format.
 
-A sink gets values in order, keeps little of them in memory, and ends in one of two ways:
-`finish` makes the file durable and puts it in its place, `abort` leaves what was there before.
-The bytes of a file depend on the values alone (and, for .parquet, on pyarrow's version).
+A sink receives values in order, keeps little of them in memory, and ends in one of two ways:
+`finish` makes the file durable at its path, `abort` leaves the earlier file there. The bytes of a
+file depend on the values alone (for .parquet also on pyarrow's version).
 """
 
 from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
-
-import numpy.typing as npt
+from typing import Literal
 
 from pipedist.errors import OutputError
-from pipedist.outputs.files import AtomicFile, writing
+from pipedist.files import AtomicFile
+from pipedist.outputs import encoding
+from pipedist.outputs.run_record import writing
+from pipedist.outputs.spool import ArraySpool, Piecewise
 from pipedist.program import Tree
 
 Mode = Literal["one", "pieces", "each"]
-"""What is appended: the one value; the pieces of one value, end to end; one value a step or epoch."""
+"""The appended values: one value; the pieces of one value; or a value per step or epoch."""
 
 
 class Sink(ABC):
@@ -28,9 +28,9 @@ class Sink(ABC):
 
     Args:
         path: where the file will be; its folder exists.
-        mode: what is appended.
-        axis: along which pieces are put end to end.
-        label: what errors call the file.
+        mode: the values that are appended.
+        axis: the axis along which pieces are concatenated.
+        label: the file as errors name it.
     """
 
     def __init__(self, path: Path, mode: Mode, axis: int, label: str) -> None:
@@ -39,61 +39,63 @@ class Sink(ABC):
         self._mode = mode
         self._axis = axis
         self._count = 0
-        self._out = AtomicFile(path, label)
+        with writing(label):
+            self._out = AtomicFile(path)
 
     def append(self, value: Tree) -> None:
-        """Take the next value.
+        """Append the next value.
 
         Args:
             value: the value itself, the next step's piece of it, or the value of the next step
                 or epoch: see `open_sink`.
 
         Raises:
-            OutputError: it does not fit the format or the values before, or can't be written.
+            OutputError: the value does not fit the format or the values before, or can't be written.
         """
         if self._mode == "one" and self._count:
-            raise OutputError(f"{self.label} holds one value, and was given a second one")
+            raise OutputError(f"{self.label} holds one value, and a second one was appended")
         self._count += 1
         with writing(self.label):
             self._append(value)
 
     def check(self, value: Tree) -> None:
-        """Raise what `append` would raise of a value of this structure, dtype and shape; write nothing.
+        """Check that a value of this structure, dtype and shape fits the format.
 
-        So what can't be in its file is told with the first step, not after the last one.
+        A value that does not fit is thus reported at the first step, not after the last one.
 
         Raises:
-            OutputError: it does not fit the format.
+            OutputError: the value does not fit the format.
         """
         self._fits(value)
 
     def finish(self) -> Path:
-        """Complete the file, make it durable and put it in its place.
+        """Complete the file and make it durable at its path.
 
         Returns:
             Its path.
 
         Raises:
-            OutputError: there is no value that the format can hold, or it can't be written; then
-                nothing is left behind.
+            OutputError: the format can't hold the values, or the file can't be written; then no
+                file is left.
         """
         try:
             with writing(self.label):
                 self._complete()
-            return self._out.commit()
+                self._out.commit()
+            return self.path
         except BaseException:
             self.abort()
             raise
         finally:
-            self._let_go()
+            self._release_quietly()
 
     def abort(self) -> None:
-        """Throw away what was written; harmless after `finish`, and twice."""
-        self._let_go()
+        """Discard the file; harmless after `finish`, and twice."""
+        self._release_quietly()
         self._out.abort()
 
-    def _let_go(self) -> None:
-        with contextlib.suppress(OSError):  # closing may flush to a full disk; the files have no name
+    def _release_quietly(self) -> None:
+        with contextlib.suppress(OSError):  # closing may flush to a full disk
             self._release()
 
     @abstractmethod
@@ -103,65 +105,70 @@ class Sink(ABC):
     def _complete(self) -> None: ...
 
     def _fits(self, value: Tree) -> None:  # noqa: B027  (.json holds any tree)
-        """Raise if the format can't hold such a value."""
+        """Raise OutputError if the format can't hold such a value."""
 
     def _release(self) -> None:  # noqa: B027  (most formats have nothing to release)
         """Close temporary files."""
 
 
-def open_sink(
-    path: Path,
-    *,
-    shape: Literal["run", "per"],
-    gather: bool,
-    axis: int = 0,
-    label: str = "",
-    table: Callable[[Tree], dict[str, npt.NDArray[Any]]] | None = None,
-) -> Sink:
-    """Open a file for the values of one stage; its ending chooses the format.
+class JsonSink(Sink):
+    """`.json`: any tree; or a list of the values of all steps or epochs, one per line.
 
-    Args:
-        path: where the file will be; its folder exists.
-        shape: "run": one value; "per": one value for each step or epoch, each a call of `append`.
-        gather: with shape "run": `append` gets the pieces of the value, step by step; without,
-            it gets the value.
-        axis: of the gather: the pieces are put end to end along it. Axis 0 goes straight into
-            the file; another axis goes through a temporary file beside it, and is put in order
-            at the end.
-        label: what errors call the file: "outputs.rows (rows.npy)"; "": its path.
-        table: with shape "run": returns the columns of the value, arrays [rows, ...] by name, for a format
-            that has rows; None: they are the value's leaves.
-
-    Raises:
-        OutputError: the ending is unknown, pyarrow is missing, or the folder can't be written.
+    The encoding is that of `pipedist.outputs.encoding`, with sorted keys.
     """
-    # each format is imported when used: a run that writes one .json needs no zipfile, no csv
-    mode: Mode = "each" if shape == "per" else "pieces" if gather else "one"
-    suffix, label = path.suffix, label or str(path)
-    if suffix == ".json":
-        from pipedist.outputs.json_file import JsonSink
 
-        return JsonSink(path, mode, axis, label)
-    if suffix == ".npy":
-        from pipedist.outputs.array_files import NpySink
+    def __init__(self, path: Path, mode: Mode, axis: int, label: str) -> None:
+        super().__init__(path, mode, axis, label)
+        self._pieces = Piecewise(path, axis, "value", label)
 
-        return NpySink(path, mode, axis, label)
-    if suffix == ".npz":
-        from pipedist.outputs.array_files import NpzSink
+    def _append(self, value: Tree) -> None:
+        if self._mode == "pieces":
+            self._pieces.append(value)
+            return
+        if self._mode == "each":
+            self._text("[" if self._count == 1 else ",\n")
+        self._text(encoding.dumps(value))
 
-        return NpzSink(path, mode, axis, label)
-    if suffix == ".csv":
-        from pipedist.outputs.row_files import CsvSink
+    def _complete(self) -> None:
+        if self._mode == "pieces":
+            self._write(self._pieces.tree())
+        elif self._mode == "each":
+            self._text("]" if self._count else "[]")
+        elif not self._count:
+            self._text("null")
+        self._text("\n")
 
-        return CsvSink(path, mode, axis, label, table)
-    if suffix == ".jsonl":
-        from pipedist.outputs.row_files import JsonLinesSink
+    def _write(self, tree: Tree) -> None:
+        """Write a tree of spools, a block of rows at a time."""
+        if tree is None:
+            self._text("null")
+            return
+        if isinstance(tree, ArraySpool):
+            self._text("[")
+            for index, block in enumerate(tree.blocks()):
+                self._text(", " if index else "")
+                self._text(encoding.text(encoding.array_to_json(block))[1:-1])
+            self._text("]")
+            return
+        node = encoding.node(tree)
+        if node is None:
+            raise TypeError(f"a tree of spools holds a {type(tree).__qualname__}")
+        if node[0] == "object":
+            self._text("{")
+            for index, (name, value) in enumerate(sorted(encoding.key_texts(node[1], ()))):
+                self._text(", " if index else "")
+                self._text(encoding.text(name) + ": ")
+                self._write(value)
+            self._text("}")
+        else:
+            self._text("[")
+            for index, value in enumerate(node[1]):
+                self._text(", " if index else "")
+                self._write(value)
+            self._text("]")
 
-        return JsonLinesSink(path, mode, axis, label, table)
-    if suffix == ".parquet":
-        from pipedist.outputs.parquet_file import ParquetSink
+    def _text(self, text: str) -> None:
+        self._out.file.write(text.encode())
 
-        return ParquetSink(path, mode, axis, label, table)
-    from pipedist.outputs.formats import SUFFIXES
-
-    raise OutputError(f"{label}: an output ends in one of {', '.join(SUFFIXES)}")
+    def _release(self) -> None:
+        self._pieces.close()

@@ -1,9 +1,9 @@
-"""An array that grows piece by piece in a file, along any axis, in bounded memory.
+"""Values as named arrays: their leaves, and arrays that grow piece by piece in temporary files.
 
-Along axis 0 the pieces' bytes, one after the other, ARE the array. Along another axis they are
-kept one after the other as well, and put in order when the array is read: a block of rows at
-a time, taken out of every piece. Texts (`<U3`, then `<U5`) grow to the widest, as
-`numpy.concatenate` does it; any other difference in dtype, or in shape apart from the axis,
+An `ArraySpool` needs bounded memory. Along axis 0, the bytes of the pieces, one after the other, are
+the array. Along another axis the pieces are kept one after the other too, and put in order when the
+array is read: a block of rows at a time, out of every piece. Texts (`<U3`, then `<U5`) grow to the
+widest, as with `numpy.concatenate`; any other difference in dtype, or in shape apart from the axis,
 is an error.
 """
 
@@ -11,16 +11,88 @@ from __future__ import annotations
 
 import math
 import os
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
+import numpy.typing as npt
 
+from pipedist import trees
 from pipedist.errors import OutputError
-from pipedist.outputs.leaves import Array
+from pipedist.program import Tree
+
+Array = npt.NDArray[Any]
 
 BLOCK_BYTES = 8 * 2**20
-"""How much of an array is in memory at a time."""
+"""Bytes of an array that are in memory at a time."""
+
+_IN_MEMORY_BYTES = 2**16
+"""A smaller leaf needs no temporary file: a value may have thousands of leaves."""
+
+
+class Leaves:
+    """Splits values of one structure, that of the first value, into named arrays.
+
+    Args:
+        bare: the name of the leaf of a value that is not a container.
+        target: the file as errors name it.
+    """
+
+    def __init__(self, *, bare: str, target: str) -> None:
+        self._bare = bare
+        self._target = target
+        self._structure: trees.Treedef | None = None
+        self.names: list[str] = []
+
+    def take(self, tree: Tree) -> list[Array]:
+        """Return the leaves of `tree` as arrays, in the order of `names`.
+
+        Raises:
+            OutputError: the structure differs from that of the first value; two leaves have the
+                same path; or a leaf has no dtype that a file can hold.
+        """
+        leaves, structure = trees.flatten(tree)
+        if self._structure is None:
+            names = [path or self._bare for path in trees.treedef_paths(structure)]
+            if len(set(names)) < len(names):
+                twice = min(name for name in names if names.count(name) > 1)
+                raise OutputError(f"{self._target}: two leaves have the same path {twice!r}")
+            self._structure, self.names = structure, names
+        elif structure != self._structure:
+            raise OutputError(
+                f"{self._target}: all values must have one structure: first "
+                f"{trees.describe(self._structure)}, now {trees.describe(structure)}"
+            )
+        return [self._array(leaf, name) for leaf, name in zip(leaves, self.names, strict=True)]
+
+    def template(self, leaves: list[Any]) -> Tree:
+        """Return a tree of the common structure that has `leaves`; None if there was no value."""
+        return None if self._structure is None else trees.unflatten(self._structure, leaves)
+
+    def _array(self, leaf: Any, name: str) -> Array:
+        if isinstance(leaf, bytes | bytearray | memoryview):
+            leaf = bytes(leaf)
+        if isinstance(leaf, bytes | str) and leaf[-1:] in (b"\0", "\0"):
+            kind = "text" if isinstance(leaf, str) else "bytes"
+            instead = "Write .json" if kind == "text" else "Return numpy.frombuffer(value, numpy.uint8)"
+            raise OutputError(
+                f"{self._target}: leaf {name!r} ends with a zero byte, which NumPy's {kind} can't hold. "
+                f"{instead}."
+            )
+        array = np.asarray(leaf)
+        kind = array.dtype.kind
+        if kind == "O":
+            what = f"a {type(leaf).__qualname__}"
+            if isinstance(leaf, int):
+                what = f"the integer {leaf}, which has more than 64 bits"
+            raise OutputError(
+                f"{self._target}: leaf {name!r} must be an array of numbers or text, got {what}"
+            )
+        if not array.dtype.isnative:
+            array = array.astype(array.dtype.newbyteorder("="))
+        return array
 
 
 class ArraySpool:
@@ -28,9 +100,9 @@ class ArraySpool:
 
     Args:
         file: open for reading and writing; the spool owns everything from `offset` on.
-        axis: along which the pieces are put end to end; may be negative.
-        label: names file and leaf in errors.
-        offset: where the data begin, bytes.
+        axis: the axis along which the pieces are concatenated; may be negative.
+        label: file and leaf as errors name them.
+        offset: where the data begins, bytes.
     """
 
     def __init__(self, file: IO[bytes], *, axis: int, label: str, offset: int = 0) -> None:
@@ -44,7 +116,7 @@ class ArraySpool:
 
     @property
     def empty(self) -> bool:
-        """Whether nothing was appended yet."""
+        """Whether nothing was appended."""
         return self._dtype is None
 
     @property
@@ -66,14 +138,14 @@ class ArraySpool:
         return (*self._shape[:axis], sum(self._lengths), *self._shape[axis + 1 :])
 
     def append(self, piece: Array) -> None:
-        """Put a piece at the end.
+        """Append a piece.
 
         Args:
             piece: same dtype and shape as the pieces before, apart from the axis and from the
                 width of texts.
 
         Raises:
-            OutputError: it does not fit; the text names both dtypes or shapes.
+            OutputError: the piece does not fit; the text names both dtypes or shapes.
             OSError: the file can't be written.
         """
         if self._dtype is None:
@@ -82,7 +154,7 @@ class ArraySpool:
         rest = (*piece.shape[:axis], *piece.shape[axis + 1 :])
         if piece.ndim != len(self._shape) or rest != (*self._shape[:axis], *self._shape[axis + 1 :]):
             raise OutputError(
-                f"{self._label}: shapes may differ along axis {axis} only: first {self._shape}, "
+                f"{self._label}: shapes must be equal except along axis {axis}: first {self._shape}, "
                 f"now {piece.shape}"
             )
         if piece.dtype != self.dtype:
@@ -96,7 +168,7 @@ class ArraySpool:
         """Yield the array in C order, a block of rows (indices of axis 0) at a time.
 
         Args:
-            rows: rows in a block; default: as many as fit `BLOCK_BYTES`, at least one.
+            rows: rows in a block; None: as many as fit `BLOCK_BYTES`, at least one.
         """
         shape = self.shape
         total = shape[0]
@@ -117,20 +189,20 @@ class ArraySpool:
                 f"{self._label}: an array of shape {piece.shape} has no axis {self._axis} to gather along"
             )
         if piece.dtype.hasobject or piece.dtype.kind == "V":
-            raise OutputError(f"{self._label}: dtype {piece.dtype} can't be stored; return float32 or bytes")
+            raise OutputError(f"{self._label}: dtype {piece.dtype} can't be stored. Return float32 or bytes.")
         self._dtype, self._shape = piece.dtype, piece.shape
 
     def _fit(self, piece: Array) -> Array:
         if piece.dtype.kind != self.dtype.kind or piece.dtype.kind not in "US":
             raise OutputError(
-                f"{self._label}: one array has one dtype: first {self.dtype}, now {piece.dtype}"
+                f"{self._label}: all pieces must have one dtype: first {self.dtype}, now {piece.dtype}"
             )
         if piece.dtype.itemsize > self.dtype.itemsize:
             self._widen(piece.dtype)
         return piece.astype(self.dtype)
 
     def _widen(self, dtype: np.dtype[Any]) -> None:
-        """Rewrite the texts so far in a wider dtype: in place, from the end to the front."""
+        """Rewrite the texts in a wider dtype, in place, from the end to the front."""
         narrow = self.dtype
         size = math.prod(self.shape)
         step = max(1, BLOCK_BYTES // dtype.itemsize)
@@ -164,3 +236,49 @@ class ArraySpool:
         if len(data) != size:
             raise OutputError(f"{self._label}: its temporary file was cut short by {size - len(data)} bytes")
         return np.frombuffer(data, dtype=dtype).reshape(shape)
+
+
+class Piecewise:
+    """The pieces of one tree of arrays, concatenated leaf by leaf.
+
+    Args:
+        path: the output; temporary files are made in its folder, and unlinked at once.
+        axis: the axis along which the pieces are concatenated.
+        bare: the name of the leaf of a bare array.
+        label: the output as errors name it.
+    """
+
+    def __init__(self, path: Path, axis: int, bare: str, label: str) -> None:
+        self._path = path
+        self._axis = axis
+        self._label = label
+        self._leaves = Leaves(bare=bare, target=label)
+        self.spools: dict[str, ArraySpool] = {}
+
+    def append(self, piece: Tree, *, stack: bool = False) -> None:
+        """Append the next piece.
+
+        Args:
+            piece: a tree of arrays, of the structure of the pieces before.
+            stack: the piece is one index of a new axis 0.
+
+        Raises:
+            OutputError: structure, dtype or shape differ from the pieces before.
+        """
+        for leaf, name in zip(self._leaves.take(piece), self._leaves.names, strict=True):
+            spool = self.spools.get(name)
+            if spool is None:
+                file: IO[bytes] = tempfile.SpooledTemporaryFile(_IN_MEMORY_BYTES, dir=str(self._path.parent))  # noqa: SIM115
+                label = f"{self._label}: leaf {name!r}"
+                spool = self.spools[name] = ArraySpool(file, axis=self._axis, label=label)
+            spool.append(leaf[None] if stack else leaf)
+
+    def tree(self) -> Tree:
+        """Return the tree with a spool for each leaf; None if there were no pieces."""
+        return self._leaves.template(list(self.spools.values()))
+
+    def close(self) -> None:
+        """Close the temporary files."""
+        for spool in self.spools.values():
+            spool.close()
+        self.spools.clear()

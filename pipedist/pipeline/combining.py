@@ -17,7 +17,7 @@ from pipedist.pipeline.folds import Fold, Per
 from pipedist.program import Tree
 
 if TYPE_CHECKING:
-    from pipedist.journal.logs import Log
+    from pipedist.journal.log_format import RecordLog
     from pipedist.outputs import Sink
 
 BLOCK_STEPS = 16
@@ -44,7 +44,7 @@ class CombineFold(Fold):
         *,
         keep: bool = True,
         calls_max: int,
-        log: Log | None = None,
+        log: RecordLog | None = None,
     ) -> None:
         super().__init__(name, per, sink, keep=keep, log=log)
         self._call = call

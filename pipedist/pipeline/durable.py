@@ -17,8 +17,8 @@ import anyio.to_thread
 
 from pipedist.errors import JournalError
 from pipedist.journal.history import History, PassHistory
-from pipedist.journal.logs import Entry, Log, packed, read_log, unpacked
-from pipedist.journal.writer import Journal, Snapshot, file_name
+from pipedist.journal.log_format import LogEntry, RecordLog, packed, read_log, unpacked
+from pipedist.journal.writer import Journal, PassSnapshot, file_name
 from pipedist.plan import PassPlan
 from pipedist.program import Tree
 from pipedist.transport.codec import decode, encode
@@ -161,7 +161,7 @@ class PassJournal:
         self._key = key
         self._replicas = replicas
         self._before = before
-        self._logs: dict[str, Log] = {}
+        self._logs: dict[str, RecordLog] = {}
         self._committed = (before.steps, before.elements)
         """What is durable: steps, and their elements."""
         self._versions: dict[str, int] = {}
@@ -220,7 +220,7 @@ class PassJournal:
         ours = file_name(self._key, "")
         return [f.removeprefix(ours).removesuffix(".log") for f in self._before.logs if f.startswith(begin)]
 
-    def entries(self, name: str) -> Iterator[tuple[Entry, Tree]]:
+    def entries(self, name: str) -> Iterator[tuple[LogEntry, Tree]]:
         """Yield the entries of a log that are durable, and what is in them.
 
         Raises:
@@ -229,12 +229,12 @@ class PassJournal:
         for entry, frames in self._raw(name):
             yield entry, decode(frames)
 
-    def places(self, name: str) -> Iterator[Entry]:
+    def places(self, name: str) -> Iterator[LogEntry]:
         """Yield the same without what is in them; it is checked all the same."""
         for entry, _ in self._raw(name):
             yield entry
 
-    def _raw(self, name: str) -> Iterator[tuple[Entry, list[bytes]]]:
+    def _raw(self, name: str) -> Iterator[tuple[LogEntry, list[bytes]]]:
         file = f"{file_name(self._key, name)}.log"
         if file in self._before.logs:
             yield from read_log(self._path(file), self._before.logs[file])
@@ -249,7 +249,7 @@ class PassJournal:
 
     # -- what comes ------------------------------------------------------------------------------
 
-    def log(self, name: str) -> Log:
+    def log(self, name: str) -> RecordLog:
         """Open a file that grows, behind what is durable of it.
 
         Raises:
@@ -294,7 +294,7 @@ class PassJournal:
         }
         first, elements_before = self._committed
         gone = tuple(f"{file_name(self._key, name)}.log" for name in dropped)
-        snapshot = Snapshot(
+        snapshot = PassSnapshot(
             self._key,
             self._replicas,
             first,
@@ -331,6 +331,6 @@ class Taken:
     """
 
     pass_: PassJournal
-    snapshot: Snapshot
+    snapshot: PassSnapshot
     until: tuple[int, int]
     versions: Mapping[str, int]

@@ -25,7 +25,7 @@ from pipedist.program import Tree
 from pipedist.reductions import FoldTree, Partial, Reduction
 
 if TYPE_CHECKING:
-    from pipedist.journal.logs import Log
+    from pipedist.journal.log_format import RecordLog
     from pipedist.outputs import Sink
 
 Per = Literal["run", "epoch", "step"]
@@ -46,7 +46,7 @@ class Fold(ABC):
     """
 
     def __init__(
-        self, name: str, per: Per, sink: Sink | None, *, keep: bool = True, log: Log | None = None
+        self, name: str, per: Per, sink: Sink | None, *, keep: bool = True, log: RecordLog | None = None
     ) -> None:
         self.name = name
         self._log = log
@@ -227,7 +227,7 @@ async def write(sink: Sink, value: Tree) -> None:
         sink.append(value)
 
 
-async def note(log: Log, values: list[Tree], said: Tree = None) -> None:
+async def note(log: RecordLog, values: list[Tree], said: Tree = None) -> None:
     """Append to a log; large values in a thread."""
     if array_bytes(values) > THREAD_BYTES:
         await anyio.to_thread.run_sync(log.append, values, said)
@@ -271,7 +271,7 @@ class ReduceFold(Fold):
         sink: Sink | None,
         *,
         keep: bool = True,
-        log: Log | None = None,
+        log: RecordLog | None = None,
     ) -> None:
         super().__init__(name, per, sink, keep=keep, log=log)
         self._reduction = reduction

@@ -16,7 +16,7 @@ from pipedist.program import Tree
 from pipedist.values import PerReplica, gather
 
 if TYPE_CHECKING:
-    from pipedist.journal.logs import Log
+    from pipedist.journal.log_format import RecordLog
     from pipedist.outputs import Sink
 
 TINY_PARTS = 1024
@@ -44,7 +44,7 @@ class GatherFold(Fold):
         sink: Sink | None,
         *,
         keep: bool = True,
-        log: Log | None = None,
+        log: RecordLog | None = None,
     ) -> None:
         super().__init__(name, per, sink, keep=keep, log=log)
         self._axis = axis

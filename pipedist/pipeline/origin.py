@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from pipedist.errors import PipedistError, UsageError
-from pipedist.journal.logs import packed, unpacked
+from pipedist.journal.log_format import packed, unpacked
 from pipedist.program import Tree
 from pipedist.records import record
 from pipedist.spec import Spec, load

@@ -24,7 +24,7 @@ from pipedist.spec import GatherSpec, ReduceSpec, RunSpec
 from pipedist.values import PerReplica, gather
 
 if TYPE_CHECKING:
-    from pipedist.journal.logs import Log
+    from pipedist.journal.log_format import RecordLog
     from pipedist.outputs import RunFolder, Sink
     from pipedist.pipeline.durable import PassJournal
 
@@ -96,7 +96,7 @@ class PassFolds:
     def _fold(self, name: str, sink: Sink | None, stack: ExitStack) -> Fold:
         stage = self._plan.spec.stages[name]
         keep = keeps(self._plan, self._folder, self._read_later, name)
-        log: Log | None = None
+        log: RecordLog | None = None
         if self._durable is not None and grows(self._plan, name):
             log = self._durable.log(name)
         if isinstance(stage, GatherSpec):

@@ -266,13 +266,9 @@ class Quarantine:
         Raises:
             OutputError: the disk is full, or fails.
         """
-        from pipedist.outputs.files import AtomicFile, writing  # only where something is set aside
+        from pipedist.files import replace_file
+        from pipedist.outputs.run_record import writing  # only runs that quarantine elements need it
 
-        out = AtomicFile(path, FILE)
-        try:
-            with writing(FILE):
-                for dataset, each in self:
-                    out.file.write(f"{each.line(dataset)}\n".encode("utf-8", "backslashreplace"))
-            out.commit()
-        finally:
-            out.abort()
+        lines = "".join(f"{each.line(dataset)}\n" for dataset, each in self)
+        with writing(FILE):
+            replace_file(path, lines.encode("utf-8", "backslashreplace"))

@@ -20,10 +20,8 @@ from pipedist.datasets.sources import SourceError
 from pipedist.errors import JournalError, OutputError, UsageError
 from pipedist.feeds import Feed
 from pipedist.journal.differences import differences
-from pipedist.journal.disk import DISK
-from pipedist.journal.frames import FIRST
 from pipedist.journal.history import Header, History, PassHistory, read_history
-from pipedist.journal.logs import Log
+from pipedist.journal.log_format import DISK, FIRST, RecordLog
 from pipedist.journal.writer import Journal, file_name
 from pipedist.outputs.run_record import PRIVATE, read_record
 from pipedist.pipeline.call_keys import CallKey, pass_of
@@ -137,7 +135,7 @@ class _KeptPass(PassJournal):
         unopened = Journal(folder / PRIVATE / "journal", -1, 0, FIRST, DISK)
         super().__init__(unopened, key, replicas, before)
 
-    def log(self, name: str) -> Log:
+    def log(self, name: str) -> RecordLog:
         """Open a file that grew, as far as it is durable."""
         file = f"{file_name(self._key, name)}.log"
         end = self._before.logs.get(file)
@@ -147,7 +145,7 @@ class _KeptPass(PassJournal):
             fd = os.open(self._path(file), os.O_RDONLY)
         except OSError as error:
             raise _unreadable(error) from error
-        return Log(fd, end, _unreadable)
+        return RecordLog(fd, end, _unreadable)
 
 
 def _unreadable(error: OSError) -> JournalError:

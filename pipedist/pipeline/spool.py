@@ -9,7 +9,7 @@ from itertools import accumulate, groupby
 
 from pipedist.errors import FoldError, OutputError, PipedistError
 from pipedist.feeds import Feed, StepBatch
-from pipedist.journal.logs import EMPTY, Entry, Log
+from pipedist.journal.log_format import EMPTY, LogEntry, RecordLog
 from pipedist.program import ReaderConfig, Shards, Tree
 from pipedist.transport.codec import decode
 
@@ -25,7 +25,7 @@ class Spool:
             kills the process, nothing is left on disk.
     """
 
-    def __init__(self, stage: str, log: Log | None = None) -> None:
+    def __init__(self, stage: str, log: RecordLog | None = None) -> None:
         self.stage = stage
         self._is_temporary = log is None
         self._log = log if log is not None else self._temporary()
@@ -45,11 +45,11 @@ class Spool:
         self._epochs = array("l")
         self._latest: tuple[int, list[Tree], list[Tree]] = (-1, [], [])
 
-    def _temporary(self) -> Log:
+    def _temporary(self) -> RecordLog:
         import tempfile  # few specs keep values
 
         with tempfile.TemporaryFile(prefix="pipedist-") as file:
-            return Log(os.dup(file.fileno()), EMPTY, self._unwritable)
+            return RecordLog(os.dup(file.fileno()), EMPTY, self._unwritable)
 
     def __len__(self) -> int:
         """Return the number of steps."""
@@ -79,12 +79,12 @@ class Spool:
             values.insert(hole, None)
         self._index(self._log.append([list(ids), values], [len(ids), elements, epoch, *holes]))
 
-    def restore(self, entries: Iterable[Entry]) -> None:
+    def restore(self, entries: Iterable[LogEntry]) -> None:
         """Take up the steps that the log has already."""
         for entry in entries:
             self._index(entry)
 
-    def _index(self, entry: Entry) -> None:
+    def _index(self, entry: LogEntry) -> None:
         parts, elements, epoch, *holes = entry.meta
         if holes:
             self._holes[len(self._parts)] = tuple(holes)

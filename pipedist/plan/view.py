@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from pipedist.accelerators import spelled
-from pipedist.datasets.sources.visibility import hindrance
+from pipedist.datasets.sources.paths import hindrance
 from pipedist.plan.gpus import owners
 from pipedist.plan.model import PassPlan, Plan
 from pipedist.program import Tree
@@ -104,7 +104,7 @@ def _ranges(plan: Plan, name: str) -> list[str]:
 def _road(plan: Plan, name: str) -> str:
     source = plan.sources[name]
     if not source.portable:
-        return f"shards are sent to the workers: {source.travels}"
+        return f"shards are sent to the workers: {source.why_not_portable}"
     if plan.spec.cluster.launcher == "local":
         return "workers read their own shards"
     if why := hindrance(source):

@@ -16,7 +16,7 @@ import numpy as np
 from pipedist import trees
 from pipedist.datasets.logical import Dataset
 from pipedist.datasets.read_ahead import ReadAhead
-from pipedist.datasets.sharding import MISSING, Missing, steps, steps_cardinality
+from pipedist.datasets.sharding import MISSING, MissingElement, steps, steps_cardinality
 from pipedist.errors import OutOfRangeError
 from pipedist.misuse_hints import AsyncIterableOnly, AsyncOnly
 from pipedist.program import Tree
@@ -204,7 +204,7 @@ class _Steps:
             yield elements[0] if self._identity else joined(elements)
 
 
-def joined(elements: Sequence[Tree | Missing]) -> Tree:
+def joined(elements: Sequence[Tree | MissingElement]) -> Tree:
     """Make one tree of PerReplica leaves of the replicas' elements.
 
     A missing element is empty in every leaf: shape (0, ...) of the right dtype, or, since a scalar

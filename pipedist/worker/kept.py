@@ -12,22 +12,20 @@ What is full keeps nothing more: the oldest results are those that are waited fo
 
 from __future__ import annotations
 
+import mmap
 import os
-import struct
 from collections.abc import Iterator, Sequence
 
 import msgpack
 
 from pipedist.errors import RemoteProtocolError
 from pipedist.messages import KEPT_RANGES_MAX
+from pipedist.record_format import frames_of, pack, whole_records
 from pipedist.records import record
 from pipedist.transport.codec import Frame, decode, encode
 
 KEPT_BYTES_MAX = 256 * 2**20
 """Results that a worker keeps."""
-
-_HEAD = struct.Struct("<4sQ")
-_MAGIC = b"PKP1"
 
 
 @record
@@ -122,7 +120,7 @@ class KeptResults:
     # -- from one incarnation to the next --------------------------------------------------------
 
     def save(self, file: int) -> None:
-        """Write everything into a file, which is whole when its first bytes are there.
+        """Write everything to a file, as records: key, calls and time, then the frames.
 
         Args:
             file: its descriptor.
@@ -130,34 +128,22 @@ class KeptResults:
         Raises:
             OSError: there is no room.
         """
-        entries = [(key, each) for key, kept in self._passes.items() for each in kept]
-        index = msgpack.packb(
-            [
-                [key, each.lo, each.hi, each.busy_ns, [memoryview(frame).nbytes for frame in each.frames]]
-                for key, each in entries
-            ]
-        )
         os.ftruncate(file, 0)
-        at = _write(file, index, _HEAD.size)
-        for _, each in entries:
-            for frame in each.frames:
-                at = _write(file, memoryview(frame).cast("B"), at)
-        _write(file, _HEAD.pack(_MAGIC, len(index)), 0)
+        at = 0
+        for key, kept in self._passes.items():
+            for each in kept:
+                about = msgpack.packb([key, each.lo, each.hi, each.busy_ns])
+                for buffer in pack([about, *each.frames]):
+                    at = _write(file, memoryview(buffer).cast("B"), at)
 
     def load(self, file: int) -> None:
-        """Take over what an earlier incarnation has written, and empty the file."""
-        head = os.pread(file, _HEAD.size, 0)
-        if (
-            len(head) == _HEAD.size and head[:4] == _MAGIC
-        ):  # else there is nothing, or it was killed meanwhile
-            _, length = _HEAD.unpack(head)
-            at = _HEAD.size + length
-            for key, lo, hi, busy_ns, sizes in msgpack.unpackb(_read(file, length, _HEAD.size)):
-                frames = []
-                for size in sizes:
-                    frames.append(_read(file, size, at))
-                    at += size
-                self.add(key, KeptCalls(lo, hi, busy_ns, frames))
+        """Add the whole records that an earlier incarnation wrote, and empty the file."""
+        if size := os.fstat(file).st_size:
+            with mmap.mmap(file, size, access=mmap.ACCESS_READ) as data, memoryview(data) as view:
+                for head in whole_records(view):
+                    about, *frames = map(bytes, frames_of(view, head))
+                    key, lo, hi, busy_ns = msgpack.unpackb(about)
+                    self.add(key, KeptCalls(lo, hi, busy_ns, frames))
         os.ftruncate(file, 0)
 
 
@@ -179,12 +165,3 @@ def _write(file: int, data: bytes | memoryview, at: int) -> int:
         at += count
         left = left[count:]
     return at
-
-
-def _read(file: int, length: int, at: int) -> bytes:
-    parts = []
-    while length > 0 and (part := os.pread(file, length, at)):
-        parts.append(part)
-        at += len(part)
-        length -= len(part)
-    return b"".join(parts)

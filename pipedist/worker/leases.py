@@ -75,7 +75,7 @@ class Leases:
         reader = self._readers.get(pass_id)
         if reader is None or reader.source is None:
             return False
-        from pipedist.datasets.sources.visibility import is_visible  # only where hosts differ
+        from pipedist.datasets.sources.paths import is_visible  # only where hosts differ
 
         return is_visible(reader.source)
 

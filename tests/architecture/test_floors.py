@@ -16,6 +16,8 @@ PACKAGE = Path(pipedist.__file__).parent
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("version", "records", "arguments", "misuse_hints"),
     ("accelerators", "platform_id"),
+    ("version", "records", "counts", "files", "async_only", "stand_ins", "tf_names"),
+    ("accelerators", "platforms", "record_format"),
     ("errors",),
     ("import_guard",),
     ("messages", "program", "remote_errors"),

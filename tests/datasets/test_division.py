@@ -100,7 +100,7 @@ def test_shards_in_a_row_are_those_one_by_one(
     ]
 
 
-def test_there_is_no_step_of_nothing_and_no_replica_beyond_the_last() -> None:
+def test_steps_and_replicas_out_of_range_are_errors() -> None:
     with pytest.raises(IndexError, match="0 steps an epoch"):
         Division(0, 4, 2).parts(0)
     with pytest.raises(IndexError, match="replica 2 of 2"):

@@ -14,7 +14,7 @@ import pytest
 
 import pipedist
 from pipedist.coordinator import introductions
-from pipedist.datasets.sources.visibility import is_visible
+from pipedist.datasets.sources.paths import is_visible
 from pipedist.plan import compile_plan
 from pipedist.spec import load
 from pipedist.transport.keys import write_key_file
@@ -215,8 +215,8 @@ def test_the_plan_says_who_reads_each_dataset_and_why(project: Project, tmp_path
         "seen": "workers that see the same files (path, size, time of change) read their own shards; "
         "to others they are sent",
         "numbers": "workers read their own shards",
-        "packed": "workers on this host read their own shards; to others they are sent: they are packed, and "
-        "were unpacked on this host",
+        "packed": "workers on this host read their own shards; to others they are sent: they are compressed, "
+        "and were unpacked on this host",
         "whole": "workers on this host read their own shards; to others they are sent: files that are "
         "elements are read one by one",
     }

@@ -16,23 +16,23 @@ import time
 from pathlib import Path
 
 from tests.journal.killing import GANG, MANY, NEVER, TRAINING, Job, Kind, kill_and_resume
-from tests.journal.test_frames import check_flips
+from tests.journal.test_log_format import check_flips
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.journal.chaos", description=__doc__)
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--every", type=int, default=1)
-    told = parser.parse_args()
+    args = parser.parse_args()
     begin = time.monotonic()
-    check_flips(range(0, 1, told.every))
-    which = "every bit" if told.every == 1 else f"every {told.every}th bit"
+    check_flips(range(0, 1, args.every))
+    which = "every bit" if args.every == 1 else f"every {args.every}th bit"
     print(f"{which} of 100 records: {time.monotonic() - begin:.0f} s", flush=True)
-    memory = "/dev/shm" if Path("/dev/shm").is_dir() else None  # nobody cuts the power here
+    memory = "/dev/shm" if Path("/dev/shm").is_dir() else None  # power failures are not simulated
     wrong = 0
     with tempfile.TemporaryDirectory(prefix="pipedist-chaos-", dir=memory) as name:
-        for kind, length in ((TRAINING, 5), (GANG, 10), (MANY, told.steps)):
-            wrong += chaos(Path(name), kind, length, told.every, begin)
+        for kind, length in ((TRAINING, 5), (GANG, 10), (MANY, args.steps)):
+            wrong += chaos(Path(name), kind, length, args.every, begin)
     return min(1, wrong)
 
 

@@ -12,7 +12,7 @@ import pytest
 import pipedist
 from pipedist.coordinator.handle import PassHandle
 from pipedist.errors import LocalProtocolError
-from pipedist.journal.frames import records
+from pipedist.journal.log_format import read_records
 from pipedist.pipeline import durable
 
 SPEC = {
@@ -48,7 +48,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_finished_run_adds_up(finished: Path) -> None:
     code, told = audit(finished)
     assert code == 0
-    assert "77 elements = 77 committed + 0 quarantined + 0 lost; the run is over" in told
+    assert "77 elements = 77 committed + 0 quarantined + 0 lost; the run has ended" in told
     assert told.count("complete; calls [0, 40) in 20 steps, 77 elements") == 2
     assert told.endswith("it adds up\n")
 
@@ -56,7 +56,7 @@ def test_a_finished_run_adds_up(finished: Path) -> None:
 def test_tampering_is_named(finished: Path) -> None:
     path = finished / ".pipedist" / "journal" / "journal"
     good = path.read_bytes()
-    placed = list(records(good))
+    placed = list(read_records(good))
     middle, last = placed[len(placed) // 2], placed[-1]
     flipped = bytearray(good)
     flipped[middle.offset + 40] ^= 16
@@ -68,8 +68,8 @@ def test_tampering_is_named(finished: Path) -> None:
                 good[: middle.offset] + good[last.offset :] + good[middle.offset : last.offset],
                 f"at offset {middle.offset} does not follow",
             ),
-            (good[: last.offset], "records were removed from its end"),
-            (good[:-3], "without saying so"),
+            (good[: last.offset], "records were removed"),
+            (good[:-3], "without a record of the end"),
             (good + b"more", "4 bytes follow"),
             (b"", "no whole record"),
         ):
@@ -84,18 +84,18 @@ def test_tampering_is_named(finished: Path) -> None:
         results.write_text(json.dumps({**json.loads(document), "ledger": {"elements": 1}}))
         code, told = audit(finished)
         assert code == 1
-        assert "the results say {'elements': 1}" in told
+        assert "the results have {'elements': 1}" in told
         results.unlink()
         code, told = audit(finished)
         assert code == 2
-        assert "results.json, of its finished run, can't be read" in told
+        assert "results.json of the finished run can't be read" in told
         results.write_text(document)
     finally:
         path.write_bytes(good)
     assert audit(finished)[0] == 0
 
 
-def test_what_is_no_run_is_a_usage_error(tmp_path: Path) -> None:
+def test_a_folder_without_a_run_is_a_usage_error(tmp_path: Path) -> None:
     code, told = audit(tmp_path)
     assert code == 2
     assert "there is no run in" in told

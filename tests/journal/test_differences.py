@@ -16,13 +16,13 @@ def test_values_that_python_calls_equal_are_other_parameters(there: Any, now: An
     ]
 
 
-def test_what_is_the_same_does_not_differ() -> None:
+def test_equal_documents_have_no_differences() -> None:
     document = {"a": [1, 2.5, None, float("nan"), float("-inf")], "b": {"c": "\udcff", "d": False}}
     again = {"b": {"d": False, "c": "\udcff"}, "a": [1, 2.5, None, float("nan"), float("-inf")]}
     assert list(differences(document, again)) == []
 
 
-def test_what_is_only_on_one_side_is_said() -> None:
+def test_a_value_in_only_one_document_is_listed() -> None:
     assert list(differences({"a": {"b": [1]}}, {"a": {"b": [1, 2]}, "c": 0})) == [
         "a.b: [1] there, [1, 2] now",
         "c: nothing there, 0 now",

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from pipedist.journal.history import History
-from pipedist.journal.logs import read_log
+from pipedist.journal.log_format import read_log
 from pipedist.transport.codec import decode
 from tests.journal.killing import ROOT, Job
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from pipedist.errors import JournalError
-from pipedist.journal.logs import End, Log, read_log
+from pipedist.journal.log_format import LogEnd, RecordLog, read_log
 from pipedist.pipeline.combining import CombineFold
 from pipedist.pipeline.folds import Fold, Per, ReduceFold
 from pipedist.pipeline.gather_fold import GatherFold
@@ -33,7 +33,7 @@ async def slow_fold(groups: list[list[str]]) -> str:
     return outer.result() or ""
 
 
-def made(kind: str, per: Per, log: Log | None) -> Fold:
+def made(kind: str, per: Per, log: RecordLog | None) -> Fold:
     match kind:
         case "reduce":
             return ReduceFold("t", per, SUM, None, log=log)
@@ -53,7 +53,7 @@ def parts(kind: str, step: int) -> list[Any]:
 
 async def result(kind: str, per: Per, path: Path, cuts: list[int]) -> Any:
     """Fold all steps, by one fold after the other: each goes on from what is left of the one before."""
-    end, state = End(0, 0), None
+    end, state = LogEnd(0, 0), None
     for first, last in zip([0, *cuts], [*cuts, STEPS], strict=True):
 
         def fails(error: OSError) -> JournalError:
@@ -61,7 +61,7 @@ async def result(kind: str, per: Per, path: Path, cuts: list[int]) -> Any:
 
         import os
 
-        log = Log(os.open(path, os.O_RDWR | os.O_CREAT), end, fails)
+        log = RecordLog(os.open(path, os.O_RDWR | os.O_CREAT), end, fails)
         fold = made(kind, per, log)
         async with anyio.create_task_group() as tasks:
             if isinstance(fold, CombineFold):

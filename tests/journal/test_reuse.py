@@ -288,7 +288,7 @@ def test_a_file_that_is_gone_is_made_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("end", ["finished", "killed"])
-def test_what_is_set_aside_is_listed_anew(tmp_path: Path, end: str) -> None:
+def test_quarantined_elements_are_listed_again(tmp_path: Path, end: str) -> None:
     (tmp_path / "mine.py").write_text(
         "def f(x):\n    if 13 in x: raise ValueError('indigestible')\n    return x * 2\n"
     )

@@ -13,11 +13,20 @@ import pytest
 
 from pipedist.errors import JournalError, UsageError
 from pipedist.journal import history as history_module
-from pipedist.journal.disk import RealDisk
-from pipedist.journal.frames import FIRST, digest_of, pack_record, records
 from pipedist.journal.history import FORMAT, Header, History, PassHistory, read_history
-from pipedist.journal.logs import End, Log, packed, read_log, unpacked
-from pipedist.journal.writer import INLINE_BYTES_MAX, Journal, Snapshot
+from pipedist.journal.log_format import (
+    FIRST,
+    LogEnd,
+    RealDisk,
+    RecordLog,
+    digest_of,
+    pack_record,
+    packed,
+    read_log,
+    read_records,
+    unpacked,
+)
+from pipedist.journal.writer import INLINE_BYTES_MAX, Journal, PassSnapshot
 from pipedist.pipeline.durable import PassJournal
 from pipedist.transport.codec import decode, encode
 from pipedist.version import __version__
@@ -28,10 +37,10 @@ HEADER = Header(
 )
 
 
-def snapshot(first: int, last: int, parts: dict[str, Any] | None = None, **more: Any) -> Snapshot:
+def snapshot(first: int, last: int, parts: dict[str, Any] | None = None, **more: Any) -> PassSnapshot:
     made = {name: packed(None, encode(tree)) for name, tree in (parts or {}).items()}
     fields = {"elements": 4 * (last - first), "logs": {}, **more}
-    return Snapshot("0/d", 2, first, last, parts=made, **fields)
+    return PassSnapshot("0/d", 2, first, last, parts=made, **fields)
 
 
 def found(folder: Path) -> History:
@@ -64,7 +73,7 @@ def test_a_record_is_written_when_all_that_it_names_is_durable(tmp_path: Path) -
     journal.close()
 
 
-def test_what_was_committed_is_found_again_and_only_that(tmp_path: Path) -> None:
+def test_only_committed_values_are_restored(tmp_path: Path) -> None:
     journal = Journal.create(tmp_path, HEADER)
     log = journal.log("0-d.rows.log")
     log.append(["first", np.arange(3)], [1, 2])
@@ -102,7 +111,7 @@ def test_what_was_committed_is_found_again_and_only_that(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("room", [0, 1, 20, 200, 5000, 30_000])
-def test_a_full_disk_is_the_last_thing_that_a_journal_tells(tmp_path: Path, room: int) -> None:
+def test_a_journal_writes_nothing_after_a_full_disk(tmp_path: Path, room: int) -> None:
     disk = WatchedDisk()
     journal = Journal.create(tmp_path, HEADER, disk)
     journal.commit([snapshot(0, 1, {"fold": 1.0})])
@@ -172,7 +181,7 @@ def test_a_disk_that_fails_at_once_leaves_no_descriptor(tmp_path: Path, how: str
     assert not disk.is_open
 
 
-def test_steps_without_the_log_of_what_they_gave_are_an_error(tmp_path: Path) -> None:
+def test_steps_without_their_log_are_an_error(tmp_path: Path) -> None:
     journal = Journal.create(tmp_path, HEADER)
     assert list(PassJournal(journal, "0/d", 2, PassHistory()).entries("rows")) == []
     kept = PassJournal(journal, "0/d", 2, PassHistory(steps=3, elements=12))
@@ -183,7 +192,7 @@ def test_steps_without_the_log_of_what_they_gave_are_an_error(tmp_path: Path) ->
     journal.close()
 
 
-def test_a_log_that_is_not_what_the_journal_says_is_an_error(tmp_path: Path) -> None:
+def test_a_log_that_differs_from_the_journal_is_an_error(tmp_path: Path) -> None:
     journal = Journal.create(tmp_path, HEADER)
     log = journal.log("rows.log")
     for number in range(50):
@@ -214,7 +223,7 @@ def test_a_write_that_the_kernel_cuts_short_goes_on(tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(os, "pwritev", short)
     fd = os.open(tmp_path / "log", os.O_RDWR | os.O_CREAT)
-    log = Log(fd, End(0, 0), lambda error: JournalError(str(error)))
+    log = RecordLog(fd, LogEnd(0, 0), lambda error: JournalError(str(error)))
     log.append([np.arange(50), "text"], [1])
     end = log.end()
     log.close()
@@ -229,7 +238,7 @@ def rewritten(folder: Path, change: Any) -> History:
     """Change the content of records, with good checksums and a good chain."""
     import msgpack
 
-    said = [msgpack.unpackb(placed.payload) for placed in records((folder / "journal").read_bytes())]
+    said = [msgpack.unpackb(placed.payload) for placed in read_records((folder / "journal").read_bytes())]
     change(said)
     before, out = FIRST, b""
     for payload in said:
@@ -244,19 +253,19 @@ def rewritten(folder: Path, change: Any) -> History:
     [
         (lambda said: said[2]["passes"][0].update(calls=[4, 8]), r"calls \[4, 8\) .* overlap: .* end at 6"),
         (lambda said: said[2]["passes"][0].update(calls=[8, 12]), r"calls \[8, 12\) .* leave a gap"),
-        (lambda said: said[2]["passes"][0].update(calls=[6, 7]), r"no whole steps of 2"),
-        (lambda said: said[2]["passes"][0].update(elements=7), r"ledger says 20 elements.* calls give 19 el"),
+        (lambda said: said[2]["passes"][0].update(calls=[6, 7]), r"not whole steps of 2"),
+        (lambda said: said[2]["passes"][0].update(elements=7), r"ledger has 20 elements.* calls give 19 el"),
         (lambda said: said[2]["passes"][0].update(elements=-8), r"-8 elements in calls"),
         (lambda said: said[2]["passes"][0].update({"pass": "9/z"}), r"the plan has no pass '9/z'"),
         (lambda said: said.pop(2), r"calls give 12 elements"),
         (lambda said: said.append(said[2]), r"follows the end"),
-        (lambda said: said[1]["passes"][0].update(complete=True), r"goes on after it was complete"),
+        (lambda said: said[1]["passes"][0].update(complete=True), r"continues after it was complete"),
         (lambda said: said[3]["ledger"].update(lost=1), r"the ledger does not add up"),
-        (lambda said: said[2].update(kind="odd"), r"no records of kind 'odd'"),
-        (lambda said: said.insert(2, {"kind": "resumed", "epoch": 2}), r"taken up for the 2th time"),
+        (lambda said: said[2].update(kind="odd"), r"unknown kind of record 'odd'"),
+        (lambda said: said.insert(2, {"kind": "resumed", "epoch": 2}), r"epoch of a resumed run is 2"),
     ],
 )
-def test_what_does_not_add_up_is_named(tmp_path: Path, change: Any, text: str) -> None:
+def test_inconsistent_records_are_reported(tmp_path: Path, change: Any, text: str) -> None:
     journal = Journal.create(tmp_path, HEADER)
     journal.commit([snapshot(0, 3)])
     journal.commit([snapshot(3, 5, complete=True)], phase=0)

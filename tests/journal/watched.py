@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from pipedist.journal.disk import Buffer, RealDisk
+from pipedist.journal.log_format import Buffer, RealDisk
 
 
 class WatchedDisk(RealDisk):

@@ -39,7 +39,7 @@ def test_a_finished_run() -> None:
         ("worker w0 died", ("CallError", "worker w0 died")),
     ],
 )
-def test_a_failed_call_is_told_as_the_function_raised_it(cause: str, expected: tuple[str, str]) -> None:
+def test_a_failed_call_is_reported_with_the_functions_error(cause: str, expected: tuple[str, str]) -> None:
     error = CallError(stage="f", step=3, replica=1, worker="w0", attempts=1, cause=cause)
     document = run_document(
         run_id="r", name="x", results={}, files={}, ledger=LEDGER, timings={}, error=error

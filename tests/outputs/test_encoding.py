@@ -76,7 +76,7 @@ def test_floats_come_back_exactly(array: np.ndarray) -> None:
         np.testing.assert_array_equal(np.array(flat, np.float64).astype(array.dtype), array.reshape(-1))
 
 
-def test_keys_are_sorted_unless_asked() -> None:
+def test_keys_are_sorted_by_default() -> None:
     assert dumps({"b": 1, "a": 2}) == '{"a": 2, "b": 1}'
     assert dumps({"b": 1, "a": 2}, sort_keys=False) == '{"b": 1, "a": 2}'
 
@@ -96,7 +96,7 @@ def test_half_a_surrogate_pair_is_escaped() -> None:
         (np.array([object()]), ["dtype object"]),
     ],
 )
-def test_what_has_no_json_is_named_with_its_path(tree: object, words: list[str]) -> None:
+def test_a_leaf_without_json_is_reported_with_its_path(tree: object, words: list[str]) -> None:
     with pytest.raises(OutputError) as caught:
         to_json(tree)
     for word in words:

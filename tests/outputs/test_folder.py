@@ -11,8 +11,7 @@ import pytest
 
 from pipedist.cli.diagnostics import explain_run
 from pipedist.errors import OutputError, UsageError
-from pipedist.outputs import FinishedRun, RunFolder, open_folder
-from pipedist.outputs import folder as folder_module
+from pipedist.outputs import FinishedRun, RunFolder, open_folder, run_folder
 
 
 def start(
@@ -51,7 +50,7 @@ def test_files_appear_when_the_run_is_complete(tmp_path: Path) -> None:
 
 def test_no_folder_is_named_tilde(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UsageError, match=r"~/x: `~` is known to shells only"):
+    with pytest.raises(UsageError, match=r"~/x: `~` is expanded only by a shell"):
         start(Path("~/x"))
     assert not list(tmp_path.iterdir())
     start(Path("~x")).close()
@@ -70,13 +69,13 @@ def test_a_finished_run_is_replaced_when_the_next_one_is_complete(tmp_path: Path
     assert (out / "a.json").read_text() == "new"
 
 
-def test_an_unfinished_run_is_never_overwritten_unasked(tmp_path: Path) -> None:
+def test_overwriting_an_unfinished_run_requires_restart(tmp_path: Path) -> None:
     out = tmp_path / "x"
     start(out).close()
     with pytest.raises(UsageError, match=r"unfinished run r1.*--resume continues.*--restart discards"):
         start(out, run="r2")
     with start(out, run="r3", resume=True) as folder:
-        assert "left no journal" in folder.notice
+        assert "has no journal" in folder.notice
         assert "starting fresh" in folder.notice
     with start(out, run="r4", restart=True) as folder:
         assert folder.notice == ""
@@ -86,7 +85,7 @@ def test_an_unfinished_run_is_never_overwritten_unasked(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("failed", [True, False])
-def test_a_run_with_a_journal_is_continued_and_keeps_what_it_has(tmp_path: Path, failed: bool) -> None:
+def test_a_resumed_run_keeps_its_id_and_files(tmp_path: Path, failed: bool) -> None:
     out = tmp_path / "x"
     complete(out, "old")
     with start(out, run="r2", outputs=["b.json", "sub/c.json"]) as folder:
@@ -104,7 +103,7 @@ def test_a_run_with_a_journal_is_continued_and_keeps_what_it_has(tmp_path: Path,
     assert visible(out) == ["b.json", "sub/c.json"]
 
 
-def test_a_run_of_another_spec_hands_over_what_it_has(tmp_path: Path) -> None:
+def test_take_over_keeps_files_of_another_spec(tmp_path: Path) -> None:
     out = tmp_path / "x"
     with start(out, outputs=["a.json", "b.json"]) as folder:
         for name in ("a.json", "b.json"):
@@ -144,28 +143,28 @@ def test_resume_of_a_finished_run_returns_it(tmp_path: Path) -> None:
         assert found == FinishedRun(out, "r1", {"run": "r1"}, {"a.json": out / "a.json"})
 
 
-def test_resume_of_a_finished_run_that_is_not_whole_any_more(tmp_path: Path) -> None:
+def test_resume_of_a_finished_run_with_missing_files(tmp_path: Path) -> None:
     out = tmp_path / "x"
     complete(out)
     results = out / ".pipedist/results.json"
     for text in ("{", "[]", '{"files": []}', "\0"):
         results.write_text(text)
-        with pytest.raises(UsageError, match=r"results\.json, of its finished run, can't be read.*--restart"):
+        with pytest.raises(UsageError, match=r"results\.json of the finished run can't be read.*--restart"):
             start(out, resume=True)
     results.unlink()
     with pytest.raises(UsageError, match=r"can't be read \(No such file or directory\)"):
         start(out, resume=True)
     (out / "a.json").unlink()
-    with pytest.raises(UsageError, match=r"x/a\.json of the finished run r1 is not there.*--restart"):
+    with pytest.raises(UsageError, match=r"x/a\.json of the finished run r1 is missing.*--restart"):
         start(out, resume=True)
     complete(out, restart=True)
 
 
-def test_a_journal_that_can_not_be_looked_into_is_told(tmp_path: Path) -> None:
+def test_an_unreadable_journal_is_reported(tmp_path: Path) -> None:
     out = tmp_path / "x"
     start(out).close()
     (out / ".pipedist/journal").rmdir()
-    (out / ".pipedist/journal").symlink_to("x" * 300)  # no permission, as whoever is not root meets it
+    (out / ".pipedist/journal").symlink_to("x" * 300)  # unreadable, also for root
     with pytest.raises(UsageError, match=r"can't use .*/x as output folder: File name too long"):
         start(out, resume=True)
     with pytest.raises(UsageError, match=r"can't use .*/x as output folder: File name too long"):
@@ -194,36 +193,36 @@ def test_resume_and_restart_exclude_each_other(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("flags", [{}, {"restart": True}, {"resume": True}])
-def test_a_folder_of_somebody_else_is_not_touched(tmp_path: Path, flags: dict[str, bool]) -> None:
+def test_a_foreign_folder_is_left_unchanged(tmp_path: Path, flags: dict[str, bool]) -> None:
     (tmp_path / "thesis.txt").write_text("mine")
     with pytest.raises(UsageError, match="not made by pipedist"):
         start(tmp_path, **flags)
     assert os.listdir(tmp_path) == ["thesis.txt"]
 
 
-def test_a_file_of_somebody_else_is_not_replaced(tmp_path: Path) -> None:
+def test_a_foreign_file_is_not_replaced(tmp_path: Path) -> None:
     out = tmp_path / "x"
     complete(out)
     (out / "b.json").write_text("mine")
-    with pytest.raises(UsageError, match=r"b\.json is in the way"):
+    with pytest.raises(UsageError, match=r"b\.json has the name of an output"):
         start(out, outputs=["b.json"])
     assert (out / "b.json").read_text() == "mine"
 
 
-def test_a_file_in_place_of_an_output_s_folder_is_told_before_the_run(tmp_path: Path) -> None:
+def test_a_file_with_the_name_of_an_output_folder_is_reported_before_the_run(tmp_path: Path) -> None:
     out = tmp_path / "x"
     complete(out, outputs=["sub/a.json", "old"])
     (out / "b").write_text("mine")
     (out / "c").symlink_to(tmp_path)
     for name in ("b", "c"):
-        with pytest.raises(UsageError, match=rf"/{name} is in the way"):
+        with pytest.raises(UsageError, match=rf"/{name} has the name of an output"):
             start(out, outputs=[f"{name}/d/a.json"])
     complete(out, outputs=["sub/b.json", "old/a.json"])
     assert visible(out) == ["b", "old/a.json", "sub/b.json"]
 
 
 def test_two_runs_do_not_share_a_folder(tmp_path: Path) -> None:
-    with start(tmp_path / "x"), pytest.raises(UsageError, match="another run is writing"):
+    with start(tmp_path / "x"), pytest.raises(UsageError, match="another run is writing to"):
         start(tmp_path / "x", restart=True)
     start(tmp_path / "x", restart=True).close()
 
@@ -369,7 +368,7 @@ def test_a_file_in_place_of_the_folder(tmp_path: Path) -> None:
     assert (tmp_path / "x").read_text() == "mine"
 
 
-def test_a_failed_run_that_can_be_continued_is_never_overwritten_unasked(tmp_path: Path) -> None:
+def test_overwriting_a_resumable_failed_run_requires_restart(tmp_path: Path) -> None:
     out = tmp_path / "x"
     complete(out, "old")
     with start(out, run="r2") as folder:
@@ -377,9 +376,7 @@ def test_a_failed_run_that_can_be_continued_is_never_overwritten_unasked(tmp_pat
         folder.fail(resumable=True)
     with pytest.raises(UsageError, match=r"failed run r2: --resume continues.*--restart discards"):
         start(out, run="r3")
-    with pytest.raises(
-        UsageError, match=r"failed run r2: --resume=reuse goes on with what did not change in it"
-    ):
+    with pytest.raises(UsageError, match=r"failed run r2: --resume=reuse keeps its unchanged parts"):
         start(out, run="r3", spec="s2")
     with start(out, run="r3", resume=True) as folder:
         assert (folder.run_id, folder.found) == ("r2", "unfinished")
@@ -389,7 +386,7 @@ def test_a_failed_run_that_can_be_continued_is_never_overwritten_unasked(tmp_pat
     assert (out / "a.json").read_text() == "newer"
 
 
-def test_a_failed_run_with_nothing_to_continue_is_over(tmp_path: Path) -> None:
+def test_a_failed_run_without_steps_is_replaced(tmp_path: Path) -> None:
     out = tmp_path / "x"
     complete(out, "old", outputs=["a.json", "b.json"])
     with start(out, run="r2") as folder:
@@ -399,13 +396,13 @@ def test_a_failed_run_with_nothing_to_continue_is_over(tmp_path: Path) -> None:
     assert (out / "a.json").read_text() == "old"
     with start(out, run="r3", resume=True) as folder:
         assert "r2" in folder.notice
-        assert "left no journal" in folder.notice
+        assert "has no journal" in folder.notice
         folder.fail(resumable=False)
-    complete(out, "new", run="r4")  # nobody need say --restart: there is nothing to lose
+    complete(out, "new", run="r4")  # needs no --restart: no step is lost
     assert visible(out) == ["a.json"]
 
 
-def test_a_run_without_some_of_its_files_is_no_finished_one(tmp_path: Path) -> None:
+def test_a_run_without_some_of_its_files_is_failed(tmp_path: Path) -> None:
     out = tmp_path / "x"
     with start(out, outputs=["a.json", "b.json"]) as folder:
         folder.staged("a.json").write_text("1")
@@ -422,4 +419,4 @@ def test_a_run_without_some_of_its_files_is_no_finished_one(tmp_path: Path) -> N
 def test_an_output_that_was_not_announced(tmp_path: Path) -> None:
     with start(tmp_path / "x") as folder, pytest.raises(ValueError, match="other"):
         folder.staged("other.json")
-    assert folder_module.PRIVATE == ".pipedist"
+    assert run_folder.PRIVATE == ".pipedist"

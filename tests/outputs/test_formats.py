@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from pipedist.outputs import missing_package
-from pipedist.outputs.formats import path_problem
+from pipedist.outputs.run_record import path_problem
 
 
 @pytest.mark.parametrize("path", ["a.json", "sub/a.npz", "./a.csv", "..a.json"])

@@ -114,7 +114,7 @@ def test_npy_holds_any_array(tmp_path: Path, value: Any) -> None:
     assert back.dtype == np.asarray(value).dtype.newbyteorder("=")
 
 
-def test_npy_is_what_numpy_writes(tmp_path: Path) -> None:
+def test_npy_has_the_bytes_of_numpy_save(tmp_path: Path) -> None:
     array = np.arange(12, dtype=np.float32).reshape(4, 3)
     np.save(tmp_path / "numpy.npy", array)
     whole = write(tmp_path / "whole.npy", [array])
@@ -224,7 +224,7 @@ def test_no_pieces_at_all(tmp_path: Path, suffix: str, expected: Any) -> None:
         (".jsonl", [{"a": np.zeros(2), "b": np.float64(1)}], ["'b'"]),
     ],
 )
-def test_what_does_not_fit_is_refused_and_leaves_nothing(
+def test_a_value_that_does_not_fit_is_rejected_and_leaves_no_file(
     tmp_path: Path, suffix: str, parts: list[Any], words: list[str]
 ) -> None:
     with pytest.raises(OutputError) as caught:

@@ -1,8 +1,7 @@
-"""Sources: where a dataset's elements come from.
+"""The sources of datasets.
 
-`open_source` in the driver says how many elements there are and where each one is;
-`open_reader`, in any process on the same host, reads them. Each kind has a module of its own,
-imported when it is used.
+`open_source`, in the driver, finds and counts the elements; `open_reader`, in any process that sees
+the same files, reads them. The module of a kind is imported when the kind is used.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ KINDS = ("range", "arrays", "npy", "npz", "csv", "parquet", "jsonl", "text", "fi
 
 
 def open_source(kind: str, config: Mapping[str, Any], *, folder: Path, code: Sequence[str] = ()) -> Source:
-    """Open a source: find its files, count its elements, check what can be checked without reading.
+    """Open a source: find its files, count its elements, and check its settings.
 
     Args:
         kind: one of `KINDS`.
         config: the source's settings, as in the spec: `path`, `columns`, `start`, `call`, ...
-        folder: what a relative `path` is relative to.
-        code: folders where the module of a `function` is found, too.
+        folder: the folder that a relative `path` starts from.
+        code: additional folders with the modules of a `function`.
 
     Raises:
         SourceError: the settings don't fit the data, or the data can't be read.
@@ -36,7 +35,7 @@ def open_source(kind: str, config: Mapping[str, Any], *, folder: Path, code: Seq
     source = _open(kind, dict(config), folder, code)
     path = config.get("path", ())
     if source.portable and any(map(is_private, [path] if isinstance(path, str) else path)):
-        source.portable, source.travels = False, "memory:// is this process's own"
+        source.portable, source.why_not_portable = False, "memory:// URLs can be read in this process only"
     return source
 
 
@@ -67,7 +66,7 @@ def _open(kind: str, settings: Config, folder: Path, code: Sequence[str]) -> Sou
 
             return open_parquet(settings, folder)
         case "jsonl":
-            from pipedist.datasets.sources.jsonl_files import open_jsonl
+            from pipedist.datasets.sources.text_files import open_jsonl
 
             return open_jsonl(settings, folder)
         case "text":
@@ -75,11 +74,11 @@ def _open(kind: str, settings: Config, folder: Path, code: Sequence[str]) -> Sou
 
             return open_text(settings, folder)
         case "files":
-            from pipedist.datasets.sources.raw_files import open_files
+            from pipedist.datasets.sources.text_files import open_files
 
             return open_files(settings, folder)
         case "function":
-            from pipedist.datasets.sources.function import open_function
+            from pipedist.datasets.sources.memory import open_function
 
             return open_function(settings, code)
     raise _unknown(kind)
@@ -92,7 +91,7 @@ def open_reader(config: Config) -> Reader:
         config: the source's `config`.
 
     Raises:
-        SourceError: a package that the source needs is not installed here.
+        SourceError: a package that the source needs is not installed.
     """
     match config["kind"]:
         case "range":
@@ -112,7 +111,7 @@ def open_reader(config: Config) -> Reader:
 
             return ParquetReader(config)
         case "jsonl":
-            from pipedist.datasets.sources.jsonl_files import JsonlReader
+            from pipedist.datasets.sources.text_files import JsonlReader
 
             return JsonlReader(config)
         case "text":
@@ -120,7 +119,7 @@ def open_reader(config: Config) -> Reader:
 
             return TextReader(config)
         case "files":
-            from pipedist.datasets.sources.raw_files import RawFilesReader
+            from pipedist.datasets.sources.text_files import RawFilesReader
 
             return RawFilesReader()
     raise _unknown(config["kind"])

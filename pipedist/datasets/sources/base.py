@@ -1,15 +1,14 @@
-"""What every source of data offers: find elements (in the driver), read them (anywhere).
+"""The interfaces of sources and readers, and the arrays of shards.
 
-A SOURCE lives in the driver: it knows how many elements there are, and turns element ids into a
-LOCATION, a small tree that can be sent. A READER lives wherever the data is read, and turns a
-location into the shard that a replica function receives. Whatever the road, the arrays of a
-shard are C-contiguous, in native byte order, and read-only.
+A source, in the driver, counts elements and turns element ids into a location: a small tree that
+can be sent. A reader, in the process that reads the data, turns a location into the shard that a
+replica function receives. The arrays of a shard are C-contiguous, in native byte order, read-only.
 """
 
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -20,23 +19,23 @@ from pipedist.misuse_hints import conversion_hint, is_masked
 from pipedist.program import Tree
 
 Ids = range | npt.NDArray[np.int64]
-"""Element ids: `epoch * N + index`, a range where they follow each other."""
+"""Element ids: `epoch * N + index`; a range if they are consecutive."""
 
 Config = dict[str, Any]
-"""What another process needs to open a reader: plain msgpack types, paths absolute."""
+"""The settings of a reader: plain msgpack types, absolute paths."""
 
 _AnyArray = TypeVar("_AnyArray", bound=np.generic)
 
 
 class SourceError(PipedistError):
-    """A source can't be opened, or its data is not what was declared.
+    """A source can't be opened, or its data is not as declared.
 
     Args:
         message: one line; for bad data it begins with `file:row:column`.
-        key: the key of the source's settings that is at fault ("path", "columns", ...), or "".
-        name: the column at fault, or "".
-        nearest: the nearest name that would have been right, or "".
-        expected: what would have been right, or "".
+        key: the key of the wrong setting ("path", "columns", ...), or "".
+        name: the wrong column, or "".
+        nearest: the nearest valid name, or "".
+        expected: the expected value, or "".
     """
 
     def __init__(
@@ -50,17 +49,17 @@ class SourceError(PipedistError):
 
 
 class Reader(abc.ABC):
-    """Reads shards of one source; its only state is open files and what it has cached of them."""
+    """Reads shards of one source; its only state is open files and cached data."""
 
     @abc.abstractmethod
     def read(self, location: Tree) -> Tree:
-        """Return the shard at `location`, as the table of sources in the spec language says.
+        """Return the shard at `location`, as the spec language defines it.
 
         Args:
             location: from the source's `locate`; for sources `by_id`, the element ids.
 
         Raises:
-            SourceError: a file has changed or is gone, or its data is not as declared.
+            SourceError: a file has changed or is missing, or its data is not as declared.
         """
 
     def close(self) -> None:
@@ -72,24 +71,24 @@ class Source(abc.ABC):
     """A dataset's elements, before they are divided into steps.
 
     Attributes:
-        length: N, elements of one epoch; None where only reading tells.
+        length: N, elements of one epoch; None if it is unknown before reading.
         random_access: elements can be read in any order, so the dataset can be shuffled.
         portable: another process on this host can read it, with `open_reader(config)`.
-        travels: where that is False, why, for people; "" elsewhere.
+        why_not_portable: the reason why `portable` is False, as text; else "".
         by_id: `locate` is the identity, so a reader that can compute ids needs no location.
-        config: see `portable`; empty where that is False.
+        config: settings of the reader; empty if `portable` is False.
     """
 
     length: int | None
     random_access: bool = True
     portable: bool = True
-    travels: str = ""
+    why_not_portable: str = ""
     by_id: bool = False
     config: Config
 
     @abc.abstractmethod
     def locate(self, ids: Ids) -> Tree:
-        """Return where elements are, as a tree that can be sent to a reader.
+        """Return the location of elements, a tree that can be sent to a reader.
 
         Args:
             ids: element ids, of any epoch.
@@ -100,7 +99,7 @@ class Source(abc.ABC):
 
     @abc.abstractmethod
     def read(self, location: Tree) -> Tree:
-        """Return the shard at `location`, the same as a reader elsewhere would."""
+        """Return the shard at `location`, as a reader does."""
 
     def blocks(self, batch: int) -> Iterator[Tree]:
         """Yield one epoch as consecutive blocks of `batch` elements, the last one shorter."""
@@ -109,20 +108,20 @@ class Source(abc.ABC):
             yield self.read(self.locate(range(start, min(start + batch, length))))
 
     def probe(self) -> None:
-        """Read a little of the data, where its type is known from reading it alone; elsewhere do nothing.
+        """Read a little of the data, if only reading can show that it is as declared.
 
         Raises:
-            SourceError: it is not as declared.
+            SourceError: the data is not as declared.
         """
         return
 
     def close(self) -> None:
-        """Release files, and remove what was unpacked; reading is over."""
+        """Release the files, and remove unpacked ones."""
         return
 
 
 def rows_of(ids: Ids, length: int) -> Ids:
-    """Return the rows within an epoch of `ids`, a contiguous range wherever they allow it.
+    """Return the rows of `ids` within an epoch, as a range if they are consecutive.
 
     Args:
         ids: element ids, of any epoch.
@@ -146,10 +145,7 @@ def rows_of(ids: Ids, length: int) -> Ids:
 
 
 def sealed(array: npt.NDArray[_AnyArray]) -> npt.NDArray[_AnyArray]:
-    """Return `array` as replica functions see it: C-contiguous, aligned, native, read-only.
-
-    Without a copy where it is so already.
-    """
+    """Return `array` C-contiguous, aligned, native and read-only, with a copy only if necessary."""
     if not array.dtype.isnative:
         array = array.astype(array.dtype.newbyteorder("="))
     array = np.require(array, requirements=["C", "A"])
@@ -159,15 +155,15 @@ def sealed(array: npt.NDArray[_AnyArray]) -> npt.NDArray[_AnyArray]:
 
 
 def plain_array(leaf: Any, what: str, key: str) -> npt.NDArray[Any]:
-    """Return a value that NumPy takes for an array as one, with all that it says.
+    """Return an array-like value as an array.
 
     Args:
         leaf: has `__array__`.
-        what: which value, for the error.
-        key: the setting at fault.
+        what: the value as errors name it.
+        key: the setting as errors name it.
 
     Raises:
-        SourceError: it is masked, or of a dtype that can't be sent.
+        SourceError: the array is masked, or of a dtype that can't be sent.
     """
     if is_masked(leaf):
         raise SourceError(
@@ -179,12 +175,12 @@ def plain_array(leaf: Any, what: str, key: str) -> npt.NDArray[Any]:
 
 
 def check_dtype(dtype: np.dtype[Any], what: str, key: str) -> None:
-    """Refuse element types that can't be sent to a worker without pickling them.
+    """Check that elements of a type can be sent to a worker without pickling.
 
     Args:
         dtype: the array's type.
-        what: which array, for the error.
-        key: the setting at fault.
+        what: the array as errors name it.
+        key: the setting as errors name it.
 
     Raises:
         SourceError: `dtype` is object, structured or void.
@@ -197,3 +193,36 @@ def check_dtype(dtype: np.dtype[Any], what: str, key: str) -> None:
         key=key,
         expected=f"numbers, booleans, dates or text ({hint})",
     )
+
+
+class RowLayout:
+    """Finds rows that are numbered through files, or through row groups of files.
+
+    Args:
+        lengths: rows of each piece, in order; 0 is allowed.
+    """
+
+    __slots__ = ("_ends", "total")
+
+    def __init__(self, lengths: Sequence[int]) -> None:
+        self._ends = np.cumsum(np.asarray(lengths, dtype=np.int64), dtype=np.int64)
+        self.total = int(self._ends[-1]) if len(lengths) else 0
+
+    def segments(self, rows: range) -> list[tuple[int, int, int]]:
+        """Return the (piece, lo, hi) of consecutive `rows`, hi exclusive."""
+        found = []
+        row = rows.start
+        while row < rows.stop:
+            # side="right" skips pieces without rows
+            piece = int(np.searchsorted(self._ends, row, side="right"))
+            begin = int(self._ends[piece - 1]) if piece else 0
+            stop = min(rows.stop, int(self._ends[piece]))
+            found.append((piece, row - begin, stop - begin))
+            row = stop
+        return found
+
+    def places(self, rows: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Return the piece of each row, and the row within it: int64[n] each."""
+        pieces = np.searchsorted(self._ends, rows, side="right").astype(np.int64, copy=False)
+        begins = np.concatenate([np.zeros(1, np.int64), self._ends])
+        return pieces, rows - begins[pieces]

@@ -1,6 +1,6 @@
-"""From the text of cells to typed columns, and what a missing value is.
+"""Converts the text of cells to typed columns.
 
-A cell is missing where it is empty, `NA` or `NaN`: NaN in a float column, "" in a str column, an
+A cell that is empty, `NA` or `NaN` is a missing value: NaN in a float column, "" in a str column, an
 error in all others. Numbers are written as Python writes them (`1`, `-2.5`, `1e-3`, `inf`), with
 blanks around them but without underscores; a number that does not fit its type is an error. A
 float32 is the float64 of the text, rounded.
@@ -21,7 +21,7 @@ from pipedist.datasets.sources.base import SourceError
 Column = npt.NDArray[Any]
 
 MISSING = (b"", b"NA", b"NaN")
-"""What stands for a missing value."""
+"""The texts of a missing value."""
 
 COLUMN_TYPES = (
     "str",
@@ -32,17 +32,17 @@ COLUMN_TYPES = (
 """The types that a column can have."""
 
 _MATRIX_BYTES_MAX = 32
-"""Cells up to this length are gathered together; longer ones one by one, which costs less then."""
+"""Cells up to this length are copied to a matrix; longer ones are converted one by one, which is faster."""
 
 _TRUTH = {b"true": True, b"false": False, b"1": True, b"0": False}
 
 
 class CellError(Exception):
-    """A cell can't be read as its column's type; never leaves this package.
+    """A cell does not have its column's type; internal to this package.
 
     Args:
         row: index of the cell in its column.
-        message: what is wrong with it.
+        message: the problem.
     """
 
     def __init__(self, row: int, message: str) -> None:
@@ -56,8 +56,8 @@ class Cells:
     """The text of one column.
 
     Args:
-        data: where the text lies.
-        starts, stops: first byte of each cell and the one behind its last, int64[n].
+        data: the text of all cells.
+        starts, stops: offsets of the first byte of each cell and of the one behind its last, int64[n].
     """
 
     data: bytes
@@ -66,7 +66,7 @@ class Cells:
 
     @classmethod
     def of(cls, texts: Sequence[bytes]) -> Cells:
-        """Return the cells that have these texts."""
+        """Return cells with these texts."""
         stops = np.cumsum(np.fromiter(map(len, texts), np.int64, len(texts)), dtype=np.int64)
         starts = np.concatenate([np.zeros(1, np.int64), stops[:-1]])[: len(texts)]
         return cls(b"".join(texts), starts, stops)
@@ -87,7 +87,7 @@ class Cells:
         """Return the cells' bytes as uint8[n, width], zero behind each cell's end.
 
         Args:
-            width: at least that of the longest cell.
+            width: at least the length of the longest cell.
         """
         data = np.frombuffer(self.data, np.uint8)
         result = np.zeros((len(self), width), np.uint8)
@@ -99,7 +99,7 @@ class Cells:
 
 
 def check_types(columns: dict[str, str]) -> None:
-    """Refuse unknown column types.
+    """Check the types of columns.
 
     Args:
         columns: name -> type.
@@ -120,7 +120,7 @@ def check_types(columns: dict[str, str]) -> None:
 
 
 def no_such_column(name: str, there: Sequence[str], file: str) -> SourceError:
-    """Return the error for a column that `file`, which has the columns `there`, lacks."""
+    """Return the error for a column that is not among the columns of a file."""
     near = difflib.get_close_matches(name, there, 1)
     for separator, word in ((";", "semicolons"), ("\t", "tabs")):
         if any(separator in other and name in other.split(separator) for other in there):
@@ -128,7 +128,7 @@ def no_such_column(name: str, there: Sequence[str], file: str) -> SourceError:
                 f"{file} has no column {name!r}: its header is separated by {word}, not by commas",
                 key="columns",
                 name=name,
-                expected="fields that are separated by commas: convert the file, or read it in a `function`",
+                expected="fields separated by commas: convert the file, or read it in a `function`",
             )
     return SourceError(
         f"{file} has no column {name!r}",
@@ -147,10 +147,10 @@ def column_of_cells(cells: Cells, kind: str) -> Column:
         kind: one of `COLUMN_TYPES`.
 
     Returns:
-        array[n]; for "str" its width is that of the longest text.
+        array[n]; for "str" as wide as the longest text.
 
     Raises:
-        CellError: a cell has no such value.
+        CellError: a cell does not have the type.
     """
     if kind == "str":
         return _strings(cells)
@@ -164,11 +164,11 @@ def column_of_values(values: Sequence[object], kind: str) -> Column:
     """Return the values of JSON objects as an array of their column's type.
 
     Args:
-        values: None where missing; a text is read as a cell of csv would be.
+        values: None if missing; a text is converted as a cell of csv.
         kind: one of `COLUMN_TYPES`.
 
     Raises:
-        CellError: a value is not of the type.
+        CellError: a value does not have the type.
     """
     plain = {"s": str, "b": bool, "f": float}.get(kind[0], int)
     texts = []
@@ -206,7 +206,7 @@ def array_of_texts(texts: Sequence[str]) -> Column:
     """Return texts as an array.
 
     Raises:
-        CellError: a text ends with a zero byte, and NumPy's texts end before their last ones.
+        CellError: a text ends with a zero byte, which NumPy's text can't hold.
     """
     for row, text in enumerate(texts):
         if text.endswith("\0"):
@@ -215,7 +215,7 @@ def array_of_texts(texts: Sequence[str]) -> Column:
 
 
 def _fit_matrix(cells: Cells, width: int) -> bool:
-    # NumPy's bytes end before their last zeros: those of the file would be gone
+    # NumPy's bytes drop zeros at their end
     return width <= _MATRIX_BYTES_MAX and b"\0" not in cells.data
 
 
@@ -227,7 +227,7 @@ def _missing(packed: npt.NDArray[np.bytes_]) -> npt.NDArray[np.bool_]:
 
 
 def _number_texts(cells: Cells, fill: bytes | None) -> tuple[list[bytes], bool]:
-    """Return the cells' texts, `fill` for missing ones, and whether an underscore is in them."""
+    """Return the cells' texts, with `fill` for missing ones, and whether one has an underscore."""
     width = cells.width()
     if not _fit_matrix(cells, width):
         texts = cells.texts()
@@ -241,9 +241,11 @@ def _number_texts(cells: Cells, fill: bytes | None) -> tuple[list[bytes], bool]:
     return packed.tolist(), bool((matrix == ord("_")).any())
 
 
-def _numbers(texts: list[bytes], odd: bool, read: Callable[[bytes], Any], dtype: np.dtype[Any]) -> Column:
+def _numbers(
+    texts: list[bytes], has_underscore: bool, read: Callable[[bytes], Any], dtype: np.dtype[Any]
+) -> Column:
     try:
-        if odd:
+        if has_underscore:
             raise ValueError
         values = list(map(read, texts))
     except ValueError:
@@ -278,8 +280,8 @@ def _number(row: int, text: bytes, read: Callable[[bytes], Any], dtype: np.dtype
             raise ValueError
         return read(bare)
     except ValueError:
-        shown = _short(repr(text.decode("utf-8", "replace")))
-        raise CellError(row, f"{shown} is not of type {dtype}") from None
+        excerpt = _short(repr(text.decode("utf-8", "replace")))
+        raise CellError(row, f"{excerpt} is not of type {dtype}") from None
 
 
 def _truth(text: bytes) -> bool:

@@ -1,24 +1,46 @@
-"""Source `csv`: rows of comma-separated files with a header row."""
+"""Source `csv`: rows of comma-separated files with a header row.
+
+The dialect is that of Python's csv module: commas, double quotes, doubled within a quoted field; rows
+end with LF or CRLF; blank lines are skipped. NumPy finds the separating commas and line feeds; since
+each row has as many fields as the header, the cells of a column are a strided slice of them. The csv
+module itself parses data with a quote in an unusual place.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
 from pipedist.datasets.sources.base import Config, Reader, SourceError, sealed
 from pipedist.datasets.sources.columns import (
     CellError,
+    Cells,
     Column,
     check_types,
     column_of_cells,
     no_such_column,
 )
-from pipedist.datasets.sources.csv_table import column_cells
+from pipedist.datasets.sources.file_kinds import UnpackStore
 from pipedist.datasets.sources.paths import DataFile
-from pipedist.datasets.sources.row_files import Chunk, RowFiles, RowSource, open_rows, shard_order
-from pipedist.datasets.sources.row_scan import RowError, RowRules, lenient_rows
-from pipedist.datasets.sources.unpack import Spool
+from pipedist.datasets.sources.row_files import (
+    BARE_RETURN,
+    CARRIAGE_RETURN,
+    COMMA,
+    LINE_FEED,
+    QUOTE,
+    RowChunk,
+    RowError,
+    RowFiles,
+    RowRules,
+    RowSource,
+    lenient_rows,
+    open_rows,
+    shard_order,
+    well_placed,
+)
 from pipedist.program import Tree
 
 _RULES = RowRules(quoted=True, keep_blank=False)
@@ -28,12 +50,12 @@ def open_csv(config: Config, folder: Path) -> RowSource:
     """Open csv files.
 
     Args:
-        config: `path`, and `columns`: name -> type, the columns that are read.
-        folder: what `path` is relative to.
+        config: `path`, and `columns`: name -> type of each column to be read.
+        folder: the folder that relative paths start from.
 
     Raises:
-        SourceError: no file matches, a column is not there or is there twice, a type is
-            unknown, or a file is not csv.
+        SourceError: no file matches, a column is missing or exists twice, a type is unknown, or a
+            file is not csv.
     """
     columns: dict[str, str] = dict(config.get("columns") or {})
     if not columns:
@@ -42,14 +64,14 @@ def open_csv(config: Config, folder: Path) -> RowSource:
         )
     check_types(columns)
 
-    def open_files(files: list[DataFile], spool: Spool) -> RowSource:
+    def open_files(files: list[DataFile], store: UnpackStore) -> RowSource:
         rows = RowFiles(files, _RULES)
         try:
             starts, tables = [], []
             for number, file in enumerate(files):
                 index = rows.index(number)
                 if len(index) < 2:
-                    raise SourceError(f"{file.shown}: the file is empty", key="path", expected="a header row")
+                    raise SourceError(f"{file.label}: the file is empty", key="path", expected="a header row")
                 names = _header(rows, number, int(index[0]), int(index[1]))
                 tables.append([len(names), [_position(names, name, file) for name in columns]])
                 starts.append(index[1:])
@@ -61,7 +83,7 @@ def open_csv(config: Config, folder: Path) -> RowSource:
             "columns": [[name, kind] for name, kind in columns.items()],
             "tables": tables,
         }
-        return RowSource(starts, reader_config, CsvReader(reader_config), spool)
+        return RowSource(starts, reader_config, CsvReader(reader_config), store)
 
     return open_rows(config, folder, open_files)
 
@@ -80,9 +102,9 @@ def _header(rows: RowFiles, file: int, start: int, stop: int) -> list[str]:
 def _position(names: list[str], name: str, file: DataFile) -> int:
     found = [at for at, each in enumerate(names) if each == name]
     if not found:
-        raise no_such_column(name, names, file.shown)
+        raise no_such_column(name, names, file.label)
     if len(found) > 1:
-        raise SourceError(f"{file.shown} has {len(found)} columns named {name!r}", key="columns", name=name)
+        raise SourceError(f"{file.label} has {len(found)} columns named {name!r}", key="columns", name=name)
     return found[0]
 
 
@@ -103,10 +125,10 @@ class CsvReader(Reader):
         """Return {column: array[n]} of the rows at `location`.
 
         Raises:
-            SourceError: a cell is not of its column's type, or a row has too many or too few
-                fields; the message begins with `file:row:column`, the column as its number.
+            SourceError: a cell does not have its column's type, or a row has too many or too few
+                fields; the message begins with `file:line:column`, the column as its number.
         """
-        chunks = list(self._rows.chunks(location)) or [Chunk(0, b"", 0)]
+        chunks = list(self._rows.chunks(location)) or [RowChunk(0, b"", 0)]
         parts = [self._parse(chunk) for chunk in chunks]
         order = shard_order(chunks)
         shard = {}
@@ -115,7 +137,7 @@ class CsvReader(Reader):
             shard[name] = sealed(column if order is None else column[order])
         return shard
 
-    def _parse(self, chunk: Chunk) -> list[Column]:
+    def _parse(self, chunk: RowChunk) -> list[Column]:
         fields, positions = self._tables[chunk.file]
         try:
             cells = column_cells(chunk.data, chunk.rows, fields, positions)
@@ -137,3 +159,115 @@ class CsvReader(Reader):
     def close(self) -> None:
         """Close the files."""
         self._rows.close()
+
+
+_Offsets = npt.NDArray[np.int64]
+
+
+def column_cells(data: bytes, rows: int, fields: int, positions: Sequence[int]) -> list[Cells]:
+    """Return the cells of some columns.
+
+    Args:
+        data: whole rows; ends with a line feed.
+        rows: number of rows.
+        fields: number of fields of each row.
+        positions: the fields to be returned, 0-based.
+
+    Returns:
+        `rows` cells for each of `positions`.
+
+    Raises:
+        RowError: a row has more or fewer fields, or is not csv.
+    """
+    if not rows:
+        return [Cells.of(()) for _ in positions]
+    array = np.frombuffer(data, np.uint8)
+    quotes = np.flatnonzero(array == QUOTE) if b'"' in data else None
+    if quotes is not None and not well_placed(array, quotes, inside=False):
+        return _leniently(data, fields, positions)
+    stops = np.flatnonzero((array == COMMA) | (array == LINE_FEED))
+    if quotes is not None:
+        stops = stops[np.searchsorted(quotes, stops) & 1 == 0]
+    if b"\r" in data:
+        _check_returns(array, quotes)
+    feeds = array[stops] == LINE_FEED
+    if len(stops) == rows * fields and feeds[fields - 1 :: fields].all() and feeds.sum() == rows:
+        starts = np.empty_like(stops)
+        starts[0] = 0
+        np.add(stops[:-1], 1, out=starts[1:])
+    else:
+        starts, stops = _without_blank(array, stops, feeds, fields)
+    return [
+        _cells(data, array, quotes, starts[at::fields], stops[at::fields], last=at == fields - 1)
+        for at in positions
+    ]
+
+
+def _without_blank(
+    array: npt.NDArray[np.uint8], stops: _Offsets, feeds: npt.NDArray[np.bool_], fields: int
+) -> tuple[_Offsets, _Offsets]:
+    starts = np.concatenate([np.zeros(1, np.int64), stops[:-1] + 1])
+    first = np.concatenate([np.ones(1, np.bool_), feeds[:-1]])
+    empty = (stops == starts) | ((stops == starts + 1) & (array[starts] == CARRIAGE_RETURN))
+    kept = ~(feeds & first & empty)
+    starts, stops = starts[kept], stops[kept]
+    ends = np.flatnonzero(feeds[kept])
+    counts = np.diff(ends, prepend=-1)
+    wrong = np.flatnonzero(counts != fields)
+    if len(wrong):
+        row = int(wrong[0])
+        begin = int(starts[ends[row] - counts[row] + 1])
+        raise RowError(begin, _wrong_count(int(counts[row]), fields))
+    return starts, stops
+
+
+def _wrong_count(count: int, fields: int) -> str:
+    return f"the row has {count} field{'s' * (count != 1)}, the header has {fields}"
+
+
+def _check_returns(array: npt.NDArray[np.uint8], quotes: npt.NDArray[np.intp] | None) -> None:
+    returns = np.flatnonzero(array == CARRIAGE_RETURN)
+    bare = returns[array[np.minimum(returns + 1, len(array) - 1)] != LINE_FEED]
+    if quotes is not None:
+        bare = bare[np.searchsorted(quotes, bare) & 1 == 0]
+    if len(bare):
+        raise RowError(int(bare[0]), BARE_RETURN)
+
+
+def _cells(
+    data: bytes,
+    array: npt.NDArray[np.uint8],
+    quotes: npt.NDArray[np.intp] | None,
+    starts: _Offsets,
+    stops: _Offsets,
+    *,
+    last: bool,
+) -> Cells:
+    if last:
+        stops = stops - ((stops > starts) & (array[stops - 1] == CARRIAGE_RETURN))
+    if quotes is None:
+        return Cells(data, starts, stops)
+    quoted = (stops > starts) & (array[starts] == QUOTE)
+    starts, stops = starts + quoted, stops - quoted
+    doubled = np.flatnonzero(np.searchsorted(quotes, stops) > np.searchsorted(quotes, starts))
+    if not len(doubled):
+        return Cells(data, starts, stops)
+    texts = [
+        data[a:b].replace(b'""', b'"')
+        for a, b in zip(starts[doubled].tolist(), stops[doubled].tolist(), strict=True)
+    ]
+    plain = Cells.of(texts)
+    starts[doubled], stops[doubled] = plain.starts + len(data), plain.stops + len(data)
+    return Cells(data + plain.data, starts, stops)
+
+
+def _leniently(data: bytes, fields: int, positions: Sequence[int]) -> list[Cells]:
+    columns: list[list[bytes]] = [[] for _ in positions]
+    for offset, row in lenient_rows(iter([data]), 0):
+        if not row:
+            break
+        if len(row) != fields:
+            raise RowError(offset, _wrong_count(len(row), fields))
+        for column, at in zip(columns, positions, strict=True):
+            column.append(row[at].encode("latin-1"))
+    return [Cells.of(column) for column in columns]

@@ -1,29 +1,40 @@
-"""What a file seems to be, by its first bytes: for the error of a source that was given another kind."""
+"""Recognizes kinds of files by their first bytes, and unpacks compressed files.
+
+A source that reads another kind of file names the kind in its error. Compressed files are unpacked
+once, so that workers can read any part of them. All unpacked files of a source are in one temporary
+file without a name, which workers open as `/proc/PID/fd/N` of the driver: it disappears with the
+driver, also after SIGKILL. Without /proc the file has a name, and is removed on close.
+"""
 
 from __future__ import annotations
 
 import codecs
+import gzip
 import os
+import tempfile
+import zipfile
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import IO
 
 from pipedist.datasets.sources.base import SourceError
-from pipedist.datasets.sources.paths import DataFile
+from pipedist.datasets.sources.paths import UNPACKED, DataFile, is_remote
 
 _HEAD_BYTES = 512
 _ZIP_NAME_AT = 30
-"""Where the name of a zip archive's first member begins."""
+"""Offset of the name of a zip archive's first member."""
 
 _TEXT_CONTROLS = frozenset("\t\n\v\f\r")
 
 
 @dataclass(frozen=True, slots=True)
 class FileKind:
-    """What a file seems to be.
+    """The kind that a file seems to have.
 
     Args:
-        what: it is, for people: "a parquet file".
-        reads: what to do with it, for people.
-        text: it is text, as far as its first bytes tell.
+        what: the kind as errors name it: "a parquet file".
+        reads: the source or the file to use instead, as errors name it.
+        text: its first bytes are text.
     """
 
     what: str
@@ -33,7 +44,7 @@ class FileKind:
 
 _GZIP = FileKind("compressed by gzip", "a file that is unpacked, or a name that ends in .gz")
 _PACKERS = {b"BZh": "bzip2", b"\xfd7zXZ\0": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
-"""Others that compress files, by their first bytes."""
+"""Other compressors, by the first bytes of their files."""
 _NPY = FileKind("an array in NumPy's .npy format", "`npy: {path: ...}`, which reads it")
 _NPZ = FileKind("an .npz archive of NumPy arrays", "`npz: {path: ...}`, which reads it")
 _PARQUET = FileKind("a parquet file", "`parquet: {path: ...}`, which reads it")
@@ -45,40 +56,40 @@ _LINES = FileKind("text", "`text: {path: ...}`, which reads one line an element"
 
 
 def refuse_binary(file: DataFile, descriptor: int) -> None:
-    """Refuse a file that is of a binary kind, for a source that reads text.
+    """Check that a file is not of a binary kind.
 
     Raises:
-        SourceError: it is; the text says what it is, and which source reads it.
+        SourceError: it is; the text names the kind, and the source that reads it.
     """
     head = file.read(descriptor, 0, min(_HEAD_BYTES, file.size_bytes))
     kind = kind_of(head)
     if kind is not None and not kind.text:
-        raise SourceError(f"{file.shown}: it is {kind.what}, not text", key="path", expected=kind.reads)
+        raise SourceError(f"{file.label}: it is {kind.what}, not text", key="path", expected=kind.reads)
 
 
 def unreadable(file: DataFile, wanted: str, why: object) -> SourceError:
-    """Return the error of a file that is not what its source reads.
+    """Return the error for a file that its source can't read.
 
     Args:
-        file: that could not be read.
-        wanted: what the source reads: ".npy".
-        why: what its reader says, told where the file is of no kind that is known.
+        file: the file.
+        wanted: the kind that the source reads: ".npy".
+        why: the reader's error, for a file of that kind or of an unknown one.
     """
     descriptor = file.open()
     try:
         kind = kind_of(file.read(descriptor, 0, min(_HEAD_BYTES, file.size_bytes)))
     finally:
         os.close(descriptor)
-    message = f"{file.shown}: not a readable {wanted} file"
+    message = f"{file.label}: not a readable {wanted} file"
     if not file.size_bytes:
         return SourceError(f"{message}: it is empty", key="path")
-    if kind is None or wanted in kind.what:  # of the right kind, but damaged
+    if kind is None or wanted in kind.what:  # unknown, or damaged
         return SourceError(f"{message}: {why}", key="path")
     return SourceError(f"{message}: it seems to be {kind.what}", key="path", expected=kind.reads)
 
 
 def kind_of(head: bytes) -> FileKind | None:
-    """Return what a file seems to be that begins so; None: nothing that is known."""
+    """Return the kind of a file by its first bytes; None if it is unknown."""
     if _is_text(head):
         first = head.lstrip(b"\xef\xbb\xbf \t\r\n").partition(b"\n")[0]
         return _JSONL if first[:1] in (b"{", b"[") else _CSV if b"," in first else _LINES
@@ -99,7 +110,121 @@ def kind_of(head: bytes) -> FileKind | None:
 
 def _is_text(head: bytes) -> bool:
     try:
-        text = codecs.getincrementaldecoder("utf-8")().decode(head)  # a character may be cut at the end
+        text = codecs.getincrementaldecoder("utf-8")().decode(head)  # the last character may be incomplete
     except UnicodeDecodeError:
         return False
     return bool(text) and all(each >= " " or each in _TEXT_CONTROLS for each in text)
+
+
+UNPACKED_BYTES_MAX = 1 << 40
+"""Bytes that one source may unpack: the limit for decompression bombs."""
+
+_COPY_BYTES = 1 << 20
+_ALIGN_BYTES = 64
+
+
+class UnpackStore:
+    """The temporary file with all unpacked files of one source."""
+
+    def __init__(self) -> None:
+        self._file: IO[bytes] | None = None
+        self._path = ""
+        self._size_bytes = 0
+
+    def add(self, label: str, stream: IO[bytes] | gzip.GzipFile) -> DataFile:
+        """Append all of `stream`, and return the file that it makes up.
+
+        Args:
+            label: the data as errors name it.
+            stream: readable, at its beginning.
+
+        Raises:
+            SourceError: the disk is full, or the limit is exceeded.
+        """
+        file = self._open()
+        offset = -(-self._size_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
+        end = offset
+        try:
+            file.seek(offset)
+            while piece := stream.read(_COPY_BYTES):
+                end += len(piece)
+                if end > UNPACKED_BYTES_MAX:
+                    raise SourceError(f"{label}: unpacks to more than {UNPACKED_BYTES_MAX} bytes", key="path")
+                rest = memoryview(piece)
+                while rest:
+                    rest = rest[file.write(rest) :]
+        except OSError as error:
+            if error.errno is None:  # raised by the unpacking module: damaged data
+                raise
+            raise SourceError(
+                f"{label}: can't be unpacked into {tempfile.gettempdir()} (TMPDIR): {error.strerror}",
+                key="path",
+            ) from error
+        self._size_bytes = end
+        return DataFile(label, self._path, offset, end - offset, UNPACKED)
+
+    def close(self) -> None:
+        """Remove the file; readers that have it open can continue."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _open(self) -> IO[bytes]:
+        if self._file is None:
+            # unbuffered: else closing would write again what a full disk rejected
+            if os.path.isdir("/proc/self/fd"):
+                self._file = tempfile.TemporaryFile(buffering=0, prefix="pipedist-")  # noqa: SIM115 - see close()
+                self._path = f"/proc/{os.getpid()}/fd/{self._file.fileno()}"
+            else:
+                self._file = tempfile.NamedTemporaryFile(buffering=0, prefix="pipedist-")  # noqa: SIM115
+                self._path = self._file.name
+        return self._file
+
+
+def unpack_all(files: Sequence[DataFile], store: UnpackStore) -> list[DataFile]:
+    """Return `files` with each `.gz` and one-member `.zip` replaced by its contents.
+
+    Args:
+        files: from `expand`.
+        store: receives the contents.
+
+    Raises:
+        SourceError: a file is damaged, or a `.zip` has not exactly one member.
+    """
+    return [_unpack(file, store) for file in files]
+
+
+def _unpack(file: DataFile, store: UnpackStore) -> DataFile:
+    name = file.path.partition("::")[0] if is_remote(file.path) else file.path
+    ending = os.path.splitext(name)[1].lower()
+    try:
+        if ending == ".gz":
+            with os.fdopen(file.open(), "rb") as packed, gzip.open(packed) as stream:
+                return store.add(file.label, stream)
+        if ending == ".zip":
+            with (
+                os.fdopen(file.open(), "rb") as packed,
+                zipfile.ZipFile(packed) as archive,
+                archive.open(_only_member(file, archive)) as stream,
+            ):
+                return store.add(file.label, stream)
+    except SourceError:
+        raise
+    except Exception as error:  # damaged archives raise anything: IndexError, LZMAError, ...
+        raise SourceError(f"{file.label}: can't be unpacked: {error}", key="path") from error
+    return file
+
+
+def _only_member(file: DataFile, archive: zipfile.ZipFile) -> zipfile.ZipInfo:
+    # macOS adds a folder of metadata to every archive
+    members = [
+        info for info in archive.infolist() if not info.is_dir() and not info.filename.startswith("__MACOSX/")
+    ]
+    if len(members) != 1:
+        names = ", ".join(info.filename for info in members[:5]) or "none"
+        raise SourceError(
+            f"{file.label}: the archive has {len(members)} members ({names})",
+            key="path",
+            expected="a .zip with exactly one file",
+        )
+    return members[0]

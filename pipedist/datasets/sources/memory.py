@@ -1,13 +1,23 @@
-"""Sources that are not files: `range`, and `arrays` that the program already has."""
+"""Sources without files: `range`, `arrays` of the program, and the result of a `function`.
+
+A function may return a tree of arrays with one leading dimension, which is read as `arrays` are; or an
+iterable, which is read in order, with its elements stacked, and created anew for each epoch. The type
+decides: an array or a container that trees are made of (dict, list, tuple, dataclass) is a tree, any
+other iterable is an iterable.
+"""
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from pipedist import trees
+from pipedist.datasets.element import kept
 from pipedist.datasets.sources.base import (
     Config,
     Ids,
@@ -18,13 +28,14 @@ from pipedist.datasets.sources.base import (
     rows_of,
     sealed,
 )
+from pipedist.functions import load, reference
 from pipedist.program import Tree
 
 _INT64 = np.iinfo(np.int64)
 
 
-class RangeSource(Source):
-    """Integers that are computed where they are needed.
+class IntegerRangeSource(Source):
+    """Integers, which readers compute.
 
     Args:
         numbers: the elements, all within int64.
@@ -64,15 +75,15 @@ class RangeReader(Reader):
         return sealed(self._numbers.start + rows * self._numbers.step)
 
 
-def open_range(config: Config) -> RangeSource:
+def open_range(config: Config) -> IntegerRangeSource:
     """Open a range of integers.
 
     Args:
         config: `stop`, and optional `start` (0) and `step` (1).
 
     Raises:
-        SourceError: a number is missing, no integer, or beyond int64; the step is 0; or there are more
-            elements than int64 can count.
+        SourceError: a number is missing, not an integer, or beyond int64; the step is 0; or there are
+            more elements than int64 can count.
     """
     numbers = {"start": 0, "step": 1, **config}
     for key in ("start", "stop", "step"):
@@ -84,19 +95,19 @@ def open_range(config: Config) -> RangeSource:
     if numbers["step"] == 0:
         raise SourceError("step of the range is 0", key="step", expected="any other integer")
     try:
-        return RangeSource(range(numbers["start"], numbers["stop"], numbers["step"]))
-    except OverflowError:  # its length
+        return IntegerRangeSource(range(numbers["start"], numbers["stop"], numbers["step"]))
+    except OverflowError:  # of len()
         raise SourceError(
-            "the range has more elements than there are numbers for them",
+            "the range has more elements than int64 can count",
             key="stop",
             expected=f"at most {_INT64.max} elements",
         ) from None
 
 
-class ArraysSource(Source):
-    """A tree of arrays in this process; shards are slices of it, and travel as values.
+class ArrayTreeSource(Source):
+    """A tree of arrays in this process; shards are slices, sent as values.
 
-    The arrays are not copied: they must not be changed while the source is open.
+    The arrays are not copied, and must not be changed while the source is open.
 
     Args:
         tree: leaves are arrays with one common leading dimension, see `leading_arrays`.
@@ -104,7 +115,7 @@ class ArraysSource(Source):
     """
 
     portable = False
-    travels = "they are in this process's memory"
+    why_not_portable = "they are in this process's memory"
     by_id = True
 
     def __init__(self, tree: Tree, length: int) -> None:
@@ -123,16 +134,16 @@ class ArraysSource(Source):
         return trees.tree_map(lambda leaf: sealed(leaf[chosen]), self._tree)
 
 
-def open_arrays(config: Config) -> ArraysSource:
-    """Open arrays that the program already has.
+def open_arrays(config: Config) -> ArrayTreeSource:
+    """Open arrays of the program.
 
     Args:
         config: `arrays`: a tree of arrays with one common leading dimension.
 
     Raises:
-        SourceError: a leaf is no array, or leading dimensions differ.
+        SourceError: a leaf is not an array, or leading dimensions differ.
     """
-    return ArraysSource(*leading_arrays(config["arrays"], "arrays", key="arrays"))
+    return ArrayTreeSource(*leading_arrays(config["arrays"], "arrays", key="arrays"))
 
 
 def leading_arrays(tree: Tree, what: str, *, key: str) -> tuple[Tree, int]:
@@ -140,11 +151,11 @@ def leading_arrays(tree: Tree, what: str, *, key: str) -> tuple[Tree, int]:
 
     Args:
         tree: leaves are arrays, or objects with `__array__`.
-        what: names the tree in an error.
-        key: the setting at fault.
+        what: the tree as errors name it.
+        key: the setting as errors name it.
 
     Raises:
-        SourceError: there is no leaf, a leaf is no array or has no leading dimension, two
+        SourceError: there is no leaf, a leaf is not an array or has no leading dimension, two
             leading dimensions differ, or a dtype can't be sent.
     """
     leaves, treedef = trees.flatten(tree)
@@ -164,13 +175,213 @@ def leading_arrays(tree: Tree, what: str, *, key: str) -> tuple[Tree, int]:
 
 def _array(leaf: Any, name: str, key: str) -> npt.NDArray[Any]:
     if not hasattr(leaf, "__array__"):
-        elements = "; of a list of elements, return iter(...)" if key == "call" else ""
+        elements = "; for a list of elements, return iter(...)" if key == "call" else ""
         raise SourceError(
             f"{name}: a {type(leaf).__name__}, not an array",
             key=key,
-            expected=f"arrays with one leading dimension; numpy.asarray makes one of a list{elements}",
+            expected=f"arrays with one leading dimension; numpy.asarray converts a list{elements}",
         )
     array = plain_array(leaf, name, key)
     if array.ndim == 0:
         raise SourceError(f"{name}: a scalar has no leading dimension", key=key)
     return array
+
+
+_PLAIN: dict[type, np.dtype[Any]] = {
+    bool: np.dtype(np.bool_),
+    int: np.dtype(np.int64),
+    float: np.dtype(np.float64),
+    complex: np.dtype(np.complex128),
+    str: np.dtype(np.str_),
+}
+
+_RAISED = (Exception, SystemExit)
+"""Errors of user functions; sys.exit() in one of them must not end the program."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Element:
+    """The structure of an iterable's elements, that of the first one."""
+
+    treedef: trees.Treedef
+    paths: tuple[str, ...]
+    leaves: tuple[tuple[np.dtype[Any], tuple[int, ...]], ...]
+
+
+class IterableSource(Source):
+    """Elements that can only be read in order, in this process.
+
+    Args:
+        label: the factory as errors name it.
+        factory: returns a new iterable for each epoch.
+        first: the iterable of the first epoch, which the factory has returned already.
+    """
+
+    length = None
+    random_access = False
+    portable = False
+    why_not_portable = "their function is called in this process"
+
+    def __init__(self, label: str, factory: Callable[[], object], first: Iterable[Tree]) -> None:
+        self.config = {}
+        self._label = label
+        self._factory = factory
+        self._first: Iterable[Tree] | None = first
+        self._element: _Element | None = None
+
+    def locate(self, ids: Ids) -> Tree:
+        """Raise SourceError: there is no random access.
+
+        Raises:
+            SourceError: always.
+        """
+        raise SourceError(f"{self._label} returns an iterable, which can only be read in order", key="call")
+
+    def read(self, location: Tree) -> Tree:
+        """Raise SourceError: there is no random access.
+
+        Raises:
+            SourceError: always.
+        """
+        return self.locate(location)
+
+    def blocks(self, batch: int) -> Iterator[Tree]:
+        """Yield one epoch as consecutive blocks of `batch` stacked elements, the last one shorter.
+
+        Raises:
+            SourceError: the iterable raises, or an element differs from the first one in
+                structure, dtype or shape; the message names the element's index.
+        """
+        elements = enumerate(self._elements())
+        while block := [self._arrays(element, index) for index, element in itertools.islice(elements, batch)]:
+            assert self._element is not None
+            stacked = [sealed(np.stack(leaf)) for leaf in zip(*block, strict=True)]
+            yield trees.unflatten(self._element.treedef, stacked)
+
+    def _elements(self) -> Iterator[Tree]:
+        iterable, self._first = self._first, None
+        if iterable is None:
+            again = _call(self._label, self._factory)
+            if not _is_iterable(again):
+                raise SourceError(
+                    f"{self._label} returned an iterable at first, and now a {type(again).__name__}",
+                    key="call",
+                )
+            iterable = again
+        index = 0
+        try:
+            for index, element in enumerate(iterable):
+                yield element
+                index += 1
+        except _RAISED as error:
+            raise SourceError(
+                f"{self._label}, element {index}: {type(error).__name__}: {error}", key="call"
+            ) from error
+
+    def _arrays(self, element: Tree, index: int) -> list[npt.NDArray[Any]]:
+        """Return an element's leaves after a comparison with those of the first element."""
+        leaves, treedef = trees.flatten(element)
+        if self._element is None:
+            self._element = self._describe(leaves, treedef, element)
+        if treedef != self._element.treedef:
+            there, wanted = trees.describe(treedef), trees.describe(self._element.treedef)
+            raise self._mismatch(index, there, wanted, "")
+        arrays = [
+            self._leaf(leaf, path, index) for leaf, path in zip(leaves, self._element.paths, strict=True)
+        ]
+        for array, path, (dtype, shape) in zip(
+            arrays, self._element.paths, self._element.leaves, strict=True
+        ):
+            # the width of text is not part of the structure
+            same = array.dtype == dtype or array.dtype.kind == dtype.kind == "U"
+            if array.shape != shape or not same:
+                raise self._mismatch(
+                    index, _dtype_text(array.dtype, array.shape), _dtype_text(dtype, shape), path
+                )
+        return [kept(array) for array in arrays]
+
+    def _describe(self, leaves: list[Any], treedef: trees.Treedef, element: Tree) -> _Element:
+        if not leaves:
+            raise SourceError(f"{self._label}, element 0 has no leaf", key="call")
+        paths = tuple(trees.paths(element))
+        arrays = [self._leaf(leaf, path, 0) for leaf, path in zip(leaves, paths, strict=True)]
+        return _Element(treedef, paths, tuple((array.dtype, array.shape) for array in arrays))
+
+    def _leaf(self, leaf: Any, path: str, index: int) -> npt.NDArray[Any]:
+        what = f"{self._label}, element {index}" + (f", {path}" if path else "")
+        plain = _PLAIN.get(type(leaf))
+        if plain is not None:
+            try:
+                return np.array(leaf, plain)
+            except OverflowError as error:
+                raise SourceError(f"{what}: {leaf} does not fit int64", key="call") from error
+        if not hasattr(leaf, "__array__"):
+            raise SourceError(
+                f"{what}: a {type(leaf).__name__} can't be stacked",
+                key="call",
+                expected="arrays, numbers or text; numpy.frombuffer converts bytes",
+            )
+        return plain_array(leaf, what, "call")
+
+    def _mismatch(self, index: int, there: str, expected: str, path: str) -> SourceError:
+        what = f", {path}" if path else ""
+        return SourceError(
+            f"{self._label}, element {index}{what}: {there}, element 0 has {expected}",
+            key="call",
+            expected="elements of one structure, dtype and shape",
+        )
+
+
+def open_function(config: Config, code: Sequence[str]) -> Source:
+    """Call a factory, and open what it returns.
+
+    Args:
+        config: `call`: "module:factory", or a callable; optional `with`: its keyword arguments.
+        code: additional folders with modules.
+
+    Raises:
+        SourceError: the factory raises, or returns neither a tree of arrays nor an iterable.
+        pipedist.errors.PipedistError: there is no such function.
+    """
+    call: Callable[..., Any] | str = config["call"]
+    if isinstance(call, str):
+        function, label = load(reference(call), code), call
+    else:
+        function, label = call, getattr(call, "__qualname__", repr(call))
+    kwargs = dict(config.get("with") or {})
+
+    def factory() -> object:
+        return function(**kwargs)
+
+    result = _call(label, factory)
+    if isinstance(result, set | frozenset):
+        raise SourceError(
+            f"{label}: a {type(result).__name__} has no defined order",
+            key="call",
+            expected="its sorted(...), as an array or iter(...)",
+        )
+    if _is_iterable(result):
+        return IterableSource(label, factory, result)
+    return ArrayTreeSource(*leading_arrays(result, label, key="call"))
+
+
+def _call(label: str, factory: Callable[[], object]) -> Any:
+    try:
+        return factory()
+    except _RAISED as error:
+        raise SourceError(f"{label}: {type(error).__name__}: {error}", key="call") from error
+
+
+def _is_iterable(result: object) -> bool:
+    leaves, _ = trees.flatten(result)
+    bare = len(leaves) == 1 and leaves[0] is result
+    return (
+        bare
+        and isinstance(result, Iterable)
+        and not isinstance(result, str | bytes)
+        and not hasattr(result, "__array__")
+    )
+
+
+def _dtype_text(dtype: np.dtype[Any], shape: tuple[int, ...]) -> str:
+    return f"{'str' if dtype.kind == 'U' else dtype}{list(shape)}"

@@ -1,8 +1,7 @@
-"""Sources `npy` and `npz`: arrays in NumPy's own files, mapped into memory.
+"""Sources `npy` and `npz`: arrays in NumPy's files, mapped into memory.
 
-Members of an `.npz` that are stored without compression (`numpy.savez`) are mapped where they
-lie; compressed ones are unpacked first. A config names each array of each file by offset, so
-that readers parse no header.
+Uncompressed members of an `.npz` (`numpy.savez`) are mapped in place; compressed ones are unpacked
+first. The config has the offset of each array of each file, so that readers parse no header.
 """
 
 from __future__ import annotations
@@ -25,16 +24,15 @@ from pipedist.datasets.sources.base import (
     Config,
     Ids,
     Reader,
+    RowLayout,
     Source,
     SourceError,
     check_dtype,
     rows_of,
     sealed,
 )
-from pipedist.datasets.sources.file_kinds import unreadable
-from pipedist.datasets.sources.layout import Layout
+from pipedist.datasets.sources.file_kinds import UnpackStore, unreadable
 from pipedist.datasets.sources.paths import FILES_OPEN_MAX, DataFile, OpenFiles, expand
-from pipedist.datasets.sources.unpack import Spool
 from pipedist.program import Tree
 
 Array = npt.NDArray[Any]
@@ -49,10 +47,10 @@ class Stored:
 
     Args:
         file: the file.
-        offset: of the array's first byte in it.
+        offset: of the array's first byte in the file.
         dtype: as in the file.
         shape: as in the file.
-        fortran: stored in column-major order.
+        fortran: the array is in column-major order.
     """
 
     file: DataFile
@@ -62,17 +60,17 @@ class Stored:
     fortran: bool
 
     def to_config(self) -> list[Any]:
-        """Return the array's place as plain msgpack types."""
+        """Return the fields as plain msgpack types."""
         return [self.file.to_config(), self.offset, self.dtype, list(self.shape), self.fortran]
 
     @classmethod
     def from_config(cls, config: Sequence[Any]) -> Stored:
-        """Return the place that `to_config` wrote down."""
+        """Return the array that `to_config` described."""
         file, offset, dtype, shape, fortran = config
         return cls(DataFile.from_config(file), offset, dtype, tuple(shape), fortran)
 
     def size_bytes(self) -> int:
-        """Return how many bytes of the file the array takes."""
+        """Return the size of the array in the file, in bytes."""
         return np.dtype(self.dtype).itemsize * math.prod(self.shape)
 
     def map(self, descriptor: int) -> Array:
@@ -95,14 +93,14 @@ class NumpySource(Source):
 
     Args:
         arrays: {name: one array per file}; `BARE` alone for `.npy`.
-        spool: holds what was unpacked; closed with the source.
+        store: holds unpacked files; closed with the source.
     """
 
     by_id = True
 
-    def __init__(self, arrays: dict[str, list[Stored]], spool: Spool) -> None:
+    def __init__(self, arrays: dict[str, list[Stored]], store: UnpackStore) -> None:
         lengths = [stored.shape[0] for stored in next(iter(arrays.values()))]
-        self._spool = spool
+        self._store = store
         self.length: int = sum(lengths)
         self.config = {
             "kind": "npz" if BARE not in arrays else "npy",
@@ -120,20 +118,20 @@ class NumpySource(Source):
         return self._reader.read(location)
 
     def close(self) -> None:
-        """Unmap the files, and remove what was unpacked."""
+        """Unmap the files, and remove unpacked ones."""
         self._reader.close()
-        self._spool.close()
+        self._store.close()
 
 
 class NumpyReader(Reader):
     """Reads rows of mapped arrays.
 
     Args:
-        config: `lengths`, rows of each file; `arrays`: {name: place in each file}.
+        config: `lengths`, rows of each file; `arrays`: {name: array of each file}.
     """
 
     def __init__(self, config: Config) -> None:
-        self._layout = Layout(config["lengths"])
+        self._layout = RowLayout(config["lengths"])
         self._arrays = {
             name: [Stored.from_config(each) for each in places] for name, places in config["arrays"].items()
         }
@@ -145,11 +143,11 @@ class NumpyReader(Reader):
     def read(self, location: Tree) -> Array | dict[str, Array]:
         """Return the elements with the ids `location`: array[n, ...], or a dict of them.
 
-        Rows that follow each other in one file are a view of the mapped file. So a change of it is noticed
-        when rows are read, not while a function looks at them.
+        Consecutive rows of one file are a view of the mapped file, so a change of the file is noticed when
+        rows are read, not while a function uses them.
 
         Raises:
-            SourceError: a file is gone, or has changed since the source was opened.
+            SourceError: a file is missing, or has changed since the source was opened.
         """
         rows = rows_of(location, self._layout.total)
         if isinstance(rows, range):
@@ -191,7 +189,7 @@ class NumpyReader(Reader):
         return array
 
     def close(self) -> None:
-        """Forget the mapped files; they stay mapped for shards that were read."""
+        """Close the files; they stay mapped for shards that were read."""
         self._maps.clear()
         self._open.close()
 
@@ -201,27 +199,27 @@ def open_npy(config: Config, folder: Path) -> NumpySource:
 
     Args:
         config: `path`.
-        folder: what `path` is relative to.
+        folder: the folder that relative paths start from.
 
     Raises:
-        SourceError: no file matches, a file is no `.npy` file, or two files differ in dtype or
+        SourceError: no file matches, a file is not a `.npy` file, or two files differ in dtype or
             trailing shape.
     """
     arrays = []
     for file in expand(config.get("path", ()), folder):
         with _open(file) as stream:
             try:
-                stored = _stored(stream, file, file.shown)
+                stored = _stored(stream, file, file.label)
             except _NoHeader as error:
                 raise unreadable(file, ".npy", error.why) from error
             if (rest := file.size_bytes - stored.offset - stored.size_bytes()) > 0:
                 raise SourceError(
-                    f"{file.shown}: {rest} bytes follow its array; was another one saved behind it?",
+                    f"{file.label}: {rest} bytes follow its array; was another one saved behind it?",
                     key="path",
-                    expected="one array in a file: several are an .npz, or files of their own",
+                    expected="one array per file; several arrays are an .npz, or separate files",
                 )
             arrays.append(stored)
-    return NumpySource({BARE: _agreeing(arrays, "")}, Spool())
+    return NumpySource({BARE: _agreeing(arrays, "")}, UnpackStore())
 
 
 def open_npz(config: Config, folder: Path) -> NumpySource:
@@ -229,34 +227,34 @@ def open_npz(config: Config, folder: Path) -> NumpySource:
 
     Args:
         config: `path`.
-        folder: what `path` is relative to.
+        folder: the folder that relative paths start from.
 
     Raises:
-        SourceError: no file matches, a file is no `.npz` file, its arrays differ in their
+        SourceError: no file matches, a file is not an `.npz` file, its arrays differ in their
             leading dimension, or two files differ in names, dtypes or trailing shapes.
     """
     files = expand(config.get("path", ()), folder)
-    spool = Spool()
+    store = UnpackStore()
     try:
-        members = [_members(file, spool) for file in files]
+        members = [_members(file, store) for file in files]
         names = list(members[0])
         for file, found in zip(files, members, strict=True):
             if set(found) != set(names):
                 raise SourceError(
-                    f"{files[0].shown} has the arrays {', '.join(sorted(names))}; "
-                    f"{file.shown} has {', '.join(sorted(found))}",
+                    f"{files[0].label} has the arrays {', '.join(sorted(names))}; "
+                    f"{file.label} has {', '.join(sorted(found))}",
                     key="path",
                 )
         return NumpySource(
-            {name: _agreeing([found[name] for found in members], f" of {name!r}") for name in names}, spool
+            {name: _agreeing([found[name] for found in members], f" of {name!r}") for name in names}, store
         )
     except BaseException:
-        spool.close()
+        store.close()
         raise
 
 
 class _NoHeader(SourceError):
-    """What should be an array does not begin as one."""
+    """The header of an array can't be read."""
 
     def __init__(self, what: str, why: Exception) -> None:
         self.why = why
@@ -268,7 +266,7 @@ def _open(file: DataFile) -> IO[bytes]:
 
 
 def _stored(stream: IO[bytes], file: DataFile, what: str) -> Stored:
-    """Return the array whose header `stream` is at."""
+    """Read the header of an array from `stream`."""
     try:
         version = np.lib.format.read_magic(stream)
         if version == (1, 0):
@@ -277,7 +275,7 @@ def _stored(stream: IO[bytes], file: DataFile, what: str) -> Stored:
             shape, fortran, dtype = np.lib.format.read_array_header_2_0(stream)
         else:
             raise ValueError(f"its format version {version} is only used for structured arrays")
-    except (ValueError, SyntaxError, tokenize.TokenError) as error:  # whatever reads its text as Python
+    except (ValueError, SyntaxError, tokenize.TokenError) as error:  # NumPy parses the header as Python
         raise _NoHeader(what, error) from error
     check_dtype(dtype, what, "path")
     if not shape:
@@ -285,58 +283,58 @@ def _stored(stream: IO[bytes], file: DataFile, what: str) -> Stored:
     stored = Stored(file, stream.tell() - file.offset, dtype.str, tuple(shape), fortran)
     if stored.offset + stored.size_bytes() > file.size_bytes:
         raise SourceError(
-            f"{what}: the file is too short for {dtype}{list(shape)}; it was not written to its end",
+            f"{what}: the file is too short for {dtype}{list(shape)}; it was not written completely",
             key="path",
         )
     return stored
 
 
 def _seek_to_data(stream: IO[bytes], info: zipfile.ZipInfo) -> None:
-    # The local header repeats the name, with lengths of its own: the directory's can differ.
+    # the lengths in the local header can differ from those in the directory
     stream.seek(info.header_offset + 26)
     name_bytes, extra_bytes = struct.unpack("<HH", stream.read(4))
     stream.seek(name_bytes + extra_bytes, os.SEEK_CUR)
 
 
-def _members(file: DataFile, spool: Spool) -> dict[str, Stored]:
+def _members(file: DataFile, store: UnpackStore) -> dict[str, Stored]:
     found: dict[str, Stored] = {}
     try:
         with _open(file) as stream, zipfile.ZipFile(stream) as archive:
             for info in archive.infolist():
                 name = info.filename.removesuffix(".npy")
-                what = f"{file.shown}: array {name!r}"
+                what = f"{file.label}: array {name!r}"
                 if name in found:
-                    raise SourceError(f"{what} is there twice", key="path")
+                    raise SourceError(f"{what} is in it twice", key="path")
                 if info.compress_type == zipfile.ZIP_STORED and not info.flag_bits & 1:
                     _seek_to_data(stream, info)
                     found[name] = _stored(stream, file, what)
                 else:
                     with archive.open(info) as packed:
-                        plain = spool.add(what, packed)
+                        plain = store.add(what, packed)
                     with _open(plain) as unpacked:
                         unpacked.seek(plain.offset)
                         found[name] = _stored(unpacked, plain, what)
     except SourceError:
         raise
-    except Exception as error:  # a wrong byte is a wrong offset: OSError, struct.error, ...
+    except Exception as error:  # a damaged offset raises anything: OSError, struct.error, ...
         raise unreadable(file, ".npz", error) from error
     if not found:
-        raise SourceError(f"{file.shown}: there is no array in it", key="path")
+        raise SourceError(f"{file.label} contains no array", key="path")
     lengths = {name: stored.shape[0] for name, stored in found.items()}
     if len(set(lengths.values())) > 1:
         rows = ", ".join(f"{name!r} has {length}" for name, length in lengths.items())
-        raise SourceError(f"{file.shown}: its arrays differ in rows: {rows}", key="path")
+        raise SourceError(f"{file.label}: its arrays differ in rows: {rows}", key="path")
     return found
 
 
 def _agreeing(arrays: list[Stored], what: str) -> list[Stored]:
-    """Return `arrays`, which are to be one dataset, if dtype and trailing shape are the same."""
+    """Return `arrays` after a check that their dtypes and trailing shapes are equal."""
     first = arrays[0]
     for each in arrays[1:]:
         if _element(each) != _element(first):
             raise SourceError(
-                f"{first.file.shown}{what} has elements {_element(first)}, "
-                f"{each.file.shown} has {_element(each)}",
+                f"{first.file.label}{what} has elements {_element(first)}, "
+                f"{each.file.label} has {_element(each)}",
                 key="path",
                 expected="the same dtype and trailing shape in all files",
             )
@@ -345,5 +343,5 @@ def _agreeing(arrays: list[Stored], what: str) -> list[Stored]:
 
 def _element(stored: Stored) -> str:
     dtype = np.dtype(stored.dtype)
-    kind = {"U": "str", "S": "bytes"}.get(dtype.kind)  # the width of text is that of the longest one
+    kind = {"U": "str", "S": "bytes"}.get(dtype.kind)  # the width of text differs between files
     return f"{kind or dtype.newbyteorder('=')}{list(stored.shape[1:])}"

@@ -1,8 +1,8 @@
 """Source `parquet`: typed columns of parquet files, with pyarrow.
 
-The driver reads the files' footers only; workers read row groups. A reader keeps the row groups
-it read last, as far as `ROW_GROUPS_BYTES_MAX` allows, because a shard is mostly a small part of
-one. Nulls are csv's missing values.
+The driver reads only the files' footers; workers read row groups. A reader caches the row groups it
+read last, up to `ROW_GROUPS_BYTES_MAX`, because a shard is usually a small part of one. A null is a
+missing value, as in csv.
 """
 
 from __future__ import annotations
@@ -15,20 +15,27 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pipedist.datasets.sources.base import Config, Ids, Reader, Source, SourceError, rows_of, sealed
-from pipedist.datasets.sources.columns import CellError, Column, check_types, no_such_column
+from pipedist.datasets.sources.base import (
+    Config,
+    Ids,
+    Reader,
+    RowLayout,
+    Source,
+    SourceError,
+    rows_of,
+    sealed,
+)
+from pipedist.datasets.sources.columns import CellError, Column, array_of_texts, check_types, no_such_column
 from pipedist.datasets.sources.file_kinds import unreadable
-from pipedist.datasets.sources.layout import Layout
-from pipedist.datasets.sources.parquet_columns import OWN_TYPE, numpy_column, plain_type, readable
 from pipedist.datasets.sources.paths import FILES_OPEN_MAX, DataFile, OpenFiles, expand, is_remote
 from pipedist.program import Tree
 
 ROW_GROUPS_BYTES_MAX = 256 << 20
-"""How much decoded data a reader keeps for its next shards; the last row group is always kept."""
+"""Bytes of decoded data that a reader caches; the last row group is always cached."""
 
 
 def _pyarrow() -> Any:
-    # Imported here: an extra, and 0.3 s that no other source should pay.
+    # an extra, whose import takes 0.3 s
     try:
         import pyarrow
         import pyarrow.parquet
@@ -37,11 +44,11 @@ def _pyarrow() -> Any:
     return pyarrow
 
 
-class ParquetSource(Source):
+class ParquetFileSource(Source):
     """Rows of parquet files.
 
     Args:
-        config: what `ParquetReader` needs.
+        config: settings of `ParquetReader`.
     """
 
     by_id = True
@@ -69,7 +76,7 @@ class ParquetReader(Reader):
 
     Args:
         config: `files`; `groups`: [file, row group, rows] of each row group with rows;
-            `columns`: [name, type, or `OWN_TYPE`] of each column.
+            `columns`: [name, type or `OWN_TYPE`] of each column.
     """
 
     def __init__(self, config: Config) -> None:
@@ -77,13 +84,13 @@ class ParquetReader(Reader):
         self._files = [DataFile.from_config(file) for file in config["files"]]
         self._groups: list[tuple[int, int, int]] = [tuple(group) for group in config["groups"]]
         self._columns: dict[str, str] = dict(config["columns"])
-        self._layout = Layout([rows for _, _, rows in self._groups])
+        self._layout = RowLayout([rows for _, _, rows in self._groups])
         self._open: OrderedDict[int, Any] = OrderedDict()
         self._watched = OpenFiles(self._files)
-        """Tells of changes: pyarrow opens the files itself."""
+        """Detects changes: pyarrow opens the files itself."""
         self._tables: OrderedDict[int, Any] = OrderedDict()
         self._table_bytes: dict[int, int] = {}
-        """Sizes of the row groups that are kept: asking pyarrow each time takes longer than slicing."""
+        """Sizes of the cached row groups: computing one takes longer than slicing."""
 
     def read(self, location: Tree) -> dict[str, Column]:
         """Return {column: array[n]} of the elements with the ids `location`.
@@ -101,7 +108,7 @@ class ParquetReader(Reader):
             for group, lo, hi in segments:
                 parts.append(self._typed(group, self._table(group).slice(lo, hi - lo), range(lo, hi)))
                 if hi == self._groups[group][2]:
-                    self._pass(group)
+                    self._free(group)
             order = None
         else:
             groups, places = self._layout.places(rows)
@@ -135,7 +142,7 @@ class ParquetReader(Reader):
         number, row_group, _ = self._groups[group]
         file = self._file(number)
         row += sum(file.metadata.row_group(before).num_rows for before in range(row_group))
-        return f"{self._files[number].shown}:{row + 1}:{file.schema_arrow.get_field_index(name) + 1}"
+        return f"{self._files[number].label}:{row + 1}:{file.schema_arrow.get_field_index(name) + 1}"
 
     def _empty(self, name: str) -> Column:
         field = self._file(0).schema_arrow.field(name)
@@ -148,14 +155,14 @@ class ParquetReader(Reader):
             self._tables.move_to_end(group)
             return table
         file, number, _ = self._groups[group]
-        # One thread: threads are the worker's to give, not pyarrow's to take.
+        # the worker decides how many threads run
         opened = self._file(file)
         try:
             table = opened.read_row_group(number, columns=list(self._columns), use_threads=False)
         except (self._arrow.ArrowException, OSError) as error:
             self._check(file)
             raise SourceError(
-                f"{self._files[file].shown}: row group {number} can't be read: {error}", key="path"
+                f"{self._files[file].label}: row group {number} can't be read: {error}", key="path"
             ) from error
         self._check(file)
         self._tables[group] = table
@@ -165,11 +172,10 @@ class ParquetReader(Reader):
             del self._table_bytes[dropped]
         return table
 
-    def _pass(self, group: int) -> None:
-        """Let go of a row group that was read to its end, if it would not be kept until it is read again.
+    def _free(self, group: int) -> None:
+        """Free a row group that was read to its end, if the cache can't hold it until the next epoch.
 
-        So the next one is decoded into its memory, and not into pages that the kernel makes first: that takes
-        as long as a quarter of the decoding.
+        The next one is then decoded into its memory; new pages would take a quarter of the decoding time.
         """
         _, _, rows = self._groups[group]
         if self._table_bytes[group] * self._layout.total > ROW_GROUPS_BYTES_MAX * rows:
@@ -191,7 +197,7 @@ class ParquetReader(Reader):
         return file
 
     def close(self) -> None:
-        """Close the files, and forget the row groups."""
+        """Close the files, and free the row groups."""
         self._tables.clear()
         self._table_bytes.clear()
         while self._open:
@@ -199,18 +205,18 @@ class ParquetReader(Reader):
         self._watched.close()
 
 
-def open_parquet(config: Config, folder: Path) -> ParquetSource:
+def open_parquet(config: Config, folder: Path) -> ParquetFileSource:
     """Open parquet files.
 
     Args:
-        config: `path`, and optional `columns`: name -> type, or `OWN_TYPE`; without it, all columns are
-            read as what they are.
-        folder: what `path` is relative to.
+        config: `path`, and optional `columns`: name -> type or `OWN_TYPE`; without it, all columns are
+            read with their own types.
+        folder: the folder that relative paths start from.
 
     Raises:
-        SourceError: no file matches, pyarrow is not installed, a file is no parquet file, a
-            column is not there, or can't be read as its type, or differs in type between files;
-            or, without `columns`, a file has one that the first file lacks.
+        SourceError: no file matches, pyarrow is not installed, a file is not a parquet file, a column is
+            missing, can't be read as its type, or differs in type between files; or, without
+            `columns`, a file has a column that the first file lacks.
     """
     arrow = _pyarrow()
     wanted: dict[str, str] = dict(config.get("columns") or {})
@@ -226,22 +232,22 @@ def open_parquet(config: Config, folder: Path) -> ParquetSource:
                 wanted = dict.fromkeys(schema.names, OWN_TYPE)
             if everything and (more := [name for name in schema.names if name not in wanted]):
                 raise SourceError(
-                    f"{data_file.shown} has a column {more[0]!r}, and {files[0].shown} has none",
+                    f"{data_file.label} has a column {more[0]!r}, and {files[0].label} has none",
                     key="path",
-                    expected="files with the same columns, or `columns`: those that are wanted",
+                    expected="files with the same columns, or `columns` with those to be read",
                 )
             for name, kind in wanted.items():
-                _check(arrow, schema, name, kind, data_file.shown)
+                _check(arrow, schema, name, kind, data_file.label)
                 there, before = (plain_type(arrow, each.field(name).type) for each in (schema, first))
                 if kind == OWN_TYPE and there != before:
                     raise SourceError(
-                        f"column {name!r} is {before} in {files[0].shown} and {there} in {data_file.shown}",
+                        f"column {name!r} is {before} in {files[0].label} and {there} in {data_file.label}",
                         key="path",
                         name=name,
                     )
             rows = [file.metadata.row_group(each).num_rows for each in range(file.num_row_groups)]
             groups += [[number, each, count] for each, count in enumerate(rows) if count]
-    return ParquetSource(
+    return ParquetFileSource(
         {
             "kind": "parquet",
             "files": [file.to_config() for file in files],
@@ -252,7 +258,7 @@ def open_parquet(config: Config, folder: Path) -> ParquetSource:
 
 
 def _open(arrow: Any, file: DataFile) -> Any:
-    file.check()  # pyarrow opens the file itself, to read without Python's lock
+    file.check()  # pyarrow opens the file itself, to read without the GIL
     try:
         if is_remote(file.path):
             from pipedist.datasets.sources.remote import open_stream
@@ -263,15 +269,111 @@ def _open(arrow: Any, file: DataFile) -> Any:
         raise unreadable(file, "parquet", error) from error
 
 
-def _check(arrow: Any, schema: Any, name: str, kind: str, shown: str) -> None:
+def _check(arrow: Any, schema: Any, name: str, kind: str, label: str) -> None:
     times = schema.names.count(name)
     if not times:
-        raise no_such_column(name, schema.names, shown)
+        raise no_such_column(name, schema.names, label)
     if times > 1:
-        raise SourceError(f"{shown} has {times} columns named {name!r}", key="columns", name=name)
+        raise SourceError(f"{label} has {times} columns named {name!r}", key="columns", name=name)
     own = schema.field(name).type
     if not readable(arrow, own, kind):
-        wanted = "read: name the columns that are wanted" if kind == OWN_TYPE else f"read as {kind}"
+        wanted = "read: name the columns to be read" if kind == OWN_TYPE else f"read as {kind}"
         raise SourceError(
-            f"{shown}: column {name!r} is {own}, which can't be {wanted}", key="columns", name=name
+            f"{label}: column {name!r} is {own}, which can't be {wanted}", key="columns", name=name
         )
+
+
+OWN_TYPE = "own"
+"""In place of a column's type: the type in the file."""
+
+
+def plain_type(arrow: Any, own: Any) -> Any:
+    """Return the type of a column's values; for a dictionary, of its entries."""
+    return own.value_type if arrow.types.is_dictionary(own) else own
+
+
+def readable(arrow: Any, own: Any, kind: str) -> bool:
+    """Return whether a column of a file can be read as a type.
+
+    Args:
+        arrow: the pyarrow module.
+        own: the column's type in the file.
+        kind: a column type, or `OWN_TYPE`.
+    """
+    types, own = arrow.types, plain_type(arrow, own)
+    text = _is_text(types, own)
+    integer, floating = types.is_integer(own), types.is_floating(own)
+    if kind == OWN_TYPE:
+        time = types.is_timestamp(own) or types.is_date(own) or types.is_duration(own)
+        return bool(text or integer or floating or types.is_boolean(own) or time)
+    if kind == "str":
+        return bool(text or types.is_null(own))
+    if kind == "bool":
+        return bool(types.is_boolean(own))
+    return bool(integer or ((floating or types.is_null(own)) and kind.startswith("float")))
+
+
+def _is_text(types: Any, own: Any) -> bool:
+    # by name: the oldest supported pyarrow has no views
+    return bool(types.is_string(own) or types.is_large_string(own) or str(own) == "string_view")
+
+
+def numpy_column(arrow: Any, column: Any, kind: str) -> Column:
+    """Return a column's values as an array.
+
+    Args:
+        arrow: the pyarrow module.
+        column: ChunkedArray[n] of a type that is `readable` as `kind`.
+        kind: a column type, or `OWN_TYPE`.
+
+    Returns:
+        array[n]: a null is NaN in floats, "" in text and NaT in dates.
+
+    Raises:
+        CellError: a value is null and its type has no missing value, or does not fit its type.
+    """
+    types = arrow.types
+    if types.is_dictionary(column.type):
+        column = column.cast(column.type.value_type)
+    if types.is_null(column.type):  # a column without any value
+        column = column.cast(arrow.string() if kind == "str" else arrow.float64())
+    own = column.type
+    if _is_text(types, own):
+        return array_of_texts(["" if text is None else text for text in _texts(column)])
+    counted = types.is_boolean(own) or (types.is_integer(own) and not kind.startswith("float"))
+    if counted and column.null_count:
+        row = int(np.flatnonzero(column.is_null().to_numpy())[0])
+        named = str(own) if kind == OWN_TYPE else kind
+        raise CellError(row, f"a value of type {named} is missing; float columns read one as NaN")
+    values: Column = column.to_numpy()
+    return values if kind == OWN_TYPE else _fitted(values, np.dtype(kind))
+
+
+def _texts(column: Any) -> list[str | None]:
+    try:
+        texts: list[str | None] = column.to_pylist()
+    except UnicodeDecodeError:  # Arrow's writers need not check
+        for row, text in enumerate(column):
+            try:
+                text.as_py()
+            except UnicodeDecodeError as error:
+                raise CellError(row, f"{error.object!r} is not UTF-8 text") from error
+        raise
+    return texts
+
+
+def _fitted(values: Column, dtype: np.dtype[Any]) -> Column:
+    if values.dtype == dtype:
+        return values
+    if dtype.kind == "f":
+        with np.errstate(over="ignore"):
+            result: Column = values.astype(dtype)
+        wrong = np.isinf(result) & ~np.isinf(values)
+    else:
+        limits = np.iinfo(dtype)
+        result = values.astype(dtype)
+        wrong = (values < limits.min) | (values > limits.max)
+    if wrong.any():
+        row = int(np.flatnonzero(wrong)[0])
+        raise CellError(row, f"{values[row]} does not fit {dtype}")
+    return result

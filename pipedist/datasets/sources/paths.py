@@ -1,38 +1,42 @@
-"""From the `path` of a source to the files it means, and how they are opened later."""
+"""The files of a source: finding them, opening them later, and detecting changes.
+
+A file that changed since the source was opened is an error in every process that reads it. A process on
+another host reads a source itself if it sees the same files: equal path, size and modification time.
+"""
 
 from __future__ import annotations
 
 import glob
 import os
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from pipedist.datasets.sources.base import SourceError
+from pipedist.datasets.sources.base import Config, Source, SourceError
 from pipedist.records import record
 
 FILES_OPEN_MAX = 64
-"""How many files one reader keeps open; the one used longest ago is closed."""
+"""Files that one reader keeps open; the least recently used one is closed."""
 
 READ_BYTES_MAX = 1 << 30
-"""How much one system call is asked to read; the kernel's own limit is just below 2 GiB."""
+"""Bytes that one system call reads; the kernel's limit is just below 2 GiB."""
 
 UNPACKED = -1
-"""`mtime_ns` of a file that pipedist itself unpacked, which nobody else can change."""
+"""`mtime_ns` of a file that pipedist unpacked, which no other process can change."""
 
 
 _PRIVATE = ("memory",)
-"""File systems that each process has for itself, by the beginning of their URLs."""
+"""Protocols of file systems that exist in one process only."""
 
 
 def is_remote(path: str) -> bool:
-    """Whether a path is a URL, which is read through fsspec; `file://` is none."""
+    """Return whether a path is a URL that is read through fsspec, which excludes `file://`."""
     return "://" in path and not path.startswith("file://")
 
 
 def is_private(path: str) -> bool:
-    """Whether a path is a URL that only this process can read."""
+    """Return whether a path is a URL that only this process can read."""
     return any(part.partition("://")[0] in _PRIVATE for part in path.split("::")) and is_remote(path)
 
 
@@ -43,17 +47,17 @@ def local_path(path: str) -> str:
 
 @record
 class DataFile:
-    """A file of a source, or a stretch of one, with what tells whether it has changed.
+    """A file of a source, or a part of one, and its version.
 
     Args:
-        shown: its name for people and in results: relative to the spec's folder if `path` was.
+        label: its name in errors and results: relative to the spec's folder if `path` was.
         path: absolute, or a URL (`pipedist.datasets.sources.remote`).
-        offset: first byte that belongs to it.
-        size_bytes: how many bytes belong to it.
-        mtime_ns: its modification time when the source was opened, or `UNPACKED`; of a URL, its stamp.
+        offset: its first byte.
+        size_bytes: its size.
+        mtime_ns: its modification time when the source was opened, or `UNPACKED`; for a URL, its stamp.
     """
 
-    shown: str
+    label: str
     path: str
     offset: int
     size_bytes: int
@@ -61,18 +65,18 @@ class DataFile:
 
     def to_config(self) -> list[Any]:
         """Return the file as plain msgpack types."""
-        return [self.shown, self.path, self.offset, self.size_bytes, self.mtime_ns]
+        return [self.label, self.path, self.offset, self.size_bytes, self.mtime_ns]
 
     @classmethod
     def from_config(cls, config: Sequence[Any]) -> DataFile:
-        """Return the file that `to_config` wrote down."""
+        """Return the file that `to_config` described."""
         return cls(*config)
 
     def open(self) -> int:
-        """Return a new descriptor of the file, for reading; of a URL, one of a copy.
+        """Return a new descriptor for reading; for a URL, of a copy.
 
         Raises:
-            SourceError: it can't be opened, or is not the file it was when the source was opened.
+            SourceError: the file can't be opened, or has changed since the source was opened.
         """
         if is_remote(self.path):
             self.check()
@@ -83,7 +87,7 @@ class DataFile:
         try:
             descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
-            raise SourceError(f"{self.shown}: can't be opened: {error.strerror}", key="path") from error
+            raise SourceError(f"{self.label}: can't be opened: {error.strerror}", key="path") from error
         try:
             self.check_open(descriptor)
         except BaseException:
@@ -92,10 +96,10 @@ class DataFile:
         return descriptor
 
     def check_open(self, descriptor: int) -> None:
-        """Look whether the file behind a descriptor has changed; being replaced by another one is no change.
+        """Check that the open file has not changed; its path may have been replaced.
 
         Raises:
-            SourceError: it has been written to since the source was opened.
+            SourceError: the file was written to since the source was opened.
         """
         if self.mtime_ns == UNPACKED or is_remote(self.path):
             return
@@ -104,27 +108,27 @@ class DataFile:
             raise self._changed()
 
     def _changed(self) -> SourceError:
-        return SourceError(f"{self.shown}: the file has changed since the run began; start again", key="path")
+        return SourceError(f"{self.label}: the file has changed since the run began: start again", key="path")
 
     def check(self) -> None:
-        """Look whether the file is here, and is the one that the source was opened with.
+        """Check that the file exists and is unchanged.
 
         Raises:
-            SourceError: it is not, or has changed.
+            SourceError: the file is missing, or has changed since the source was opened.
         """
         if not is_remote(self.path):
             os.close(self.open())
             return
-        from pipedist.datasets.sources.remote import look
+        from pipedist.datasets.sources.remote import current_version
 
-        if look(self.path) != (self.size_bytes, self.mtime_ns):
+        if current_version(self.path) != (self.size_bytes, self.mtime_ns):
             raise self._changed()
 
     def contents(self) -> bytes:
-        """Return all bytes of the file, opened just for that.
+        """Open the file and return all of its bytes.
 
         Raises:
-            SourceError: it is gone, or has changed since the source was opened.
+            SourceError: the file is missing, or has changed since the source was opened.
         """
         descriptor = self.open()
         try:
@@ -136,40 +140,40 @@ class DataFile:
         """Return the bytes [start, stop) of the file.
 
         Raises:
-            SourceError: the file ends before `stop`, or was written to since the source was opened.
+            SourceError: the file ends before `stop`, or has changed since the source was opened.
         """
         pieces: list[bytes] = []
         while start < stop:
             data = os.pread(descriptor, min(stop - start, READ_BYTES_MAX), self.offset + start)
             if not data:
-                raise SourceError(f"{self.shown}: the file became shorter while it was read", key="path")
+                raise SourceError(f"{self.label}: the file became shorter while it was read", key="path")
             pieces.append(data)
             start += len(data)
-        self.check_open(descriptor)  # behind the reading: else it could change in between
+        self.check_open(descriptor)  # after the reads, which a change could precede
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
 
 class OpenFiles:
-    """Keeps the descriptors of recently read files, at most `FILES_OPEN_MAX`.
+    """The descriptors of recently read files, at most `FILES_OPEN_MAX`.
 
     Args:
-        files: the files, known by their index.
+        files: the files, which methods take by their index.
     """
 
     def __init__(self, files: Sequence[DataFile]) -> None:
         self.files = tuple(files)
         self._descriptors: OrderedDict[int, int] = OrderedDict()
         self._checked: set[int] = set()
-        """URLs that were looked at."""
+        """URLs that were checked."""
 
     def read(self, file: int, start: int, stop: int) -> bytes:
         """Return the bytes [start, stop) of a file.
 
         Raises:
-            SourceError: it is gone, or is not the file it was.
+            SourceError: the file is missing, or has changed since the source was opened.
         """
         data_file = self.files[file]
-        if is_remote(data_file.path) and file not in self._descriptors:  # there is no copy: none is needed
+        if is_remote(data_file.path) and file not in self._descriptors:  # without a copy
             from pipedist.datasets.sources.remote import read_range
 
             if file not in self._checked:
@@ -179,15 +183,15 @@ class OpenFiles:
         return self.files[file].read(self.descriptor(file), start, stop)
 
     def check(self, file: int) -> None:
-        """Look whether a file has changed, of which a descriptor was asked for.
+        """Check that a file has not changed.
 
         Raises:
-            SourceError: it has been written to since the source was opened, or can't be opened again.
+            SourceError: the file was written to since the source was opened, or can't be opened again.
         """
         self.files[file].check_open(self.descriptor(file))
 
     def descriptor(self, file: int) -> int:
-        """Return an open descriptor of a file; it stays this object's."""
+        """Return an open descriptor of a file, which this object closes."""
         descriptor = self._descriptors.get(file)
         if descriptor is None:
             descriptor = self._descriptors[file] = self.files[file].open()
@@ -207,12 +211,12 @@ class OpenFiles:
 
 
 def expand(path: str | Iterable[str], folder: Path) -> list[DataFile]:
-    """Return the files that `path` means, sorted by name, each once.
+    """Return the files that match `path`, sorted by name, each once.
 
     Args:
-        path: a glob pattern (`**` recursive) or a list of them; a file whose name looks like a
+        path: a glob pattern (`**` is recursive) or a list of them; a file whose name looks like a
             pattern is found by its name. Names that begin with a dot need a pattern that does.
-        folder: what relative patterns are relative to.
+        folder: the folder that relative patterns start from.
 
     Raises:
         SourceError: a pattern matches no file, or a file can't be examined.
@@ -243,15 +247,15 @@ def expand(path: str | Iterable[str], folder: Path) -> list[DataFile]:
             absolute = os.path.abspath(os.path.join(folder, name))
             if absolute not in found:
                 found[absolute] = _examine(name, absolute)
-    return sorted(found.values(), key=lambda file: (file.shown, file.path))
+    return sorted(found.values(), key=lambda file: (file.label, file.path))
 
 
 def _instead(pattern: str, folder: Path) -> str:
-    """Return what may have been meant by a pattern that matches no file, "" where nothing is known."""
+    """Return the expected form of a pattern that matches no file, or ""."""
     if pattern.startswith("~"):
-        return "a path without `~`, which only shells know: ${env.HOME}/..."
+        return "a path without `~`, which only shells expand: ${env.HOME}/..."
     if os.path.isdir(os.path.join(folder, pattern)):
-        return f"files, and this is a folder: {os.path.join(pattern, '*')!r} are those in it"
+        return f"files, not a folder: {os.path.join(pattern, '*')!r} matches those in it"
     return ""
 
 
@@ -263,7 +267,7 @@ def _matches(pattern: str, folder: Path) -> list[str]:
 
 
 def _once_around(names: Sequence[str], pattern: str, folder: Path) -> list[str]:
-    """Return the names without those behind a link to a folder that is above it: `**` goes round 40 times."""
+    """Return the names without those behind a link to a parent folder, which `**` follows 40 times."""
     parts = pattern.split("/")
     fixed = next(number for number, part in enumerate(parts) if glob.has_magic(part))
     round_again: dict[str, bool] = {}
@@ -278,8 +282,8 @@ def _once_around(names: Sequence[str], pattern: str, folder: Path) -> list[str]:
 
 def _is_file(name: str, folder: Path) -> bool:
     path = os.path.join(folder, name)
-    if os.path.islink(path) and not os.path.exists(path):  # not fetched from a store, as a rule
-        raise SourceError(f"{name}: a symbolic link to {os.readlink(path)}, which is not there", key="path")
+    if os.path.islink(path) and not os.path.exists(path):  # usually not fetched from a store
+        raise SourceError(f"{name}: a symbolic link to {os.readlink(path)}, which does not exist", key="path")
     return os.path.isfile(path)
 
 
@@ -289,3 +293,52 @@ def _examine(name: str, absolute: str) -> DataFile:
     except OSError as error:
         raise SourceError(f"{name}: {error.strerror}", key="path") from error
     return DataFile(name, absolute, 0, facts.st_size, facts.st_mtime_ns)
+
+
+FILES_CHECKED_MAX = 10_000
+"""Files of a source that are checked; the shards of a larger source are sent."""
+
+
+def is_visible(config: Config) -> bool:
+    """Return whether this process sees all files of a reader, unchanged.
+
+    Args:
+        config: the config of a portable source.
+    """
+    if config["kind"] == "range":
+        return True
+    files = list(_files(config))
+    return 0 < len(files) <= FILES_CHECKED_MAX and all(map(_is_here, files))
+
+
+def hindrance(source: Source) -> str:
+    """Return the reason why processes on other hosts can't read a source; "" if they may."""
+    if source.why_not_portable:
+        return source.why_not_portable
+    if source.config["kind"] == "range":
+        return ""
+    files = list(_files(source.config))
+    if any(file.mtime_ns == UNPACKED for file in files):
+        return "they are compressed, and were unpacked on this host"
+    if not files:
+        return "files that are elements are read one by one"
+    if len(files) > FILES_CHECKED_MAX:
+        return f"more than {FILES_CHECKED_MAX:,} files are not checked"
+    return ""
+
+
+def _files(config: Config) -> Iterator[DataFile]:
+    """Yield the files of a config; it has none for kind `files`, whose locations name them."""
+    yield from map(DataFile.from_config, config.get("files", ()))
+    for places in config.get("arrays", {}).values():
+        yield from (DataFile.from_config(place[0]) for place in places)
+
+
+def _is_here(file: DataFile) -> bool:
+    if file.mtime_ns == UNPACKED:  # on the driver's host
+        return False
+    try:
+        file.check()
+    except SourceError:
+        return False
+    return True

@@ -1,9 +1,9 @@
 """Files behind URLs, through fsspec: `s3://bucket/x.csv`, `gs://...`, `zip://x.csv::file:///data.zip`.
 
-A URL is a path like any other: a glob, or one file. Rows of text, and row groups of parquet, are read by
-byte ranges. Other files (`npy`, `npz`, packed ones), and text when it is indexed, are copied once to a
-file without a name, by each process that reads them. Credentials are the file system's own matter: its
-configuration files and environment variables, on every host that is to read for itself.
+A URL may be a glob or name one file. Rows of text and row groups of parquet are read by byte ranges.
+Other files (`npy`, `npz`, compressed ones), and text for its index, are copied once to an unnamed file
+by each process that reads them. Credentials are configured as the file system requires, by its
+configuration files and environment variables, on every host that reads.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 _COPY_BYTES = 4 << 20
-_INSIDE_MAX = 16
+_ARCHIVES_MAX = 16
 _STAMPS = (
     "ETag", "etag", "md5Hash", "mtime", "LastModified", "last_modified", "modified", "date_time", "created",
 )  # fmt: skip
-"""What tells two versions of a file apart, by the names that file systems give it."""
+"""Details that differ between versions of a file, by the names of file systems."""
 
 
 _systems: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-"""The file system of each open stream: one inside a file would close that with itself."""
+"""The file system of each open stream: a collected archive file system would close its file."""
 
 
 @record
-class Found:
+class RemoteFile:
     """A file behind a URL.
 
     Args:
-        url: its own.
-        size_bytes: how large it is.
-        stamp: of its version, an integer that is the same on every host.
+        url: its URL.
+        size_bytes: its size.
+        stamp: an integer of its version, equal on every host.
     """
 
     url: str
@@ -47,11 +47,11 @@ class Found:
     stamp: int
 
 
-def find(pattern: str) -> list[Found]:
-    """Return the files that a URL means: itself, or what it matches as a glob; sorted.
+def find(pattern: str) -> list[RemoteFile]:
+    """Return the file of a URL, or the files that it matches as a glob, sorted.
 
     Raises:
-        SourceError: fsspec, or what it needs for this kind of URL, is not installed; the URL can't be
+        SourceError: fsspec, or the package it needs for this URL, is not installed; or the URL can't be
             read.
     """
     first, chain, rest = pattern.partition("::")
@@ -60,20 +60,22 @@ def find(pattern: str) -> list[Found]:
         names = [root] if system.exists(root) else system.glob(root)
         details = {name: system.info(name) for name in names}
     except Exception as error:
-        raise _told(pattern, error) from error
+        raise _read_error(pattern, error) from error
     protocol = first.partition("://")[0]
     return [
-        Found(f"{protocol}://{name.lstrip('/')}{chain}{rest}", _size(details[name]), _stamp(details[name]))
+        RemoteFile(
+            f"{protocol}://{name.lstrip('/')}{chain}{rest}", _size(details[name]), _stamp(details[name])
+        )
         for name in sorted(names)
         if details[name].get("type") == "file" and details[name].get("size") is not None
     ]
 
 
-def look(url: str) -> tuple[int, int]:
-    """Return size, in bytes, and stamp of a file as it is now.
+def current_version(url: str) -> tuple[int, int]:
+    """Return the current size, in bytes, and stamp of a file.
 
     Raises:
-        SourceError: it can't be read from here.
+        SourceError: the file can't be read.
     """
     system, path = _system(url, fresh=True)
     try:
@@ -81,30 +83,30 @@ def look(url: str) -> tuple[int, int]:
         details = system.info(path)
         return _size(details), _stamp(details)
     except Exception as error:
-        raise _told(url, error) from error
+        raise _read_error(url, error) from error
 
 
 def read_range(url: str, start: int, stop: int) -> bytes:
     """Return the bytes [start, stop) of a file.
 
     Raises:
-        SourceError: it can't be read, or is too short.
+        SourceError: the file can't be read, or is too short.
     """
     system, path = _system(url)
     try:
         data = bytes(system.cat_file(path, start=start, end=stop))
     except Exception as error:
-        raise _told(url, error) from error
+        raise _read_error(url, error) from error
     if len(data) != stop - start:
-        raise SourceError(f"{url}: {stop - start} bytes were to be read, and {len(data)} came", key="path")
+        raise SourceError(f"{url}: read {len(data)} bytes instead of {stop - start}", key="path")
     return data
 
 
 def copy(url: str) -> IO[bytes]:
-    """Return a file of this process's own, without a name, with a file's bytes.
+    """Copy a file to an unnamed temporary file.
 
     Raises:
-        SourceError: it can't be read, or the disk is full.
+        SourceError: the file can't be read, or the disk is full.
     """
     held = tempfile.TemporaryFile()  # noqa: SIM115 - the caller closes it
     try:
@@ -117,7 +119,7 @@ def copy(url: str) -> IO[bytes]:
         held.close()
         if isinstance(error, SourceError) or not isinstance(error, Exception):
             raise
-        raise _told(url, error) from error
+        raise _read_error(url, error) from error
     return held
 
 
@@ -125,13 +127,13 @@ def open_stream(url: str) -> Any:
     """Return a seekable stream of a file, which reads by byte ranges.
 
     Raises:
-        SourceError: it can't be opened.
+        SourceError: the file can't be opened.
     """
     system, path = _system(url)
     try:
         stream = system.open(path, "rb")
     except Exception as error:
-        raise _told(url, error) from error
+        raise _read_error(url, error) from error
     _systems[stream] = system
     return stream
 
@@ -145,19 +147,19 @@ def _system(url: str, *, fresh: bool = False) -> tuple[Any, str]:
         ) from error
     try:
         if "::" not in url:
-            system, path = url_to_fs(url)  # which keeps file systems itself
+            system, path = url_to_fs(url)  # caches file systems
             return system, str(path)
         first, _, rest = url.partition("::")
         protocol = first.partition("://")[0]
-        system = _inside.__wrapped__(protocol, rest) if fresh else _inside(protocol, rest)
+        system = _archive_system.__wrapped__(protocol, rest) if fresh else _archive_system(protocol, rest)
         return system, str(system._strip_protocol(first))
-    except Exception as error:  # whatever the file system's own package raises
-        raise _told(url, error) from error
+    except Exception as error:  # the file system's package may raise anything
+        raise _read_error(url, error) from error
 
 
-@functools.lru_cache(maxsize=_INSIDE_MAX)
-def _inside(protocol: str, rest: str) -> Any:
-    """Return the file system inside a file: an archive's. It closes that file when nobody has it any more."""
+@functools.lru_cache(maxsize=_ARCHIVES_MAX)
+def _archive_system(protocol: str, rest: str) -> Any:
+    """Return the file system of an archive, which closes the archive when it is collected."""
     from fsspec.core import url_to_fs
 
     return url_to_fs(f"{protocol}://::{rest}")[0]
@@ -168,10 +170,10 @@ def _size(details: Mapping[str, Any]) -> int:
 
 
 def _stamp(details: Mapping[str, Any]) -> int:
-    told = "|".join(f"{key}={details[key]}" for key in _STAMPS if details.get(key) is not None)
-    return int.from_bytes(hashlib.sha256(told.encode()).digest()[:7], "big")
+    text = "|".join(f"{key}={details[key]}" for key in _STAMPS if details.get(key) is not None)
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
 
 
-def _told(url: str, error: Exception) -> SourceError:
+def _read_error(url: str, error: Exception) -> SourceError:
     text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     return SourceError(f"{url}: can't be read: {text}", key="path")

@@ -1,15 +1,23 @@
-"""Sources whose elements are rows of text files: csv, jsonl, text.
+"""Rows of text files, for the sources csv, jsonl and text.
 
-The driver scans the files once, and keeps the offset of each row (8 bytes a row). A location
-names byte ranges, so that a worker reads and parses just its own rows:
+The driver scans the files once, with NumPy, and keeps the offset of each row (8 bytes). A location has
+byte ranges, so that a worker reads and parses only its own rows:
 
-- rows that follow each other: a list of `[file, start, stop, rows]`, one for each file;
+- consecutive rows: a list of `[file, start, stop, rows]`, one for each file;
 - scattered rows: `{"files": int64[n], "starts": int64[n], "stops": int64[n]}`.
+
+Rows end at a line feed. In csv, a line feed between quotes is part of a field. If each quote is where
+RFC 4180 allows one, the parity of the quotes before a byte shows whether it is quoted. Python's csv
+module accepts more (`6" pipe` is a field with a quote in it) and defines the result: it scans files with
+a quote in an unusual place, more slowly.
 """
 
 from __future__ import annotations
 
+import csv
+import io
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -17,36 +25,26 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from pipedist.datasets.sources.base import Config, Ids, Reader, Source, SourceError, rows_of
-from pipedist.datasets.sources.file_kinds import refuse_binary
-from pipedist.datasets.sources.layout import Layout
+from pipedist.datasets.sources.base import Config, Ids, Reader, RowLayout, Source, SourceError, rows_of
+from pipedist.datasets.sources.file_kinds import UnpackStore, refuse_binary, unpack_all
 from pipedist.datasets.sources.paths import DataFile, OpenFiles, expand
-from pipedist.datasets.sources.row_scan import (
-    RowError,
-    RowRules,
-    byte_order_mark,
-    file_blocks,
-    line_number,
-    row_starts,
-)
-from pipedist.datasets.sources.unpack import Spool, unpacked
 from pipedist.program import Tree
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class RowChunk:
     """Rows of one file, read together.
 
     Args:
-        file: which file.
-        data: their bytes, one row behind the other; ends with a line feed.
-        rows: how many they are.
-        start: offset of `data` in the file, where the rows follow each other.
-        starts: offset of each row in the file, int64[rows], where they don't.
-        begins: where each row begins in `data`, int64[rows]; with `starts`.
-        order: position of each row in the shard, int64[rows], where that is not plain order.
+        file: index of the file.
+        data: the bytes of the rows; ends with a line feed.
+        rows: number of rows.
+        start: offset of `data` in the file, for consecutive rows.
+        starts: offset of each row in the file, int64[rows], for scattered rows.
+        begins: offset of each row in `data`, int64[rows], for scattered rows.
+        order: position of each row in the shard, int64[rows]; None: in order.
     """
 
     file: int
@@ -63,7 +61,7 @@ class RowFiles:
 
     Args:
         files: the files.
-        rules: what makes a row.
+        rules: the form of a row.
     """
 
     def __init__(self, files: Sequence[DataFile], rules: RowRules) -> None:
@@ -72,10 +70,10 @@ class RowFiles:
         self._open = OpenFiles(files)
 
     def index(self, file: int) -> npt.NDArray[np.int64]:
-        """Return where the rows of a file begin, and where the last one ends: int64[rows + 1].
+        """Return the offset of each row of a file, and the end of the last one: int64[rows + 1].
 
         Raises:
-            SourceError: the file can't be read, or is not made of rows.
+            SourceError: the file can't be read, or does not consist of rows.
         """
         descriptor, data_file = self._open.descriptor(file), self.files[file]
         refuse_binary(data_file, descriptor)
@@ -86,30 +84,30 @@ class RowFiles:
             raise SourceError(f"{self.place(file, error.offset)}: {error.message}", key="path") from error
 
     def blocks(self, file: int) -> Iterator[bytes]:
-        """Yield the bytes of a file behind its byte order mark, in blocks that end with a line feed."""
+        """Yield the bytes of a file after its byte order mark, in blocks that end with a line feed."""
         descriptor, data_file = self._open.descriptor(file), self.files[file]
         return file_blocks(data_file, descriptor, byte_order_mark(data_file, descriptor))
 
     def read(self, file: int, start: int, stop: int) -> bytes:
         """Return the bytes [start, stop) of a file, with a line feed at the end."""
         data = self._open.read(file, start, stop)
-        # Only a file's last row can lack it.
+        # the last row of a file may lack it
         return data if data.endswith(b"\n") or not data else data + b"\n"
 
-    def chunks(self, location: Tree) -> Iterator[Chunk]:
+    def chunks(self, location: Tree) -> Iterator[RowChunk]:
         """Yield the rows at `location`, file by file."""
         if isinstance(location, dict):
             yield from self._scattered(location["files"], location["starts"], location["stops"])
             return
         for file, start, stop, rows in location:
-            yield Chunk(file, self.read(file, start, stop), rows, start)
+            yield RowChunk(file, self.read(file, start, stop), rows, start)
 
     def _scattered(
         self,
         files: npt.NDArray[np.int64],
         starts: npt.NDArray[np.int64],
         stops: npt.NDArray[np.int64],
-    ) -> Iterator[Chunk]:
+    ) -> Iterator[RowChunk]:
         for file in np.unique(files).tolist():
             order = np.flatnonzero(files == file)
             begins, ends = starts[order], stops[order]
@@ -118,7 +116,7 @@ class RowFiles:
                 for start, stop in zip(begins.tolist(), ends.tolist(), strict=True)
             ]
             sizes = np.fromiter(map(len, pieces), np.int64, len(pieces))
-            yield Chunk(
+            yield RowChunk(
                 file,
                 b"".join(pieces),
                 len(pieces),
@@ -127,15 +125,15 @@ class RowFiles:
                 order=order,
             )
 
-    def row_place(self, chunk: Chunk, row: int) -> str:
-        """Return `file:line` of a row of a chunk; the line is where the row begins."""
+    def row_place(self, chunk: RowChunk, row: int) -> str:
+        """Return `file:line` of the beginning of a row of a chunk."""
         if chunk.starts is not None:
             offset = int(chunk.starts[row])
         else:
             offset = int(row_starts(lambda: iter([chunk.data]), chunk.start, self.rules)[row])
         return self.place(chunk.file, offset)
 
-    def byte_place(self, chunk: Chunk, offset: int) -> str:
+    def byte_place(self, chunk: RowChunk, offset: int) -> str:
         """Return `file:line` of byte `offset` of a chunk's data."""
         if chunk.starts is None or chunk.begins is None:
             return self.place(chunk.file, chunk.start + offset)
@@ -145,7 +143,7 @@ class RowFiles:
     def place(self, file: int, offset: int) -> str:
         """Return `file:line` of a byte."""
         data_file = self.files[file]
-        return f"{data_file.shown}:{line_number(data_file, self._open.descriptor(file), offset)}"
+        return f"{data_file.label}:{line_number(data_file, self._open.descriptor(file), offset)}"
 
     def close(self) -> None:
         """Close the files."""
@@ -156,24 +154,24 @@ class RowSource(Source):
     """Rows of text files, found by their offsets.
 
     Args:
-        starts: for each file, where its rows begin and the last one ends: int64[rows + 1].
-        config: what `reader` needs.
+        starts: for each file, `RowFiles.index`: int64[rows + 1].
+        config: settings of the reader.
         reader: reads rows in this process.
-        spool: holds what was unpacked; closed with the source.
+        store: holds unpacked files; closed with the source.
     """
 
     def __init__(
-        self, starts: Sequence[npt.NDArray[np.int64]], config: Config, reader: Reader, spool: Spool
+        self, starts: Sequence[npt.NDArray[np.int64]], config: Config, reader: Reader, store: UnpackStore
     ) -> None:
         self._starts = tuple(starts)
-        self._layout = Layout([len(each) - 1 for each in starts])
+        self._layout = RowLayout([len(each) - 1 for each in starts])
         self._reader = reader
-        self._spool = spool
+        self._store = store
         self.length: int = self._layout.total
         self.config = config
 
     def locate(self, ids: Ids) -> Tree:
-        """Return the byte ranges of elements; see the module's docstring."""
+        """Return the byte ranges of elements, as the module defines them."""
         rows = rows_of(ids, self.length)
         if isinstance(rows, range):
             return [
@@ -199,44 +197,270 @@ class RowSource(Source):
                 self.read([[file, int(starts[0]), int(starts[1]), 1]])
 
     def close(self) -> None:
-        """Close the files, and remove what was unpacked."""
+        """Close the files, and remove unpacked ones."""
         self._reader.close()
-        self._spool.close()
+        self._store.close()
 
 
 def open_rows(
-    config: Config, folder: Path, open_files: Callable[[list[DataFile], Spool], RowSource]
+    config: Config, folder: Path, open_files: Callable[[list[DataFile], UnpackStore], RowSource]
 ) -> RowSource:
-    """Return a source of rows of the files that `config["path"]` means.
+    """Return a source of the rows of the files that `config["path"]` matches.
 
     Args:
         config: the source's settings.
-        folder: what its `path` is relative to.
-        open_files: makes the source of the files, which are unpacked already, and the spool.
+        folder: the folder that relative paths start from.
+        open_files: creates the source, given the unpacked files and their store.
 
     Raises:
-        SourceError: no file matches, or `open_files` says so; nothing is left behind then.
+        SourceError: no file matches, or `open_files` raised it; unpacked files are removed.
     """
-    spool = Spool()
+    store = UnpackStore()
     try:
-        return open_files(unpacked(expand(config.get("path", ()), folder), spool), spool)
+        return open_files(unpack_all(expand(config.get("path", ()), folder), store), store)
     except BaseException:
-        spool.close()
+        store.close()
         raise
 
 
-def shard_order(chunks: Sequence[Chunk]) -> npt.NDArray[np.int64] | None:
-    """Return which row of the chunks, one behind the other, stands at each position of the shard.
+def shard_order(chunks: Sequence[RowChunk]) -> npt.NDArray[np.int64] | None:
+    """Return the row of the concatenated chunks at each position of the shard.
 
     Returns:
-        int64[n], or None where the rows are in order.
+        int64[n]; None if the rows are in order.
     """
     orders = [chunk.order for chunk in chunks if chunk.order is not None]
-    # One chunk alone holds its rows in the order of the shard.
+    # the rows of a single chunk are in the order of the shard
     return np.argsort(np.concatenate(orders)) if len(orders) > 1 else None
 
 
-def in_order(chunks: Sequence[Chunk], rows: Sequence[T]) -> list[T]:
-    """Return the rows of all chunks, one behind the other, in the order of the shard."""
+def in_order(chunks: Sequence[RowChunk], rows: Sequence[T]) -> list[T]:
+    """Return the rows of the concatenated chunks in the order of the shard."""
     order = shard_order(chunks)
     return list(rows) if order is None else [rows[at] for at in order.tolist()]
+
+
+BLOCK_BYTES = 1 << 23
+"""Bytes of a file that are scanned at a time."""
+
+ROW_BYTES_MAX = 1 << 28
+"""The longest line; a longer one shows that the file does not consist of lines."""
+
+LINE_FEED, CARRIAGE_RETURN, QUOTE, COMMA = 10, 13, 34, 44
+
+BARE_RETURN = "a carriage return without a line feed; rows must end with LF or CRLF"
+
+Blocks = Callable[[], Iterator[bytes]]
+"""Yields the data in blocks that end with a line feed (the last one may not)."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowRules:
+    """The form of a row.
+
+    Args:
+        quoted: a line feed between quotes does not end the row (csv).
+        keep_blank: an empty line is a row (text).
+    """
+
+    quoted: bool
+    keep_blank: bool
+
+
+class RowError(Exception):
+    """The data is not a row from byte `offset` on; internal to this package."""
+
+    def __init__(self, offset: int, message: str) -> None:
+        self.offset = offset
+        self.message = message
+        super().__init__(message)
+
+
+class _StrayQuote(Exception):
+    """A quote is in an unusual place, so parity does not decide."""
+
+
+def file_blocks(file: DataFile, descriptor: int, start: int) -> Iterator[bytes]:
+    """Yield the bytes of `file` from `start`, in blocks that end with a line feed.
+
+    Raises:
+        SourceError: a line is longer than `ROW_BYTES_MAX`.
+    """
+    rest = b""
+    while start < file.size_bytes:
+        stop = min(start + BLOCK_BYTES, file.size_bytes)
+        block = file.read(descriptor, start, stop)
+        start = stop
+        cut = block.rfind(b"\n") + 1
+        if cut:
+            yield rest + block[:cut]
+            rest = block[cut:]
+        else:
+            rest += block
+        if len(rest) > ROW_BYTES_MAX:
+            raise SourceError(
+                f"{file.label}: a line is longer than {ROW_BYTES_MAX} bytes; is this a text file?",
+                key="path",
+            )
+    if rest:
+        yield rest
+
+
+def row_starts(blocks: Blocks, start: int, rules: RowRules) -> npt.NDArray[np.int64]:
+    """Return the offset of each row, and the end of the data.
+
+    Args:
+        blocks: the data.
+        start: offset of its first byte.
+        rules: the form of a row.
+
+    Returns:
+        int64[rows + 1]. A row's bytes end where the next one begins; blank lines that are not
+        rows belong to the row before them.
+
+    Raises:
+        RowError: a quoted field is never closed.
+    """
+    try:
+        return _scan(blocks(), start, rules)
+    except _StrayQuote:
+        return _scan_leniently(blocks(), start)
+
+
+def _scan(blocks: Iterator[bytes], start: int, rules: RowRules) -> npt.NDArray[np.int64]:
+    found: list[npt.NDArray[np.int64]] = []
+    inside = False  # whether a quoted field is open at the beginning of the block
+    opened_at = start  # offset of the row whose quoted field is open
+    begin = start  # offset of the row that the block continues
+    last = b""  # byte
+    for block in blocks:
+        data = np.frombuffer(block, np.uint8)
+        feeds = np.flatnonzero(data == LINE_FEED)
+        if rules.quoted and (inside or b'"' in block):
+            quotes = np.flatnonzero(data == QUOTE)
+            if not well_placed(data, quotes, inside):
+                raise _StrayQuote
+            feeds = feeds[(np.searchsorted(quotes, feeds) + inside) & 1 == 0]
+            inside = bool((len(quotes) + inside) & 1)
+        stops = feeds + (start + 1)
+        if len(stops):
+            begins = np.empty(len(stops), np.int64)
+            begins[0] = begin
+            begins[1:] = stops[:-1]
+            begin = int(stops[-1])
+            found.append(begins if rules.keep_blank else _without_blank(begins, stops, data, start))
+        opened_at = begin
+        start += len(block)
+        last = block[-1:]
+    if inside:
+        raise RowError(opened_at, "a quoted field of this row is never closed")
+    if begin < start and (rules.keep_blank or start - begin > 1 or last != b"\r"):
+        found.append(np.array([begin], np.int64))
+    found.append(np.array([start], np.int64))
+    return np.concatenate(found)
+
+
+def _without_blank(
+    begins: npt.NDArray[np.int64],
+    stops: npt.NDArray[np.int64],
+    data: npt.NDArray[np.uint8],
+    start: int,
+) -> npt.NDArray[np.int64]:
+    lengths = stops - begins
+    blank = lengths == 1
+    two = np.flatnonzero(lengths == 2)
+    # a row of two bytes is within the block: only a quoted field can continue in the next one
+    blank[two] = data[begins[two] - start] == CARRIAGE_RETURN
+    return begins[~blank] if blank.any() else begins
+
+
+def well_placed(data: npt.NDArray[np.uint8], quotes: npt.NDArray[np.intp], inside: bool) -> bool:
+    """Return whether each quote opens a field at its beginning, closes it at its end, or is doubled.
+
+    If so, quote parity gives the same rows as Python's csv module.
+
+    Args:
+        data: bytes that begin after a line feed, and end with one or with the file.
+        quotes: offsets of the quotes.
+        inside: a quoted field is open at the beginning.
+    """
+    openers = quotes[int(inside) :: 2]
+    before = data[np.maximum(openers - 1, 0)]
+    opens = (before == COMMA) | (before == LINE_FEED) | (before == QUOTE) | (openers == 0)
+    if not opens.all():
+        return False
+    closers = quotes[int(not inside) :: 2]
+    last = len(data) - 1
+    after = data[np.minimum(closers + 1, last)]
+    closes = (after == COMMA) | (after == LINE_FEED) | (after == QUOTE) | (closers == last)
+    returns = np.flatnonzero(after == CARRIAGE_RETURN)
+    closes[returns] = data[np.minimum(closers[returns] + 2, last)] == LINE_FEED
+    return bool(closes.all())
+
+
+def _scan_leniently(blocks: Iterator[bytes], start: int) -> npt.NDArray[np.int64]:
+    return np.array([begin for begin, _ in lenient_rows(blocks, start)], np.int64)
+
+
+def lenient_rows(blocks: Iterator[bytes], start: int) -> Iterator[tuple[int, list[str]]]:
+    """Yield (offset, fields) of each row as Python's csv module parses it, then (end, []).
+
+    The fields are the bytes of the file as Latin-1, which preserves any byte.
+
+    Raises:
+        RowError: the module rejects the data.
+    """
+    stop = start
+
+    def lines() -> Iterator[str]:
+        nonlocal stop
+        for block in blocks:
+            for line in io.BytesIO(block):  # bytes.splitlines would also split at carriage returns
+                stop += len(line)
+                yield line.decode("latin-1")
+
+    with _long_fields():
+        rows = csv.reader(lines())
+        while True:
+            begin = stop
+            try:
+                fields = next(rows)
+            except StopIteration:
+                break
+            except csv.Error as error:
+                # the module's message is about the mode in which a file was opened
+                why = BARE_RETURN if "new-line character" in str(error) else f"not valid csv: {error}"
+                raise RowError(begin, why) from error
+            if fields:
+                yield begin, fields
+    yield stop, []
+
+
+@contextmanager
+def _long_fields() -> Iterator[None]:
+    # the module's limit (131,072) is global, and rows are limited already
+    before = csv.field_size_limit(ROW_BYTES_MAX)
+    try:
+        yield
+    finally:
+        csv.field_size_limit(before)
+
+
+def line_number(file: DataFile, descriptor: int, offset: int) -> int:
+    """Return the 1-based line number of byte `offset` of `file`, counted when an error needs it."""
+    line = 1
+    for start in range(0, offset, BLOCK_BYTES):
+        line += file.read(descriptor, start, min(start + BLOCK_BYTES, offset)).count(b"\n")
+    return line
+
+
+def byte_order_mark(file: DataFile, descriptor: int) -> int:
+    """Return the size of the UTF-8 byte order mark at the beginning of a file: 3 or 0.
+
+    Raises:
+        SourceError: the file has the mark of another encoding.
+    """
+    head = file.read(descriptor, 0, min(3, file.size_bytes))
+    if head[:2] in (b"\xff\xfe", b"\xfe\xff"):
+        raise SourceError(f"{file.label}: the text is UTF-16", key="path", expected="UTF-8")
+    return 3 if head == b"\xef\xbb\xbf" else 0

@@ -1,38 +1,44 @@
-"""Source `text`: one line an element."""
+"""Sources `text`, `jsonl` and `files`: elements are lines, JSON objects, or whole files."""
 
 from __future__ import annotations
 
+import difflib
+import json
+import math
+import re
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from pipedist.datasets.sources.base import Config, Reader, SourceError
-from pipedist.datasets.sources.paths import DataFile
-from pipedist.datasets.sources.row_files import Chunk, RowFiles, RowSource, in_order, open_rows
-from pipedist.datasets.sources.row_scan import RowRules
-from pipedist.datasets.sources.unpack import Spool
+from pipedist.datasets.sources.base import Config, Ids, Reader, Source, SourceError, rows_of, sealed
+from pipedist.datasets.sources.columns import CellError, Column, check_types, column_of_values
+from pipedist.datasets.sources.file_kinds import UnpackStore
+from pipedist.datasets.sources.paths import DataFile, expand
+from pipedist.datasets.sources.row_files import RowChunk, RowFiles, RowRules, RowSource, in_order, open_rows
 from pipedist.program import Tree
 
-_RULES = RowRules(quoted=False, keep_blank=True)
+_TEXT_RULES = RowRules(quoted=False, keep_blank=True)
 
 
 def open_text(config: Config, folder: Path) -> RowSource:
-    """Open text files: UTF-8, lines end with LF or CRLF, the last one may lack it.
+    """Open text files: UTF-8, lines end with LF or CRLF, which the last one may lack.
 
     Args:
         config: `path`.
-        folder: what `path` is relative to.
+        folder: the folder that relative paths start from.
 
     Raises:
         SourceError: no file matches, or a file can't be read.
     """
 
-    def open_files(files: list[DataFile], spool: Spool) -> RowSource:
-        rows = RowFiles(files, _RULES)
+    def open_files(files: list[DataFile], store: UnpackStore) -> RowSource:
+        rows = RowFiles(files, _TEXT_RULES)
         try:
             starts = [rows.index(number) for number in range(len(files))]
         finally:
             rows.close()
         reader_config = {"kind": "text", "files": [file.to_config() for file in files]}
-        return RowSource(starts, reader_config, TextReader(reader_config), spool)
+        return RowSource(starts, reader_config, TextReader(reader_config), store)
 
     return open_rows(config, folder, open_files)
 
@@ -45,7 +51,7 @@ class TextReader(Reader):
     """
 
     def __init__(self, config: Config) -> None:
-        self._rows = RowFiles([DataFile.from_config(file) for file in config["files"]], _RULES)
+        self._rows = RowFiles([DataFile.from_config(file) for file in config["files"]], _TEXT_RULES)
 
     def read(self, location: Tree) -> list[str]:
         """Return list[str], the lines at `location` without their ends.
@@ -56,8 +62,8 @@ class TextReader(Reader):
         chunks = list(self._rows.chunks(location))
         return in_order(chunks, [line for chunk in chunks for line in self._lines(chunk)])
 
-    def _lines(self, chunk: Chunk) -> list[str]:
-        # Not str.splitlines: that splits at form feeds and Unicode separators, too.
+    def _lines(self, chunk: RowChunk) -> list[str]:
+        # str.splitlines also splits at form feeds and Unicode separators
         lines = chunk.data.replace(b"\r\n", b"\n").split(b"\n")[:-1]
         try:
             return [line.decode() for line in lines]
@@ -74,3 +80,236 @@ class TextReader(Reader):
     def close(self) -> None:
         """Close the files."""
         self._rows.close()
+
+
+_JSONL_RULES = RowRules(quoted=False, keep_blank=False)
+
+
+class _TooLarge(ValueError):
+    """A number does not fit float64."""
+
+
+def _float(text: str) -> float:
+    value = float(text)
+    if math.isinf(value):  # a literal Infinity is parsed elsewhere
+        raise _TooLarge(f"the number {text if len(text) <= 60 else text[:57] + '...'} does not fit float64")
+    return value
+
+
+_decode = json.JSONDecoder(parse_float=_float).decode
+
+
+def open_jsonl(config: Config, folder: Path) -> RowSource:
+    """Open files of JSON objects, one per line; blank lines are skipped.
+
+    Args:
+        config: `path`, and optional `columns`: name -> type.
+        folder: the folder that relative paths start from.
+
+    Raises:
+        SourceError: no file matches, a file can't be read, a type is unknown, or no object has the key of
+            a column.
+    """
+    columns: dict[str, str] = dict(config.get("columns") or {})
+    check_types(columns)
+
+    def open_files(files: list[DataFile], store: UnpackStore) -> RowSource:
+        rows = RowFiles(files, _JSONL_RULES)
+        try:
+            starts = [rows.index(number) for number in range(len(files))]
+            if any(len(each) > 1 for each in starts):
+                _check_keys(rows, list(columns))
+        finally:
+            rows.close()
+        reader_config = {
+            "kind": "jsonl",
+            "files": [file.to_config() for file in files],
+            "columns": [[name, kind] for name, kind in columns.items()],
+        }
+        return RowSource(starts, reader_config, JsonlReader(reader_config), store)
+
+    return open_rows(config, folder, open_files)
+
+
+def _check_keys(rows: RowFiles, names: Sequence[str]) -> None:
+    """Check that some object has the key of each column, which may be mistyped.
+
+    Only lines with the key's text are parsed, usually a few at the beginning.
+    """
+    unseen = {name: re.compile(_spellings(name)) for name in names}
+    keys: dict[str, None] = {}
+    for number in range(len(rows.files)):
+        for block in rows.blocks(number) if unseen else ():
+            if not keys:
+                keys.update(dict.fromkeys(_parsed(block[: block.find(b"\n")])))
+            for name, pattern in list(unseen.items()):
+                stop = 0
+                while name in unseen and (found := pattern.search(block, stop)):
+                    start = block.rfind(b"\n", 0, found.start()) + 1
+                    stop = block.find(b"\n", start)
+                    stop = len(block) if stop < 0 else stop
+                    if name in _parsed(block[start:stop]):
+                        del unseen[name]
+    for name in unseen:
+        several = f" and {len(rows.files) - 1} more" if len(rows.files) > 1 else ""
+        near = difflib.get_close_matches(name, keys, 1)
+        raise SourceError(
+            f"no object of {rows.files[0].label}{several} has the key {name!r}",
+            key="columns",
+            name=name,
+            nearest=near[0] if near else "",
+            expected="keys that some object has; the first one has " + (", ".join(keys) or "none"),
+        )
+
+
+def _spellings(name: str) -> bytes:
+    """Return a pattern of all JSON texts of a key."""
+    characters = []
+    for character in name:
+        units = character.encode("utf-16-be", "surrogatepass").hex()
+        escaped = "".join(rf"\\u(?i:{units[at : at + 4]})" for at in range(0, len(units), 4)).encode()
+        plain = [character.encode("utf-8", "surrogatepass"), json.dumps(character)[1:-1].encode()]
+        plain += [b"\\/"] if character == "/" else []
+        characters.append(b"(?:" + b"|".join([*map(re.escape, plain), escaped]) + b")")
+    return b'"' + b"".join(characters) + b'"'
+
+
+def _parsed(line: bytes) -> dict[str, Any]:
+    """Return the object on a line, an empty one for an invalid line, which the reader reports."""
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+class JsonlReader(Reader):
+    """Reads JSON objects.
+
+    Args:
+        config: `files`; `columns`: [name, type] of each, empty for the objects themselves.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self._columns: dict[str, str] = dict(config["columns"])
+        self._rows = RowFiles([DataFile.from_config(file) for file in config["files"]], _JSONL_RULES)
+
+    def read(self, location: Tree) -> list[dict[str, Any]] | dict[str, Column]:
+        """Return the objects at `location`, or {column: array[n]} of them.
+
+        A key that is absent or null is a missing value of its column.
+
+        Raises:
+            SourceError: a line is not an object, or a value does not have its column's type; the
+                message begins with `file:line`.
+        """
+        chunks = list(self._rows.chunks(location))
+        objects = in_order(chunks, [each for chunk in chunks for each in self._objects(chunk)])
+        if not self._columns:
+            return objects
+        shard = {}
+        for name, kind in self._columns.items():
+            try:
+                shard[name] = sealed(column_of_values([each.get(name) for each in objects], kind))
+            except CellError as error:
+                raise SourceError(
+                    f"{self._place(chunks, error.row)}: column {name!r}: {error.message}",
+                    key="columns",
+                    name=name,
+                ) from error
+        return shard
+
+    def _objects(self, chunk: RowChunk) -> list[dict[str, Any]]:
+        lines = [line for line in chunk.data.split(b"\n") if line and line != b"\r"]
+        objects = []
+        for row, line in enumerate(lines):
+            try:
+                value = _decode(line.decode(json.detect_encoding(line), "surrogatepass"))
+            except _TooLarge as error:
+                raise SourceError(f"{self._rows.row_place(chunk, row)}: {error}", key="path") from error
+            except (ValueError, RecursionError) as error:
+                column = f":{error.colno}" if isinstance(error, json.JSONDecodeError) else ""
+                text = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
+                raise SourceError(
+                    f"{self._rows.row_place(chunk, row)}{column}: not valid JSON: {text}", key="path"
+                ) from error
+            if not isinstance(value, dict):
+                raise SourceError(
+                    f"{self._rows.row_place(chunk, row)}: a {type(value).__name__}, not an object",
+                    key="path",
+                    expected="one JSON object on each line",
+                )
+            objects.append(value)
+        return objects
+
+    def _place(self, chunks: list[RowChunk], position: int) -> str:
+        """Return `file:line` of the element at a position of the shard."""
+        counted = in_order(chunks, [(chunk, row) for chunk in chunks for row in range(chunk.rows)])
+        return self._rows.row_place(*counted[position])
+
+    def close(self) -> None:
+        """Close the files."""
+        self._rows.close()
+
+
+FILE_BYTES_MAX = 1 << 30
+"""The largest file that can be an element."""
+
+
+class RawFilesSource(Source):
+    """Whole files; a location is a list of them, so that workers need not know all.
+
+    Args:
+        files: the files, one per element.
+    """
+
+    def __init__(self, files: Sequence[DataFile]) -> None:
+        self._files = tuple(files)
+        self._reader = RawFilesReader()
+        self.length: int = len(files)
+        self.config = {"kind": "files"}
+
+    def locate(self, ids: Ids) -> Tree:
+        """Return the elements' files."""
+        rows = rows_of(ids, self.length)
+        numbers = rows if isinstance(rows, range) else rows.tolist()
+        return [self._files[number].to_config() for number in numbers]
+
+    def read(self, location: Tree) -> Tree:
+        """Return {path: list[str], bytes: list[bytes]} of the files at `location`."""
+        return self._reader.read(location)
+
+
+class RawFilesReader(Reader):
+    """Reads whole files."""
+
+    def read(self, location: Tree) -> dict[str, list[str] | list[bytes]]:
+        """Return {path: list[str], bytes: list[bytes]} of the files at `location`.
+
+        A path is relative to the spec's folder if the source's was, so that it is equal on every host.
+
+        Raises:
+            SourceError: a file is missing, or has changed since the run began.
+        """
+        files = [DataFile.from_config(config) for config in location]
+        return {"path": [file.label for file in files], "bytes": [file.contents() for file in files]}
+
+
+def open_files(config: Config, folder: Path) -> RawFilesSource:
+    """Open files of any kind, one per element.
+
+    Args:
+        config: `path`.
+        folder: the folder that relative paths start from.
+
+    Raises:
+        SourceError: no file matches, or one is larger than `FILE_BYTES_MAX`.
+    """
+    files = expand(config.get("path", ()), folder)
+    for file in files:
+        if file.size_bytes > FILE_BYTES_MAX:
+            raise SourceError(
+                f"{file.label}: {file.size_bytes} bytes; an element has at most {FILE_BYTES_MAX}",
+                key="path",
+            )
+    return RawFilesSource(files)

@@ -98,7 +98,7 @@ def test_batching_unequal_shapes_names_the_leaf_and_padding_fills() -> None:
     assert rows.padded_batch(2).element_spec["ones"] == ArraySpec(np.int64, [None, None])
 
 
-def test_padding_takes_scalars_beside_what_is_padded() -> None:
+def test_padded_batch_accepts_scalars() -> None:
     rows = Dataset.range(4).map(lambda t: {"ones": np.repeat(t, t), "label": t, "name": f"n{t}"})
     _, second = rows.padded_batch(2)
     assert second["label"].tolist() == [2, 3]
@@ -120,7 +120,7 @@ def test_a_remainder_that_is_left_out_need_not_fit_together() -> None:
         Dataset.from_tensor_slices(np.zeros((2, 2))),
     ],
 )
-def test_what_is_kept_can_not_be_changed_by_who_reads_it(dataset: Dataset) -> None:
+def test_cached_elements_are_read_only(dataset: Dataset) -> None:
     def add(row: NDArray[Any]) -> NDArray[Any]:
         row += 1
         return row
@@ -199,7 +199,7 @@ def test_map_and_filter_unpack_tuples_only() -> None:
 
 
 @pytest.mark.parametrize("verdict", [1, np.int64(0), "x", None, np.array([True])])
-def test_filter_refuses_what_is_no_bool(verdict: Any) -> None:
+def test_filter_rejects_results_other_than_bool(verdict: Any) -> None:
     with pytest.raises(ValueError, match="expected one bool"):
         list(Dataset.range(3).filter(lambda _: verdict))
 
@@ -216,11 +216,11 @@ class TestElementSpec:
         fixed = Dataset.range(6).batch(3, drop_remainder=True).map(lambda x: 2.0 * x)
         assert fixed.element_spec == ArraySpec(float, [3])
 
-    def test_map_of_nothing_is_asked_with_zeros(self) -> None:
+    def test_the_spec_of_an_empty_map_is_derived_from_zeros(self) -> None:
         spec = Dataset.range(0).map(lambda t: {"f": np.float32(t)}).map(lambda e: (e["f"], 1)).element_spec
         assert spec == (ArraySpec(np.float32), ArraySpec(np.int64))
 
-    def test_what_can_not_be_found_can_be_declared(self) -> None:
+    def test_an_unknown_spec_can_be_declared(self) -> None:
         empty = Dataset.from_generator(list)
         with pytest.raises(ValueError, match=r"pass element_spec= to from_generator"):
             _ = empty.element_spec

@@ -147,7 +147,7 @@ def test_chunks_are_read_only_views_cut_leaf_by_leaf() -> None:
         Dataset.range(4).flat_map(Dataset.range),
     ],
 )
-def test_what_is_not_batched_is_not_divided(dataset: Dataset) -> None:
+def test_an_unbatched_dataset_is_not_divided(dataset: Dataset) -> None:
     with pytest.raises(ValueError, match=r"add \.batch\(global_batch_size\)"):
         divide(dataset, 1, 2)
 

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
-from pipedist.datasets.sources import Source, SourceError, open_source, row_scan
+from pipedist.datasets.sources import Source, SourceError, open_source, row_files
 from tests.datasets.sources.reading import assert_same, read_elsewhere
 
 FILES = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -62,7 +62,7 @@ def test_quoted_text_is_read_as_the_csv_module_reads_it(
     last: bool,
     data: st.DataObject,
 ) -> None:
-    monkeypatch.setattr(row_scan, "BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(row_files, "BLOCK_BYTES", block_bytes)
     out = io.StringIO(newline="")
     # Python 3.11 writes a carriage return without quotes where the rows end with a line feed.
     quoting = csv.QUOTE_ALL if any("\r" in cell for row in rows for cell in row) else csv.QUOTE_MINIMAL
@@ -90,7 +90,7 @@ def test_quoted_text_is_read_as_the_csv_module_reads_it(
 def test_quotes_in_unusual_places_are_read_as_the_csv_module_reads_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: list[list[str]], block_bytes: int
 ) -> None:
-    monkeypatch.setattr(row_scan, "BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(row_files, "BLOCK_BYTES", block_bytes)
     text = "".join(",".join(row) + "\n" for row in [["a", "b"], *rows])
     expected = list(csv.reader(io.StringIO(text, newline="")))
     with_another = list(csv.reader(io.StringIO(text + "z,z\n", newline="")))
@@ -355,8 +355,8 @@ def test_a_field_beyond_the_limit_of_the_csv_module_is_read(tmp_path: Path) -> N
 
 
 def test_a_line_without_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(row_scan, "ROW_BYTES_MAX", 1000)
-    monkeypatch.setattr(row_scan, "BLOCK_BYTES", 64)
+    monkeypatch.setattr(row_files, "ROW_BYTES_MAX", 1000)
+    monkeypatch.setattr(row_files, "BLOCK_BYTES", 64)
     with pytest.raises(SourceError, match=r"t\.csv: a line is longer than 1000 bytes"):
         _open(tmp_path, {"a": "str"}, "a\n" + "x" * 5000)
 

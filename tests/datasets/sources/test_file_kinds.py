@@ -76,7 +76,7 @@ def test_a_file_of_another_kind_is_named(kind: str, file: str, tmp_path: Path) -
     ],
     ids=["bzip2", "xz", "zstd"],
 )
-def test_what_is_packed_by_another_program_is_named(packer: str, data: bytes, tmp_path: Path) -> None:
+def test_other_compressors_are_named(packer: str, data: bytes, tmp_path: Path) -> None:
     (tmp_path / "data.csv").write_bytes(data)
     for kind, config in (("csv", {"columns": {"a": "int64"}}), ("text", {})):
         with pytest.raises(
@@ -86,7 +86,7 @@ def test_what_is_packed_by_another_program_is_named(packer: str, data: bytes, tm
         assert caught.value.expected == "a file that is unpacked, or compressed by gzip"
 
 
-def test_a_damaged_file_of_the_right_kind_says_what_is_wrong_with_it(tmp_path: Path) -> None:
+def test_a_damaged_file_of_the_right_kind_is_reported_with_the_cause(tmp_path: Path) -> None:
     (tmp_path / "data").write_bytes(FILES["npz"]()[:60])
     with pytest.raises(SourceError, match=r"not a readable \.npz file: File is not a zip file"):
         open_source("npz", {"path": "data"}, folder=tmp_path)
@@ -106,7 +106,7 @@ def test_text_that_begins_like_a_binary_file_is_text(tmp_path: Path) -> None:
     source.close()
 
 
-def test_what_is_not_known_is_not_guessed() -> None:
+def test_an_unknown_kind_is_not_guessed() -> None:
     assert kind_of(b"") is None
     assert kind_of(bytes(range(32))) is None
     assert kind_of(b"PK\x03\x04" + bytes(40)) is not None

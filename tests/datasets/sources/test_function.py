@@ -113,7 +113,7 @@ def test_an_element_that_differs_is_named_by_its_index(odd: Any, text: str, batc
     assert caught.value.key == "call"
 
 
-def test_what_the_users_code_raises_is_the_cause() -> None:
+def test_the_error_of_user_code_is_the_cause() -> None:
     def broken() -> Iterator[int]:
         yield 1
         yield 2
@@ -146,7 +146,7 @@ def test_what_the_users_code_raises_is_the_cause() -> None:
         ("text", "a str, not an array"),
         (None, "no array in it"),
         ([{"x": 1.0}], "0/x: a float, not an array"),
-        ({"a", "b"}, "a set has no order"),
+        ({"a", "b"}, "a set has no defined order"),
         ({"x": np.zeros(2), "y": np.zeros(3)}, "2 rows, .* has 3"),
     ],
 )
@@ -164,13 +164,13 @@ def test_a_list_of_elements_says_how_to_return_it() -> None:
     assert [block["x"].tolist() for block in source.blocks(4)] == [[1.0, 2.0]]
 
 
-def test_a_factory_must_stay_what_it_was_and_elements_must_hold_something() -> None:
+def test_a_factory_returns_one_kind_and_elements_have_leaves() -> None:
     results = [iter([1]), np.zeros(3)]
     source = _open(lambda: results.pop(0))
     assert [block.tolist() for block in source.blocks(4)] == [[1]]
     with pytest.raises(SourceError, match="returned an iterable at first, and now a ndarray"):
         list(source.blocks(4))
-    with pytest.raises(SourceError, match="element 0: there is no value"):
+    with pytest.raises(SourceError, match="element 0 has no leaf"):
         list(_open(lambda: iter([None])).blocks(1))
 
 

@@ -111,7 +111,7 @@ def test_arrays_in_any_layout_become_plain() -> None:
         ({"a": np.ma.masked_array([1, 2], [False, True])}, "arrays/a: a masked array can't be read"),
     ],
 )
-def test_what_is_no_tree_of_arrays_is_refused(tree: Any, text: str) -> None:
+def test_values_other_than_trees_of_arrays_are_rejected(tree: Any, text: str) -> None:
     with pytest.raises(SourceError, match=text) as caught:
         open_source("arrays", {"arrays": tree}, folder=HERE)
     assert caught.value.key == "arrays"

@@ -129,23 +129,23 @@ def test_damaged_files_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore")  # Python's, of the header's text
 @pytest.mark.parametrize("kind", ["npy", "npz"])
-def test_a_wrong_byte_is_no_error_of_another_module(tmp_path: Path, kind: str) -> None:
+def test_a_damaged_byte_is_always_a_source_error(tmp_path: Path, kind: str) -> None:
     path = tmp_path / f"a.{kind}"
     if kind == "npy":
         np.save(path, np.zeros(2, np.uint8))
     else:
         np.savez(path, a=np.zeros(2, np.uint8))
     data = path.read_bytes()
-    told = []
+    messages = []
     for at in range(len(data)):
         for byte in {*b"(\xff"} - {data[at]}:
             path.write_bytes(data[:at] + bytes([byte]) + data[at + 1 :])
             try:
                 open_source(kind, {"path": path.name}, folder=tmp_path).close()
             except SourceError as error:
-                told.append(str(error))
-    assert len(told) > 50
-    assert all(each.startswith(path.name) for each in told)
+                messages.append(str(error))
+    assert len(messages) > 50
+    assert all(each.startswith(path.name) for each in messages)
 
 
 def test_npz_files_must_agree(tmp_path: Path) -> None:
@@ -173,7 +173,7 @@ def test_nothing_behind_or_in_place_of_an_array_is_passed_over(tmp_path: Path) -
         archive.write(tmp_path / "b.npy", "x.npy")
         with pytest.warns(UserWarning, match="Duplicate"):
             archive.write(tmp_path / "b.npy", "x.npy")
-    with pytest.raises(SourceError, match=r"^b\.npz: array 'x' is there twice"):
+    with pytest.raises(SourceError, match=r"^b\.npz: array 'x' is in it twice"):
         open_source("npz", {"path": "b.npz"}, folder=tmp_path)
 
 

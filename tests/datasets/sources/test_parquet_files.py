@@ -130,7 +130,7 @@ def test_values_that_fit(tmp_path: Path, values: list[Any], own: str, kind: str,
     assert np.array_equal(found, np.array(expected, kind), equal_nan=kind.startswith("float"))
 
 
-def test_dates_beside_what_cannot_be_read_have_a_name(tmp_path: Path) -> None:
+def test_dates_beside_unreadable_columns_are_read_by_name(tmp_path: Path) -> None:
     day = datetime.date(2024, 2, 29)
     table = {"day": pa.array([day, None]), "tags": pa.array([[1], None]), "n": pa.array([1, 2])}
     pq.write_table(pa.table(table), tmp_path / "a.parquet")
@@ -149,7 +149,7 @@ def test_string_views_are_text(tmp_path: Path) -> None:
         assert _one(tmp_path, ["a", None], pa.string_view(), kind).tolist() == ["a", ""]
 
 
-def test_a_column_that_only_a_later_file_has_is_told(tmp_path: Path) -> None:
+def test_a_column_that_only_a_later_file_has_is_reported(tmp_path: Path) -> None:
     pq.write_table(pa.table({"x": [1]}), tmp_path / "a.parquet")
     pq.write_table(pa.table({"x": [2], "y": [3]}), tmp_path / "b.parquet")
     with pytest.raises(SourceError, match=r"^b\.parquet has a column 'y', and a\.parquet has none$"):
@@ -205,16 +205,14 @@ def test_files_and_columns_that_are_refused(tmp_path: Path) -> None:
     with pytest.raises(SourceError, match=r"'i' is double in b\.parquet and int64 in c\.parquet"):
         open_source("parquet", {"path": ["b.parquet", "c.parquet"]}, folder=tmp_path)
     pq.write_table(pa.table({"l": [[1], [2]]}), tmp_path / "d.parquet")
-    with pytest.raises(SourceError, match=r"'l' is list.*name the columns that are wanted"):
+    with pytest.raises(SourceError, match=r"'l' is list.*name the columns to be read"):
         open_source("parquet", {"path": "d.parquet"}, folder=tmp_path)
     (tmp_path / "e.parquet").write_bytes(b"nothing")
     with pytest.raises(SourceError, match=r"e\.parquet: not a readable parquet file"):
         open_source("parquet", {"path": "e.parquet"}, folder=tmp_path)
 
 
-def test_without_pyarrow_the_error_says_what_to_install(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_pyarrow_the_error_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _write(tmp_path / "a.parquet", 3)
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(SourceError, match=r"pip install 'pipedist\[parquet\]'"):

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from pipedist.datasets.sources import SourceError, open_source, paths, unpack
+from pipedist.datasets.sources import SourceError, file_kinds, open_source, paths
+from pipedist.datasets.sources.file_kinds import UnpackStore, unpack_all
 from pipedist.datasets.sources.paths import OpenFiles, expand
-from pipedist.datasets.sources.unpack import Spool, unpacked
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def folder(tmp_path: Path) -> Path:
 )
 def test_matches_are_sorted_and_each_once(folder: Path, path: str | list[str], names: list[str]) -> None:
     files = expand(path, folder)
-    assert [file.shown for file in files] == names
+    assert [file.label for file in files] == names
     assert all(os.path.isabs(file.path) and Path(file.path).read_text() for file in files)
 
 
@@ -49,15 +49,15 @@ def test_a_link_to_a_folder_above_it_brings_no_file_twice(tmp_path: Path) -> Non
     (tmp_path / "d" / "deep" / "elsewhere").symlink_to("../../other")
     wanted = ["d/a.txt", "d/deep/b.txt", "d/deep/elsewhere/c.txt"]
     for path in ("d/**/*.txt", "d/../d/**/*.txt", "**/d/**/*.txt"):
-        found = [file.shown for file in expand(path, tmp_path)]
+        found = [file.label for file in expand(path, tmp_path)]
         assert [name.removeprefix("d/../") for name in found] == wanted
-    found = [file.shown for file in expand(f"{tmp_path}/d/**/*.txt", Path("/"))]
+    found = [file.label for file in expand(f"{tmp_path}/d/**/*.txt", Path("/"))]
     assert found == [f"{tmp_path}/{name}" for name in wanted]
-    assert [file.shown for file in expand("d/again/*.txt", tmp_path)] == ["d/again/a.txt"]  # asked for
+    assert [file.label for file in expand("d/again/*.txt", tmp_path)] == ["d/again/a.txt"]  # asked for
 
 
 def test_absolute_patterns_stay_absolute(folder: Path) -> None:
-    assert [file.shown for file in expand(str(folder / "*.csv"), Path("/"))] == [str(folder / "c.csv")]
+    assert [file.label for file in expand(str(folder / "*.csv"), Path("/"))] == [str(folder / "c.csv")]
 
 
 @pytest.mark.parametrize("path", ["*.parquet", "folder.txt", "none/x.txt", ["a.txt", "*.parquet"]])
@@ -72,20 +72,20 @@ def test_no_match_names_pattern_and_folder(folder: Path, path: str | list[str]) 
 @pytest.mark.parametrize(
     ("path", "instead"), [("~/x.csv", r"\$\{env\.HOME\}"), (".", r"a folder: '\./\*'"), ("none", "^$")]
 )
-def test_no_match_says_what_may_be_meant(folder: Path, path: str, instead: str) -> None:
+def test_no_match_is_reported_with_a_hint(folder: Path, path: str, instead: str) -> None:
     with pytest.raises(SourceError, match="no file matches") as caught:
         expand(path, folder)
     assert re.search(instead, caught.value.expected)
 
 
 @pytest.mark.parametrize("path", ["*.txt", "annexed.txt", ["a.txt", "**"]])
-def test_a_link_to_what_is_not_there_is_not_passed_over(folder: Path, path: str | list[str]) -> None:
+def test_a_dangling_link_is_an_error(folder: Path, path: str | list[str]) -> None:
     (folder / "annexed.txt").symlink_to(".git/annex/objects/x")
     with pytest.raises(SourceError, match=r"^annexed\.txt: a symbolic link to \.git/annex/objects/x, which"):
         expand(path, folder)
     (folder / ".git/annex/objects").mkdir(parents=True)
     (folder / ".git/annex/objects/x").write_text("fetched")
-    assert "annexed.txt" in [file.shown for file in expand(path, folder)]
+    assert "annexed.txt" in [file.label for file in expand(path, folder)]
 
 
 @pytest.mark.parametrize("kind", ["npy", "npz", "csv", "parquet", "jsonl", "text", "files"])
@@ -97,7 +97,7 @@ def test_every_kind_of_file_needs_a_path(kind: str, tmp_path: Path) -> None:
         assert caught.value.key == "path"
 
 
-def test_what_is_unpacked_has_no_name_and_is_gone_with_the_source(tmp_path: Path) -> None:
+def test_unpacked_data_has_no_name_and_disappears_with_the_source(tmp_path: Path) -> None:
     temporary = tmp_path / "tmp"
     temporary.mkdir()
     (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"one\ntwo\n", mtime=0))
@@ -128,7 +128,7 @@ def test_without_proc_the_unpacked_file_has_a_name_until_the_end(
 
 
 @pytest.mark.parametrize("method", [zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
-def test_damage_is_told_whatever_packed_it(tmp_path: Path, method: int) -> None:
+def test_a_damaged_archive_is_reported(tmp_path: Path, method: int) -> None:
     with zipfile.ZipFile(tmp_path / "a.zip", "w", method) as archive:
         archive.writestr("a.txt", b"0123456789" * 100)
     data = (tmp_path / "a.zip").read_bytes()
@@ -165,7 +165,7 @@ def test_a_zip_must_have_one_member(tmp_path: Path, members: list[str]) -> None:
 
 
 def test_a_bomb_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(unpack, "UNPACKED_BYTES_MAX", 1000)
+    monkeypatch.setattr(file_kinds, "UNPACKED_BYTES_MAX", 1000)
     (tmp_path / "a.gz").write_bytes(gzip.compress(b"x" * 100_000, mtime=0))
     with pytest.raises(SourceError, match="more than 1000 bytes"):
         open_source("text", {"path": "a.gz"}, folder=tmp_path)
@@ -173,11 +173,11 @@ def test_a_bomb_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_full_disk_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.gz").write_bytes(gzip.compress(b"x" * 100_000, mtime=0))
-    spool = Spool()
-    spool._file = open("/dev/full", "wb", buffering=0)  # noqa: SIM115 - the spool closes it
-    with pytest.raises(SourceError, match=r"a\.gz: can't be unpacked into .*No space left.*TMPDIR"):
-        unpacked(expand("a.gz", tmp_path), spool)
-    spool.close()
+    store = UnpackStore()
+    store._file = open("/dev/full", "wb", buffering=0)  # noqa: SIM115 - the store closes it
+    with pytest.raises(SourceError, match=r"a\.gz: can't be unpacked into .*TMPDIR.*No space left"):
+        unpack_all(expand("a.gz", tmp_path), store)
+    store.close()
 
 
 def test_few_descriptors_stay_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

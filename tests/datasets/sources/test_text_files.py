@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pipedist.datasets.sources import SourceError, open_source, row_scan
+from pipedist.datasets.sources import SourceError, open_source, row_files
 from tests.datasets.sources.reading import read_elsewhere
 
 FILES = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -130,7 +130,7 @@ def test_objects_are_those_of_the_json_module(
     block_bytes: int,
     data: st.DataObject,
 ) -> None:
-    monkeypatch.setattr(row_scan, "BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(row_files, "BLOCK_BYTES", block_bytes)
     blank = data.draw(st.sampled_from(["", "\n", "\r\n"]))
     text = "".join(json.dumps(each) + "\n" + blank for each in objects)
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(text.encode()))

@@ -13,7 +13,7 @@ import pytest
 
 import pipedist
 from pipedist.datasets.sources import SourceError, open_reader, open_source, paths, remote
-from pipedist.datasets.sources.visibility import hindrance, is_visible
+from pipedist.datasets.sources.paths import hindrance, is_visible
 
 fsspec = pytest.importorskip("fsspec", reason="URLs need fsspec: pip install 'pipedist[fsspec]'")
 
@@ -108,7 +108,7 @@ def test_memory_is_this_process_own(tmp_path: Path) -> None:
         config = {"path": "memory://pipedist-test/x.npy"}
         source = open_source("npy", config, folder=tmp_path)
         assert not source.portable
-        assert hindrance(source) == "memory:// is this process's own"
+        assert hindrance(source) == "memory:// URLs can be read in this process only"
         source.close()
         assert totals({"npy": config}, lambda shard: shard) == sum(range(40))
     finally:
@@ -122,7 +122,7 @@ def test_file_urls_are_paths(tmp_path: Path) -> None:
     source.close()
 
 
-def test_what_has_changed_or_is_not_there_is_told(archive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changed_and_missing_files_are_reported(archive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = {"path": f"zip://deep/x.npy::file://{archive}"}
     source = open_source("npy", config, folder=archive.parent)
     with zipfile.ZipFile(archive, "w") as file:

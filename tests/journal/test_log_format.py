@@ -1,4 +1,4 @@
-"""The bytes of a journal: whatever happens to them, the exact prefix is found, or a named error."""
+"""The bytes of a journal: any damage gives the exact prefix or a named error."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import random
 import pytest
 
 from pipedist.errors import JournalError
-from pipedist.journal.frames import FIRST, OVERHEAD_BYTES, digest_of, pack_record, records
+from pipedist.journal.log_format import FIRST, OVERHEAD_BYTES, digest_of, pack_record, read_records
+from pipedist.record_format import MAGIC
 
 
 def journal(count: int, seed: int = 1) -> tuple[list[bytes], list[bytes]]:
@@ -15,7 +16,7 @@ def journal(count: int, seed: int = 1) -> tuple[list[bytes], list[bytes]]:
     rng = random.Random(seed)
     payloads, packed, before = [], [], FIRST
     for number in range(count):
-        payload = rng.randbytes(rng.randrange(40)) + (b"PJR1" if number % 7 == 0 else b"")
+        payload = rng.randbytes(rng.randrange(40)) + (MAGIC if number % 7 == 0 else b"")
         made = pack_record(payload, before)
         payloads.append(payload)
         packed.append(made)
@@ -24,10 +25,10 @@ def journal(count: int, seed: int = 1) -> tuple[list[bytes], list[bytes]]:
 
 
 def read(data: bytes) -> list[bytes]:
-    return [placed.payload for placed in records(data)]
+    return [placed.payload for placed in read_records(data)]
 
 
-def test_what_was_written_is_read() -> None:
+def test_records_are_read_as_written() -> None:
     payloads, packed = journal(100)
     assert read(b"".join(packed)) == payloads
     assert read(b"") == []
@@ -39,8 +40,8 @@ def test_a_record_may_name_a_million_files_and_no_more_than_can_be_read(
 ) -> None:
     payload = bytes(100 * 2**20)
     assert read(pack_record(payload, FIRST)) == [payload]
-    monkeypatch.setattr("pipedist.journal.frames.PAYLOAD_BYTES_MAX", 99)
-    with pytest.raises(JournalError, match=r"at most 99 bytes, .* would have 100: .* fewer, larger"):
+    monkeypatch.setattr("pipedist.journal.log_format.PAYLOAD_BYTES_MAX", 99)
+    with pytest.raises(JournalError, match=r"has 100 bytes, at most 99 .* fewer, larger"):
         pack_record(bytes(100), FIRST)
 
 
@@ -92,11 +93,11 @@ def test_a_record_that_is_removed_moved_or_replaced_is_found(where: int) -> None
     with pytest.raises(JournalError, match=rf"at offset {offset + OVERHEAD_BYTES + 6} does not follow"):
         read(b"".join(replaced))
     with pytest.raises(JournalError, match="does not follow"):
-        read(b"".join([*packed[:where], packed[where], *packed[where:]]))  # told twice
+        read(b"".join([*packed[:where], packed[where], *packed[where:]]))
 
 
 def test_zeros_or_noise_behind_the_last_record_are_a_torn_tail() -> None:
     payloads, packed = journal(5)
     data = b"".join(packed)
-    for tail in (bytes(1), bytes(4096), b"PJR1", b"PJR1" * 30, random.Random(2).randbytes(500)):
+    for tail in (bytes(1), bytes(4096), MAGIC, MAGIC * 30, random.Random(2).randbytes(500)):
         assert read(data + tail) == payloads

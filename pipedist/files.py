@@ -1,0 +1,111 @@
+"""Locks on files, and files that are replaced as a whole.
+
+- A lock is flock(2) on an open descriptor: the kernel releases it when the last process that holds
+  the descriptor ends, so no lock is ever stale.
+- A file is written beside its path, made durable, and renamed: a reader finds the old content or
+  the new one, also after a kill or a power failure.
+
+Everything here raises OSError; the caller turns it into an error that names the user's file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+from pathlib import Path
+from typing import BinaryIO
+
+_NEW_FLAGS = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+def try_lock(descriptor: int) -> bool:
+    """Lock an open file or folder; return False if another process holds the lock.
+
+    Raises:
+        OSError: the file system has no locks.
+    """
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def is_file_at(path: str | Path, descriptor: int) -> bool:
+    """Return whether an open file is the one at `path`: it may be removed before it is locked."""
+    try:
+        found, opened = os.lstat(path), os.fstat(descriptor)
+    except OSError:
+        return False
+    return (found.st_dev, found.st_ino) == (opened.st_dev, opened.st_ino)
+
+
+class AtomicFile:
+    """A file that appears at its path complete, on `commit`, or not at all.
+
+    A process that is killed before `commit` leaves at most a hidden `.NAME.*.partial`.
+
+    Args:
+        path: where the file will be; its folder exists.
+        mode: permissions of the file, before the umask.
+
+    Raises:
+        OSError: the folder can't be written.
+    """
+
+    def __init__(self, path: Path, mode: int = 0o666) -> None:
+        self.path = path
+        self._temporary = path.with_name(f".{path.name}.{os.urandom(4).hex()}.partial")
+        self.file: BinaryIO = os.fdopen(os.open(self._temporary, _NEW_FLAGS, mode), "w+b")
+
+    def commit(self) -> None:
+        """Make the file durable and rename it to `path`.
+
+        Raises:
+            OSError: the disk is full, or fails.
+        """
+        self.file.flush()
+        os.fsync(self.file.fileno())
+        self.file.close()
+        os.replace(self._temporary, self.path)
+        sync_folder(self.path.parent)
+
+    def abort(self) -> None:
+        """Remove what was written; harmless after `commit`, and twice."""
+        with contextlib.suppress(OSError):  # closing may flush to a full disk
+            self.file.close()
+        with contextlib.suppress(OSError):  # on a disk that fails the hidden file stays
+            self._temporary.unlink()
+
+
+def replace_file(path: Path, content: bytes, mode: int = 0o666) -> None:
+    """Replace the content of a file, atomically and durably.
+
+    Args:
+        path: where the file will be; its folder exists.
+        content: all of it.
+        mode: permissions of the file, before the umask.
+
+    Raises:
+        OSError: it can't be written; then the old content stays.
+    """
+    out = AtomicFile(path, mode)
+    try:
+        out.file.write(content)
+        out.commit()
+    finally:
+        out.abort()
+
+
+def sync_folder(path: Path) -> None:
+    """Make the names in a folder durable.
+
+    Raises:
+        OSError: the disk fails.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,472 @@
+"""The output folder of a run: its lock, its states, and the moment when its files appear.
+
+    out/NAME/
+        late.json, rows.npz, ...     the files of one finished run
+        .pipedist/
+            run.json                 the run that the folder belongs to, and its state
+            results.json             the finished run's document, as `pipedist run --json` prints it
+            lock                     locked by the run that writes
+            new/                     the files of the run in progress
+            journal/                 its durable progress, see pipedist.journal
+
+A run writes to `.pipedist/new`. When it is complete, its files replace those of the finished run
+before it. So a reader of the folder sees the files of one finished run, and a run that fails or is
+killed changes none of them. The states of `run.json`:
+
+    (no folder) --> running --> committing --> finished --> running (a later run) ...
+                       |             '-------> failed ----> running
+                       '---------------------> failed
+
+- `running` without the lock: a run that was interrupted or killed.
+- `committing`: all new files are durable. A process that is killed now loses nothing: the next one
+  that opens the folder completes the move, each step of which can be repeated.
+- `failed`: a run that ended with an error. Its journal stays, so that it can be resumed. A later run
+  replaces it without `--restart` only if the journal has no steps. If single outputs could not be
+  written, the folder has the others, all of one complete run.
+
+Files that pipedist did not write are neither removed nor replaced, and a folder that is not empty
+and has no `.pipedist` is left as it is. Symbolic links below the folder are not followed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Callable, Collection, Iterator, Sequence
+from pathlib import Path, PurePath
+from types import TracebackType
+from typing import Any, Literal, Self
+
+from pipedist.errors import UsageError
+from pipedist.files import sync_folder, try_lock
+from pipedist.outputs.encoding import Json
+from pipedist.outputs.run_record import (
+    LIVE,
+    PRIVATE,
+    RunRecord,
+    is_there,
+    path_problem,
+    read_record,
+    read_results,
+    reading,
+    write_json,
+    write_record,
+    writing,
+)
+from pipedist.records import record
+
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+@record
+class FinishedRun:
+    """A finished run that `--resume` found: its results can be reported.
+
+    Args:
+        path: its folder, absolute.
+        run_id: its id.
+        document: its document, as `pipedist run --json` printed it.
+        files: its outputs, absolute paths by relative path.
+        since: changes of inputs and modules since then, as lines.
+    """
+
+    path: Path
+    run_id: str
+    document: Json
+    files: dict[str, Path]
+    since: tuple[str, ...] = ()
+
+
+class RunFolder:
+    """An output folder that this process writes to, locked.
+
+    Returned by `open_folder`. Leaving the context without `finish` leaves the run unfinished.
+
+    Args:
+        path: the folder, absolute.
+        lock: file descriptor that holds the lock.
+        record: the content of run.json.
+        notice: a message to the user about how the folder was opened, or "".
+        found: "unfinished": the run in the folder is to be resumed; "other": it is of another spec, and
+            `take_over` keeps parts of it; "": the folder is ready for a new run.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        lock: int,
+        record: RunRecord,
+        notice: str,
+        found: Literal["", "unfinished", "other"] = "",
+    ) -> None:
+        self.path = path
+        self.notice = notice
+        self.found = found
+        self._lock = lock
+        self._record = record
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def journal(self) -> Path:
+        """The folder of the journal."""
+        return self.path / PRIVATE / "journal"
+
+    @property
+    def live(self) -> Path:
+        """The folder of the run's status socket, which exists only while the run does."""
+        return self.path / PRIVATE / LIVE
+
+    @property
+    def run_id(self) -> str:
+        """The id of the run that the folder belongs to."""
+        return self._record.run
+
+    def has(self, output: str) -> bool:
+        """Return whether an output of the earlier run is complete."""
+        if self._record.state == "finished":
+            return output in self._record.files and (self.path / output).is_file()
+        return (self.path / PRIVATE / "new" / output).is_file()
+
+    def take_over(self, run_id: str, spec_hash: str, outputs: Sequence[str], kept: Collection[str]) -> None:
+        """Begin a run that keeps files of the run of another spec in the folder.
+
+        Args:
+            run_id, spec_hash, outputs: as for `open_folder`.
+            kept: the outputs that are complete and unchanged.
+
+        Raises:
+            OutputError: the disk is full, or fails.
+        """
+        old, new = self._record, self.path / PRIVATE / "new"
+        with writing(self.path):
+            new.mkdir(exist_ok=True)
+            if old.state == "finished":
+                for name in kept:
+                    _copy(self.path / name, new / name)
+            for path in [path for path in new.rglob("*") if path.is_file()]:
+                if str(path.relative_to(new)) not in kept:
+                    path.unlink()
+        self._record = RunRecord("running", run_id, spec_hash, tuple(outputs), _standing(old))
+        write_record(self.path, self._record)
+        self.found = "unfinished"
+
+    def staged(self, output: str) -> Path:
+        """Return the path where an output is written until the run is complete.
+
+        Args:
+            output: one of the `outputs` of `open_folder`.
+        """
+        self._known(output)
+        path = self.path / PRIVATE / "new" / output
+        with writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+        return path
+
+    def final(self, output: str) -> Path:
+        """Return the final path of an output, absolute."""
+        self._known(output)
+        return self.path / output
+
+    def finish(self, document: Json, *, failed: bool = False) -> dict[str, Path]:
+        """Replace the files of the run before with those of this one.
+
+        Args:
+            document: plain JSON values, kept for `--resume` of the finished run.
+            failed: the run is complete, but some of its files could not be written.
+
+        Returns:
+            The outputs that were written, absolute paths by relative path.
+
+        Raises:
+            OutputError: a file can't be moved; the folder is left `committing` or `running`.
+        """
+        new = self.path / PRIVATE / "new"
+        with writing(self.path):
+            written = tuple(name for name in self._record.files if (new / name).is_file())
+        write_json(self.path / PRIVATE / "results.json.new", document)
+        record = self._record
+        then: Literal["finished", "failed"] = "failed" if failed else "finished"
+        self._record = RunRecord("committing", record.run, record.spec, written, record.previous, then)
+        write_record(self.path, self._record)
+        self._record = _move_all(self.path, self._record)
+        return {name: self.path / name for name in written}
+
+    def fail(self, *, resumable: bool) -> None:
+        """Record that the run ended with an error; its journal and the earlier files stay.
+
+        Args:
+            resumable: its journal has committed steps; replacing the run requires `--restart`.
+
+        Raises:
+            OutputError: the folder can't be written; the run counts as unfinished.
+        """
+        record = self._record
+        if record.state == "running":
+            self._record = RunRecord("failed", record.run, record.spec, record.previous, resumable=resumable)
+            write_record(self.path, self._record)
+
+    def close(self) -> None:
+        """Release the lock; harmless twice."""
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+    def _known(self, output: str) -> None:
+        if output not in self._record.files:
+            raise ValueError(f"the folder was opened for {list(self._record.files)}, not for {output!r}")
+
+
+def open_folder(
+    path: Path,
+    *,
+    run_id: str,
+    spec_hash: str,
+    outputs: Sequence[str],
+    resume: bool | Literal["reuse"] = False,
+    restart: bool = False,
+    explain: Callable[[Path], str] | None = None,
+    since: Callable[[Path], Sequence[str]] | None = None,
+) -> RunFolder | FinishedRun:
+    """Open and lock an output folder for a run.
+
+    Args:
+        path: the folder; it and its parents are created if necessary.
+        run_id: id of the run.
+        spec_hash: digest of the spec, without its `cluster`.
+        outputs: the files that the run will write, relative to the folder.
+        resume: resume the run in the folder, or return it if it is finished; "reuse": also keep the
+            unchanged parts of a run of another spec, or of other inputs or modules.
+        restart: discard an unfinished or failed run.
+        explain: returns the differences from the spec of the run in the folder, given the folder of its
+            journal.
+        since: returns the changes since a finished run of the same spec, given the same folder.
+
+    Returns:
+        The folder to write to; or, with `resume`, the finished run of the same spec.
+
+    Raises:
+        UsageError: the folder can't be created or read, or was not made by pipedist; another run writes
+            to it; it holds an unfinished or a resumable run, and neither `resume` nor `restart` is set;
+            it holds a run of another spec, and `resume` is set; a file of the finished run is missing;
+            or a file that pipedist did not write has the name of an output.
+        OutputError: the disk is full, or fails.
+    """
+    for problem in filter(None, map(path_problem, outputs)):
+        raise UsageError(problem)
+    if resume and restart:
+        raise UsageError("--resume and --restart exclude each other")
+    label = path
+    if path.parts[:1] == ("~",):
+        raise UsageError(
+            f"{label}: `~` is expanded only by a shell, at the start of a word. Write the whole path."
+        )
+    with reading(label):
+        if path.exists() and not path.is_dir():
+            raise UsageError(
+                f"{label} is a file, not an output folder. Choose another one with --output DIR."
+            )
+        path.mkdir(parents=True, exist_ok=True)
+        path = path.resolve()
+        _claim(path, label)
+        lock = os.open(path / PRIVATE / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    with contextlib.ExitStack() as stack:
+        stack.callback(os.close, lock)
+        if not try_lock(lock):
+            raise UsageError(
+                f"another run is writing to {label}. Wait until it ends, or choose another folder with "
+                "--output DIR."
+            )
+        old = read_record(path, label)
+        if old is not None and old.state == "committing":
+            old = _move_all(path, old)
+        if resume and old is not None and old.state == "finished" and old.spec == spec_hash:
+            missing = [name for name in old.files if not is_there(path / name, label)]
+            changed = tuple(since(path / PRIVATE / "journal")) if since is not None else ()
+            if resume != "reuse" or not (missing or changed):
+                return _finished(path, old, label, missing, changed)
+        previous = _standing(old)
+        _check_free(path, label, outputs, previous)
+        if resume and old is not None and is_there(path / PRIVATE / "journal" / "journal", label):
+            if old.spec == spec_hash and old.state != "finished":
+                record = RunRecord("running", old.run, spec_hash, tuple(outputs), previous)
+                _clear_partial(path)
+                write_record(path, record)
+                stack.pop_all()  # RunFolder closes the lock
+                return RunFolder(path, lock, record, "", "unfinished")
+            if resume == "reuse":
+                stack.pop_all()
+                return RunFolder(path, lock, old, "", "other")
+        notice = _decide(old, label, spec_hash=spec_hash, resume=resume, restart=restart, explain=explain)
+        with writing(path):
+            for name in ("new", "journal"):
+                shutil.rmtree(path / PRIVATE / name, onerror=_unless_missing)
+                (path / PRIVATE / name).mkdir()
+        record = RunRecord("running", run_id, spec_hash, tuple(outputs), previous)
+        write_record(path, record)
+        stack.pop_all()
+        return RunFolder(path, lock, record, notice)
+
+
+def _standing(old: RunRecord | None) -> tuple[str, ...]:
+    """Return the outputs of an earlier run that are in the folder."""
+    return () if old is None else old.previous if old.state == "running" else old.files
+
+
+def _clear_partial(path: Path) -> None:
+    """Remove the temporary files of a killed process, see `AtomicFile`."""
+    with writing(path):
+        new = path / PRIVATE / "new"
+        new.mkdir(exist_ok=True)
+        for partial in list(new.rglob(".*.partial")):
+            partial.unlink()
+
+
+def _copy(source: Path, target: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.unlink(missing_ok=True)
+    try:
+        os.link(source, target, follow_symlinks=False)
+    except OSError:  # a file system without links
+        shutil.copy2(source, target, follow_symlinks=False)
+
+
+def _decide(
+    old: RunRecord | None,
+    label: Path,
+    *,
+    spec_hash: str,
+    resume: bool | Literal["reuse"],
+    restart: bool,
+    explain: Callable[[Path], str] | None,
+) -> str:
+    """Return a notice for the user, or raise UsageError."""
+    if resume:
+        if old is None:
+            return f"nothing to resume in {label}: starting fresh"
+        if old.spec == spec_hash:
+            return f"run {old.run} in {label} has no journal: starting fresh"
+        if resume == "reuse":
+            return f"run {old.run} in {label} has no journal, so nothing can be reused: starting fresh"
+        differs = explain(label / PRIVATE / "journal") if explain is not None else ""
+        raise UsageError(
+            f"{label} holds a run of another spec or other parameters (there {old.spec[:12]}, now "
+            f"{spec_hash[:12]}), which can't be resumed{differs}\n  --resume=reuse keeps its unchanged "
+            "parts, --restart discards it, --output DIR writes to another folder"
+        )
+    if old is not None and not restart and (old.state == "running" or old.resumable):
+        what = "unfinished run" if old.state == "running" else "failed run"
+        same = old.spec == spec_hash
+        on = "--resume continues it" if same else "--resume=reuse keeps its unchanged parts"
+        raise UsageError(
+            f"{label} holds the {what} {old.run}: {on}; --restart discards it and begins again; "
+            "--output DIR writes to another folder"
+        )
+    return ""
+
+
+def _claim(path: Path, label: Path) -> None:
+    """Check that the folder is pipedist's, or mark an empty one."""
+    names = set(os.listdir(path))
+    private = path / PRIVATE
+    if PRIVATE in names:
+        if private.is_symlink() or not private.is_dir():
+            raise UsageError(
+                f"{label}/{PRIVATE} is not a folder that pipedist made. Choose another one with --output DIR."
+            )
+    elif names:
+        raise UsageError(
+            f"{label} is not empty and was not made by pipedist. Choose another folder with --output DIR."
+        )
+    private.mkdir(exist_ok=True)
+
+
+def _check_free(path: Path, label: Path, outputs: Sequence[str], previous: Sequence[str]) -> None:
+    ours = set(map(PurePath, previous))
+    for output in map(PurePath, outputs):
+        for name in (output, *output.parents[:-1]):
+            there = path / name
+            is_folder = name != output and there.is_dir() and not there.is_symlink()
+            if name not in ours and os.path.lexists(there) and not is_folder:
+                raise UsageError(
+                    f"{label}/{name} has the name of an output and was not written by pipedist. Move it, or "
+                    "choose another folder with --output DIR."
+                )
+
+
+def _finished(
+    path: Path, record: RunRecord, label: Path, missing: Sequence[str], since: tuple[str, ...]
+) -> FinishedRun:
+    if missing:
+        raise UsageError(
+            f"{label}/{missing[0]} of the finished run {record.run} is missing. --resume=reuse writes it "
+            "again; --restart runs everything again."
+        )
+    document = read_results(path, label)
+    return FinishedRun(path, record.run, document, {name: path / name for name in record.files}, since)
+
+
+# -- moving files into place ---------------------------------------------------------------------
+
+
+def _move_all(path: Path, record: RunRecord) -> RunRecord:
+    """Replace the previous files with the new ones; can be repeated after a kill."""
+    with writing(path):
+        for name in record.previous:
+            if name not in record.files:
+                _remove(path, PurePath(name))
+        for name in record.files:
+            _move(path, PurePath(name))
+        private = path / PRIVATE
+        with contextlib.suppress(FileNotFoundError):  # moved before the kill
+            os.replace(private / "results.json.new", private / "results.json")
+        shutil.rmtree(private / "new", onerror=_unless_missing)
+        if record.then == "failed":  # all of its values were computed: nothing is left to resume
+            shutil.rmtree(private / "journal", onerror=_unless_missing)
+        sync_folder(path)
+    done = RunRecord(record.then, record.run, record.spec, record.files)
+    write_record(path, done)
+    return done
+
+
+def _move(path: Path, name: PurePath) -> None:
+    source = path / PRIVATE / "new" / name
+    with _parent(path, name, make=True) as target:
+        with contextlib.suppress(FileNotFoundError):  # moved before the kill
+            os.replace(source, name.name, dst_dir_fd=target)
+        os.fsync(target)
+
+
+def _remove(path: Path, name: PurePath) -> None:
+    with contextlib.suppress(FileNotFoundError), _parent(path, name, make=False) as target:
+        os.unlink(name.name, dir_fd=target)
+
+
+@contextlib.contextmanager
+def _parent(path: Path, name: PurePath, *, make: bool) -> Iterator[int]:
+    """Open the folder that holds `path/name`, following no symbolic link below `path`."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        for part in name.parts[:-1]:
+            if make:
+                with contextlib.suppress(FileExistsError):
+                    os.mkdir(part, dir_fd=fd)
+            below = os.open(part, _DIRECTORY, dir_fd=fd)
+            os.close(fd)
+            fd = below
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _unless_missing(_function: Any, _path: str, info: Any) -> None:
+    """Raise an error of `shutil.rmtree`, unless the file is missing; its `onerror`."""
+    if not isinstance(info[1], FileNotFoundError):
+        raise info[1]
