@@ -10,9 +10,8 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Final
-
-from pipedist.records import record
 
 VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
 """Which GPUs the CUDA libraries of a process see, and in which order."""
@@ -27,7 +26,7 @@ _TOOL_S: Final = 30.0
 _TPU_SIGNS: Final = ("TPU_NAME", "TPU_WORKER_ID", "TPU_ACCELERATOR_TYPE")
 
 
-@record
+@dataclass(frozen=True, slots=True)
 class Found:
     """The GPUs that there are for the workers of this machine.
 
@@ -40,7 +39,7 @@ class Found:
     how: str
 
 
-@record
+@dataclass(frozen=True, slots=True)
 class Supply:
     """The GPUs of a cluster's workers.
 

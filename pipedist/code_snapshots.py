@@ -21,10 +21,10 @@ import os
 import re
 import stat
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from pipedist.errors import PipedistError, RemoteProtocolError
 from pipedist.program import Tree
-from pipedist.records import record
 
 FILE_BYTES_MAX = 1 << 20
 """A larger file is data, and stays behind."""
@@ -55,7 +55,7 @@ class CodeTooLarge(PipedistError):
     """A folder has more than a snapshot may hold."""
 
 
-@record
+@dataclass(frozen=True, slots=True)
 class Snapshot:
     """The files of a code folder.
 

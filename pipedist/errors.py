@@ -9,8 +9,7 @@ did a replica function fail (`CallError`), did a peer break the protocol
 from __future__ import annotations
 
 from collections.abc import Sequence
-
-from pipedist.records import record
+from dataclasses import dataclass
 
 
 class PipedistError(Exception):
@@ -25,7 +24,7 @@ class UsageError(PipedistError):
     exit_code = 2
 
 
-@record
+@dataclass(frozen=True, slots=True)
 class Problem:
     """One mistake in a spec, with its place.
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import anyio
@@ -23,7 +24,6 @@ from pipedist.datasets.division import Division, chunk_sizes, permutation
 from pipedist.datasets.sources import Source, SourceError
 from pipedist.errors import LocalProtocolError
 from pipedist.program import ReaderConfig, Shards, Tree
-from pipedist.records import record
 
 READ_S = 0.01
 READ_BYTES = 2**20
@@ -34,7 +34,7 @@ Spans = Sequence[tuple[int, int]]
 """Positions in a shard, as ranges [lo, hi)."""
 
 
-@record
+@dataclass(frozen=True, slots=True)
 class Offer:
     """Steps [first, last), each of `parts` calls.
 
@@ -254,7 +254,7 @@ class IndexedFeed(Feed):
         return [self._ids(call) for call in range(first, first + self._division.parts(step))]
 
 
-@record
+@dataclass(frozen=True, slots=True)
 class _Block:
     """One step of a sequential source: its elements, the id of the first, and its bytes."""
 

@@ -24,6 +24,7 @@ import enum
 import importlib
 import operator
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 from typing import Any, SupportsIndex, cast
@@ -32,7 +33,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipedist import exact
-from pipedist.records import record
 from pipedist.stand_ins import is_masked, stand_in
 
 _LIST_OF_OPS = "'sum', 'mean', 'min', 'max', 'prod'"
@@ -71,7 +71,7 @@ class ReduceOp(enum.StrEnum):
             raise ValueError(f"{op!r} is not a reduce op; expected one of {_LIST_OF_OPS}") from None
 
 
-@record
+@dataclass(frozen=True, slots=True)
 class _Kind:
     """What the fold rules say about a dtype.
 

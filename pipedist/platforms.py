@@ -6,15 +6,15 @@ import os
 import platform
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
 
-from pipedist.records import record
 from pipedist.version import __version__
 
 
-@record
+@dataclass(frozen=True, slots=True)
 class Platform:
     """Everything but the code and its inputs that could change bits of a result.
 

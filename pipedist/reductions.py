@@ -13,6 +13,7 @@ which also has the fold rules).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -21,7 +22,6 @@ from pipedist import partials, trees
 from pipedist.partials import ReduceOp as ReduceOp
 from pipedist.partials import axes_of
 from pipedist.program import Tree
-from pipedist.records import record
 
 Partial = Any
 """What `Reduction.partial` returns: a codec-able tree, see the module's text."""
@@ -31,7 +31,7 @@ T = TypeVar("T")
 _NUMBERS = frozenset({int, float})
 
 
-@record
+@dataclass(frozen=True, slots=True)
 class Reduction:
     """One reduction: an operator and axes. Make it with `Reduction.of`.
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import io
 import os
+from dataclasses import dataclass
 
 from pipedist.cli.streams import write_out
 from pipedist.errors import UsageError
-from pipedist.records import record
 
 
-@record
+@dataclass(frozen=True, slots=True)
 class LaunchOptions:
     """What the command line says.
 

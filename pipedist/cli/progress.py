@@ -114,7 +114,7 @@ class Reporter(ABC):
     def line(self, text: str) -> None:
         """Show a line of text."""
 
-    def log(self, worker: str, log: messages.Log) -> None:
+    def log(self, worker: str, log: messages.LogLine) -> None:
         """Show what a replica function printed or logged, each line led by the call it comes from."""
         for line in log.text.splitlines():
             self.line(f"[{log.stage} {log.step} {log.replica} {worker}] {line}")

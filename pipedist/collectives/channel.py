@@ -21,10 +21,10 @@ The rules of `Channel.exchange`
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Protocol
 
-from pipedist.records import record
-from pipedist.transport.form import Frame
+from pipedist.transport.codec import Frame
 
 if TYPE_CHECKING:
     from pipedist.collectives.packing import Pack
@@ -41,7 +41,7 @@ class GangAborted(BaseException):
     """Ends a replica whose gang can't go on; no Exception, so that user code does not swallow it."""
 
 
-@record
+@dataclass(frozen=True, slots=True)
 class Ended:
     """A member whose replicas have all returned, without this exchange."""
 
@@ -49,7 +49,7 @@ class Ended:
 ENDED: Final = Ended()
 
 
-@record
+@dataclass(frozen=True, slots=True)
 class Patience:
     """How long a member waits for others.
 
@@ -62,7 +62,7 @@ class Patience:
     on_stalled: Callable[[tuple[int, ...]], None]
 
 
-@record
+@dataclass(frozen=True, slots=True)
 class Exchanged:
     """What the members brought to one exchange.
 

@@ -37,7 +37,7 @@ from pipedist.collectives.folding import Vector, quietly
 from pipedist.collectives.packing import Group, Layout, Pack
 from pipedist.collectives.segment import Segment
 from pipedist.collectives.steps import Steps
-from pipedist.transport.form import Frame
+from pipedist.transport.codec import Frame
 
 SMALL_BYTES: Final = 512 << 10
 """Vectors of so many bytes, of all replicas together, are folded by every member for itself."""

@@ -15,12 +15,11 @@ The epoch's order is the dataset's own, or `permutation` of it.
 from __future__ import annotations
 
 import hashlib
+from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
-
-from pipedist.records import record
 
 
 def chunk_sizes(rows: int, parts: int) -> list[int]:
@@ -42,7 +41,7 @@ def chunk_sizes(rows: int, parts: int) -> list[int]:
     return [min(size, max(0, rows - index * size)) for index in range(parts)]
 
 
-@record
+@dataclass(frozen=True, slots=True)
 class Division:
     """The arithmetic of one dataset: steps, shards and element ids.
 

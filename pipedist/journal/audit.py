@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from pipedist.errors import JournalError
 from pipedist.journal.history import History, read_history
-from pipedist.records import record
 
 
-@record
+@dataclass(frozen=True, slots=True)
 class Audit:
     """What a journal says, and what does not add up.
 

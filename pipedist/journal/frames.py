@@ -16,11 +16,11 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Final
 from zlib import crc32
 
 from pipedist.errors import JournalError
-from pipedist.records import record
 
 MAGIC: Final = b"PJR1"
 DIGEST_BYTES: Final = 16
@@ -63,7 +63,7 @@ def digest_of(packed: bytes) -> bytes:
     return hashlib.sha256(packed).digest()[:DIGEST_BYTES]
 
 
-@record
+@dataclass(frozen=True, slots=True)
 class Placed:
     """A record in a journal.
 

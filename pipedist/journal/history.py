@@ -24,14 +24,13 @@ import msgpack
 from pipedist.errors import JournalError, UsageError
 from pipedist.journal.frames import FIRST, Placed, records
 from pipedist.journal.logs import End
-from pipedist.records import record
 
 FORMAT: Final = 2
 NAME: Final = "journal"
 """The journal's file, in its folder."""
 
 
-@record
+@dataclass(frozen=True, slots=True)
 class Header:
     """What a journal is about.
 
@@ -72,7 +71,7 @@ class Header:
         return {"kind": "header", **{name: getattr(self, name) for name in self.__dataclass_fields__}}
 
 
-@record
+@dataclass(frozen=True, slots=True)
 class Part:
     """A value as a whole: in the record itself, or in a file of its own.
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, BinaryIO, Final
@@ -20,7 +21,6 @@ import msgpack
 from pipedist.errors import JournalError, PipedistError
 from pipedist.journal.disk import DISK, Buffer, Disk
 from pipedist.program import Tree
-from pipedist.records import record
 from pipedist.transport.codec import decode, encode
 
 _COUNTS: Final = struct.Struct("<II")
@@ -31,7 +31,7 @@ CHECKED_BYTES: Final = 2**20
 """A file is checked in pieces of so many."""
 
 
-@record
+@dataclass(frozen=True, slots=True)
 class End:
     """How far a file is durable.
 
@@ -44,7 +44,7 @@ class End:
     crc: int
 
 
-@record
+@dataclass(frozen=True, slots=True)
 class Entry:
     """A record of a log.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -14,13 +15,12 @@ from pipedist.journal.disk import DISK, Buffer, Disk
 from pipedist.journal.frames import FIRST, digest_of, pack_record
 from pipedist.journal.history import NAME, Header, History, Part, PassHistory
 from pipedist.journal.logs import EMPTY, End, Log
-from pipedist.records import record
 
 INLINE_BYTES_MAX: Final = 4096
 """A larger value has a file of its own."""
 
 
-@record
+@dataclass(frozen=True, slots=True)
 class Snapshot:
     """What a pass has come to, at a moment between two steps.
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol, Self
 
-from pipedist.records import record
 
-
-@record
+@dataclass(frozen=True, slots=True)
 class WorkerExit:
     """A worker process is gone.
 

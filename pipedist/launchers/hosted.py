@@ -25,9 +25,9 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import IO, Any
 
-from pipedist.records import record
 from pipedist.worker import boot
 
 STARTS_MAX = 5
@@ -49,7 +49,7 @@ _LOOK_S = 0.5
 _STANDARD_INPUT = 0
 
 
-@record
+@dataclass(frozen=True, slots=True)
 class Terms:
     """How a worker joins a cluster.
 

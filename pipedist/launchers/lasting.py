@@ -28,6 +28,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -39,7 +40,6 @@ from pipedist.accelerators import VISIBLE
 from pipedist.launchers.engines import OnFailed, Watchers
 from pipedist.launchers.meeting import Holder, Meeting, Slot, leave
 from pipedist.launchers.server import stderr
-from pipedist.records import record
 from pipedist.version import __version__
 from pipedist.worker import boot
 
@@ -70,7 +70,7 @@ _LOOK_S = 0.1
 """How soon it is looked again who has a slot, where that could not be seen."""
 
 
-@record
+@dataclass(frozen=True, slots=True)
 class LastingTerms:
     """What the worker of a slot is started with.
 

@@ -22,12 +22,12 @@ import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from pipedist.errors import UsageError
 from pipedist.launchers.private_files import read_document, write_document
-from pipedist.records import record
 from pipedist.transport.rendezvous import (
     SHARED_MEMORY_SUFFIX,
     ipc_endpoint,
@@ -45,7 +45,7 @@ _LAST_S: Final = 1.0
 _TRY_S: Final = 0.01
 
 
-@record
+@dataclass(frozen=True, slots=True)
 class Holder:
     """The worker that has a slot.
 

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from pipedist.launchers.engines import GRACE_S
 from pipedist.launchers.hosted import Terms
 from pipedist.launchers.ray_host import RayHost
-from pipedist.records import record
 
 RESTARTS_MAX = 1000
 """How often Ray starts an actor again."""
 
 
-@record
+@dataclass(frozen=True, slots=True)
 class Room:
     """What Ray sets aside.
 

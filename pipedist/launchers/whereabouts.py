@@ -13,19 +13,19 @@ import contextlib
 import re
 import secrets
 import socket
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from pipedist.errors import UsageError
 from pipedist.launchers.private_files import read_document, write_document
-from pipedist.records import record
 from pipedist.transport.keys import ClusterKeys, key_text, keys_in
 
 _FORMAT: Final = 1
 _RUN: Final = re.compile(r"[0-9a-f]{16}", re.ASCII)
 
 
-@record
+@dataclass(frozen=True, slots=True)
 class Succession:
     """The processes of one run, of which each takes over the workers of the one before.
 
@@ -63,7 +63,7 @@ def first(rejoin_s: float) -> Succession:
     return Succession(secrets.token_hex(8), 1, rejoin_s)
 
 
-@record
+@dataclass(frozen=True, slots=True)
 class Whereabouts:
     """What a process of a run leaves for the next one.
 

@@ -35,6 +35,7 @@ import fcntl
 import os
 import shutil
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from pathlib import Path, PurePath
 from types import TracebackType
 from typing import Literal, Self
@@ -55,10 +56,9 @@ from pipedist.outputs.run_record import (
     write_json,
     write_record,
 )
-from pipedist.records import record
 
 
-@record
+@dataclass(frozen=True, slots=True)
 class FinishedRun:
     """A run that `--resume` found finished: there is nothing to do but to show it.
 

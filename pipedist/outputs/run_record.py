@@ -6,6 +6,7 @@ import contextlib
 import errno
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,7 +14,6 @@ from pipedist.errors import OutputError, UsageError
 from pipedist.outputs.encoding import Json, text
 from pipedist.outputs.files import AtomicFile, writing
 from pipedist.outputs.formats import path_problem
-from pipedist.records import record
 
 PRIVATE = ".pipedist"
 """The folder inside an output folder that belongs to pipedist."""
@@ -25,7 +25,7 @@ _FORMAT = 1
 State = Literal["running", "committing", "finished", "failed"]
 
 
-@record
+@dataclass(frozen=True, slots=True)
 class RunRecord:
     """What run.json says.
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import os
 import shlex
+from dataclasses import dataclass
 from pathlib import Path
 
 from pipedist.errors import CallError, UsageError
 from pipedist.plan import PassPlan, Plan
-from pipedist.records import record
 from pipedist.spec import ReduceSpec
 
 
-@record
+@dataclass(frozen=True, slots=True)
 class CallKey:
     """A call: of a stage, one of those that its pass executes back to back.
 

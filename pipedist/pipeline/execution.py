@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import anyio
@@ -22,7 +23,6 @@ from pipedist.pipeline.subscription import Subscription
 from pipedist.pipeline.training import Training
 from pipedist.plan import PassPlan, Plan
 from pipedist.program import Tree
-from pipedist.records import record
 from pipedist.spec import GatherSpec
 
 if TYPE_CHECKING:
@@ -381,7 +381,7 @@ class _Counted(Protocol):
         """Number of steps, None where it is not known yet."""
 
 
-@record
+@dataclass(frozen=True, slots=True)
 class _Complete:
     """A pass that was complete before the run was taken up."""
 

@@ -8,6 +8,7 @@ version needs no journal.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pipedist.errors import UsageError
@@ -16,13 +17,12 @@ from pipedist.pipeline.opening import READING, STATE
 from pipedist.pipeline.versions import PART_BYTES_MAX, VERSION_BYTES_MAX, Kept, find
 from pipedist.plan import PassPlan, Plan
 from pipedist.program import Tree
-from pipedist.records import record
 
 if TYPE_CHECKING:
     from pipedist.pipeline.durable import PassJournal
 
 
-@record
+@dataclass(frozen=True, slots=True)
 class Applied:
     """How much of a training was applied at some moment.
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from pipedist.errors import PipedistError, UsageError
 from pipedist.journal.logs import packed, unpacked
 from pipedist.program import Tree
-from pipedist.records import record
 from pipedist.spec import Spec, load
 from pipedist.transport.codec import encode
 
 
-@record
+@dataclass(frozen=True, slots=True)
 class Origin:
     """How a spec is loaded again.
 

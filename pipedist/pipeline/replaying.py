@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import anyio
@@ -38,10 +38,9 @@ from pipedist.pipeline.resuming import changes, header_of, listed, platform_chan
 from pipedist.pipeline.spool import Spool
 from pipedist.plan import PassPlan, Plan, compile_plan
 from pipedist.program import Shards, Tree
-from pipedist.records import record
 
 
-@record
+@dataclass(frozen=True, slots=True)
 class Replay:
     """A call that can be executed again.
 
@@ -156,7 +155,7 @@ def _unreadable(error: OSError) -> JournalError:
     )
 
 
-@record
+@dataclass(frozen=True, slots=True)
 class _Files:
     """The output files of a run."""
 

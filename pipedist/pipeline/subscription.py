@@ -6,6 +6,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar
 
 import anyio
@@ -14,7 +15,6 @@ from pipedist.async_only import AsyncIterableOnly
 from pipedist.errors import UsageError
 from pipedist.plan import PassPlan, Plan
 from pipedist.program import Tree
-from pipedist.records import record
 from pipedist.spec import RunSpec
 
 ITEMS_MAX = 64
@@ -24,7 +24,7 @@ ITEM_BYTES_MAX = 64 * 2**20
 """Their bytes, unless a single item has more."""
 
 
-@record
+@dataclass(frozen=True, slots=True)
 class Step:
     """One step of a run, in step order.
 
@@ -52,7 +52,7 @@ class Step:
         return self.values[stage]
 
 
-@record
+@dataclass(frozen=True, slots=True)
 class Part:
     """One replica's value of one step, in order of arrival.
 

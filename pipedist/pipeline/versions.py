@@ -9,10 +9,10 @@ are always the last ones, and what they take does not grow with the run.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from pipedist.program import Tree
-from pipedist.records import record
 from pipedist.transport.codec import encode
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class Versions:
         return [name for number in self._parts[:-2] if self._durable.is_open(name := f"{LOG}{number}")]
 
 
-@record
+@dataclass(frozen=True, slots=True)
 class Kept:
     """What there is of the versions of one state.
 

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from pipedist.errors import Problem, UsageError
 from pipedist.functions import FunctionNotFound, load, reference, uncallable
 from pipedist.program import FunctionRef
-from pipedist.records import record
 from pipedist.spec import Spec
 
 
-@record
+@dataclass(frozen=True, slots=True)
 class CallForm:
     """How a stage calls its function.
 

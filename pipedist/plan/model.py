@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from pipedist.accelerators import Supply
 from pipedist.datasets.division import Division
 from pipedist.datasets.sources import Source
 from pipedist.program import FunctionRef, Tree
-from pipedist.records import record
 from pipedist.spec import CollectivesSpec, RunSpec, Spec, StateRef, references
 
 Rhythm = Literal["step", "epoch", "run"]
@@ -19,7 +19,7 @@ NOTHING_SAID: Final = CollectivesSpec(implementation="auto", timeout_s=None, byt
 """What `collectives: true` says of how they communicate."""
 
 
-@record
+@dataclass(frozen=True, slots=True)
 class PassPlan:
     """One reading of one dataset in one phase: every call executes all of `runs`.
 
@@ -63,7 +63,7 @@ class PassPlan:
         return " -> ".join(self.runs) if self.runs else self.root
 
 
-@record
+@dataclass(frozen=True, slots=True)
 class StatePlan:
     """How a state begins and ends; its update is in `Plan.functions`.
 
@@ -82,7 +82,7 @@ class StatePlan:
     until: FunctionRef | None
 
 
-@record
+@dataclass(frozen=True, slots=True)
 class Plan:
     """A spec that can be carried out here.
 

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from pipedist.records import record
+from msgspec import Struct
 
 
-@record
-class StartWorker:
+class StartWorker(Struct, frozen=True):
     """Start a worker process."""
 
     worker: str
     incarnation: int
 
 
-@record
-class ExpelWorker:
+class EvictWorker(Struct, frozen=True):
     """End this incarnation: it is lost, stale or broke the protocol."""
 
     worker: str
@@ -24,24 +23,21 @@ class ExpelWorker:
     reason: str
 
 
-@record
-class SendBind:
+class SendBind(Struct, frozen=True):
     """Send the pass's program to a worker, before its first Assign of that pass."""
 
     worker: str
     pass_id: int
 
 
-@record
-class SendUnbind:
+class SendUnbind(Struct, frozen=True):
     """Tell a worker to drop a pass."""
 
     worker: str
     pass_id: int
 
 
-@record
-class SendAssign:
+class SendAssign(Struct, frozen=True):
     """Send calls [lo, hi) with their shards.
 
     Args:
@@ -60,7 +56,7 @@ class SendAssign:
     twin: int = 0
 
 
-class GangPart(NamedTuple):
+class GangAssignment(NamedTuple):
     """What one member of a gang is sent: calls [lo, hi)."""
 
     worker: str
@@ -69,8 +65,7 @@ class GangPart(NamedTuple):
     hi: int
 
 
-@record
-class SendGang:
+class SendGang(Struct, frozen=True):
     """Send each member of a gang its calls with their shards.
 
     Args:
@@ -81,11 +76,10 @@ class SendGang:
     serial: int
     pass_id: int
     attempt: int
-    parts: tuple[GangPart, ...]
+    parts: tuple[GangAssignment, ...]
 
 
-@record
-class StashResults:
+class StashResults(Struct, frozen=True):
     """Results of a gang came: keep them apart until its GangEnded."""
 
     serial: int
@@ -94,8 +88,7 @@ class StashResults:
     worker: str
 
 
-@record
-class GangEnded:
+class GangEnded(Struct, frozen=True):
     """A gang is over.
 
     Args:
@@ -108,8 +101,7 @@ class GangEnded:
     aborted: bool
 
 
-@record
-class SendRecall:
+class SendRecall(Struct, frozen=True):
     """Ask a worker to report calls [lo, hi) under a lease; it has finished them for another scheduler."""
 
     worker: str
@@ -119,8 +111,7 @@ class SendRecall:
     hi: int
 
 
-@record
-class SendSettled:
+class SendCommitted(Struct, frozen=True):
     """Tell a worker that calls of a pass below `before` are durable."""
 
     worker: str
@@ -128,16 +119,14 @@ class SendSettled:
     before: int
 
 
-@record
-class SendCancel:
+class SendCancel(Struct, frozen=True):
     """Tell a worker to drop what it has not begun of a lease."""
 
     worker: str
     lease: int
 
 
-@record
-class AcceptResults:
+class AcceptResults(Struct, frozen=True):
     """The results of calls [lo, hi) count: keep them, let their inputs go."""
 
     pass_id: int
@@ -146,15 +135,14 @@ class AcceptResults:
     worker: str
 
 
-@record
-class SizeCall:
+class SizeCall(Struct, frozen=True):
     """Say how many elements of a call can be tried apart (CallSized): it failed, and is to be bisected."""
 
     pass_id: int
     call: int
 
 
-@record
+@dataclass(frozen=True, slots=True)
 class Cause:
     """Why a call failed, or one of its elements did.
 
@@ -170,8 +158,7 @@ class Cause:
 UNKNOWN = Cause("", "")
 
 
-@record
-class CallsQuarantined:
+class CallsQuarantined(Struct, frozen=True):
     """Elements of calls [lo, hi), one or a gang's, are set aside.
 
     Args:
@@ -188,24 +175,21 @@ class CallsQuarantined:
     remains: bool = False
 
 
-@record
-class DropResults:
+class DropResults(Struct, frozen=True):
     """A result does not count: its lease is not held any more."""
 
     worker: str
     lease: int
 
 
-@record
-class RequestSteps:
+class RequestSteps(Struct, frozen=True):
     """Offer `count` more steps, beyond all that were requested before."""
 
     pass_id: int
     count: int
 
 
-@record
-class StepsReady:
+class StepsReady(Struct, frozen=True):
     """Every call of steps [first, last) is done: they are visible."""
 
     pass_id: int
@@ -213,7 +197,7 @@ class StepsReady:
     last: int
 
 
-@record
+@dataclass(frozen=True, slots=True)
 class Failure:
     """Why a call failed for good.
 
@@ -230,8 +214,7 @@ class Failure:
     cause: str | None = None
 
 
-@record
-class StepFailed:
+class StepFailed(Struct, frozen=True):
     """A step is complete, but calls of it failed for good; lowest call first."""
 
     pass_id: int
@@ -239,22 +222,19 @@ class StepFailed:
     failures: tuple[Failure, ...]
 
 
-@record
-class PassComplete:
+class PassComplete(Struct, frozen=True):
     """All steps of the pass were visible."""
 
     pass_id: int
 
 
-@record
-class PassQuiet:
+class PassDrained(Struct, frozen=True):
     """Nothing of a held pass is running any more."""
 
     pass_id: int
 
 
-@record
-class ClusterFailed:
+class ClusterFailed(Struct, frozen=True):
     """Workers die faster than they join."""
 
     reason: str
@@ -262,13 +242,13 @@ class ClusterFailed:
 
 Command = (
     StartWorker
-    | ExpelWorker
+    | EvictWorker
     | SendBind
     | SendUnbind
     | SendAssign
     | SendGang
     | SendRecall
-    | SendSettled
+    | SendCommitted
     | SendCancel
     | AcceptResults
     | StashResults
@@ -280,6 +260,6 @@ Command = (
     | StepsReady
     | StepFailed
     | PassComplete
-    | PassQuiet
+    | PassDrained
     | ClusterFailed
 )

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from pipedist.records import record
+from dataclasses import dataclass
 
 
-@record
+@dataclass(frozen=True, slots=True)
 class Death:
     """How a worker was lost, and what that means for the call that it ran.
 

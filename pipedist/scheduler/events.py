@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from pipedist.records import record
+from msgspec import Struct
+
 from pipedist.scheduler.settings import PassSettings
 
 
-@record
-class WorkerExpected:
+class WorkerExpected(Struct, frozen=True):
     """A worker slot of the launcher exists; the scheduler starts it, and replaces it when it dies."""
 
     worker: str
 
 
-@record
-class WorkerJoined:
+class WorkerJoined(Struct, frozen=True):
     """A worker said Hello and speaks our protocol.
 
     Args:
@@ -28,16 +27,14 @@ class WorkerJoined:
     gpus: float = 0.0
 
 
-@record
-class WorkerHeard:
+class HeartbeatReceived(Struct, frozen=True):
     """The supervisor of a worker sent a heartbeat."""
 
     worker: str
     incarnation: int
 
 
-@record
-class WorkerLost:
+class WorkerLost(Struct, frozen=True):
     """A worker process is gone, or must be treated so.
 
     Args:
@@ -61,16 +58,14 @@ class WorkerLost:
     quarantine: bool = False
 
 
-@record
-class PassOpened:
+class PassOpened(Struct, frozen=True):
     """A pass begins; its steps will be offered in order."""
 
     pass_id: int
     settings: PassSettings
 
 
-@record
-class StepsOffered:
+class StepsAvailable(Struct, frozen=True):
     """Steps [first, last) are there to be executed.
 
     Args:
@@ -87,15 +82,13 @@ class StepsOffered:
     holes: tuple[int, ...] = ()
 
 
-@record
-class StepsEnded:
+class StepsEnded(Struct, frozen=True):
     """No more steps will be offered."""
 
     pass_id: int
 
 
-@record
-class CallsKept:
+class CallsCached(Struct, frozen=True):
     """A worker has results of these calls, and of this very pass, from a scheduler that is gone.
 
     It may be said before the worker has joined: then it counts as soon as it has.
@@ -110,16 +103,14 @@ class CallsKept:
     calls: tuple[tuple[int, int], ...]
 
 
-@record
-class StepsSettled:
+class StepsCommitted(Struct, frozen=True):
     """All steps before `before` are durable: whoever kept results of them may let go."""
 
     pass_id: int
     before: int
 
 
-@record
-class StepsConsumed:
+class StepsConsumed(Struct, frozen=True):
     """The readers are done with all steps before `before`.
 
     Args:
@@ -131,22 +122,19 @@ class StepsConsumed:
     bytes: int = 0
 
 
-@record
-class PassHeld:
-    """Issue nothing more of this pass; say PassQuiet when nothing of it is running."""
+class PassDraining(Struct, frozen=True):
+    """Issue nothing more of this pass; say PassDrained when nothing of it is running."""
 
     pass_id: int
 
 
-@record
-class PassClosed:
+class PassClosed(Struct, frozen=True):
     """Forget the pass; what is running of it is dropped."""
 
     pass_id: int
 
 
-@record
-class CallsDone:
+class CallsDone(Struct, frozen=True):
     """Calls [lo, hi) of a lease came back.
 
     Args:
@@ -163,8 +151,7 @@ class CallsDone:
     bytes: int = 0
 
 
-@record
-class CallFailed:
+class CallFailed(Struct, frozen=True):
     """A call of a lease raised.
 
     Args:
@@ -187,8 +174,7 @@ class CallFailed:
     text: str = ""
 
 
-@record
-class CallSized:
+class CallSized(Struct, frozen=True):
     """The answer to SizeCall: how many elements of a call can be tried apart.
 
     Args:
@@ -200,15 +186,13 @@ class CallSized:
     elements: int
 
 
-@record
-class LeaseNotSent:
+class LeaseNotSent(Struct, frozen=True):
     """A lease could not be sent to its worker, nor can it be to any other: its calls failed for good."""
 
     lease: int
 
 
-@record
-class GangStalled:
+class GangStalled(Struct, frozen=True):
     """A member of a gang has waited too long for others: they hang.
 
     Args:
@@ -224,8 +208,7 @@ class GangStalled:
     text: str
 
 
-@record
-class CancelHeard:
+class CancelConfirmed(Struct, frozen=True):
     """A worker has heard that a lease was cancelled: it runs nothing of it any more."""
 
     worker: str
@@ -233,29 +216,28 @@ class CancelHeard:
     lease: int
 
 
-@record
-class Tick:
+class Tick(Struct, frozen=True):
     """Nothing happened, but a deadline passed."""
 
 
 Event = (
     WorkerExpected
     | WorkerJoined
-    | WorkerHeard
+    | HeartbeatReceived
     | WorkerLost
     | PassOpened
-    | StepsOffered
+    | StepsAvailable
     | StepsEnded
     | StepsConsumed
-    | CallsKept
-    | StepsSettled
-    | PassHeld
+    | CallsCached
+    | StepsCommitted
+    | PassDraining
     | PassClosed
     | CallsDone
     | CallFailed
     | CallSized
     | LeaseNotSent
     | GangStalled
-    | CancelHeard
+    | CancelConfirmed
     | Tick
 )

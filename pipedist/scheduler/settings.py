@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from pipedist.errors import LocalProtocolError
-from pipedist.records import record
 
 
-@record
+@dataclass(frozen=True, slots=True)
 class Limits:
     """The limits of a cluster's scheduler.
 
@@ -53,7 +54,7 @@ class Limits:
     heard_within_s: float = 16.0
 
 
-@record
+@dataclass(frozen=True, slots=True)
 class PassSettings:
     """How the calls of one pass are treated.
 

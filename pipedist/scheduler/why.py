@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
-from pipedist.records import record
 from pipedist.scheduler.gangs import gang_size
 from pipedist.scheduler.membership import Lease, Membership
 from pipedist.scheduler.passes import Pass
@@ -52,7 +52,7 @@ class Reason(enum.StrEnum):
     """Steps were asked for, and were not offered yet."""
 
 
-@record
+@dataclass(frozen=True, slots=True)
 class Wait:
     """Calls [lo, hi) of a pass wait.
 
@@ -75,7 +75,7 @@ class Wait:
     lease: int = 0
 
 
-@record
+@dataclass(frozen=True, slots=True)
 class Explanation:
     """What everything waits for.
 

@@ -10,9 +10,9 @@ import keyword
 import posixpath
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from pipedist.records import record
 from pipedist.spec.document import Path
 from pipedist.spec.graph import cycles
 from pipedist.spec.interpolation import NAME, NAME_EXPECTED, StageRef, StateRef
@@ -35,7 +35,7 @@ _TABLES = (".csv", ".parquet")
 """Formats whose cells hold one number or text each."""
 
 
-@record
+@dataclass(frozen=True, slots=True)
 class Outline:
     """What other stages have to know of a stage.
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pipedist.errors import Problem
-from pipedist.records import record
 from pipedist.spec.problems import nearest
 from pipedist.spec.scalars import printable
 
@@ -24,7 +23,7 @@ TEXT_CHARACTERS_MAX = 800
 """Of what is said of a problem: it may quote what somebody wrote."""
 
 
-@record
+@dataclass(frozen=True, slots=True)
 class Place:
     """A 1-based line and column (code points)."""
 

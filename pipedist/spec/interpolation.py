@@ -17,9 +17,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from pipedist.program import Tree
-from pipedist.records import record
 from pipedist.spec.document import Document, Path
 from pipedist.spec.problems import Problems, listing
 from pipedist.spec.scalars import ScalarError, as_text, describe, resolve_plain
@@ -40,7 +40,7 @@ _KINDS = ("params", "env", "spec", "stages", "state")
 _UNRESOLVED = object()
 
 
-@record
+@dataclass(frozen=True, slots=True)
 class StageRef:
     """Stands for the finished value of the reduce or gather `name`."""
 
@@ -50,7 +50,7 @@ class StageRef:
         return f"${{stages.{self.name}}}"
 
 
-@record
+@dataclass(frozen=True, slots=True)
 class StateRef:
     """Stands for the state of the update `name`, as it is before the step."""
 
@@ -60,7 +60,7 @@ class StateRef:
         return f"${{state.{self.name}}}"
 
 
-@record
+@dataclass(frozen=True, slots=True)
 class Setting:
     """A value together with what it reads as inside text."""
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from pipedist.accelerators import GPUS_MAX
 from pipedist.program import Tree
-from pipedist.records import record
 from pipedist.spec.keys import FUNCTION_PATTERN, WITH, Arguments, Function, Names, function_name
 from pipedist.spec.kinds import Checked, Choice, Integer, Nullable, Number, Text, Wrong
 from pipedist.spec.scalars import describe
@@ -49,21 +49,21 @@ def _op(value: object) -> object:
     return function_name(value)
 
 
-@record
+@dataclass(frozen=True, slots=True)
 class InitLiteral:
     """A state that begins as a value of the spec."""
 
     value: Tree
 
 
-@record
+@dataclass(frozen=True, slots=True)
 class InitFile:
     """A state that begins as the content of a file, relative to the spec's folder."""
 
     path: str
 
 
-@record
+@dataclass(frozen=True, slots=True)
 class InitFunction:
     """A state that begins as what a function returns."""
 

@@ -8,11 +8,10 @@ stage that waits for the training's end reads the final states, and is no part o
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
-from pipedist.records import record
 
-
-@record
+@dataclass(frozen=True, slots=True)
 class Links:
     """What a stage depends on.
 
@@ -31,7 +30,7 @@ class Links:
     per: str = "run"
 
 
-@record
+@dataclass(frozen=True, slots=True)
 class Training:
     """The training of a spec.
 

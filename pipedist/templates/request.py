@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 
 from pipedist.errors import UsageError
 from pipedist.local_cluster import WORKERS_MAX
-from pipedist.records import record
 from pipedist.spec import Spec
 
 _NO_NAME = re.compile(r"[^a-z0-9-]+")
 _NAME_CHARACTERS_MAX = 40
 
 
-@record
+@dataclass(frozen=True, slots=True)
 class Request:
     """What is asked for.
 

@@ -26,7 +26,6 @@ from __future__ import annotations
 
 from pipedist.transport.decoder import decode
 from pipedist.transport.encoder import UnsendableError, encode
-from pipedist.transport.form import Frame
-from pipedist.transport.wire import pack, unpack
+from pipedist.transport.layout import Frame
 
-__all__ = ["Frame", "UnsendableError", "decode", "encode", "pack", "unpack"]
+__all__ = ["Frame", "UnsendableError", "decode", "encode"]

@@ -11,9 +11,9 @@ import numpy as np
 
 from pipedist.errors import RemoteProtocolError
 from pipedist.program import Tree
-from pipedist.transport import arrays, classes
 from pipedist.transport.columns import fits, items_of, nodes_of
-from pipedist.transport.form import (
+from pipedist.transport.layout import (
+    ARRAY_ALIGNMENT_BYTES,
     BIG_INT,
     COLUMNS,
     COMPLEX,
@@ -30,7 +30,10 @@ from pipedist.transport.form import (
     SLICE,
     TUPLE,
     UnsuitableTree,
+    build_instance,
     check_nodes,
+    find_class,
+    parse_array,
 )
 from pipedist.transport.limits import INT_BYTES_MAX, LIMITS, Limits
 
@@ -155,12 +158,12 @@ class _Decoder:
             raise ValueError("a record without the name of its class")
         found = self._classes.get(text)
         if found is None:
-            found = self._classes[text] = classes.resolve(text, may_import=self._may_import)
-        return classes.build(*found, items[2:])
+            found = self._classes[text] = find_class(text, may_import=self._may_import)
+        return build_instance(*found, items[2:])
 
     def _extension(self, code: int, data: bytes) -> Any:
         if code == INLINE:
-            (dtype, shape, size_bytes), at = arrays.parse(data)
+            (dtype, shape, size_bytes), at = parse_array(data)
             if len(data) != at + size_bytes:
                 raise ValueError(f"an array {dtype}{list(shape)} of {len(data) - at} bytes")
             array: np.ndarray[Any, Any] = np.ndarray(shape, dtype, data, at)
@@ -172,7 +175,7 @@ class _Decoder:
                 raise ValueError("an unknown mark")
             return msgpack.ExtType(MARK, data)
         if code == NUMPY_SCALAR:
-            (dtype, shape, size_bytes), at = arrays.parse(data)
+            (dtype, shape, size_bytes), at = parse_array(data)
             if shape or len(data) != at + size_bytes or dtype.kind in "US":
                 raise ValueError("a malformed NumPy scalar")
             scalar: np.ndarray[Any, Any] = np.ndarray((), dtype, data, at)
@@ -192,14 +195,14 @@ class _Decoder:
         raise ValueError(f"unknown extension type {code}")
 
     def _array_in_frame(self, data: bytes) -> np.ndarray[Any, Any]:
-        (dtype, shape, size_bytes), at = arrays.parse(data)
+        (dtype, shape, size_bytes), at = parse_array(data)
         if len(data) != at + PLACE.size:
             raise ValueError("an array whose place is malformed")
         number, offset = PLACE.unpack_from(data, at)
         if number >= len(self._frames):
             raise ValueError(f"an array in frame {number} of {len(self._frames)}")
         frame = self._frames[number]
-        if offset + size_bytes > frame.nbytes or offset % arrays.ALIGNMENT_BYTES:
+        if offset + size_bytes > frame.nbytes or offset % ARRAY_ALIGNMENT_BYTES:
             raise ValueError(
                 f"an array {dtype}{list(shape)} at byte {offset} of a frame of {frame.nbytes} bytes"
             )

@@ -13,9 +13,8 @@ import numpy as np
 from pipedist.errors import PipedistError
 from pipedist.program import Tree
 from pipedist.stand_ins import stand_in
-from pipedist.transport import arrays, classes
 from pipedist.transport.columns import ITEMS_MIN, Unlike, columns_of, fits, nodes_of
-from pipedist.transport.form import (
+from pipedist.transport.layout import (
     BIG_INT,
     COLUMNS,
     COMPLEX,
@@ -36,11 +35,16 @@ from pipedist.transport.form import (
     SHARED_FRAME_BYTES_MAX,
     SLICE,
     TUPLE,
+    ClassNotFound,
     Frame,
     TreeTooLarge,
     UnsuitableTree,
+    UnsupportedArray,
     check_nodes,
     children_of,
+    class_signature,
+    describe_array,
+    is_namedtuple,
 )
 from pipedist.transport.limits import DEPTH_MAX, INT_BYTES_MAX, KIB, LIMITS
 
@@ -144,7 +148,7 @@ class _Encoder:
             return translate(value)
         if issubclass(cls, np.memmap):
             return self._array(value.view(np.ndarray))
-        if classes.is_namedtuple(cls):
+        if is_namedtuple(cls):
             return [RECORD, _signature(cls)[0], *value]
         if dataclasses.is_dataclass(cls):
             text, fields = _signature(cls)
@@ -156,8 +160,8 @@ class _Encoder:
 
     def _array(self, array: np.ndarray[Any, Any]) -> msgpack.ExtType:
         try:
-            prefix, size_bytes, convert = arrays.describe(array.dtype, array.shape)
-        except arrays.Indescribable as error:
+            prefix, size_bytes, convert = describe_array(array.dtype, array.shape)
+        except UnsupportedArray as error:
             raise UnsuitableTree(f"an array of {error}") from None
         if convert is not None:
             array = array.astype(convert)
@@ -230,8 +234,8 @@ def _numpy_scalar(value: np.generic) -> msgpack.ExtType:
     if isinstance(value, np.bytes_):
         return msgpack.ExtType(NUMPY_BYTES, bytes(value))
     try:
-        prefix, _, convert = arrays.describe(value.dtype, ())
-    except arrays.Indescribable as error:
+        prefix, _, convert = describe_array(value.dtype, ())
+    except UnsupportedArray as error:
         raise UnsuitableTree(f"a NumPy scalar of {error}") from None
     if convert is None and value.dtype.kind in "biufc":
         _plain_scalars[type(value)] = prefix
@@ -241,8 +245,8 @@ def _numpy_scalar(value: np.generic) -> msgpack.ExtType:
 
 def _signature(cls: type) -> tuple[str, tuple[str, ...]]:
     try:
-        return classes.signature(cls)
-    except classes.Unresolvable as error:
+        return class_signature(cls)
+    except ClassNotFound as error:
         raise UnsuitableTree(f"an instance of {error}") from None
 
 
@@ -299,7 +303,7 @@ def _child_names(node: Any) -> list[str] | None:
         return list(map(str, node))
     if cls is list or cls is tuple:
         return list(map(str, range(len(node))))
-    if classes.is_namedtuple(cls):
+    if is_namedtuple(cls):
         return list(cls._fields)
     if dataclasses.is_dataclass(cls):
         return [field.name for field in dataclasses.fields(cls)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipedist.records import record
+from dataclasses import dataclass
 
 KIB = 1 << 10
 MIB = 1 << 20
@@ -21,7 +21,7 @@ STRING_BYTES_MAX = 1 * MIB
 """UTF-8 bytes of one str field of a message: a traceback, an exception's text."""
 
 
-@record
+@dataclass(frozen=True, slots=True)
 class Limits:
     """What one multi-frame message may hold at most.
 

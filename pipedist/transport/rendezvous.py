@@ -12,11 +12,11 @@ import re
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from pipedist.errors import UsageError
-from pipedist.records import record
 from pipedist.scratch_folders import ScratchFolder, remove
 
 SOCKET_PATH_BYTES_MAX: Final = 107
@@ -33,7 +33,7 @@ _NAME_BYTES: Final = 8  # of randomness in a socket's name
 _IPC_TAIL: Final = len("/") + 2 * _NAME_BYTES + len(SHARED_MEMORY_SUFFIX)
 
 
-@record
+@dataclass(frozen=True, slots=True)
 class Endpoint:
     """A parsed endpoint.
 

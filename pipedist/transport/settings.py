@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from pipedist.records import record
+from dataclasses import dataclass
+
 from pipedist.transport.limits import GIB, KIB
 
 
-@record
+@dataclass(frozen=True, slots=True)
 class Settings:
     """The times and queue lengths of a socket.
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import enum
 
+from msgspec import Struct
+
 from pipedist.messages import AssignGang, Code, Exchange, Message, Relay, Results, Welcome
-from pipedist.records import record
 
 
 class Ending(enum.Enum):
@@ -18,46 +19,41 @@ class Ending(enum.Enum):
     UNANSWERED = "the scheduler did not answer"
 
 
-@record
-class Send:
+class Send(Struct, frozen=True):
     """Send a message that has no payload."""
 
     message: Message
 
 
-@record
-class SendResults:
+class SendResults(Struct, frozen=True):
     """Send a message with the results that were reported with it.
 
     Args:
-        kept_of: the pass under whose key they are kept first; 0: they are not.
+        cache_pass: the pass under whose key they are kept first; 0: they are not.
     """
 
     message: Results
-    kept_of: int = 0
+    cache_pass: int = 0
 
 
-@record
-class SendExchange:
+class SendExchange(Struct, frozen=True):
     """Send a message with what the replicas of a gang's lease bring to a collective."""
 
     message: Exchange
 
 
-@record
-class Join:
+class Join(Struct, frozen=True):
     """The worker is in: take over what the Welcome says."""
 
     welcome: Welcome
 
 
-@record
-class OpenPass:
+class OpenPass(Struct, frozen=True):
     """Keep the program that came with the message.
 
     Args:
         key: under which results of the pass are kept until they are durable; "": they are not.
-        elsewhere: the scheduler's files are not this host's: see which of them are here (`events.Saw`).
+        elsewhere: the scheduler's files are not this host's: see which of them are here (`events.DataFound`).
     """
 
     pass_id: int
@@ -65,22 +61,19 @@ class OpenPass:
     elsewhere: bool = False
 
 
-@record
-class KeepCode:
+class StoreCode(Struct, frozen=True):
     """Keep the files that came with the message; see `pipedist.worker.code_store`."""
 
     code: Code
 
 
-@record
-class DropPass:
+class DropPass(Struct, frozen=True):
     """Let go of a pass: its functions, instances and reader."""
 
     pass_id: int
 
 
-@record
-class KeepLease:
+class StoreLease(Struct, frozen=True):
     """Keep the shards that came with the message.
 
     Args:
@@ -91,52 +84,45 @@ class KeepLease:
     gang: AssignGang | None = None
 
 
-@record
-class RecallLease:
+class RecallLease(Struct, frozen=True):
     """The lease's calls are not executed: their results were kept."""
 
     lease: int
 
 
-@record
-class LetGo:
+class ReleaseResults(Struct, frozen=True):
     """Calls of a pass below `before` are durable: do not keep their results any more."""
 
     pass_id: int
     before: int
 
 
-@record
-class KeepRelay:
+class StoreRelay(Struct, frozen=True):
     """Keep what another member of the gang brought, until its lease waits for it or is dropped."""
 
     relay: Relay
 
 
-@record
-class KeepState:
+class StoreState(Struct, frozen=True):
     """Keep the value that came with the message; see `pipedist.worker.state_store`."""
 
     space: int
     version: int
 
 
-@record
-class ForgetState:
+class ReleaseState(Struct, frozen=True):
     """Let go of every version of a state."""
 
     space: int
 
 
-@record
-class DropLease:
+class DropLease(Struct, frozen=True):
     """Let go of a lease: its shards, what was relayed for it, and its Execute, if that has been given."""
 
     lease: int
 
 
-@record
-class Execute:
+class Execute(Struct, frozen=True):
     """Execute a slice of a lease: from its first call that is not reported, at most up to `hi`.
 
     It is begun when there is no message left to handle, and then stands until `SliceEnded`.
@@ -154,8 +140,7 @@ class Execute:
     slice_bytes: int
 
 
-@record
-class Leave:
+class Leave(Struct, frozen=True):
     """End the process."""
 
     ending: Ending
@@ -167,15 +152,15 @@ Command = (
     | SendResults
     | SendExchange
     | Join
-    | KeepCode
+    | StoreCode
     | OpenPass
     | DropPass
-    | KeepLease
+    | StoreLease
     | RecallLease
-    | LetGo
-    | KeepRelay
-    | KeepState
-    | ForgetState
+    | ReleaseResults
+    | StoreRelay
+    | StoreState
+    | ReleaseState
     | DropLease
     | Execute
     | Leave

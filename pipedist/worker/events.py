@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
+from msgspec import Struct
+
 from pipedist.messages import Message
-from pipedist.records import record
 
 
-@record
-class Started:
+class Started(Struct, frozen=True):
     """The process is up and can talk."""
 
 
-@record
-class Saw:
+class DataFound(Struct, frozen=True):
     """The data files of a pass are here, the very ones."""
 
     pass_id: int
 
 
-@record
-class Finished:
+class CallsFinished(Struct, frozen=True):
     """Calls [lo, hi) of the executing lease returned; the driver holds their encoded results."""
 
     lease: int
@@ -28,8 +26,7 @@ class Finished:
     busy_ns: int
 
 
-@record
-class Raised:
+class CallRaised(Struct, frozen=True):
     """A call of the executing lease raised, or its result can't be sent; see `messages.Failed`."""
 
     lease: int
@@ -43,16 +40,14 @@ class Raised:
     aborted: bool = False
 
 
-@record
-class Brought:
+class CollectiveReached(Struct, frozen=True):
     """The executing lease's replicas have come to collective `number`; the driver holds what they bring."""
 
     lease: int
     number: int
 
 
-@record
-class Missed:
+class CollectiveOverdue(Struct, frozen=True):
     """A collective of the executing lease has waited for its `timeout_s`; see `messages.Stalled`."""
 
     lease: int
@@ -60,30 +55,26 @@ class Missed:
     text: str
 
 
-@record
-class Unfit:
+class RestartNeeded(Struct, frozen=True):
     """What was assigned needs another process than this one."""
 
     reason: str
 
 
-@record
-class Leaving:
+class LeaveRequested(Struct, frozen=True):
     """The worker was asked to leave by whoever runs it; what it has finished is reported."""
 
     reason: str
 
 
-@record
-class SliceEnded:
+class SliceEnded(Struct, frozen=True):
     """The driver is done with an Execute, and has reported everything that it finished."""
 
     lease: int
 
 
-@record
-class Tick:
+class TimePassed(Struct, frozen=True):
     """Nothing happened, but time passed."""
 
 
-Event = Message | Started | Saw | Finished | Raised | Brought | Missed | Unfit | Leaving | SliceEnded | Tick
+Event = Message | Started | DataFound | CallsFinished | CallRaised | CollectiveReached | CollectiveOverdue | RestartNeeded | LeaveRequested | SliceEnded | TimePassed

@@ -11,11 +11,11 @@ from __future__ import annotations
 import os
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import FrameType, TracebackType
 
 from pipedist import functions
 from pipedist.errors import PipedistError
-from pipedist.records import record
 
 TEXT_CHARS_MAX = 16_384
 """The longest text of an exception; longer ones lose their middle."""
@@ -47,7 +47,7 @@ _TELLING = (PipedistError, TypeError, ValueError)
 """What is raised on purpose around the user's code: by readers, reductions and the codec."""
 
 
-@record
+@dataclass(frozen=True, slots=True)
 class CallFailure:
     """Why a call failed; the fields of `pipedist.messages.Failed`.
 

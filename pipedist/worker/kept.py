@@ -15,12 +15,12 @@ from __future__ import annotations
 import os
 import struct
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import msgpack
 
 from pipedist.errors import RemoteProtocolError
-from pipedist.messages import KEPT_RANGES_MAX
-from pipedist.records import record
+from pipedist.messages import CACHED_RANGES_MAX
 from pipedist.transport.codec import Frame, decode, encode
 
 KEPT_BYTES_MAX = 256 * 2**20
@@ -30,7 +30,7 @@ _HEAD = struct.Struct("<4sQ")
 _MAGIC = b"PKP1"
 
 
-@record
+@dataclass(frozen=True, slots=True)
 class KeptCalls:
     """The results of calls [lo, hi), as they were sent.
 
@@ -102,7 +102,7 @@ class KeptResults:
         for key, kept in self._passes.items():
             for lo, hi in _merged((each.lo, each.hi) for each in kept):
                 found.append((lo - hi, key, lo, hi))
-        return tuple(f"{key}:{lo}-{hi}" for _, key, lo, hi in sorted(found)[:KEPT_RANGES_MAX])
+        return tuple(f"{key}:{lo}-{hi}" for _, key, lo, hi in sorted(found)[:CACHED_RANGES_MAX])
 
     def recalled(self, key: str, lo: int, hi: int) -> Iterator[KeptCalls]:
         """Yield the results of calls [lo, hi), in order.

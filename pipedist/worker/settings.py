@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from pipedist.records import record
+from dataclasses import dataclass
 
 
-@record
+@dataclass(frozen=True, slots=True)
 class WorkerSettings:
     """What a worker process is started with.
 

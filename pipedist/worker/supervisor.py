@@ -31,7 +31,8 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from pipedist import accelerators
 from pipedist.errors import PipedistError, ProtocolError, UsageError

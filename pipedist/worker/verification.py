@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from pipedist import trees
 from pipedist.errors import NonDeterministicError
 from pipedist.program import Tree
-from pipedist.records import record
 from pipedist.transport.codec import UnsendableError, encode
 from pipedist.worker.boundary import own
 
 _DIGEST_BYTES = 16
 
 
-@record
+@dataclass(frozen=True, slots=True)
 class Digests:
     """What a value was.
 

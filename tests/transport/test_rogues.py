@@ -16,11 +16,10 @@ import zmq
 
 from pipedist.errors import RemoteProtocolError
 from pipedist.messages import Bind, Refuse
-from pipedist.transport.envelope import START, seal
 from pipedist.transport.keys import ClusterKeys, ServerKeys, new_keys
 from pipedist.transport.limits import Limits
 from pipedist.transport.settings import Settings
-from pipedist.transport.wire import pack
+from pipedist.transport.wire import START, pack, seal
 from pipedist.transport.zeromq import ConnectionLost, Dealer, Router
 
 from .sockets import WAIT_S, Inbox, blocking, dealer, first_frame, is_gone, log, other_keys, router

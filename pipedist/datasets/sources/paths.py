@@ -6,11 +6,11 @@ import glob
 import os
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pipedist.datasets.sources.base import SourceError
-from pipedist.records import record
 
 FILES_OPEN_MAX = 64
 """How many files one reader keeps open; the one used longest ago is closed."""
@@ -41,7 +41,7 @@ def local_path(path: str) -> str:
     return path.removeprefix("file://")
 
 
-@record
+@dataclass(frozen=True, slots=True)
 class DataFile:
     """A file of a source, or a stretch of one, with what tells whether it has changed.
 

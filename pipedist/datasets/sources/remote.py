@@ -12,10 +12,10 @@ import functools
 import hashlib
 import tempfile
 import weakref
+from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Any
 
 from pipedist.datasets.sources.base import SourceError
-from pipedist.records import record
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -32,7 +32,7 @@ _systems: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 """The file system of each open stream: one inside a file would close that with itself."""
 
 
-@record
+@dataclass(frozen=True, slots=True)
 class Found:
     """A file behind a URL.
 

@@ -11,13 +11,13 @@ import mmap
 import os
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pipedist.errors import RemoteProtocolError
-from pipedist.records import record
 from pipedist.transport.shared_memory import segments
 from pipedist.transport.shared_memory.references import Reference
 from pipedist.transport.shared_memory.settings import SEGMENTS_MAX, SHARED_BYTES_MIN, SLOTS_MAX
@@ -26,7 +26,7 @@ LEDGER_BYTES: Final = SEGMENTS_MAX * SLOTS_MAX * 4
 """A u32 for every slot that a lender may have."""
 
 
-@record
+@dataclass(frozen=True, slots=True)
 class _Mapped:
     """A peer's segment."""
 

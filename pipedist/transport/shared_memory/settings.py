@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import dataclass
 from typing import Final
 
 from pipedist.errors import UsageError
-from pipedist.records import record
 from pipedist.transport.limits import GIB, KIB, MIB
 
 VARIABLE: Final = "PIPEDIST_SHARED_MEMORY"
@@ -32,7 +32,7 @@ _CLUSTER_BYTES_MAX: Final = 1 * GIB
 _MEMORY_SHARE: Final = 8  # at most one eighth of the machine's memory
 
 
-@record
+@dataclass(frozen=True, slots=True)
 class SharedMemory:
     """How much memory a Router shares with its peers.
 
