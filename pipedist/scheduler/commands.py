@@ -1,4 +1,4 @@
-"""What the scheduler wants done. The driver carries out each one, in order, and decides nothing."""
+"""Outputs of the scheduler. The driver executes each one, in order, and decides nothing."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class SendBind(Struct, frozen=True):
 
 
 class SendUnbind(Struct, frozen=True):
-    """Tell a worker to drop a pass."""
+    """Send a worker the end of a pass."""
 
     worker: str
     pass_id: int
@@ -41,9 +41,9 @@ class SendAssign(Struct, frozen=True):
     """Send calls [lo, hi) with their shards.
 
     Args:
-        elements: of a single call, which of its elements are sent: ranges [a, b) of their positions in
-            its shard; empty: all of them.
-        twin: the lease of another worker that has the same calls, and takes too long; 0: there is none.
+        elements: of a single call, the elements to send: ranges [a, b) of their positions in its shard;
+            empty: all of them.
+        twin: the lease of a slow worker with the same calls; 0: there is none.
     """
 
     worker: str
@@ -57,7 +57,7 @@ class SendAssign(Struct, frozen=True):
 
 
 class GangAssignment(NamedTuple):
-    """What one member of a gang is sent: calls [lo, hi)."""
+    """The calls [lo, hi) of one member of a gang."""
 
     worker: str
     lease: int
@@ -69,8 +69,8 @@ class SendGang(Struct, frozen=True):
     """Send each member of a gang its calls with their shards.
 
     Args:
-        serial: number of this attempt; grows over the scheduler's life.
-        parts: one a member, in order; together the calls of one step.
+        serial: number of this attempt; grows while the scheduler runs.
+        parts: one per member, in order; together the calls of one step.
     """
 
     serial: int
@@ -80,7 +80,7 @@ class SendGang(Struct, frozen=True):
 
 
 class StashResults(Struct, frozen=True):
-    """Results of a gang came: keep them apart until its GangEnded."""
+    """Hold back results of a gang until its GangEnded."""
 
     serial: int
     lo: int
@@ -89,11 +89,11 @@ class StashResults(Struct, frozen=True):
 
 
 class GangEnded(Struct, frozen=True):
-    """A gang is over.
+    """End a gang.
 
     Args:
-        counts: what was stashed counts; otherwise it is dropped.
-        aborted: calls of it may run still: whatever they wait for will not come.
+        counts: accept the stashed results; otherwise drop them.
+        aborted: calls of it may still run, and wait for contributions that will not come.
     """
 
     serial: int
@@ -102,7 +102,7 @@ class GangEnded(Struct, frozen=True):
 
 
 class SendRecall(Struct, frozen=True):
-    """Ask a worker to report calls [lo, hi) under a lease; it has finished them for another scheduler."""
+    """Request calls [lo, hi), which a worker has cached for an earlier scheduler, under a lease."""
 
     worker: str
     lease: int
@@ -112,7 +112,7 @@ class SendRecall(Struct, frozen=True):
 
 
 class SendCommitted(Struct, frozen=True):
-    """Tell a worker that calls of a pass below `before` are durable."""
+    """Report to a worker that calls of a pass below `before` are durable."""
 
     worker: str
     pass_id: int
@@ -120,14 +120,14 @@ class SendCommitted(Struct, frozen=True):
 
 
 class SendCancel(Struct, frozen=True):
-    """Tell a worker to drop what it has not begun of a lease."""
+    """Cancel the calls of a worker's lease that have not begun."""
 
     worker: str
     lease: int
 
 
 class AcceptResults(Struct, frozen=True):
-    """The results of calls [lo, hi) count: keep them, let their inputs go."""
+    """Accept the results of calls [lo, hi), and release their inputs."""
 
     pass_id: int
     lo: int
@@ -136,7 +136,7 @@ class AcceptResults(Struct, frozen=True):
 
 
 class SizeCall(Struct, frozen=True):
-    """Say how many elements of a call can be tried apart (CallSized): it failed, and is to be bisected."""
+    """Report how many elements of a failed call can be tried apart (CallSized), for its bisection."""
 
     pass_id: int
     call: int
@@ -144,11 +144,11 @@ class SizeCall(Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """Why a call failed, or one of its elements did.
+    """Why a call or one of its elements failed.
 
     Args:
-        stage: in which stage; "" where nobody knows.
-        text: what was raised, or how the worker died, for people.
+        stage: in which stage; "" if unknown.
+        text: the exception, or how the worker died, for people.
     """
 
     stage: str
@@ -159,38 +159,39 @@ UNKNOWN = Cause("", "")
 
 
 class CallsQuarantined(Struct, frozen=True):
-    """Elements of calls [lo, hi), one or a gang's, are set aside.
+    """Quarantine elements of calls [lo, hi), one call's or a gang's.
 
     Args:
-        guilty: position in the call's shard and cause of each element that fails alone.
-        whole: why all elements of the calls are set aside, though none is found guilty; None: the guilty.
+        culprits: position in the call's shard and cause of each element that fails alone.
+        whole: why all elements of the calls are quarantined, though none fails alone; None: the
+            culprits are.
         remains: the result of the other elements counts, and follows; otherwise the calls have none.
     """
 
     pass_id: int
     lo: int
     hi: int
-    guilty: tuple[tuple[int, Cause], ...]
+    culprits: tuple[tuple[int, Cause], ...]
     whole: Cause | None = None
     remains: bool = False
 
 
 class DropResults(Struct, frozen=True):
-    """A result does not count: its lease is not held any more."""
+    """Drop a result whose lease is not held any more."""
 
     worker: str
     lease: int
 
 
 class RequestSteps(Struct, frozen=True):
-    """Offer `count` more steps, beyond all that were requested before."""
+    """Request `count` more steps, beyond all that were requested before."""
 
     pass_id: int
     count: int
 
 
 class StepsReady(Struct, frozen=True):
-    """Every call of steps [first, last) is done: they are visible."""
+    """Publish steps [first, last): all of their calls are done."""
 
     pass_id: int
     first: int
@@ -203,9 +204,9 @@ class Failure:
 
     Args:
         call: its number in the pass.
-        attempts: how many times it was tried.
-        worker: where it ran last.
-        cause: how the worker died; None where the call raised.
+        attempts: number of attempts.
+        worker: of the last one.
+        cause: how the worker died; None if the call raised.
     """
 
     call: int
@@ -215,7 +216,7 @@ class Failure:
 
 
 class StepFailed(Struct, frozen=True):
-    """A step is complete, but calls of it failed for good; lowest call first."""
+    """Report a complete step with calls that failed for good; lowest call first."""
 
     pass_id: int
     step: int
@@ -223,19 +224,19 @@ class StepFailed(Struct, frozen=True):
 
 
 class PassComplete(Struct, frozen=True):
-    """All steps of the pass were visible."""
+    """Report that all steps of the pass were published."""
 
     pass_id: int
 
 
 class PassDrained(Struct, frozen=True):
-    """Nothing of a held pass is running any more."""
+    """Report that nothing of a draining pass is running any more."""
 
     pass_id: int
 
 
 class ClusterFailed(Struct, frozen=True):
-    """Workers die faster than they join."""
+    """Fail the cluster: workers die faster than they join."""
 
     reason: str
 

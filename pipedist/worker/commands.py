@@ -1,4 +1,4 @@
-"""What a worker's machine wants done. The driver carries out each one, in order, and decides nothing."""
+"""Outputs of a worker's state machine. The driver executes each one, in order, and decides nothing."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class SendResults(Struct, frozen=True):
     """Send a message with the results that were reported with it.
 
     Args:
-        cache_pass: the pass under whose key they are kept first; 0: they are not.
+        cache_pass: the pass under whose key the results are cached first; 0: they are not cached.
     """
 
     message: Results
@@ -37,13 +37,13 @@ class SendResults(Struct, frozen=True):
 
 
 class SendExchange(Struct, frozen=True):
-    """Send a message with what the replicas of a gang's lease bring to a collective."""
+    """Send a message with the contribution of a gang lease's replicas to a collective."""
 
     message: Exchange
 
 
 class Join(Struct, frozen=True):
-    """The worker is in: take over what the Welcome says."""
+    """Apply the settings of the scheduler's Welcome."""
 
     welcome: Welcome
 
@@ -52,8 +52,8 @@ class OpenPass(Struct, frozen=True):
     """Keep the program that came with the message.
 
     Args:
-        key: under which results of the pass are kept until they are durable; "": they are not.
-        elsewhere: the scheduler's files are not this host's: see which of them are here (`events.DataFound`).
+        key: cache results of the pass under this key until they are durable; "": do not cache them.
+        elsewhere: the scheduler's files are not this host's: check which are here (`events.DataFound`).
     """
 
     pass_id: int
@@ -62,22 +62,22 @@ class OpenPass(Struct, frozen=True):
 
 
 class StoreCode(Struct, frozen=True):
-    """Keep the files that came with the message; see `pipedist.worker.code_store`."""
+    """Store the files that came with the message (`pipedist.worker.code_store`)."""
 
     code: Code
 
 
 class DropPass(Struct, frozen=True):
-    """Let go of a pass: its functions, instances and reader."""
+    """Drop a pass: its functions, instances and reader."""
 
     pass_id: int
 
 
 class StoreLease(Struct, frozen=True):
-    """Keep the shards that came with the message.
+    """Store the shards that came with the message.
 
     Args:
-        gang: the assignment, where the lease is a member's part of a gang.
+        gang: the assignment, if the lease is a member's part of a gang.
     """
 
     lease: int
@@ -85,39 +85,39 @@ class StoreLease(Struct, frozen=True):
 
 
 class RecallLease(Struct, frozen=True):
-    """The lease's calls are not executed: their results were kept."""
+    """Report the lease's calls from the cache instead of executing them."""
 
     lease: int
 
 
 class ReleaseResults(Struct, frozen=True):
-    """Calls of a pass below `before` are durable: do not keep their results any more."""
+    """Drop cached results of a pass's calls below `before`: they are durable."""
 
     pass_id: int
     before: int
 
 
 class StoreRelay(Struct, frozen=True):
-    """Keep what another member of the gang brought, until its lease waits for it or is dropped."""
+    """Store another gang member's contribution until its lease needs it or is dropped."""
 
     relay: Relay
 
 
 class StoreState(Struct, frozen=True):
-    """Keep the value that came with the message; see `pipedist.worker.state_store`."""
+    """Store the value that came with the message (`pipedist.worker.state_store`)."""
 
     space: int
     version: int
 
 
 class ReleaseState(Struct, frozen=True):
-    """Let go of every version of a state."""
+    """Drop every version of a state."""
 
     space: int
 
 
 class DropLease(Struct, frozen=True):
-    """Let go of a lease: its shards, what was relayed for it, and its Execute, if that has been given."""
+    """Drop a lease: its shards, contributions relayed for it, and its Execute, if there is one."""
 
     lease: int
 
@@ -125,11 +125,11 @@ class DropLease(Struct, frozen=True):
 class Execute(Struct, frozen=True):
     """Execute a slice of a lease: from its first call that is not reported, at most up to `hi`.
 
-    It is begun when there is no message left to handle, and then stands until `SliceEnded`.
+    The slice begins when no message is left to handle, and ends with `SliceEnded`.
 
     Args:
         slice_s: begin no call after this time, seconds.
-        slice_bytes: begin no call when this much has gathered.
+        slice_bytes: begin no call after results of this size.
     """
 
     lease: int

@@ -1,4 +1,4 @@
-"""What can happen to a worker, besides the scheduler's messages. Ids, sizes and times only."""
+"""Inputs of a worker's state machine besides the scheduler's messages. Ids, sizes and times only."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from pipedist.messages import Message
 
 
 class Started(Struct, frozen=True):
-    """The process is up and can talk."""
+    """The process is up and connected."""
 
 
 class DataFound(Struct, frozen=True):
-    """The data files of a pass are here, the very ones."""
+    """The worker sees the same data files of a pass as the scheduler."""
 
     pass_id: int
 
@@ -41,7 +41,7 @@ class CallRaised(Struct, frozen=True):
 
 
 class CollectiveReached(Struct, frozen=True):
-    """The executing lease's replicas have come to collective `number`; the driver holds what they bring."""
+    """The executing lease's replicas reached collective `number`; the driver holds their contribution."""
 
     lease: int
     number: int
@@ -56,25 +56,37 @@ class CollectiveOverdue(Struct, frozen=True):
 
 
 class RestartNeeded(Struct, frozen=True):
-    """What was assigned needs another process than this one."""
+    """An assignment needs another process than this one."""
 
     reason: str
 
 
 class LeaveRequested(Struct, frozen=True):
-    """The worker was asked to leave by whoever runs it; what it has finished is reported."""
+    """The worker's launcher or supervisor ends it; finished calls are reported first."""
 
     reason: str
 
 
 class SliceEnded(Struct, frozen=True):
-    """The driver is done with an Execute, and has reported everything that it finished."""
+    """The driver is done with an Execute, and has reported all calls that finished."""
 
     lease: int
 
 
 class TimePassed(Struct, frozen=True):
-    """Nothing happened, but time passed."""
+    """Time passed without another event."""
 
 
-Event = Message | Started | DataFound | CallsFinished | CallRaised | CollectiveReached | CollectiveOverdue | RestartNeeded | LeaveRequested | SliceEnded | TimePassed
+Event = (
+    Message
+    | Started
+    | DataFound
+    | CallsFinished
+    | CallRaised
+    | CollectiveReached
+    | CollectiveOverdue
+    | RestartNeeded
+    | LeaveRequested
+    | SliceEnded
+    | TimePassed
+)
