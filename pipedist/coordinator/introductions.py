@@ -58,7 +58,9 @@ class Introductions:
             return
         held = snapshot.digest in peer.codes
         peer.codes.add(snapshot.digest)
-        self._fleet.send(peer.worker, msg.Code(os.fsencode(folder), snapshot.digest, text), () if held else payload)
+        self._fleet.send(
+            peer.worker, msg.Code(os.fsencode(folder), snapshot.digest, text), () if held else payload
+        )
 
 
 def _take(folder: str) -> tuple[Snapshot | None, str, Sequence[Frame]]:

@@ -136,7 +136,9 @@ class Parts:
         """
         function = self._function
         if self.variables:
-            function = msgspec.structs.replace(reference(closure_of(self._fn, function)), label=function.label)
+            function = msgspec.structs.replace(
+                reference(closure_of(self._fn, function)), label=function.label
+            )
         return Scheduled(
             function,
             trees.unflatten(self._treedef, self._leaves),

@@ -37,7 +37,7 @@ def _list_start(cls: type[WireMessage]) -> bytes:
 
 
 _STARTS: Final[dict[type[Any], bytes]] = {cls: _list_start(cls) for cls in typing.get_args(Message)}
-"""The first bytes of each class: a list of all fields (msgspec alone accepts fewer, if they have defaults)."""
+"""Each class's first bytes: a list of all fields. msgspec accepts fewer, if those left have defaults."""
 
 _START_BYTES_MAX: Final = max(map(len, _STARTS.values()))
 
@@ -73,7 +73,7 @@ def unpack(head: bytes | bytearray | memoryview) -> Message:
     if size_bytes > LIMITS.head_bytes_max:
         raise RemoteProtocolError(f"a message of {size_bytes} bytes, the limit is {LIMITS.head_bytes_max}")
     try:
-        message = _decode(head)
+        message: Message = _decode(head)
     except (msgspec.MsgspecError, ValueError) as error:
         raise RemoteProtocolError(f"malformed message: {error}") from error
     if not bytes(head[:_START_BYTES_MAX]).startswith(_STARTS[type(message)]):
@@ -127,15 +127,14 @@ def first_frame_bytes_max(limits: Limits) -> int:
 
 
 def _escaped(message: Message) -> Message:
-    texts = {
-        name: value.encode("utf-8", "backslashreplace").decode()
-        if isinstance(value, str)
-        else tuple(item.encode("utf-8", "backslashreplace").decode() for item in value)
-        for name, value in msgspec.structs.asdict(message).items()
-        if isinstance(value, str)
-        or (isinstance(value, tuple) and all(isinstance(item, str) for item in value))
-    }
-    return msgspec.structs.replace(message, **texts)
+    fields = msgspec.structs.asdict(message)
+    return msgspec.structs.replace(message, **{name: _plain(value) for name, value in fields.items()})
+
+
+def _plain(value: Any) -> Any:
+    if type(value) is tuple:
+        return tuple(map(_plain, value))
+    return value.encode("utf-8", "backslashreplace").decode() if type(value) is str else value
 
 
 def _located(cls: type[WireMessage], reason: str) -> str:

@@ -97,7 +97,9 @@ def record() -> list[Frames]:
                 assert spec is SPECS[-1], "only the last one is to fail"
     seen += [(seal(pack(message)),) for message in UNSEEN]
     files = encode([["mine.py", False, b"x = 1"]])
-    seen.append((seal(pack(msg.Code(b"/spec", "ab" * 16, "1 file")), bytes(files[0])), *map(bytes, files[1:])))
+    seen.append(
+        (seal(pack(msg.Code(b"/spec", "ab" * 16, "1 file")), bytes(files[0])), *map(bytes, files[1:]))
+    )
     seen.append((seal(pack(msg.Share(1)), bytes(encode({"total": 45})[0])),))
     head = pack(msg.Results(1, 0, 1, 5))
     seen.append((seal(head, b"\x91\xc0", [Reference(1, 1, 0, 1, 65536), Reference(2, 1, 1, 2, 70000)]),))

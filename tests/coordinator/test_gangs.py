@@ -274,10 +274,10 @@ async def test_a_state_is_sent_once_a_version_and_before_the_lease_that_reads_it
         assert kinds == [
             "Welcome",
             "Bind",
-            "State",
+            "StateVersion",
             "AssignGang",
             "AssignGang",
-            "State",
+            "StateVersion",
             "AssignGang",
             "AssignGang",
         ]

@@ -76,7 +76,9 @@ def test_a_lease_never_spans_the_missing_calls_of_a_short_step() -> None:
     play.setup(ev.StepsAvailable(1, 0, 1, 4))
     for call in range(4):
         play.setup(ev.CallsDone("w0", 0, *running(play)[:2], call + 1, 1000))
-    came = play.setup(ev.StepsAvailable(1, 1, 2, 3), ev.StepsAvailable(1, 2, 3, 0), ev.StepsAvailable(1, 3, 4, 4))
+    came = play.setup(
+        ev.StepsAvailable(1, 1, 2, 3), ev.StepsAvailable(1, 2, 3, 0), ev.StepsAvailable(1, 3, 4, 4)
+    )
     assert all(x.hi - x.lo <= 4 and x.lo % 4 < 3 for x in assigns(came))
     play.setup(ev.CallsDone("w0", 0, *running(play), 1000))
     while play.scheduler._members.workers["w0"].leases:

@@ -377,7 +377,9 @@ class World(Oracle):
                 return
             step = reading.offered
             reading.offered += 1
-            self.handle(ev.StepsAvailable(reading.id, step, step + 1, reading.parts[step], reading.step_bytes))
+            self.handle(
+                ev.StepsAvailable(reading.id, step, step + 1, reading.parts[step], reading.step_bytes)
+            )
         if reading.offered == reading.steps and not reading.ended and not reading.closed:
             reading.ended = True
             self.handle(ev.StepsEnded(reading.id))

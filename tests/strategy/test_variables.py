@@ -496,4 +496,6 @@ async def test_workers_forget_variables_that_nobody_has(sent: list[msg.Message])
                 v = pipedist.Variable(np.zeros(10))
             await strategy.run(functions.double, args=(v,))
             del v
-        assert [type(message).__name__ for message in sent] == ["State", "DropState"] * 2 + ["State"]
+        assert [type(message).__name__ for message in sent] == ["StateVersion", "DropState"] * 2 + [
+            "StateVersion"
+        ]

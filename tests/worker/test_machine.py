@@ -80,7 +80,9 @@ def test_joining() -> None:
 def test_nobody_answers() -> None:
     play = Playbook(events.Started())
     play.now = 105.0
-    assert play.handle(events.TimePassed()) == [commands.Leave(commands.Ending.UNANSWERED, "no answer within 5 s")]
+    assert play.handle(events.TimePassed()) == [
+        commands.Leave(commands.Ending.UNANSWERED, "no answer within 5 s")
+    ]
 
 
 @pytest.mark.parametrize(
@@ -199,9 +201,16 @@ def test_collectives_are_numbered_and_what_is_missed_is_told() -> None:
     play = ready()
     play.handle(gang(7))
     assert play.handle(events.CollectiveReached(7, 1)) == [commands.SendExchange(Exchange(7, 1))]
-    assert play.handle(events.CollectiveOverdue(7, ("1",), "who")) == [commands.Send(Stalled(7, ("1",), "who"))]
+    assert play.handle(events.CollectiveOverdue(7, ("1",), "who")) == [
+        commands.Send(Stalled(7, ("1",), "who"))
+    ]
     assert play.handle(events.CollectiveReached(7, 2)) == [commands.SendExchange(Exchange(7, 2))]
-    for wrong in (events.CollectiveReached(7, 2), events.CollectiveReached(7, 4), events.CollectiveReached(8, 3), events.CollectiveOverdue(8, (), "")):
+    for wrong in (
+        events.CollectiveReached(7, 2),
+        events.CollectiveReached(7, 4),
+        events.CollectiveReached(8, 3),
+        events.CollectiveOverdue(8, (), ""),
+    ):
         with pytest.raises(LocalProtocolError):
             play.handle(wrong)
 

@@ -32,7 +32,9 @@ def test_results_of_a_pass_with_a_key_are_kept_before_they_are_sent() -> None:
     play.handle(Bind(2))
     play.handle(Assign(7, 1, 0, 3, 0))
     play.handle(Assign(8, 2, 0, 1, 0))
-    assert play.handle(events.CallsFinished(7, 0, 2, 9)) == [commands.SendResults(Results(7, 0, 2, 9), cache_pass=1)]
+    assert play.handle(events.CallsFinished(7, 0, 2, 9)) == [
+        commands.SendResults(Results(7, 0, 2, 9), cache_pass=1)
+    ]
     play.handle(raised(7, 2))
     play.handle(events.SliceEnded(7))
     assert play.handle(events.CallsFinished(8, 0, 1, 9)) == [commands.SendResults(Results(8, 0, 1, 9))]
