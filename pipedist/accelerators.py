@@ -10,8 +10,9 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Final
+
+from msgspec import Struct
 
 VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
 """Which GPUs the CUDA libraries of a process see, and in which order."""
@@ -26,8 +27,7 @@ _TOOL_S: Final = 30.0
 _TPU_SIGNS: Final = ("TPU_NAME", "TPU_WORKER_ID", "TPU_ACCELERATOR_TYPE")
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
+class Found(Struct, frozen=True):
     """The GPUs that there are for the workers of this machine.
 
     Args:
@@ -39,8 +39,7 @@ class Found:
     how: str
 
 
-@dataclass(frozen=True, slots=True)
-class Supply:
+class Supply(Struct, frozen=True):
     """The GPUs of a cluster's workers.
 
     Args:

@@ -21,7 +21,8 @@ import os
 import re
 import stat
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from pipedist.errors import PipedistError, RemoteProtocolError
 from pipedist.program import Tree
@@ -55,8 +56,7 @@ class CodeTooLarge(PipedistError):
     """A folder has more than a snapshot may hold."""
 
 
-@dataclass(frozen=True, slots=True)
-class Snapshot:
+class Snapshot(Struct, frozen=True):
     """The files of a code folder.
 
     Args:

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import anyio
 import anyio.to_thread
 import numpy as np
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from pipedist import trees
@@ -34,8 +34,7 @@ Spans = Sequence[tuple[int, int]]
 """Positions in a shard, as ranges [lo, hi)."""
 
 
-@dataclass(frozen=True, slots=True)
-class Offer:
+class Offer(Struct, frozen=True):
     """Steps [first, last), each of `parts` calls.
 
     Args:
@@ -254,8 +253,7 @@ class IndexedFeed(Feed):
         return [self._ids(call) for call in range(first, first + self._division.parts(step))]
 
 
-@dataclass(frozen=True, slots=True)
-class _Block:
+class _Block(Struct, frozen=True):
     """One step of a sequential source: its elements, the id of the first, and its bytes."""
 
     value: Tree

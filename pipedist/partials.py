@@ -24,12 +24,12 @@ import enum
 import importlib
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 from typing import Any, SupportsIndex, cast
 
 import numpy as np
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from pipedist import exact
@@ -71,8 +71,7 @@ class ReduceOp(enum.StrEnum):
             raise ValueError(f"{op!r} is not a reduce op; expected one of {_LIST_OF_OPS}") from None
 
 
-@dataclass(frozen=True, slots=True)
-class _Kind:
+class _Kind(Struct, frozen=True):
     """What the fold rules say about a dtype.
 
     Args:

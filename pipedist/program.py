@@ -144,8 +144,7 @@ class Program(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     verify: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Shards:
+class Shards(Struct, frozen=True):
     """The payload of an Assign: the shards of calls [lo, hi), one entry per call.
 
     If the first three are None, the worker computes the element ids from the contract

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import io
 import os
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from pipedist.cli.streams import write_out
 from pipedist.errors import UsageError
 
 
-@dataclass(frozen=True, slots=True)
-class LaunchOptions:
+class LaunchOptions(Struct, frozen=True):
     """What the command line says.
 
     Args:

@@ -21,8 +21,9 @@ The rules of `Channel.exchange`
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Protocol
+
+from msgspec import Struct
 
 from pipedist.transport.codec import Frame
 
@@ -41,16 +42,14 @@ class GangAborted(BaseException):
     """Ends a replica whose gang can't go on; no Exception, so that user code does not swallow it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Ended:
+class Ended(Struct, frozen=True):
     """A member whose replicas have all returned, without this exchange."""
 
 
 ENDED: Final = Ended()
 
 
-@dataclass(frozen=True, slots=True)
-class Patience:
+class Patience(Struct, frozen=True):
     """How long a member waits for others.
 
     Args:
@@ -62,8 +61,7 @@ class Patience:
     on_stalled: Callable[[tuple[int, ...]], None]
 
 
-@dataclass(frozen=True, slots=True)
-class Exchanged:
+class Exchanged(Struct, frozen=True):
     """What the members brought to one exchange.
 
     Args:

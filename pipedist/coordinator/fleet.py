@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
 import anyio
+from msgspec import Struct
 from msgspec.structs import replace
 
 from pipedist import messages as msg
@@ -32,8 +32,7 @@ HOLDS_MAX = 1024
 """Copies of code folders that a worker can say it has."""
 
 
-@dataclass(frozen=True, slots=True)
-class Fate:
+class Fate(Struct, frozen=True):
     """What it means for a call that its worker died.
 
     Args:

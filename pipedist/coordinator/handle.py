@@ -10,6 +10,7 @@ from functools import partial
 
 import anyio
 import anyio.lowlevel
+from msgspec import Struct
 
 from pipedist import messages as msg
 from pipedist.coordinator.fleet import Fate
@@ -46,8 +47,7 @@ Answer = Callable[[list[Slots], BaseException | None], None]
 """Takes what the calls of a step sent back, in replica order, or the error that ended it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Batch:
+class Batch(Struct, frozen=True):
     """Consecutive steps that have become visible.
 
     Args:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from pipedist.errors import RemoteProtocolError
 from pipedist.program import Tree
@@ -16,8 +17,7 @@ CALL_BYTES = 512
 """What one call's decoded result is taken to cost beyond its bytes: a dict, its leaves, their objects."""
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(Struct, frozen=True):
     """The results of calls [lo, hi), from one message.
 
     Args:

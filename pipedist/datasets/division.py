@@ -15,11 +15,11 @@ The epoch's order is the dataset's own, or `permutation` of it.
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
 
 def chunk_sizes(rows: int, parts: int) -> list[int]:
@@ -41,8 +41,7 @@ def chunk_sizes(rows: int, parts: int) -> list[int]:
     return [min(size, max(0, rows - index * size)) for index in range(parts)]
 
 
-@dataclass(frozen=True, slots=True)
-class Division:
+class Division(Struct, frozen=True):
     """The arithmetic of one dataset: steps, shards and element ids.
 
     Steps count on over the epochs: step `e * steps_per_epoch + s` is the s-th step of epoch e.

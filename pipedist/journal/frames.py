@@ -16,9 +16,10 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Final
 from zlib import crc32
+
+from msgspec import Struct
 
 from pipedist.errors import JournalError
 
@@ -63,8 +64,7 @@ def digest_of(packed: bytes) -> bytes:
     return hashlib.sha256(packed).digest()[:DIGEST_BYTES]
 
 
-@dataclass(frozen=True, slots=True)
-class Placed:
+class Placed(Struct, frozen=True):
     """A record in a journal.
 
     Args:

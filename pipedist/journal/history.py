@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import msgpack
+from msgspec import Struct
 
 from pipedist.errors import JournalError, UsageError
 from pipedist.journal.frames import FIRST, Placed, records
@@ -30,8 +31,7 @@ NAME: Final = "journal"
 """The journal's file, in its folder."""
 
 
-@dataclass(frozen=True, slots=True)
-class Header:
+class Header(Struct, frozen=True):
     """What a journal is about.
 
     Args:
@@ -68,11 +68,10 @@ class Header:
 
     def payload(self) -> dict[str, Any]:
         """Return the record."""
-        return {"kind": "header", **{name: getattr(self, name) for name in self.__dataclass_fields__}}
+        return {"kind": "header", **{name: getattr(self, name) for name in self.__struct_fields__}}
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(Struct, frozen=True):
     """A value as a whole: in the record itself, or in a file of its own.
 
     Args:

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 from zlib import crc32
 
 import msgpack
+from msgspec import Struct
 
 from pipedist.errors import JournalError, PipedistError
 from pipedist.journal.disk import DISK, Buffer, Disk
@@ -31,8 +31,7 @@ CHECKED_BYTES: Final = 2**20
 """A file is checked in pieces of so many."""
 
 
-@dataclass(frozen=True, slots=True)
-class End:
+class End(Struct, frozen=True):
     """How far a file is durable.
 
     Args:
@@ -44,8 +43,7 @@ class End:
     crc: int
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(Struct, frozen=True):
     """A record of a log.
 
     Args:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import msgpack
+from msgspec import Struct
 
 from pipedist.errors import JournalError
 from pipedist.journal.disk import DISK, Buffer, Disk
@@ -20,8 +20,7 @@ INLINE_BYTES_MAX: Final = 4096
 """A larger value has a file of its own."""
 
 
-@dataclass(frozen=True, slots=True)
-class Snapshot:
+class Snapshot(Struct, frozen=True):
     """What a pass has come to, at a moment between two steps.
 
     Args:

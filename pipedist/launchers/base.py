@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol, Self
 
+from msgspec import Struct
 
-@dataclass(frozen=True, slots=True)
-class WorkerExit:
+
+class WorkerExit(Struct, frozen=True):
     """A worker process is gone.
 
     Args:

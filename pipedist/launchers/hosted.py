@@ -25,8 +25,9 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import IO, Any
+
+from msgspec import Struct
 
 from pipedist.worker import boot
 
@@ -49,8 +50,7 @@ _LOOK_S = 0.5
 _STANDARD_INPUT = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Terms:
+class Terms(Struct, frozen=True):
     """How a worker joins a cluster.
 
     Args:

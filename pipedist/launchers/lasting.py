@@ -28,13 +28,13 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import anyio
 import anyio.to_thread
+from msgspec import Struct
 
 from pipedist.accelerators import VISIBLE
 from pipedist.launchers.engines import OnFailed, Watchers
@@ -70,8 +70,7 @@ _LOOK_S = 0.1
 """How soon it is looked again who has a slot, where that could not be seen."""
 
 
-@dataclass(frozen=True, slots=True)
-class LastingTerms:
+class LastingTerms(Struct, frozen=True):
     """What the worker of a slot is started with.
 
     Args:

@@ -22,9 +22,10 @@ import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
+
+from msgspec import Struct
 
 from pipedist.errors import UsageError
 from pipedist.launchers.private_files import read_document, write_document
@@ -45,8 +46,7 @@ _LAST_S: Final = 1.0
 _TRY_S: Final = 0.01
 
 
-@dataclass(frozen=True, slots=True)
-class Holder:
+class Holder(Struct, frozen=True):
     """The worker that has a slot.
 
     Args:

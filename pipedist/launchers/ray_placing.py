@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from pipedist.launchers.engines import GRACE_S
 from pipedist.launchers.hosted import Terms
@@ -14,8 +15,7 @@ RESTARTS_MAX = 1000
 """How often Ray starts an actor again."""
 
 
-@dataclass(frozen=True, slots=True)
-class Room:
+class Room(Struct, frozen=True):
     """What Ray sets aside.
 
     Args:

@@ -13,9 +13,10 @@ import contextlib
 import re
 import secrets
 import socket
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
+
+from msgspec import Struct
 
 from pipedist.errors import UsageError
 from pipedist.launchers.private_files import read_document, write_document
@@ -25,8 +26,7 @@ _FORMAT: Final = 1
 _RUN: Final = re.compile(r"[0-9a-f]{16}", re.ASCII)
 
 
-@dataclass(frozen=True, slots=True)
-class Succession:
+class Succession(Struct, frozen=True):
     """The processes of one run, of which each takes over the workers of the one before.
 
     Args:
@@ -63,8 +63,7 @@ def first(rejoin_s: float) -> Succession:
     return Succession(secrets.token_hex(8), 1, rejoin_s)
 
 
-@dataclass(frozen=True, slots=True)
-class Whereabouts:
+class Whereabouts(Struct, frozen=True):
     """What a process of a run leaves for the next one.
 
     Args:

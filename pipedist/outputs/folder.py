@@ -35,10 +35,11 @@ import fcntl
 import os
 import shutil
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
 from pathlib import Path, PurePath
 from types import TracebackType
 from typing import Literal, Self
+
+from msgspec import Struct
 
 from pipedist.errors import UsageError
 from pipedist.outputs.encoding import Json
@@ -58,8 +59,7 @@ from pipedist.outputs.run_record import (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class FinishedRun:
+class FinishedRun(Struct, frozen=True):
     """A run that `--resume` found finished: there is nothing to do but to show it.
 
     Args:

@@ -6,9 +6,10 @@ import contextlib
 import errno
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
+
+from msgspec import Struct
 
 from pipedist.errors import OutputError, UsageError
 from pipedist.outputs.encoding import Json, text
@@ -25,8 +26,7 @@ _FORMAT = 1
 State = Literal["running", "committing", "finished", "failed"]
 
 
-@dataclass(frozen=True, slots=True)
-class RunRecord:
+class RunRecord(Struct, frozen=True):
     """What run.json says.
 
     Args:

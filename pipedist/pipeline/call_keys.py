@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import os
 import shlex
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from pipedist.errors import CallError, UsageError
 from pipedist.plan import PassPlan, Plan
 from pipedist.spec import ReduceSpec
 
 
-@dataclass(frozen=True, slots=True)
-class CallKey:
+class CallKey(Struct, frozen=True):
     """A call: of a stage, one of those that its pass executes back to back.
 
     Args:

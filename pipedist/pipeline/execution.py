@@ -6,10 +6,10 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import anyio
+from msgspec import Struct
 
 from pipedist.coordinator import Coordinator
 from pipedist.coordinator.handle import PassCounts
@@ -381,8 +381,7 @@ class _Counted(Protocol):
         """Number of steps, None where it is not known yet."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Complete:
+class _Complete(Struct, frozen=True):
     """A pass that was complete before the run was taken up."""
 
     counts: PassCounts

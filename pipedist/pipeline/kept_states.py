@@ -8,8 +8,9 @@ version needs no journal.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from msgspec import Struct
 
 from pipedist.errors import UsageError
 from pipedist.pipeline.call_keys import CallKey
@@ -22,8 +23,7 @@ if TYPE_CHECKING:
     from pipedist.pipeline.durable import PassJournal
 
 
-@dataclass(frozen=True, slots=True)
-class Applied:
+class Applied(Struct, frozen=True):
     """How much of a training was applied at some moment.
 
     Args:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+from msgspec import Struct
 
 from pipedist.errors import CollectiveTimeoutError, LocalProtocolError, PipedistError
 from pipedist.pipeline.programs import NEW, init_program, reduction_of
@@ -26,8 +26,7 @@ _SLICE_S, _SLICE_BYTES = 1e6, 2**62
 """A slice that nothing exceeds."""
 
 
-@dataclass(frozen=True, slots=True)
-class LoneCall:
+class LoneCall(Struct, frozen=True):
     """What is executed.
 
     Args:
@@ -52,8 +51,7 @@ class LoneCall:
     states: Mapping[str, Tree]
 
 
-@dataclass(frozen=True, slots=True)
-class Replayed:
+class Replayed(Struct, frozen=True):
     """What came of a call.
 
     Args:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from pipedist.errors import PipedistError, UsageError
 from pipedist.journal.logs import packed, unpacked
@@ -14,8 +15,7 @@ from pipedist.spec import Spec, load
 from pipedist.transport.codec import encode
 
 
-@dataclass(frozen=True, slots=True)
-class Origin:
+class Origin(Struct, frozen=True):
     """How a spec is loaded again.
 
     Args:

@@ -11,10 +11,11 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
 from pathlib import Path
 
 import anyio
+from msgspec import Struct
+from msgspec.structs import replace
 
 from pipedist.datasets.sources import SourceError
 from pipedist.errors import JournalError, OutputError, UsageError
@@ -40,8 +41,7 @@ from pipedist.plan import PassPlan, Plan, compile_plan
 from pipedist.program import Shards, Tree
 
 
-@dataclass(frozen=True, slots=True)
-class Replay:
+class Replay(Struct, frozen=True):
     """A call that can be executed again.
 
     Args:
@@ -155,8 +155,7 @@ def _unreadable(error: OSError) -> JournalError:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Files:
+class _Files(Struct, frozen=True):
     """The output files of a run."""
 
     folder: Path

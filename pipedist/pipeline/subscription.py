@@ -6,10 +6,10 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar
 
 import anyio
+from msgspec import Struct
 
 from pipedist.async_only import AsyncIterableOnly
 from pipedist.errors import UsageError
@@ -24,8 +24,7 @@ ITEM_BYTES_MAX = 64 * 2**20
 """Their bytes, unless a single item has more."""
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
+class Step(Struct, frozen=True):
     """One step of a run, in step order.
 
     `step[NAME]` is a PerReplica for a run stage (None in the place of an empty shard), and for a
@@ -52,8 +51,7 @@ class Step:
         return self.values[stage]
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(Struct, frozen=True):
     """One replica's value of one step, in order of arrival.
 
     Args:

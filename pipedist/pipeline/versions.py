@@ -9,8 +9,9 @@ are always the last ones, and what they take does not grow with the run.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
+
+from msgspec import Struct
 
 from pipedist.program import Tree
 from pipedist.transport.codec import encode
@@ -68,8 +69,7 @@ class Versions:
         return [name for number in self._parts[:-2] if self._durable.is_open(name := f"{LOG}{number}")]
 
 
-@dataclass(frozen=True, slots=True)
-class Kept:
+class Kept(Struct, frozen=True):
     """What there is of the versions of one state.
 
     Args:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from pipedist.errors import Problem, UsageError
 from pipedist.functions import FunctionNotFound, load, reference, uncallable
@@ -13,8 +14,7 @@ from pipedist.program import FunctionRef
 from pipedist.spec import Spec
 
 
-@dataclass(frozen=True, slots=True)
-class CallForm:
+class CallForm(Struct, frozen=True):
     """How a stage calls its function.
 
     Args:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from msgspec import Struct
@@ -142,8 +141,7 @@ class SizeCall(Struct, frozen=True):
     call: int
 
 
-@dataclass(frozen=True, slots=True)
-class Cause:
+class Cause(Struct, frozen=True):
     """Why a call or one of its elements failed.
 
     Args:
@@ -198,8 +196,7 @@ class StepsReady(Struct, frozen=True):
     last: int
 
 
-@dataclass(frozen=True, slots=True)
-class Failure:
+class Failure(Struct, frozen=True):
     """Why a call failed for good.
 
     Args:

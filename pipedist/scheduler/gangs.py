@@ -12,6 +12,8 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+from msgspec import Struct
+
 from pipedist.messages import spans
 from pipedist.scheduler.commands import UNKNOWN, Cause, GangAssignment
 from pipedist.scheduler.membership import Lease, Membership, Worker
@@ -28,8 +30,7 @@ class Group:
     """How many gangs it has been given that are not over."""
 
 
-@dataclass(frozen=True, slots=True)
-class Raised:
+class Raised(Struct, frozen=True):
     """What a call of a gang raised."""
 
     call: int

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from msgspec import Struct
 
 from pipedist.errors import LocalProtocolError
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
+class Limits(Struct, frozen=True):
     """The limits of a cluster's scheduler.
 
     Args:
@@ -54,8 +53,7 @@ class Limits:
     heard_within_s: float = 16.0
 
 
-@dataclass(frozen=True, slots=True)
-class PassSettings:
+class PassSettings(Struct, frozen=True):
     """How the calls of one pass are treated.
 
     Args:

@@ -10,8 +10,9 @@ import keyword
 import posixpath
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from pipedist.spec.document import Path
 from pipedist.spec.graph import cycles
@@ -35,8 +36,7 @@ _TABLES = (".csv", ".parquet")
 """Formats whose cells hold one number or text each."""
 
 
-@dataclass(frozen=True, slots=True)
-class Outline:
+class Outline(Struct, frozen=True):
     """What other stages have to know of a stage.
 
     Args:

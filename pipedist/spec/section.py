@@ -7,8 +7,9 @@ is said of the key (a `Key`), and its default. Errors, JSON Schema and reference
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar, Final, Self
+
+from msgspec import Struct
 
 from pipedist.spec.document import Path
 from pipedist.spec.kinds import Kind, Misfits, Wrong
@@ -17,8 +18,7 @@ REQUIRED: Final = object()
 """The default of a key that must be there."""
 
 
-@dataclass(frozen=True, slots=True)
-class Key:
+class Key(Struct, frozen=True):
     """The account of one key.
 
     Args:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, Literal
+
+from msgspec import Struct
 
 from pipedist.accelerators import GPUS_MAX
 from pipedist.program import Tree
@@ -49,22 +50,19 @@ def _op(value: object) -> object:
     return function_name(value)
 
 
-@dataclass(frozen=True, slots=True)
-class InitLiteral:
+class InitLiteral(Struct, frozen=True):
     """A state that begins as a value of the spec."""
 
     value: Tree
 
 
-@dataclass(frozen=True, slots=True)
-class InitFile:
+class InitFile(Struct, frozen=True):
     """A state that begins as the content of a file, relative to the spec's folder."""
 
     path: str
 
 
-@dataclass(frozen=True, slots=True)
-class InitFunction:
+class InitFunction(Struct, frozen=True):
     """A state that begins as what a function returns."""
 
     function: str | Callable[..., Any]

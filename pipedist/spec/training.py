@@ -8,11 +8,11 @@ stage that waits for the training's end reads the final states, and is no part o
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 
-@dataclass(frozen=True, slots=True)
-class Links:
+class Links(Struct, frozen=True):
     """What a stage depends on.
 
     Args:
@@ -30,8 +30,7 @@ class Links:
     per: str = "run"
 
 
-@dataclass(frozen=True, slots=True)
-class Training:
+class Training(Struct, frozen=True):
     """The training of a spec.
 
     Args:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from pipedist.errors import UsageError
 from pipedist.local_cluster import WORKERS_MAX
@@ -13,8 +14,7 @@ _NO_NAME = re.compile(r"[^a-z0-9-]+")
 _NAME_CHARACTERS_MAX = 40
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
+class Request(Struct, frozen=True):
     """What is asked for.
 
     Args:

@@ -12,9 +12,10 @@ import re
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
+
+from msgspec import Struct
 
 from pipedist.errors import UsageError
 from pipedist.scratch_folders import ScratchFolder, remove
@@ -33,8 +34,7 @@ _NAME_BYTES: Final = 8  # of randomness in a socket's name
 _IPC_TAIL: Final = len("/") + 2 * _NAME_BYTES + len(SHARED_MEMORY_SUFFIX)
 
 
-@dataclass(frozen=True, slots=True)
-class Endpoint:
+class Endpoint(Struct, frozen=True):
     """A parsed endpoint.
 
     Args:

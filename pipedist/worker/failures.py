@@ -11,8 +11,9 @@ from __future__ import annotations
 import os
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
 from types import FrameType, TracebackType
+
+from msgspec import Struct
 
 from pipedist import functions
 from pipedist.errors import PipedistError
@@ -47,8 +48,7 @@ _TELLING = (PipedistError, TypeError, ValueError)
 """What is raised on purpose around the user's code: by readers, reductions and the codec."""
 
 
-@dataclass(frozen=True, slots=True)
-class CallFailure:
+class CallFailure(Struct, frozen=True):
     """Why a call failed; the fields of `pipedist.messages.Failed`.
 
     Args:

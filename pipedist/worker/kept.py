@@ -15,9 +15,9 @@ from __future__ import annotations
 import os
 import struct
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import msgpack
+from msgspec import Struct
 
 from pipedist.errors import RemoteProtocolError
 from pipedist.messages import CACHED_RANGES_MAX
@@ -30,8 +30,7 @@ _HEAD = struct.Struct("<4sQ")
 _MAGIC = b"PKP1"
 
 
-@dataclass(frozen=True, slots=True)
-class KeptCalls:
+class KeptCalls(Struct, frozen=True):
     """The results of calls [lo, hi), as they were sent.
 
     Args:

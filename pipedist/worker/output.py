@@ -19,8 +19,9 @@ import threading
 import time
 from collections.abc import Callable
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import TextIO
+
+from msgspec import Struct
 
 from pipedist.messages import LogLine
 from pipedist.worker.context import current
@@ -33,8 +34,7 @@ importer: ContextVar[_Origin] = ContextVar("pipedist_importer", default=_NOWHERE
 """The call for whose sake a stage's module is being imported: the lines that the module prints are its."""
 
 
-@dataclass(frozen=True, slots=True)
-class OutputLimits:
+class OutputLimits(Struct, frozen=True):
     """How much a worker may print.
 
     Args:

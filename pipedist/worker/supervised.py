@@ -9,8 +9,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import asdict
 from typing import Any
+
+from msgspec.structs import asdict
 
 from pipedist.worker import boot
 from pipedist.worker.kernel import die_with

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from pipedist import trees
 from pipedist.errors import NonDeterministicError
@@ -19,8 +20,7 @@ from pipedist.worker.boundary import own
 _DIGEST_BYTES = 16
 
 
-@dataclass(frozen=True, slots=True)
-class Digests:
+class Digests(Struct, frozen=True):
     """What a value was.
 
     Args:

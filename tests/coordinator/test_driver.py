@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 import pipedist
 from pipedist import messages as msg
@@ -40,7 +39,7 @@ def opened(coordinator: Coordinator, fn: Any, **kwargs: Any) -> PassHandle:
 
 def gang(coordinator: Coordinator, fn: Any, **kwargs: Any) -> PassHandle:
     stage = StageProgram("s", reference(fn), -1, kwargs, collectives=True)
-    made = msgspec.structs.replace(program(fn), stages=(stage,), gang=True)
+    made = replace(program(fn), stages=(stage,), gang=True)
     return coordinator.open_pass(made, name="p", settings=replace(LOOSE, gang=True))
 
 

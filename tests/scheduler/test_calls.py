@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-
+import msgspec
 import pytest
 
 from pipedist.errors import LocalProtocolError
@@ -13,7 +12,7 @@ from pipedist.scheduler import events as ev
 from tests.scheduler.playbook import Playbook, assigns
 
 PLAIN = PassSettings(replicas=1, pulled=False)
-LENIENT = dataclasses.replace(PLAIN, fail_fast=False)
+LENIENT = msgspec.structs.replace(PLAIN, fail_fast=False)
 MS, SECOND = 10**6, 10**9
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-
+import msgspec
 import pytest
 
 from pipedist.errors import LocalProtocolError
@@ -77,14 +76,14 @@ def test_replicas_are_spread_in_chunks_over_as_many_workers_as_there_are(
     replicas: int, workers: int, expected: list[tuple[int, int]]
 ) -> None:
     names = [f"w{i}" for i in range(workers)]
-    play = opened(dataclasses.replace(RUN, replicas=replicas), *names)
+    play = opened(msgspec.structs.replace(RUN, replicas=replicas), *names)
     [gang] = gangs(play.setup(ev.StepsAvailable(1, 0, 1, replicas)))
     assert spread(gang) == [(f"w{i}", *chunk) for i, chunk in enumerate(expected)]
     assert spans(replicas, min(replicas, workers)) == tuple(expected)
 
 
 def test_members_are_in_the_order_of_their_names_w2_before_w10() -> None:
-    play = opened(dataclasses.replace(RUN, replicas=3), "w10", "w2", "far")
+    play = opened(msgspec.structs.replace(RUN, replicas=3), "w10", "w2", "far")
     [gang] = gangs(play.setup(ev.StepsAvailable(1, 0, 1, 3)))
     assert [part.worker for part in gang.parts] == ["w2", "far", "w10"]
 
@@ -126,7 +125,7 @@ def test_fewer_workers_than_before_are_enough_when_no_more_are_left() -> None:
 
 
 def test_a_gang_whose_worker_dies_restarts_whole_and_is_charged_once() -> None:
-    play = opened(dataclasses.replace(SPEC, replicas=3), "w0", "w1", "w2")
+    play = opened(msgspec.structs.replace(SPEC, replicas=3), "w0", "w1", "w2")
     play.setup(ev.StepsAvailable(1, 0, 1, 3))
     play(ev.CallsDone("w2", 0, 3, 2, 3, SECOND), cmd.StashResults(1, 2, 3, "w2"))
     play(
@@ -197,7 +196,7 @@ def test_a_death_under_a_cancelled_member_is_not_charged_to_the_gang_that_is_fir
 
 @pytest.mark.parametrize("last", ["w0", "w1"])
 def test_the_error_is_that_of_the_lowest_replica_that_was_not_aborted(last: str) -> None:
-    play = opened(dataclasses.replace(RUN, replicas=4), "w0", "w1")
+    play = opened(msgspec.structs.replace(RUN, replicas=4), "w0", "w1")
     play.setup(ev.StepsAvailable(1, 0, 1, 4))
     w0 = [
         ev.CallFailed("w0", 0, 1, 0, aborted=True),
@@ -418,7 +417,7 @@ def test_a_pass_closed_in_the_middle_of_a_gang_cancels_the_members_that_run() ->
 
 
 def test_members_that_others_wait_for_too_long_lose_their_workers() -> None:
-    play = opened(dataclasses.replace(RUN, replicas=3), "w0", "w1", "w2")
+    play = opened(msgspec.structs.replace(RUN, replicas=3), "w0", "w1", "w2")
     play.setup(ev.StepsAvailable(1, 0, 1, 3))
     cause = "it did not come to a collective of its gang: replica 0 waits at a.py:3"
     play(
@@ -483,7 +482,7 @@ def test_an_ordinary_lease_does_not_stall() -> None:
 
 
 def test_as_many_steps_are_asked_for_as_all_groups_can_have() -> None:
-    settings = dataclasses.replace(SPEC, pulled=True)
+    settings = msgspec.structs.replace(SPEC, pulled=True)
     play = Playbook(Limits(gangs_queued_max=4)).with_workers("w0", "w1")
     play(ev.PassOpened(1, settings), cmd.RequestSteps(1, 1))
     came = play.setup(ev.StepsAvailable(1, 0, 1, 2))

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from types import FrameType
 from typing import Any
 
+import msgspec
 import pytest
+from msgspec.structs import replace
 
 from pipedist.scheduler import Limits, PassSettings, Scheduler, dealing, gangs, outcomes
 from pipedist.scheduler import commands as cmd
@@ -483,7 +483,7 @@ def calls_rest_beyond_the_failed_step(patch: pytest.MonkeyPatch) -> None:
 @bug
 def a_timeout_is_charged_as_a_death(patch: pytest.MonkeyPatch) -> None:
     def lost(original: Any, self: Outcomes, lease: Lease, death: Death, blamed: int | None) -> None:
-        original(self, lease, dataclasses.replace(death, timed_out=False), blamed)
+        original(self, lease, msgspec.structs.replace(death, timed_out=False), blamed)
 
     wrapped(patch, Outcomes, "lost", lost)
 

@@ -6,9 +6,10 @@ import glob
 import os
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct
 
 from pipedist.datasets.sources.base import SourceError
 
@@ -41,8 +42,7 @@ def local_path(path: str) -> str:
     return path.removeprefix("file://")
 
 
-@dataclass(frozen=True, slots=True)
-class DataFile:
+class DataFile(Struct, frozen=True):
     """A file of a source, or a stretch of one, with what tells whether it has changed.
 
     Args:

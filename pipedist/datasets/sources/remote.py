@@ -12,8 +12,9 @@ import functools
 import hashlib
 import tempfile
 import weakref
-from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Any
+
+from msgspec import Struct
 
 from pipedist.datasets.sources.base import SourceError
 
@@ -32,8 +33,7 @@ _systems: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 """The file system of each open stream: one inside a file would close that with itself."""
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
+class Found(Struct, frozen=True):
     """A file behind a URL.
 
     Args:

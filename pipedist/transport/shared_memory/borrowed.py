@@ -11,10 +11,10 @@ import mmap
 import os
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from pipedist.errors import RemoteProtocolError
@@ -26,8 +26,7 @@ LEDGER_BYTES: Final = SEGMENTS_MAX * SLOTS_MAX * 4
 """A u32 for every slot that a lender may have."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Mapped:
+class _Mapped(Struct, frozen=True):
     """A peer's segment."""
 
     memory: mmap.mmap

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import dataclass
 from typing import Final
+
+from msgspec import Struct
 
 from pipedist.errors import UsageError
 from pipedist.transport.limits import GIB, KIB, MIB
@@ -32,8 +33,7 @@ _CLUSTER_BYTES_MAX: Final = 1 * GIB
 _MEMORY_SHARE: Final = 8  # at most one eighth of the machine's memory
 
 
-@dataclass(frozen=True, slots=True)
-class SharedMemory:
+class SharedMemory(Struct, frozen=True):
     """How much memory a Router shares with its peers.
 
     Args:
