@@ -1,4 +1,4 @@
-"""The receiving half of the codec: frames to a tree, believing nothing unchecked."""
+"""The decoder: frames to a tree. Everything received is checked before use."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ from pipedist.transport.layout import (
 from pipedist.transport.limits import INT_BYTES_MAX, LIMITS, Limits
 
 _UNSEEN_BYTES_MAX: Final = 512
-"""A header of so few bytes is not parsed in advance: what it may claim falsely is 2 MiB at most
-(msgpack makes room for as many elements as there are bytes, on each of at most 511 levels)."""
+"""A header of at most this size is not parsed in advance: false lengths in it allocate at most 2 MiB
+(msgpack allocates as many elements as there are bytes, on each of at most 511 levels)."""
 
 _MARK_START: Final = msgpack.packb(TUPLE)[:2]
-"""How a mark begins, however it is written by `encode`: without one, no list is a tuple or a record."""
+"""The first bytes of every mark that `encode` writes: without them, no list is a tuple or a record."""
 
 
 def decode(
@@ -54,13 +54,13 @@ def decode(
         frames: header and array frames. Arrays are read-only views of them.
         may_import: import the modules of dataclasses and namedtuples; only for what a trusted
             peer sent. Otherwise they must have been imported here.
-        limits: what is refused for its size.
+        limits: of sizes.
 
     Returns:
         The tree; its arrays are read-only, aligned and C-contiguous.
 
     Raises:
-        RemoteProtocolError: whatever `encode` would not have written, or a class that is not here.
+        RemoteProtocolError: `encode` would not have written these frames, or a class is not here.
     """
     try:
         return _Decoder(frames, may_import, limits).tree()
@@ -77,7 +77,7 @@ def decode(
 
 
 class _Decoder:
-    """Reads one payload; every method raises ValueError for what `encode` does not write."""
+    """Decodes one payload; every method raises ValueError for input that `encode` does not write."""
 
     __slots__ = ("_classes", "_frames", "_header", "_may_import", "_unused")
 
@@ -150,7 +150,7 @@ class _Decoder:
             return slice(*parts)
         if mark == RANGE and types == {int}:
             return range(*parts)
-        raise ValueError("a slice or range of something else than ints")
+        raise ValueError("a slice or range whose parts are not ints")
 
     def _record(self, items: list[Any]) -> Any:
         text = items[1] if len(items) > 1 else None
@@ -215,7 +215,7 @@ class _Decoder:
 
 
 def _check_syntax(header: memoryview) -> None:
-    """Parse without making objects: afterwards each length in the header is known to be true."""
+    """Parse without making objects, so that each length in the header is known to be true."""
     unpacker = msgpack.Unpacker(None, max_buffer_size=max(header.nbytes, 1))
     unpacker.feed(header)
     try:
@@ -225,7 +225,7 @@ def _check_syntax(header: memoryview) -> None:
 
 
 def _checked(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Refuse bytes that are no value of their dtype, which NumPy does not check."""
+    """Reject bytes that are no value of their dtype, which NumPy does not check."""
     kind = array.dtype.kind
     if kind == "b" and array.size and array.view(np.uint8).max() > 1:
         raise ValueError("a bool array with a byte that is neither 0 nor 1")

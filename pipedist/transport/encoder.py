@@ -1,4 +1,4 @@
-"""The sending half of the codec: a tree to frames."""
+"""The encoder: a tree to frames."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def encode(tree: Tree) -> list[Frame]:
 
 
 def _encode_columns(items: list[Any]) -> list[Frame] | None:
-    """Return the frames of a list of like items, as columns; None where that is not how it travels."""
+    """Return the frames of a list of like items as columns; None if it is not sent as columns."""
     encoder = _Encoder()
     try:
         column = columns_of(items)
@@ -105,7 +105,7 @@ def _encode_columns(items: list[Any]) -> list[Frame] | None:
         header = _COLUMNS_START + encoder.pack([len(items), column])
         frames = encoder.finish(header)
     except (Unlike, UnsuitableTree, ValueError, OverflowError, RecursionError):
-        return None  # an error is told by whoever encodes the list as it is
+        return None  # `encode` raises the error when it encodes the list as it is
     size_bytes = sum(frame.nbytes if type(frame) is memoryview else len(frame) for frame in frames)
     is_within = len(header) <= LIMITS.header_bytes_max and len(frames) < LIMITS.frames_max
     return frames if is_within and fits(nodes_of(column), len(items), size_bytes) else None
@@ -135,7 +135,7 @@ class _Encoder:
         return [header, *self._frames]
 
     def _translate(self, value: Any) -> Any:
-        """Return what msgpack is to write for a value that it does not know."""
+        """Translate a value that msgpack does not know into one that it does."""
         cls = type(value)
         if cls is np.ndarray:
             return self._array(value)
@@ -256,7 +256,7 @@ def _type_name(cls: type) -> str:
 
 
 def _unsendable(tree: Tree, error: Exception) -> UnsendableError:
-    """Find the value that `encode` stumbled over; only now, so that good trees don't pay for paths."""
+    """Return the error for the first value that can't be sent, with its path; other trees need no paths."""
     if isinstance(error, TreeTooLarge):
         return UnsendableError(f"can't send {error}; send arrays instead of lists of Python objects")
     pending: list[tuple[tuple[str, ...], Any]] = [((), tree)]
@@ -276,7 +276,7 @@ def _unsendable(tree: Tree, error: Exception) -> UnsendableError:
                     plain = "str" if isinstance(key, str) else "int" if isinstance(key, np.integer) else ""
                     return UnsendableError(
                         f"can't send a dict with the key {key!r} of type {type(key).__qualname__}, {where}; "
-                        "keys are str or int" + (f": say {plain}(key)" if plain else "")
+                        "keys are str or int" + (f": use {plain}(key)" if plain else "")
                     )
         names = _child_names(node)
         try:
@@ -287,8 +287,8 @@ def _unsendable(tree: Tree, error: Exception) -> UnsendableError:
             elif cls not in (dict, list, tuple):
                 _signature(cls)
         except (UnsuitableTree, ValueError, OverflowError) as reason:
-            told = "" if isinstance(node, np.generic) or cls is np.ndarray else stand_in(node)
-            advice = "`await` what made it" if inspect.isawaitable(node) else told or _ADVICE
+            hint = "" if isinstance(node, np.generic) or cls is np.ndarray else stand_in(node)
+            advice = "`await` what made it" if inspect.isawaitable(node) else hint or _ADVICE
             return UnsendableError(f"can't send {reason}, {where}; {advice}")
         if names is not None:
             pending += reversed(

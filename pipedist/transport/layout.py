@@ -46,18 +46,18 @@ COLUMNS: Final = 0xC1
 """First byte of a header that holds columns (`pipedist.transport.columns`); msgpack never uses it."""
 
 FOREIGN: Final = frozenset({msgpack.ExtType, msgpack.Timestamp})
-"""What msgpack would write unasked; in what was read, a mark out of place, or a timestamp."""
+"""Types that msgpack writes by itself; in a decoded tree, a mark out of place, or a timestamp."""
 
 
 # -- trees ------------------------------------------------------------------------------------------
 
 
 class UnsuitableTree(Exception):
-    """A tree can't travel as it is; the text says what is in it, but not where."""
+    """A tree can't be sent; the text names the value, but not its place."""
 
 
 class TreeTooLarge(UnsuitableTree):
-    """A tree has more elements than anybody would want to walk."""
+    """A tree has more than ELEMENTS_MAX elements."""
 
 
 def children_of(node: Any) -> Iterable[Any]:
@@ -75,9 +75,9 @@ def children_of(node: Any) -> Iterable[Any]:
 
 
 def _is_small(tree: Tree) -> bool:
-    """Tell of a tree of few nodes, all of them containers and leaves of plain types, that it is right.
+    """Return whether a tree has few nodes, all of them containers and leaves of plain types.
 
-    For the few nodes of one step's message, this is several times as fast as going level by level.
+    For the few nodes of one step's message, this is several times as fast as a scan by levels.
     """
     left = _SMALL_NODES
     pending = [tree]
@@ -110,8 +110,8 @@ def check_nodes(tree: Tree) -> None:
     Sets of types keep the scan at C speed: it costs about 20 ns an element.
 
     Raises:
-        UnsuitableTree: it is too deep or too large (also where a shared node would be written
-            again and again), or a dict has other keys than str and int.
+        UnsuitableTree: it is too deep or too large (also if a shared node would be written
+            many times), or a dict has other keys than str and int.
     """
     if type(tree) in _LEAVES or _is_small(tree):
         return
@@ -152,7 +152,7 @@ ArrayDescription = tuple["np.dtype[Any]", tuple[int, ...], int]
 
 
 class UnsupportedArray(ValueError):
-    """A dtype has no form on the wire, or a prefix is malformed."""
+    """An array's dtype can't be sent, or a prefix is malformed."""
 
 
 _array_prefixes: dict[tuple[np.dtype[Any], tuple[int, ...]], tuple[bytes, int, np.dtype[Any] | None]] = {}
@@ -160,14 +160,14 @@ _array_descriptions: dict[bytes, ArrayDescription] = {}
 
 
 def describe_array(dtype: np.dtype[Any], shape: tuple[int, ...]) -> tuple[bytes, int, np.dtype[Any] | None]:
-    """Write the prefix of an array.
+    """Return the prefix of an array.
 
     Returns:
         The prefix, the array's size in bytes, and the dtype to convert it to first (the same
-        one in little-endian order), or None where it already is that.
+        one in little-endian order), or None if it is that already.
 
     Raises:
-        UnsupportedArray: a dtype that does not travel: objects, records, a foreign one.
+        UnsupportedArray: a dtype that can't be sent: objects, records, a foreign one.
     """
     entry = _array_prefixes.get((dtype, shape))
     if entry is None:
@@ -190,7 +190,7 @@ def parse_array(data: bytes) -> tuple[ArrayDescription, int]:
         The description, and the length of the prefix, bytes.
 
     Raises:
-        UnsupportedArray: anything that `describe_array` would not have written.
+        UnsupportedArray: `describe_array` would not have written it.
     """
     if not data:
         raise UnsupportedArray("an array without a description")
@@ -212,7 +212,7 @@ def _dtype_text(dtype: np.dtype[Any]) -> tuple[bytes, np.dtype[Any] | None]:
         return b"bfloat16", None
     if dtype.itemsize == 0:
         raise UnsupportedArray(f"dtype {dtype.str!r}, whose elements have no bytes")
-    if dtype.kind == "T":  # of which NumPy has no other byte order to ask for
+    if dtype.kind == "T":  # NumPy has no other byte order of it
         raise UnsupportedArray(f"dtype {dtype}; make it one of fixed width: numpy.array(texts.tolist())")
     little = dtype.newbyteorder("<")
     text = little.str
@@ -281,13 +281,13 @@ _class_signatures: dict[type, tuple[str, tuple[str, ...]]] = {}
 
 
 def is_namedtuple(cls: type) -> bool:
-    """Tell whether `cls` was made by `collections.namedtuple` or `typing.NamedTuple`."""
+    """Return whether `collections.namedtuple` or `typing.NamedTuple` made `cls`."""
     fields = getattr(cls, "_fields", None)
     return issubclass(cls, tuple) and isinstance(fields, tuple) and all(type(f) is str for f in fields)
 
 
 def class_signature(cls: type) -> tuple[str, tuple[str, ...]]:
-    """Write a class as text.
+    """Return a class as text.
 
     Args:
         cls: a namedtuple or dataclass class.
@@ -296,7 +296,7 @@ def class_signature(cls: type) -> tuple[str, tuple[str, ...]]:
         The text, and the names of the fields.
 
     Raises:
-        ClassNotFound: the class is defined inside a function, where no other process finds it.
+        ClassNotFound: the class is defined inside a function, so other processes can't find it.
     """
     entry = _class_signatures.get(cls)
     if entry is None:
@@ -317,7 +317,7 @@ def find_class(text: str, *, may_import: bool) -> tuple[type, tuple[str, ...]]:
     """Find the class that `class_signature` wrote.
 
     Args:
-        may_import: import its module if need be; only for what a trusted peer sent.
+        may_import: import its module if needed; only for frames from a trusted peer.
 
     Returns:
         The class and the names of its fields.
