@@ -74,7 +74,7 @@ class Cluster:
         self.outstanding = 0
         for place, name in enumerate(self._busy_until):
             self._handle(ev.WorkerJoined(name, 0, supervised=True))
-            self._later(place * HEARTBEAT_S / workers, ev.WorkerHeard(name, 0))
+            self._later(place * HEARTBEAT_S / workers, ev.HeartbeatReceived(name, 0))
 
     def open_pass(self) -> None:
         """Begin a pass; every worker has a call as soon as this returns."""
@@ -122,7 +122,7 @@ class Cluster:
             self._later(begins + takes_s, done)
         elif isinstance(command, cmd.RequestSteps):
             first, self._offered = self._offered, self._offered + command.count
-            self._pending.append(ev.StepsOffered(1, first, self._offered, REPLICAS, 1000 * command.count))
+            self._pending.append(ev.StepsAvailable(1, first, self._offered, REPLICAS, 1000 * command.count))
         elif isinstance(command, cmd.StepsReady):
             self._pending.append(
                 ev.StepsConsumed(1, command.last, 100 * REPLICAS * (command.last - command.first))

@@ -12,7 +12,7 @@ import os
 from collections.abc import Mapping
 from typing import Final
 
-from pipedist.records import record
+from msgspec import Struct
 
 VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
 """Variable that selects and orders the GPUs visible to CUDA libraries of a process."""
@@ -27,8 +27,7 @@ _TOOL_S: Final = 30.0
 _TPU_SIGNS: Final = ("TPU_NAME", "TPU_WORKER_ID", "TPU_ACCELERATOR_TYPE")
 
 
-@record
-class VisibleGpus:
+class VisibleGpus(Struct, frozen=True):
     """The GPUs available to the workers of this machine.
 
     Args:
@@ -40,8 +39,7 @@ class VisibleGpus:
     how: str
 
 
-@record
-class Supply:
+class Supply(Struct, frozen=True):
     """The GPUs of a cluster's workers.
 
     Args:

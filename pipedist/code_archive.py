@@ -21,9 +21,10 @@ import re
 import stat
 from collections.abc import Iterator, Sequence
 
+from msgspec import Struct
+
 from pipedist.errors import PipedistError, RemoteProtocolError
 from pipedist.program import Tree
-from pipedist.records import record
 
 FILE_BYTES_MAX = 1 << 20
 """Larger files are considered data, and skipped."""
@@ -54,8 +55,7 @@ class CodeTooLarge(PipedistError):
     """A folder exceeds the limits of a snapshot."""
 
 
-@record
-class CodeSnapshot:
+class CodeSnapshot(Struct, frozen=True):
     """The files of a code folder.
 
     Args:

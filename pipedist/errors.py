@@ -8,8 +8,7 @@ peer broke the protocol (`RemoteProtocolError`), or this process did (`LocalProt
 from __future__ import annotations
 
 from collections.abc import Sequence
-
-from pipedist.records import record
+from dataclasses import dataclass
 
 
 class PipedistError(Exception):
@@ -24,7 +23,7 @@ class UsageError(PipedistError):
     exit_code = 2
 
 
-@record
+@dataclass(frozen=True, slots=True)
 class Problem:
     """One mistake in a spec, with its place.
 

@@ -15,6 +15,7 @@ from typing import Protocol
 import anyio
 import anyio.to_thread
 import numpy as np
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from pipedist import trees
@@ -22,7 +23,6 @@ from pipedist.datasets.division import Division, chunk_sizes, permutation
 from pipedist.datasets.sources import Source, SourceError
 from pipedist.errors import LocalProtocolError
 from pipedist.program import ReaderConfig, Shards, Tree
-from pipedist.records import record
 
 READ_S = 0.01
 READ_BYTES = 2**20
@@ -33,8 +33,7 @@ ElementRanges = Sequence[tuple[int, int]]
 """Positions in a shard, as ranges [lo, hi)."""
 
 
-@record
-class StepBatch:
+class StepBatch(Struct, frozen=True):
     """Steps [first, last), each of `parts` calls.
 
     Args:
@@ -260,8 +259,7 @@ class IndexedFeed(Feed):
         return [self._ids(call) for call in range(first, first + self._division.parts(step))]
 
 
-@record
-class _Block:
+class _Block(Struct, frozen=True):
     """One step of a sequential source: its elements, the id of the first, and its bytes."""
 
     value: Tree

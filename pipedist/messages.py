@@ -1,10 +1,9 @@
-"""The wire's vocabulary: what scheduler and workers say to each other.
+"""The messages between the scheduler and its workers.
 
-A message holds ids, sizes and times, never array bytes: those travel beside it, as a
-payload (see `pipedist.transport.codec`). Every message is a frozen dataclass of plain
-msgpack types. The unit is a RANGE of calls `[lo, hi)` of one pass: call number
-`step * replicas + replica`. A lease is one assignment of a range to one incarnation of one
-worker; a result counts only while its lease is held.
+A message holds ids, sizes and times, never array bytes: those travel beside it as a payload
+(`pipedist.transport.codec`). The unit of work is a RANGE of calls `[lo, hi)` of one pass; the number
+of a call is `step * replicas + replica`. A lease assigns a range to one incarnation of one worker. A
+result counts only while its lease is held.
 
 | message | direction | payload |
 |---|---|---|
@@ -12,385 +11,373 @@ worker; a result counts only while its lease is held.
 | Welcome, Refuse | scheduler -> worker | - |
 | Code | scheduler -> worker | the files of a code folder (`pipedist.code_archive`), or none |
 | Bind | scheduler -> worker | the pass's `Program` |
-| Sees | worker -> scheduler | - |
-| Assign, AssignGang | scheduler -> worker | shards of the range (see `pipedist.program.Shards`) |
-| Recall, Settled | scheduler -> worker | - |
-| State | scheduler -> worker | one version of a state: a tree |
+| DataVisible | worker -> scheduler | - |
+| Assign, AssignGang | scheduler -> worker | shards of the range (`pipedist.program.Shards`) |
+| Recall, Committed | scheduler -> worker | - |
+| StateVersion | scheduler -> worker | one version of a state: a tree |
 | DropState | scheduler -> worker | - |
-| Results | worker -> scheduler | a list, one entry a call: {slot: tree} |
-| Exchange | worker -> scheduler | what its replicas bring to a collective |
-| Relay | scheduler -> worker | what another member of the gang brings, untouched |
-| Failed, Stalled, Cancelled, Log, Heartbeat, Goodbye | worker -> scheduler | - |
+| Results | worker -> scheduler | a list with one entry per call: {slot: tree} |
+| Exchange | worker -> scheduler | the contribution of its replicas to a collective |
+| Relay | scheduler -> worker | the contribution of another member of the gang, unchanged |
+| Failed, Stalled, Cancelled, LogLine, Heartbeat, Goodbye | worker -> scheduler | - |
 | Unbind, Cancel, Stop | scheduler -> worker | - |
-| Share | scheduler -> supervisor | a tree that every program of the cluster gets |
+| Share | scheduler -> supervisor | a tree for every program of the cluster |
 """
 
 from __future__ import annotations
 
+import sys
 from functools import lru_cache
+from typing import Annotated
 
-from pipedist.records import record
+from msgspec import Meta, Struct
 
 WIRE_VERSION = 1
-"""The protocol's version; a peer that speaks another one is refused."""
+"""The protocol's version; a peer with another one is refused."""
 
-KEPT_RANGES_MAX = 1024
-"""Ranges of finished calls that a worker may offer at most."""
+CACHED_RANGES_MAX = 1024
+"""Maximum number of ranges of finished calls in a Hello."""
+
+Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+Finite = Annotated[float, Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
+Text = Annotated[str, Meta(max_length=256 * 1024)]  # code points: at most 1 MiB of UTF-8
+Texts = Annotated[tuple[Text, ...], Meta(max_length=4096)]
+Path = Annotated[bytes, Meta(max_length=64 * 1024)]  # of `os.fsencode`: not every path is Unicode text
+Paths = Annotated[tuple[Path, ...], Meta(max_length=4096)]
 
 
-@record
-class Hello:
-    """A worker process asks to join.
+class WireMessage(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """The base of every message: a list of a tag and the fields. A tag is never used again."""
+
+
+class Hello(WireMessage, frozen=True, tag=1):
+    """Ask to join, as a worker process.
 
     Args:
-        worker: its name in the cluster ("w0"); the same over its incarnations.
-        incarnation: counts its lives; a higher one replaces a lower one.
+        worker: its name in the cluster ("w0"); the same for all of its incarnations.
+        incarnation: counts its processes; a higher one replaces a lower one.
         pid: process id on its host.
         host: the host's name.
         boot: the host's boot id: two processes with the same one share a kernel.
         wire: its WIRE_VERSION.
         python, numpy, pipedist: versions.
         cpu: processor model, for people.
-        kept: finished calls that it kept for a scheduler that is gone: "KEY:LO-HI", KEY as in `Bind`.
-        gpus: how many GPUs it owns, for one call at a time; a fraction where workers share one.
-        traits: what numeric libraries choose their code by: architecture, vendor, features of the processor.
-        holds: digests of the code folders that its supervisor has copies of.
-        proof: that the name is its own, where it was not started here (`pipedist.worker.names`); here, and in
-            what is said before a connection has joined: Heartbeat, Goodbye.
+        cached: results that it has cached for an earlier scheduler: "KEY:LO-HI", KEY as in `Bind`.
+        gpus: number of GPUs it owns, for one call at a time; a fraction if workers share one.
+        traits: what numeric libraries choose their code by: architecture, vendor, processor features.
+        code_digests: digests of the code folders that its supervisor has copies of.
+        proof: that the name is its own, if another process started it (`pipedist.worker.names`). The
+            same in messages before the connection has joined: Heartbeat, Goodbye.
         threads: BLAS and OpenMP threads of its process.
     """
 
-    worker: str
-    incarnation: int
-    pid: int
-    host: str
-    boot: str
-    wire: int
-    python: str
-    numpy: str
-    pipedist: str
-    cpu: str
-    kept: tuple[str, ...] = ()
-    gpus: float = 0.0
-    traits: tuple[str, ...] = ()
-    holds: tuple[str, ...] = ()
-    proof: str = ""
-    threads: int = 1
+    worker: Text
+    incarnation: Count
+    pid: Count
+    host: Text
+    boot: Text
+    wire: Count
+    python: Text
+    numpy: Text
+    pipedist: Text
+    cpu: Text
+    cached: Texts = ()
+    gpus: Finite = 0.0
+    traits: Texts = ()
+    code_digests: Texts = ()
+    proof: Text = ""
+    threads: Count = 1
 
 
-@record
-class Welcome:
-    """The worker is in.
+class Welcome(WireMessage, frozen=True, tag=2):
+    """Accept a worker.
 
     Args:
-        cluster: random id of this scheduler's life; stamps the worker's later messages.
-        heartbeat_s: how often a supervised worker's supervisor must be heard.
+        cluster: random id of this scheduler process; stamps the worker's later messages.
+        heartbeat_s: the longest time between two heartbeats of a supervised worker's supervisor.
         sys_path: the scheduler process's import path, for workers on the same host; may be empty.
-        rejoin_s: how long a worker that dialled in waits for another scheduler when this one is gone.
-        notice: what its user should know: where it differs from the scheduler's process, and was let in.
+        rejoin_s: how long a dialled-in worker waits for another scheduler after this one is gone.
+        notice: for its user: differences from the scheduler's process that were accepted.
     """
 
-    cluster: str
-    heartbeat_s: float
-    sys_path: tuple[str, ...]
-    rejoin_s: float = 0.0
-    notice: str = ""
+    cluster: Text
+    heartbeat_s: Finite
+    sys_path: Paths
+    rejoin_s: Finite = 0.0
+    notice: Text = ""
 
 
-@record
-class Refuse:
-    """The worker may not join; it prints the reason and exits.
+class Refuse(WireMessage, frozen=True, tag=3):
+    """Reject a worker, which prints the reason and exits.
 
     Args:
-        before: to a supervisor: which incarnations of its worker are meant, those before it; 0: whichever
-            is there.
+        before: to a supervisor: rejects the incarnations of its worker below this one; 0: the present one.
     """
 
-    reason: str
-    before: int = 0
+    reason: Text
+    before: Count = 0
 
 
-@record
-class Bind:
-    """Introduces a pass, once per worker, before its first Assign. Payload: its Program.
+class Bind(WireMessage, frozen=True, tag=4):
+    """Introduce a pass, once per worker, before its first Assign. Payload: its Program.
 
     Args:
-        key: of the run, the pass and its code: what a worker finished under the same key is as good as if
-            it were done again. "": nobody will ask for it again, so nothing of the pass is kept.
-        elsewhere: the worker does not share the scheduler's files: it looks what it sees of the pass's data.
+        key: of the run, the pass and its code: results cached under the same key are as good as new
+            ones. "": results of the pass are not cached.
+        elsewhere: the worker does not share the scheduler's files, and checks which of them it sees.
     """
 
-    pass_id: int
-    key: str = ""
+    pass_id: Count
+    key: Text = ""
     elsewhere: bool = False
 
 
-@record
-class Code:
-    """What is in a folder of the user's modules, before the first Bind that names it. Payload: its files.
+class Code(WireMessage, frozen=True, tag=23):
+    """Send a folder of the user's modules, before the first Bind that names it. Payload: its files.
 
     Args:
         folder: absolute, on the scheduler's host.
-        digest: of names and contents; "": it is not sent, for the reason in `text`. There is no payload
-            where the worker holds a copy already.
-        text: for people: what was sent, what was left out, or why nothing was.
+        digest: of names and contents; "": the folder is not sent, for the reason in `text`. There is
+            no payload if the worker has a copy already.
+        text: for people: which files were sent or skipped, or why none was sent.
     """
 
-    folder: str
-    digest: str
-    text: str
+    folder: Path
+    digest: Text
+    text: Text
 
 
-@record
-class Sees:
-    """The worker sees the very data files of a pass, and can read its shards itself."""
+class DataVisible(WireMessage, frozen=True, tag=24):
+    """Report that the worker sees the same data files of a pass, and can read its shards itself."""
 
-    pass_id: int
+    pass_id: Count
 
 
-@record
-class Share:
-    """What the scheduling program gives to the others of its cluster. Payload: a tree.
+class Share(WireMessage, frozen=True, tag=25):
+    """Send a value of the driver's program to the other programs of its cluster. Payload: a tree.
 
     Args:
-        number: counts what is given, from 1.
+        number: counts the values, from 1.
     """
 
-    number: int
+    number: Count
 
 
-@record
-class Unbind:
-    """The pass is over: drop its functions, instances and readers."""
+class Unbind(WireMessage, frozen=True, tag=5):
+    """End a pass: the worker drops its functions, instances and readers."""
 
-    pass_id: int
+    pass_id: Count
 
 
-@record
-class Assign:
+class Assign(WireMessage, frozen=True, tag=6):
     """Execute calls [lo, hi) of a pass, in order. Payload: their Shards.
 
     Args:
         attempt: 0 for the first try; the same for the whole range.
-        elements: of a single call, how many of its elements are sent; 0: all. A part is never kept.
+        elements: of a single call, how many of its elements are sent; 0: all. The result of a part is
+            never cached.
     """
 
-    lease: int
-    pass_id: int
-    lo: int
-    hi: int
-    attempt: int
-    elements: int = 0
+    lease: Count
+    pass_id: Count
+    lo: Count
+    hi: Count
+    attempt: Count
+    elements: Count = 0
 
 
-@record
-class Recall:
-    """Report calls [lo, hi) of a pass under this lease, in its turn: they were kept (see `Hello`)."""
+class Recall(WireMessage, frozen=True, tag=21):
+    """Report the cached results of calls [lo, hi) of a pass under this lease (see `Hello`)."""
 
-    lease: int
-    pass_id: int
-    lo: int
-    hi: int
-
-
-@record
-class Settled:
-    """Calls of a pass below `before` are durable: whoever kept them may let go."""
-
-    pass_id: int
-    before: int
+    lease: Count
+    pass_id: Count
+    lo: Count
+    hi: Count
 
 
-@record
-class AssignGang:
+class Committed(WireMessage, frozen=True, tag=22):
+    """Report that calls of a pass below `before` are durable: workers release their cached results."""
+
+    pass_id: Count
+    before: Count
+
+
+class AssignGang(WireMessage, frozen=True, tag=14):
     """Execute calls [lo, hi) of one step at once, as member `member` of a gang. Payload: their Shards.
 
     Args:
         attempt: 0 for the first try; of the whole gang.
-        serial: number of this attempt of this gang; grows over the scheduler's life.
-        members: over how many worker processes the step's replicas are spread, in replica order.
-        segment: where the members' shared memory is found (`pipedist.collectives.segment`); "" where
-            they exchange through the scheduler, or there is one member.
+        serial: number of this attempt of this gang; grows while the scheduler runs.
+        members: number of worker processes that execute the step's replicas, in replica order.
+        segment: name of the members' shared memory (`pipedist.collectives.segment`); "" if they
+            exchange through the scheduler, or there is one member.
     """
 
-    lease: int
-    pass_id: int
-    lo: int
-    hi: int
-    attempt: int
-    serial: int
-    member: int
-    members: int
-    segment: str
+    lease: Count
+    pass_id: Count
+    lo: Count
+    hi: Count
+    attempt: Count
+    serial: Count
+    member: Count
+    members: Count
+    segment: Text
 
 
-@record
-class State:
-    """One version of a state, sent before the first lease that reads it. Payload: its tree.
+class StateVersion(WireMessage, frozen=True, tag=15):
+    """Send one version of a state, before the first lease that reads it. Payload: its tree.
 
     Args:
-        space: which state; unique in the scheduler's life.
+        space: which state; unique while the scheduler runs.
         version: counts its values; a worker keeps the latest two.
     """
 
-    space: int
-    version: int
+    space: Count
+    version: Count
 
 
-@record
-class DropState:
-    """No lease reads this state any more."""
+class DropState(WireMessage, frozen=True, tag=16):
+    """Drop a state that no lease reads any more."""
 
-    space: int
+    space: Count
 
 
-@record
-class Exchange:
-    """A member's part of collective `number` of its gang, for the other members. Payload: its data.
+class Exchange(WireMessage, frozen=True, tag=17):
+    """Send a member's part of collective `number` of its gang to the other members. Payload: its data.
 
     Args:
         number: counts the collectives of a gang attempt, from 1.
     """
 
-    lease: int
-    number: int
+    lease: Count
+    number: Count
 
 
-@record
-class Relay:
-    """The part that another member brought. Payload: as it came; none where that member has ended.
+class Relay(WireMessage, frozen=True, tag=18):
+    """Forward another member's part. Payload: unchanged; none if that member has ended.
 
     Args:
         lease: the receiver's.
-        member: who brought it.
-        number: of the collective; 0: the member has ended, and brings nothing more.
-        text: how it ended, for people; "" where it has not.
+        member: the sender.
+        number: of the collective; 0: the member has ended, and sends nothing more.
+        text: how it ended, for people; "" if it has not.
     """
 
-    lease: int
-    member: int
-    number: int
-    text: str
+    lease: Count
+    member: Count
+    number: Count
+    text: Text
 
 
-@record
-class Cancel:
-    """Drop what is left of a lease, if it has not begun."""
+class Cancel(WireMessage, frozen=True, tag=7):
+    """Drop the calls of a lease that have not begun."""
 
-    lease: int
-
-
-@record
-class Cancelled:
-    """The answer to Cancel: no call of that lease runs any more, but for those of a gang, which end."""
-
-    lease: int
+    lease: Count
 
 
-@record
-class Stop:
-    """Leave: finish nothing more, say Goodbye, exit 0."""
+class Cancelled(WireMessage, frozen=True, tag=20):
+    """Confirm Cancel: no call of that lease runs any more, except those of a gang, which end."""
 
-    reason: str
+    lease: Count
 
 
-@record
-class Results:
-    """Calls [lo, hi) of a lease are done. Payload: a list with one entry a call.
+class Stop(WireMessage, frozen=True, tag=8):
+    """Leave: finish nothing more, send Goodbye, exit 0."""
+
+    reason: Text
+
+
+class Results(WireMessage, frozen=True, tag=9):
+    """Report that calls [lo, hi) of a lease are done. Payload: a list with one entry per call.
 
     Args:
         busy_ns: the time that executing them took, nanoseconds.
     """
 
-    lease: int
-    lo: int
-    hi: int
-    busy_ns: int
+    lease: Count
+    lo: Count
+    hi: Count
+    busy_ns: Count
 
 
-@record
-class Failed:
-    """Call `call` of a lease raised; the worker goes on with the rest of the range.
+class Failed(WireMessage, frozen=True, tag=10):
+    """Report that a call of a lease raised; the worker goes on with the rest of the range.
 
     Args:
         stage: name of the stage whose function raised.
         module, name: the exception's class.
         text: `str(exception)`.
-        traceback: formatted, of the worker's side.
-        retryable: False where another attempt can't help (a result that can't be sent).
-        aborted: the call did nothing wrong: its gang was ended by another replica.
+        traceback: formatted, from the worker.
+        retryable: False if another attempt can't help (a result that can't be sent).
+        aborted: another replica ended the call's gang; the call is not the cause.
     """
 
-    lease: int
-    call: int
-    stage: str
-    module: str
-    name: str
-    text: str
-    traceback: str
+    lease: Count
+    call: Count
+    stage: Text
+    module: Text
+    name: Text
+    text: Text
+    traceback: Text
     retryable: bool
     aborted: bool = False
 
 
-@record
-class Stalled:
-    """A collective has waited for `timeout_s`, and members of the gang have not come.
+class Stalled(WireMessage, frozen=True, tag=19):
+    """Report that a collective has waited for `timeout_s`, and members of the gang are missing.
 
     Args:
-        members: those that are missing, as decimal texts.
-        text: who waits for whom, where, for people.
+        members: the missing ones, as decimal texts.
+        text: which replica waits for which, and where, for people.
     """
 
-    lease: int
-    members: tuple[str, ...]
-    text: str
+    lease: Count
+    members: Texts
+    text: Text
 
 
-@record
-class Log:
+class LogLine(WireMessage, frozen=True, tag=11):
     """A line that a replica function printed or logged."""
 
-    stage: str
-    step: int
-    replica: int
-    text: str
+    stage: Text
+    step: Count
+    replica: Count
+    text: Text
 
 
-@record
-class Heartbeat:
-    """The supervisor of a worker that dialled in is there, and so is its worker process.
+class Heartbeat(WireMessage, frozen=True, tag=12):
+    """Report that a dialled-in worker's supervisor is alive, and its worker process too.
 
     Args:
         proof: as in `Hello`.
     """
 
-    worker: str
-    incarnation: int
-    proof: str = ""
+    worker: Text
+    incarnation: Count
+    proof: Text = ""
 
 
-@record
-class Goodbye:
-    """The worker leaves; its unfinished leases go back.
+class Goodbye(WireMessage, frozen=True, tag=13):
+    """Report that the worker leaves; its unfinished leases are assigned to others.
 
     Args:
         reason: for people.
-        crashed: said by its supervisor: the process died, and the call that it ran may be why.
-        lease, call, stage: that call, if it is known, and which stage of its pass's program ran; a lease
-            of 0: it is not.
-        timed_out: the supervisor ended it, because that stage's function took longer than it may.
+        crashed: sent by its supervisor: the process died, perhaps because of the call that it ran.
+        lease, call, stage: that call, if it is known, and the index of the stage that ran in its pass's
+            program; a lease of 0: unknown.
+        timed_out: the supervisor ended the process, because the stage's function exceeded its timeout.
         proof: as in `Hello`.
     """
 
-    worker: str
-    incarnation: int
-    reason: str
+    worker: Text
+    incarnation: Count
+    reason: Text
     crashed: bool = False
-    lease: int = 0
-    call: int = 0
-    stage: int = 0
+    lease: Count = 0
+    call: Count = 0
+    stage: Count = 0
     timed_out: bool = False
-    proof: str = ""
+    proof: Text = ""
 
 
 Message = (
@@ -399,14 +386,14 @@ Message = (
     | Refuse
     | Code
     | Bind
-    | Sees
+    | DataVisible
     | Share
     | Unbind
     | Assign
     | Recall
-    | Settled
+    | Committed
     | AssignGang
-    | State
+    | StateVersion
     | DropState
     | Exchange
     | Relay
@@ -416,7 +403,7 @@ Message = (
     | Stop
     | Results
     | Failed
-    | Log
+    | LogLine
     | Heartbeat
     | Goodbye
 )
@@ -424,14 +411,14 @@ Message = (
 
 @lru_cache(maxsize=256)
 def spans(replicas: int, members: int) -> tuple[tuple[int, int], ...]:
-    """Return which replicas each member of a gang executes, on either side of the wire.
+    """Return the replicas [a, b) that each member of a gang executes.
 
     Args:
         replicas: R.
-        members: over how many workers they are spread; from 1 to R.
+        members: number of workers that execute them; from 1 to R.
 
     Returns:
-        Chunks [a, b) in order of member, whose sizes differ by one at most, the longer ones first.
+        Chunks in order of member, whose sizes differ by at most one, the longer ones first.
     """
     small, larger = divmod(replicas, members)
     ends = [(member + 1) * small + min(member + 1, larger) for member in range(members)]

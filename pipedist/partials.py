@@ -29,11 +29,11 @@ from math import prod
 from typing import Any, SupportsIndex, cast
 
 import numpy as np
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from pipedist import exact_integers
 from pipedist.misuse_hints import conversion_hint, is_masked
-from pipedist.records import record
 
 _LIST_OF_OPS = "'sum', 'mean', 'min', 'max', 'prod'"
 _BLOCK_ROWS = 128
@@ -71,8 +71,7 @@ class ReduceOp(enum.StrEnum):
             raise ValueError(f"{op!r} is not a reduce op; expected one of {_LIST_OF_OPS}") from None
 
 
-@record
-class _Kind:
+class _Kind(Struct, frozen=True):
     """Fold rules of a dtype.
 
     Args:

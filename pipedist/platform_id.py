@@ -9,13 +9,12 @@ from collections.abc import Mapping
 from functools import cache
 
 import numpy as np
+from msgspec import Struct
 
-from pipedist.records import record
 from pipedist.version import __version__
 
 
-@record
-class Platform:
+class Platform(Struct, frozen=True):
     """Properties besides code and inputs that can change the bits of a result.
 
     Args:

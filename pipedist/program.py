@@ -1,37 +1,36 @@
-"""What a worker is told once about a pass: its functions, and what to send back.
+"""The program of a pass: the functions that a worker executes, and what it sends back.
 
-A PASS is one reading of one dataset in one phase of a spec: on each shard, every run stage
-that descends from the dataset is executed back to back, in one call, in one worker. So an
-intermediate value never travels, and a call is repeated as a whole. The number of a call in
-its pass is `step * replicas + replica`.
+A PASS is one read of one dataset in one phase of a spec: on each shard, all run stages below the
+dataset are executed back to back, in one call, in one worker. So an intermediate value never travels,
+and a call is repeated as a whole. The number of a call in its pass is `step * replicas + replica`.
 
-A program is data: it is sent as a payload (`to_tree`, `from_tree`), with the user's `with`
-values as trees of arrays, and functions by name (or, where they have none, by value with
-cloudpickle, scheduler to worker only).
+A program is sent as a payload (`to_tree`, `from_tree`): the user's `with` values as trees of arrays,
+functions by name (or, if they have none, by value with cloudpickle, scheduler to worker only).
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Literal
 
-from pipedist.records import record
+from msgspec import Struct, convert
+from msgspec.structs import astuple
 
 Tree = Any
 """A nest of dict, list, tuple, namedtuple, dataclass, None; leaves are arrays, numbers, str, bytes."""
 
 
 OWN_STATE = ""
-"""In the arguments of an update: the state that it changes. No argument is called so."""
+"""The name of the changed state among an update's arguments; no other argument has it."""
 
 
-@record
-class FunctionRef:
-    """Where a worker finds a function.
+class FunctionRef(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """How a worker finds a function.
 
     Args:
         label: for people and errors: "flights:delays", "<lambda>".
-        name: "package.module:name", or "" where it travels by value.
-        pickled: cloudpickle bytes, or b"" where it travels by name.
+        name: "package.module:name", or "" if it travels by value.
+        pickled: cloudpickle bytes, or b"" if it travels by name.
     """
 
     label: str
@@ -39,9 +38,9 @@ class FunctionRef:
     pickled: bytes = b""
 
 
-@record
+@dataclass(frozen=True, slots=True)  # not a Struct: the codec sends dataclasses within trees
 class StateValue:
-    """Stands in a stage's arguments for the value of a state, as of the version that its lease names.
+    """A placeholder in a stage's arguments: the state's value, at the version that the lease names.
 
     Args:
         name: of the state, in `Shards.states`.
@@ -50,8 +49,7 @@ class StateValue:
     name: str
 
 
-@record
-class StageProgram:
+class StageProgram(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """One function to execute on each call.
 
     Args:
@@ -63,11 +61,11 @@ class StageProgram:
             `(args, kwargs)` and the call is `fn(*args, **kwargs)`; "combine": the value is a
             list of groups, each a list of components, folded by `fn(a, b)` in the fixed tree:
             first the components of each group, then the groups' nodes. "update":
-            `fn(state, value, **kwargs)`, where `kwargs` has the state under OWN_STATE.
-        timeout_s: how long one call of the function may take, seconds; None: as long as it needs.
+            `fn(state, value, **kwargs)`; `kwargs` has the state under OWN_STATE.
         collectives: the function may call collectives, and is called with empty shards too. The
             pass is a gang (`Program.gang`).
-        gpus: how many GPUs a call of it needs to itself; a fraction: calls share one.
+        timeout_s: maximum time of one call of the function, seconds; None: no limit.
+        gpus: number of GPUs that a call of it needs to itself; a fraction: calls share one.
     """
 
     name: str
@@ -80,16 +78,15 @@ class StageProgram:
     gpus: float = 0.0
 
 
-@record
-class Emit:
-    """One thing that each call sends back.
+class Emit(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """One value that each call sends back.
 
     Args:
         slot: name under which the coordinator finds it.
-        of: index of the stage whose value it is; -1: the shard itself; -2: what the call assigned to
-            variables (`pipedist.worker.variables`), missing where that is nothing.
+        of: index of the stage whose value it is; -1: the shard itself; -2: the values that the call
+            assigned to variables (`pipedist.worker.variables`), missing if there are none.
         op: "" for the value itself; else the reduce op whose PARTIAL of the value is sent
-            (`pipedist.reductions.Reduction(op, axis).partial(value)`), so that rows stay put.
+            (`pipedist.reductions.Reduction(op, axis).partial(value)`), so that rows do not travel.
         axis: the reduction's axis: None, or a tuple of ints.
     """
 
@@ -99,15 +96,14 @@ class Emit:
     axis: tuple[int, ...] | None = None
 
 
-@record
-class ReaderConfig:
-    """How a call's shard is found.
+class ReaderConfig(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """How a worker finds a call's shard.
 
     Args:
-        source: what `pipedist.datasets.open_reader` needs to read the data in another
+        source: the arguments of `pipedist.datasets.open_reader` for reading the data in another
             process, or None: shards travel as values.
         batch: global batch size, elements.
-        length: number of elements of one epoch, -1 where unknown.
+        length: number of elements of one epoch, -1 if unknown.
         drop_remainder: the dataset's setting.
     """
 
@@ -117,23 +113,22 @@ class ReaderConfig:
     drop_remainder: bool
 
 
-@record
-class Program:
+class Program(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Everything that a worker needs to execute the calls of a pass.
 
     Args:
         seed: the spec's seed; `ctx.rng` comes from (seed, stage, step, replica).
         replicas: R.
-        reader: None where a call's value is not a shard of a dataset (`Strategy.run`, folds).
+        reader: None if a call's value is not a shard of a dataset (`Strategy.run`, folds).
         stages: in the order of execution.
-        emits: what each call sends back.
+        emits: the values that each call sends back.
         code: absolute folders appended last to the worker's sys.path.
         threads: BLAS and OpenMP threads of a replica.
-        gang: the calls of a step run at once (AssignGang), over as many workers as there are.
-        devices: what each replica computes on ("cpu:0", "cuda:1"), one a replica; empty: the CPU.
-        communication: what the gang's collectives do where a call says nothing: bytes_per_pack,
-            timeout_s, implementation (`pipedist.collectives.options.CommunicationOptions`).
-        verify: each call is executed twice, and fails where that gives different values.
+        gang: the calls of a step run at once (AssignGang), on all workers there are.
+        devices: each replica's device ("cpu:0", "cuda:1"); empty: the CPU.
+        communication: defaults of the gang's collectives: bytes_per_pack, timeout_s, implementation
+            (`pipedist.collectives.options.CommunicationOptions`).
+        verify: execute each call twice, and fail it if the values differ.
     """
 
     seed: int
@@ -149,18 +144,16 @@ class Program:
     verify: bool = False
 
 
-@record
-class Shards:
-    """The payload of an Assign: where the shards of calls [lo, hi) are, one entry a call.
+class Shards(Struct, frozen=True):
+    """The payload of an Assign: the shards of calls [lo, hi), one entry per call.
 
-    All three None: the worker computes the element ids from the contract
-    (`pipedist.datasets.division`) and reads them itself, by id.
+    If the first three are None, the worker computes the element ids from the contract
+    (`pipedist.datasets.division`) and reads the elements itself, by id.
 
     Args:
-        ids: element ids of each call, int64[n], where they don't follow from arithmetic
-            (shuffled datasets).
-        locations: what `Reader.read` takes, where the source needs more than ids.
-        values: the shards themselves, where the worker can't read the source.
+        ids: element ids of each call, int64[n], if arithmetic does not give them (shuffled datasets).
+        locations: the arguments of `Reader.read`, if the source needs more than ids.
+        values: the shards themselves, if the worker can't read the source.
         states: name -> [space, version] of each state that the calls read.
     """
 
@@ -171,58 +164,20 @@ class Shards:
 
 
 def to_tree(program: Program) -> Tree:
-    """Return `program` as a nest of dicts and lists that the codec can send."""
-    return {
-        "seed": program.seed,
-        "replicas": program.replicas,
-        "reader": None
-        if program.reader is None
-        else [
-            program.reader.source,
-            program.reader.batch,
-            program.reader.length,
-            program.reader.drop_remainder,
-        ],
-        "stages": [
-            [
-                s.name,
-                [s.function.label, s.function.name, s.function.pickled],
-                s.of,
-                s.kwargs,
-                s.form,
-                s.collectives,
-                s.timeout_s,
-                s.gpus,
-            ]
-            for s in program.stages
-        ],
-        "emits": [[e.slot, e.of, e.op, None if e.axis is None else list(e.axis)] for e in program.emits],
-        "code": list(program.code),
-        "threads": program.threads,
-        "gang": program.gang,
-        "devices": list(program.devices),
-        "communication": list(program.communication),
-        "verify": program.verify,
-    }
+    """Return `program` as nested lists that the codec can send; the user's values stay as they are."""
+    return _to_lists(program)
 
 
 def from_tree(tree: Tree) -> Program:
-    """Return the Program that `to_tree` turned into `tree`."""
-    return Program(
-        seed=tree["seed"],
-        replicas=tree["replicas"],
-        reader=None if tree["reader"] is None else ReaderConfig(*tree["reader"]),
-        stages=tuple(
-            StageProgram(name, FunctionRef(*function), of, kwargs, form, collectives, timeout_s, gpus)
-            for name, function, of, kwargs, form, collectives, timeout_s, gpus in tree["stages"]
-        ),
-        emits=tuple(
-            Emit(slot, of, op, None if axis is None else tuple(axis)) for slot, of, op, axis in tree["emits"]
-        ),
-        code=tuple(tree["code"]),
-        threads=tree["threads"],
-        gang=tree["gang"],
-        devices=tuple(tree["devices"]),
-        communication=tuple(tree["communication"]),
-        verify=tree["verify"],
-    )
+    """Return the Program that `to_tree` turned into `tree`.
+
+    Raises:
+        msgspec.ValidationError: it is not one.
+    """
+    return convert(tree, Program)
+
+
+def _to_lists(value: object) -> Tree:
+    if isinstance(value, Struct):
+        value = astuple(value)
+    return [_to_lists(item) for item in value] if type(value) is tuple else value

@@ -16,7 +16,7 @@ from itertools import accumulate, pairwise
 from typing import Final
 from zlib import crc32
 
-from pipedist.records import record
+from msgspec import Struct
 
 Buffer = bytes | memoryview
 
@@ -25,8 +25,7 @@ _COUNT: Final = struct.Struct("<4sI")
 _CRC: Final = struct.Struct("<I")
 
 
-@record
-class Head:
+class Head(Struct, frozen=True):
     """Where a record and its frames are.
 
     Args:

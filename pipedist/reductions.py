@@ -13,6 +13,7 @@ defines it, and the fold rules).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -21,7 +22,6 @@ from pipedist import partials, trees
 from pipedist.partials import ReduceOp as ReduceOp
 from pipedist.partials import axes_of
 from pipedist.program import Tree
-from pipedist.records import record
 
 Partial = Any
 """Result of `Reduction.partial`: a tree that the codec can encode; see the module docstring."""
@@ -31,7 +31,7 @@ T = TypeVar("T")
 _NUMBERS = frozenset({int, float})
 
 
-@record
+@dataclass(frozen=True, slots=True)
 class Reduction:
     """One reduction: an operator and axes; made by `Reduction.of`.
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import io
 import os
 
+from msgspec import Struct
+
 from pipedist.cli.streams import write_out
 from pipedist.errors import UsageError
-from pipedist.records import record
 
 
-@record
-class LaunchOptions:
+class LaunchOptions(Struct, frozen=True):
     """Options common to the `launch` commands.
 
     Args:

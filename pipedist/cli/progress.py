@@ -109,7 +109,7 @@ class Reporter(ABC):
     def line(self, text: str) -> None:
         """Show a line of text."""
 
-    def log(self, worker: str, log: messages.Log) -> None:
+    def log(self, worker: str, log: messages.LogLine) -> None:
         """Show the output of a replica function; each line begins with its call."""
         for line in log.text.splitlines():
             self.line(f"[{log.stage} {log.step} {log.replica} {worker}] {line}")

@@ -148,7 +148,7 @@ async def _run(options: RunOptions, interruption: Interruption, stalls: StallRep
 
     reporter: Reporter | None = None
 
-    def on_log(worker: str, log: messages.Log) -> None:
+    def on_log(worker: str, log: messages.LogLine) -> None:
         if reporter is not None:
             reporter.log(worker, log)
 

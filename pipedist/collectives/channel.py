@@ -22,8 +22,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final, Protocol
 
-from pipedist.records import record
-from pipedist.transport.form import Frame
+from msgspec import Struct
+
+from pipedist.transport.codec import Frame
 
 if TYPE_CHECKING:
     from pipedist.collectives.folding import Pack
@@ -40,16 +41,14 @@ class GangAborted(BaseException):
     """Ends a replica whose gang is aborted; not an Exception, so that user code does not swallow it."""
 
 
-@record
-class MemberEnded:
+class MemberEnded(Struct, frozen=True):
     """Outcome of a member whose replicas all returned before this exchange."""
 
 
 ENDED: Final = MemberEnded()
 
 
-@record
-class StallPolicy:
+class StallPolicy(Struct, frozen=True):
     """How long a member waits for others, and what happens then.
 
     Args:
@@ -61,8 +60,7 @@ class StallPolicy:
     on_stalled: Callable[[tuple[int, ...]], None]
 
 
-@record
-class Exchanged:
+class Exchanged(Struct, frozen=True):
     """Words and frames of all members in one exchange.
 
     Args:

@@ -34,8 +34,7 @@ from pipedist.errors import CollectiveMismatchError
 from pipedist.partials import ReduceOp
 from pipedist.program import Tree
 from pipedist.remote_errors import rebuild_exception
-from pipedist.transport.codec import decode, encode
-from pipedist.transport.form import Frame
+from pipedist.transport.codec import Frame, decode, encode
 
 _ACCOUNTS: Final = b"accounts".ljust(WORD_BYTES, b".")
 _VALUES: Final = b"values".ljust(WORD_BYTES, b".")

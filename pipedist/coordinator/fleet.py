@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 
 import anyio
+from msgspec import Struct
+from msgspec.structs import replace
 
 from pipedist import messages as msg
 from pipedist.coordinator.admission import differences, refusal
 from pipedist.coordinator.roster import Peer, Roster
 from pipedist.errors import LocalProtocolError, PipedistError, RemoteProtocolError, UsageError
 from pipedist.launchers.base import Launcher, WorkerExit
-from pipedist.records import record
 from pipedist.scheduler import Event
 from pipedist.scheduler import events as ev
 from pipedist.transport.codec import Frame
@@ -31,8 +32,7 @@ HOLDS_MAX = 1024
 """Copies of code folders that a worker can say it has."""
 
 
-@record
-class Fate:
+class Fate(Struct, frozen=True):
     """What it means for a call that its worker died.
 
     Args:
@@ -306,7 +306,7 @@ class Fleet:
         if incarnation <= self._expelled.get(worker, -1):
             self.turn_away(identity, before=incarnation + 1)
         else:
-            self._post(ev.WorkerHeard(worker, incarnation))
+            self._post(ev.HeartbeatReceived(worker, incarnation))
 
     def lose(self, peer: Peer, cause: str) -> None:
         """Treat a worker as dead."""
@@ -384,7 +384,7 @@ class Fleet:
         if current is not None:
             self.expel(current.worker, current.incarnation, "a later incarnation has joined")
         self._roster.add(
-            Peer(identity, hello.worker, hello.incarnation, local, codes=set(hello.holds[:HOLDS_MAX]))
+            Peer(identity, hello.worker, hello.incarnation, local, codes=set(hello.code_digests[:HOLDS_MAX]))
         )
         self._router.send(identity, self._welcome(local=local, notice=notice))
         joined = ev.WorkerJoined(
@@ -394,5 +394,5 @@ class Fleet:
         self._wake()
 
     def _welcome(self, *, local: bool, notice: str = "") -> msg.Welcome:
-        paths = tuple(sys.path) if local else ()
+        paths = tuple(map(os.fsencode, sys.path)) if local else ()
         return msg.Welcome(self._cluster_id, self._heartbeat_s, paths, self._rejoin_s, notice)

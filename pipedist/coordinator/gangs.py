@@ -29,7 +29,7 @@ class _Gang:
 
     serial: int
     pass_id: int
-    parts: tuple[cmd.GangPart, ...]
+    parts: tuple[cmd.GangAssignment, ...]
     """By member."""
     peers: list[Peer]
     segment: Segment | None

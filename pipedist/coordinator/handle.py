@@ -10,6 +10,7 @@ from functools import partial
 
 import anyio
 import anyio.lowlevel
+from msgspec import Struct
 
 from pipedist import messages as msg
 from pipedist.coordinator.fleet import Fate
@@ -20,7 +21,6 @@ from pipedist.coordinator.store import Chunk, ResultStore, Slots
 from pipedist.errors import CallError, LocalProtocolError, RunCancelled, RunDrained
 from pipedist.feeds import ElementRanges, Feed
 from pipedist.program import Program, Shards, Tree
-from pipedist.records import record
 from pipedist.scheduler import Event, PassSettings
 from pipedist.scheduler import events as ev
 from pipedist.scheduler.commands import CallsQuarantined
@@ -47,8 +47,7 @@ Answer = Callable[[list[Slots], BaseException | None], None]
 """Takes what the calls of a step sent back, in replica order, or the error that ended it."""
 
 
-@record
-class Batch:
+class Batch(Struct, frozen=True):
     """Consecutive steps that have become visible.
 
     Args:
@@ -243,17 +242,17 @@ class PassHandle:
         self._next_step += 1
         self._inputs[step] = (list(values), states)
         self._waiting[step] = answer
-        self._post(ev.StepsOffered(self.id, step, step + 1, len(values)))
+        self._post(ev.StepsAvailable(self.id, step, step + 1, len(values)))
         return step
 
     def hold(self) -> None:
         """Issue nothing more; when nothing of this pass is running, `batches` raises RunDrained."""
-        self._post(ev.PassHeld(self.id))
+        self._post(ev.PassDraining(self.id))
 
     def settle(self, before: int) -> None:
         """All steps before `before` are durable: workers need not keep their results any more."""
         if self.key:
-            self._post(ev.StepsSettled(self.id, before))
+            self._post(ev.StepsCommitted(self.id, before))
 
     def close(self) -> None:
         """Forget the pass; what is running of it is dropped. Closing twice is no fault."""
@@ -288,7 +287,7 @@ class PassHandle:
                 parts = self.settings.replicas if self.settings.gang else offer.parts
                 holes = () if self.settings.gang else offer.skipped_replicas
                 self._leave_out(offer.first, offer.last, holes)
-                self._post(ev.StepsOffered(self.id, offer.first, offer.last, parts, offer.bytes, holes))
+                self._post(ev.StepsAvailable(self.id, offer.first, offer.last, parts, offer.bytes, holes))
             await anyio.lowlevel.checkpoint()
         return True
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 from pipedist import messages as msg
@@ -53,11 +54,13 @@ class Introductions:
             self._taken[folder] = _take(folder)
         snapshot, text, payload = self._taken[folder]
         if snapshot is None:
-            self._fleet.send(peer.worker, msg.Code(folder, "", text))
+            self._fleet.send(peer.worker, msg.Code(os.fsencode(folder), "", text))
             return
         held = snapshot.digest in peer.codes
         peer.codes.add(snapshot.digest)
-        self._fleet.send(peer.worker, msg.Code(folder, snapshot.digest, text), () if held else payload)
+        self._fleet.send(
+            peer.worker, msg.Code(os.fsencode(folder), snapshot.digest, text), () if held else payload
+        )
 
 
 def _take(folder: str) -> tuple[CodeSnapshot | None, str, Sequence[Frame]]:

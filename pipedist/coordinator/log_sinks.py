@@ -9,7 +9,7 @@ from contextlib import suppress
 
 from pipedist import messages as msg
 
-LogSink = Callable[[str, msg.Log], None]
+LogSink = Callable[[str, msg.LogLine], None]
 """Takes a line that a replica function printed: (worker, line)."""
 
 
@@ -39,7 +39,7 @@ class LogSinks:
 
         return end
 
-    def tell(self, worker: str, line: msg.Log) -> None:
+    def tell(self, worker: str, line: msg.LogLine) -> None:
         """Pass a line on; a sink that raises is told nothing more."""
         if not self._sinks:
             _print_line(worker, line)
@@ -53,7 +53,7 @@ class LogSinks:
                 )
 
 
-def _print_line(worker: str, line: msg.Log) -> None:
+def _print_line(worker: str, line: msg.LogLine) -> None:
     if sys.stderr is not None:
         with suppress(OSError, ValueError):  # nobody reads it any more
             sys.stderr.write(f"[{line.stage} {line.step} {line.replica} {worker}] {line.text}\n")

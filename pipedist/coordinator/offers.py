@@ -40,7 +40,7 @@ class Offers:
     def __init__(self) -> None:
         self._workers: dict[str, tuple[int, Mapping[str, _Ranges]]] = {}
 
-    def take(self, hello: msg.Hello, passes: Mapping[str, int]) -> list[ev.CallsKept]:
+    def take(self, hello: msg.Hello, passes: Mapping[str, int]) -> list[ev.CallsCached]:
         """Take note of what a worker offers; return what of it is good for passes that are open.
 
         Args:
@@ -49,22 +49,22 @@ class Offers:
         Raises:
             RemoteProtocolError: it is malformed.
         """
-        offer = _read(hello.kept)
+        offer = _read(hello.cached)
         self._workers.pop(hello.worker, None)
         if not offer:
             return []
         self._workers[hello.worker] = (hello.incarnation, offer)
         return [
-            ev.CallsKept(hello.worker, hello.incarnation, passes[key], ranges)
+            ev.CallsCached(hello.worker, hello.incarnation, passes[key], ranges)
             for key, ranges in offer.items()
             if key in passes
         ]
 
-    def of_pass(self, key: str, pass_id: int) -> Iterator[ev.CallsKept]:
+    def of_pass(self, key: str, pass_id: int) -> Iterator[ev.CallsCached]:
         """Yield what was offered of a pass that begins now."""
         for worker, (incarnation, offer) in list(self._workers.items()):
             if key and key in offer:
-                yield ev.CallsKept(worker, incarnation, pass_id, offer[key])
+                yield ev.CallsCached(worker, incarnation, pass_id, offer[key])
 
     def forget(self, worker: str, incarnation: int) -> None:
         """Forget the offer of a worker that may not join."""
@@ -76,7 +76,7 @@ def _read(kept: Iterable[str]) -> dict[str, _Ranges]:
     offer: dict[str, list[tuple[int, int]]] = {}
     for count, text in enumerate(kept):
         found = _OFFER.fullmatch(text)
-        if found is None or count >= msg.KEPT_RANGES_MAX:
+        if found is None or count >= msg.CACHED_RANGES_MAX:
             raise RemoteProtocolError(f"finished calls were offered as {text[:80]!r}, or too many of them")
         key, lo, hi = found[1], int(found[2]), int(found[3])
         if lo >= hi:

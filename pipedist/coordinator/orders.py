@@ -86,8 +86,8 @@ class Orders:
                 self._introductions.bind(worker, self._handles[pass_id])
             case cmd.SendRecall(worker, lease, pass_id, lo, hi):
                 self._fleet.send(worker, msg.Recall(lease, pass_id, lo, hi))
-            case cmd.SendSettled(worker, pass_id, before):
-                self._fleet.send(worker, msg.Settled(pass_id, before))
+            case cmd.SendCommitted(worker, pass_id, before):
+                self._fleet.send(worker, msg.Committed(pass_id, before))
             case cmd.SendUnbind(worker, pass_id):
                 self._fleet.send(worker, msg.Unbind(pass_id))
             case cmd.SendCancel(worker, lease):
@@ -103,11 +103,11 @@ class Orders:
                 self._handles[pass_id].set_aside(command)
             case cmd.PassComplete(pass_id):
                 self._handles[pass_id].completed()
-            case cmd.PassQuiet(pass_id):
+            case cmd.PassDrained(pass_id):
                 self._handles[pass_id].went_quiet()
             case cmd.StartWorker(worker, incarnation):
                 self._fleet.start(worker, incarnation)
-            case cmd.ExpelWorker(worker, incarnation, reason):
+            case cmd.EvictWorker(worker, incarnation, reason):
                 self._fleet.expel(worker, incarnation, reason)
             case cmd.ClusterFailed(reason):
                 self._fail(WorkersLost(reason))

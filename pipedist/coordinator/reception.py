@@ -8,8 +8,9 @@ any more is the messages' crossing, is counted, and dropped.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Protocol
+
+from msgspec.structs import replace
 
 from pipedist import messages as msg
 from pipedist.coordinator.fleet import Fleet
@@ -96,14 +97,14 @@ class Reception:
             case msg.Stalled():
                 self._on_stalled(peer, message)
             case msg.Cancelled(lease):
-                self._post(ev.CancelHeard(peer.worker, peer.incarnation, lease))
-            case msg.Sees(pass_id):
+                self._post(ev.CancelConfirmed(peer.worker, peer.incarnation, lease))
+            case msg.DataVisible(pass_id):
                 if pass_id in self._passes.handles:
                     self._introductions.saw(peer, pass_id)
-            case msg.Log():
+            case msg.LogLine():
                 self._log_sinks.tell(peer.worker, message)
             case msg.Heartbeat():
-                self._post(ev.WorkerHeard(peer.worker, peer.incarnation))
+                self._post(ev.HeartbeatReceived(peer.worker, peer.incarnation))
             case msg.Goodbye():
                 self._fleet.left(replace(message, worker=peer.worker, incarnation=peer.incarnation))
             case _:

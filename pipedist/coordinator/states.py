@@ -78,4 +78,4 @@ class States:
             peer = self._fleet.of(worker)
             if peer is not None and version not in peer.held.get(space, ()):
                 peer.hold(space, version)
-                self._fleet.send(worker, msg.State(space, version), frames)
+                self._fleet.send(worker, msg.StateVersion(space, version), frames)

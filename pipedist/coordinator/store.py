@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from msgspec import Struct
+
 from pipedist.errors import RemoteProtocolError
 from pipedist.program import Tree
-from pipedist.records import record
 from pipedist.transport.codec import Frame, decode
 
 Slots = dict[str, Tree]
@@ -16,8 +17,7 @@ CALL_BYTES = 512
 """What one call's decoded result is taken to cost beyond its bytes: a dict, its leaves, their objects."""
 
 
-@record
-class Chunk:
+class Chunk(Struct, frozen=True):
     """The results of calls [lo, hi), from one message.
 
     Args:

@@ -19,8 +19,7 @@ from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
-
-from pipedist.records import record
+from msgspec import Struct
 
 
 def chunk_sizes(rows: int, parts: int) -> list[int]:
@@ -42,8 +41,7 @@ def chunk_sizes(rows: int, parts: int) -> list[int]:
     return [min(size, max(0, rows - index * size)) for index in range(parts)]
 
 
-@record
-class Division:
+class Division(Struct, frozen=True):
     """The arithmetic of one dataset: steps, shards and element ids.
 
     Steps are numbered through all epochs: step `e * steps_per_epoch + s` is the s-th step of epoch e.

@@ -237,7 +237,7 @@ class Books:
         held.append(lease)
         return lease
 
-    def _on_expel(self, command: cmd.ExpelWorker) -> None:
+    def _on_expel(self, command: cmd.EvictWorker) -> None:
         self.lost(command.worker, command.incarnation)
 
     def _on_cancel(self, command: cmd.SendCancel) -> None:
@@ -357,7 +357,7 @@ class Books:
         if len(book.told) != book.work.steps:
             raise Violation(f"pass {command.pass_id} is complete after {len(book.told)} steps")
 
-    def _on_quiet(self, command: cmd.PassQuiet) -> None:
+    def _on_quiet(self, command: cmd.PassDrained) -> None:
         runs = [x.id for held in self._of_worker.values() for x in held if x.pass_id == command.pass_id]
         if not self._passes[command.pass_id].work.is_held or runs:
             raise Violation(f"pass {command.pass_id} is quiet, but its leases {runs} run")
@@ -393,7 +393,7 @@ class Books:
 CHECKS: Mapping[type, Callable[[Books, Any], None]] = {
     cmd.SendAssign: Books._on_assign,
     cmd.SendGang: Books._on_gang,
-    cmd.ExpelWorker: Books._on_expel,
+    cmd.EvictWorker: Books._on_expel,
     cmd.SendCancel: Books._on_cancel,
     cmd.AcceptResults: Books._on_accept,
     cmd.StashResults: Books._on_stash,
@@ -402,6 +402,6 @@ CHECKS: Mapping[type, Callable[[Books, Any], None]] = {
     cmd.StepFailed: Books._on_failed,
     cmd.RequestSteps: Books._on_request,
     cmd.PassComplete: Books._on_complete,
-    cmd.PassQuiet: Books._on_quiet,
+    cmd.PassDrained: Books._on_quiet,
 }
 """What to check of a command before it is carried out; each raises Violation."""

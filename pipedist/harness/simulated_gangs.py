@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from pipedist.collectives.channel import RETURNED
 from pipedist.harness.books import Violation
 from pipedist.messages import AssignGang, Relay
-from pipedist.worker.events import Brought, Finished, Missed, Raised
+from pipedist.worker.events import CallRaised, CallsFinished, CollectiveOverdue, CollectiveReached
 
 if TYPE_CHECKING:
     from pipedist.harness.simulated_process import SimulatedProcess
@@ -20,7 +20,7 @@ HANG_S = 60.0
 """How long a replica hangs, if nobody ends its process before: without `timeout_s` nobody else would."""
 
 
-class GangPart:
+class GangAssignment:
     """Executes the calls of one member, all at once.
 
     Args:
@@ -86,7 +86,7 @@ class GangPart:
             return
         self._number += 1
         process.listening = True
-        process.handle(Brought(assigned.lease, self._number))
+        process.handle(CollectiveReached(assigned.lease, self._number))
         self._wait()
         process.listen()
         if self._is_waiting:
@@ -133,7 +133,7 @@ class GangPart:
         missing = self._missing()
         if self._is_waiting and number == self._number and missing:
             text = f"collective {number} of gang {self._assigned.serial}"
-            self._process.handle(Missed(self._assigned.lease, tuple(map(str, missing)), text))
+            self._process.handle(CollectiveOverdue(self._assigned.lease, tuple(map(str, missing)), text))
             self._wait()
 
     def _report(self, raisers: set[int], *, aborted: bool) -> None:
@@ -141,16 +141,16 @@ class GangPart:
         assigned, process = self._assigned, self._process
         process.listening = False
         if not raisers and not aborted:
-            process.handle(Finished(assigned.lease, assigned.lo, assigned.hi, self._busy_ns))
+            process.handle(CallsFinished(assigned.lease, assigned.lo, assigned.hi, self._busy_ns))
         else:
             for call in range(assigned.lo, assigned.hi):
                 if call in raisers or aborted:
                     process.handle(raised(assigned.lease, call, aborted=call not in raisers))
                 else:
-                    process.handle(Finished(assigned.lease, call, call + 1, self._busy_ns))
+                    process.handle(CallsFinished(assigned.lease, call, call + 1, self._busy_ns))
         process.slice_over(assigned.lease)
 
 
-def raised(lease: int, call: int, *, aborted: bool = False) -> Raised:
+def raised(lease: int, call: int, *, aborted: bool = False) -> CallRaised:
     """Return that a call raised."""
-    return Raised(lease, call, "simulated", "builtins", "ValueError", "fate", "", True, aborted)
+    return CallRaised(lease, call, "simulated", "builtins", "ValueError", "fate", "", True, aborted)

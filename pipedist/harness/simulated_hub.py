@@ -145,7 +145,7 @@ class SimulatedHub:
                 self.handle(ev.GangStalled(worker, incarnation, lease, tuple(map(int, members)), text))
             case msg.Cancelled(lease):
                 self.books.heard(worker, incarnation, lease)
-                self.handle(ev.CancelHeard(worker, incarnation, lease))
+                self.handle(ev.CancelConfirmed(worker, incarnation, lease))
             case msg.Goodbye(reason=reason):
                 self.lost(process, reason, graceful=True)
 
@@ -182,7 +182,7 @@ class SimulatedHub:
             case msg.Heartbeat(worker, incarnation):
                 if incarnation <= self._put_out.get(worker, -1):
                     supervisor.refuse(before=incarnation + 1)
-                self.handle(ev.WorkerHeard(worker, incarnation))
+                self.handle(ev.HeartbeatReceived(worker, incarnation))
             case msg.Goodbye(worker, incarnation, reason, crashed):
                 self._tell_lost(worker, incarnation, reason, graceful=not crashed)
 
@@ -234,7 +234,7 @@ class SimulatedHub:
     def _do_start(self, command: cmd.StartWorker) -> None:
         self._world.fleet.start(command.worker, command.incarnation)
 
-    def _do_expel(self, command: cmd.ExpelWorker) -> None:
+    def _do_expel(self, command: cmd.EvictWorker) -> None:
         worker, incarnation = command.worker, command.incarnation
         peer = self._peers.get(worker)
         if peer is not None and peer.incarnation == incarnation:
@@ -283,7 +283,7 @@ class SimulatedHub:
 
 _CARRY_OUT: dict[type, Callable[[SimulatedHub, Any], None]] = {
     cmd.StartWorker: SimulatedHub._do_start,
-    cmd.ExpelWorker: SimulatedHub._do_expel,
+    cmd.EvictWorker: SimulatedHub._do_expel,
     cmd.SendBind: SimulatedHub._do_bind,
     cmd.SendUnbind: SimulatedHub._do_unbind,
     cmd.SendAssign: SimulatedHub._do_assign,
@@ -298,5 +298,5 @@ _CARRY_OUT: dict[type, Callable[[SimulatedHub, Any], None]] = {
     cmd.StepsReady: SimulatedHub._do_reader,
     cmd.StepFailed: SimulatedHub._do_reader,
     cmd.PassComplete: SimulatedHub._do_reader,
-    cmd.PassQuiet: SimulatedHub._do_reader,
+    cmd.PassDrained: SimulatedHub._do_reader,
 }

@@ -12,10 +12,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from pipedist.errors import RemoteProtocolError
-from pipedist.harness.simulated_gangs import GangPart, raised
+from pipedist.harness.simulated_gangs import GangAssignment, raised
 from pipedist.messages import Hello, Message
 from pipedist.worker import commands as wcmd
-from pipedist.worker.events import Event, Finished, SliceEnded, Started, Tick
+from pipedist.worker.events import CallsFinished, Event, SliceEnded, Started, TimePassed
 from pipedist.worker.machine import WorkerMachine
 from pipedist.worker.states import State
 
@@ -61,7 +61,7 @@ class SimulatedProcess:
         """A gang's replicas wait for other members; messages are handled meanwhile."""
         self.executing: tuple[int, int, float, float] | None = None
         """(lease, first call of the slice, when it began, seconds a call)."""
-        self.gangs: dict[int, GangPart] = {}
+        self.gangs: dict[int, GangAssignment] = {}
         """By lease, those that run or wait."""
         self.machine = WorkerMachine(Hello(worker, incarnation, 0, "", "", 1, "", "", "", ""))
         self._slice: wcmd.Execute | None = None
@@ -85,7 +85,7 @@ class SimulatedProcess:
 
     def _tick(self) -> None:
         if self.alive and self.machine.state is State.JOINING:
-            self.handle(Tick())
+            self.handle(TimePassed())
 
     # -- the machine ---------------------------------------------------------------------------
 
@@ -191,7 +191,7 @@ class SimulatedProcess:
         """The last call of a slice takes long: those before it are reported meanwhile."""
         lo = slice_.lo
         if to - 1 > lo:
-            self.handle(Finished(slice_.lease, lo, to - 1, int(cost * (to - 1 - lo) * 1e9)))
+            self.handle(CallsFinished(slice_.lease, lo, to - 1, int(cost * (to - 1 - lo) * 1e9)))
         rest = wcmd.Execute(slice_.lease, slice_.pass_id, to - 1, slice_.hi, 0.0, 0)
         cost *= SLOW_TIMES
         self.executing = (slice_.lease, to - 1, self._world.time.now, cost)
@@ -223,7 +223,7 @@ class SimulatedProcess:
     def _report(self, slice_: wcmd.Execute, done: int, busy_ns: int, raises: bool) -> None:
         self.busy = False
         if done > slice_.lo:
-            self.handle(Finished(slice_.lease, slice_.lo, done, busy_ns))
+            self.handle(CallsFinished(slice_.lease, slice_.lo, done, busy_ns))
         if raises:
             self._world.works[slice_.pass_id].fates[done].raises -= 1
             self.handle(raised(slice_.lease, done))
@@ -309,11 +309,11 @@ class SimulatedProcess:
     def _do_send_exchange(self, command: wcmd.SendExchange) -> None:
         self.send(command.message, self.gangs[command.message.lease].part)
 
-    def _do_keep_lease(self, command: wcmd.KeepLease) -> None:
+    def _do_keep_lease(self, command: wcmd.StoreLease) -> None:
         if command.gang is not None:
-            self.gangs[command.lease] = GangPart(self._world, self, command.gang)
+            self.gangs[command.lease] = GangAssignment(self._world, self, command.gang)
 
-    def _do_keep_relay(self, command: wcmd.KeepRelay) -> None:
+    def _do_keep_relay(self, command: wcmd.StoreRelay) -> None:
         self.gangs[command.relay.lease].take(command.relay, self._payload)
 
     def _do_drop_lease(self, command: wcmd.DropLease) -> None:
@@ -336,8 +336,8 @@ _CARRY_OUT: dict[type, Callable[[SimulatedProcess, Any], None]] = {
     wcmd.Send: SimulatedProcess._do_send,
     wcmd.SendResults: SimulatedProcess._do_send_results,
     wcmd.SendExchange: SimulatedProcess._do_send_exchange,
-    wcmd.KeepLease: SimulatedProcess._do_keep_lease,
-    wcmd.KeepRelay: SimulatedProcess._do_keep_relay,
+    wcmd.StoreLease: SimulatedProcess._do_keep_lease,
+    wcmd.StoreRelay: SimulatedProcess._do_keep_relay,
     wcmd.DropLease: SimulatedProcess._do_drop_lease,
     wcmd.Execute: SimulatedProcess._do_execute,
     wcmd.Leave: SimulatedProcess._do_leave,

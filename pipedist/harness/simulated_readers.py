@@ -44,7 +44,7 @@ class SimulatedReaders:
         """Let nothing more of a pass be issued."""
         if not work.is_closed and not work.end:
             work.is_held = True
-            self._world.hub.handle(ev.PassHeld(work.id))
+            self._world.hub.handle(ev.PassDraining(work.id))
 
     def leave(self, work: Work) -> None:
         """Close a pass before its end."""
@@ -77,7 +77,7 @@ class SimulatedReaders:
                 work = self._world.works[pass_id]
                 work.end = work.end or "complete"
                 self._soon(self._close, work)
-            case cmd.PassQuiet(pass_id):
+            case cmd.PassDrained(pass_id):
                 work = self._world.works[pass_id]
                 work.end = work.end or "quiet"
                 self._soon(self._close, work)
@@ -100,7 +100,7 @@ class SimulatedReaders:
             work.offered = end
             size = (end - first) * work.step_bytes
             hub.books.offered(work.id, end - first)
-            hub.handle(ev.StepsOffered(work.id, first, end, parts[first], size))
+            hub.handle(ev.StepsAvailable(work.id, first, end, parts[first], size))
             first = end
         if work.offered == work.steps and work.settings.ordered:
             self._soon(self._end, work)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+from msgspec import Struct
+
 from pipedist.errors import JournalError
 from pipedist.journal.history import History, read_history
-from pipedist.records import record
 
 
-@record
-class Audit:
+class Audit(Struct, frozen=True):
     """The result of an audit.
 
     Args:

@@ -20,18 +20,17 @@ from pathlib import Path
 from typing import Any, Final
 
 import msgpack
+from msgspec import Struct
 
 from pipedist.errors import JournalError, UsageError
 from pipedist.journal.log_format import FIRST, JournalRecord, LogEnd, read_records
-from pipedist.records import record
 
 FORMAT: Final = 3
 NAME: Final = "journal"
 """The journal's file, in its folder."""
 
 
-@record
-class Header:
+class Header(Struct, frozen=True):
     """The first record of a journal: the run, and all that decides its results.
 
     Args:
@@ -68,11 +67,10 @@ class Header:
 
     def payload(self) -> dict[str, Any]:
         """Return the record."""
-        return {"kind": "header", **{name: getattr(self, name) for name in self.__dataclass_fields__}}
+        return {"kind": "header", **{name: getattr(self, name) for name in self.__struct_fields__}}
 
 
-@record
-class StoredValue:
+class StoredValue(Struct, frozen=True):
     """A value that is replaced as a whole: in a record, or in a file of its own.
 
     Args:

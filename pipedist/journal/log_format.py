@@ -24,12 +24,12 @@ from typing import Any, Final, Protocol
 from zlib import crc32
 
 import msgpack
+from msgspec import Struct
 
 from pipedist import files, record_format
 from pipedist.errors import JournalError, PipedistError
 from pipedist.program import Tree
 from pipedist.record_format import Buffer
-from pipedist.records import record
 from pipedist.transport.codec import decode, encode
 
 DIGEST_BYTES: Final = 16
@@ -158,8 +158,7 @@ def digest_of(packed: bytes | memoryview) -> bytes:
     return hashlib.sha256(packed).digest()[:DIGEST_BYTES]
 
 
-@record
-class JournalRecord:
+class JournalRecord(Struct, frozen=True):
     """A record in a journal.
 
     Args:
@@ -230,8 +229,7 @@ def _next_good(view: memoryview, at: int) -> int | None:
 # -- logs ----------------------------------------------------------------------------------------
 
 
-@record
-class LogEnd:
+class LogEnd(Struct, frozen=True):
     """How far a log is durable.
 
     Args:
@@ -246,8 +244,7 @@ class LogEnd:
 EMPTY: Final = LogEnd(0, 0)
 
 
-@record
-class LogEntry:
+class LogEntry(Struct, frozen=True):
     """A record of a log.
 
     Args:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import msgpack
+from msgspec import Struct
 
 from pipedist.errors import JournalError
 from pipedist.journal.history import NAME, Header, History, PassHistory, StoredValue
@@ -27,14 +28,12 @@ from pipedist.journal.log_format import (
     pack_record,
 )
 from pipedist.record_format import Buffer
-from pipedist.records import record
 
 INLINE_BYTES_MAX: Final = 4096
 """A larger value has a file of its own."""
 
 
-@record
-class PassSnapshot:
+class PassSnapshot(Struct, frozen=True):
     """The state of a pass between two steps.
 
     Args:

@@ -6,11 +6,10 @@ from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Protocol, Self
 
-from pipedist.records import record
+from msgspec import Struct
 
 
-@record
-class WorkerExit:
+class WorkerExit(Struct, frozen=True):
     """The end of a worker process.
 
     Args:

@@ -12,13 +12,13 @@ import contextlib
 import signal
 import socket
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any, Self
 
 import anyio
 import anyio.to_thread
+from msgspec.structs import asdict
 
 from pipedist.errors import LocalProtocolError, UsageError
 from pipedist.launchers.base import WorkerExit

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import anyio
+from msgspec import Struct
 
 from pipedist.errors import UsageError
 from pipedist.launchers.engines import (
@@ -37,7 +38,6 @@ from pipedist.launchers.engines import (
     require,
 )
 from pipedist.launchers.supervisor_process import JoinConfig, SupervisorProcess
-from pipedist.records import record
 from pipedist.temp_dirs import ScratchFolder
 
 AUTO = "auto"
@@ -61,8 +61,7 @@ _POLL_S = 0.5
 T = TypeVar("T")
 
 
-@record
-class RayResources:
+class RayResources(Struct, frozen=True):
     """Resources that Ray reserves.
 
     Args:

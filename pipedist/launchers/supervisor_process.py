@@ -24,7 +24,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import IO
 
-from pipedist.records import record
+from msgspec import Struct
+
 from pipedist.worker import boot
 
 STARTS_MAX = 5
@@ -41,8 +42,7 @@ _DRAIN_S = 1.0
 """How long to wait for the last lines of a supervisor that has ended."""
 
 
-@record
-class JoinConfig:
+class JoinConfig(Struct, frozen=True):
     """How a worker joins a cluster.
 
     Args:

@@ -38,6 +38,8 @@ from pathlib import Path, PurePath
 from types import TracebackType
 from typing import Any, Literal, Self
 
+from msgspec import Struct
+
 from pipedist.errors import UsageError
 from pipedist.files import sync_folder, try_lock
 from pipedist.outputs.encoding import Json
@@ -54,13 +56,11 @@ from pipedist.outputs.run_record import (
     write_record,
     writing,
 )
-from pipedist.records import record
 
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
-@record
-class FinishedRun:
+class FinishedRun(Struct, frozen=True):
     """A finished run that `--resume` found: its results can be reported.
 
     Args:

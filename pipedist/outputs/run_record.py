@@ -13,10 +13,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePath
 from typing import Any, Literal
 
+from msgspec import Struct
+
 from pipedist.errors import OutputError, UsageError
 from pipedist.files import replace_file
 from pipedist.outputs.encoding import Json, text
-from pipedist.records import record
 
 PRIVATE = ".pipedist"
 """The folder inside an output folder that belongs to pipedist."""
@@ -28,8 +29,7 @@ _FORMAT = 1
 RunState = Literal["running", "committing", "finished", "failed"]
 
 
-@record
-class RunRecord:
+class RunRecord(Struct, frozen=True):
     """The content of run.json.
 
     Args:

@@ -6,14 +6,14 @@ import os
 import shlex
 from pathlib import Path
 
+from msgspec import Struct
+
 from pipedist.errors import CallError, UsageError
 from pipedist.plan import PassPlan, Plan
-from pipedist.records import record
 from pipedist.spec import ReduceSpec
 
 
-@record
-class CallKey:
+class CallKey(Struct, frozen=True):
     """A call: of a stage, one of those that its pass executes back to back.
 
     Args:

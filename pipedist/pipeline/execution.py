@@ -9,6 +9,7 @@ from contextlib import ExitStack, closing, suppress
 from typing import TYPE_CHECKING, Protocol
 
 import anyio
+from msgspec import Struct
 
 from pipedist.coordinator import Coordinator
 from pipedist.coordinator.handle import PassCounts
@@ -22,7 +23,6 @@ from pipedist.pipeline.subscription import Subscription
 from pipedist.pipeline.training import Training
 from pipedist.plan import PassPlan, Plan
 from pipedist.program import Tree
-from pipedist.records import record
 from pipedist.spec import GatherSpec
 
 if TYPE_CHECKING:
@@ -381,8 +381,7 @@ class _Counted(Protocol):
         """Number of steps, None where it is not known yet."""
 
 
-@record
-class _Complete:
+class _Complete(Struct, frozen=True):
     """A pass that was complete before the run was taken up."""
 
     counts: PassCounts

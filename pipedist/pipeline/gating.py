@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
 
 import anyio
+from msgspec.structs import replace
 
 from pipedist.feeds import ElementRanges, Feed, StepBatch
 from pipedist.plan.model import Rhythm

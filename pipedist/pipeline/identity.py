@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -64,7 +63,7 @@ def _plain(value: Any) -> Any:
         content = np.ascontiguousarray(value)
         return [str(value.dtype), list(value.shape), hashlib.sha256(content.tobytes()).hexdigest()]
     if isinstance(value, InitLiteral | InitFile | InitFunction):
-        return [type(value).__name__, *(_plain(getattr(value, field.name)) for field in fields(value))]
+        return [type(value).__name__, *(_plain(getattr(value, name)) for name in value.__struct_fields__)]
     if callable(value):
         ref = reference(value)
         return ref.name or hashlib.sha256(ref.pickled).hexdigest()

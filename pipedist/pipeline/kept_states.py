@@ -10,20 +10,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from msgspec import Struct
+
 from pipedist.errors import UsageError
 from pipedist.pipeline.call_keys import CallKey
 from pipedist.pipeline.opening import READING, STATE
 from pipedist.pipeline.versions import PART_BYTES_MAX, VERSION_BYTES_MAX, Kept, find
 from pipedist.plan import PassPlan, Plan
 from pipedist.program import Tree
-from pipedist.records import record
 
 if TYPE_CHECKING:
     from pipedist.pipeline.durable import PassJournal
 
 
-@record
-class Applied:
+class Applied(Struct, frozen=True):
     """How much of a training was applied at some moment.
 
     Args:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from typing import Any
+
+import msgspec
+from msgspec import Struct
 
 from pipedist.errors import CollectiveTimeoutError, LocalProtocolError, PipedistError
 from pipedist.pipeline.programs import NEW, init_program, reduction_of
 from pipedist.plan import Plan
 from pipedist.program import Program, Shards, Tree
-from pipedist.records import record
 from pipedist.spec import ReduceSpec, StageSpec
 from pipedist.transport.codec import Frame, encode
 from pipedist.worker.binding import from_frames, load_tree, to_frames
@@ -25,8 +26,7 @@ _SLICE_S, _SLICE_BYTES = 1e6, 2**62
 """A slice that nothing exceeds."""
 
 
-@record
-class LoneCall:
+class LoneCall(Struct, frozen=True):
     """What is executed.
 
     Args:
@@ -51,8 +51,7 @@ class LoneCall:
     states: Mapping[str, Tree]
 
 
-@record
-class Replayed:
+class Replayed(Struct, frozen=True):
     """What came of a call.
 
     Args:
@@ -219,7 +218,7 @@ def first_value(plan: Plan, name: str) -> Tree:
     planned = plan.states[name]
     if planned.init is None:
         return planned.value
-    program = replace(init_program(plan, name, planned.init), gang=False)
+    program = msgspec.structs.replace(init_program(plan, name, planned.init), gang=False)
     shards = Shards(values=[((), dict(planned.arguments))])
     made = execute(LoneCall(plan.spec.stages[name], NEW, program, frozenset([NEW]), 0, 1, 0, shards, {}))
     if made.failure is not None:

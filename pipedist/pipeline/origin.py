@@ -6,16 +6,16 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from msgspec import Struct
+
 from pipedist.errors import PipedistError, UsageError
 from pipedist.journal.log_format import packed, unpacked
 from pipedist.program import Tree
-from pipedist.records import record
 from pipedist.spec import Spec, load
 from pipedist.transport.codec import encode
 
 
-@record
-class Origin:
+class Origin(Struct, frozen=True):
     """How a spec is loaded again.
 
     Args:

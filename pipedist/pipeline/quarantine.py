@@ -8,19 +8,19 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from msgspec import Struct
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from pipedist.errors import LocalProtocolError
 from pipedist.feeds import Feed
 from pipedist.pipeline.call_keys import CallKey
 from pipedist.program import Tree
-from pipedist.records import record
 from pipedist.scheduler.commands import CallsQuarantined, Cause
 
 FILE = "quarantine.jsonl"
@@ -33,8 +33,7 @@ INPUT_CHARS_MAX = 65_536
 """Of what one element is, as JSON."""
 
 
-@record
-class SetAside:
+class SetAside(Struct, frozen=True):
     """One element that a stage can't process.
 
     Args:
@@ -130,7 +129,7 @@ class PassQuarantine:
             shards = feed.ids(step)
             ids = shards[replica] if replica < len(shards) else range(0)
             whole = command.whole
-            causes = dict(command.guilty) if whole is None else dict.fromkeys(range(len(ids)), whole)
+            causes = dict(command.culprits) if whole is None else dict.fromkeys(range(len(ids)), whole)
             self._left_out[call] = np.array(sorted(causes), np.int64) if command.remains else None
             self._list(feed, call, ids, causes, alone=whole is None)
 

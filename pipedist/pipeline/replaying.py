@@ -11,10 +11,11 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import anyio
+from msgspec import Struct
+from msgspec.structs import replace
 
 from pipedist.datasets.sources import SourceError
 from pipedist.errors import JournalError, OutputError, UsageError
@@ -36,11 +37,9 @@ from pipedist.pipeline.resuming import changes, header_of, listed, platform_chan
 from pipedist.pipeline.spool import Spool
 from pipedist.plan import PassPlan, Plan, compile_plan
 from pipedist.program import Shards, Tree
-from pipedist.records import record
 
 
-@record
-class Replay:
+class Replay(Struct, frozen=True):
     """A call that can be executed again.
 
     Args:
@@ -154,8 +153,7 @@ def _unreadable(error: OSError) -> JournalError:
     )
 
 
-@record
-class _Files:
+class _Files(Struct, frozen=True):
     """The output files of a run."""
 
     folder: Path

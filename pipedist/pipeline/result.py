@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from pipedist.program import Tree
-from pipedist.records import record
 
 
-@record
+@dataclass(frozen=True, slots=True)
 class Ledger:
     """Where every element went; elements = committed + quarantined + lost.
 
@@ -37,7 +36,7 @@ class Ledger:
         }
 
 
-@record
+@dataclass(frozen=True, slots=True)
 class StageCount:
     """How far one pass is.
 
@@ -58,7 +57,7 @@ class StageCount:
     calls_done: int
 
 
-@record
+@dataclass(frozen=True, slots=True)
 class Progress:
     """How far a run is.
 

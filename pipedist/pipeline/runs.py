@@ -229,7 +229,7 @@ class Run(AsyncOnly):
         if self._on_log is not None:
             self._stack.callback(coordinator.add_log_sink(self._hear))
 
-    def _hear(self, worker: str, line: msg.Log) -> None:
+    def _hear(self, worker: str, line: msg.LogLine) -> None:
         """Pass a line on; if the user's function raises, that is how the run ends."""
         try:
             if self._on_log is not None and not self._finished.is_set():

@@ -9,12 +9,12 @@ from contextlib import suppress
 from typing import Any, Generic, Literal, TypeVar
 
 import anyio
+from msgspec import Struct
 
 from pipedist.errors import UsageError
 from pipedist.misuse_hints import AsyncIterableOnly
 from pipedist.plan import PassPlan, Plan
 from pipedist.program import Tree
-from pipedist.records import record
 from pipedist.spec import RunSpec
 
 ITEMS_MAX = 64
@@ -24,8 +24,7 @@ ITEM_BYTES_MAX = 64 * 2**20
 """Their bytes, unless a single item has more."""
 
 
-@record
-class Step:
+class Step(Struct, frozen=True):
     """One step of a run, in step order.
 
     `step[NAME]` is a PerReplica for a run stage (None in the place of an empty shard), and for a
@@ -52,8 +51,7 @@ class Step:
         return self.values[stage]
 
 
-@record
-class Part:
+class Part(Struct, frozen=True):
     """One replica's value of one step, in order of arrival.
 
     Args:

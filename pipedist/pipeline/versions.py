@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final
 
+from msgspec import Struct
+
 from pipedist.program import Tree
-from pipedist.records import record
 from pipedist.transport.codec import encode
 
 if TYPE_CHECKING:
@@ -68,8 +69,7 @@ class Versions:
         return [name for number in self._parts[:-2] if self._durable.is_open(name := f"{LOG}{number}")]
 
 
-@record
-class Kept:
+class Kept(Struct, frozen=True):
     """What there is of the versions of one state.
 
     Args:

@@ -6,15 +6,15 @@ import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from msgspec import Struct
+
 from pipedist.errors import Problem, UsageError
 from pipedist.functions import FunctionNotFound, load, reference, uncallable
 from pipedist.program import FunctionRef
-from pipedist.records import record
 from pipedist.spec import Spec
 
 
-@record
-class CallForm:
+class CallForm(Struct, frozen=True):
     """How a stage calls its function.
 
     Args:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final, Literal
 
+from msgspec import Struct
+
 from pipedist.accelerators import Supply
 from pipedist.datasets.division import Division
 from pipedist.datasets.sources import Source
 from pipedist.program import FunctionRef, Tree
-from pipedist.records import record
 from pipedist.spec import CollectivesSpec, RunSpec, Spec, StateRef, references
 
 Rhythm = Literal["step", "epoch", "run"]
@@ -19,8 +20,7 @@ NOTHING_SAID: Final = CollectivesSpec(implementation="auto", timeout_s=None, byt
 """What `collectives: true` says of how they communicate."""
 
 
-@record
-class PassPlan:
+class PassPlan(Struct, frozen=True):
     """One reading of one dataset in one phase: every call executes all of `runs`.
 
     Args:
@@ -63,8 +63,7 @@ class PassPlan:
         return " -> ".join(self.runs) if self.runs else self.root
 
 
-@record
-class StatePlan:
+class StatePlan(Struct, frozen=True):
     """How a state begins and ends; its update is in `Plan.functions`.
 
     Args:
@@ -82,8 +81,7 @@ class StatePlan:
     until: FunctionRef | None
 
 
-@record
-class Plan:
+class Plan(Struct, frozen=True):
     """A spec that can be carried out here.
 
     Args:

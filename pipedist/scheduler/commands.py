@@ -1,22 +1,20 @@
-"""What the scheduler wants done. The driver carries out each one, in order, and decides nothing."""
+"""Outputs of the scheduler. The driver executes each one, in order, and decides nothing."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from pipedist.records import record
+from msgspec import Struct
 
 
-@record
-class StartWorker:
+class StartWorker(Struct, frozen=True):
     """Start a worker process."""
 
     worker: str
     incarnation: int
 
 
-@record
-class ExpelWorker:
+class EvictWorker(Struct, frozen=True):
     """End this incarnation: it is lost, stale or broke the protocol."""
 
     worker: str
@@ -24,30 +22,27 @@ class ExpelWorker:
     reason: str
 
 
-@record
-class SendBind:
+class SendBind(Struct, frozen=True):
     """Send the pass's program to a worker, before its first Assign of that pass."""
 
     worker: str
     pass_id: int
 
 
-@record
-class SendUnbind:
-    """Tell a worker to drop a pass."""
+class SendUnbind(Struct, frozen=True):
+    """Send a worker the end of a pass."""
 
     worker: str
     pass_id: int
 
 
-@record
-class SendAssign:
+class SendAssign(Struct, frozen=True):
     """Send calls [lo, hi) with their shards.
 
     Args:
-        elements: of a single call, which of its elements are sent: ranges [a, b) of their positions in
-            its shard; empty: all of them.
-        twin: the lease of another worker that has the same calls, and takes too long; 0: there is none.
+        elements: of a single call, the elements to send: ranges [a, b) of their positions in its shard;
+            empty: all of them.
+        twin: the lease of a slow worker with the same calls; 0: there is none.
     """
 
     worker: str
@@ -60,8 +55,8 @@ class SendAssign:
     twin: int = 0
 
 
-class GangPart(NamedTuple):
-    """What one member of a gang is sent: calls [lo, hi)."""
+class GangAssignment(NamedTuple):
+    """The calls [lo, hi) of one member of a gang."""
 
     worker: str
     lease: int
@@ -69,24 +64,22 @@ class GangPart(NamedTuple):
     hi: int
 
 
-@record
-class SendGang:
+class SendGang(Struct, frozen=True):
     """Send each member of a gang its calls with their shards.
 
     Args:
-        serial: number of this attempt; grows over the scheduler's life.
-        parts: one a member, in order; together the calls of one step.
+        serial: number of this attempt; grows while the scheduler runs.
+        parts: one per member, in order; together the calls of one step.
     """
 
     serial: int
     pass_id: int
     attempt: int
-    parts: tuple[GangPart, ...]
+    parts: tuple[GangAssignment, ...]
 
 
-@record
-class StashResults:
-    """Results of a gang came: keep them apart until its GangEnded."""
+class StashResults(Struct, frozen=True):
+    """Hold back results of a gang until its GangEnded."""
 
     serial: int
     lo: int
@@ -94,13 +87,12 @@ class StashResults:
     worker: str
 
 
-@record
-class GangEnded:
-    """A gang is over.
+class GangEnded(Struct, frozen=True):
+    """End a gang.
 
     Args:
-        counts: what was stashed counts; otherwise it is dropped.
-        aborted: calls of it may run still: whatever they wait for will not come.
+        counts: accept the stashed results; otherwise drop them.
+        aborted: calls of it may still run, and wait for contributions that will not come.
     """
 
     serial: int
@@ -108,9 +100,8 @@ class GangEnded:
     aborted: bool
 
 
-@record
-class SendRecall:
-    """Ask a worker to report calls [lo, hi) under a lease; it has finished them for another scheduler."""
+class SendRecall(Struct, frozen=True):
+    """Request calls [lo, hi), which a worker has cached for an earlier scheduler, under a lease."""
 
     worker: str
     lease: int
@@ -119,26 +110,23 @@ class SendRecall:
     hi: int
 
 
-@record
-class SendSettled:
-    """Tell a worker that calls of a pass below `before` are durable."""
+class SendCommitted(Struct, frozen=True):
+    """Report to a worker that calls of a pass below `before` are durable."""
 
     worker: str
     pass_id: int
     before: int
 
 
-@record
-class SendCancel:
-    """Tell a worker to drop what it has not begun of a lease."""
+class SendCancel(Struct, frozen=True):
+    """Cancel the calls of a worker's lease that have not begun."""
 
     worker: str
     lease: int
 
 
-@record
-class AcceptResults:
-    """The results of calls [lo, hi) count: keep them, let their inputs go."""
+class AcceptResults(Struct, frozen=True):
+    """Accept the results of calls [lo, hi), and release their inputs."""
 
     pass_id: int
     lo: int
@@ -146,21 +134,19 @@ class AcceptResults:
     worker: str
 
 
-@record
-class SizeCall:
-    """Say how many elements of a call can be tried apart (CallSized): it failed, and is to be bisected."""
+class SizeCall(Struct, frozen=True):
+    """Report how many elements of a failed call can be tried apart (CallSized), for its bisection."""
 
     pass_id: int
     call: int
 
 
-@record
-class Cause:
-    """Why a call failed, or one of its elements did.
+class Cause(Struct, frozen=True):
+    """Why a call or one of its elements failed.
 
     Args:
-        stage: in which stage; "" where nobody knows.
-        text: what was raised, or how the worker died, for people.
+        stage: in which stage; "" if unknown.
+        text: the exception, or how the worker died, for people.
     """
 
     stage: str
@@ -170,58 +156,54 @@ class Cause:
 UNKNOWN = Cause("", "")
 
 
-@record
-class CallsQuarantined:
-    """Elements of calls [lo, hi), one or a gang's, are set aside.
+class CallsQuarantined(Struct, frozen=True):
+    """Quarantine elements of calls [lo, hi), one call's or a gang's.
 
     Args:
-        guilty: position in the call's shard and cause of each element that fails alone.
-        whole: why all elements of the calls are set aside, though none is found guilty; None: the guilty.
+        culprits: position in the call's shard and cause of each element that fails alone.
+        whole: why all elements of the calls are quarantined, though none fails alone; None: the
+            culprits are.
         remains: the result of the other elements counts, and follows; otherwise the calls have none.
     """
 
     pass_id: int
     lo: int
     hi: int
-    guilty: tuple[tuple[int, Cause], ...]
+    culprits: tuple[tuple[int, Cause], ...]
     whole: Cause | None = None
     remains: bool = False
 
 
-@record
-class DropResults:
-    """A result does not count: its lease is not held any more."""
+class DropResults(Struct, frozen=True):
+    """Drop a result whose lease is not held any more."""
 
     worker: str
     lease: int
 
 
-@record
-class RequestSteps:
-    """Offer `count` more steps, beyond all that were requested before."""
+class RequestSteps(Struct, frozen=True):
+    """Request `count` more steps, beyond all that were requested before."""
 
     pass_id: int
     count: int
 
 
-@record
-class StepsReady:
-    """Every call of steps [first, last) is done: they are visible."""
+class StepsReady(Struct, frozen=True):
+    """Publish steps [first, last): all of their calls are done."""
 
     pass_id: int
     first: int
     last: int
 
 
-@record
-class Failure:
+class Failure(Struct, frozen=True):
     """Why a call failed for good.
 
     Args:
         call: its number in the pass.
-        attempts: how many times it was tried.
-        worker: where it ran last.
-        cause: how the worker died; None where the call raised.
+        attempts: number of attempts.
+        worker: of the last one.
+        cause: how the worker died; None if the call raised.
     """
 
     call: int
@@ -230,45 +212,41 @@ class Failure:
     cause: str | None = None
 
 
-@record
-class StepFailed:
-    """A step is complete, but calls of it failed for good; lowest call first."""
+class StepFailed(Struct, frozen=True):
+    """Report a complete step with calls that failed for good; lowest call first."""
 
     pass_id: int
     step: int
     failures: tuple[Failure, ...]
 
 
-@record
-class PassComplete:
-    """All steps of the pass were visible."""
+class PassComplete(Struct, frozen=True):
+    """Report that all steps of the pass were published."""
 
     pass_id: int
 
 
-@record
-class PassQuiet:
-    """Nothing of a held pass is running any more."""
+class PassDrained(Struct, frozen=True):
+    """Report that nothing of a draining pass is running any more."""
 
     pass_id: int
 
 
-@record
-class ClusterFailed:
-    """Workers die faster than they join."""
+class ClusterFailed(Struct, frozen=True):
+    """Fail the cluster: workers die faster than they join."""
 
     reason: str
 
 
 Command = (
     StartWorker
-    | ExpelWorker
+    | EvictWorker
     | SendBind
     | SendUnbind
     | SendAssign
     | SendGang
     | SendRecall
-    | SendSettled
+    | SendCommitted
     | SendCancel
     | AcceptResults
     | StashResults
@@ -280,6 +258,6 @@ Command = (
     | StepsReady
     | StepFailed
     | PassComplete
-    | PassQuiet
+    | PassDrained
     | ClusterFailed
 )

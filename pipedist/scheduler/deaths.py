@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from pipedist.records import record
+from msgspec import Struct
 
 
-@record
-class Death:
+class Death(Struct, frozen=True):
     """How a worker was lost, and what that means for the call that it ran.
 
     Args:

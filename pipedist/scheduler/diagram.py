@@ -5,12 +5,13 @@ What it prints stands in `docs/scheduler.md`, and a test compares the two.
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 import inspect
 import sys
 from collections.abc import Mapping
 from typing import TypeVar, get_args
+
+from msgspec import Struct
 
 from pipedist.scheduler import commands, events
 from pipedist.scheduler.states import (
@@ -36,11 +37,11 @@ def diagram(transitions: Mapping[tuple[State, str], State], begins: State) -> st
     return "\n".join([*lines, "```"])
 
 
-def table(title: str, classes: tuple[type, ...]) -> str:
-    """Return dataclasses as a markdown table: name, fields, and the first line of the docstring."""
+def table(title: str, classes: tuple[type[Struct], ...]) -> str:
+    """Return classes as a markdown table: name, fields, and the first line of the docstring."""
     lines = [f"| {title} | carries | meaning |", "|---|---|---|"]
     for cls in classes:
-        fields = ", ".join(f.name for f in dataclasses.fields(cls))
+        fields = ", ".join(cls.__struct_fields__)
         meaning = (inspect.getdoc(cls) or "").partition("\n\n")[0].replace("\n", " ")
         lines.append(f"| `{cls.__name__}` | {fields or '-'} | {meaning} |")
     return "\n".join(lines)

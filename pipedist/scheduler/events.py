@@ -1,25 +1,24 @@
-"""What can happen to the scheduler. Ids, sizes and times only."""
+"""Inputs of the scheduler. Ids, sizes and times only."""
 
 from __future__ import annotations
 
-from pipedist.records import record
+from msgspec import Struct
+
 from pipedist.scheduler.settings import PassSettings
 
 
-@record
-class WorkerExpected:
+class WorkerExpected(Struct, frozen=True):
     """A worker slot of the launcher exists; the scheduler starts it, and replaces it when it dies."""
 
     worker: str
 
 
-@record
-class WorkerJoined:
-    """A worker said Hello and speaks our protocol.
+class WorkerJoined(Struct, frozen=True):
+    """A worker sent Hello and was accepted.
 
     Args:
-        supervised: it dialled in, and is lost when its supervisor is not heard.
-        gpus: how many it owns; a fraction where it shares one.
+        supervised: it dialled in, and is lost when its supervisor's heartbeats end.
+        gpus: number of GPUs it owns; a fraction if it shares one.
     """
 
     worker: str
@@ -28,26 +27,24 @@ class WorkerJoined:
     gpus: float = 0.0
 
 
-@record
-class WorkerHeard:
+class HeartbeatReceived(Struct, frozen=True):
     """The supervisor of a worker sent a heartbeat."""
 
     worker: str
     incarnation: int
 
 
-@record
-class WorkerLost:
-    """A worker process is gone, or must be treated so.
+class WorkerLost(Struct, frozen=True):
+    """A worker process is gone, or is to be treated so.
 
     Args:
         cause: for people: "signal 9 (SIGKILL)".
-        graceful: it said Goodbye: no call is blamed for it.
-        running: (lease, call) that it was executing; None where nobody knows.
-        stage: in which stage that call was; "" where nobody knows.
-        timed_out: it was ended because the call took too long: that counts as if the call had raised.
-        retries: how often a call that took too long in this stage is tried again.
-        quarantine: after that, or after too many deaths, its guilty elements are set aside.
+        graceful: it sent Goodbye: no call is the cause.
+        running: (lease, call) that it was executing; None if unknown.
+        stage: the stage of that call; "" if unknown.
+        timed_out: it was ended because the call exceeded its timeout: counts as if the call had raised.
+        retries: retries of a call that exceeded its timeout in this stage.
+        quarantine: after that, or after too many deaths, quarantine the culprits among its elements.
     """
 
     worker: str
@@ -61,22 +58,20 @@ class WorkerLost:
     quarantine: bool = False
 
 
-@record
-class PassOpened:
-    """A pass begins; its steps will be offered in order."""
+class PassOpened(Struct, frozen=True):
+    """A pass begins; its steps follow in order."""
 
     pass_id: int
     settings: PassSettings
 
 
-@record
-class StepsOffered:
-    """Steps [first, last) are there to be executed.
+class StepsAvailable(Struct, frozen=True):
+    """Steps [first, last) can be executed.
 
     Args:
         parts: calls of each of them: replicas 0..parts-1.
         bytes: input bytes that the scheduler's process holds for all of them.
-        holes: of these calls, in each step, the replicas that make none; never of a gang.
+        skipped_replicas: replicas below `parts` that make no call, in each step; never of a gang.
     """
 
     pass_id: int
@@ -84,21 +79,19 @@ class StepsOffered:
     last: int
     parts: int
     bytes: int = 0
-    holes: tuple[int, ...] = ()
+    skipped_replicas: tuple[int, ...] = ()
 
 
-@record
-class StepsEnded:
-    """No more steps will be offered."""
+class StepsEnded(Struct, frozen=True):
+    """The pass has no more steps."""
 
     pass_id: int
 
 
-@record
-class CallsKept:
-    """A worker has results of these calls, and of this very pass, from a scheduler that is gone.
+class CallsCached(Struct, frozen=True):
+    """A worker has cached results of these calls, of the same pass, for an earlier scheduler.
 
-    It may be said before the worker has joined: then it counts as soon as it has.
+    If the worker has not joined yet, the event counts as soon as it has.
 
     Args:
         calls: ranges [lo, hi).
@@ -110,20 +103,18 @@ class CallsKept:
     calls: tuple[tuple[int, int], ...]
 
 
-@record
-class StepsSettled:
-    """All steps before `before` are durable: whoever kept results of them may let go."""
+class StepsCommitted(Struct, frozen=True):
+    """All steps before `before` are durable: workers may release their cached results."""
 
     pass_id: int
     before: int
 
 
-@record
-class StepsConsumed:
+class StepsConsumed(Struct, frozen=True):
     """The readers are done with all steps before `before`.
 
     Args:
-        bytes: result bytes that were let go.
+        bytes: released result bytes.
     """
 
     pass_id: int
@@ -131,23 +122,20 @@ class StepsConsumed:
     bytes: int = 0
 
 
-@record
-class PassHeld:
-    """Issue nothing more of this pass; say PassQuiet when nothing of it is running."""
+class PassDraining(Struct, frozen=True):
+    """Issue nothing more of this pass; emit PassDrained when nothing of it is running."""
 
     pass_id: int
 
 
-@record
-class PassClosed:
-    """Forget the pass; what is running of it is dropped."""
+class PassClosed(Struct, frozen=True):
+    """Forget the pass; its running calls are dropped."""
 
     pass_id: int
 
 
-@record
-class CallsDone:
-    """Calls [lo, hi) of a lease came back.
+class CallsDone(Struct, frozen=True):
+    """Calls [lo, hi) of a lease returned.
 
     Args:
         busy_ns: the worker's time for them, nanoseconds.
@@ -163,17 +151,15 @@ class CallsDone:
     bytes: int = 0
 
 
-@record
-class CallFailed:
+class CallFailed(Struct, frozen=True):
     """A call of a lease raised.
 
     Args:
-        retries: how often a call that raised in this stage is tried again; 0 where another attempt
-            can't help.
-        aborted: of a gang's call: it did nothing wrong, but waited for a replica that had ended.
-        quarantine: after the last retry its guilty elements are set aside; otherwise it fails.
+        retries: retries of a call that raised in this stage; 0 if another attempt can't help.
+        aborted: of a gang's call: it waited for a replica that had ended, and is not the cause.
+        quarantine: after the last retry quarantine the culprits among its elements; otherwise it fails.
         stage: that raised.
-        text: what it raised, for people.
+        text: the exception, for people.
     """
 
     worker: str
@@ -187,12 +173,11 @@ class CallFailed:
     text: str = ""
 
 
-@record
-class CallSized:
-    """The answer to SizeCall: how many elements of a call can be tried apart.
+class CallSized(Struct, frozen=True):
+    """The result of SizeCall: the number of elements of a call that can be tried apart.
 
     Args:
-        elements: 0 where it has none, or they can't be told apart.
+        elements: 0 if it has none, or they can't be separated.
     """
 
     pass_id: int
@@ -200,21 +185,19 @@ class CallSized:
     elements: int
 
 
-@record
-class LeaseNotSent:
-    """A lease could not be sent to its worker, nor can it be to any other: its calls failed for good."""
+class LeaseNotSent(Struct, frozen=True):
+    """A lease can't be sent to any worker: its calls failed for good."""
 
     lease: int
 
 
-@record
-class GangStalled:
+class GangStalled(Struct, frozen=True):
     """A member of a gang has waited too long for others: they hang.
 
     Args:
         lease: the one that waits.
-        members: for whom.
-        text: who waits for whom, where, for people.
+        members: the missing ones.
+        text: which replica waits for which, and where, for people.
     """
 
     worker: str
@@ -224,38 +207,36 @@ class GangStalled:
     text: str
 
 
-@record
-class CancelHeard:
-    """A worker has heard that a lease was cancelled: it runs nothing of it any more."""
+class CancelConfirmed(Struct, frozen=True):
+    """A worker confirmed that it runs no call of a cancelled lease any more."""
 
     worker: str
     incarnation: int
     lease: int
 
 
-@record
-class Tick:
-    """Nothing happened, but a deadline passed."""
+class Tick(Struct, frozen=True):
+    """A deadline passed without another event."""
 
 
 Event = (
     WorkerExpected
     | WorkerJoined
-    | WorkerHeard
+    | HeartbeatReceived
     | WorkerLost
     | PassOpened
-    | StepsOffered
+    | StepsAvailable
     | StepsEnded
     | StepsConsumed
-    | CallsKept
-    | StepsSettled
-    | PassHeld
+    | CallsCached
+    | StepsCommitted
+    | PassDraining
     | PassClosed
     | CallsDone
     | CallFailed
     | CallSized
     | LeaseNotSent
     | GangStalled
-    | CancelHeard
+    | CancelConfirmed
     | Tick
 )

@@ -12,9 +12,10 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+from msgspec import Struct
+
 from pipedist.messages import spans
-from pipedist.records import record
-from pipedist.scheduler.commands import UNKNOWN, Cause, GangPart
+from pipedist.scheduler.commands import UNKNOWN, Cause, GangAssignment
 from pipedist.scheduler.membership import Lease, Membership, Worker
 from pipedist.scheduler.ranges import Todo
 from pipedist.scheduler.states import GangState, next_gang_state
@@ -29,8 +30,7 @@ class Group:
     """How many gangs it has been given that are not over."""
 
 
-@record
-class Raised:
+class Raised(Struct, frozen=True):
     """What a call of a gang raised."""
 
     call: int
@@ -168,6 +168,6 @@ def form(members: Membership, serial: int, pass_id: int, todo: Todo, group: Grou
     return gang
 
 
-def parts(gang: Gang) -> tuple[GangPart, ...]:
+def parts(gang: Gang) -> tuple[GangAssignment, ...]:
     """Return what each member is to be sent."""
-    return tuple([GangPart(x.worker, x.id, x.lo, x.hi) for x in gang.leases])
+    return tuple([GangAssignment(x.worker, x.id, x.lo, x.hi) for x in gang.leases])

@@ -69,7 +69,7 @@ _MOVES = frozenset(
         ev.WorkerJoined,
         ev.PassOpened,
         ev.PassClosed,
-        ev.StepsOffered,
+        ev.StepsAvailable,
         ev.StepsEnded,
         ev.StepsConsumed,
         ev.CallsDone,
@@ -185,24 +185,24 @@ class Scheduler:
             self._members.workers[event.worker] = worker
         if event.incarnation < worker.incarnation:
             self._out.append(
-                cmd.ExpelWorker(event.worker, event.incarnation, "a later incarnation has joined")
+                cmd.EvictWorker(event.worker, event.incarnation, "a later incarnation has joined")
             )
             return
         if worker.state is WorkerState.READY:
             if event.incarnation == worker.incarnation:
                 self._out.append(
-                    cmd.ExpelWorker(event.worker, event.incarnation, "this incarnation has joined already")
+                    cmd.EvictWorker(event.worker, event.incarnation, "this incarnation has joined already")
                 )
                 return
             cause = "a later incarnation has joined"
-            self._out.append(cmd.ExpelWorker(worker.name, worker.incarnation, cause))
+            self._out.append(cmd.EvictWorker(worker.name, worker.incarnation, cause))
             self._lose(worker, cause, graceful=False, replace=False)
         self._members.admit(
             worker, event.incarnation, supervised=event.supervised, now=self._now, gpus=event.gpus
         )
         self._fruitless = 0
 
-    def _on_worker_heard(self, event: ev.WorkerHeard) -> None:
+    def _on_worker_heard(self, event: ev.HeartbeatReceived) -> None:
         worker = self._members.current(event.worker, event.incarnation)
         if worker is not None:
             self._members.hear(worker, self._now)
@@ -230,7 +230,7 @@ class Scheduler:
         unheard = takewhile(lambda w: self._unheard_at(w) <= self._now, self._members.supervised.values())
         for worker in list(unheard):
             cause = f"not heard for {self._limits.heard_within_s:g} s"
-            self._out.append(cmd.ExpelWorker(worker.name, worker.incarnation, cause))
+            self._out.append(cmd.EvictWorker(worker.name, worker.incarnation, cause))
             self._lose(worker, cause, graceful=False, replace=True)
 
     def _lose(
@@ -267,12 +267,12 @@ class Scheduler:
         if event.settings.speculation:
             self._members.watched[pass_.id] = Stragglers(event.settings.speculation)
 
-    def _on_steps_offered(self, event: ev.StepsOffered) -> None:
+    def _on_steps_offered(self, event: ev.StepsAvailable) -> None:
         pass_ = self._passes.get(event.pass_id)
         if pass_ is None:
             return
-        pass_.offer(event.first, event.last, event.parts, event.bytes, event.holes)
-        if event.parts == len(event.holes):
+        pass_.offer(event.first, event.last, event.parts, event.bytes, event.skipped_replicas)
+        if event.parts == len(event.skipped_replicas):
             replicas = pass_.settings.replicas
             self._outcomes.show(pass_, event.first * replicas, event.last * replicas)
 
@@ -291,7 +291,7 @@ class Scheduler:
         pass_.consumed = max(pass_.consumed, event.before)
         pass_.result_bytes -= event.bytes
 
-    def _on_calls_kept(self, event: ev.CallsKept) -> None:
+    def _on_calls_kept(self, event: ev.CallsCached) -> None:
         pass_ = self._passes.get(event.pass_id)
         if pass_ is None or pass_.settings.gang:  # a gang counts at once or not at all
             return
@@ -299,15 +299,15 @@ class Scheduler:
         for lo, hi in event.calls:
             kept.add(lo, hi)
 
-    def _on_steps_settled(self, event: ev.StepsSettled) -> None:
+    def _on_steps_settled(self, event: ev.StepsCommitted) -> None:
         if event.pass_id not in self._passes:
             return
         before = event.before * self._passes[event.pass_id].settings.replicas
         for worker in self._members.workers.values():
             if event.pass_id in worker.bound:
-                self._out.append(cmd.SendSettled(worker.name, event.pass_id, before))
+                self._out.append(cmd.SendCommitted(worker.name, event.pass_id, before))
 
-    def _on_pass_held(self, event: ev.PassHeld) -> None:
+    def _on_pass_held(self, event: ev.PassDraining) -> None:
         pass_ = self._passes.get(event.pass_id)
         if pass_ is None:
             return
@@ -347,7 +347,7 @@ class Scheduler:
             f"where [{due.next}, {due.hi}) of lease {due.id} were to come"
         )
         self._out.append(cmd.DropResults(name, lease_id))
-        self._out.append(cmd.ExpelWorker(name, incarnation, cause))
+        self._out.append(cmd.EvictWorker(name, incarnation, cause))
         self._lose(worker, f"it broke the protocol: {cause}", graceful=False, replace=True)
         return None
 
@@ -381,10 +381,10 @@ class Scheduler:
         hung = [self._members.workers[x.worker] for x in missing if x.id in self._members.leases]
         for worker in hung:
             cause = f"it did not come to a collective of its gang: {event.text}"
-            self._out.append(cmd.ExpelWorker(worker.name, worker.incarnation, cause))
+            self._out.append(cmd.EvictWorker(worker.name, worker.incarnation, cause))
             self._lose(worker, cause, graceful=False, replace=True)
 
-    def _on_cancel_heard(self, event: ev.CancelHeard) -> None:
+    def _on_cancel_heard(self, event: ev.CancelConfirmed) -> None:
         worker = self._members.current(event.worker, event.incarnation)
         if worker is not None and worker.laid_off == event.lease:
             self._members.take_on(worker)
@@ -415,21 +415,21 @@ class Scheduler:
 _HANDLERS: dict[type, Callable[[Scheduler, Any], None]] = {
     ev.WorkerExpected: Scheduler._on_worker_expected,
     ev.WorkerJoined: Scheduler._on_worker_joined,
-    ev.WorkerHeard: Scheduler._on_worker_heard,
+    ev.HeartbeatReceived: Scheduler._on_worker_heard,
     ev.WorkerLost: Scheduler._on_worker_lost,
     ev.PassOpened: Scheduler._on_pass_opened,
-    ev.StepsOffered: Scheduler._on_steps_offered,
+    ev.StepsAvailable: Scheduler._on_steps_offered,
     ev.StepsEnded: Scheduler._on_steps_ended,
     ev.StepsConsumed: Scheduler._on_steps_consumed,
-    ev.CallsKept: Scheduler._on_calls_kept,
-    ev.StepsSettled: Scheduler._on_steps_settled,
-    ev.PassHeld: Scheduler._on_pass_held,
+    ev.CallsCached: Scheduler._on_calls_kept,
+    ev.StepsCommitted: Scheduler._on_steps_settled,
+    ev.PassDraining: Scheduler._on_pass_held,
     ev.PassClosed: Scheduler._on_pass_closed,
     ev.CallsDone: Scheduler._on_calls_done,
     ev.CallFailed: Scheduler._on_call_failed,
     ev.CallSized: Scheduler._on_call_sized,
     ev.LeaseNotSent: Scheduler._on_lease_not_sent,
     ev.GangStalled: Scheduler._on_gang_stalled,
-    ev.CancelHeard: Scheduler._on_cancel_heard,
+    ev.CancelConfirmed: Scheduler._on_cancel_heard,
     ev.Tick: Scheduler._on_tick,
 }

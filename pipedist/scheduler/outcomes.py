@@ -341,7 +341,7 @@ class Outcomes:
         """Say once that nothing of a held pass is running."""
         if pass_.held and not pass_.told_quiet and pass_.leased == 0:
             pass_.told_quiet = True
-            self._out.append(cmd.PassQuiet(pass_.id))
+            self._out.append(cmd.PassDrained(pass_.id))
 
 
 def _timed_out(call: int, worker: str, death: Death) -> Raised:

@@ -54,7 +54,7 @@ class Pass:
     held: bool = False
     """Nothing of it is issued any more."""
     told_quiet: bool = False
-    """PassQuiet was said. Implies held."""
+    """PassDrained was said. Implies held."""
     offered: int = 0
     """Steps before this one were offered."""
     requested: int = 0

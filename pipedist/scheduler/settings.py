@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from msgspec import Struct
+
 from pipedist.errors import LocalProtocolError
-from pipedist.records import record
 
 
-@record
-class Limits:
+class Limits(Struct, frozen=True):
     """The limits of a cluster's scheduler.
 
     Args:
@@ -53,8 +53,7 @@ class Limits:
     heard_within_s: float = 16.0
 
 
-@record
-class PassSettings:
+class PassSettings(Struct, frozen=True):
     """How the calls of one pass are treated.
 
     Args:

@@ -8,7 +8,7 @@
 
 Twins cover exactly the same calls at all times: the first report of either ends the pair. Who is
 cancelled so may be stuck in its call for ever, through no fault of its own: its worker is LAID OFF. It is
-given nothing, and not counted on, until it says that it has heard of the cancellation (`CancelHeard`).
+given nothing, and not counted on, until it says that it has heard of the cancellation (`CancelConfirmed`).
 
 A running call has one second attempt at a time, and a gang's none: its members wait for each other, so
 all of them would have to be executed twice. How many it has one after the other is bounded, because nobody

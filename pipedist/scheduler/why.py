@@ -9,7 +9,8 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from pipedist.records import record
+from msgspec import Struct
+
 from pipedist.scheduler.gangs import gang_size
 from pipedist.scheduler.membership import Lease, Membership
 from pipedist.scheduler.passes import Pass
@@ -52,8 +53,7 @@ class Reason(enum.StrEnum):
     """Steps were asked for, and were not offered yet."""
 
 
-@record
-class Wait:
+class Wait(Struct, frozen=True):
     """Calls [lo, hi) of a pass wait.
 
     Args:
@@ -75,8 +75,7 @@ class Wait:
     lease: int = 0
 
 
-@record
-class Explanation:
+class Explanation(Struct, frozen=True):
     """What everything waits for.
 
     Args:

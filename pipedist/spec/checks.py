@@ -12,7 +12,8 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from pipedist.records import record
+from msgspec import Struct
+
 from pipedist.spec.document import Path
 from pipedist.spec.graph import cycles
 from pipedist.spec.interpolation import NAME, NAME_EXPECTED, StageRef, StateRef
@@ -35,8 +36,7 @@ _TABLES = (".csv", ".parquet")
 """Formats whose cells hold one number or text each."""
 
 
-@record
-class Outline:
+class Outline(Struct, frozen=True):
     """What other stages have to know of a stage.
 
     Args:

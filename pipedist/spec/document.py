@@ -10,8 +10,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from msgspec import Struct
+
 from pipedist.errors import Problem
-from pipedist.records import record
 from pipedist.spec.problems import nearest
 from pipedist.spec.scalars import printable
 
@@ -24,8 +25,7 @@ TEXT_CHARACTERS_MAX = 800
 """Of what is said of a problem: it may quote what somebody wrote."""
 
 
-@record
-class Place:
+class Place(Struct, frozen=True):
     """A 1-based line and column (code points)."""
 
     line: int

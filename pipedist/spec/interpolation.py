@@ -18,8 +18,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+from msgspec import Struct
+
 from pipedist.program import Tree
-from pipedist.records import record
 from pipedist.spec.document import Document, Path
 from pipedist.spec.problems import Problems, listing
 from pipedist.spec.scalars import ScalarError, as_text, describe, resolve_plain
@@ -40,8 +41,7 @@ _KINDS = ("params", "env", "spec", "stages", "state")
 _UNRESOLVED = object()
 
 
-@record
-class StageRef:
+class StageRef(Struct, frozen=True):
     """Stands for the finished value of the reduce or gather `name`."""
 
     name: str
@@ -50,8 +50,7 @@ class StageRef:
         return f"${{stages.{self.name}}}"
 
 
-@record
-class StateRef:
+class StateRef(Struct, frozen=True):
     """Stands for the state of the update `name`, as it is before the step."""
 
     name: str
@@ -60,8 +59,7 @@ class StateRef:
         return f"${{state.{self.name}}}"
 
 
-@record
-class Setting:
+class Setting(Struct, frozen=True):
     """A value together with what it reads as inside text."""
 
     value: object

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Final, Self
 
-from pipedist.records import record
+from msgspec import Struct
+
 from pipedist.spec.document import Path
 from pipedist.spec.kinds import Kind, Misfits, Wrong
 
@@ -17,8 +18,7 @@ REQUIRED: Final = object()
 """The default of a key that must be there."""
 
 
-@record
-class Key:
+class Key(Struct, frozen=True):
     """The account of one key.
 
     Args:

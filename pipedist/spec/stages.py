@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
+from msgspec import Struct
+
 from pipedist.accelerators import GPUS_MAX
 from pipedist.program import Tree
-from pipedist.records import record
 from pipedist.spec.keys import FUNCTION_PATTERN, WITH, Arguments, Function, Names, function_name
 from pipedist.spec.kinds import Checked, Choice, Integer, Nullable, Number, Text, Wrong
 from pipedist.spec.scalars import describe
@@ -49,22 +50,19 @@ def _op(value: object) -> object:
     return function_name(value)
 
 
-@record
-class InitLiteral:
+class InitLiteral(Struct, frozen=True):
     """A state that begins as a value of the spec."""
 
     value: Tree
 
 
-@record
-class InitFile:
+class InitFile(Struct, frozen=True):
     """A state that begins as the content of a file, relative to the spec's folder."""
 
     path: str
 
 
-@record
-class InitFunction:
+class InitFunction(Struct, frozen=True):
     """A state that begins as what a function returns."""
 
     function: str | Callable[..., Any]

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from pipedist.records import record
+from msgspec import Struct
 
 
-@record
-class Links:
+class Links(Struct, frozen=True):
     """What a stage depends on.
 
     Args:
@@ -31,8 +30,7 @@ class Links:
     per: str = "run"
 
 
-@record
-class Training:
+class Training(Struct, frozen=True):
     """The training of a spec.
 
     Args:

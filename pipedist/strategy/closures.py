@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from pipedist import trees
@@ -135,7 +136,9 @@ class Parts:
         """
         function = self._function
         if self.variables:
-            function = replace(reference(closure_of(self._fn, function)), label=function.label)
+            function = msgspec.structs.replace(
+                reference(closure_of(self._fn, function)), label=function.label
+            )
         return Scheduled(
             function,
             trees.unflatten(self._treedef, self._leaves),

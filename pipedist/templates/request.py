@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import re
 
+from msgspec import Struct
+
 from pipedist.errors import UsageError
 from pipedist.local_cluster import WORKERS_MAX
-from pipedist.records import record
 from pipedist.spec import Spec
 
 _NO_NAME = re.compile(r"[^a-z0-9-]+")
 _NAME_CHARACTERS_MAX = 40
 
 
-@record
-class Request:
+class Request(Struct, frozen=True):
     """What is asked for.
 
     Args:

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Final
 import zmq
 
 from pipedist.errors import PipedistError, RemoteProtocolError, UsageError
-from pipedist.transport import envelope
 from pipedist.transport.limits import KIB, Limits
 from pipedist.transport.monitor import FAILURE_EVENTS, event_of
 from pipedist.transport.outbox import size_of
 from pipedist.transport.rendezvous import Endpoint
 from pipedist.transport.settings import Settings
+from pipedist.transport.wire import first_frame_bytes_max
 
 if TYPE_CHECKING:
     from pipedist.transport.keys import ClientKeys
@@ -73,7 +73,7 @@ class ClientSocket:
         # Not IMMEDIATE=1: when the connection is lost, that drops messages which have arrived, and
         # aborts the process (libzmq 4.3.5, fq.cpp: !_more) if it happens between two frames of one.
         socket.setsockopt(zmq.IMMEDIATE, 0)
-        socket.setsockopt(zmq.MAXMSGSIZE, max(limits.frame_bytes_max, envelope.bytes_max(limits)))
+        socket.setsockopt(zmq.MAXMSGSIZE, max(limits.frame_bytes_max, first_frame_bytes_max(limits)))
         socket.setsockopt(zmq.HANDSHAKE_IVL, round(settings.handshake_s * 1000))
         socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MS_MAX)

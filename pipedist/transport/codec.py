@@ -1,8 +1,8 @@
 """Trees of arrays to frames and back, without a copy of what is large.
 
-A payload is a list of frames. The first, its HEADER, is msgpack: the tree itself, in which
-msgpack's C code writes everything that it knows (None, bool, int, float, str, bytes, list,
-dict), and this module only what it doesn't:
+A payload is a list of frames. The first, its HEADER, is msgpack: the tree itself. msgpack's C code
+writes the types that it knows (None, bool, int, float, str, bytes, list, dict); the encoder translates
+the others:
 
 - A tuple, namedtuple, dataclass, slice or range is a list that begins with a MARK (an
   extension type of one byte). A mark anywhere else is malformed.
@@ -12,11 +12,11 @@ dict), and this module only what it doesn't:
   stands for the arrays at one place of all items: `pipedist.transport.columns`.
 - An array of more than `INLINE_BYTES_MAX` is an extension type that names a frame and an
   offset. From `FRAME_BYTES_MIN` on it has a frame of its own, which IS the array's memory;
-  those between are copied together into shared frames, since a frame costs more than a copy.
+  those between are copied together into shared frames, because a frame costs more than a copy.
 
-What arrives is checked before it is believed: the header is parsed once without making
-objects (so a list that claims a billion elements must have them), then decoded; then every
-dtype, shape, offset and class is checked against what is there. Nothing is ever unpickled.
+Received frames are checked before use: the header is parsed once without making objects (so a list
+that claims a billion elements must have them), then decoded; then every dtype, shape, offset and class
+is checked against the frames. Nothing is ever unpickled.
 
 Values keep every bit: NaN payloads, -0.0, lone surrogates. Arrays become little-endian and
 C-contiguous. `bytearray` and `memoryview` come back as `bytes`.
@@ -26,7 +26,6 @@ from __future__ import annotations
 
 from pipedist.transport.decoder import decode
 from pipedist.transport.encoder import UnsendableError, encode
-from pipedist.transport.form import Frame
-from pipedist.transport.wire import pack, unpack
+from pipedist.transport.layout import Frame
 
-__all__ = ["Frame", "UnsendableError", "decode", "encode", "pack", "unpack"]
+__all__ = ["Frame", "UnsendableError", "decode", "encode"]

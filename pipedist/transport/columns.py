@@ -1,8 +1,8 @@
-"""Lists of many like items as columns: one array of what many small arrays would be.
+"""Lists of many like items as columns: one array instead of many small arrays.
 
-The results of a range of calls are a list of dicts of one structure, and what is in them is small: an
-array of one element, the partial of a reduction. Each of them by itself costs a microsecond on each
-side; stacked, a tenth. A COLUMN stands for the n values at one place of the items:
+The results of a range of calls are a list of dicts of one structure with small values: an array of one
+element, the partial of a reduction. Each value by itself costs a microsecond on each side; stacked, a
+tenth. A COLUMN holds the n values at one place of the items:
 
 | column | values |
 |---|---|
@@ -12,7 +12,7 @@ side; stacked, a tenth. A COLUMN stands for the n values at one place of the ite
 | `[LIST, columns]`, `[TUPLE, columns]` | lists or tuples of one length |
 | `[PLAIN, list]` | anything else, as it is |
 
-Values that are taken out of a column of arrays are views of it, and keep all of it.
+Values from a column of arrays are views of it, and keep all of it in memory.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ ITEMS_MIN: Final = 8
 """Fewer items are not worth a column."""
 
 STACKED_BYTES_MAX: Final = 512
-"""A larger array costs more to copy than to send: it stays what it is."""
+"""A larger array costs more to copy than to send, and is not stacked."""
 
 COLUMN_BYTES_MAX: Final = 1 * MIB
-"""Arrays that would be more together are not stacked: whoever keeps one of them keeps all."""
+"""Larger stacks are not made: one value of a stack keeps all of it in memory."""
 
 NODE_BYTES_MIN: Final = 1
-"""Bytes that a message must have for each object that its columns make, so that a few bytes can't claim
-to be millions of them. The largest, a dict, takes about 200."""
+"""Bytes that a message must have for each object that its columns make, so that a few bytes can't make
+millions of objects. The largest, a dict, takes about 200."""
 
 ARRAY, SCALAR, DICT, LIST, TUPLE, PLAIN = range(6)
 _STACKED_KINDS: Final = "biufc"
 _DEPTH_MAX: Final = 16
-"""Deeper items are seldom alike, and would be looked at in vain."""
+"""Deeper items are seldom alike."""
 
 Column = list[Any]
 
 
 class Unlike(Exception):
-    """The items are not alike, or too little is in them."""
+    """The items are not alike, or too small."""
 
 
 def columns_of(items: list[Any]) -> Column:
@@ -63,7 +63,7 @@ def columns_of(items: list[Any]) -> Column:
 
 
 def nodes_of(column: Column) -> int:
-    """Return how many objects an item is made of, itself included.
+    """Return the number of objects of one item, itself included.
 
     Raises:
         ValueError: it is no column.
@@ -82,18 +82,18 @@ def nodes_of(column: Column) -> int:
 
 
 def fits(nodes: int, items: int, size_bytes: int) -> bool:
-    """Tell whether columns may make so many objects of a message of so many bytes."""
+    """Return whether a message of this size may make this many objects from columns."""
     return nodes * items * NODE_BYTES_MIN <= size_bytes and nodes * items <= ELEMENTS_MAX
 
 
 def items_of(column: Column, count: int, depth: int = DEPTH_MAX) -> list[Any]:
-    """Return the items of a column; what can't be one of `columns_of` is refused.
+    """Return the items of a column; reject one that `columns_of` would not make.
 
     Args:
-        count: how many there are. The caller has checked with `fits` that there can be so many.
+        count: number of items. The caller has checked it with `fits`.
 
     Raises:
-        ValueError: it is malformed, or not a column of so many items.
+        ValueError: it is malformed, or not a column of `count` items.
     """
     kind = column[0]
     if type(kind) is not int or depth == 0:
@@ -150,7 +150,7 @@ def _column(values: Sequence[Any], depth: int) -> Column:
 
 def _dicts(values: Sequence[dict[Any, Any]], depth: int) -> Column:
     keys = list(values[0])
-    if not {str, int}.issuperset(map(type, keys)):  # which also refuses True, which equals 1
+    if not {str, int}.issuperset(map(type, keys)):  # also rejects True, which equals 1
         return [PLAIN, list(values)]
     if len(keys) == 1:
         # Cheaper than comparing keys: one of each, and it is there.
@@ -193,7 +193,7 @@ def _scalars(values: Sequence[np.generic]) -> Column:
 
 
 def _item_bytes(column: Column) -> int:
-    """Return about how many bytes one item takes: as many as the first one, at the least."""
+    """Return the approximate size of one item, at least that of the first one."""
     kind, values = column[0], column[-1]
     if kind in (ARRAY, SCALAR):
         return int(values[0].nbytes)

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 from pipedist.errors import RemoteProtocolError, UsageError
 from pipedist.messages import Message
-from pipedist.transport import envelope
 from pipedist.transport.client_socket import ClientSocket, ConnectionLost
 from pipedist.transport.lane.client import LaneEnd, open_lane
 from pipedist.transport.limits import LIMITS, Limits
@@ -22,7 +21,7 @@ from pipedist.transport.rendezvous import parse_endpoint
 from pipedist.transport.settings import SETTINGS, Settings
 from pipedist.transport.shared_memory.references import Reference, weave
 from pipedist.transport.shared_memory.settings import SHARED_BYTES_MIN
-from pipedist.transport.wire import pack, unpack
+from pipedist.transport.wire import pack, seal, unpack, unseal
 
 if TYPE_CHECKING:
     from pipedist.transport.keys import ClientKeys
@@ -105,7 +104,7 @@ class Dealer:
                     link.read()  # a welcome, without which nothing is shared yet
                 references, payload = link.lend(payload)
         header = payload[0] if payload else b""
-        parts = [envelope.seal(head, header, references), *payload[1:]]
+        parts = [seal(head, header, references), *payload[1:]]
         self._road.send(parts, copy=copy, timeout_s=timeout_s)
 
     def poll(self, timeout_s: float) -> bool:
@@ -136,7 +135,7 @@ class Dealer:
         if not self._road.poll(timeout_s):
             raise ConnectionLost(f"{self._endpoint} sent no message for {timeout_s:g} s")
         frames = self._road.recv()
-        head, header, references = envelope.unseal(frames[0], self._limits)
+        head, header, references = unseal(frames[0], self._limits)
         message = unpack(head)
         if not header.nbytes:
             if len(frames) > 1 or references:

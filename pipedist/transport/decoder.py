@@ -1,4 +1,4 @@
-"""The receiving half of the codec: frames to a tree, believing nothing unchecked."""
+"""The decoder: frames to a tree. Everything received is checked before use."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import numpy as np
 
 from pipedist.errors import RemoteProtocolError
 from pipedist.program import Tree
-from pipedist.transport import arrays, classes
 from pipedist.transport.columns import fits, items_of, nodes_of
-from pipedist.transport.form import (
+from pipedist.transport.layout import (
+    ARRAY_ALIGNMENT_BYTES,
     BIG_INT,
     COLUMNS,
     COMPLEX,
@@ -30,16 +30,19 @@ from pipedist.transport.form import (
     SLICE,
     TUPLE,
     UnsuitableTree,
+    build_instance,
     check_nodes,
+    find_class,
+    parse_array,
 )
 from pipedist.transport.limits import INT_BYTES_MAX, LIMITS, Limits
 
 _UNSEEN_BYTES_MAX: Final = 512
-"""A header of so few bytes is not parsed in advance: what it may claim falsely is 2 MiB at most
-(msgpack makes room for as many elements as there are bytes, on each of at most 511 levels)."""
+"""A header of at most this size is not parsed in advance: false lengths in it allocate at most 2 MiB
+(msgpack allocates as many elements as there are bytes, on each of at most 511 levels)."""
 
 _MARK_START: Final = msgpack.packb(TUPLE)[:2]
-"""How a mark begins, however it is written by `encode`: without one, no list is a tuple or a record."""
+"""The first bytes of every mark that `encode` writes: without them, no list is a tuple or a record."""
 
 
 def decode(
@@ -51,13 +54,13 @@ def decode(
         frames: header and array frames. Arrays are read-only views of them.
         may_import: import the modules of dataclasses and namedtuples; only for what a trusted
             peer sent. Otherwise they must have been imported here.
-        limits: what is refused for its size.
+        limits: of sizes.
 
     Returns:
         The tree; its arrays are read-only, aligned and C-contiguous.
 
     Raises:
-        RemoteProtocolError: whatever `encode` would not have written, or a class that is not here.
+        RemoteProtocolError: `encode` would not have written these frames, or a class is not here.
     """
     try:
         return _Decoder(frames, may_import, limits).tree()
@@ -74,7 +77,7 @@ def decode(
 
 
 class _Decoder:
-    """Reads one payload; every method raises ValueError for what `encode` does not write."""
+    """Decodes one payload; every method raises ValueError for input that `encode` does not write."""
 
     __slots__ = ("_classes", "_frames", "_header", "_may_import", "_unused")
 
@@ -147,7 +150,7 @@ class _Decoder:
             return slice(*parts)
         if mark == RANGE and types == {int}:
             return range(*parts)
-        raise ValueError("a slice or range of something else than ints")
+        raise ValueError("a slice or range whose parts are not ints")
 
     def _record(self, items: list[Any]) -> Any:
         text = items[1] if len(items) > 1 else None
@@ -155,12 +158,12 @@ class _Decoder:
             raise ValueError("a record without the name of its class")
         found = self._classes.get(text)
         if found is None:
-            found = self._classes[text] = classes.resolve(text, may_import=self._may_import)
-        return classes.build(*found, items[2:])
+            found = self._classes[text] = find_class(text, may_import=self._may_import)
+        return build_instance(*found, items[2:])
 
     def _extension(self, code: int, data: bytes) -> Any:
         if code == INLINE:
-            (dtype, shape, size_bytes), at = arrays.parse(data)
+            (dtype, shape, size_bytes), at = parse_array(data)
             if len(data) != at + size_bytes:
                 raise ValueError(f"an array {dtype}{list(shape)} of {len(data) - at} bytes")
             array: np.ndarray[Any, Any] = np.ndarray(shape, dtype, data, at)
@@ -172,7 +175,7 @@ class _Decoder:
                 raise ValueError("an unknown mark")
             return msgpack.ExtType(MARK, data)
         if code == NUMPY_SCALAR:
-            (dtype, shape, size_bytes), at = arrays.parse(data)
+            (dtype, shape, size_bytes), at = parse_array(data)
             if shape or len(data) != at + size_bytes or dtype.kind in "US":
                 raise ValueError("a malformed NumPy scalar")
             scalar: np.ndarray[Any, Any] = np.ndarray((), dtype, data, at)
@@ -192,14 +195,14 @@ class _Decoder:
         raise ValueError(f"unknown extension type {code}")
 
     def _array_in_frame(self, data: bytes) -> np.ndarray[Any, Any]:
-        (dtype, shape, size_bytes), at = arrays.parse(data)
+        (dtype, shape, size_bytes), at = parse_array(data)
         if len(data) != at + PLACE.size:
             raise ValueError("an array whose place is malformed")
         number, offset = PLACE.unpack_from(data, at)
         if number >= len(self._frames):
             raise ValueError(f"an array in frame {number} of {len(self._frames)}")
         frame = self._frames[number]
-        if offset + size_bytes > frame.nbytes or offset % arrays.ALIGNMENT_BYTES:
+        if offset + size_bytes > frame.nbytes or offset % ARRAY_ALIGNMENT_BYTES:
             raise ValueError(
                 f"an array {dtype}{list(shape)} at byte {offset} of a frame of {frame.nbytes} bytes"
             )
@@ -212,7 +215,7 @@ class _Decoder:
 
 
 def _check_syntax(header: memoryview) -> None:
-    """Parse without making objects: afterwards each length in the header is known to be true."""
+    """Parse without making objects, so that each length in the header is known to be true."""
     unpacker = msgpack.Unpacker(None, max_buffer_size=max(header.nbytes, 1))
     unpacker.feed(header)
     try:
@@ -222,7 +225,7 @@ def _check_syntax(header: memoryview) -> None:
 
 
 def _checked(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Refuse bytes that are no value of their dtype, which NumPy does not check."""
+    """Reject bytes that are no value of their dtype, which NumPy does not check."""
     kind = array.dtype.kind
     if kind == "b" and array.size and array.view(np.uint8).max() > 1:
         raise ValueError("a bool array with a byte that is neither 0 nor 1")

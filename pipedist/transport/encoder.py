@@ -1,4 +1,4 @@
-"""The sending half of the codec: a tree to frames."""
+"""The encoder: a tree to frames."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ import numpy as np
 from pipedist.errors import PipedistError
 from pipedist.misuse_hints import conversion_hint
 from pipedist.program import Tree
-from pipedist.transport import arrays, classes
 from pipedist.transport.columns import ITEMS_MIN, Unlike, columns_of, fits, nodes_of
-from pipedist.transport.form import (
+from pipedist.transport.layout import (
     BIG_INT,
     COLUMNS,
     COMPLEX,
@@ -36,11 +35,16 @@ from pipedist.transport.form import (
     SHARED_FRAME_BYTES_MAX,
     SLICE,
     TUPLE,
+    ClassNotFound,
     Frame,
     TreeTooLarge,
     UnsuitableTree,
+    UnsupportedArray,
     check_nodes,
     children_of,
+    class_signature,
+    describe_array,
+    is_namedtuple,
 )
 from pipedist.transport.limits import DEPTH_MAX, INT_BYTES_MAX, KIB, LIMITS
 
@@ -93,7 +97,7 @@ def encode(tree: Tree) -> list[Frame]:
 
 
 def _encode_columns(items: list[Any]) -> list[Frame] | None:
-    """Return the frames of a list of like items, as columns; None where that is not how it travels."""
+    """Return the frames of a list of like items as columns; None if it is not sent as columns."""
     encoder = _Encoder()
     try:
         column = columns_of(items)
@@ -101,7 +105,7 @@ def _encode_columns(items: list[Any]) -> list[Frame] | None:
         header = _COLUMNS_START + encoder.pack([len(items), column])
         frames = encoder.finish(header)
     except (Unlike, UnsuitableTree, ValueError, OverflowError, RecursionError):
-        return None  # an error is told by whoever encodes the list as it is
+        return None  # `encode` raises the error when it encodes the list as it is
     size_bytes = sum(frame.nbytes if type(frame) is memoryview else len(frame) for frame in frames)
     is_within = len(header) <= LIMITS.header_bytes_max and len(frames) < LIMITS.frames_max
     return frames if is_within and fits(nodes_of(column), len(items), size_bytes) else None
@@ -131,7 +135,7 @@ class _Encoder:
         return [header, *self._frames]
 
     def _translate(self, value: Any) -> Any:
-        """Return what msgpack is to write for a value that it does not know."""
+        """Translate a value that msgpack does not know into one that it does."""
         cls = type(value)
         if cls is np.ndarray:
             return self._array(value)
@@ -144,7 +148,7 @@ class _Encoder:
             return translate(value)
         if issubclass(cls, np.memmap):
             return self._array(value.view(np.ndarray))
-        if classes.is_namedtuple(cls):
+        if is_namedtuple(cls):
             return [RECORD, _signature(cls)[0], *value]
         if dataclasses.is_dataclass(cls):
             text, fields = _signature(cls)
@@ -156,8 +160,8 @@ class _Encoder:
 
     def _array(self, array: np.ndarray[Any, Any]) -> msgpack.ExtType:
         try:
-            prefix, size_bytes, convert = arrays.describe(array.dtype, array.shape)
-        except arrays.Indescribable as error:
+            prefix, size_bytes, convert = describe_array(array.dtype, array.shape)
+        except UnsupportedArray as error:
             raise UnsuitableTree(f"an array of {error}") from None
         if convert is not None:
             array = array.astype(convert)
@@ -230,8 +234,8 @@ def _numpy_scalar(value: np.generic) -> msgpack.ExtType:
     if isinstance(value, np.bytes_):
         return msgpack.ExtType(NUMPY_BYTES, bytes(value))
     try:
-        prefix, _, convert = arrays.describe(value.dtype, ())
-    except arrays.Indescribable as error:
+        prefix, _, convert = describe_array(value.dtype, ())
+    except UnsupportedArray as error:
         raise UnsuitableTree(f"a NumPy scalar of {error}") from None
     if convert is None and value.dtype.kind in "biufc":
         _plain_scalars[type(value)] = prefix
@@ -241,8 +245,8 @@ def _numpy_scalar(value: np.generic) -> msgpack.ExtType:
 
 def _signature(cls: type) -> tuple[str, tuple[str, ...]]:
     try:
-        return classes.signature(cls)
-    except classes.Unresolvable as error:
+        return class_signature(cls)
+    except ClassNotFound as error:
         raise UnsuitableTree(f"an instance of {error}") from None
 
 
@@ -252,7 +256,7 @@ def _type_name(cls: type) -> str:
 
 
 def _unsendable(tree: Tree, error: Exception) -> UnsendableError:
-    """Find the value that `encode` stumbled over; only now, so that good trees don't pay for paths."""
+    """Return the error for the first value that can't be sent, with its path; other trees need no paths."""
     if isinstance(error, TreeTooLarge):
         return UnsendableError(f"can't send {error}; send arrays instead of lists of Python objects")
     pending: list[tuple[tuple[str, ...], Any]] = [((), tree)]
@@ -272,7 +276,7 @@ def _unsendable(tree: Tree, error: Exception) -> UnsendableError:
                     plain = "str" if isinstance(key, str) else "int" if isinstance(key, np.integer) else ""
                     return UnsendableError(
                         f"can't send a dict with the key {key!r} of type {type(key).__qualname__}, {where}; "
-                        "keys are str or int" + (f": say {plain}(key)" if plain else "")
+                        "keys are str or int" + (f": use {plain}(key)" if plain else "")
                     )
         names = _child_names(node)
         try:
@@ -299,7 +303,7 @@ def _child_names(node: Any) -> list[str] | None:
         return list(map(str, node))
     if cls is list or cls is tuple:
         return list(map(str, range(len(node))))
-    if classes.is_namedtuple(cls):
+    if is_namedtuple(cls):
         return list(cls._fields)
     if dataclasses.is_dataclass(cls):
         return [field.name for field in dataclasses.fields(cls)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipedist.records import record
+from msgspec import Struct
 
 KIB = 1 << 10
 MIB = 1 << 20
@@ -21,8 +21,7 @@ STRING_BYTES_MAX = 1 * MIB
 """UTF-8 bytes of one str field of a message: a traceback, an exception's text."""
 
 
-@record
-class Limits:
+class Limits(Struct, frozen=True):
     """What one multi-frame message may hold at most.
 
     Args:

@@ -15,8 +15,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
+from msgspec import Struct
+
 from pipedist.errors import UsageError
-from pipedist.records import record
 from pipedist.temp_dirs import ScratchFolder, remove
 
 SOCKET_PATH_BYTES_MAX: Final = 107
@@ -33,8 +34,7 @@ _NAME_BYTES: Final = 8  # of randomness in a socket's name
 _IPC_TAIL: Final = len("/") + 2 * _NAME_BYTES + len(SHARED_MEMORY_SUFFIX)
 
 
-@record
-class Endpoint:
+class Endpoint(Struct, frozen=True):
     """A parsed endpoint.
 
     Args:

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING
 
 from pipedist.errors import LocalProtocolError, RemoteProtocolError
 from pipedist.messages import Message, Refuse
-from pipedist.transport import envelope
 from pipedist.transport.lane.server import Lanes
 from pipedist.transport.limits import LIMITS, Limits
 from pipedist.transport.outbox import size_of
@@ -30,7 +29,7 @@ from pipedist.transport.settings import SETTINGS, Settings
 from pipedist.transport.shared_memory.listener import Listener
 from pipedist.transport.shared_memory.references import Reference, weave
 from pipedist.transport.shared_memory.settings import SHARED_BYTES_MIN, SharedMemory
-from pipedist.transport.wire import pack, unpack
+from pipedist.transport.wire import pack, seal, unpack, unseal
 
 if TYPE_CHECKING:
     from pipedist.transport.keys import ServerKeys
@@ -161,7 +160,7 @@ class Router:
             if listener is not None and any(size_of(frame) >= SHARED_BYTES_MIN for frame in payload[1:]):
                 references, payload = listener.lend(identity, payload)
         header = payload[0] if payload else b""
-        first = envelope.seal(pack(message), header, references)
+        first = seal(pack(message), header, references)
         try:
             return peer.road.send(identity, [first, *payload[1:]])
         except RemoteProtocolError as error:
@@ -178,7 +177,7 @@ class Router:
         if peer is None or peer.is_dropped:
             return
         if self._is_open:
-            peer.road.silence(identity, envelope.seal(pack(Refuse(reason[:1000]))) if reason else b"")
+            peer.road.silence(identity, seal(pack(Refuse(reason[:1000]))) if reason else b"")
         if reason:
             self._on_reject(reason)
         peer.is_dropped = True
@@ -216,7 +215,7 @@ class Router:
         self._on_message(identity, message, frames)
 
     def _open_message(self, identity: bytes, parts: list[memoryview]) -> tuple[Message, list[memoryview]]:
-        head, header, references = envelope.unseal(parts[0], self._limits)
+        head, header, references = unseal(parts[0], self._limits)
         message = unpack(head)
         if not header.nbytes:
             if len(parts) > 1 or references:

@@ -13,7 +13,6 @@ import anyio.to_thread
 import zmq
 
 from pipedist.errors import UsageError
-from pipedist.transport import envelope
 from pipedist.transport.connections import address_of, hang_up, user_of
 from pipedist.transport.limits import KIB, Limits
 from pipedist.transport.monitor import FAILURE_EVENTS, HANDSHAKE_FAILURES, event_of
@@ -21,6 +20,7 @@ from pipedist.transport.outbox import Outbox, size_of
 from pipedist.transport.pump import Pump
 from pipedist.transport.rendezvous import Endpoint
 from pipedist.transport.settings import Settings
+from pipedist.transport.wire import first_frame_bytes_max
 from pipedist.transport.zap import ZAP_DOMAIN, ZapHandler
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class ServerSocket:
         self._on_message = on_message
         self._on_reject = on_reject
         self._limits = limits
-        self._first_bytes_max = envelope.bytes_max(limits)
+        self._first_bytes_max = first_frame_bytes_max(limits)
         self._settings = settings
         self._waiting: dict[bytes, Outbox] = {}
         """By identity: what ZeroMQ's queue for a peer can't take; none is empty."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from pipedist.records import record
+from msgspec import Struct
+
 from pipedist.transport.limits import GIB, KIB
 
 
-@record
-class Settings:
+class Settings(Struct, frozen=True):
     """The times and queue lengths of a socket.
 
     Args:

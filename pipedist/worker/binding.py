@@ -7,13 +7,14 @@ path before it decodes the rest: a value among a stage's `with` may be of a clas
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from pipedist import functions
 from pipedist.errors import PipedistError, RemoteProtocolError
 from pipedist.program import Program, Tree, from_tree, to_tree
-from pipedist.transport.classes import Unresolvable
 from pipedist.transport.codec import Frame, UnsendableError, decode, encode
+from pipedist.transport.layout import ClassNotFound
 
 
 class Unloadable(PipedistError):
@@ -65,7 +66,7 @@ def load_tree(frames: Sequence[memoryview], what: str) -> Tree:
     try:
         return decode(frames, may_import=True)
     except RemoteProtocolError as error:
-        if not isinstance(error.__cause__, Unresolvable):
+        if not isinstance(error.__cause__, ClassNotFound):
             raise
         raise Unloadable(
             f"{what} can't be rebuilt in the worker: {error.__cause__}; define the class in a module "

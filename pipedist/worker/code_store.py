@@ -40,7 +40,7 @@ class CodeStore:
         Raises:
             RemoteProtocolError: they are malformed, or are not here though they should be.
         """
-        folder = code.folder
+        folder = os.fsdecode(code.folder)
         if not code.digest:
             self._places[folder], self._told[folder] = folder, code.text
             return

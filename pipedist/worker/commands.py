@@ -1,11 +1,12 @@
-"""What a worker's machine wants done. The driver carries out each one, in order, and decides nothing."""
+"""Outputs of a worker's state machine. The driver executes each one, in order, and decides nothing."""
 
 from __future__ import annotations
 
 import enum
 
+from msgspec import Struct
+
 from pipedist.messages import AssignGang, Code, Exchange, Message, Relay, Results, Welcome
-from pipedist.records import record
 
 
 class Ending(enum.Enum):
@@ -18,46 +19,41 @@ class Ending(enum.Enum):
     UNANSWERED = "the scheduler did not answer"
 
 
-@record
-class Send:
+class Send(Struct, frozen=True):
     """Send a message that has no payload."""
 
     message: Message
 
 
-@record
-class SendResults:
+class SendResults(Struct, frozen=True):
     """Send a message with the results that were reported with it.
 
     Args:
-        kept_of: the pass under whose key they are kept first; 0: they are not.
+        cache_pass: the pass under whose key the results are cached first; 0: they are not cached.
     """
 
     message: Results
-    kept_of: int = 0
+    cache_pass: int = 0
 
 
-@record
-class SendExchange:
-    """Send a message with what the replicas of a gang's lease bring to a collective."""
+class SendExchange(Struct, frozen=True):
+    """Send a message with the contribution of a gang lease's replicas to a collective."""
 
     message: Exchange
 
 
-@record
-class Join:
-    """The worker is in: take over what the Welcome says."""
+class Join(Struct, frozen=True):
+    """Apply the settings of the scheduler's Welcome."""
 
     welcome: Welcome
 
 
-@record
-class OpenPass:
+class OpenPass(Struct, frozen=True):
     """Keep the program that came with the message.
 
     Args:
-        key: under which results of the pass are kept until they are durable; "": they are not.
-        elsewhere: the scheduler's files are not this host's: see which of them are here (`events.Saw`).
+        key: cache results of the pass under this key until they are durable; "": do not cache them.
+        elsewhere: the scheduler's files are not this host's: check which are here (`events.DataFound`).
     """
 
     pass_id: int
@@ -65,85 +61,75 @@ class OpenPass:
     elsewhere: bool = False
 
 
-@record
-class KeepCode:
-    """Keep the files that came with the message; see `pipedist.worker.code_store`."""
+class StoreCode(Struct, frozen=True):
+    """Store the files that came with the message (`pipedist.worker.code_store`)."""
 
     code: Code
 
 
-@record
-class DropPass:
-    """Let go of a pass: its functions, instances and reader."""
+class DropPass(Struct, frozen=True):
+    """Drop a pass: its functions, instances and reader."""
 
     pass_id: int
 
 
-@record
-class KeepLease:
-    """Keep the shards that came with the message.
+class StoreLease(Struct, frozen=True):
+    """Store the shards that came with the message.
 
     Args:
-        gang: the assignment, where the lease is a member's part of a gang.
+        gang: the assignment, if the lease is a member's part of a gang.
     """
 
     lease: int
     gang: AssignGang | None = None
 
 
-@record
-class RecallLease:
-    """The lease's calls are not executed: their results were kept."""
+class RecallLease(Struct, frozen=True):
+    """Report the lease's calls from the cache instead of executing them."""
 
     lease: int
 
 
-@record
-class LetGo:
-    """Calls of a pass below `before` are durable: do not keep their results any more."""
+class ReleaseResults(Struct, frozen=True):
+    """Drop cached results of a pass's calls below `before`: they are durable."""
 
     pass_id: int
     before: int
 
 
-@record
-class KeepRelay:
-    """Keep what another member of the gang brought, until its lease waits for it or is dropped."""
+class StoreRelay(Struct, frozen=True):
+    """Store another gang member's contribution until its lease needs it or is dropped."""
 
     relay: Relay
 
 
-@record
-class KeepState:
-    """Keep the value that came with the message; see `pipedist.worker.state_store`."""
+class StoreState(Struct, frozen=True):
+    """Store the value that came with the message (`pipedist.worker.state_store`)."""
 
     space: int
     version: int
 
 
-@record
-class ForgetState:
-    """Let go of every version of a state."""
+class ReleaseState(Struct, frozen=True):
+    """Drop every version of a state."""
 
     space: int
 
 
-@record
-class DropLease:
-    """Let go of a lease: its shards, what was relayed for it, and its Execute, if that has been given."""
+class DropLease(Struct, frozen=True):
+    """Drop a lease: its shards, contributions relayed for it, and its Execute, if there is one."""
 
     lease: int
 
 
-@record
-class Execute:
+class Execute(Struct, frozen=True):
     """Execute a slice of a lease: from its first call that is not reported, at most up to `hi`.
 
-    It is begun when there is no message left to handle, and then stands until `SliceEnded`.
+    The slice begins when no message is left to handle, and ends with `SliceEnded`.
 
     Args:
         slice_s: begin no call after this time, seconds.
-        slice_bytes: begin no call when this much has gathered.
+        slice_bytes: begin no call after results of this size.
     """
 
     lease: int
@@ -154,8 +140,7 @@ class Execute:
     slice_bytes: int
 
 
-@record
-class Leave:
+class Leave(Struct, frozen=True):
     """End the process."""
 
     ending: Ending
@@ -167,15 +152,15 @@ Command = (
     | SendResults
     | SendExchange
     | Join
-    | KeepCode
+    | StoreCode
     | OpenPass
     | DropPass
-    | KeepLease
+    | StoreLease
     | RecallLease
-    | LetGo
-    | KeepRelay
-    | KeepState
-    | ForgetState
+    | ReleaseResults
+    | StoreRelay
+    | StoreState
+    | ReleaseState
     | DropLease
     | Execute
     | Leave

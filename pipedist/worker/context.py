@@ -16,6 +16,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
@@ -23,7 +24,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipedist.program import Tree
-from pipedist.records import record
 from pipedist.worker import forks
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ _CROSS_REPLICA = {
 """Methods of Strategy that need all replicas, and what to do in a replica function instead."""
 
 
-@record
+@dataclass(frozen=True, slots=True)
 class ClusterTask:
     """Which program of a cluster a replica function runs in, where each host has one.
 

@@ -28,15 +28,15 @@ from pipedist.worker.code_store import CodeStore
 from pipedist.worker.commands import Ending, Execute
 from pipedist.worker.devices import DevicesUnseen
 from pipedist.worker.events import (
-    Brought,
+    CollectiveOverdue,
+    CollectiveReached,
+    DataFound,
     Event,
-    Leaving,
-    Missed,
-    Saw,
+    LeaveRequested,
+    RestartNeeded,
     SliceEnded,
     Started,
-    Tick,
-    Unfit,
+    TimePassed,
 )
 from pipedist.worker.joining import Joining
 from pipedist.worker.kept import KeptResults
@@ -142,7 +142,7 @@ class Driver:
             while self._left is None:
                 if self._asked_to_leave:
                     with self._core:
-                        self._handle(Leaving(self._asked_to_leave))
+                        self._handle(LeaveRequested(self._asked_to_leave))
                 elif self._slice is None:
                     with contextlib.suppress(_Interrupted):
                         self._wait()
@@ -186,7 +186,7 @@ class Driver:
                 self._receive()
             else:
                 self._working.clear()
-                self._handle(Tick())
+                self._handle(TimePassed())
                 self._joining.look()
             self._uplink.send_lines()
 
@@ -212,7 +212,7 @@ class Driver:
             run = self._begin(slice_)
         except DevicesUnseen as error:
             with self._core:
-                self._handle(Unfit(str(error)))
+                self._handle(RestartNeeded(str(error)))
             return
         if not self._working.is_set():
             self._working.set()
@@ -264,7 +264,7 @@ class Driver:
         """Send a gang's part of an exchange; see `pipedist.worker.hub_channel.Hub`."""
         with self._listening(lease):
             self._brought = payload
-            self._handle(Brought(lease, number))
+            self._handle(CollectiveReached(lease, number))
             self._brought = ()
 
     def listen(self, lease: int, timeout_s: float) -> None:
@@ -277,7 +277,7 @@ class Driver:
     def miss(self, lease: int, members: tuple[int, ...], text: str) -> None:
         """Tell that a collective has waited too long; see `pipedist.worker.gangs.Scheduler`."""
         with self._listening(lease):
-            self._handle(Missed(lease, tuple(map(str, members)), text))
+            self._handle(CollectiveOverdue(lease, tuple(map(str, members)), text))
 
     @contextlib.contextmanager
     def _listening(self, lease: int) -> Iterator[None]:
@@ -328,8 +328,8 @@ class Driver:
         self._socket.send(command.message, timeout_s=self._join_s if joining else math.inf)
 
     def _do_send_results(self, command: commands.SendResults) -> None:
-        if command.kept_of:
-            self._reports.keep(command.kept_of, command.message)
+        if command.cache_pass:
+            self._reports.keep(command.cache_pass, command.message)
         self._uplink.send_lines()  # first: the run may be over with these results, and nobody listens then
         # A slow reader is back-pressure, not a fault; what is sent was made ours by `boundary.own`.
         self._socket.send(command.message, self._reports.payload, copy=False, timeout_s=math.inf)
@@ -345,31 +345,31 @@ class Driver:
         self._reports.open_pass(command.pass_id, command.key)
         self._leases.open_pass(command.pass_id, self._frames, elsewhere=command.elsewhere)
         if command.elsewhere and self._leases.sees_data(command.pass_id):
-            self._handle(Saw(command.pass_id))
+            self._handle(DataFound(command.pass_id))
 
-    def _do_keep_code(self, command: commands.KeepCode) -> None:
+    def _do_keep_code(self, command: commands.StoreCode) -> None:
         self._code.keep(command.code, self._frames)
 
     def _do_drop_pass(self, command: commands.DropPass) -> None:
         self._reports.drop_pass(command.pass_id)
         self._leases.drop_pass(command.pass_id)
 
-    def _do_keep_lease(self, command: commands.KeepLease) -> None:
+    def _do_keep_lease(self, command: commands.StoreLease) -> None:
         self._leases.keep(command.lease, self._frames, command.gang)
 
     def _do_recall_lease(self, command: commands.RecallLease) -> None:
         self._reports.recalls.add(command.lease)
 
-    def _do_let_go(self, command: commands.LetGo) -> None:
+    def _do_let_go(self, command: commands.ReleaseResults) -> None:
         self._reports.settle(command.pass_id, command.before)
 
-    def _do_keep_relay(self, command: commands.KeepRelay) -> None:
+    def _do_keep_relay(self, command: commands.StoreRelay) -> None:
         self._leases.keep_relay(command.relay, self._frames)
 
-    def _do_keep_state(self, command: commands.KeepState) -> None:
+    def _do_keep_state(self, command: commands.StoreState) -> None:
         self._leases.states.receive(command.space, command.version, self._frames)
 
-    def _do_forget_state(self, command: commands.ForgetState) -> None:
+    def _do_forget_state(self, command: commands.ReleaseState) -> None:
         self._leases.states.forget(command.space)
 
     def _do_drop_lease(self, command: commands.DropLease) -> None:
@@ -394,15 +394,15 @@ _CARRY_OUT: dict[type, Callable[[Driver, Any], None]] = {
     commands.SendResults: Driver._do_send_results,
     commands.SendExchange: Driver._do_send_exchange,
     commands.Join: Driver._do_join,
-    commands.KeepCode: Driver._do_keep_code,
+    commands.StoreCode: Driver._do_keep_code,
     commands.OpenPass: Driver._do_open_pass,
     commands.DropPass: Driver._do_drop_pass,
-    commands.KeepLease: Driver._do_keep_lease,
+    commands.StoreLease: Driver._do_keep_lease,
     commands.RecallLease: Driver._do_recall_lease,
-    commands.LetGo: Driver._do_let_go,
-    commands.KeepRelay: Driver._do_keep_relay,
-    commands.KeepState: Driver._do_keep_state,
-    commands.ForgetState: Driver._do_forget_state,
+    commands.ReleaseResults: Driver._do_let_go,
+    commands.StoreRelay: Driver._do_keep_relay,
+    commands.StoreState: Driver._do_keep_state,
+    commands.ReleaseState: Driver._do_forget_state,
     commands.DropLease: Driver._do_drop_lease,
     Execute: Driver._do_execute,
     commands.Leave: Driver._do_leave,

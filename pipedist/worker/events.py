@@ -1,25 +1,23 @@
-"""What can happen to a worker, besides the scheduler's messages. Ids, sizes and times only."""
+"""Inputs of a worker's state machine besides the scheduler's messages. Ids, sizes and times only."""
 
 from __future__ import annotations
 
+from msgspec import Struct
+
 from pipedist.messages import Message
-from pipedist.records import record
 
 
-@record
-class Started:
-    """The process is up and can talk."""
+class Started(Struct, frozen=True):
+    """The process is up and connected."""
 
 
-@record
-class Saw:
-    """The data files of a pass are here, the very ones."""
+class DataFound(Struct, frozen=True):
+    """The worker sees the same data files of a pass as the scheduler."""
 
     pass_id: int
 
 
-@record
-class Finished:
+class CallsFinished(Struct, frozen=True):
     """Calls [lo, hi) of the executing lease returned; the driver holds their encoded results."""
 
     lease: int
@@ -28,8 +26,7 @@ class Finished:
     busy_ns: int
 
 
-@record
-class Raised:
+class CallRaised(Struct, frozen=True):
     """A call of the executing lease raised, or its result can't be sent; see `messages.Failed`."""
 
     lease: int
@@ -43,16 +40,14 @@ class Raised:
     aborted: bool = False
 
 
-@record
-class Brought:
-    """The executing lease's replicas have come to collective `number`; the driver holds what they bring."""
+class CollectiveReached(Struct, frozen=True):
+    """The executing lease's replicas reached collective `number`; the driver holds their contribution."""
 
     lease: int
     number: int
 
 
-@record
-class Missed:
+class CollectiveOverdue(Struct, frozen=True):
     """A collective of the executing lease has waited for its `timeout_s`; see `messages.Stalled`."""
 
     lease: int
@@ -60,30 +55,38 @@ class Missed:
     text: str
 
 
-@record
-class Unfit:
-    """What was assigned needs another process than this one."""
+class RestartNeeded(Struct, frozen=True):
+    """An assignment needs another process than this one."""
 
     reason: str
 
 
-@record
-class Leaving:
-    """The worker was asked to leave by whoever runs it; what it has finished is reported."""
+class LeaveRequested(Struct, frozen=True):
+    """The worker's launcher or supervisor ends it; finished calls are reported first."""
 
     reason: str
 
 
-@record
-class SliceEnded:
-    """The driver is done with an Execute, and has reported everything that it finished."""
+class SliceEnded(Struct, frozen=True):
+    """The driver is done with an Execute, and has reported all calls that finished."""
 
     lease: int
 
 
-@record
-class Tick:
-    """Nothing happened, but time passed."""
+class TimePassed(Struct, frozen=True):
+    """Time passed without another event."""
 
 
-Event = Message | Started | Saw | Finished | Raised | Brought | Missed | Unfit | Leaving | SliceEnded | Tick
+Event = (
+    Message
+    | Started
+    | DataFound
+    | CallsFinished
+    | CallRaised
+    | CollectiveReached
+    | CollectiveOverdue
+    | RestartNeeded
+    | LeaveRequested
+    | SliceEnded
+    | TimePassed
+)

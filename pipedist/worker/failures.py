@@ -13,9 +13,10 @@ import traceback
 from collections.abc import Callable
 from types import FrameType, TracebackType
 
+from msgspec import Struct
+
 from pipedist import functions
 from pipedist.errors import PipedistError
-from pipedist.records import record
 
 TEXT_CHARS_MAX = 16_384
 """The longest text of an exception; longer ones lose their middle."""
@@ -47,8 +48,7 @@ _TELLING = (PipedistError, TypeError, ValueError)
 """What is raised on purpose around the user's code: by readers, reductions and the codec."""
 
 
-@record
-class CallFailure:
+class CallFailure(Struct, frozen=True):
     """Why a call failed; the fields of `pipedist.messages.Failed`.
 
     Args:

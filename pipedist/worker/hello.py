@@ -38,10 +38,10 @@ def make_hello(
         numpy=ours.numpy,
         pipedist=ours.pipedist,
         cpu=ours.cpu,
-        kept=kept,
+        cached=kept,
         gpus=gpus,
         traits=ours.traits,
-        holds=holds,
+        code_digests=holds,
         proof=proof,
         threads=threads,
     )

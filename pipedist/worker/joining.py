@@ -52,6 +52,6 @@ class Joining:
         self._tell(f"joined cluster {welcome.cluster}, {threads}")
         if welcome.notice:
             self._tell(welcome.notice)
-        theirs = [entry for entry in welcome.sys_path if os.path.isabs(entry)]
+        theirs = [entry for entry in map(os.fsdecode, welcome.sys_path) if os.path.isabs(entry)]
         if theirs:
             sys.path[:] = theirs + [entry for entry in sys.path if entry not in theirs]

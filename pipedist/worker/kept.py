@@ -17,19 +17,18 @@ import os
 from collections.abc import Iterator, Sequence
 
 import msgpack
+from msgspec import Struct
 
 from pipedist.errors import RemoteProtocolError
-from pipedist.messages import KEPT_RANGES_MAX
+from pipedist.messages import CACHED_RANGES_MAX
 from pipedist.record_format import frames_of, pack, whole_records
-from pipedist.records import record
 from pipedist.transport.codec import Frame, decode, encode
 
 KEPT_BYTES_MAX = 256 * 2**20
 """Results that a worker keeps."""
 
 
-@record
-class KeptCalls:
+class KeptCalls(Struct, frozen=True):
     """The results of calls [lo, hi), as they were sent.
 
     Args:
@@ -100,7 +99,7 @@ class KeptResults:
         for key, kept in self._passes.items():
             for lo, hi in _merged((each.lo, each.hi) for each in kept):
                 found.append((lo - hi, key, lo, hi))
-        return tuple(f"{key}:{lo}-{hi}" for _, key, lo, hi in sorted(found)[:KEPT_RANGES_MAX])
+        return tuple(f"{key}:{lo}-{hi}" for _, key, lo, hi in sorted(found)[:CACHED_RANGES_MAX])
 
     def recalled(self, key: str, lo: int, hi: int) -> Iterator[KeptCalls]:
         """Yield the results of calls [lo, hi), in order.

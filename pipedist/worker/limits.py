@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from pipedist.messages import KEPT_RANGES_MAX
-from pipedist.records import record
+from msgspec import Struct
+
+from pipedist.messages import CACHED_RANGES_MAX
 
 
-@record
-class Limits:
+class Limits(Struct, frozen=True):
     """The limits of a worker.
 
     Args:
@@ -24,6 +24,6 @@ class Limits:
     flush_s: float = 0.02
     flush_bytes: int = 4 * 2**20
     leases_queued_max: int = 64
-    recalls_queued_max: int = KEPT_RANGES_MAX
+    recalls_queued_max: int = CACHED_RANGES_MAX
     passes_max: int = 1024
     states_max: int = 4096

@@ -3,7 +3,7 @@
 Rules
 -----
 * `handle(event, now)` takes a message of the scheduler, or something that happened here, and
-  returns commands; `deadline()` says when the next Tick is due. No clock, no socket, no data:
+  returns commands; `deadline()` says when the next TimePassed is due. No clock, no socket, no data:
   the driver keeps programs, shards and results, and finds them by pass and lease.
 * Calls of a lease are reported in order and without gaps: each exactly once, as done or as
   raised. So what was not reported is known to be the rest of the range.
@@ -21,10 +21,10 @@ Rules
   collectives, numbered from 1 without gaps; what other members bring is kept for a lease that
   executes or waits, and dropped where the lease is over: the messages have crossed.
 * A state's values are kept until it is dropped; which versions, is the driver's matter.
-* Results of a pass that has a key are kept before they are sent, until `Settled` says that they are
+* Results of a pass that has a key are kept before they are sent, until `Committed` says that they are
   durable, or the pass is over: should the scheduler vanish, the next incarnation offers them to whoever
   goes on with the run. What a `Recall` asks for is reported like the calls of any lease, in its turn.
-* A worker that is to leave (`Leaving`) finishes the slice that it executes, and says Goodbye.
+* A worker that is to leave (`LeaveRequested`) finishes the slice that it executes, and says Goodbye.
 * A message that the state does not allow is the scheduler's fault (RemoteProtocolError), any
   other event that it does not allow is ours (LocalProtocolError).
 
@@ -35,15 +35,15 @@ Theory of operation
 
 Assigned leases stand in an `Agenda`: it knows the order, and what of each is reported. A lease is
 executed in SLICES: `Execute` asks the driver for calls until `flush_s` has passed or
-`flush_bytes` of results have gathered. Then the driver reports what is finished (`Finished`,
-`Raised`), says `SliceEnded`, and gets the next `Execute`: for the rest, or for the next lease.
+`flush_bytes` of results have gathered. Then the driver reports what is finished (`CallsFinished`,
+`CallRaised`), says `SliceEnded`, and gets the next `Execute`: for the rest, or for the next lease.
 Before it begins that one, it looks for messages. So a Cancel or Stop is seen between calls, at
 the latest after a slice. If a call outlasts the slice, the driver reports what is finished of it
 when `deadline()` has passed.
 
 A gang's lease takes one slice to execute, however long, and may take more to be reported. While its
-replicas wait for other members, the driver goes on handling messages: one `Brought` for each
-collective that goes through the scheduler, `Missed` where one has waited too long.
+replicas wait for other members, the driver goes on handling messages: one `CollectiveReached` for each
+collective that goes through the scheduler, `CollectiveOverdue` where one has waited too long.
 """
 
 from __future__ import annotations
@@ -59,6 +59,8 @@ from pipedist.messages import (
     Cancel,
     Cancelled,
     Code,
+    Committed,
+    DataVisible,
     DropState,
     Exchange,
     Failed,
@@ -69,14 +71,12 @@ from pipedist.messages import (
     Refuse,
     Relay,
     Results,
-    Sees,
-    Settled,
     Stalled,
+    StateVersion,
     Stop,
     Unbind,
     Welcome,
 )
-from pipedist.messages import State as StateMessage
 from pipedist.worker.agenda import Agenda, Lease
 from pipedist.worker.commands import (
     Command,
@@ -84,32 +84,32 @@ from pipedist.worker.commands import (
     DropPass,
     Ending,
     Execute,
-    ForgetState,
     Join,
-    KeepCode,
-    KeepLease,
-    KeepRelay,
-    KeepState,
     Leave,
-    LetGo,
     OpenPass,
     RecallLease,
+    ReleaseResults,
+    ReleaseState,
     Send,
     SendExchange,
     SendResults,
+    StoreCode,
+    StoreLease,
+    StoreRelay,
+    StoreState,
 )
 from pipedist.worker.events import (
-    Brought,
+    CallRaised,
+    CallsFinished,
+    CollectiveOverdue,
+    CollectiveReached,
+    DataFound,
     Event,
-    Finished,
-    Leaving,
-    Missed,
-    Raised,
-    Saw,
+    LeaveRequested,
+    RestartNeeded,
     SliceEnded,
     Started,
-    Tick,
-    Unfit,
+    TimePassed,
 )
 from pipedist.worker.limits import Limits
 from pipedist.worker.states import TRANSITIONS, State
@@ -162,7 +162,7 @@ class WorkerMachine:
         return commands
 
     def deadline(self) -> float | None:
-        """Return when a Tick, or a report of finished calls, is due at the latest; None: never."""
+        """Return when a TimePassed, or a report of finished calls, is due at the latest; None: never."""
         return self._due
 
     # -- joining and leaving ---------------------------------------------------------
@@ -171,7 +171,7 @@ class WorkerMachine:
         self._due = now + self._limits.join_s
         return [Send(self._hello)]
 
-    def _on_tick(self, _event: Tick, now: float) -> list[Command]:
+    def _on_tick(self, _event: TimePassed, now: float) -> list[Command]:
         if self.state is not State.JOINING or self._due is None or now < self._due:
             return []
         return self._leave(Ending.UNANSWERED, f"no answer within {self._limits.join_s:g} s")
@@ -188,11 +188,11 @@ class WorkerMachine:
     def _on_stop(self, event: Stop, _now: float) -> list[Command]:
         return self._say_goodbye(Ending.STOPPED, event.reason)
 
-    def _on_leaving(self, event: Leaving, _now: float) -> list[Command]:
+    def _on_leaving(self, event: LeaveRequested, _now: float) -> list[Command]:
         # Also while joining: the Welcome may be on its way.
         return self._say_goodbye(Ending.STOPPED, event.reason)
 
-    def _on_unfit(self, event: Unfit, _now: float) -> list[Command]:
+    def _on_unfit(self, event: RestartNeeded, _now: float) -> list[Command]:
         return self._say_goodbye(Ending.UNFIT, event.reason)
 
     def _say_goodbye(self, ending: Ending, reason: str) -> list[Command]:
@@ -222,12 +222,12 @@ class WorkerMachine:
         return [OpenPass(event.pass_id, event.key, event.elsewhere)]
 
     def _on_code(self, event: Code, _now: float) -> list[Command]:
-        return [KeepCode(event)]
+        return [StoreCode(event)]
 
-    def _on_saw(self, event: Saw, _now: float) -> list[Command]:
+    def _on_saw(self, event: DataFound, _now: float) -> list[Command]:
         if event.pass_id not in self._passes:
             raise LocalProtocolError(f"the files of pass {event.pass_id} were seen, but it is not bound")
-        return [Send(Sees(event.pass_id))]
+        return [Send(DataVisible(event.pass_id))]
 
     def _on_unbind(self, event: Unbind, now: float) -> list[Command]:
         if event.pass_id not in self._passes:
@@ -250,10 +250,10 @@ class WorkerMachine:
             raise RemoteProtocolError(f"calls of pass {event.pass_id} were recalled, of which none is kept")
         return self._take(Lease(event.lease, event.pass_id, event.lo, event.hi, recalled=True), None, now)
 
-    def _on_settled(self, event: Settled, _now: float) -> list[Command]:
+    def _on_settled(self, event: Committed, _now: float) -> list[Command]:
         if event.pass_id not in self._keeping:
             raise RemoteProtocolError(f"calls of pass {event.pass_id} are settled, of which none is kept")
-        return [LetGo(event.pass_id, event.before)]
+        return [ReleaseResults(event.pass_id, event.before)]
 
     def _on_assign_gang(self, event: AssignGang, now: float) -> list[Command]:
         if not 0 <= event.member < event.members:
@@ -266,7 +266,7 @@ class WorkerMachine:
         if lease.pass_id not in self._passes:
             raise RemoteProtocolError(f"lease {lease.id} is of pass {lease.pass_id}, which is not bound")
         executes = self._agenda.take(lease)
-        keep = RecallLease(lease.id) if lease.recalled else KeepLease(lease.id, gang)
+        keep = RecallLease(lease.id) if lease.recalled else StoreLease(lease.id, gang)
         if not executes:
             return [keep]
         return [keep, *self._execute(lease, now)]
@@ -280,7 +280,7 @@ class WorkerMachine:
                 f"member {event.member} brings something to lease {event.lease}, which has "
                 + (f"{lease.members} members" if lease.members else "no gang")
             )
-        return [KeepRelay(event)]
+        return [StoreRelay(event)]
 
     def _on_cancel(self, event: Cancel, now: float) -> list[Command]:
         heard = Send(Cancelled(event.lease))
@@ -293,15 +293,15 @@ class WorkerMachine:
 
     # -- states ----------------------------------------------------------------------
 
-    def _on_state(self, event: StateMessage, _now: float) -> list[Command]:
+    def _on_state(self, event: StateVersion, _now: float) -> list[Command]:
         if event.space not in self._spaces and len(self._spaces) >= self._limits.states_max:
             raise RemoteProtocolError(f"more than {self._limits.states_max} states are kept")
         self._spaces.add(event.space)
-        return [KeepState(event.space, event.version)]
+        return [StoreState(event.space, event.version)]
 
     def _on_drop_state(self, event: DropState, _now: float) -> list[Command]:
         self._spaces.discard(event.space)  # it may never have come here: whoever drops it need not know
-        return [ForgetState(event.space)]
+        return [ReleaseState(event.space)]
 
     # -- execution -------------------------------------------------------------------
 
@@ -316,13 +316,13 @@ class WorkerMachine:
         slice_s, slice_bytes = self._limits.flush_s, self._limits.flush_bytes
         return [Execute(lease.id, lease.pass_id, lease.next, lease.hi, slice_s, slice_bytes)]
 
-    def _on_finished(self, event: Finished, now: float) -> list[Command]:
+    def _on_finished(self, event: CallsFinished, now: float) -> list[Command]:
         lease = self._agenda.report(event.lease, event.lo, event.hi)
         self._due = now + self._limits.flush_s
-        kept_of = lease.pass_id if lease.kept else 0
-        return [SendResults(Results(event.lease, event.lo, event.hi, event.busy_ns), kept_of)]
+        cache_pass = lease.pass_id if lease.kept else 0
+        return [SendResults(Results(event.lease, event.lo, event.hi, event.busy_ns), cache_pass)]
 
-    def _on_raised(self, event: Raised, now: float) -> list[Command]:
+    def _on_raised(self, event: CallRaised, now: float) -> list[Command]:
         self._agenda.report(event.lease, event.call, event.call + 1)
         self._due = now + self._limits.flush_s
         failed = Failed(
@@ -338,14 +338,14 @@ class WorkerMachine:
         )
         return [Send(failed)]
 
-    def _on_brought(self, event: Brought, _now: float) -> list[Command]:
+    def _on_brought(self, event: CollectiveReached, _now: float) -> list[Command]:
         lease = self._agenda.gang(event.lease)
         if event.number != lease.collectives + 1:
             raise LocalProtocolError(f"collective {event.number} was reported of {lease}")
         lease.collectives += 1
         return [SendExchange(Exchange(event.lease, event.number))]
 
-    def _on_missed(self, event: Missed, _now: float) -> list[Command]:
+    def _on_missed(self, event: CollectiveOverdue, _now: float) -> list[Command]:
         self._agenda.gang(event.lease)
         return [Send(Stalled(event.lease, event.members, event.text))]
 
@@ -387,27 +387,27 @@ class WorkerMachine:
 
 _HANDLERS: dict[type, Callable[[WorkerMachine, Any, float], list[Command]]] = {
     Started: WorkerMachine._on_started,
-    Tick: WorkerMachine._on_tick,
+    TimePassed: WorkerMachine._on_tick,
     Welcome: WorkerMachine._on_welcome,
     Refuse: WorkerMachine._on_refuse,
     Stop: WorkerMachine._on_stop,
-    Unfit: WorkerMachine._on_unfit,
-    Leaving: WorkerMachine._on_leaving,
+    RestartNeeded: WorkerMachine._on_unfit,
+    LeaveRequested: WorkerMachine._on_leaving,
     Code: WorkerMachine._on_code,
     Bind: WorkerMachine._on_bind,
-    Saw: WorkerMachine._on_saw,
+    DataFound: WorkerMachine._on_saw,
     Unbind: WorkerMachine._on_unbind,
     Assign: WorkerMachine._on_assign,
     Recall: WorkerMachine._on_recall,
-    Settled: WorkerMachine._on_settled,
+    Committed: WorkerMachine._on_settled,
     AssignGang: WorkerMachine._on_assign_gang,
-    StateMessage: WorkerMachine._on_state,
+    StateVersion: WorkerMachine._on_state,
     DropState: WorkerMachine._on_drop_state,
     Relay: WorkerMachine._on_relay,
     Cancel: WorkerMachine._on_cancel,
-    Finished: WorkerMachine._on_finished,
-    Raised: WorkerMachine._on_raised,
-    Brought: WorkerMachine._on_brought,
-    Missed: WorkerMachine._on_missed,
+    CallsFinished: WorkerMachine._on_finished,
+    CallRaised: WorkerMachine._on_raised,
+    CollectiveReached: WorkerMachine._on_brought,
+    CollectiveOverdue: WorkerMachine._on_missed,
     SliceEnded: WorkerMachine._on_slice_ended,
 }

@@ -21,8 +21,9 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from typing import TextIO
 
-from pipedist.messages import Log
-from pipedist.records import record
+from msgspec import Struct
+
+from pipedist.messages import LogLine
 from pipedist.worker.context import current
 
 _Origin = tuple[str, int, int]
@@ -33,8 +34,7 @@ importer: ContextVar[_Origin] = ContextVar("pipedist_importer", default=_NOWHERE
 """The call for whose sake a stage's module is being imported: the lines that the module prints are its."""
 
 
-@record
-class OutputLimits:
+class OutputLimits(Struct, frozen=True):
     """How much a worker may print.
 
     Args:
@@ -49,7 +49,7 @@ class OutputLimits:
 
 
 class OutputCapture:
-    """Turns text into lines, and lines into Log messages.
+    """Turns text into lines, and lines into LogLine messages.
 
     Args:
         send: takes each message, from whichever thread wrote the line.
@@ -59,7 +59,7 @@ class OutputCapture:
 
     def __init__(
         self,
-        send: Callable[[Log], None],
+        send: Callable[[LogLine], None],
         limits: OutputLimits | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -139,16 +139,16 @@ class OutputCapture:
             line = line[: self._limits.line_chars_max] + " [the rest of the line is left out]"
         # A lone surrogate has no UTF-8 form, and a print must not fail for that.
         line = line.encode("utf-8", "backslashreplace").decode("utf-8")
-        self._send(Log(*origin, line))
+        self._send(LogLine(*origin, line))
 
     def _tell_dropped(self, origin: _Origin) -> None:
         if self._dropped:
             dropped, self._dropped = self._dropped, 0
             most = self._limits.lines_per_s_max
-            self._send(Log(*origin, f"[{dropped} lines dropped: more than {most} lines a second]"))
+            self._send(LogLine(*origin, f"[{dropped} lines dropped: more than {most} lines a second]"))
 
 
-def _write_down(line: Log) -> None:
+def _write_down(line: LogLine) -> None:
     """Write a line to the process's stderr, in one piece: several copies may do so at once."""
     call = f"[{line.stage} {line.step} {line.replica}] " if line.stage else ""
     os.write(2, f"{call}{line.text}\n".encode())

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from pipedist.messages import Results
 from pipedist.transport.codec import Frame, UnsendableError, encode
 from pipedist.worker.commands import Execute
-from pipedist.worker.events import Event, Finished, Raised
+from pipedist.worker.events import CallRaised, CallsFinished, Event
 from pipedist.worker.execution import Outcome, PassExecutor
 from pipedist.worker.failures import CallFailure
 from pipedist.worker.kept import KeptCalls, KeptResults
@@ -55,7 +55,7 @@ class Reports:
             for call, outcome in enumerate(outcomes, lo):
                 self._finished_one(lease, run.executor, call, outcome, busy_ns if call == lo else 0)
         else:
-            self._handle(Finished(lease, lo, hi, busy_ns))
+            self._handle(CallsFinished(lease, lo, hi, busy_ns))
         self.payload = ()
 
     def _finished_one(
@@ -66,12 +66,12 @@ class Reports:
             self.failed(lease, failure)
             return
         self.payload = encode([outcome])
-        self._handle(Finished(lease, call, call + 1, busy_ns))
+        self._handle(CallsFinished(lease, call, call + 1, busy_ns))
 
     def failed(self, lease: int, failure: CallFailure) -> None:
         """Report a call that raised, or whose result can't be sent."""
         self._handle(
-            Raised(
+            CallRaised(
                 lease,
                 failure.call,
                 failure.stage,
@@ -114,5 +114,5 @@ class Reports:
         """
         for calls in self._kept.recalled(self._keys[slice_.pass_id], slice_.lo, slice_.hi):
             self.payload = calls.frames
-            self._handle(Finished(slice_.lease, calls.lo, calls.hi, calls.busy_ns))
+            self._handle(CallsFinished(slice_.lease, calls.lo, calls.hi, calls.busy_ns))
         self.payload = ()

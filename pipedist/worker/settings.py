@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from pipedist.records import record
+from msgspec import Struct
 
 
-@record
-class WorkerSettings:
+class WorkerSettings(Struct, frozen=True):
     """What a worker process is started with.
 
     Args:

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Protocol
 
-from pipedist.messages import Log, Message
+from pipedist.messages import LogLine, Message
 from pipedist.transport.client_socket import ConnectionLost
 from pipedist.transport.codec import Frame
 
@@ -51,12 +51,12 @@ class Uplink:
     def __init__(self, socket: Socket, lock: threading.Lock) -> None:
         self._socket = socket
         self._lock = lock
-        self._lines: deque[Log] = deque(maxlen=LOG_LINES_WAITING_MAX)
+        self._lines: deque[LogLine] = deque(maxlen=LOG_LINES_WAITING_MAX)
         self._closed = False
         self.fault: BaseException | None = None
         """What went wrong with the scheduler while user code ran; told when it is over."""
 
-    def put(self, line: Log) -> None:
+    def put(self, line: LogLine) -> None:
         """Send a line at once if the socket is free, else leave it to whoever uses it."""
         self._lines.append(line)
         if self.fault is None and self._lock.acquire(blocking=False):

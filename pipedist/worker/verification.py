@@ -9,18 +9,18 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 
+from msgspec import Struct
+
 from pipedist import trees
 from pipedist.errors import NonDeterministicError
 from pipedist.program import Tree
-from pipedist.records import record
 from pipedist.transport.codec import UnsendableError, encode
 from pipedist.worker.boundary import own
 
 _DIGEST_BYTES = 16
 
 
-@record
-class Digests:
+class Digests(Struct, frozen=True):
     """What a value was.
 
     Args:

@@ -15,14 +15,6 @@ PICKLES = {"pickle", "cloudpickle", "dill", "marshal", "shelve"}
 
 ALLOWED = {
     (
-        "records.py",
-        "exec",
-    ): "compiles __init__ from the fields of a class in our own source",
-    (
-        "transport/wire.py",
-        "exec",
-    ): "compiles checks of the fields of a message class in our own source",
-    (
         "functions.py",
         "pickle.loads",
     ): "in a worker: a function that its authenticated scheduler sent",

@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Sequence
 
 from pipedist.errors import RemoteProtocolError
-from pipedist.transport.codec import decode, unpack
-from pipedist.transport.envelope import unseal
+from pipedist.transport.codec import decode
 from pipedist.transport.limits import LIMITS
+from pipedist.transport.wire import unpack, unseal
 from tests.bar.frame_mutations import mutated
 from tests.bar.recorded import Frames
 from tests.bar.watch import MIB, peak_bytes

@@ -6,7 +6,7 @@ import struct
 from collections.abc import Sequence
 from random import Random
 
-from pipedist.transport.envelope import START
+from pipedist.transport.wire import START
 from tests.bar.recorded import Frames
 
 LENGTHS = (0, 1, 7, 255, 65_535, 2**31 - 1, 2**31, 2**32 - 1)

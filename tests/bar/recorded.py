@@ -11,10 +11,9 @@ import pipedist
 from pipedist import messages as msg
 from pipedist.errors import PipedistError
 from pipedist.transport.codec import encode
-from pipedist.transport.envelope import seal
 from pipedist.transport.router import Router
 from pipedist.transport.shared_memory.references import Reference
-from pipedist.transport.wire import pack
+from pipedist.transport.wire import pack, seal
 
 F = "tests.bar.functions"
 FRAME_BYTES_MAX = 200_000
@@ -64,8 +63,8 @@ UNSEEN: tuple[msg.Message, ...] = (
     msg.DropState(2),
     msg.Cancelled(7),
     msg.Recall(8, 1, 4, 9),
-    msg.Settled(1, 4),
-    msg.Sees(1),
+    msg.Committed(1, 4),
+    msg.DataVisible(1),
 )
 """Messages of dialled-in workers, and of what does not happen in every run."""
 
@@ -98,7 +97,9 @@ def record() -> list[Frames]:
                 assert spec is SPECS[-1], "only the last one is to fail"
     seen += [(seal(pack(message)),) for message in UNSEEN]
     files = encode([["mine.py", False, b"x = 1"]])
-    seen.append((seal(pack(msg.Code("/spec", "ab" * 16, "1 file")), bytes(files[0])), *map(bytes, files[1:])))
+    seen.append(
+        (seal(pack(msg.Code(b"/spec", "ab" * 16, "1 file")), bytes(files[0])), *map(bytes, files[1:]))
+    )
     seen.append((seal(pack(msg.Share(1)), bytes(encode({"total": 45})[0])),))
     head = pack(msg.Results(1, 0, 1, 5))
     seen.append((seal(head, b"\x91\xc0", [Reference(1, 1, 0, 1, 65536), Reference(2, 1, 1, 2, 70000)]),))

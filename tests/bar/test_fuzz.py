@@ -10,9 +10,8 @@ import pytest
 
 from pipedist import messages as msg
 from pipedist.errors import SpecError
-from pipedist.transport.codec import unpack
-from pipedist.transport.envelope import unseal
 from pipedist.transport.limits import LIMITS
+from pipedist.transport.wire import unpack, unseal
 from tests.bar import decoder_fuzz, frame_mutations, socket_fuzz, spec_fuzz, spec_mutations
 from tests.bar.decoder_fuzz import Found
 from tests.bar.recorded import Frames, record

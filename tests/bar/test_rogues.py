@@ -8,13 +8,14 @@ import logging
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import zmq
+from msgspec.structs import replace
 
 import pipedist
 from pipedist import messages as msg

@@ -87,7 +87,7 @@ def test_a_run_that_was_killed(stalled: subprocess.Popen[str], pipedist: Command
     told = pipedist("why", "out/slow")
     assert told.returncode == 1
     assert "is not executing: no process on this host replies" in told.stdout
-    assert "the run is not over" in told.stdout
+    assert "the run has not ended" in told.stdout
     assert json.loads(pipedist("why", "out/slow", "--json").stdout)["state"] == "unfinished"
     (tmp_path / "go").touch()
     assert pipedist("run", "slow.yaml", "--resume").returncode == 0

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 import pipedist
 from pipedist import messages as msg
@@ -228,13 +228,13 @@ def test_a_function_that_is_told_twice_is_told_once_when_one_of_both_has_ended()
     sinks = LogSinks()
     heard: list[str] = []
 
-    def sink(_worker: str, line: msg.Log) -> None:
+    def sink(_worker: str, line: msg.LogLine) -> None:
         heard.append(line.text)
 
     first, second = sinks.add(sink), sinks.add(sink)
     first()
     first()
-    sinks.tell("w0", msg.Log(stage="s", step=0, replica=0, text="once"))
+    sinks.tell("w0", msg.LogLine(stage="s", step=0, replica=0, text="once"))
     assert heard == ["once"]
     second()
     assert not sinks
@@ -259,7 +259,7 @@ async def test_what_a_call_printed_is_told_before_what_it_came_to(
         async with pipedist.open(spec, cluster=cluster) as run:
             with pytest.raises(pipedist.CallError) if fails else nullcontext():
                 await run.results()
-    assert heard[:2] == [msg.Log, msg.Failed if fails else msg.Results]
+    assert heard[:2] == [msg.LogLine, msg.Failed if fails else msg.Results]
 
 
 @pytest.mark.asyncio
@@ -268,7 +268,7 @@ async def test_a_log_sink_that_raises_is_left_out_and_the_others_hear() -> None:
     asyncio.get_running_loop().set_exception_handler(lambda _loop, context: told.append(context))
     heard: list[str] = []
 
-    def broken(worker: str, line: msg.Log) -> None:
+    def broken(worker: str, line: msg.LogLine) -> None:
         raise RuntimeError("sink")
 
     async with asyncio.timeout(60), pipedist.LocalCluster(workers=1) as cluster:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from pipedist import messages as msg
 from pipedist.coordinator.fleet import Fleet
@@ -74,7 +74,7 @@ def test_a_worker_that_is_put_out_is_fenced_and_its_next_incarnation_may_join(
 ) -> None:
     fleet.greet(b"a", hello("far", 0))
     fleet.heard(b"s", "far", 0)
-    assert record.events[-1] == ev.WorkerHeard("far", 0)
+    assert record.events[-1] == ev.HeartbeatReceived("far", 0)
     fleet.expel("far", 0, "not heard for 4 s")
     assert record.told(b"a") == msg.Refuse("not heard for 4 s")
     fleet.turn_away(b"a")
@@ -87,7 +87,7 @@ def test_a_worker_that_is_put_out_is_fenced_and_its_next_incarnation_may_join(
     assert len(record.events) == before
 
     fleet.heard(b"s", "far", 1)
-    assert record.events[-1] == ev.WorkerHeard("far", 1)
+    assert record.events[-1] == ev.HeartbeatReceived("far", 1)
     fleet.greet(b"b", hello("far", 1))
     assert isinstance(record.told(b"b"), msg.Welcome)
     asyncio.run(fleet.dismiss("over", 0.0))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 import pipedist
 from pipedist import messages as msg
@@ -249,7 +249,7 @@ async def test_members_that_are_no_numbers_cost_the_connection(member: str) -> N
 
 
 def states_sent(wire: Wire, identity: str) -> list[tuple[int, int]]:
-    return [(m.space, m.version) for m in wire.told(identity, msg.State)]
+    return [(m.space, m.version) for m in wire.told(identity, msg.StateVersion)]
 
 
 async def run_step(wire: Wire, handle: Any, states: dict[str, Any], *members: str, **how: Any) -> Any:
@@ -274,15 +274,15 @@ async def test_a_state_is_sent_once_a_version_and_before_the_lease_that_reads_it
         assert kinds == [
             "Welcome",
             "Bind",
-            "State",
+            "StateVersion",
             "AssignGang",
             "AssignGang",
-            "State",
+            "StateVersion",
             "AssignGang",
             "AssignGang",
         ]
         assert states_sent(wire, "a.0") == [(space, 3), (space, 4)]
-        assert wire.payload("b.0", msg.State) == {"w": 4}
+        assert wire.payload("b.0", msg.StateVersion) == {"w": 4}
         assert wire.payload("b.0", msg.AssignGang)[3] == {"w": [space, 4]}
         await run_step(wire, handle, {"w": (space, 3)}, "a.0", "b.0")  # kept here and there
         assert len(states_sent(wire, "a.0")) == 2

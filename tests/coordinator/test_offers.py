@@ -6,7 +6,7 @@ import pytest
 
 from pipedist.coordinator.offers import Offers, key_of
 from pipedist.errors import RemoteProtocolError
-from pipedist.messages import KEPT_RANGES_MAX, Hello
+from pipedist.messages import CACHED_RANGES_MAX, Hello
 from pipedist.scheduler import events as ev
 
 A, B = key_of("run a", [b"program"]), key_of("run b", [b"program"])
@@ -24,8 +24,8 @@ def test_run_code_and_program_make_the_key() -> None:
 def test_an_offer_is_for_the_pass_of_its_key_whenever_that_begins() -> None:
     offers = Offers()
     message = hello(f"{A}:4-6", f"{A}:0-2", f"{B}:7-8")
-    assert offers.take(message, {A: 5}) == [ev.CallsKept("far", 1, 5, ((0, 2), (4, 6)))]
-    assert list(offers.of_pass(B, 6)) == [ev.CallsKept("far", 1, 6, ((7, 8),))]
+    assert offers.take(message, {A: 5}) == [ev.CallsCached("far", 1, 5, ((0, 2), (4, 6)))]
+    assert list(offers.of_pass(B, 6)) == [ev.CallsCached("far", 1, 6, ((7, 8),))]
     assert list(offers.of_pass("", 6)) == []
     assert list(offers.of_pass(key_of("run c", []), 6)) == []
 
@@ -61,4 +61,4 @@ def test_what_is_malformed_is_refused(kept: tuple[str, ...]) -> None:
 
 def test_too_many_ranges_are_refused() -> None:
     with pytest.raises(RemoteProtocolError, match="too many"):
-        Offers().take(hello(*[f"{A}:{2 * i}-{2 * i + 1}" for i in range(KEPT_RANGES_MAX + 1)]), {})
+        Offers().take(hello(*[f"{A}:{2 * i}-{2 * i + 1}" for i in range(CACHED_RANGES_MAX + 1)]), {})

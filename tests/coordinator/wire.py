@@ -5,9 +5,10 @@ from __future__ import annotations
 import functools
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from types import TracebackType
 from typing import Any, TypeVar
+
+from msgspec.structs import replace
 
 from pipedist import messages as msg
 from pipedist.coordinator import Coordinator, PassHandle

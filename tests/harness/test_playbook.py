@@ -14,7 +14,7 @@ from pipedist.scheduler import events as ev
 def test_a_story() -> None:
     play = Playbook().with_workers("w0").with_pass(PassSettings(1, pulled=False))
     play(
-        ev.StepsOffered(1, 0, 1, 1),
+        ev.StepsAvailable(1, 0, 1, 1),
         cmd.SendBind("w0", 1),
         cmd.SendAssign("w0", 1, 1, 0, 1, 0),
     )

@@ -272,7 +272,7 @@ def who_may_be_stuck_is_given_more(patch: pytest.MonkeyPatch) -> None:
 
 
 def who_was_stuck_is_never_given_more(patch: pytest.MonkeyPatch) -> None:
-    patch.setitem(_handlers(), ev.CancelHeard, lambda self, event: None)
+    patch.setitem(_handlers(), ev.CancelConfirmed, lambda self, event: None)
 
 
 def a_second_attempt_has_calls_of_its_own(patch: pytest.MonkeyPatch) -> None:

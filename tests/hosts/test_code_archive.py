@@ -113,10 +113,10 @@ def test_a_digest_is_no_path(tmp_path: Path) -> None:
     store = CodeStore(str(tmp_path), "w")
     for digest in ("../../etc", "a" * 31, "A" * 32):
         with pytest.raises(RemoteProtocolError, match="with the digest"):
-            store.keep(Code("/somewhere", digest, ""), [])
+            store.keep(Code(b"/somewhere", digest, ""), [])
     with pytest.raises(RemoteProtocolError, match="was to be here"):
-        store.keep(Code("/somewhere", "a" * 32, ""), [])
+        store.keep(Code(b"/somewhere", "a" * 32, ""), [])
     (tmp_path / ("a" * 32)).mkdir()
     assert held(str(tmp_path)) == ("a" * 32,)
-    store.keep(Code("/somewhere", "a" * 32, ""), [])
+    store.keep(Code(b"/somewhere", "a" * 32, ""), [])
     assert store.place("/somewhere") == str(tmp_path / ("a" * 32))

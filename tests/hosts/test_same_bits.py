@@ -6,11 +6,11 @@ import json
 import re
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from pipedist.coordinator.admission import differences
 from pipedist.platform_id import cpu_traits

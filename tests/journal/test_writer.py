@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import errno
 import os
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from pipedist.errors import JournalError, UsageError
 from pipedist.journal import history as history_module

@@ -9,7 +9,7 @@ import sys
 import threading
 
 from pipedist.launchers.local import LocalLauncher
-from pipedist.messages import Log
+from pipedist.messages import LogLine
 from tests.worker.fake_scheduler import FakeScheduler, program
 
 
@@ -26,14 +26,14 @@ async def serve() -> None:
                 identity, _ = joined[0]
                 pass_id = scheduler.bind(identity, program("tests.worker.replica_functions:maybe_wait"))
                 scheduler.assign(identity, pass_id, ["/nonexistent/never"])
-                await scheduler.take(Log)  # it prints when the call has begun
+                await scheduler.take(LogLine)  # it prints when the call has begun
             if "holding" in sys.argv:  # no signal is answered, and no thread of it runs
                 identity, _ = joined[0]
                 pass_id = scheduler.bind(
                     identity, program("tests.worker.replica_functions:hold_the_interpreter")
                 )
                 scheduler.assign(identity, pass_id, [1])
-                await scheduler.take(Log)
+                await scheduler.take(LogLine)
             if "fork" in sys.argv and os.fork() == 0:
                 threading.Event().wait(60)  # holds the launcher's end of the control socket
                 os._exit(0)

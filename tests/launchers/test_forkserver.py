@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[2]
 
 BEGINNING = """
 import os, select, signal, socket, types
-from dataclasses import asdict
+from msgspec.structs import asdict
 
 from pipedist.launchers import forkserver
 from pipedist.worker.settings import WorkerSettings

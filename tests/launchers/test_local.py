@@ -11,10 +11,10 @@ import sys
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from pipedist.errors import LocalProtocolError, UsageError
 from pipedist.launchers.base import WorkerExit

@@ -22,7 +22,7 @@ from pipedist.scheduler import commands as cmd
 from pipedist.scheduler import events as ev
 from pipedist.transport.codec import decode, encode
 from pipedist.worker import commands as wcmd
-from pipedist.worker.events import Finished, SliceEnded, Started
+from pipedist.worker.events import CallsFinished, SliceEnded, Started
 from pipedist.worker.kept import KeptCalls, KeptResults
 from pipedist.worker.machine import WorkerMachine
 
@@ -221,7 +221,7 @@ class World:
         first, last = reading.offered, min(reading.steps, reading.wanted)
         if first < last:
             reading.offered = random.randint(first + 1, last)
-            self._tell(ev.StepsOffered(reading.number, first, reading.offered, reading.replicas, 10))
+            self._tell(ev.StepsAvailable(reading.number, first, reading.offered, reading.replicas, 10))
         if reading.offered == reading.steps and not reading.ended:
             reading.ended = True
             self._tell(ev.StepsEnded(reading.number))
@@ -230,7 +230,7 @@ class World:
             self._tell(ev.StepsConsumed(reading.number, reading.consumed, 0))
         if random.random() < 0.2 and reading.durable < reading.consumed:
             reading.durable = random.randint(reading.durable + 1, reading.consumed)
-            self._tell(ev.StepsSettled(reading.number, reading.durable))
+            self._tell(ev.StepsCommitted(reading.number, reading.durable))
 
     # -- messages ------------------------------------------------------------------------------------------
 
@@ -277,10 +277,10 @@ class World:
             self._do(process, process.machine.handle(SliceEnded(at.lease), 0.0))
 
     def _finish(self, process: Process, lease: int, part: KeptCalls) -> None:
-        for command in process.machine.handle(Finished(lease, part.lo, part.hi, part.busy_ns), 0.0):
+        for command in process.machine.handle(CallsFinished(lease, part.lo, part.hi, part.busy_ns), 0.0):
             assert isinstance(command, wcmd.SendResults)
-            if command.kept_of:
-                process.kept.add(process.keys[command.kept_of], part)
+            if command.cache_pass:
+                process.kept.add(process.keys[command.cache_pass], part)
             process.up.append((command.message, decode(part.frames)))
 
     def _do(self, process: Process, commands: list[wcmd.Command]) -> None:
@@ -293,7 +293,7 @@ class World:
                     process.keys[pass_id] = key
                 case wcmd.DropPass(pass_id):
                     process.kept.drop(process.keys.pop(pass_id))
-                case wcmd.LetGo(pass_id, before):
+                case wcmd.ReleaseResults(pass_id, before):
                     process.kept.settle(process.keys[pass_id], before)
                 case wcmd.RecallLease(lease):
                     process.recalls.add(lease)
@@ -329,13 +329,13 @@ class World:
             case cmd.SendRecall(worker, lease, pass_id, lo, hi):
                 self._check_issued(pass_id, lo, hi)
                 self._send(worker, msg.Recall(lease, pass_id, lo, hi))
-            case cmd.SendSettled(worker, pass_id, before):
-                self._send(worker, msg.Settled(pass_id, before))
+            case cmd.SendCommitted(worker, pass_id, before):
+                self._send(worker, msg.Committed(pass_id, before))
             case cmd.SendUnbind(worker, pass_id):
                 self._send(worker, msg.Unbind(pass_id))
             case cmd.SendCancel(worker, lease):
                 self._send(worker, msg.Cancel(lease))
-            case cmd.ExpelWorker(worker, incarnation, reason):
+            case cmd.EvictWorker(worker, incarnation, reason):
                 if worker in self._joined and self._joined[worker].incarnation == incarnation:
                     self._joined.pop(worker).down.append(msg.Refuse(reason))
             case cmd.AcceptResults(pass_id, lo, hi):

@@ -36,8 +36,8 @@ def _any_key(monkeypatch: pytest.MonkeyPatch) -> None:
     """The coordinator takes what was finished with other code."""
     take = Offers.take
 
-    def blind(self: Offers, hello: Hello, passes: dict[str, int]) -> list[ev.CallsKept]:
-        keys = {text.partition(":")[0] for text in hello.kept}
+    def blind(self: Offers, hello: Hello, passes: dict[str, int]) -> list[ev.CallsCached]:
+        keys = {text.partition(":")[0] for text in hello.cached}
         return take(self, hello, dict.fromkeys(keys, 1) | passes)
 
     monkeypatch.setattr(Offers, "take", blind)

@@ -90,7 +90,7 @@ class GangBook:
     pass_id: int
     lo: int
     hi: int
-    parts: tuple[cmd.GangPart, ...]
+    parts: tuple[cmd.GangAssignment, ...]
     reported: set[int] = field(default_factory=set)
     raised: list[ev.CallFailed] = field(default_factory=list)
     bytes: int = 0

@@ -89,7 +89,7 @@ def set_aside(world: World, reading: Reading, command: cmd.CallsQuarantined) -> 
         world.must(world.limits.probes_max < 10, "given up too early")
         guilty, whole = frozenset(), True
     world.must((command.whole is not None) == whole, f"{command}: all of it: {whole}")
-    world.must(frozenset(at for at, _ in command.guilty) == guilty, f"{command}: {guilty} are guilty")
+    world.must(frozenset(at for at, _ in command.culprits) == guilty, f"{command}: {guilty} are guilty")
     fate = reading.fates.get(command.lo)
     size = fate.poison.elements if fate is not None and fate.poison is not None else 0
     world.must(command.remains == (not whole and len(guilty) < size), f"{command}: does anything remain?")

@@ -44,15 +44,15 @@ class Oracle:
                 return self._foresee_report(event, lo, hi)
             case ev.CallFailed(call=call):
                 return self._foresee_report(event, call, call + 1)
-            case ev.StepsOffered(pass_id, first, last):
+            case ev.StepsAvailable(pass_id, first, last):
                 reading = self.readings[pass_id]
                 replicas = reading.settings.replicas
                 for step in range(first, last):
                     calls = set(range(step * replicas, step * replicas + event.parts))
-                    reading.waiting |= calls - {step * replicas + hole for hole in event.holes}
+                    reading.waiting |= calls - {step * replicas + hole for hole in event.skipped_replicas}
             case ev.PassClosed(pass_id):
                 self.readings[pass_id].closed = True
-            case ev.CancelHeard(name, incarnation, lease):
+            case ev.CancelConfirmed(name, incarnation, lease):
                 seat = self.seats[name]
                 if seat.incarnation == incarnation and seat.laid_off == lease:
                     seat.laid_off, seat.unsure = 0, False
@@ -216,7 +216,7 @@ class Oracle:
 
 FORESEEN = (
     cmd.StartWorker,
-    cmd.ExpelWorker,
+    cmd.EvictWorker,
     cmd.AcceptResults,
     cmd.StashResults,
     cmd.GangEnded,
@@ -225,12 +225,12 @@ FORESEEN = (
 
 
 def expel(name: str, incarnation: int) -> Command:
-    return cmd.ExpelWorker(name, incarnation, "")
+    return cmd.EvictWorker(name, incarnation, "")
 
 
 def foreseeable(commands: list[Command]) -> list[Command]:
     """Return what the oracle foresees of some commands: without reasons, and in an order of its own."""
     told = [c for c in commands if isinstance(c, FORESEEN)]
     told = [c for c in told if not (isinstance(c, cmd.GangEnded) and c.aborted)]  # checked one by one
-    plain = [expel(c.worker, c.incarnation) if isinstance(c, cmd.ExpelWorker) else c for c in told]
+    plain = [expel(c.worker, c.incarnation) if isinstance(c, cmd.EvictWorker) else c for c in told]
     return sorted(plain, key=repr) if len(plain) > 1 else plain

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-
+import msgspec
 import pytest
 
 from pipedist.errors import LocalProtocolError
@@ -11,7 +10,7 @@ from pipedist.messages import spans
 from pipedist.scheduler import Limits, PassSettings
 from pipedist.scheduler import commands as cmd
 from pipedist.scheduler import events as ev
-from pipedist.scheduler.commands import GangPart
+from pipedist.scheduler.commands import GangAssignment
 from tests.scheduler.playbook import Playbook, assigns
 
 RUN = PassSettings(replicas=2, ordered=False, fail_fast=False, pulled=False, gang=True)
@@ -47,10 +46,10 @@ def opened(settings: PassSettings, *workers: str, limits: Limits | None = None) 
 def test_a_gang_is_sent_as_a_whole_and_counts_as_a_whole() -> None:
     play = opened(SPEC, "w0", "w1")
     play(
-        ev.StepsOffered(1, 0, 1, 2),
+        ev.StepsAvailable(1, 0, 1, 2),
         cmd.SendBind("w0", 1),
         cmd.SendBind("w1", 1),
-        cmd.SendGang(1, 1, 0, (GangPart("w0", 1, 0, 1), GangPart("w1", 2, 1, 2))),
+        cmd.SendGang(1, 1, 0, (GangAssignment("w0", 1, 0, 1), GangAssignment("w1", 2, 1, 2))),
     )
     play(ev.CallsDone("w1", 0, 2, 1, 2, SECOND), cmd.StashResults(1, 1, 2, "w1"))
     play(
@@ -77,24 +76,24 @@ def test_replicas_are_spread_in_chunks_over_as_many_workers_as_there_are(
     replicas: int, workers: int, expected: list[tuple[int, int]]
 ) -> None:
     names = [f"w{i}" for i in range(workers)]
-    play = opened(dataclasses.replace(RUN, replicas=replicas), *names)
-    [gang] = gangs(play.setup(ev.StepsOffered(1, 0, 1, replicas)))
+    play = opened(msgspec.structs.replace(RUN, replicas=replicas), *names)
+    [gang] = gangs(play.setup(ev.StepsAvailable(1, 0, 1, replicas)))
     assert spread(gang) == [(f"w{i}", *chunk) for i, chunk in enumerate(expected)]
     assert spans(replicas, min(replicas, workers)) == tuple(expected)
 
 
 def test_members_are_in_the_order_of_their_names_w2_before_w10() -> None:
-    play = opened(dataclasses.replace(RUN, replicas=3), "w10", "w2", "far")
-    [gang] = gangs(play.setup(ev.StepsOffered(1, 0, 1, 3)))
+    play = opened(msgspec.structs.replace(RUN, replicas=3), "w10", "w2", "far")
+    [gang] = gangs(play.setup(ev.StepsAvailable(1, 0, 1, 3)))
     assert [part.worker for part in gang.parts] == ["w2", "far", "w10"]
 
 
 def test_a_gang_waits_until_all_workers_that_it_needs_are_idle_and_others_wait_for_it() -> None:
     play = opened(RUN, "w0", "w1").with_pass(PLAIN, 2)
-    play.setup(ev.StepsOffered(2, 0, 1, 1), ev.CallsDone("w0", 0, 1, 0, 1, SECOND))  # long calls
-    assert len(assigns(play.setup(ev.StepsOffered(2, 1, 2, 1)))) == 1  # one worker runs call 1
-    play(ev.StepsOffered(1, 0, 1, 2))
-    play(ev.StepsOffered(2, 2, 9, 1))  # a worker is idle, but it is the gang's turn
+    play.setup(ev.StepsAvailable(2, 0, 1, 1), ev.CallsDone("w0", 0, 1, 0, 1, SECOND))  # long calls
+    assert len(assigns(play.setup(ev.StepsAvailable(2, 1, 2, 1)))) == 1  # one worker runs call 1
+    play(ev.StepsAvailable(1, 0, 1, 2))
+    play(ev.StepsAvailable(2, 2, 9, 1))  # a worker is idle, but it is the gang's turn
     came = play.setup(ev.CallsDone("w1", 0, 2, 1, 2, SECOND))
     assert spread(*gangs(came)) == [("w0", 0, 1), ("w1", 1, 2)]
     assert assigns(came) == []
@@ -104,7 +103,7 @@ def test_a_gang_waits_until_all_workers_that_it_needs_are_idle_and_others_wait_f
 
 def test_gangs_and_calls_take_turns() -> None:
     play = opened(RUN, "w0", "w1").with_pass(PLAIN, 2)
-    play.setup(ev.StepsOffered(1, 0, 9, 2), ev.StepsOffered(2, 0, 99, 1))
+    play.setup(ev.StepsAvailable(1, 0, 9, 2), ev.StepsAvailable(2, 0, 99, 1))
     turns = []
     for _ in range(12):
         members = play.scheduler._members
@@ -117,7 +116,7 @@ def test_gangs_and_calls_take_turns() -> None:
 
 def test_fewer_workers_than_before_are_enough_when_no_more_are_left() -> None:
     play = opened(RUN, "w0", "w1").with_pass(PLAIN, 2)
-    play.setup(ev.StepsOffered(2, 0, 1, 1), ev.StepsOffered(1, 0, 1, 2))
+    play.setup(ev.StepsAvailable(2, 0, 1, 1), ev.StepsAvailable(1, 0, 1, 2))
     came = play.setup(ev.WorkerLost("w0", 0, "signal 9"))
     assert spread(*gangs(came)) == [("w1", 0, 2)]
 
@@ -126,15 +125,15 @@ def test_fewer_workers_than_before_are_enough_when_no_more_are_left() -> None:
 
 
 def test_a_gang_whose_worker_dies_restarts_whole_and_is_charged_once() -> None:
-    play = opened(dataclasses.replace(SPEC, replicas=3), "w0", "w1", "w2")
-    play.setup(ev.StepsOffered(1, 0, 1, 3))
+    play = opened(msgspec.structs.replace(SPEC, replicas=3), "w0", "w1", "w2")
+    play.setup(ev.StepsAvailable(1, 0, 1, 3))
     play(ev.CallsDone("w2", 0, 3, 2, 3, SECOND), cmd.StashResults(1, 2, 3, "w2"))
     play(
         ev.WorkerLost("w1", 0, "signal 9"),
         cmd.SendCancel("w0", 1),
         cmd.GangEnded(1, counts=False, aborted=True),
         cmd.StartWorker("w1", 1),
-        cmd.SendGang(2, 1, 1, (GangPart("w0", 4, 0, 2), GangPart("w2", 5, 2, 3))),
+        cmd.SendGang(2, 1, 1, (GangAssignment("w0", 4, 0, 2), GangAssignment("w2", 5, 2, 3))),
     )
     play(ev.CallsDone("w0", 0, 1, 0, 1, SECOND), cmd.DropResults("w0", 1))  # it had not heard yet
     play.setup(ev.CallsDone("w0", 0, 4, 0, 2, SECOND))
@@ -157,14 +156,14 @@ def test_a_gang_whose_worker_dies_restarts_whole_and_is_charged_once() -> None:
 )
 def test_only_a_death_that_the_gang_may_have_caused_is_charged(how: dict[str, object], attempt: int) -> None:
     play = opened(RUN, "w0", "w1")
-    play.setup(ev.StepsOffered(1, 0, 1, 2))
+    play.setup(ev.StepsAvailable(1, 0, 1, 2))
     [again] = gangs(play.setup(ev.WorkerLost("w1", 0, "gone", **how)))  # type: ignore[arg-type]
     assert (again.serial, again.attempt) == (2, attempt)
 
 
 def test_a_worker_that_dies_when_its_part_is_done_does_no_harm() -> None:
     play = opened(RUN, "w0", "w1")
-    play.setup(ev.StepsOffered(1, 0, 1, 2), ev.CallsDone("w1", 0, 2, 1, 2, SECOND))
+    play.setup(ev.StepsAvailable(1, 0, 1, 2), ev.CallsDone("w1", 0, 2, 1, 2, SECOND))
     play(ev.WorkerLost("w1", 0, "signal 9"), cmd.StartWorker("w1", 1))
     play(
         ev.CallsDone("w0", 0, 1, 0, 1, SECOND),
@@ -176,7 +175,7 @@ def test_a_worker_that_dies_when_its_part_is_done_does_no_harm() -> None:
 
 def test_a_gang_under_which_workers_keep_dying_fails() -> None:
     play = opened(RUN, "w0", limits=Limits(deaths_max=2))
-    play.setup(ev.StepsOffered(1, 0, 1, 2), ev.WorkerLost("w0", 0, "signal 11"), ev.WorkerJoined("w0", 1))
+    play.setup(ev.StepsAvailable(1, 0, 1, 2), ev.WorkerLost("w0", 0, "signal 11"), ev.WorkerJoined("w0", 1))
     play(
         ev.WorkerLost("w0", 1, "signal 11"),
         cmd.GangEnded(2, counts=False, aborted=True),
@@ -187,7 +186,7 @@ def test_a_gang_under_which_workers_keep_dying_fails() -> None:
 
 def test_a_death_under_a_cancelled_member_is_not_charged_to_the_gang_that_is_first_then() -> None:
     play = opened(RUN, "w0", "w1")
-    play.setup(ev.StepsOffered(1, 0, 1, 2), ev.WorkerLost("w1", 0, "signal 9"))  # w0 is cancelled
+    play.setup(ev.StepsAvailable(1, 0, 1, 2), ev.WorkerLost("w1", 0, "signal 9"))  # w0 is cancelled
     [again] = gangs(play.setup(ev.WorkerLost("w0", 0, "signal 9"), ev.WorkerJoined("w0", 1)))
     assert again.attempt == 1
 
@@ -197,8 +196,8 @@ def test_a_death_under_a_cancelled_member_is_not_charged_to_the_gang_that_is_fir
 
 @pytest.mark.parametrize("last", ["w0", "w1"])
 def test_the_error_is_that_of_the_lowest_replica_that_was_not_aborted(last: str) -> None:
-    play = opened(dataclasses.replace(RUN, replicas=4), "w0", "w1")
-    play.setup(ev.StepsOffered(1, 0, 1, 4))
+    play = opened(msgspec.structs.replace(RUN, replicas=4), "w0", "w1")
+    play.setup(ev.StepsAvailable(1, 0, 1, 4))
     w0 = [
         ev.CallFailed("w0", 0, 1, 0, aborted=True),
         ev.CallFailed("w0", 0, 1, 1, aborted=True),
@@ -216,7 +215,7 @@ def test_the_error_is_that_of_the_lowest_replica_that_was_not_aborted(last: str)
 
 def test_results_beside_an_error_are_dropped() -> None:
     play = opened(RUN, "w0", "w1")
-    play.setup(ev.StepsOffered(1, 0, 1, 2), ev.CallFailed("w0", 0, 1, 0))
+    play.setup(ev.StepsAvailable(1, 0, 1, 2), ev.CallFailed("w0", 0, 1, 0))
     play(
         ev.CallsDone("w1", 0, 2, 1, 2, SECOND),
         cmd.StashResults(1, 1, 2, "w1"),
@@ -227,11 +226,11 @@ def test_results_beside_an_error_are_dropped() -> None:
 
 def test_retries_are_those_of_the_call_that_is_told_and_of_the_gang_as_a_whole() -> None:
     play = opened(RUN, "w0", "w1")
-    play.setup(ev.StepsOffered(1, 0, 1, 2), ev.CallFailed("w1", 0, 2, 1, retries=1))
+    play.setup(ev.StepsAvailable(1, 0, 1, 2), ev.CallFailed("w1", 0, 2, 1, retries=1))
     play(
         ev.CallFailed("w0", 0, 1, 0, aborted=True),
         cmd.GangEnded(1, counts=False, aborted=False),
-        cmd.SendGang(2, 1, 1, (GangPart("w0", 3, 0, 1), GangPart("w1", 4, 1, 2))),
+        cmd.SendGang(2, 1, 1, (GangAssignment("w0", 3, 0, 1), GangAssignment("w1", 4, 1, 2))),
     )
     play.setup(ev.CallFailed("w0", 0, 3, 0, retries=1))  # another call: the gang has no attempt left
     play(
@@ -244,7 +243,7 @@ def test_retries_are_those_of_the_call_that_is_told_and_of_the_gang_as_a_whole()
 
 def test_a_gang_that_was_aborted_by_nobody_is_tried_again_but_not_for_ever() -> None:
     play = opened(RUN, "w0", limits=Limits(deaths_max=2))
-    play.setup(ev.StepsOffered(1, 0, 1, 2), ev.CallFailed("w0", 0, 1, 0, aborted=True))
+    play.setup(ev.StepsAvailable(1, 0, 1, 2), ev.CallFailed("w0", 0, 1, 0, aborted=True))
     [again] = gangs(play.setup(ev.CallFailed("w0", 0, 1, 1, aborted=True)))
     assert again.attempt == 1
     play.setup(ev.CallFailed("w0", 0, 2, 0, aborted=True))
@@ -255,9 +254,9 @@ def test_a_gang_that_was_aborted_by_nobody_is_tried_again_but_not_for_ever() -> 
 
 def test_a_failed_step_ends_a_pass_and_cancels_what_was_sent_in_advance() -> None:
     play = opened(SPEC, "w0", "w1")
-    [first] = gangs(play.setup(ev.StepsOffered(1, 0, 1, 2)))
+    [first] = gangs(play.setup(ev.StepsAvailable(1, 0, 1, 2)))
     done(play, first, took_ns=20 * MS)
-    assert len(gangs(play.setup(ev.StepsOffered(1, 1, 9, 2)))) == 3
+    assert len(gangs(play.setup(ev.StepsAvailable(1, 1, 9, 2)))) == 3
     play.setup(ev.CallFailed("w0", 0, 3, 2))
     play(
         ev.CallsDone("w1", 0, 4, 3, 4, 1000),
@@ -275,7 +274,7 @@ def test_a_failed_step_ends_a_pass_and_cancels_what_was_sent_in_advance() -> Non
 
 def test_a_gang_that_can_not_be_sent_fails_its_step_with_the_calls_of_that_lease() -> None:
     play = opened(RUN, "w0", "w1")
-    play.setup(ev.StepsOffered(1, 0, 1, 2))
+    play.setup(ev.StepsAvailable(1, 0, 1, 2))
     play(
         ev.LeaseNotSent(2),
         cmd.SendCancel("w0", 1),
@@ -291,9 +290,9 @@ def test_a_gang_that_can_not_be_sent_fails_its_step_with_the_calls_of_that_lease
 
 def test_short_gangs_are_queued_in_advance_as_many_as_take_the_time() -> None:
     play = opened(RUN, "w0", "w1", limits=Limits(prefetch_below_s=0.05))
-    [first] = gangs(play.setup(ev.StepsOffered(1, 0, 1, 2)))
+    [first] = gangs(play.setup(ev.StepsAvailable(1, 0, 1, 2)))
     done(play, first, took_ns=20 * MS)
-    came = gangs(play.setup(ev.StepsOffered(1, 1, 99, 2)))
+    came = gangs(play.setup(ev.StepsAvailable(1, 1, 99, 2)))
     assert [g.serial for g in came] == [2, 3, 4], "one runs, two take 40 of 50 ms"
     assert all(
         spread(g) == [("w0", 2 * s, 2 * s + 1), ("w1", 2 * s + 1, 2 * s + 2)] for s, g in enumerate(came, 1)
@@ -305,27 +304,27 @@ def test_short_gangs_are_queued_in_advance_as_many_as_take_the_time() -> None:
 
 def test_gangs_that_take_no_time_are_bounded_and_long_ones_are_never_in_advance() -> None:
     play = opened(RUN, "w0", "w1", limits=Limits(gangs_queued_max=4))
-    [first] = gangs(play.setup(ev.StepsOffered(1, 0, 1, 2)))
+    [first] = gangs(play.setup(ev.StepsAvailable(1, 0, 1, 2)))
     done(play, first, took_ns=0)
-    assert len(gangs(play.setup(ev.StepsOffered(1, 1, 99, 2)))) == 4
+    assert len(gangs(play.setup(ev.StepsAvailable(1, 1, 99, 2)))) == 4
     play = opened(RUN, "w0", "w1")
-    [first] = gangs(play.setup(ev.StepsOffered(1, 0, 1, 2)))
+    [first] = gangs(play.setup(ev.StepsAvailable(1, 0, 1, 2)))
     done(play, first, took_ns=SECOND)
-    assert len(gangs(play.setup(ev.StepsOffered(1, 1, 99, 2)))) == 1
+    assert len(gangs(play.setup(ev.StepsAvailable(1, 1, 99, 2)))) == 1
 
 
 def test_the_time_of_a_gang_is_that_of_its_slowest_member() -> None:
     play = opened(RUN, "w0", "w1")
-    play.setup(ev.StepsOffered(1, 0, 1, 2), ev.CallsDone("w0", 0, 1, 0, 1, 30 * MS))
+    play.setup(ev.StepsAvailable(1, 0, 1, 2), ev.CallsDone("w0", 0, 1, 0, 1, 30 * MS))
     play.setup(ev.CallsDone("w1", 0, 2, 1, 2, 10 * MS))
     assert play.scheduler._passes[1].call_s == pytest.approx(0.03)
 
 
 def test_two_groups_of_workers_have_gangs_at_the_same_time() -> None:
     play = opened(RUN, "w0", "w1", "w2", "w3")
-    [first] = gangs(play.setup(ev.StepsOffered(1, 0, 1, 2)))
+    [first] = gangs(play.setup(ev.StepsAvailable(1, 0, 1, 2)))
     done(play, first, took_ns=20 * MS)
-    came = gangs(play.setup(ev.StepsOffered(1, 1, 99, 2)))
+    came = gangs(play.setup(ev.StepsAvailable(1, 1, 99, 2)))
     where = [[part.worker for part in g.parts] for g in came]
     assert where == [["w0", "w1"], ["w2", "w3"]] * 3
 
@@ -333,21 +332,21 @@ def test_two_groups_of_workers_have_gangs_at_the_same_time() -> None:
 def test_a_gang_goes_to_the_workers_of_the_one_before_it_then_to_the_longest_idle() -> None:
     play = opened(RUN, "w0", "w1", "w2", "w3")
     for step in range(3):
-        [gang] = gangs(play.setup(ev.StepsOffered(1, step, step + 1, 2)))
+        [gang] = gangs(play.setup(ev.StepsAvailable(1, step, step + 1, 2)))
         assert [part.worker for part in gang.parts] == ["w0", "w1"]
         done(play, gang)
     play.setup(ev.WorkerLost("w0", 0, "signal 9"))
-    [gang] = gangs(play.setup(ev.StepsOffered(1, 3, 4, 2)))
+    [gang] = gangs(play.setup(ev.StepsAvailable(1, 3, 4, 2)))
     assert [part.worker for part in gang.parts] == ["w1", "w2"]
 
 
 def test_a_worker_that_joins_gets_its_share_of_the_next_gang() -> None:
     play = opened(RUN, "w0")
-    [first] = gangs(play.setup(ev.StepsOffered(1, 0, 1, 2)))
+    [first] = gangs(play.setup(ev.StepsAvailable(1, 0, 1, 2)))
     done(play, first, took_ns=1000)
-    before = gangs(play.setup(ev.StepsOffered(1, 1, 99, 2)))
+    before = gangs(play.setup(ev.StepsAvailable(1, 1, 99, 2)))
     assert len(before) == Limits().gangs_queued_max
-    assert gangs(play.with_workers("w1").setup(ev.WorkerHeard("w1", 0))) == []
+    assert gangs(play.with_workers("w1").setup(ev.HeartbeatReceived("w1", 0))) == []
     for gang in before[:-1]:
         assert gangs(done(play, gang, took_ns=1000)) == [], "those that were sent are finished first"
     after = gangs(done(play, before[-1], took_ns=1000))
@@ -357,9 +356,9 @@ def test_a_worker_that_joins_gets_its_share_of_the_next_gang() -> None:
 
 def test_gangs_in_advance_of_a_lost_worker_restart_uncharged_and_in_order() -> None:
     play = opened(RUN, "w0", "w1")
-    [first] = gangs(play.setup(ev.StepsOffered(1, 0, 1, 2)))
+    [first] = gangs(play.setup(ev.StepsAvailable(1, 0, 1, 2)))
     done(play, first, took_ns=20 * MS)
-    play.setup(ev.StepsOffered(1, 1, 4, 2))
+    play.setup(ev.StepsAvailable(1, 1, 4, 2))
     came = gangs(play.setup(ev.WorkerLost("w1", 0, "signal 9")))
     assert [(g.serial, g.attempt, g.parts[0].lo) for g in came] == [(5, 1, 2), (6, 0, 4), (7, 0, 6)]
 
@@ -367,9 +366,9 @@ def test_gangs_in_advance_of_a_lost_worker_restart_uncharged_and_in_order() -> N
 def test_nothing_else_is_queued_behind_a_gang() -> None:
     """What waits there would wait for the whole gang, while other workers may be idle sooner."""
     play = opened(RUN, "w0", "w1").with_pass(PLAIN, 2)
-    play.setup(ev.StepsOffered(2, 0, 1, 1), ev.CallsDone("w0", 0, 1, 0, 1, 1000))  # short calls
-    play.setup(ev.StepsOffered(1, 0, 1, 2))
-    play(ev.StepsOffered(2, 1, 9, 1))
+    play.setup(ev.StepsAvailable(2, 0, 1, 1), ev.CallsDone("w0", 0, 1, 0, 1, 1000))  # short calls
+    play.setup(ev.StepsAvailable(1, 0, 1, 2))
+    play(ev.StepsAvailable(2, 1, 9, 1))
 
 
 # -- holding, closing ----------------------------------------------------------------------
@@ -377,33 +376,33 @@ def test_nothing_else_is_queued_behind_a_gang() -> None:
 
 def test_a_held_gang_pass_finishes_what_runs_and_is_quiet() -> None:
     play = opened(SPEC, "w0", "w1")
-    play.setup(ev.StepsOffered(1, 0, 9, 2))
-    play(ev.PassHeld(1))
+    play.setup(ev.StepsAvailable(1, 0, 9, 2))
+    play(ev.PassDraining(1))
     play.setup(ev.CallsDone("w0", 0, 1, 0, 1, SECOND))
     play(
         ev.CallsDone("w1", 0, 2, 1, 2, SECOND),
         cmd.StashResults(1, 1, 2, "w1"),
         cmd.GangEnded(1, counts=True, aborted=False),
         cmd.StepsReady(1, 0, 1),
-        cmd.PassQuiet(1),
+        cmd.PassDrained(1),
     )
 
 
 def test_a_held_gang_that_loses_a_worker_is_quiet() -> None:
     play = opened(SPEC, "w0", "w1")
-    play.setup(ev.StepsOffered(1, 0, 9, 2), ev.PassHeld(1))
+    play.setup(ev.StepsAvailable(1, 0, 9, 2), ev.PassDraining(1))
     play(
         ev.WorkerLost("w1", 0, "signal 9"),
         cmd.SendCancel("w0", 1),
         cmd.GangEnded(1, counts=False, aborted=True),
-        cmd.PassQuiet(1),
+        cmd.PassDrained(1),
         cmd.StartWorker("w1", 1),
     )
 
 
 def test_a_pass_closed_in_the_middle_of_a_gang_cancels_the_members_that_run() -> None:
     play = opened(RUN, "w0", "w1")
-    play.setup(ev.StepsOffered(1, 0, 1, 2), ev.CallsDone("w1", 0, 2, 1, 2, SECOND))
+    play.setup(ev.StepsAvailable(1, 0, 1, 2), ev.CallsDone("w1", 0, 2, 1, 2, SECOND))
     play(
         ev.PassClosed(1),
         cmd.SendCancel("w0", 1),
@@ -418,27 +417,27 @@ def test_a_pass_closed_in_the_middle_of_a_gang_cancels_the_members_that_run() ->
 
 
 def test_members_that_others_wait_for_too_long_lose_their_workers() -> None:
-    play = opened(dataclasses.replace(RUN, replicas=3), "w0", "w1", "w2")
-    play.setup(ev.StepsOffered(1, 0, 1, 3))
+    play = opened(msgspec.structs.replace(RUN, replicas=3), "w0", "w1", "w2")
+    play.setup(ev.StepsAvailable(1, 0, 1, 3))
     cause = "it did not come to a collective of its gang: replica 0 waits at a.py:3"
     play(
         ev.GangStalled("w0", 0, 1, (1, 2), "replica 0 waits at a.py:3"),
-        cmd.ExpelWorker("w1", 0, cause),
+        cmd.EvictWorker("w1", 0, cause),
         cmd.SendCancel("w0", 1),
         cmd.SendCancel("w2", 3),
         cmd.GangEnded(1, counts=False, aborted=True),
         cmd.StartWorker("w1", 1),
-        cmd.ExpelWorker("w2", 0, cause),
+        cmd.EvictWorker("w2", 0, cause),
         cmd.StartWorker("w2", 1),
-        cmd.SendGang(2, 1, 1, (GangPart("w0", 4, 0, 3),)),
+        cmd.SendGang(2, 1, 1, (GangAssignment("w0", 4, 0, 3),)),
     )
 
 
 def test_the_call_at_which_a_missing_member_hangs_is_charged_not_the_gang_behind_it() -> None:
     play = opened(RUN, "w0", "w1")
-    [first] = gangs(play.setup(ev.StepsOffered(1, 0, 1, 2)))
+    [first] = gangs(play.setup(ev.StepsAvailable(1, 0, 1, 2)))
     done(play, first, took_ns=20 * MS)
-    play.setup(ev.StepsOffered(1, 1, 3, 2), ev.CallsDone("w1", 0, 4, 3, 4, 1000))  # w0 hangs in step 1
+    play.setup(ev.StepsAvailable(1, 1, 3, 2), ev.CallsDone("w1", 0, 4, 3, 4, 1000))  # w0 hangs in step 1
     came = gangs(play.setup(ev.GangStalled("w1", 0, 6, (0,), "")))
     assert [(g.parts[0].lo, g.attempt) for g in came] == [(2, 1), (4, 0)]
 
@@ -457,17 +456,17 @@ def test_the_call_at_which_a_missing_member_hangs_is_charged_not_the_gang_behind
 )
 def test_a_stalled_gang_that_is_over_or_waits_for_nobody_costs_nobody_anything(stale: ev.GangStalled) -> None:
     play = opened(RUN, "w0", "w1")
-    play.setup(ev.StepsOffered(1, 0, 1, 2), ev.CallsDone("w1", 0, 2, 1, 2, SECOND))
+    play.setup(ev.StepsAvailable(1, 0, 1, 2), ev.CallsDone("w1", 0, 2, 1, 2, SECOND))
     play(stale)
 
 
 def test_a_member_whose_own_replica_hangs_is_ended_though_it_is_the_one_that_tells() -> None:
     play = opened(RUN, "w0")
-    play.setup(ev.StepsOffered(1, 0, 1, 2))
+    play.setup(ev.StepsAvailable(1, 0, 1, 2))
     cause = "it did not come to a collective of its gang: replica 1 hangs"
     play(
         ev.GangStalled("w0", 0, 1, (0,), "replica 1 hangs"),
-        cmd.ExpelWorker("w0", 0, cause),
+        cmd.EvictWorker("w0", 0, cause),
         cmd.GangEnded(1, counts=False, aborted=True),
         cmd.StartWorker("w0", 1),
     )
@@ -475,7 +474,7 @@ def test_a_member_whose_own_replica_hangs_is_ended_though_it_is_the_one_that_tel
 
 def test_an_ordinary_lease_does_not_stall() -> None:
     play = opened(PLAIN, "w0", "w1")
-    play.setup(ev.StepsOffered(1, 0, 2, 1))
+    play.setup(ev.StepsAvailable(1, 0, 2, 1))
     play(ev.GangStalled("w0", 0, 1, (0, 1), "nonsense"))
 
 
@@ -483,12 +482,12 @@ def test_an_ordinary_lease_does_not_stall() -> None:
 
 
 def test_as_many_steps_are_asked_for_as_all_groups_can_have() -> None:
-    settings = dataclasses.replace(SPEC, pulled=True)
+    settings = msgspec.structs.replace(SPEC, pulled=True)
     play = Playbook(Limits(gangs_queued_max=4)).with_workers("w0", "w1")
     play(ev.PassOpened(1, settings), cmd.RequestSteps(1, 1))
-    came = play.setup(ev.StepsOffered(1, 0, 1, 2))
+    came = play.setup(ev.StepsAvailable(1, 0, 1, 2))
     assert came[-1] == cmd.RequestSteps(1, 2)
-    play.setup(ev.StepsOffered(1, 1, 3, 2))
+    play.setup(ev.StepsAvailable(1, 1, 3, 2))
     [first] = gangs(came)
     came = done(play, first, took_ns=1000)
     assert came[-1] == cmd.RequestSteps(1, 3), "4 at the workers, one more, and the one that is not consumed"
@@ -497,4 +496,4 @@ def test_as_many_steps_are_asked_for_as_all_groups_can_have() -> None:
 def test_steps_of_a_gang_have_all_calls() -> None:
     play = Playbook().with_pass(SPEC)
     with pytest.raises(LocalProtocolError, match="begin at 0 with 2 calls"):
-        play.setup(ev.StepsOffered(1, 0, 1, 1))
+        play.setup(ev.StepsAvailable(1, 0, 1, 1))

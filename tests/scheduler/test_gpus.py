@@ -29,7 +29,7 @@ def opened(workers: Mapping[str, float], *passes: PassSettings) -> Playbook:
 
 def test_only_a_worker_that_owns_a_gpu_gets_a_call_that_needs_one() -> None:
     play = opened({"w0": 0, "w1": 1, "w2": 0}, ON_GPU)
-    play(ev.StepsOffered(1, 0, 3, 1), cmd.SendBind("w1", 1), cmd.SendAssign("w1", 1, 1, 0, 1, 0))
+    play(ev.StepsAvailable(1, 0, 3, 1), cmd.SendBind("w1", 1), cmd.SendAssign("w1", 1, 1, 0, 1, 0))
     play(
         ev.CallsDone("w1", 0, 1, 0, 1, SECOND),
         cmd.AcceptResults(1, 0, 1, "w1"),
@@ -40,14 +40,14 @@ def test_only_a_worker_that_owns_a_gpu_gets_a_call_that_needs_one() -> None:
 
 def test_calls_wait_for_the_owner_of_a_gpu_to_come() -> None:
     play = opened({"w0": 0}, ON_GPU)
-    play(ev.StepsOffered(1, 0, 1, 1))
+    play(ev.StepsAvailable(1, 0, 1, 1))
     play.setup(ev.WorkerExpected("w1"))
     play(ev.WorkerJoined("w1", 0, gpus=2), cmd.SendBind("w1", 1), cmd.SendAssign("w1", 1, 1, 0, 1, 0))
 
 
 def test_a_death_gives_the_call_to_the_next_owner_and_to_nobody_else() -> None:
     play = opened({"w0": 0, "w1": 1}, ON_GPU)
-    play.setup(ev.StepsOffered(1, 0, 1, 1))
+    play.setup(ev.StepsAvailable(1, 0, 1, 1))
     assert assigns(play.setup(ev.WorkerLost("w1", 0, "signal 9"))) == []
     [again] = assigns(play.setup(ev.WorkerJoined("w1", 1, gpus=1)))
     assert (again.worker, again.lo, again.hi, again.attempt) == ("w1", 0, 1, 1)
@@ -56,26 +56,26 @@ def test_a_death_gives_the_call_to_the_next_owner_and_to_nobody_else() -> None:
 def test_who_owns_half_a_gpu_gets_no_call_that_wants_a_whole_one() -> None:
     half = PassSettings(replicas=1, pulled=False, gpus=0.5)
     play = opened({"w0": 0.5, "w1": 0.5, "w2": 0}, ON_GPU, half)
-    assert assigns(play.setup(ev.StepsOffered(1, 0, 2, 1))) == []
-    assert {a.worker for a in assigns(play.setup(ev.StepsOffered(2, 0, 3, 1)))} == {"w0", "w1"}
+    assert assigns(play.setup(ev.StepsAvailable(1, 0, 2, 1))) == []
+    assert {a.worker for a in assigns(play.setup(ev.StepsAvailable(2, 0, 3, 1)))} == {"w0", "w1"}
 
 
 def test_a_pass_without_gpus_does_not_wait_for_one_with_them() -> None:
     play = opened({"w0": 0, "w1": 1}, ON_GPU, PLAIN)
-    play.setup(ev.StepsOffered(1, 0, 2, 1))
-    [plain] = assigns(play.setup(ev.StepsOffered(2, 0, 1, 1)))
+    play.setup(ev.StepsAvailable(1, 0, 2, 1))
+    [plain] = assigns(play.setup(ev.StepsAvailable(2, 0, 1, 1)))
     assert (plain.worker, plain.pass_id) == ("w0", 2)
 
 
 def test_a_call_without_gpus_leaves_the_owners_free_while_it_can() -> None:
     play = opened({"w0": 1, "w1": 0}, PLAIN, ON_GPU)
-    assert [a.worker for a in assigns(play.setup(ev.StepsOffered(1, 0, 1, 1)))] == ["w1"]
-    assert [a.worker for a in assigns(play.setup(ev.StepsOffered(2, 0, 1, 1)))] == ["w0"]
+    assert [a.worker for a in assigns(play.setup(ev.StepsAvailable(1, 0, 1, 1)))] == ["w1"]
+    assert [a.worker for a in assigns(play.setup(ev.StepsAvailable(2, 0, 1, 1)))] == ["w0"]
 
 
 def test_owners_do_other_work_where_theirs_is_done() -> None:
     play = opened({"w0": 1, "w1": 0}, PLAIN)
-    assert {a.worker for a in assigns(play.setup(ev.StepsOffered(1, 0, 2, 1)))} == {"w0", "w1"}
+    assert {a.worker for a in assigns(play.setup(ev.StepsAvailable(1, 0, 2, 1)))} == {"w0", "w1"}
 
 
 GANG = PassSettings(replicas=2, pulled=False, gang=True, gpus=1.0)
@@ -83,14 +83,14 @@ GANG = PassSettings(replicas=2, pulled=False, gang=True, gpus=1.0)
 
 def test_a_gang_has_a_worker_with_gpus_for_each_replica() -> None:
     play = opened({"w0": 0, "w1": 1, "w2": 0, "w3": 1}, GANG)
-    [gang] = [c for c in play.setup(ev.StepsOffered(1, 0, 1, 2)) if isinstance(c, cmd.SendGang)]
+    [gang] = [c for c in play.setup(ev.StepsAvailable(1, 0, 1, 2)) if isinstance(c, cmd.SendGang)]
     assert [(part.worker, part.lo, part.hi) for part in gang.parts] == [("w1", 0, 1), ("w3", 1, 2)]
 
 
 def test_a_gang_that_has_too_few_owners_waits_and_holds_nobody_up() -> None:
     play = opened({"w0": 0, "w1": 1}, GANG, PLAIN)
-    assert play.setup(ev.StepsOffered(1, 0, 1, 2)) == []
-    assert [a.worker for a in assigns(play.setup(ev.StepsOffered(2, 0, 1, 1)))] == ["w0"]
+    assert play.setup(ev.StepsAvailable(1, 0, 1, 2)) == []
+    assert [a.worker for a in assigns(play.setup(ev.StepsAvailable(2, 0, 1, 1)))] == ["w0"]
     play.setup(ev.WorkerExpected("w2"))
     [gang] = [c for c in play.setup(ev.WorkerJoined("w2", 0, gpus=1)) if isinstance(c, cmd.SendGang)]
     assert [part.worker for part in gang.parts] == ["w1", "w2"]
@@ -111,7 +111,7 @@ def test_every_call_that_somebody_can_execute_is_executed_by_who_may(
     play = opened(workers, *passes)
     running: list[cmd.SendAssign] = []
     for number in range(1, len(passes) + 1):
-        running += assigns(play.setup(ev.StepsOffered(number, 0, 20, 1)))
+        running += assigns(play.setup(ev.StepsAvailable(number, 0, 20, 1)))
     calls = dict.fromkeys(range(1, len(passes) + 1), 0)
     while running:
         firsts = {lease.worker: lease for lease in reversed(running)}  # a worker does its leases in order

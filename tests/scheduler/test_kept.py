@@ -18,12 +18,12 @@ def test_what_a_worker_kept_is_recalled_before_it_is_dealt() -> None:
     """It may be offered before the worker joins, and before the steps are there."""
     play = Playbook()
     play(ev.PassOpened(1, UNASKED))
-    play(ev.CallsKept("far", 3, 1, ((0, 2), (4, 6), (90, 99))))
+    play(ev.CallsCached("far", 3, 1, ((0, 2), (4, 6), (90, 99))))
     play(
         ev.WorkerJoined("far", 3, supervised=True),
     )
     play(
-        ev.StepsOffered(1, 0, 4, 2),
+        ev.StepsAvailable(1, 0, 4, 2),
         cmd.SendBind("far", 1),
         cmd.SendRecall("far", 1, 1, 0, 2),
         cmd.SendRecall("far", 2, 1, 4, 6),
@@ -48,22 +48,22 @@ def test_what_a_worker_kept_is_recalled_before_it_is_dealt() -> None:
 def test_only_the_incarnation_that_offered_it_is_asked() -> None:
     play = Playbook()
     play(ev.PassOpened(1, UNASKED))
-    play(ev.CallsKept("far", 0, 1, ((0, 4),)))
+    play(ev.CallsCached("far", 0, 1, ((0, 4),)))
     play(ev.WorkerJoined("far", 0, supervised=True))
     play(ev.WorkerLost("far", 0, "gone"))
     play(ev.WorkerJoined("far", 1, supervised=True))
-    play(ev.StepsOffered(1, 0, 2, 2), cmd.SendBind("far", 1), cmd.SendAssign("far", 1, 1, 0, 1, 0))
+    play(ev.StepsAvailable(1, 0, 2, 2), cmd.SendBind("far", 1), cmd.SendAssign("far", 1, 1, 0, 1, 0))
 
 
 def test_a_call_that_was_tried_here_is_executed() -> None:
     """What ended its worker may be the very report that was recalled."""
     play = Playbook()
     play(ev.PassOpened(1, UNASKED))
-    play(ev.CallsKept("far", 0, 1, ((0, 2),)))
+    play(ev.CallsCached("far", 0, 1, ((0, 2),)))
     play(ev.WorkerJoined("far", 0, supervised=True))
-    play(ev.StepsOffered(1, 0, 1, 2), cmd.SendBind("far", 1), cmd.SendRecall("far", 1, 1, 0, 2))
+    play(ev.StepsAvailable(1, 0, 1, 2), cmd.SendBind("far", 1), cmd.SendRecall("far", 1, 1, 0, 2))
     play(ev.WorkerLost("far", 0, "gone"))
-    play(ev.CallsKept("far", 1, 1, ((0, 2),)))
+    play(ev.CallsCached("far", 1, 1, ((0, 2),)))
     play(
         ev.WorkerJoined("far", 1, supervised=True),
         cmd.SendBind("far", 1),
@@ -79,9 +79,9 @@ def test_a_call_that_was_tried_here_is_executed() -> None:
 def test_a_recall_that_is_not_answered_goes_elsewhere() -> None:
     play = Playbook()
     play(ev.PassOpened(1, UNASKED))
-    play(ev.CallsKept("far", 0, 1, ((0, 2),)))
+    play(ev.CallsCached("far", 0, 1, ((0, 2),)))
     play(ev.WorkerJoined("far", 0, supervised=True))
-    play(ev.StepsOffered(1, 0, 1, 2), cmd.SendBind("far", 1), cmd.SendRecall("far", 1, 1, 0, 2))
+    play(ev.StepsAvailable(1, 0, 1, 2), cmd.SendBind("far", 1), cmd.SendRecall("far", 1, 1, 0, 2))
     play(ev.WorkerJoined("other", 0, supervised=True))
     play(
         ev.WorkerLost("far", 0, "leaves", graceful=True),
@@ -95,26 +95,26 @@ def test_gangs_held_and_closed_passes_recall_nothing() -> None:
     play = Playbook()
     play(ev.WorkerJoined("far", 0, supervised=True))
     play(ev.PassOpened(1, PassSettings(replicas=1, pulled=False, gang=True)))
-    play(ev.CallsKept("far", 0, 1, ((0, 1),)))
-    (bind, sent) = play.setup(ev.StepsOffered(1, 0, 1, 1))
+    play(ev.CallsCached("far", 0, 1, ((0, 1),)))
+    (bind, sent) = play.setup(ev.StepsAvailable(1, 0, 1, 1))
     assert isinstance(sent, cmd.SendGang), bind
     play.setup(ev.PassClosed(1))
-    play(ev.CallsKept("far", 0, 1, ((0, 1),)))
+    play(ev.CallsCached("far", 0, 1, ((0, 1),)))
     play(ev.PassOpened(2, UNASKED))
-    play(ev.CallsKept("far", 0, 2, ((0, 2),)))
-    play.setup(ev.PassHeld(2))
-    play(ev.StepsOffered(2, 0, 1, 2))
+    play(ev.CallsCached("far", 0, 2, ((0, 2),)))
+    play.setup(ev.PassDraining(2))
+    play(ev.StepsAvailable(2, 0, 1, 2))
 
 
 def test_those_who_were_told_of_a_pass_are_told_what_is_durable() -> None:
     play = Playbook()
     play(ev.PassOpened(1, UNASKED))
     play(ev.WorkerJoined("a", 0))
-    play.setup(ev.StepsOffered(1, 0, 1, 2))
+    play.setup(ev.StepsAvailable(1, 0, 1, 2))
     play(ev.WorkerJoined("b", 0), cmd.SendBind("b", 1), cmd.SendAssign("b", 2, 1, 1, 2, 0))
     play(ev.WorkerJoined("c", 0))
-    play(ev.StepsSettled(1, 3), cmd.SendSettled("a", 1, 6), cmd.SendSettled("b", 1, 6))
-    play(ev.StepsSettled(9, 3))
+    play(ev.StepsCommitted(1, 3), cmd.SendCommitted("a", 1, 6), cmd.SendCommitted("b", 1, 6))
+    play(ev.StepsCommitted(9, 3))
 
 
 @given(

@@ -33,7 +33,7 @@ class Shop:
             self._handle(ev.WorkerExpected(f"w{i}"))
             self._handle(ev.WorkerJoined(f"w{i}", 0))
         self._handle(ev.PassOpened(1, PassSettings(1, pulled=False, speculation=speculation)))
-        self._handle(ev.StepsOffered(1, 0, CALLS, 1))
+        self._handle(ev.StepsAvailable(1, 0, CALLS, 1))
         self._handle(ev.StepsEnded(1))
 
     def run(self) -> float:
@@ -47,7 +47,7 @@ class Shop:
             self.now, _, event = heapq.heappop(self._due)
             self._handle(event)
             if isinstance(event, ev.CallsDone):  # as a worker does that has reported: it looks for messages
-                self._handle(ev.CancelHeard(event.worker, 0, event.lease))
+                self._handle(ev.CancelConfirmed(event.worker, 0, event.lease))
         return self.over_at
 
     def _handle(self, event: ev.Event) -> None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from types import FrameType
 from typing import Any
 
+import msgspec
 import pytest
+from msgspec.structs import replace
 
 from pipedist.scheduler import Limits, PassSettings, Scheduler, dealing, gangs, outcomes
 from pipedist.scheduler import commands as cmd
@@ -71,10 +71,10 @@ def news_of_an_old_incarnation_count(patch: pytest.MonkeyPatch) -> None:
 
 @bug
 def heartbeats_of_an_old_incarnation_count(patch: pytest.MonkeyPatch) -> None:
-    def heard(self: Scheduler, event: ev.WorkerHeard) -> None:
+    def heard(self: Scheduler, event: ev.HeartbeatReceived) -> None:
         self._members.hear(self._members.workers[event.worker], self._now)
 
-    patch.setitem(_handlers(), ev.WorkerHeard, heard)
+    patch.setitem(_handlers(), ev.HeartbeatReceived, heard)
 
 
 @bug
@@ -289,11 +289,11 @@ def a_held_pass_is_dealt(patch: pytest.MonkeyPatch) -> None:
 
 @bug
 def quiet_is_said_too_early(patch: pytest.MonkeyPatch) -> None:
-    def held(self: Scheduler, event: ev.PassHeld) -> None:
+    def held(self: Scheduler, event: ev.PassDraining) -> None:
         self._passes[event.pass_id].held = self._passes[event.pass_id].told_quiet = True
-        self._out.append(cmd.PassQuiet(event.pass_id))
+        self._out.append(cmd.PassDrained(event.pass_id))
 
-    patch.setitem(_handlers(), ev.PassHeld, held)
+    patch.setitem(_handlers(), ev.PassDraining, held)
 
 
 @bug
@@ -326,7 +326,7 @@ def a_gang_is_spread_over_those_that_happen_to_be_idle(patch: pytest.MonkeyPatch
 
 @bug
 def a_gang_is_begun_by_those_that_are_idle(patch: pytest.MonkeyPatch) -> None:
-    def parts(gang: Gang) -> tuple[cmd.GangPart, ...]:
+    def parts(gang: Gang) -> tuple[cmd.GangAssignment, ...]:
         return original(gang)[: max(1, len(gang.leases) - 1)]
 
     original = gangs.parts
@@ -459,7 +459,7 @@ def anybody_may_say_that_a_gang_is_stalled(patch: pytest.MonkeyPatch) -> None:
             if lease.id == event.lease and lease.gang is not None:
                 for member in event.members:
                     worker = self._members.workers[lease.gang.leases[member].worker]
-                    self._out.append(cmd.ExpelWorker(worker.name, worker.incarnation, ""))
+                    self._out.append(cmd.EvictWorker(worker.name, worker.incarnation, ""))
                     self._lose(worker, "", graceful=False, replace=True)
 
     patch.setitem(_handlers(), ev.GangStalled, stalled)
@@ -483,7 +483,7 @@ def calls_rest_beyond_the_failed_step(patch: pytest.MonkeyPatch) -> None:
 @bug
 def a_timeout_is_charged_as_a_death(patch: pytest.MonkeyPatch) -> None:
     def lost(original: Any, self: Outcomes, lease: Lease, death: Death, blamed: int | None) -> None:
-        original(self, lease, dataclasses.replace(death, timed_out=False), blamed)
+        original(self, lease, msgspec.structs.replace(death, timed_out=False), blamed)
 
     wrapped(patch, Outcomes, "lost", lost)
 
@@ -661,7 +661,7 @@ class Crowd:
                     case cmd.RequestSteps(_, count):
                         last = min(offered + count, self.calls // self.replicas)
                         if last > offered:
-                            todo.append(ev.StepsOffered(1, offered, last, self.replicas))
+                            todo.append(ev.StepsAvailable(1, offered, last, self.replicas))
                         offered = last
         self.scheduler.validate()
         return accepted

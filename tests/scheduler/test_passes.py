@@ -18,8 +18,8 @@ SECOND = 10**9
 def test_the_first_step_is_asked_for_alone_then_as_many_as_keep_workers_busy() -> None:
     play = Playbook()
     play(ev.PassOpened(1, PULLED), cmd.RequestSteps(1, 1))
-    play(ev.StepsOffered(1, 0, 1, 1), cmd.RequestSteps(1, 4))
-    play(ev.StepsOffered(1, 1, 5, 1))
+    play(ev.StepsAvailable(1, 0, 1, 1), cmd.RequestSteps(1, 4))
+    play(ev.StepsAvailable(1, 1, 5, 1))
     play(ev.StepsEnded(1))
 
 
@@ -27,12 +27,12 @@ def test_the_valve_by_steps() -> None:
     play = Playbook(Limits(steps_in_flight_max=3)).with_workers("w0")
     play(ev.PassOpened(1, PULLED), cmd.RequestSteps(1, 1))
     play(
-        ev.StepsOffered(1, 0, 1, 1),
+        ev.StepsAvailable(1, 0, 1, 1),
         cmd.SendBind("w0", 1),
         cmd.SendAssign("w0", 1, 1, 0, 1, 0),
         cmd.RequestSteps(1, 2),
     )
-    play(ev.StepsOffered(1, 1, 3, 1))
+    play(ev.StepsAvailable(1, 1, 3, 1))
     play(
         ev.CallsDone("w0", 0, 1, 0, 1, SECOND),
         cmd.AcceptResults(1, 0, 1, "w0"),
@@ -45,15 +45,15 @@ def test_the_valve_by_steps() -> None:
 def test_the_valve_by_input_bytes_counts_what_is_promised() -> None:
     play = Playbook(Limits(bytes_in_flight_max=100))
     play(ev.PassOpened(1, PULLED), cmd.RequestSteps(1, 1))
-    play(ev.StepsOffered(1, 0, 1, 1, bytes=40), cmd.RequestSteps(1, 1))
-    play(ev.WorkerHeard("nobody", 0))
-    play(ev.StepsOffered(1, 1, 2, 1, bytes=40))
+    play(ev.StepsAvailable(1, 0, 1, 1, bytes=40), cmd.RequestSteps(1, 1))
+    play(ev.HeartbeatReceived("nobody", 0))
+    play(ev.StepsAvailable(1, 1, 2, 1, bytes=40))
 
 
 def test_one_step_always_fits() -> None:
     play = Playbook(Limits(bytes_in_flight_max=100)).with_workers("w0")
     play(ev.PassOpened(1, PULLED), cmd.RequestSteps(1, 1))
-    play.setup(ev.StepsOffered(1, 0, 1, 1, bytes=500))
+    play.setup(ev.StepsAvailable(1, 0, 1, 1, bytes=500))
     play(
         ev.CallsDone("w0", 0, 1, 0, 1, SECOND, bytes=900),
         cmd.AcceptResults(1, 0, 1, "w0"),
@@ -64,8 +64,8 @@ def test_one_step_always_fits() -> None:
 
 def test_the_valve_by_result_bytes_counts_what_is_to_come() -> None:
     play = Playbook(Limits(bytes_in_flight_max=100)).with_workers("w0")
-    play.setup(ev.PassOpened(1, PULLED), ev.StepsOffered(1, 0, 1, 1))
-    play(ev.StepsOffered(1, 1, 5, 1))
+    play.setup(ev.PassOpened(1, PULLED), ev.StepsAvailable(1, 0, 1, 1))
+    play(ev.StepsAvailable(1, 1, 5, 1))
     play.setup(ev.CallsDone("w0", 0, 1, 0, 1, SECOND, bytes=30))
     play(ev.StepsConsumed(1, 1, bytes=30))  # 4 steps in flight, which will be 120 bytes
     play.setup(ev.CallsDone("w0", 0, 2, 1, 2, SECOND, bytes=30))
@@ -76,7 +76,7 @@ def test_the_valve_by_result_bytes_counts_what_is_to_come() -> None:
 
 def test_a_reader_that_stands_still_holds_the_valve() -> None:
     play = Playbook().with_workers("w0")
-    play.setup(ev.PassOpened(1, PULLED), ev.StepsOffered(1, 0, 1, 1), ev.StepsOffered(1, 1, 5, 1))
+    play.setup(ev.PassOpened(1, PULLED), ev.StepsAvailable(1, 0, 1, 1), ev.StepsAvailable(1, 1, 5, 1))
     for lease in range(1, 6):
         came = play.setup(ev.CallsDone("w0", 0, lease, lease - 1, lease, SECOND))
         assert not [c for c in came if isinstance(c, cmd.RequestSteps)]
@@ -88,42 +88,42 @@ def test_a_reader_that_stands_still_holds_the_valve() -> None:
 
 def test_a_held_pass_issues_nothing_and_says_once_when_it_is_quiet() -> None:
     play = Playbook().with_workers("w0", "w1")
-    play.setup(ev.PassOpened(1, PULLED), ev.StepsOffered(1, 0, 1, 1), ev.StepsOffered(1, 1, 9, 1))
-    play(ev.PassHeld(1))
+    play.setup(ev.PassOpened(1, PULLED), ev.StepsAvailable(1, 0, 1, 1), ev.StepsAvailable(1, 1, 9, 1))
+    play(ev.PassDraining(1))
     play(ev.CallsDone("w0", 0, 1, 0, 1, SECOND), cmd.AcceptResults(1, 0, 1, "w0"), cmd.StepsReady(1, 0, 1))
     play(ev.StepsConsumed(1, 1))
-    play(ev.WorkerLost("w1", 0, "signal 9"), cmd.PassQuiet(1), cmd.StartWorker("w1", 1))
+    play(ev.WorkerLost("w1", 0, "signal 9"), cmd.PassDrained(1), cmd.StartWorker("w1", 1))
     play(ev.WorkerJoined("w1", 1))
-    play(ev.PassHeld(1))
+    play(ev.PassDraining(1))
 
 
 def test_a_held_pass_on_which_nothing_runs_is_quiet_at_once() -> None:
     play = Playbook().with_pass(UNASKED)
-    play(ev.PassHeld(1), cmd.PassQuiet(1))
+    play(ev.PassDraining(1), cmd.PassDrained(1))
 
 
 def test_a_held_and_failing_pass_becomes_quiet_too() -> None:
     """What is lost there is beyond the failed step, so nothing waits again: it is quiet all the same."""
     play = Playbook().with_workers("w0", "w1").with_pass(UNASKED)
-    play.setup(ev.StepsOffered(1, 0, 2, 1), ev.CallsDone("w1", 0, 2, 1, 2, 1000))
-    play.setup(ev.StepsOffered(1, 2, 4, 1))  # w1 runs [2, 3) and has [3, 4) in advance
-    play(ev.PassHeld(1))
+    play.setup(ev.StepsAvailable(1, 0, 2, 1), ev.CallsDone("w1", 0, 2, 1, 2, 1000))
+    play.setup(ev.StepsAvailable(1, 2, 4, 1))  # w1 runs [2, 3) and has [3, 4) in advance
+    play(ev.PassDraining(1))
     play(ev.WorkerLost("w0", 0, "it was asked to", graceful=True), cmd.StartWorker("w0", 1))
-    play(ev.CallFailed("w1", 0, 3, 2), cmd.SendCancel("w1", 4), cmd.PassQuiet(1))
+    play(ev.CallFailed("w1", 0, 3, 2), cmd.SendCancel("w1", 4), cmd.PassDrained(1))
 
 
 def test_a_worker_lost_beyond_the_failed_step_of_a_held_pass_makes_it_quiet() -> None:
     play = Playbook().with_workers("w0", "w1").with_pass(UNASKED)
-    play.setup(ev.StepsOffered(1, 0, 2, 1), ev.CallsDone("w1", 0, 2, 1, 2, 1000))
-    play.setup(ev.StepsOffered(1, 2, 40, 1))  # w1 runs [2, 10)
-    play.setup(ev.WorkerLost("w0", 0, "it was asked to", graceful=True), ev.PassHeld(1))
+    play.setup(ev.StepsAvailable(1, 0, 2, 1), ev.CallsDone("w1", 0, 2, 1, 2, 1000))
+    play.setup(ev.StepsAvailable(1, 2, 40, 1))  # w1 runs [2, 10)
+    play.setup(ev.WorkerLost("w0", 0, "it was asked to", graceful=True), ev.PassDraining(1))
     play.setup(ev.CallFailed("w1", 0, 3, 2))
-    play(ev.WorkerLost("w1", 0, "signal 9"), cmd.PassQuiet(1), cmd.StartWorker("w1", 1))
+    play(ev.WorkerLost("w1", 0, "signal 9"), cmd.PassDrained(1), cmd.StartWorker("w1", 1))
 
 
 def test_a_pass_closed_in_mid_flight_leaves_nothing_behind() -> None:
     play = Playbook().with_workers("w0", "w1").with_pass(UNASKED)
-    play.setup(ev.StepsOffered(1, 0, 9, 1))
+    play.setup(ev.StepsAvailable(1, 0, 9, 1))
     play(
         ev.PassClosed(1),
         cmd.SendCancel("w0", 1),
@@ -135,8 +135,8 @@ def test_a_pass_closed_in_mid_flight_leaves_nothing_behind() -> None:
     play(ev.CallFailed("w1", 0, 2, 1), cmd.DropResults("w1", 2))
     for late in (
         ev.PassClosed(1),
-        ev.PassHeld(1),
-        ev.StepsOffered(1, 9, 10, 1),
+        ev.PassDraining(1),
+        ev.StepsAvailable(1, 9, 10, 1),
         ev.StepsConsumed(1, 3),
         ev.StepsEnded(1),
     ):
@@ -148,7 +148,7 @@ def test_a_pass_closed_in_mid_flight_leaves_nothing_behind() -> None:
 
 def test_passes_of_one_priority_take_turns() -> None:
     play = Playbook().with_pass(UNASKED, 1).with_pass(UNASKED, 2)
-    play.setup(ev.StepsOffered(1, 0, 9, 1), ev.StepsOffered(2, 0, 9, 1))
+    play.setup(ev.StepsAvailable(1, 0, 9, 1), ev.StepsAvailable(2, 0, 9, 1))
     play.with_workers("w0")
     turns = []
     for _ in range(4):
@@ -161,9 +161,9 @@ def test_passes_of_one_priority_take_turns() -> None:
 def test_a_pass_of_long_calls_has_its_turn_beside_one_of_short_calls() -> None:
     """Looking for a lease to send in advance is no turn."""
     play = Playbook().with_pass(UNASKED, 1).with_pass(UNASKED, 2).with_workers("w0", "w1")
-    play.setup(ev.StepsOffered(1, 0, 1, 1), ev.CallsDone("w0", 0, 1, 0, 1, SECOND))
-    play.setup(ev.StepsOffered(2, 0, 1, 1), ev.CallsDone("w1", 0, 2, 0, 1, 1000))
-    came = play.setup(ev.StepsOffered(1, 1, 100, 1), ev.StepsOffered(2, 1, 1000, 1))
+    play.setup(ev.StepsAvailable(1, 0, 1, 1), ev.CallsDone("w0", 0, 1, 0, 1, SECOND))
+    play.setup(ev.StepsAvailable(2, 0, 1, 1), ev.CallsDone("w1", 0, 2, 0, 1, 1000))
+    came = play.setup(ev.StepsAvailable(1, 1, 100, 1), ev.StepsAvailable(2, 1, 1000, 1))
     came = []
     for _ in range(8):  # w1 is quick, whatever it gets
         members = play.scheduler._members
@@ -175,7 +175,7 @@ def test_a_pass_of_long_calls_has_its_turn_beside_one_of_short_calls() -> None:
 
 def test_a_lower_number_goes_first() -> None:
     play = Playbook().with_pass(UNASKED, 1).with_pass(PassSettings(1, pulled=False, priority=0), 2)
-    play.setup(ev.StepsOffered(1, 0, 2, 1), ev.StepsOffered(2, 0, 2, 1))
+    play.setup(ev.StepsAvailable(1, 0, 2, 1), ev.StepsAvailable(2, 0, 2, 1))
     play.with_workers("w0")
     order = []
     for _ in range(4):

@@ -17,7 +17,7 @@ LIMITS = Limits(backoff_s=0.1, backoff_s_max=1.0)
 def begun(*workers: str, steps: int = 1) -> Playbook:
     """Return a story whose first call w0 executes, under lease 1."""
     play = Playbook(LIMITS).with_workers(*(workers or ("w0",))).with_pass(PLAIN)
-    play.setup(ev.StepsOffered(1, 0, steps, 1))
+    play.setup(ev.StepsAvailable(1, 0, steps, 1))
     return play
 
 
@@ -58,10 +58,10 @@ def test_each_stage_of_a_call_has_its_own_retries() -> None:
 def test_others_are_dealt_while_a_call_rests_and_any_event_rouses_it() -> None:
     play = begun("w0", "w1")
     play.setup(ev.CallFailed("w0", 0, 1, 0, retries=2), ev.CallFailed("w1", 0, 2, 0, retries=2))
-    [other] = assigns(play.setup(ev.StepsOffered(1, 1, 2, 1)))
+    [other] = assigns(play.setup(ev.StepsAvailable(1, 1, 2, 1)))
     assert other.lo == 1
     play.at(1.0)
-    [again] = assigns(play.setup(ev.StepsOffered(1, 2, 3, 1)))[:1]
+    [again] = assigns(play.setup(ev.StepsAvailable(1, 2, 3, 1)))[:1]
     assert (again.lo, again.attempt) == (0, 2), "it goes before what was offered later"
 
 
@@ -89,7 +89,7 @@ def test_what_rests_beyond_a_failed_step_is_forgotten() -> None:
 
 def test_a_gang_rests_as_a_whole() -> None:
     play = Playbook(LIMITS).with_workers("w0").with_pass(PassSettings(2, pulled=False, gang=True))
-    play.setup(ev.StepsOffered(1, 0, 1, 2))
+    play.setup(ev.StepsAvailable(1, 0, 1, 2))
     for lease in (1, 2):
         play.setup(ev.CallFailed("w0", 0, lease, 0, retries=5), ev.CallsDone("w0", 0, lease, 1, 2, 1))
     assert play.scheduler.deadline() == pytest.approx(0.1)

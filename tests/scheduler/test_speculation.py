@@ -22,7 +22,7 @@ def begun(*workers: str, settings: PassSettings = TWICE, limits: Limits = LIMITS
     What it executes is lease 4, of the last call.
     """
     play = Playbook(limits).with_workers("w0").with_pass(settings)
-    play.setup(ev.StepsOffered(1, 0, 4, 1))
+    play.setup(ev.StepsAvailable(1, 0, 4, 1))
     for call in range(3):
         play.at(call + 1.0).setup(ev.CallsDone("w0", 0, call + 1, call, call + 1, 10**9))
     return play.with_workers(*(workers or ("w1",)))
@@ -73,12 +73,12 @@ def test_the_first_attempt_counts_if_it_is_first() -> None:
 def test_who_may_be_stuck_is_given_nothing_until_it_has_heard() -> None:
     play = begun()
     second(play)
-    play.setup(ev.CallsDone("w1", 0, 5, 3, 4, 10**9), ev.StepsOffered(1, 4, 6, 1))
-    assert [lease.worker for lease in assigns(play.setup(ev.StepsOffered(1, 6, 8, 1)))] == []
-    play.setup(ev.CancelHeard("w0", 0, 3))
-    play.setup(ev.CancelHeard("w0", 7, 4))
+    play.setup(ev.CallsDone("w1", 0, 5, 3, 4, 10**9), ev.StepsAvailable(1, 4, 6, 1))
+    assert [lease.worker for lease in assigns(play.setup(ev.StepsAvailable(1, 6, 8, 1)))] == []
+    play.setup(ev.CancelConfirmed("w0", 0, 3))
+    play.setup(ev.CancelConfirmed("w0", 7, 4))
     assert play.scheduler._members.ready == 1, "another lease's, and another life's, say nothing"
-    [lease] = assigns(play.setup(ev.CancelHeard("w0", 0, 4)))
+    [lease] = assigns(play.setup(ev.CancelConfirmed("w0", 0, 4)))
     assert lease.worker == "w0"
 
 
@@ -88,7 +88,7 @@ def test_who_is_stuck_and_lost_is_replaced_and_nobody_is_charged() -> None:
     play.setup(ev.CallsDone("w1", 0, 5, 3, 4, 10**9))
     play(ev.WorkerLost("w0", 0, "signal 9", running=(4, 3)), cmd.StartWorker("w0", 1))
     play(ev.WorkerJoined("w0", 1))
-    play(ev.CancelHeard("w0", 1, 4))
+    play(ev.CancelConfirmed("w0", 1, 4))
     assert play.scheduler._members.ready == 2
 
 
@@ -119,14 +119,14 @@ def test_a_second_attempt_that_came_to_nothing_is_followed_by_another(how: str) 
         match how:
             case "raised":
                 play(ev.CallFailed("w1", 0, twin.lease, 3), cmd.SendCancel("w1", twin.lease))
-                came = play.setup(ev.CancelHeard("w1", 0, twin.lease))
+                came = play.setup(ev.CancelConfirmed("w1", 0, twin.lease))
             case "lost":
                 incarnation = play.scheduler._members.workers["w1"].incarnation
                 play.setup(ev.WorkerLost("w1", incarnation, "signal 9", running=(twin.lease, 3)))
                 came = play.setup(ev.WorkerJoined("w1", incarnation + 1))
             case _:
                 play(ev.LeaseNotSent(twin.lease), cmd.SendCancel("w1", twin.lease))
-                came = play.setup(ev.CancelHeard("w1", 0, twin.lease))
+                came = play.setup(ev.CancelConfirmed("w1", 0, twin.lease))
         if left:
             [twin] = assigns(came)
             assert (twin.worker, twin.twin, twin.attempt) == ("w1", 4, 0), "nobody is charged"
@@ -159,7 +159,7 @@ def test_the_next_call_of_a_lease_has_its_own_second_attempts() -> None:
         speculation_s_min=1.0, speculation_reports_min=3, speculation_attempts_max=1, bundle_s=1000.0
     )
     play = Playbook(limits).with_workers("w0").with_pass(TWICE)
-    play.setup(ev.StepsOffered(1, 0, 9, 1))
+    play.setup(ev.StepsAvailable(1, 0, 9, 1))
     play.at(1.0).setup(ev.CallsDone("w0", 0, 1, 0, 1, 10**9))
     play.at(2.0).setup(ev.CallsDone("w0", 0, 2, 1, 2, 10**9))
     play.with_workers("w1")
@@ -168,7 +168,7 @@ def test_the_next_call_of_a_lease_has_its_own_second_attempts() -> None:
         play.setup(ev.CallsDone("w1", 0, others[0].id, others[0].next, others[0].hi, 10**9))
     twin = second(play)
     play.setup(ev.CallFailed("w1", 0, twin.lease, 2))
-    assert not assigns(play.setup(ev.CancelHeard("w1", 0, twin.lease)))
+    assert not assigns(play.setup(ev.CancelConfirmed("w1", 0, twin.lease)))
     play.setup(ev.CallsDone("w0", 0, 2, 2, 3, 10**9))
     assert second(play).lo == 3
 
@@ -176,7 +176,7 @@ def test_the_next_call_of_a_lease_has_its_own_second_attempts() -> None:
 def test_an_attempt_that_fails_twice_over_is_one_attempt() -> None:
     play = begun()
     second(play)
-    play.setup(ev.CallFailed("w0", 0, 4, 3, retries=1), ev.CancelHeard("w0", 0, 4))
+    play.setup(ev.CallFailed("w0", 0, 4, 3, retries=1), ev.CancelConfirmed("w0", 0, 4))
     [again] = assigns(play.setup(ev.CallFailed("w1", 0, 5, 3, retries=1)))
     assert again.attempt == 1
     play(
@@ -188,7 +188,7 @@ def test_an_attempt_that_fails_twice_over_is_one_attempt() -> None:
 def test_the_next_attempt_may_be_executed_twice_again() -> None:
     play = begun()
     second(play)
-    play.setup(ev.CallFailed("w0", 0, 4, 3, retries=1), ev.CancelHeard("w0", 0, 4))
+    play.setup(ev.CallFailed("w0", 0, 4, 3, retries=1), ev.CancelConfirmed("w0", 0, 4))
     [again] = assigns(play.setup(ev.CallFailed("w1", 0, 5, 3, retries=1)))
     twin = second(play)
     assert (twin.twin, twin.attempt, twin.lo) == (again.lease, 1, 3)
@@ -207,7 +207,7 @@ def test_deaths_under_two_attempts_are_one_death() -> None:
 def test_nothing_is_executed_twice_while_anything_waits() -> None:
     play = begun()
     play.at(100.0)
-    leases = assigns(play.setup(ev.StepsOffered(1, 4, 20, 1)))
+    leases = assigns(play.setup(ev.StepsAvailable(1, 4, 20, 1)))
     assert leases
     assert not any(lease.twin for lease in leases)
     assert play.scheduler.deadline() is None, "nobody is idle"
@@ -229,7 +229,7 @@ def test_calls_that_are_short_get_no_second_attempt_within_the_least_time() -> N
 def test_no_second_attempts(how: str) -> None:
     play = begun(settings=TWICE if how == "held" else PassSettings(replicas=1, pulled=False))
     if how == "held":
-        play(ev.PassHeld(1))
+        play(ev.PassDraining(1))
     assert play.scheduler.deadline() is None
     play.at(1e6)(ev.Tick())
 
@@ -244,10 +244,10 @@ def test_a_gang_has_none() -> None:
 def test_what_waits_behind_a_slow_call_is_executed_elsewhere() -> None:
     limits = Limits(speculation_s_min=1.0, speculation_reports_min=3, bundle_s=0.001, prefetch_below_s=10.0)
     play = Playbook(limits).with_workers("w0").with_pass(TWICE)
-    play.setup(ev.StepsOffered(1, 0, 3, 1))
+    play.setup(ev.StepsAvailable(1, 0, 3, 1))
     for call in range(3):
         play.at(call + 1.0).setup(ev.CallsDone("w0", 0, call + 1, call, call + 1, 10**9))
-    sent = assigns(play.setup(ev.StepsOffered(1, 3, 5, 1)))
+    sent = assigns(play.setup(ev.StepsAvailable(1, 3, 5, 1)))
     assert [(x.worker, x.lo) for x in sent] == [("w0", 3), ("w0", 4)], "the second one waits there"
     play.with_workers("w1")
     deadline = play.scheduler.deadline()
@@ -264,25 +264,25 @@ def test_a_held_pass_is_told_quiet_when_its_last_lease_is_taken_back() -> None:
     """It waited behind a slow call of another pass; nobody else would say that nothing of its own runs."""
     limits = Limits(speculation_s_min=1.0, speculation_reports_min=3, bundle_s=0.001, prefetch_below_s=10.0)
     play = Playbook(limits).with_workers("w0").with_pass(TWICE).with_pass(PassSettings(1, pulled=False), 2)
-    play.setup(ev.StepsOffered(2, 0, 1, 1), ev.CallsDone("w0", 0, 1, 0, 1, 10**9))
-    play.setup(ev.StepsOffered(1, 0, 4, 1))
+    play.setup(ev.StepsAvailable(2, 0, 1, 1), ev.CallsDone("w0", 0, 1, 0, 1, 10**9))
+    play.setup(ev.StepsAvailable(1, 0, 4, 1))
     for call in range(3):
         play.at(call + 1.0).setup(ev.CallsDone("w0", 0, call + 2, call, call + 1, 10**9))
-    (behind,) = assigns(play.setup(ev.StepsOffered(2, 1, 2, 1)))
+    (behind,) = assigns(play.setup(ev.StepsAvailable(2, 1, 2, 1)))
     assert (behind.worker, behind.pass_id) == ("w0", 2), "behind the last call of pass 1"
-    play.setup(ev.PassHeld(2))
+    play.setup(ev.PassDraining(2))
     play.with_workers("w1")
     deadline = play.scheduler.deadline()
     assert deadline is not None
     came = play.at(deadline).setup(ev.Tick())
     assert cmd.SendCancel("w0", behind.lease) in came
-    assert cmd.PassQuiet(2) in came
+    assert cmd.PassDrained(2) in came
 
 
 def test_a_range_goes_on_with_whoever_reports_first() -> None:
     limits = Limits(speculation_s_min=1.0, speculation_reports_min=3, bundle_s=1000.0, prefetch_below_s=0.0)
     play = Playbook(limits).with_workers("w0").with_pass(TWICE)
-    play.setup(ev.StepsOffered(1, 0, 9, 1))
+    play.setup(ev.StepsAvailable(1, 0, 9, 1))
     play.at(1.0).setup(ev.CallsDone("w0", 0, 1, 0, 1, 10**9))
     slow = play.scheduler._members.leases[2]
     play.at(2.0).setup(ev.CallsDone("w0", 0, 2, 1, 2, 10**9))
@@ -295,7 +295,7 @@ def test_a_range_goes_on_with_whoever_reports_first() -> None:
     play.setup(ev.CallsDone("w0", 0, slow.id, 2, 3, 10**9))
     assert slow.twin is None
     assert slow.next == 3
-    play.setup(ev.CancelHeard("w1", 0, twin.lease))
+    play.setup(ev.CancelConfirmed("w1", 0, twin.lease))
     again = second(play)
     assert (again.lo, again.hi) == (3, 5), "the next call may be slow too"
 
@@ -316,8 +316,8 @@ def test_a_pass_that_is_closed_takes_both_along() -> None:
 def test_a_held_pass_is_quiet_when_one_of_two_has_come_back() -> None:
     play = begun()
     second(play)
-    play(ev.PassHeld(1))
-    assert cmd.PassQuiet(1) in play.setup(ev.CallsDone("w1", 0, 5, 3, 4, 10**9))
+    play(ev.PassDraining(1))
+    assert cmd.PassDrained(1) in play.setup(ev.CallsDone("w1", 0, 5, 3, 4, 10**9))
 
 
 def test_a_second_attempt_that_can_not_be_sent_costs_nothing() -> None:
@@ -332,7 +332,7 @@ def test_a_search_for_guilty_elements_begins_once() -> None:
     second(play)
     play(ev.CallFailed("w0", 0, 4, 3, quarantine=True), cmd.SendCancel("w0", 4))
     play(ev.CallFailed("w1", 0, 5, 3, quarantine=True), cmd.SizeCall(1, 3))
-    play.setup(ev.CancelHeard("w0", 0, 4))
+    play.setup(ev.CancelConfirmed("w0", 0, 4))
     probes = assigns(play.setup(ev.CallSized(1, 3, 2)))
     assert [probe.elements for probe in probes] == [((0, 1),), ((1, 2),)]
     assert play.scheduler.deadline() is None, "probes get no second attempt"

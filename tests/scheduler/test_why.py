@@ -24,7 +24,7 @@ def told(play: Playbook) -> dict[Reason, list[Wait]]:
 
 def begun(*workers: str, settings: PassSettings = PLAIN, steps: int = 2, limits: Limits = LIMITS) -> Playbook:
     play = Playbook(limits).with_workers(*workers).with_pass(settings)
-    play.setup(ev.StepsOffered(1, 0, steps, 2))
+    play.setup(ev.StepsAvailable(1, 0, steps, 2))
     return play
 
 
@@ -56,7 +56,7 @@ def test_calls_behind_another_one_of_their_lease() -> None:
 
 def test_calls_without_any_worker() -> None:
     play = Playbook(LIMITS).with_pass(PLAIN)
-    play.setup(ev.StepsOffered(1, 0, 1, 2))
+    play.setup(ev.StepsAvailable(1, 0, 1, 2))
     assert "no worker is there" in told(play)[Reason.JOINING_WORKER][0].text
     play.setup(ev.WorkerExpected("w0"))
     assert "none has joined, 1 to be started" in told(play)[Reason.STARTING_WORKER][0].text
@@ -83,7 +83,7 @@ def test_calls_whose_guilty_elements_are_looked_for() -> None:
 
 def test_a_gang_that_needs_more_workers_than_are_idle() -> None:
     play = begun("w0", "w1", steps=1)
-    play.setup(ev.PassOpened(2, PassSettings(2, pulled=False, gang=True)), ev.StepsOffered(2, 0, 1, 2))
+    play.setup(ev.PassOpened(2, PassSettings(2, pulled=False, gang=True)), ev.StepsAvailable(2, 0, 1, 2))
     [wait] = told(play)[Reason.GANG]
     assert (wait.pass_id, wait.lo, wait.hi) == (2, 0, 2)
     assert wait.text == "it needs 2 idle workers at once; 0 of 2 are idle"
@@ -93,7 +93,7 @@ def with_gpus(settings: PassSettings, **workers: float) -> Playbook:
     play = Playbook(LIMITS).with_pass(settings)
     for name, gpus in workers.items():
         play.setup(ev.WorkerExpected(name), ev.WorkerJoined(name, 0, gpus=gpus))
-    play.setup(ev.StepsOffered(1, 0, 3, settings.replicas))
+    play.setup(ev.StepsAvailable(1, 0, 3, settings.replicas))
     return play
 
 
@@ -129,7 +129,7 @@ def test_a_gang_whose_members_run() -> None:
 def test_calls_that_let_a_gang_go_first() -> None:
     play = Playbook(LIMITS).with_workers("w0", "w1").with_pass(PassSettings(1, pulled=False))
     play.setup(ev.PassOpened(2, PassSettings(2, pulled=False, gang=True)))
-    play.setup(ev.StepsOffered(1, 0, 1, 1), ev.StepsOffered(2, 0, 1, 2), ev.StepsOffered(1, 1, 2, 1))
+    play.setup(ev.StepsAvailable(1, 0, 1, 1), ev.StepsAvailable(2, 0, 1, 2), ev.StepsAvailable(1, 1, 2, 1))
     found = told(play)
     assert found[Reason.GANG][0].pass_id == 2
     assert (found[Reason.TURN][0].pass_id, found[Reason.TURN][0].text) == (1, "pass 2 goes first")
@@ -137,7 +137,7 @@ def test_calls_that_let_a_gang_go_first() -> None:
 
 def test_a_pass_that_is_drained() -> None:
     play = begun("w0")
-    play.setup(ev.PassHeld(1))
+    play.setup(ev.PassDraining(1))
     assert [(x.lo, x.hi) for x in told(play)[Reason.HELD]] == [(1, 4)]
 
 
@@ -145,13 +145,13 @@ def test_data_that_does_not_come() -> None:
     play = Playbook(LIMITS).with_workers("w0").with_pass(PassSettings(2))
     [wait] = told(play)[Reason.DATA]
     assert (wait.lo, wait.hi, wait.text) == (0, 2, "step 0 has not been offered")
-    play.setup(ev.StepsOffered(1, 0, 1, 2), ev.StepsEnded(1))
+    play.setup(ev.StepsAvailable(1, 0, 1, 2), ev.StepsEnded(1))
     assert Reason.DATA not in told(play)
 
 
 def test_steps_that_nobody_takes() -> None:
     play = Playbook(Limits(steps_in_flight_max=1)).with_workers("w0").with_pass(PassSettings(1))
-    play.setup(ev.StepsOffered(1, 0, 1, 1), ev.CallsDone("w0", 0, 1, 0, 1, 10**9))
+    play.setup(ev.StepsAvailable(1, 0, 1, 1), ev.CallsDone("w0", 0, 1, 0, 1, 10**9))
     found = told(play)
     assert [(x.lo, x.hi, x.text) for x in found[Reason.READER]] == [
         (0, 1, "1 complete steps have not been taken")
@@ -165,7 +165,7 @@ def test_an_earlier_step_that_is_not_complete() -> None:
     limits = Limits(steps_in_flight_max=2, bundle_s=0.001, prefetch_below_s=0.0)
     play = Playbook(limits).with_workers("w0", "w1").with_pass(PassSettings(1))
     play.setup(
-        ev.StepsOffered(1, 0, 1, 1), ev.StepsOffered(1, 1, 2, 1), ev.CallsDone("w1", 0, 2, 1, 2, 10**9)
+        ev.StepsAvailable(1, 0, 1, 1), ev.StepsAvailable(1, 1, 2, 1), ev.CallsDone("w1", 0, 2, 1, 2, 10**9)
     )
     [wait] = told(play)[Reason.EARLIER_STEP]
     assert "before step 0 is complete" in wait.text
@@ -174,7 +174,7 @@ def test_an_earlier_step_that_is_not_complete() -> None:
 def test_a_call_that_is_executed_twice_and_a_worker_that_is_laid_off() -> None:
     limits = Limits(speculation_reports_min=1)
     play = Playbook(limits).with_workers("w0").with_pass(PassSettings(1, pulled=False, speculation=2.0))
-    play.setup(ev.StepsOffered(1, 0, 2, 1))
+    play.setup(ev.StepsAvailable(1, 0, 2, 1))
     play.at(1.0).setup(ev.CallsDone("w0", 0, 1, 0, 1, 10**9))
     play.with_workers("w1").at(50.0).setup(ev.Tick())
     found = told(play)[Reason.RUNNING]

@@ -28,7 +28,7 @@ def test_a_worker_is_started_joins_and_is_told_of_a_pass_once() -> None:
     play = Playbook()
     play(ev.WorkerExpected("w0"), cmd.StartWorker("w0", 0))
     play(ev.PassOpened(1, UNASKED))
-    play(ev.StepsOffered(1, 0, 2, 1))
+    play(ev.StepsAvailable(1, 0, 2, 1))
     play(ev.WorkerJoined("w0", 0), cmd.SendBind("w0", 1), cmd.SendAssign("w0", 1, 1, 0, 1, 0))
     play(
         ev.CallsDone("w0", 0, 1, 0, 1, 10**9),
@@ -40,8 +40,8 @@ def test_a_worker_is_started_joins_and_is_told_of_a_pass_once() -> None:
 
 def test_a_worker_that_dies_is_replaced_and_only_the_running_call_is_charged() -> None:
     play = Playbook().with_workers("w0").with_pass(UNASKED)
-    play.setup(ev.StepsOffered(1, 0, 1, 1), ev.CallsDone("w0", 0, 1, 0, 1, 1000))
-    leases = assigns(play.setup(ev.StepsOffered(1, 1, 17, 1)))
+    play.setup(ev.StepsAvailable(1, 0, 1, 1), ev.CallsDone("w0", 0, 1, 0, 1, 1000))
+    leases = assigns(play.setup(ev.StepsAvailable(1, 1, 17, 1)))
     assert [(x.lo, x.hi) for x in leases] == [(1, 9), (9, 13)]
     play(
         ev.CallsDone("w0", 0, 2, 1, 3, 2000),
@@ -68,8 +68,8 @@ def test_the_call_that_was_running_is_charged(
     running: tuple[int, int] | None, dealt: list[tuple[int, int, int]]
 ) -> None:
     play = Playbook().with_workers("w0").with_pass(UNASKED)
-    play.setup(ev.StepsOffered(1, 0, 1, 1), ev.CallsDone("w0", 0, 1, 0, 1, 1000))
-    held = assigns(play.setup(ev.StepsOffered(1, 1, 17, 1)))[0]
+    play.setup(ev.StepsAvailable(1, 0, 1, 1), ev.CallsDone("w0", 0, 1, 0, 1, 1000))
+    held = assigns(play.setup(ev.StepsAvailable(1, 1, 17, 1)))[0]
     assert (held.lo, held.hi) == (1, 9)
     at = None if running is None else (running[0] - 1 + held.lease, held.lo + running[1])
     play(ev.WorkerLost("w0", 0, "signal 11", running=at), cmd.StartWorker("w0", 1))
@@ -83,7 +83,7 @@ def test_the_call_that_was_running_is_charged(
 
 def test_a_graceful_leave_blames_nobody() -> None:
     play = Playbook().with_workers("w0").with_pass(UNASKED)
-    play(ev.StepsOffered(1, 0, 1, 1), cmd.SendBind("w0", 1), cmd.SendAssign("w0", 1, 1, 0, 1, 0))
+    play(ev.StepsAvailable(1, 0, 1, 1), cmd.SendBind("w0", 1), cmd.SendAssign("w0", 1, 1, 0, 1, 0))
     play(ev.WorkerLost("w0", 0, "it was asked to", graceful=True), cmd.StartWorker("w0", 1))
     play(ev.WorkerJoined("w0", 1), cmd.SendBind("w0", 1), cmd.SendAssign("w0", 2, 1, 0, 1, 0))
 
@@ -91,9 +91,9 @@ def test_a_graceful_leave_blames_nobody() -> None:
 def test_a_death_under_a_cancelled_call_is_not_charged_to_the_next_one() -> None:
     play = Playbook().with_workers("w0").with_pass(UNASKED, 1).with_pass(UNASKED, 2)
     for pass_id in (1, 2):
-        play.setup(ev.StepsOffered(pass_id, 0, 1, 1), ev.CallsDone("w0", 0, pass_id, 0, 1, 1000))
-    play(ev.StepsOffered(1, 1, 2, 1), cmd.SendAssign("w0", 3, 1, 1, 2, 0))
-    play(ev.StepsOffered(2, 1, 2, 1), cmd.SendAssign("w0", 4, 2, 1, 2, 0))
+        play.setup(ev.StepsAvailable(pass_id, 0, 1, 1), ev.CallsDone("w0", 0, pass_id, 0, 1, 1000))
+    play(ev.StepsAvailable(1, 1, 2, 1), cmd.SendAssign("w0", 3, 1, 1, 2, 0))
+    play(ev.StepsAvailable(2, 1, 2, 1), cmd.SendAssign("w0", 4, 2, 1, 2, 0))
     play(ev.PassClosed(1), cmd.SendCancel("w0", 3), cmd.SendUnbind("w0", 1))
     play(ev.WorkerLost("w0", 0, "signal 9"), cmd.StartWorker("w0", 1))
     play(ev.WorkerJoined("w0", 1), cmd.SendBind("w0", 2), cmd.SendAssign("w0", 5, 2, 1, 2, 0))
@@ -104,28 +104,28 @@ def test_a_death_under_a_cancelled_call_is_not_charged_to_the_next_one() -> None
 def test_nobody_waits_behind_a_call_of_a_pass_that_is_over() -> None:
     """The worker may hang in it: another one is given what comes, and this one when it has heard."""
     play = Playbook().with_workers("w0", "w1").with_pass(UNASKED, 1)
-    play.setup(ev.StepsOffered(1, 0, 1, 1))
+    play.setup(ev.StepsAvailable(1, 0, 1, 1))
     play(ev.PassClosed(1), cmd.SendCancel("w0", 1), cmd.SendUnbind("w0", 1))
     play.with_pass(UNASKED, 2)
-    play(ev.StepsOffered(2, 0, 2, 1), cmd.SendBind("w1", 2), cmd.SendAssign("w1", 2, 2, 0, 1, 0))
+    play(ev.StepsAvailable(2, 0, 2, 1), cmd.SendBind("w1", 2), cmd.SendAssign("w1", 2, 2, 0, 1, 0))
     assert play.scheduler.why(1.0).laid_off == ("w0",)
-    play(ev.CancelHeard("w0", 0, 1), cmd.SendBind("w0", 2), cmd.SendAssign("w0", 3, 2, 1, 2, 0))
+    play(ev.CancelConfirmed("w0", 0, 1), cmd.SendBind("w0", 2), cmd.SendAssign("w0", 3, 2, 1, 2, 0))
 
 
 def test_nobody_waits_behind_a_gang_of_a_pass_that_is_over() -> None:
     gang = PassSettings(2, pulled=False, gang=True)
     play = Playbook().with_workers("w0", "w1", "w2").with_pass(gang, 1)
-    play.setup(ev.StepsOffered(1, 0, 1, 2))
+    play.setup(ev.StepsAvailable(1, 0, 1, 2))
     play.setup(ev.PassClosed(1))
     assert play.scheduler.why(1.0).laid_off == ("w0", "w1")
-    play.with_pass(gang, 2).setup(ev.StepsOffered(2, 0, 1, 2))
+    play.with_pass(gang, 2).setup(ev.StepsAvailable(2, 0, 1, 2))
     [lease] = play.scheduler._members.leases.values()
     assert (lease.worker, lease.lo, lease.hi) == ("w2", 0, 2), "it is made by those who are there"
 
 
 def test_a_call_under_which_workers_keep_dying_fails() -> None:
     play = Playbook(Limits(deaths_max=2)).with_workers("w0").with_pass(UNASKED)
-    play.setup(ev.StepsOffered(1, 0, 1, 1), ev.WorkerLost("w0", 0, "signal 11"), ev.WorkerJoined("w0", 1))
+    play.setup(ev.StepsAvailable(1, 0, 1, 1), ev.WorkerLost("w0", 0, "signal 11"), ev.WorkerJoined("w0", 1))
     play(
         ev.WorkerLost("w0", 1, "signal 11"),
         cmd.StepFailed(1, 0, (cmd.Failure(0, 2, "w0", cause="signal 11"),)),
@@ -136,8 +136,8 @@ def test_a_call_under_which_workers_keep_dying_fails() -> None:
 def test_a_death_that_fails_a_call_leaves_nothing_of_later_steps_waiting() -> None:
     """The rest of the lost lease is beyond the failed step: it must not be dealt again."""
     play = Playbook(Limits(deaths_max=1)).with_workers("w0").with_pass(UNASKED)
-    play.setup(ev.StepsOffered(1, 0, 1, 1), ev.CallsDone("w0", 0, 1, 0, 1, 1000))
-    play.setup(ev.StepsOffered(1, 1, 9, 1))
+    play.setup(ev.StepsAvailable(1, 0, 1, 1), ev.CallsDone("w0", 0, 1, 0, 1, 1000))
+    play.setup(ev.StepsAvailable(1, 1, 9, 1))
     play(
         ev.WorkerLost("w0", 0, "signal 11"),
         cmd.StepFailed(1, 1, (cmd.Failure(1, 1, "w0", cause="signal 11"),)),
@@ -162,10 +162,10 @@ def test_fruitless_starts_fail_the_cluster_and_a_join_forgives_them() -> None:
 def test_a_later_incarnation_replaces_a_living_one() -> None:
     play = Playbook().with_pass(UNASKED)
     play(ev.WorkerJoined("far", 3, supervised=True))
-    play.setup(ev.StepsOffered(1, 0, 1, 1))
+    play.setup(ev.StepsAvailable(1, 0, 1, 1))
     play(
         ev.WorkerJoined("far", 4, supervised=True),
-        cmd.ExpelWorker("far", 3, "a later incarnation has joined"),
+        cmd.EvictWorker("far", 3, "a later incarnation has joined"),
         cmd.SendBind("far", 1),
         cmd.SendAssign("far", 2, 1, 0, 1, 1),
     )
@@ -181,20 +181,20 @@ def test_a_later_incarnation_replaces_a_living_one() -> None:
 def test_a_stale_incarnation_is_put_out(incarnation: int, reason: str) -> None:
     play = Playbook().with_workers("w0")
     play.setup(ev.WorkerLost("w0", 0, "signal 9"), ev.WorkerJoined("w0", 1))
-    play(ev.WorkerJoined("w0", incarnation), cmd.ExpelWorker("w0", incarnation, reason))
+    play(ev.WorkerJoined("w0", incarnation), cmd.EvictWorker("w0", incarnation, reason))
 
 
 def test_a_supervised_worker_that_is_not_heard_is_lost_and_may_return() -> None:
     play = Playbook(Limits(heard_within_s=10.0)).with_pass(UNASKED)
     play(ev.WorkerJoined("far", 0, supervised=True))
     play.at(3.0)(ev.WorkerJoined("near", 0, supervised=True))
-    play.setup(ev.StepsOffered(1, 0, 1, 1))
+    play.setup(ev.StepsAvailable(1, 0, 1, 1))
     assert play.scheduler.deadline() == 10.0
-    play.at(7.1)(ev.WorkerHeard("far", 0))
+    play.at(7.1)(ev.HeartbeatReceived("far", 0))
     assert play.scheduler.deadline() == 13.0
-    play.at(13.0)(ev.Tick(), cmd.ExpelWorker("near", 0, "not heard for 10 s"))
-    play(ev.WorkerHeard("near", 0))
-    play.at(17.1)(ev.Tick(), cmd.ExpelWorker("far", 0, "not heard for 10 s"))
+    play.at(13.0)(ev.Tick(), cmd.EvictWorker("near", 0, "not heard for 10 s"))
+    play(ev.HeartbeatReceived("near", 0))
+    play.at(17.1)(ev.Tick(), cmd.EvictWorker("far", 0, "not heard for 10 s"))
     assert play.scheduler.deadline() is None
     play(
         ev.WorkerJoined("near", 1, supervised=True),
@@ -210,7 +210,7 @@ def test_a_tick_at_the_deadline_is_late_enough(heard_at: float) -> None:
     play(ev.WorkerJoined("far", 0, supervised=True))
     deadline = play.scheduler.deadline()
     assert deadline is not None
-    play.at(deadline)(ev.Tick(), cmd.ExpelWorker("far", 0, "not heard for 0.7 s"))
+    play.at(deadline)(ev.Tick(), cmd.EvictWorker("far", 0, "not heard for 0.7 s"))
 
 
 def test_workers_of_the_launcher_are_not_supervised() -> None:
@@ -236,7 +236,7 @@ def test_an_unknown_event_is_refused() -> None:
 
 def test_a_report_that_comes_twice_after_its_lease_is_dropped() -> None:
     play = Playbook().with_workers("w0").with_pass(UNASKED)
-    play.setup(ev.StepsOffered(1, 0, 1, 1), ev.CallsDone("w0", 0, 1, 0, 1, 1000))
+    play.setup(ev.StepsAvailable(1, 0, 1, 1), ev.CallsDone("w0", 0, 1, 0, 1, 1000))
     play(ev.CallsDone("w0", 0, 1, 0, 1, 1000), cmd.DropResults("w0", 1))
     play(ev.CallFailed("w0", 0, 1, 0), cmd.DropResults("w0", 1))
     play(ev.CallsDone("w0", 0, 77, 0, 1, 1000), cmd.DropResults("w0", 77))
@@ -244,7 +244,7 @@ def test_a_report_that_comes_twice_after_its_lease_is_dropped() -> None:
 
 def test_a_report_for_a_lease_of_another_worker_is_dropped() -> None:
     play = Playbook().with_workers("w0", "w1").with_pass(UNASKED)
-    play.setup(ev.StepsOffered(1, 0, 2, 1))
+    play.setup(ev.StepsAvailable(1, 0, 2, 1))
     play(ev.CallsDone("w1", 0, 1, 0, 1, 1000), cmd.DropResults("w1", 1))
 
 
@@ -261,13 +261,13 @@ def test_a_report_for_a_lease_of_another_worker_is_dropped() -> None:
 )
 def test_a_report_out_of_order_costs_the_worker_its_place(lease: int, lo: int, hi: int) -> None:
     play = Playbook().with_workers("w0").with_pass(UNASKED)
-    play.setup(ev.StepsOffered(1, 0, 1, 1), ev.CallsDone("w0", 0, 1, 0, 1, 1000))
-    play.setup(ev.StepsOffered(1, 1, 17, 1))
+    play.setup(ev.StepsAvailable(1, 0, 1, 1), ev.CallsDone("w0", 0, 1, 0, 1, 1000))
+    play.setup(ev.StepsAvailable(1, 1, 17, 1))
     why = f"it reported calls [{lo}, {hi}) of lease {lease} where [1, 9) of lease 2 were to come"
     play(
         ev.CallsDone("w0", 0, lease, lo, hi, 1000),
         cmd.DropResults("w0", lease),
-        cmd.ExpelWorker("w0", 0, why),
+        cmd.EvictWorker("w0", 0, why),
         cmd.StartWorker("w0", 1),
     )
     play(ev.CallsDone("w0", 0, 2, 1, 9, 1000), cmd.DropResults("w0", 2))

@@ -182,7 +182,7 @@ class World(Oracle):
         match command:
             case cmd.StartWorker(name, incarnation):
                 self._spawn(name, incarnation, supervised=False)
-            case cmd.ExpelWorker(name, incarnation):
+            case cmd.EvictWorker(name, incarnation):
                 process = self.processes.get((name, incarnation))
                 if process is not None and process.alive:
                     self._die(process)
@@ -217,7 +217,7 @@ class World(Oracle):
                 self.must(not reading.over, "complete twice")
                 reading.over = "complete"
                 self.soon(lambda: self._close(reading), 1.0)
-            case cmd.PassQuiet(pass_id):
+            case cmd.PassDrained(pass_id):
                 reading = self.readings[pass_id]
                 self.must(reading.held and not reading.quiet, f"pass {pass_id} is quiet unasked or twice")
                 reading.quiet = True
@@ -377,7 +377,9 @@ class World(Oracle):
                 return
             step = reading.offered
             reading.offered += 1
-            self.handle(ev.StepsOffered(reading.id, step, step + 1, reading.parts[step], reading.step_bytes))
+            self.handle(
+                ev.StepsAvailable(reading.id, step, step + 1, reading.parts[step], reading.step_bytes)
+            )
         if reading.offered == reading.steps and not reading.ended and not reading.closed:
             reading.ended = True
             self.handle(ev.StepsEnded(reading.id))
@@ -450,7 +452,7 @@ class World(Oracle):
             self._close(reading)
             return
         reading.held = True
-        self.handle(ev.PassHeld(reading.id))
+        self.handle(ev.PassDraining(reading.id))
 
     def _close(self, reading: Reading) -> None:
         if not reading.closed:
@@ -489,7 +491,7 @@ class World(Oracle):
             return
         if process.stalled_until <= self.now:
             process.heard_at = self.now
-            self.handle(ev.WorkerHeard(process.name, process.incarnation))
+            self.handle(ev.HeartbeatReceived(process.name, process.incarnation))
         self.at(self.now + self.limits.heard_within_s / 4, lambda: self._beat(process))
 
     def _mishap(self, process: Process) -> None:
@@ -532,7 +534,7 @@ class World(Oracle):
     def _last_beat(self, process: Process) -> None:
         """A heartbeat that was on its way while its process was lost."""
         if process.supervised and self.random.random() < 0.5:
-            late = ev.WorkerHeard(process.name, process.incarnation)
+            late = ev.HeartbeatReceived(process.name, process.incarnation)
             self.soon(lambda: self._unless_alive(process, late), 20.0)
 
     def _unless_alive(self, process: Process, late: Event) -> None:
@@ -551,7 +553,7 @@ class World(Oracle):
             return
         process.last_arrival = max(process.last_arrival, self.now, process.stalled_until)
         for lease in process.cancels:
-            heard = ev.CancelHeard(process.name, process.incarnation, lease)
+            heard = ev.CancelConfirmed(process.name, process.incarnation, lease)
             self.at(process.last_arrival, partial(self.handle, heard))
         process.cancels.clear()
 

@@ -84,7 +84,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[msg.Message]:
     send = Fleet.send
 
     def noting(self: Fleet, worker: str, message: msg.Message, payload: Any = ()) -> None:
-        if isinstance(message, msg.State | msg.DropState):
+        if isinstance(message, msg.StateVersion | msg.DropState):
             found.append(message)
         send(self, worker, message, payload)
 
@@ -119,7 +119,7 @@ async def test_a_version_travels_once_to_a_worker_and_what_it_made_not_at_all(
         w.assign(np.ones(1000))
         for _ in range(2):
             assert list(await strategy.run(read, args=(w,))) == [1, 1]
-        assert [message.version for message in sent if isinstance(message, msg.State)] == [0, 0, 7, 7]
+        assert [message.version for message in sent if isinstance(message, msg.StateVersion)] == [0, 0, 7, 7]
 
 
 async def test_what_a_failed_step_has_made_is_read_by_nobody(sent: list[msg.Message]) -> None:
@@ -496,4 +496,6 @@ async def test_workers_forget_variables_that_nobody_has(sent: list[msg.Message])
                 v = pipedist.Variable(np.zeros(10))
             await strategy.run(functions.double, args=(v,))
             del v
-        assert [type(message).__name__ for message in sent] == ["State", "DropState"] * 2 + ["State"]
+        assert [type(message).__name__ for message in sent] == ["StateVersion", "DropState"] * 2 + [
+            "StateVersion"
+        ]

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from pipedist.messages import Assign, Bind, Cancel, Log, Results, Stop
+from pipedist.messages import Assign, Bind, Cancel, LogLine, Results, Stop
 from pipedist.transport.codec import decode, encode
 from pipedist.transport.shared_memory import pool
 from pipedist.transport.zeromq import Dealer
@@ -39,7 +39,7 @@ def fork_and_let_go(kept: list[Any]) -> None:
 
 def serve(dealer: Dealer) -> None:
     kept: list[Any] = []
-    dealer.send(Log("", 0, 0, "here"))
+    dealer.send(LogLine("", 0, 0, "here"))
     while True:
         dealer.poll(60.0)
         message, frames = dealer.recv()

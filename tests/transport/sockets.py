@@ -9,11 +9,10 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
-from pipedist.messages import Bind, Log, Message
-from pipedist.transport.envelope import seal
+from pipedist.messages import Bind, LogLine, Message
 from pipedist.transport.keys import ClusterKeys, new_keys
 from pipedist.transport.rendezvous import ipc_endpoint, private_directory
-from pipedist.transport.wire import pack
+from pipedist.transport.wire import pack, seal
 from pipedist.transport.zeromq import Dealer, Router
 
 WAIT_S = 60.0
@@ -83,8 +82,8 @@ def first_frame(message: Message, header: bytes = b"") -> bytes:
     return seal(pack(message), header)
 
 
-def log(text: str = "hello") -> Log:
-    return Log("stage", 0, 0, text)
+def log(text: str = "hello") -> LogLine:
+    return LogLine("stage", 0, 0, text)
 
 
 def descriptors() -> int:

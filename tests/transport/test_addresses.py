@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from pipedist.errors import UsageError
-from pipedist.messages import Log
+from pipedist.messages import LogLine
 from pipedist.transport.connections import plain_address
 from pipedist.transport.keys import new_keys
 from pipedist.transport.zeromq import Dealer
@@ -40,9 +40,9 @@ async def test_a_star_is_every_address_of_this_host(host: str) -> None:
     async with router("tcp://*:0", keys) as (opened, inbox):
         endpoint = f"tcp://{host}:{opened.endpoint.rpartition(':')[2]}"
         with Dealer(endpoint, identity=identity(), keys=keys.client) as worker:
-            await blocking(worker.send, Log("s", 0, 0, ""))
+            await blocking(worker.send, LogLine("s", 0, 0, ""))
             _, message, _ = await inbox.get()
-            assert message == Log("s", 0, 0, "")
+            assert message == LogLine("s", 0, 0, "")
         other = type(keys.client)(keys.client.server_public, strange.client.public, strange.client.secret)
         with Dealer(endpoint, identity=identity(), keys=other):
             assert f"a peer at {host.strip('[]')} with the unknown key" in await inbox.reject("unknown")

@@ -16,7 +16,7 @@ from hypothesis.extra import numpy as hnp
 
 from pipedist.errors import RemoteProtocolError
 from pipedist.reductions import Reduction
-from pipedist.transport import columns, encoder, form
+from pipedist.transport import columns, encoder, layout
 from pipedist.transport.codec import UnsendableError, decode, encode
 from pipedist.transport.columns import ARRAY, DICT, LIST, PLAIN, SCALAR, TUPLE
 
@@ -26,7 +26,7 @@ Draw = Callable[[st.SearchStrategy[Any]], Any]
 
 
 def has_columns(frames: list[Any]) -> bool:
-    return bytes(frames[0][:1]) == bytes([form.COLUMNS])
+    return bytes(frames[0][:1]) == bytes([layout.COLUMNS])
 
 
 def round_trip(tree: Any) -> Any:
@@ -140,14 +140,14 @@ def test_what_cant_be_sent_is_named_as_ever(bad: Any) -> None:
 
 def header(count: Any, column: Any) -> list[bytes]:
     packer = encoder._Encoder()
-    return [bytes([form.COLUMNS]) + packer.pack([count, column])]
+    return [bytes([layout.COLUMNS]) + packer.pack([count, column])]
 
 
 FLOATS = [PLAIN, [1.5] * 10]
 MALFORMED: dict[str, list[bytes]] = {
-    "nothing": [bytes([form.COLUMNS])],
-    "twice": [bytes([form.COLUMNS, form.COLUMNS]) + msgpack.packb([10, FLOATS])],
-    "no list": [bytes([form.COLUMNS]) + msgpack.packb(3)],
+    "nothing": [bytes([layout.COLUMNS])],
+    "twice": [bytes([layout.COLUMNS, layout.COLUMNS]) + msgpack.packb([10, FLOATS])],
+    "no list": [bytes([layout.COLUMNS]) + msgpack.packb(3)],
     "no count": header("x", FLOATS),
     "negative count": header(-1, FLOATS),
     "bool as count": header(True, [PLAIN, [1.5]]),
@@ -202,7 +202,7 @@ def test_fuzz() -> None:
     random = np.random.default_rng(0)
     items = [{"y": np.array([k]), "t": (float(k), [np.float32(k)])} for k in range(12)]
     first, *rest = map(bytes, encode(items))
-    assert first[0] == form.COLUMNS
+    assert first[0] == layout.COLUMNS
     for at in range(len(first)):
         for bit in range(8):
             flipped = bytearray(first)
@@ -230,12 +230,12 @@ KEYS = st.just((1,)) | st.text(max_size=2)
 def test_the_look_at_small_trees_says_what_the_look_at_all_trees_says(tree: Any) -> None:
     for whole in (tree, nest(200), [Point(tree, 1)], {True: tree}, [msgpack.Timestamp(1), tree]):
         verdicts = []
-        for nodes in (form._SMALL_NODES, -1):
+        for nodes in (layout._SMALL_NODES, -1):
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(form, "_SMALL_NODES", nodes)
+                patch.setattr(layout, "_SMALL_NODES", nodes)
                 try:
-                    form.check_nodes(whole)
+                    layout.check_nodes(whole)
                     verdicts.append("")
-                except form.UnsuitableTree as error:
+                except layout.UnsuitableTree as error:
                     verdicts.append(str(error))
         assert verdicts[0] == verdicts[1]

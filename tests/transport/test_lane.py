@@ -18,7 +18,7 @@ import pytest
 
 import pipedist
 from pipedist.errors import RemoteProtocolError
-from pipedist.messages import Assign, Bind, Cancel, Log, Refuse, Results, Stop
+from pipedist.messages import Assign, Bind, Cancel, LogLine, Refuse, Results, Stop
 from pipedist.transport.client_socket import ClientSocket
 from pipedist.transport.codec import decode, encode
 from pipedist.transport.keys import new_keys
@@ -122,7 +122,7 @@ async def test_many_messages_arrive_in_order_and_other_tasks_have_their_turn() -
     count, turns, heard = 3000, 0, []
     all_heard = asyncio.Event()
 
-    def on_message(identity: bytes, message: Log, frames: list[memoryview]) -> None:
+    def on_message(identity: bytes, message: LogLine, frames: list[memoryview]) -> None:
         heard.append((message.step, turns))
         if len(heard) == count:
             all_heard.set()
@@ -138,7 +138,7 @@ async def test_many_messages_arrive_in_order_and_other_tasks_have_their_turn() -
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(take_turns())
                 for first in range(0, count, 1000):  # in few writes: many of them are read at once
-                    many = [stream([first_frame(Log("s", first + n, 0, ""))]) for n in range(1000)]
+                    many = [stream([first_frame(LogLine("s", first + n, 0, ""))]) for n in range(1000)]
                     await blocking(peer.end.sendall, b"".join(many))
                 await asyncio.wait_for(all_heard.wait(), WAIT_S)
     assert [step for step, _ in heard] == list(range(count))
@@ -150,7 +150,7 @@ async def test_a_failing_handler_does_not_stall_the_messages_after_it() -> None:
     heard: asyncio.Queue[int] = asyncio.Queue()
     reported: list[BaseException] = []
 
-    def on_message(identity: bytes, message: Log, frames: list[memoryview]) -> None:
+    def on_message(identity: bytes, message: LogLine, frames: list[memoryview]) -> None:
         if message.step == 0:
             raise KeyError("handler")
         heard.put_nowait(message.step)
@@ -160,7 +160,7 @@ async def test_a_failing_handler_does_not_stall_the_messages_after_it() -> None:
     async with lanes(on_message=on_message) as (opened, _):
         with laned(opened) as worker:
             for number in range(3):
-                worker.send(Log("s", number, 0, ""))
+                worker.send(LogLine("s", number, 0, ""))
             assert [await asyncio.wait_for(heard.get(), WAIT_S) for _ in range(2)] == [1, 2]
     assert [type(error) for error in reported] == [KeyError]
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from pipedist.errors import UsageError
-from pipedist.messages import Assign, Bind, Cancel, Log, Results
+from pipedist.messages import Assign, Bind, Cancel, LogLine, Results
 from pipedist.transport.codec import decode, encode
 from pipedist.transport.limits import GIB, KIB, MIB
 from pipedist.transport.settings import Settings
@@ -44,7 +44,7 @@ def equal(a: Any, b: Any) -> bool:
 async def test_both_roads_bring_the_same_tree_both_ways(shared_memory: SharedMemory | None) -> None:
     async with router(shared_memory=shared_memory) as (opened, inbox):
         with dealer(opened, name=b"w0") as worker:
-            worker.send(Log("", 0, 0, ""))
+            worker.send(LogLine("", 0, 0, ""))
             await inbox.get()
             for _ in range(2):  # with the second message, slots are used again
                 assert opened.send(b"w0", Bind(7), encode(TREE))
@@ -253,7 +253,7 @@ async def test_a_closed_router_leaves_readers_their_frames() -> None:
     left = memory_left()
     async with router(shared_memory=SMALL) as (opened, inbox):
         worker = dealer(opened, name=b"w0")
-        worker.send(Log("", 0, 0, ""))
+        worker.send(LogLine("", 0, 0, ""))
         await inbox.get()
         listener = opened._listener
         assert listener is not None
@@ -301,7 +301,7 @@ async def test_a_system_without_such_memory_sends_frames(
     before = descriptors()
     async with router(shared_memory=SMALL) as (opened, inbox):
         with dealer(opened, name=b"w0") as worker:
-            worker.send(Log("", 0, 0, ""), encode(block(3)))
+            worker.send(LogLine("", 0, 0, ""), encode(block(3)))
             _, _, frames = await inbox.get()
             assert not is_shared(decode(frames))
             assert opened.send(b"w0", Bind(1), encode(block(4)))

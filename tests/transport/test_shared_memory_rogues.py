@@ -14,15 +14,15 @@ import numpy as np
 import pytest
 
 from pipedist.errors import RemoteProtocolError
-from pipedist.messages import Log, Results
+from pipedist.messages import LogLine, Results
 from pipedist.transport.client_socket import ClientSocket
-from pipedist.transport.codec import decode, encode, pack
-from pipedist.transport.envelope import START, seal, unseal
+from pipedist.transport.codec import decode, encode
 from pipedist.transport.lane.framing import frame_up
 from pipedist.transport.limits import KIB, LIMITS, MIB, Limits
 from pipedist.transport.shared_memory import notices, segments
 from pipedist.transport.shared_memory.borrowed import LEDGER_BYTES
 from pipedist.transport.shared_memory.references import Reference, weave
+from pipedist.transport.wire import START, pack, seal, unseal
 from pipedist.transport.zeromq import Router
 
 from .memory import SMALL, block, is_shared, until
@@ -89,7 +89,7 @@ async def rogue() -> AsyncIterator[tuple[Router, Inbox, Rogue]]:
 
 async def honest_peer_works(opened: Router, inbox: Inbox) -> None:
     with dealer(opened, name=b"honest") as worker:
-        worker.send(Log("", 0, 0, ""))
+        worker.send(LogLine("", 0, 0, ""))
         assert (await inbox.get())[0] == b"honest"
         listener = opened._listener
         assert listener is not None
@@ -271,7 +271,7 @@ async def test_a_rogue_costs_itself_the_connection(does: Callable[[Rogue], None]
         assert inbox.lost.get_nowait()[0] == it.name, reason
         assert inbox.messages.empty()
         assert it.name not in listener._links
-        assert not opened.send(it.name, Log("", 0, 0, ""))
+        assert not opened.send(it.name, LogLine("", 0, 0, ""))
         await honest_peer_works(opened, inbox)
     assert descriptors() <= before + 1  # what pyzmq keeps for the process
 
@@ -329,7 +329,7 @@ async def test_references_without_a_link_or_a_router_that_shares() -> None:
             worker._road._socket.send(first)
             await inbox.reject("which is off")
             worker2 = dealer(opened, name=b"w2")
-            worker2.send(Log("", 0, 0, ""))
+            worker2.send(LogLine("", 0, 0, ""))
             await inbox.get()
             opened._server._socket.send_multipart([b"w2", first])
             with pytest.raises(RemoteProtocolError, match="does not share"):

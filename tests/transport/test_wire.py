@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import typing
 from typing import Any
 
@@ -10,16 +11,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipedist.errors import LocalProtocolError, RemoteProtocolError
-from pipedist.messages import Assign, Bind, Failed, Heartbeat, Message, Refuse, Welcome
+from pipedist.messages import Assign, Bind, Failed, Heartbeat, Message, Refuse, Stalled, Welcome
 from pipedist.transport.limits import LIMITS, STRING_BYTES_MAX
 from pipedist.transport.wire import pack, unpack
 
 FIELDS: dict[Any, st.SearchStrategy[Any]] = {
     int: st.integers(0, 2**63 - 1),
-    str: st.text(st.characters(exclude_categories=())),
+    str: st.text(),
     float: st.floats(allow_nan=False, allow_infinity=False),
     bool: st.booleans(),
+    bytes: st.binary(),
     tuple[str, ...]: st.lists(st.text()).map(tuple),
+    tuple[bytes, ...]: st.lists(st.binary()).map(tuple),
 }
 MESSAGES = st.one_of(
     *[
@@ -35,6 +38,17 @@ def test_every_message_comes_back(message: Message) -> None:
     assert unpack(memoryview(pack(message))) == message
 
 
+def test_lone_surrogates_arrive_escaped() -> None:
+    assert unpack(pack(Refuse("half: \ud800", 3))) == Refuse("half: \\ud800", 3)
+    assert unpack(pack(Stalled(1, ("\ud800", "b"), ""))) == Stalled(1, ("\\ud800", "b"), "")
+
+
+def test_a_path_that_is_no_text_comes_back() -> None:
+    path = "/tmp/\udcff"
+    (came,) = unpack(pack(Welcome("c", 1.0, (os.fsencode(path),)))).sys_path
+    assert os.fsdecode(came) == path
+
+
 def test_an_int_is_fine_for_a_float() -> None:
     assert unpack(pack(Welcome("c", 2, ()))) == Welcome("c", 2.0, ())
 
@@ -42,17 +56,22 @@ def test_an_int_is_fine_for_a_float() -> None:
 @pytest.mark.parametrize(
     ("message", "match"),
     [
-        (Bind(-1), r"Bind.pass_id must be an int from 0"),
-        (Bind(1 << 63), r"Bind.pass_id"),
-        (Bind(True), r"Bind.pass_id must be an int .*not True"),
-        (Assign(1, 2, 3, 4, False), r"Assign.attempt must be an int .*not False"),
-        (Assign(1, 2, -3, 4, 0), r"Assign.lo must be an int .*not -3"),
-        (Assign(1, 2, 3, 1 << 63, 0), r"Assign.hi must be an int"),
-        (Refuse(b"x"), r"Refuse.reason must be a str"),
-        (Refuse("é" * STRING_BYTES_MAX), r"Refuse.reason must be a str of at most"),
-        (Welcome("c", float("nan"), ()), r"Welcome.heartbeat_s must be a finite float"),
-        (Welcome("c", 1.0, ["a"]), r"Welcome.sys_path must be a tuple"),
+        (Bind(-1), r"Expected `int` >= 0 - at `Bind.pass_id`"),
+        (Bind(1 << 63), r"Expected `int` <= 9223372036854775807 - at `Bind.pass_id`"),
+        (Bind(1 << 64), r"can't send: "),
+        (Bind(True), r"Expected `int`, got `bool` - at `Bind.pass_id`"),
+        (Assign(1, 2, 3, 4, False), r"Expected `int`, got `bool` - at `Assign.attempt`"),
+        (Assign(1, 2, -3, 4, 0), r"Expected `int` >= 0 - at `Assign.lo`"),
+        (Assign(1, 2, 3, 1 << 63, 0), r"at `Assign.hi`"),
+        (Refuse(b"x"), r"Expected `str`, got `bytes` - at `Refuse.reason`"),
+        (Refuse(object()), r"can't send: .*object"),
+        (Refuse("é" * STRING_BYTES_MAX), r"Expected `str` of length <= 262144 - at `Refuse.reason`"),
+        (Welcome("c", float("nan"), ()), r"Expected `float` .* - at `Welcome.heartbeat_s`"),
+        (Welcome("c", float("inf"), ()), r"Expected `float` .* - at `Welcome.heartbeat_s`"),
+        (Welcome("c", 1.0, ["a"]), r"Expected `bytes`, got `str` - at `Welcome.sys_path\[0\]`"),
+        (Welcome("c", 1.0, (bytes(1 << 17),)), r"Expected `bytes` of length <= .* - at `Welcome.sys_path"),
         ("text", "is no message"),
+        ((6, 1, 2, 3, 4, 0, 0), "is no message"),
     ],
 )
 def test_a_wrong_field_is_our_own_fault(message: Any, match: str) -> None:
@@ -61,7 +80,7 @@ def test_a_wrong_field_is_our_own_fault(message: Any, match: str) -> None:
 
 
 def test_a_message_beyond_the_limit_is_refused_on_both_ends() -> None:
-    path = ("x" * STRING_BYTES_MAX,) * 5
+    path = (b"x" * (1 << 16),) * 65
     with pytest.raises(LocalProtocolError, match="limit"):
         pack(Welcome("c", 1.0, path))
     with pytest.raises(RemoteProtocolError, match="limit"):
@@ -92,10 +111,22 @@ ASSIGN = [6, 1, 2, 3, 4, 0, 0]
         msgpack.packb([3, ["list"]]),
         msgpack.packb([3, {"a": 1}]),
         msgpack.packb([3, msgpack.ExtType(1, b"x")]),
-        msgpack.packb([2, "c", float("inf"), [], 0.0]),
-        msgpack.packb([2, "c", 1.0, [1], 0.0]),
-        msgpack.packb([2, "c", 1.0, ["a"] * 5000, 0.0]),
+        msgpack.packb([3, "reason"]),
+        msgpack.packb([3, b"bytes", 0]),
+        msgpack.packb([3, ["list"], 0]),
+        msgpack.packb([3, {"a": 1}, 0]),
+        msgpack.packb([3, msgpack.ExtType(1, b"x"), 0]),
+        msgpack.packb([3, "\ud800", 0], unicode_errors="surrogatepass"),
+        msgpack.packb([3, "x" * (1 << 19), 0]),
+        msgpack.packb([2, "c", float("inf"), [], 0.0, ""]),
+        msgpack.packb([2, "c", float("nan"), [], 0.0, ""]),
+        msgpack.packb([2, "c", 1.0, [1], 0.0, ""]),
+        msgpack.packb([2, "c", 1.0, ["a"], 0.0, ""]),
+        msgpack.packb([2, "c", 1.0, [b"a"] * 5000, 0.0, ""]),
+        msgpack.packb([4, 1, "", 1]),
         msgpack.packb(ASSIGN) + b"\0",
+        b"\xdc\0\x07" + msgpack.packb(ASSIGN)[1:],
+        b"\x96\x02\xa1c\x01\xdd\xff\xff\xff\xff",
         b"\xdd\xff\xff\xff\xff",
         b"\xdb\xff\xff\xff\xff",
         b"\x92\x03\xa2\xff\xff",

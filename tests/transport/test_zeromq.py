@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pipedist.errors import LocalProtocolError, RemoteProtocolError, UsageError
-from pipedist.messages import Bind, Log, Refuse, Results, Stop
+from pipedist.messages import Bind, LogLine, Refuse, Results, Stop
 from pipedist.transport.codec import decode, encode
 from pipedist.transport.keys import new_keys
 from pipedist.transport.settings import Settings
@@ -47,7 +47,7 @@ async def test_many_messages_arrive_in_order_and_other_tasks_have_their_turn() -
     count, turns, heard = 3000, 0, []
     all_heard = asyncio.Event()
 
-    def on_message(identity: bytes, message: Log, frames: list[memoryview]) -> None:
+    def on_message(identity: bytes, message: LogLine, frames: list[memoryview]) -> None:
         heard.append((message.step, turns))
         if len(heard) == count:
             all_heard.set()
@@ -63,7 +63,7 @@ async def test_many_messages_arrive_in_order_and_other_tasks_have_their_turn() -
         with dealer(opened, settings=settings) as worker:
             # All of them are there before the loop looks for the first time.
             for number in range(count):
-                worker.send(Log("s", number, 0, ""))
+                worker.send(LogLine("s", number, 0, ""))
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(take_turns())
                 await asyncio.wait_for(all_heard.wait(), WAIT_S)
@@ -80,7 +80,7 @@ async def test_sending_does_not_swallow_the_wake_up_for_what_arrives() -> None:
             def talk() -> None:
                 for number in range(rounds):
                     for worker in (first, second):
-                        worker.send(Log("s", number, 0, ""))
+                        worker.send(LogLine("s", number, 0, ""))
                     for worker in (first, second):
                         worker.recv()
 
@@ -97,7 +97,7 @@ async def test_a_failing_handler_does_not_stall_the_messages_after_it() -> None:
     heard: asyncio.Queue[int] = asyncio.Queue()
     reported: list[BaseException] = []
 
-    def on_message(identity: bytes, message: Log, frames: list[memoryview]) -> None:
+    def on_message(identity: bytes, message: LogLine, frames: list[memoryview]) -> None:
         if message.step == 0:
             raise KeyError("handler")
         heard.put_nowait(message.step)
@@ -107,7 +107,7 @@ async def test_a_failing_handler_does_not_stall_the_messages_after_it() -> None:
     async with router(on_message=on_message) as (opened, _):
         with dealer(opened) as worker:
             for number in range(3):
-                worker.send(Log("s", number, 0, ""))
+                worker.send(LogLine("s", number, 0, ""))
             assert [await asyncio.wait_for(heard.get(), WAIT_S) for _ in range(2)] == [1, 2]
     assert [type(error) for error in reported] == [KeyError]
 

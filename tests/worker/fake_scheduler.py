@@ -19,7 +19,7 @@ from pipedist.messages import (
     Exchange,
     Failed,
     Hello,
-    Log,
+    LogLine,
     Message,
     Relay,
     Results,
@@ -50,7 +50,7 @@ class FakeScheduler:
         self._listen = listen
         self.inbox: asyncio.Queue[tuple[bytes, Message, list[memoryview]]] = asyncio.Queue()
         self.exits: asyncio.Queue[WorkerExit] = asyncio.Queue()
-        self.logs: list[Log] = []
+        self.logs: list[LogLine] = []
         self.rejected: list[str] = []
         self.stalled: list[Stalled] = []
         self.exchanges = 0
@@ -84,7 +84,7 @@ class FakeScheduler:
         assert self._router.send(identity, message, payload)
 
     async def take(
-        self, kind: type[M], *, aside: type | tuple[type, ...] = (Log, Cancelled)
+        self, kind: type[M], *, aside: type | tuple[type, ...] = (LogLine, Cancelled)
     ) -> tuple[bytes, M, list[memoryview]]:
         """The next message, which must be of this kind; Logs, and answers to Cancel, are put aside."""
         while True:
@@ -92,23 +92,22 @@ class FakeScheduler:
             if isinstance(message, kind):
                 return identity, message, frames
             assert isinstance(message, aside), f"expected {kind.__name__}, got {message}"
-            if isinstance(message, Log):
+            if isinstance(message, LogLine):
                 self.logs.append(message)
 
     async def printed(self, count: int = 1) -> None:
         """Wait until workers have printed so many lines; whatever else they say is lost."""
         while len(self.logs) < count:
             _, message, _ = await asyncio.wait_for(self.inbox.get(), PATIENCE_S)
-            if isinstance(message, Log):
+            if isinstance(message, LogLine):
                 self.logs.append(message)
 
     async def exit(self) -> WorkerExit:
         return await asyncio.wait_for(self.exits.get(), PATIENCE_S)
 
-    async def welcome(self, sys_path: tuple[str, ...] | None = None) -> tuple[bytes, Hello]:
+    async def welcome(self) -> tuple[bytes, Hello]:
         identity, hello, _ = await self.take(Hello)
-        path = tuple(p for p in sys.path if p) if sys_path is None else sys_path
-        self.send(identity, Welcome("c", 0.1, path))
+        self.send(identity, Welcome("c", 0.1, tuple(os.fsencode(p) for p in sys.path if p)))
         return identity, hello
 
     async def joins(self, launcher: LocalLauncher) -> tuple[bytes, Hello]:
@@ -187,7 +186,7 @@ class FakeScheduler:
         told: set[int] = set()
         while len(found) < count:
             identity, message, frames = await asyncio.wait_for(self.inbox.get(), PATIENCE_S)
-            if isinstance(message, Log):
+            if isinstance(message, LogLine):
                 self.logs.append(message)
                 continue
             if isinstance(message, Stalled):
@@ -217,7 +216,7 @@ class FakeScheduler:
         return [found[call] for call in sorted(found)]
 
     async def outcomes(
-        self, count: int, *, aside: type | tuple[type, ...] = (Log, Cancelled)
+        self, count: int, *, aside: type | tuple[type, ...] = (LogLine, Cancelled)
     ) -> list[dict[str, Any] | Failed]:
         """What came of the next `count` calls, in the order of their reports."""
         found: list[dict[str, Any] | Failed] = []

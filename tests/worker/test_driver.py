@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from pipedist.errors import ProtocolError
-from pipedist.messages import Assign, Bind, Cancel, Goodbye, Log, Message, Results, Stop, Unbind, Welcome
+from pipedist.messages import Assign, Bind, Cancel, Goodbye, LogLine, Message, Results, Stop, Unbind, Welcome
 from pipedist.transport.codec import encode
 from pipedist.worker.binding import to_frames
 from pipedist.worker.driver import Driver
@@ -105,4 +105,4 @@ def test_what_a_call_has_printed_is_sent_before_its_result(monkeypatch: pytest.M
         monkeypatch.setattr(sys, name, getattr(sys, name))
     driver.output.install()
     driver.run()
-    assert [type(said) for said in script.said if isinstance(said, (Log, Results))] == [Log, Results]
+    assert [type(said) for said in script.said if isinstance(said, (LogLine, Results))] == [LogLine, Results]

@@ -11,7 +11,17 @@ import pytest
 
 from pipedist import values
 from pipedist.launchers.local import LocalLauncher
-from pipedist.messages import AssignGang, Cancel, DropState, Failed, Refuse, Relay, Results, State, Unbind
+from pipedist.messages import (
+    AssignGang,
+    Cancel,
+    DropState,
+    Failed,
+    Refuse,
+    Relay,
+    Results,
+    StateVersion,
+    Unbind,
+)
 from pipedist.program import Emit, Program, ReaderConfig, StateValue
 from pipedist.transport.codec import encode
 from pipedist.values import PerReplica
@@ -294,8 +304,8 @@ async def test_states_stand_where_the_arguments_name_them() -> None:
         reads = program(f"{FUNCTIONS}:read_state", kwargs=kwargs)
         pass_id = scheduler.bind(identity, reads)
         for version in range(3):
-            scheduler.send(identity, State(7, version), encode(np.full(2, version)))
-            scheduler.send(identity, State(8, version), encode(f"b{version}"))
+            scheduler.send(identity, StateVersion(7, version), encode(np.full(2, version)))
+            scheduler.send(identity, StateVersion(8, version), encode(f"b{version}"))
         for w, b in ((1, 2), (2, 1)):
             scheduler.assign(identity, pass_id, [0], states={"w": [7, w], "b": [8, b]})
             (found,) = await scheduler.outcomes(1)
@@ -307,7 +317,7 @@ async def test_states_stand_where_the_arguments_name_them() -> None:
 async def test_states_in_the_arguments_of_a_strategys_function() -> None:
     async with workers(1) as (scheduler, [identity]):
         pass_id = scheduler.bind(identity, program(f"{FUNCTIONS}:apply_state", form="apply"))
-        scheduler.send(identity, State(7, 0), encode(np.arange(2)))
+        scheduler.send(identity, StateVersion(7, 0), encode(np.arange(2)))
         value = ((StateValue("w"),), {"nested": {"a": (StateValue("w"),)}})
         scheduler.assign(identity, pass_id, [value], states={"w": [7, 0]})
         (found,) = await scheduler.outcomes(1)
@@ -324,7 +334,7 @@ async def test_a_class_is_constructed_anew_for_each_version_of_its_states() -> N
         )
         told = []
         for step, version in enumerate((0, 0, 1)):
-            scheduler.send(identities[0], State(7, version), encode(np.ones(version + 2)))
+            scheduler.send(identities[0], StateVersion(7, version), encode(np.ones(version + 2)))
             leases = scheduler.assign_gang(
                 identities, pass_id, [0] * 2, step=step, states={"w": [7, version]}
             )

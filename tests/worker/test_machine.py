@@ -28,7 +28,7 @@ from pipedist.messages import (
     Relay,
     Results,
     Stalled,
-    State,
+    StateVersion,
     Stop,
     Unbind,
     Welcome,
@@ -64,15 +64,15 @@ def execute(lease: int, lo: int, hi: int) -> commands.Execute:
     return commands.Execute(lease, 1, lo, hi, 0.5, 100)
 
 
-def raised(lease: int, call: int) -> events.Raised:
-    return events.Raised(lease, call, "s", "builtins", "KeyError", "'x'", "tb", True)
+def raised(lease: int, call: int) -> events.CallRaised:
+    return events.CallRaised(lease, call, "s", "builtins", "KeyError", "'x'", "tb", True)
 
 
 def test_joining() -> None:
     play = Playbook()
     assert play.handle(events.Started()) == [commands.Send(HELLO)]
     assert play.machine.deadline() == 105
-    assert play.handle(events.Tick()) == []
+    assert play.handle(events.TimePassed()) == []
     assert play.handle(WELCOME) == [commands.Join(WELCOME)]
     assert play.machine.deadline() is None
 
@@ -80,7 +80,9 @@ def test_joining() -> None:
 def test_nobody_answers() -> None:
     play = Playbook(events.Started())
     play.now = 105.0
-    assert play.handle(events.Tick()) == [commands.Leave(commands.Ending.UNANSWERED, "no answer within 5 s")]
+    assert play.handle(events.TimePassed()) == [
+        commands.Leave(commands.Ending.UNANSWERED, "no answer within 5 s")
+    ]
 
 
 @pytest.mark.parametrize(
@@ -92,16 +94,16 @@ def test_refused_before_and_after_joining(before: tuple[Message, ...], ending: c
 
 def test_a_lease_is_executed_in_slices_and_reported_in_order() -> None:
     play = ready()
-    assert play.handle(Assign(7, 1, 10, 14, 0)) == [commands.KeepLease(7), execute(7, 10, 14)]
+    assert play.handle(Assign(7, 1, 10, 14, 0)) == [commands.StoreLease(7), execute(7, 10, 14)]
     assert play.machine.deadline() == 100.5
-    assert play.handle(events.Finished(7, 10, 12, 99)) == [commands.SendResults(Results(7, 10, 12, 99))]
+    assert play.handle(events.CallsFinished(7, 10, 12, 99)) == [commands.SendResults(Results(7, 10, 12, 99))]
     assert play.handle(raised(7, 12)) == [
         commands.Send(Failed(7, 12, "s", "builtins", "KeyError", "'x'", "tb", True))
     ]
     play.now = 101.0
     assert play.handle(events.SliceEnded(7)) == [execute(7, 13, 14)]
     assert play.machine.deadline() == 101.5
-    play.handle(events.Finished(7, 13, 14, 1))
+    play.handle(events.CallsFinished(7, 13, 14, 1))
     assert play.handle(events.SliceEnded(7)) == [commands.DropLease(7)]
     assert play.machine.state is machine.State.READY
     assert play.machine.deadline() is None
@@ -114,10 +116,10 @@ def heard(lease: int) -> commands.Send:
 def test_leases_wait_in_order() -> None:
     play = ready()
     play.handle(Assign(7, 1, 0, 1, 0))
-    assert play.handle(Assign(8, 1, 1, 2, 0)) == [commands.KeepLease(8)]
-    assert play.handle(Assign(9, 1, 2, 3, 0)) == [commands.KeepLease(9)]
+    assert play.handle(Assign(8, 1, 1, 2, 0)) == [commands.StoreLease(8)]
+    assert play.handle(Assign(9, 1, 2, 3, 0)) == [commands.StoreLease(9)]
     assert play.handle(Cancel(8)) == [commands.DropLease(8), heard(8)]
-    play.handle(events.Finished(7, 0, 1, 1))
+    play.handle(events.CallsFinished(7, 0, 1, 1))
     assert play.handle(events.SliceEnded(7)) == [commands.DropLease(7), execute(9, 2, 3)]
 
 
@@ -125,13 +127,13 @@ def test_a_report_moves_the_deadline() -> None:
     play = ready()
     play.handle(Assign(7, 1, 0, 3, 0))
     play.now = 100.5
-    play.handle(events.Finished(7, 0, 1, 1))
+    play.handle(events.CallsFinished(7, 0, 1, 1))
     assert play.machine.deadline() == 101.0
 
 
 @pytest.mark.parametrize("order", [Cancel(7), Unbind(1)])
 def test_a_lease_is_dropped_whether_its_execution_has_begun_or_not(order: Message) -> None:
-    for reported in ([], [events.Finished(7, 0, 1, 1), events.SliceEnded(7)]):
+    for reported in ([], [events.CallsFinished(7, 0, 1, 1), events.SliceEnded(7)]):
         play = ready()
         play.handle(Assign(7, 1, 0, 9, 0))
         for event in reported:
@@ -141,7 +143,7 @@ def test_a_lease_is_dropped_whether_its_execution_has_begun_or_not(order: Messag
         assert play.machine.state is machine.State.READY
         assert play.machine.deadline() is None
         with pytest.raises(LocalProtocolError):
-            play.handle(events.Finished(7, 0, 1, 1))
+            play.handle(events.CallsFinished(7, 0, 1, 1))
 
 
 def test_the_next_lease_takes_the_place_of_one_that_is_dropped_before_it_began() -> None:
@@ -174,7 +176,7 @@ def test_unbinding_drops_what_waits_of_that_pass_only() -> None:
     play.handle(Assign(7, 1, 0, 1, 0))
     play.handle(Assign(8, 2, 1, 2, 0))
     assert play.handle(Unbind(1)) == [commands.DropLease(7), commands.DropPass(1)]
-    play.handle(events.Finished(6, 0, 1, 1))
+    play.handle(events.CallsFinished(6, 0, 1, 1))
     assert play.handle(events.SliceEnded(6)) == [
         commands.DropLease(6),
         commands.Execute(8, 2, 1, 2, 0.5, 100),
@@ -187,10 +189,10 @@ def gang(lease: int, lo: int = 0, hi: int = 2, member: int = 0, members: int = 2
 
 def test_a_gangs_lease_is_kept_with_its_place_and_executed_like_others() -> None:
     play = ready()
-    assert play.handle(gang(7)) == [commands.KeepLease(7, gang(7)), execute(7, 0, 2)]
-    assert play.handle(gang(8, 2, 4)) == [commands.KeepLease(8, gang(8, 2, 4))]
-    play.handle(events.Finished(7, 0, 1, 1))
-    aborted = events.Raised(7, 1, "s", "m", "GangAborted", "", "", False, aborted=True)
+    assert play.handle(gang(7)) == [commands.StoreLease(7, gang(7)), execute(7, 0, 2)]
+    assert play.handle(gang(8, 2, 4)) == [commands.StoreLease(8, gang(8, 2, 4))]
+    play.handle(events.CallsFinished(7, 0, 1, 1))
+    aborted = events.CallRaised(7, 1, "s", "m", "GangAborted", "", "", False, aborted=True)
     assert play.handle(aborted) == [commands.Send(Failed(7, 1, "s", "m", "GangAborted", "", "", False, True))]
     assert play.handle(events.SliceEnded(7)) == [commands.DropLease(7), execute(8, 2, 4)]
 
@@ -198,10 +200,17 @@ def test_a_gangs_lease_is_kept_with_its_place_and_executed_like_others() -> None
 def test_collectives_are_numbered_and_what_is_missed_is_told() -> None:
     play = ready()
     play.handle(gang(7))
-    assert play.handle(events.Brought(7, 1)) == [commands.SendExchange(Exchange(7, 1))]
-    assert play.handle(events.Missed(7, ("1",), "who")) == [commands.Send(Stalled(7, ("1",), "who"))]
-    assert play.handle(events.Brought(7, 2)) == [commands.SendExchange(Exchange(7, 2))]
-    for wrong in (events.Brought(7, 2), events.Brought(7, 4), events.Brought(8, 3), events.Missed(8, (), "")):
+    assert play.handle(events.CollectiveReached(7, 1)) == [commands.SendExchange(Exchange(7, 1))]
+    assert play.handle(events.CollectiveOverdue(7, ("1",), "who")) == [
+        commands.Send(Stalled(7, ("1",), "who"))
+    ]
+    assert play.handle(events.CollectiveReached(7, 2)) == [commands.SendExchange(Exchange(7, 2))]
+    for wrong in (
+        events.CollectiveReached(7, 2),
+        events.CollectiveReached(7, 4),
+        events.CollectiveReached(8, 3),
+        events.CollectiveOverdue(8, (), ""),
+    ):
         with pytest.raises(LocalProtocolError):
             play.handle(wrong)
 
@@ -209,7 +218,7 @@ def test_collectives_are_numbered_and_what_is_missed_is_told() -> None:
 def test_only_a_gang_has_collectives() -> None:
     play = ready()
     play.handle(Assign(7, 1, 0, 9, 0))
-    for wrong in (events.Brought(7, 1), events.Missed(7, (), "")):
+    for wrong in (events.CollectiveReached(7, 1), events.CollectiveOverdue(7, (), "")):
         with pytest.raises(LocalProtocolError):
             play.handle(wrong)
     with pytest.raises(RemoteProtocolError, match="no gang"):
@@ -222,7 +231,7 @@ def test_what_others_bring_is_kept_for_a_lease_that_executes_or_waits() -> None:
     play.handle(gang(7))
     play.handle(gang(8))
     for lease in (7, 8):
-        assert play.handle(Relay(lease, 1, 1, "")) == [commands.KeepRelay(Relay(lease, 1, 1, ""))]
+        assert play.handle(Relay(lease, 1, 1, "")) == [commands.StoreRelay(Relay(lease, 1, 1, ""))]
     assert play.handle(Cancel(8)) == [commands.DropLease(8), heard(8)]
     assert play.handle(Relay(8, 1, 2, "")) == []
     assert play.handle(Cancel(7)) == [commands.DropLease(7), heard(7)]
@@ -235,16 +244,16 @@ def test_what_others_bring_is_kept_for_a_lease_that_executes_or_waits() -> None:
 def test_states_are_kept_and_forgotten_also_while_something_executes() -> None:
     play = ready()
     for lease in (7, 8):
-        assert play.handle(State(3, 0)) == [commands.KeepState(3, 0)]
-        assert play.handle(State(3, 1)) == [commands.KeepState(3, 1)]
-        assert play.handle(DropState(3)) == [commands.ForgetState(3)]
-        assert play.handle(DropState(99)) == [commands.ForgetState(99)]
+        assert play.handle(StateVersion(3, 0)) == [commands.StoreState(3, 0)]
+        assert play.handle(StateVersion(3, 1)) == [commands.StoreState(3, 1)]
+        assert play.handle(DropState(3)) == [commands.ReleaseState(3)]
+        assert play.handle(DropState(99)) == [commands.ReleaseState(99)]
         play.handle(Assign(lease, 1, 0, 9, 0))
-    play.handle(State(1, 0))
-    play.handle(State(2, 0))
-    play.handle(State(2, 1))
+    play.handle(StateVersion(1, 0))
+    play.handle(StateVersion(2, 0))
+    play.handle(StateVersion(2, 1))
     with pytest.raises(RemoteProtocolError, match="more than 2 states"):
-        play.handle(State(3, 0))
+        play.handle(StateVersion(3, 0))
 
 
 def test_cancelling_what_is_over_is_no_fault() -> None:
@@ -254,7 +263,7 @@ def test_cancelling_what_is_over_is_no_fault() -> None:
 def test_a_process_that_is_not_fit_for_what_was_assigned_leaves_to_the_next_one() -> None:
     play = ready()
     play.handle(Assign(1, 1, 0, 3, 0))
-    assert play.handle(events.Unfit("other devices")) == [
+    assert play.handle(events.RestartNeeded("other devices")) == [
         commands.Send(Goodbye("w0", 2, "other devices")),
         commands.Leave(commands.Ending.UNFIT, "other devices"),
     ]
@@ -286,7 +295,7 @@ def test_stop(executing: bool) -> None:
         ([events.Started(), WELCOME, Bind(1)], Assign(1, 1, 3, 3, 0), r"\[3, 3\)"),
         ([events.Started(), WELCOME, Bind(1)], AssignGang(1, 1, 0, 1, 0, 1, 2, 2, ""), "member 2 of a gang"),
         ([events.Started(), WELCOME], AssignGang(1, 5, 0, 1, 0, 1, 0, 1, ""), "pass 5"),
-        ([events.Started()], State(1, 0), "joining"),
+        ([events.Started()], StateVersion(1, 0), "joining"),
         ([events.Started(), WELCOME, Bind(1), Assign(1, 1, 0, 1, 0)], Assign(1, 1, 1, 2, 0), "twice"),
         (
             [events.Started(), WELCOME, Bind(1), *[Assign(i, 1, i, i + 1, 0) for i in range(3)]],
@@ -306,10 +315,10 @@ def test_the_schedulers_faults(before: list[Any], wrong: Message, names: str) ->
     "wrong",
     [
         events.Started(),
-        events.Finished(8, 0, 1, 1),
-        events.Finished(7, 1, 2, 1),
-        events.Finished(7, 0, 10, 1),
-        events.Finished(7, 0, 0, 1),
+        events.CallsFinished(8, 0, 1, 1),
+        events.CallsFinished(7, 1, 2, 1),
+        events.CallsFinished(7, 0, 10, 1),
+        events.CallsFinished(7, 0, 0, 1),
         raised(7, 1),
         events.SliceEnded(8),
     ],
@@ -390,7 +399,7 @@ def test_every_call_is_reported_once_and_in_order_unless_its_lease_is_dropped(da
         call = run.lo
         if run.lease in gangs and call == 0:
             for number in range(1, data.draw(st.integers(1, 3))):
-                handle(events.Brought(run.lease, number))
+                handle(events.CollectiveReached(run.lease, number))
                 handle(Relay(run.lease, 1, number, ""))
                 maybe_cancel(len(sizes))  # seen while its replicas listen
                 if run.lease in cancelled:
@@ -408,5 +417,5 @@ def test_every_call_is_reported_once_and_in_order_unless_its_lease_is_dropped(da
         assert lease in cancelled or len(told[lease]) == size
 
 
-def _finished(lease: int, call: int) -> events.Finished:
-    return events.Finished(lease, call, call + 1, 1)
+def _finished(lease: int, call: int) -> events.CallsFinished:
+    return events.CallsFinished(lease, call, call + 1, 1)

@@ -10,10 +10,10 @@ from pipedist.messages import (
     Bind,
     Cancel,
     Cancelled,
+    Committed,
     Goodbye,
     Recall,
     Results,
-    Settled,
     Unbind,
 )
 from pipedist.worker import commands, events
@@ -32,25 +32,27 @@ def test_results_of_a_pass_with_a_key_are_kept_before_they_are_sent() -> None:
     play.handle(Bind(2))
     play.handle(Assign(7, 1, 0, 3, 0))
     play.handle(Assign(8, 2, 0, 1, 0))
-    assert play.handle(events.Finished(7, 0, 2, 9)) == [commands.SendResults(Results(7, 0, 2, 9), kept_of=1)]
+    assert play.handle(events.CallsFinished(7, 0, 2, 9)) == [
+        commands.SendResults(Results(7, 0, 2, 9), cache_pass=1)
+    ]
     play.handle(raised(7, 2))
     play.handle(events.SliceEnded(7))
-    assert play.handle(events.Finished(8, 0, 1, 9)) == [commands.SendResults(Results(8, 0, 1, 9))]
+    assert play.handle(events.CallsFinished(8, 0, 1, 9)) == [commands.SendResults(Results(8, 0, 1, 9))]
 
 
 def test_a_result_of_some_elements_of_a_call_is_never_kept() -> None:
     play = keeping()
     play.handle(Assign(7, 1, 3, 4, 0, 2))
-    assert play.handle(events.Finished(7, 3, 4, 9)) == [commands.SendResults(Results(7, 3, 4, 9))]
+    assert play.handle(events.CallsFinished(7, 3, 4, 9)) == [commands.SendResults(Results(7, 3, 4, 9))]
 
 
 def test_a_recall_is_reported_in_its_turn_and_not_kept_twice() -> None:
     play = keeping()
     play.handle(Assign(7, 1, 0, 1, 0))
     assert play.handle(Recall(8, 1, 4, 9)) == [commands.RecallLease(8)]
-    play.handle(events.Finished(7, 0, 1, 9))
+    play.handle(events.CallsFinished(7, 0, 1, 9))
     assert play.handle(events.SliceEnded(7)) == [commands.DropLease(7), execute(8, 4, 9)]
-    assert play.handle(events.Finished(8, 4, 9, 9)) == [commands.SendResults(Results(8, 4, 9, 9))]
+    assert play.handle(events.CallsFinished(8, 4, 9, 9)) == [commands.SendResults(Results(8, 4, 9, 9))]
     assert play.handle(events.SliceEnded(8)) == [commands.DropLease(8)]
 
 
@@ -70,8 +72,8 @@ def test_recalls_do_not_count_as_leases_that_wait_and_are_cancelled_like_them() 
 
 def test_what_is_durable_is_let_go() -> None:
     play = keeping()
-    assert play.handle(Settled(1, 12)) == [commands.LetGo(1, 12)]
-    for wrong in (Settled(2, 1), Settled(5, 1), Recall(9, 2, 0, 1), Recall(9, 5, 0, 1)):
+    assert play.handle(Committed(1, 12)) == [commands.ReleaseResults(1, 12)]
+    for wrong in (Committed(2, 1), Committed(5, 1), Recall(9, 2, 0, 1), Recall(9, 5, 0, 1)):
         with pytest.raises(RemoteProtocolError, match="of which none is kept"):
             keeping().handle(wrong)
 
@@ -82,16 +84,16 @@ def test_a_worker_that_is_to_leave_says_goodbye(busy: bool) -> None:
     if busy:
         play.handle(Assign(7, 1, 0, 3, 0))
         play.handle(Assign(8, 1, 3, 4, 0))
-        play.handle(events.Finished(7, 0, 1, 9))
-    assert play.handle(events.Leaving("told to")) == [
+        play.handle(events.CallsFinished(7, 0, 1, 9))
+    assert play.handle(events.LeaveRequested("told to")) == [
         commands.Send(Goodbye("w0", 2, "told to")),
         commands.Leave(commands.Ending.STOPPED, "told to"),
     ]
     with pytest.raises(LocalProtocolError, match="does not expect"):
-        play.handle(events.Leaving("again"))
+        play.handle(events.LeaveRequested("again"))
 
 
 def test_it_may_be_in_while_it_joins() -> None:
     """The Welcome may be on its way: the scheduler must hear that it goes."""
     play = Playbook(events.Started())
-    assert commands.Send(Goodbye("w0", 2, "told to")) in play.handle(events.Leaving("told to"))
+    assert commands.Send(Goodbye("w0", 2, "told to")) in play.handle(events.LeaveRequested("told to"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import threading
 
-from pipedist.messages import Log
+from pipedist.messages import LogLine
 from pipedist.worker.context import ReplicaContext, current
 from pipedist.worker.output import CapturedStream, OutputCapture, OutputLimits
 
@@ -18,8 +18,8 @@ class Clock:
         return self.now
 
 
-def capture(**limits: int) -> tuple[OutputCapture, list[Log], Clock]:
-    lines: list[Log] = []
+def capture(**limits: int) -> tuple[OutputCapture, list[LogLine], Clock]:
+    lines: list[LogLine] = []
     clock = Clock()
     return OutputCapture(lines.append, OutputLimits(**limits), clock), lines, clock
 
@@ -42,15 +42,15 @@ def test_lines_are_put_together_per_call() -> None:
         token = current.set(in_call(step))
         out.write(text)
         current.reset(token)
-    assert lines == [Log("s", 0, 1, "ab"), Log("s", 0, 1, "c"), Log("s", 1, 1, "xy")]
+    assert lines == [LogLine("s", 0, 1, "ab"), LogLine("s", 0, 1, "c"), LogLine("s", 1, 1, "xy")]
     out.finish()
-    assert lines[-1] == Log("s", 0, 1, "rest")
+    assert lines[-1] == LogLine("s", 0, 1, "rest")
 
 
 def test_outside_of_a_call() -> None:
     out, lines, _ = capture()
     out.write("hello\n")
-    assert lines == [Log("", 0, 0, "hello")]
+    assert lines == [LogLine("", 0, 0, "hello")]
 
 
 def test_a_long_line_is_cut() -> None:
@@ -100,9 +100,9 @@ def test_lone_surrogates_can_be_printed() -> None:
 
 
 def test_printing_while_printing_does_not_lock_up() -> None:
-    nested: list[Log] = []
+    nested: list[LogLine] = []
 
-    def send(line: Log) -> None:
+    def send(line: LogLine) -> None:
         nested.append(line)
         if len(nested) < 3:
             out.write("again\n")

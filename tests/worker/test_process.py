@@ -26,7 +26,7 @@ from pipedist.messages import (
     Failed,
     Goodbye,
     Hello,
-    Log,
+    LogLine,
     Refuse,
     Results,
     Unbind,
@@ -292,7 +292,7 @@ async def test_a_stop_is_seen_between_calls(tmp_path: Path) -> None:
             message: object = None
             while not isinstance(message, Goodbye):
                 _, message, _ = await scheduler.take(object)
-                if isinstance(message, Log) and never.name in message.text:
+                if isinstance(message, LogLine) and never.name in message.text:
                     never.touch()  # the Stop has come late: it has begun that call
             assert (await scheduler.exit()).code == 0
         if not never.exists():
@@ -522,7 +522,7 @@ async def test_who_cancels_is_told_when_nothing_of_it_runs_any_more(tmp_path: Pa
         cancelled = scheduler.assign(identity, pass_id, [str(gate)])
         scheduler.send(identity, Cancel(cancelled))
         gate.touch()
-        _, heard, _ = await scheduler.take(Cancelled, aside=(Log, Results))
+        _, heard, _ = await scheduler.take(Cancelled, aside=(LogLine, Results))
         assert heard.lease == cancelled
         other = scheduler.assign(identity, pass_id, [""])
         _, results, _ = await scheduler.take(Results)

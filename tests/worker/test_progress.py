@@ -7,9 +7,9 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from pipedist.program import Shards
 from pipedist.worker.execution import PassExecutor

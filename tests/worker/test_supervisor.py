@@ -9,15 +9,15 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from msgspec.structs import replace
 
 from pipedist.code_archive import take
 from pipedist.errors import UsageError
-from pipedist.messages import Code, Goodbye, Heartbeat, Hello, Log, Refuse, Results, Stop, Welcome
+from pipedist.messages import Code, Goodbye, Heartbeat, Hello, LogLine, Refuse, Results, Stop, Welcome
 from pipedist.transport.codec import encode
 from pipedist.transport.dealer import ConnectionLost
 from pipedist.transport.keys import write_key_file
@@ -91,10 +91,10 @@ async def test_it_joins_works_and_leaves(tmp_path: Path) -> None:
         assert isinstance(hello, Hello)
         assert hello.worker.startswith(f"{os.uname().nodename}:{it.process.pid}:")
         assert hello.incarnation == 0
-        it.scheduler.send(identity, Welcome("c", 0.1, (str(ROOT),)))
+        it.scheduler.send(identity, Welcome("c", 0.1, (os.fsencode(ROOT),)))
         pass_id = it.scheduler.bind(identity, program(f"{FUNCTIONS}:identity"))
         it.scheduler.assign(identity, pass_id, [3])
-        assert await it.scheduler.outcomes(1, aside=(Log, Heartbeat)) == [{"y": 3}]
+        assert await it.scheduler.outcomes(1, aside=(LogLine, Heartbeat)) == [{"y": 3}]
         it.scheduler.stop(identity)
         code, said = await it.ended()
         assert code == 0
@@ -108,12 +108,12 @@ async def test_it_joins_works_and_leaves(tmp_path: Path) -> None:
 async def test_a_busy_worker_is_spoken_for(tmp_path: Path) -> None:
     async with supervised(tmp_path) as it:
         identity, _ = await it.take(Hello)
-        it.scheduler.send(identity, Welcome("c", 0.1, (str(ROOT),)))
+        it.scheduler.send(identity, Welcome("c", 0.1, (os.fsencode(ROOT),)))
         supervisor, _ = await it.take(Heartbeat)
         it.scheduler.send(supervisor, Welcome("c", 0.02, ()))
         pass_id = it.scheduler.bind(identity, program(f"{FUNCTIONS}:hold_the_interpreter"))
         it.scheduler.assign(identity, pass_id, [1])
-        await it.take(Log)  # the call has begun
+        await it.take(LogLine)  # the call has begun
         for _ in range(5):
             assert (await it.take(Heartbeat))[0] == supervisor
 
@@ -226,7 +226,7 @@ async def test_a_function_that_takes_too_long_costs_the_process(tmp_path: Path) 
     async with supervised(tmp_path) as it:
         identity, first = await it.take(Hello)
         assert isinstance(first, Hello)
-        it.scheduler.send(identity, Welcome("c", 0.1, (str(ROOT),)))
+        it.scheduler.send(identity, Welcome("c", 0.1, (os.fsencode(ROOT),)))
         slow = program(f"{FUNCTIONS}:hold_the_interpreter")
         timed = replace(slow, stages=(replace(slow.stages[0], timeout_s=0.3),))
         pass_id = it.scheduler.bind(identity, timed)
@@ -243,7 +243,7 @@ async def test_a_crash_names_the_call(tmp_path: Path) -> None:
     async with supervised(tmp_path) as it:
         identity, first = await it.take(Hello)
         assert isinstance(first, Hello)
-        it.scheduler.send(identity, Welcome("c", 0.1, (str(ROOT),)))
+        it.scheduler.send(identity, Welcome("c", 0.1, (os.fsencode(ROOT),)))
         pass_id = it.scheduler.bind(identity, program(f"{FUNCTIONS}:segfault"))
         lease = it.scheduler.assign(identity, pass_id, [0, 1, 2, 3], lo=40)
         _, goodbye = await it.take(Goodbye)
@@ -259,7 +259,7 @@ async def test_an_exit_code_of_user_code_is_a_crash_whatever_it_means_to_the_wor
     async with supervised(tmp_path) as it:
         identity, first = await it.take(Hello)
         assert isinstance(first, Hello)
-        it.scheduler.send(identity, Welcome("c", 0.1, (str(ROOT),)))
+        it.scheduler.send(identity, Welcome("c", 0.1, (os.fsencode(ROOT),)))
         pass_id = it.scheduler.bind(identity, program(f"{FUNCTIONS}:exit_with"))
         lease = it.scheduler.assign(identity, pass_id, [int(code)], lo=5)
         _, goodbye = await it.take(Goodbye)
@@ -296,10 +296,10 @@ async def test_an_order_for_an_earlier_process_does_not_cost_the_next_one(tmp_pa
         identity, second = await it.take(Hello)
         assert isinstance(second, Hello)
         assert second.incarnation == 1
-        it.scheduler.send(identity, Welcome("c", 0.1, (str(ROOT),)))
+        it.scheduler.send(identity, Welcome("c", 0.1, (os.fsencode(ROOT),)))
         pass_id = it.scheduler.bind(identity, program(f"{FUNCTIONS}:identity"))
         it.scheduler.assign(identity, pass_id, [3])
-        assert await it.scheduler.outcomes(1, aside=(Log, Heartbeat, Goodbye)) == [{"y": 3}]
+        assert await it.scheduler.outcomes(1, aside=(LogLine, Heartbeat, Goodbye)) == [{"y": 3}]
         it.scheduler.stop(identity)
         code, said = await it.ended()
         assert code == 0
@@ -310,12 +310,12 @@ async def test_a_worker_that_loses_its_connection_alone_joins_anew(tmp_path: Pat
     """Its supervisor asks anew, too: it must not take the scheduler for gone for ever."""
     async with supervised(tmp_path) as it:
         identity, _ = await it.take(Hello)
-        it.scheduler.send(identity, Welcome("c", 60.0, (str(ROOT),)))
+        it.scheduler.send(identity, Welcome("c", 60.0, (os.fsencode(ROOT),)))
         supervisor, _ = await it.take(Heartbeat)
         it.scheduler.send(supervisor, Welcome("c", 60.0, (), 10.0))
         pass_id = it.scheduler.bind(identity, program(f"{FUNCTIONS}:identity"))
         it.scheduler.assign(identity, pass_id, [3])
-        assert await it.scheduler.outcomes(1, aside=(Log, Heartbeat)) == [{"y": 3}]
+        assert await it.scheduler.outcomes(1, aside=(LogLine, Heartbeat)) == [{"y": 3}]
         it.scheduler.assign(identity, pass_id, [4])
         it.scheduler.drop(identity)  # what it answers costs it the connection
         found: list[tuple[bytes, Hello | Heartbeat]] = []
@@ -510,7 +510,7 @@ async def test_the_folder_of_a_killed_supervisor_goes_with_the_next_ones_start(
                 identity, hello = await started[-1].take(Hello)
                 assert isinstance(hello, Hello)
                 scheduler.send(identity, Welcome("c", 0.1, ()))
-                code = Code("/not/here", snapshot.digest, snapshot.text)
+                code = Code(b"/not/here", snapshot.digest, snapshot.text)
                 scheduler.send(identity, code, encode(snapshot.to_tree()))
                 pass_id = scheduler.bind(identity, program(f"{FUNCTIONS}:identity"))
                 scheduler.assign(identity, pass_id, [3])

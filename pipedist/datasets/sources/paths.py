@@ -13,8 +13,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from msgspec import Struct
+
 from pipedist.datasets.sources.base import Config, Source, SourceError
-from pipedist.records import record
 
 FILES_OPEN_MAX = 64
 """Files that one reader keeps open; the least recently used one is closed."""
@@ -45,8 +46,7 @@ def local_path(path: str) -> str:
     return path.removeprefix("file://")
 
 
-@record
-class DataFile:
+class DataFile(Struct, frozen=True):
     """A file of a source, or a part of one, and its version.
 
     Args:

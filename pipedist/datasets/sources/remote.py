@@ -14,8 +14,9 @@ import tempfile
 import weakref
 from typing import IO, TYPE_CHECKING, Any
 
+from msgspec import Struct
+
 from pipedist.datasets.sources.base import SourceError
-from pipedist.records import record
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -32,8 +33,7 @@ _systems: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 """The file system of each open stream: a collected archive file system would close its file."""
 
 
-@record
-class RemoteFile:
+class RemoteFile(Struct, frozen=True):
     """A file behind a URL.
 
     Args:

@@ -15,9 +15,9 @@ from typing import Final
 import numpy as np
 
 from pipedist.errors import RemoteProtocolError
-from pipedist.transport import envelope
 from pipedist.transport.limits import Limits
 from pipedist.transport.outbox import size_of
+from pipedist.transport.wire import first_frame_bytes_max
 
 ALIGNMENT_BYTES: Final = 16
 HEAD: Final = struct.Struct("<IIQ")
@@ -60,7 +60,7 @@ class Assembler:
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
-        self._first_bytes_max = envelope.bytes_max(limits)
+        self._first_bytes_max = first_frame_bytes_max(limits)
         self._chunk = memoryview(b"")
         self._at = 0
         """Where in the chunk the next message begins."""

@@ -14,10 +14,10 @@ from collections.abc import Callable
 from typing import Final
 
 import numpy as np
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from pipedist.errors import RemoteProtocolError
-from pipedist.records import record
 from pipedist.transport.shared_memory import segments
 from pipedist.transport.shared_memory.references import Reference
 from pipedist.transport.shared_memory.settings import SEGMENTS_MAX, SHARED_BYTES_MIN, SLOTS_MAX
@@ -26,8 +26,7 @@ LEDGER_BYTES: Final = SEGMENTS_MAX * SLOTS_MAX * 4
 """A u32 for every slot that a lender may have."""
 
 
-@record
-class _Mapped:
+class _Mapped(Struct, frozen=True):
     """A peer's segment."""
 
     memory: mmap.mmap

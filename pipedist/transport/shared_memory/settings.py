@@ -6,8 +6,9 @@ import os
 import sys
 from typing import Final
 
+from msgspec import Struct
+
 from pipedist.errors import UsageError
-from pipedist.records import record
 from pipedist.transport.limits import GIB, KIB, MIB
 
 VARIABLE: Final = "PIPEDIST_SHARED_MEMORY"
@@ -32,8 +33,7 @@ _CLUSTER_BYTES_MAX: Final = 1 * GIB
 _MEMORY_SHARE: Final = 8  # at most one eighth of the machine's memory
 
 
-@record
-class SharedMemory:
+class SharedMemory(Struct, frozen=True):
     """How much memory a Router shares with its peers.
 
     Args:
