@@ -1,4 +1,4 @@
-"""A worker's ZeroMQ socket: one DEALER, for a worker that has no lane."""
+"""A worker's ZeroMQ socket: one DEALER, connected to the Router."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from pipedist.transport.monitor import FAILURE_EVENTS, event_of
 from pipedist.transport.outbox import size_of
 from pipedist.transport.rendezvous import Endpoint
 from pipedist.transport.settings import Settings
+from pipedist.transport.shared_memory.link import Link
 
 if TYPE_CHECKING:
     from pipedist.transport.keys import ClientKeys
@@ -43,14 +44,12 @@ class ClientSocket:
         parsed: the Router's endpoint.
         identity: of this peer.
         keys: of a CURVE client; None: without.
+        link: over which memory is shared, read while waiting; None: without. It stays the caller's.
         limits, settings: sizes and times.
 
     Raises:
         UsageError: nothing can be connected to there.
     """
-
-    link = None
-    """It shares no memory."""
 
     def __init__(
         self,
@@ -58,12 +57,14 @@ class ClientSocket:
         identity: bytes,
         *,
         keys: ClientKeys | None,
+        link: Link | None,
         limits: Limits,
         settings: Settings,
     ) -> None:
         self._endpoint = endpoint = parsed.text
         self._limits = limits
         self._settings = settings
+        self._link = link
         self._is_connected = False
         self._handshakes_failed = 0
         self._failure: PipedistError | None = None
@@ -95,9 +96,7 @@ class ClientSocket:
         except zmq.ZMQError as error:
             self.close(0.0)
             raise UsageError(f"can't connect to {endpoint}: {error.strerror}") from None
-        self._watched = {
-            event: [(self._socket, event), (self._monitor, _POLLIN)] for event in (_POLLIN, _POLLOUT)
-        }
+        self._watch()
 
     def send(self, parts: list[bytes | memoryview], *, copy: bool, timeout_s: float) -> None:
         """Queue a message; see `Dealer.send`."""
@@ -163,8 +162,10 @@ class ClientSocket:
             for who, _ in zmq.zmq_poll(self._watched[event], wait_ms):
                 if who is self._socket:
                     is_ready = True
-                else:
+                elif who is self._monitor:
                     has_news = True
+                else:
+                    self._read_link()
             if is_ready and event == _POLLIN:
                 return True
             if has_news or self._failure is not None:
@@ -174,6 +175,20 @@ class ClientSocket:
             if left_s <= 0:
                 return False
             left_s = deadline - time.monotonic()
+
+    def _watch(self) -> None:
+        others: list[tuple[zmq.Socket[bytes] | int, int]] = [(self._monitor, _POLLIN)]
+        if self._link is not None:
+            others.append((self._link.connection.fileno(), _POLLIN))
+        self._watched = {event: [(self._socket, event), *others] for event in (_POLLIN, _POLLOUT)}
+
+    def _read_link(self) -> None:
+        """Take the link's packets, so that retired memory does not stay mapped."""
+        if self._link is not None:
+            self._link.read()
+            if not self._link.is_open:
+                self._link = None
+                self._watch()
 
     def _look_at_monitor(self) -> None:
         while self._failure is None and self._monitor.poll(0):

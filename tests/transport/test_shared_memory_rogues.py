@@ -12,13 +12,12 @@ from contextlib import asynccontextmanager
 
 import numpy as np
 import pytest
+import zmq
 
 from pipedist.errors import RemoteProtocolError
 from pipedist.messages import Log, Results
-from pipedist.transport.client_socket import ClientSocket
 from pipedist.transport.codec import decode, encode, pack
 from pipedist.transport.envelope import START, seal, unseal
-from pipedist.transport.lane.framing import frame_up
 from pipedist.transport.limits import KIB, LIMITS, MIB, Limits
 from pipedist.transport.shared_memory import notices, segments
 from pipedist.transport.shared_memory.borrowed import LEDGER_BYTES
@@ -26,7 +25,7 @@ from pipedist.transport.shared_memory.references import Reference, weave
 from pipedist.transport.zeromq import Router
 
 from .memory import SMALL, block, is_shared, until
-from .sockets import Inbox, blocking, dealer, descriptors, router
+from .sockets import Inbox, blocking, dealer, descriptors, first_frame, log, router
 from .test_rogues import raw
 
 SLOT = 64 * KIB
@@ -45,12 +44,16 @@ class Rogue:
 
     def __init__(self, opened: Router, name: bytes = b"rogue") -> None:
         self.name = name
-        self.lane, self.handed = socket.socketpair()
         self.link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.link.connect(opened.endpoint.removeprefix("ipc://") + ".mem")
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.socket = self.context.socket(zmq.DEALER)
+        self.socket.setsockopt(zmq.ROUTING_ID, name)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.connect(opened.endpoint)
 
     def hello(self) -> None:
-        self.greeting(memory(LEDGER_BYTES), os.dup(self.handed.fileno()))
+        self.greeting(memory(LEDGER_BYTES))
 
     def greeting(self, *handed: int) -> None:
         self.packet(notices.HELLO + self.name, *handed)
@@ -69,12 +72,12 @@ class Rogue:
         self.say([first, *frames])
 
     def say(self, frames: Sequence[bytes]) -> None:
-        self.lane.sendall(b"".join(frame_up(frames)))
+        self.socket.send_multipart(frames)
 
     def close(self) -> None:
         self.link.close()
-        self.lane.close()
-        self.handed.close()
+        self.socket.close()
+        self.context.term()
 
 
 @asynccontextmanager
@@ -263,9 +266,11 @@ async def test_a_rogue_costs_itself_the_connection(does: Callable[[Rogue], None]
     before = descriptors()
     async with rogue() as (opened, inbox, it):
         it.hello()
+        it.say([first_frame(log())])
+        assert (await inbox.get())[0] == it.name
         listener = opened._listener
         assert listener is not None
-        await until(lambda: it.name in listener._links)
+        assert it.name in listener._links
         does(it)
         reason = await inbox.reject("rogue")
         assert inbox.lost.get_nowait()[0] == it.name, reason
@@ -279,7 +284,7 @@ async def test_a_rogue_costs_itself_the_connection(does: Callable[[Rogue], None]
 @pytest.mark.asyncio
 async def test_a_rogue_whose_greeting_is_wrong_gets_no_memory() -> None:
     async with rogue() as (opened, inbox, it):
-        it.greeting(memory(LEDGER_BYTES, seals=0), os.dup(it.handed.fileno()))
+        it.greeting(memory(LEDGER_BYTES, seals=0))
         await inbox.reject("seals")
         await honest_peer_works(opened, inbox)
 
@@ -325,8 +330,7 @@ async def test_references_without_a_link_or_a_router_that_shares() -> None:
             await inbox.reject("does not share")
     async with router() as (opened, inbox):
         with dealer(opened) as worker:
-            assert isinstance(worker._road, ClientSocket)
-            worker._road._socket.send(first)
+            worker._socket._socket.send(first)
             await inbox.reject("which is off")
             worker2 = dealer(opened, name=b"w2")
             worker2.send(Log("", 0, 0, ""))

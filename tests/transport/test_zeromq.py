@@ -11,9 +11,11 @@ from pipedist.errors import LocalProtocolError, RemoteProtocolError, UsageError
 from pipedist.messages import Bind, Log, Refuse, Results, Stop
 from pipedist.transport.codec import decode, encode
 from pipedist.transport.keys import new_keys
+from pipedist.transport.rendezvous import ipc_endpoint, private_directory
 from pipedist.transport.settings import Settings
 from pipedist.transport.zeromq import ConnectionLost, Dealer, Router
 
+from .memory import SMALL
 from .sockets import WAIT_S, blocking, dealer, descriptors, is_gone, log, router
 
 TREE = {"x": np.arange(100_000.0), "y": [1, np.arange(5)], "z": np.arange(2000)}
@@ -337,3 +339,60 @@ async def test_a_peer_dropped_with_a_reason_is_told() -> None:
 def test_construction_checks_the_endpoint() -> None:
     with pytest.raises(UsageError, match="needs keys"):
         Router("tcp://0.0.0.0:0", keys=None, on_message=print, on_reject=print)
+
+
+# --- closing --------------------------------------------------------------------------------
+
+
+@pytest.mark.asyncio
+async def test_closing_sends_what_waits() -> None:
+    settings = Settings(linger_s=WAIT_S, queue_messages_max=4)
+    async with router(settings=settings) as (opened, inbox):
+        worker = dealer(opened, settings=settings)
+        worker.send(log())
+        who, _, _ = await inbox.get()
+        for number in range(300):
+            assert opened.send(who, Bind(number), [bytes(30_000)])
+
+        def read() -> list[int]:
+            return [worker.recv()[0].pass_id for _ in range(300)]
+
+        reading = asyncio.create_task(blocking(read))
+    assert await reading == list(range(300))
+    worker.close()
+
+
+@pytest.mark.asyncio
+async def test_closing_that_is_cancelled_leaves_no_descriptor() -> None:
+    """asyncio's own cancellation, as of `asyncio.timeout`, knows nothing of anyio's shields."""
+    settings = Settings(queue_messages_max=4)
+
+    async def once() -> None:
+        heard = asyncio.Event()
+        with private_directory() as directory:
+            opened = Router(
+                ipc_endpoint(directory),
+                keys=None,
+                on_message=lambda *_: heard.set(),
+                on_reject=lambda _reason: None,
+                shared_memory=SMALL,
+                settings=settings,
+            )
+            await opened.__aenter__()
+            with dealer(opened, name=b"w0", settings=settings) as worker:
+                worker.send(log())
+                await heard.wait()
+                for number in range(300):  # more than it reads
+                    assert opened.send(b"w0", Bind(number), [bytes(30_000)])
+                closing = asyncio.ensure_future(opened.__aexit__(None, None, None))
+                await asyncio.sleep(0)
+                closing.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await closing
+
+    await once()
+    gc.collect()
+    before = descriptors()
+    await once()
+    gc.collect()
+    assert descriptors() <= before

@@ -14,7 +14,6 @@ Rules
 - Segments belong to one life of one process. Nobody takes them over, so a process that was
   stopped in the middle of a write, and wakes up when others have taken its place, writes where
   nobody reads.
-- There is no waiting for a slot: without a free one, a frame travels in the message, over the lane. Where
-  the peer is on another host, or shared memory is off or not to be had, all of them do, over ZeroMQ. The
-  bytes are the same.
+- There is no waiting for a slot: without a free one, a frame travels in the message. Where the peer is on
+  another host, or shared memory is off or not available, all frames do. The bytes are the same.
 """

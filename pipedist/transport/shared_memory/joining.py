@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Sequence
 from typing import Final
 
 from pipedist.errors import RemoteProtocolError
@@ -17,20 +16,19 @@ from pipedist.transport.shared_memory.settings import is_supported
 _BORROWED_BYTES_MAX: Final = 64 * GIB  # the Router decides, and is trusted
 
 
-def join(ipc_path: str, identity: bytes, lane: int) -> Link | None:
+def join(ipc_path: str, identity: bytes) -> Link | None:
     """Open a link to a Router; None where it shares no memory.
 
     Args:
         ipc_path: path of the Router's ipc endpoint, in a private directory.
         identity: of the Dealer.
-        lane: descriptor of the Router's end of its lane; it stays open here.
     """
     if not is_supported():
         return None
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     link: Link | None = None
 
-    def greeted(body: bytes, _handed: Sequence[int]) -> Pool:
+    def greeted(body: bytes) -> Pool:
         if len(body) != notices.BYTES.size or link is None:
             raise RemoteProtocolError("a malformed greeting on the link")
         return Pool(notices.BYTES.unpack(body)[0], link.retire)
@@ -44,8 +42,8 @@ def join(ipc_path: str, identity: bytes, lane: int) -> Link | None:
             greeting=notices.WELCOME,
             on_greeting=greeted,
         )
-        link.greet(notices.HELLO, identity, lane)
-    except OSError:  # no such socket, or no memory: ZeroMQ will do
+        link.greet(notices.HELLO, identity)
+    except OSError:  # no such socket, or no memory: frames will do
         connection.close()
         if link is not None:
             link.close()

@@ -16,7 +16,7 @@ from pipedist.transport.shared_memory.references import Reference
 from pipedist.transport.shared_memory.settings import SHARED_BYTES_MIN
 
 _PACKETS_AT_ONCE_MAX: Final = 1024
-_DESCRIPTORS: Final = {notices.HELLO: 2, notices.WELCOME: 1, notices.SEGMENT: 1}
+_DESCRIPTORS: Final = {notices.HELLO: 1, notices.WELCOME: 1, notices.SEGMENT: 1}
 """How many each kind of packet brings; others none."""
 
 
@@ -27,9 +27,8 @@ class Link:
         connection: a unix SOCK_SEQPACKET socket, not blocking; `close` closes it.
         borrowed_bytes_max: bytes that the peer may lend us.
         greeting: the kind of the packet with which the peer begins.
-        on_greeting: told its body, and the descriptors beyond the ledger's, which it does not keep;
-            returns the pool from which the peer borrows. It raises RemoteProtocolError for a greeting
-            that is wrong.
+        on_greeting: called with its body; returns the pool from which the peer borrows. It raises
+            RemoteProtocolError for a greeting that is wrong.
 
     Raises:
         OSError: no memory or no descriptors for a ledger.
@@ -41,7 +40,7 @@ class Link:
         *,
         borrowed_bytes_max: int,
         greeting: bytes,
-        on_greeting: Callable[[bytes, Sequence[int]], Pool],
+        on_greeting: Callable[[bytes], Pool],
     ) -> None:
         self.connection = connection
         self.is_open = True
@@ -62,18 +61,15 @@ class Link:
         """Whether the peer has said who it is; before that, nothing can be lent to it."""
         return self._pool is not None
 
-    def greet(self, kind: bytes, body: bytes, *handed: int) -> None:
+    def greet(self, kind: bytes, body: bytes) -> None:
         """Send our greeting.
-
-        Args:
-            handed: descriptors that go along with our ledger's; they stay open here.
 
         Raises:
             OSError: the peer is gone.
         """
         ledger = self._borrowed.hand_over()
         try:
-            notices.send(self.connection, kind, body, (ledger, *handed))
+            notices.send(self.connection, kind, body, (ledger,))
         finally:
             os.close(ledger)
 
@@ -194,7 +190,7 @@ class Link:
                 self._ledger = memoryview(segments.open_received(descriptors[0], LEDGER_BYTES)).cast("I")
             except OSError as error:
                 raise RemoteProtocolError(f"a ledger that can't be mapped: {error}") from None
-            self._pool = self._on_greeting(body, descriptors[1:])
+            self._pool = self._on_greeting(body)
         elif kind == notices.SEGMENT and len(body) == notices.SEGMENT_FORM.size:
             serial, number, slots, slot_bytes = notices.SEGMENT_FORM.unpack(body)
             self._borrowed.add(serial, number, slots, slot_bytes, descriptors[0])
@@ -204,5 +200,5 @@ class Link:
             raise RemoteProtocolError(f"a packet {kind!r} of {len(body)} bytes that does not belong here")
 
 
-def _refuse(_body: bytes, _handed: Sequence[int]) -> Pool:
+def _refuse(_body: bytes) -> Pool:
     raise RemoteProtocolError("a greeting on a link that is closed")

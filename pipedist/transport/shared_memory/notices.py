@@ -2,7 +2,7 @@
 
 | packet | says | descriptors |
 |---|---|---|
-| Hello | who it is | the worker's ledger, and the Router's end of its lane |
+| Hello | who it is | the worker's ledger |
 | Welcome | how much may be lent | the Router's ledger |
 | Segment | a new segment: serial, number, slots, bytes of a slot | its memory |
 | Retired | a segment that is over | |
