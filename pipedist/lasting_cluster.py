@@ -14,7 +14,7 @@ from pipedist.errors import UsageError
 from pipedist.launchers.lasting import LastingTerms, LastingWorkers
 from pipedist.launchers.meeting import Meeting, meeting
 from pipedist.local_cluster import GATHER_S, Cluster, dial_in, divided, tell
-from pipedist.transport.shared_memory.settings import SharedMemory
+from pipedist.transport.config import SharedMemory
 
 if TYPE_CHECKING:
     from pipedist.coordinator import Coordinator

@@ -18,7 +18,7 @@ from pipedist.async_only import AsyncOnly
 from pipedist.errors import UsageError
 from pipedist.importing import refuse_inside
 from pipedist.launchers.server import prepare
-from pipedist.transport.shared_memory.settings import SharedMemory
+from pipedist.transport.config import SharedMemory
 
 # What a coordinator needs takes a while to import: not before the fork server is on its way.
 if TYPE_CHECKING:
@@ -207,7 +207,7 @@ class LocalCluster(Cluster):
     def _make(self, stack: AsyncExitStack) -> Coordinator:
         from pipedist.coordinator import Coordinator
         from pipedist.launchers.local import LocalLauncher
-        from pipedist.transport.rendezvous import ipc_endpoint, private_directory
+        from pipedist.transport.endpoints import ipc_endpoint, private_directory
         from pipedist.transport.router import Router
         from pipedist.worker.hello import boot_id
 

@@ -39,7 +39,7 @@ import pipedist.worker.process as worker_process
 from pipedist.launchers.base import describe_exit
 from pipedist.launchers.control import FrameBuffer, pack_frame
 from pipedist.launchers.out_of_memory import OutOfMemoryKills
-from pipedist.transport.rendezvous import remove_private_directory
+from pipedist.transport.endpoints import remove_private_directory
 from pipedist.worker.forks import answer, pass_over
 from pipedist.worker.kernel import FORK_SERVER_NAME, die_with, set_process_name
 from pipedist.worker.process import ExitCode

@@ -28,7 +28,7 @@ from typing import Final
 from pipedist.errors import UsageError
 from pipedist.launchers.private_files import read_document, write_document
 from pipedist.records import record
-from pipedist.transport.rendezvous import (
+from pipedist.transport.endpoints import (
     SHARED_MEMORY_SUFFIX,
     ipc_endpoint,
     make_private_directory,

@@ -23,16 +23,16 @@ from typing import Any, Final
 
 import numpy as np
 
-from pipedist.transport.limits import DEPTH_MAX, ELEMENTS_MAX, MIB
+from pipedist.transport.config import DEPTH_MAX, ELEMENTS_MAX, MIB
 
 ITEMS_MIN: Final = 8
 """Fewer items are not worth a column."""
 
 STACKED_BYTES_MAX: Final = 512
-"""A larger array costs more to copy than to send: it stays what it is."""
+"""Larger arrays cost more to copy than to send; they are not stacked."""
 
 COLUMN_BYTES_MAX: Final = 1 * MIB
-"""Arrays that would be more together are not stacked: whoever keeps one of them keeps all."""
+"""Larger columns are not stacked: a view of one array keeps the whole column."""
 
 NODE_BYTES_MIN: Final = 1
 """Bytes that a message must have for each object that its columns make, so that a few bytes can't claim
@@ -41,7 +41,7 @@ to be millions of them. The largest, a dict, takes about 200."""
 ARRAY, SCALAR, DICT, LIST, TUPLE, PLAIN = range(6)
 _STACKED_KINDS: Final = "biufc"
 _DEPTH_MAX: Final = 16
-"""Deeper items are seldom alike, and would be looked at in vain."""
+"""Deeper items are seldom alike, so comparing them is not worth it."""
 
 Column = list[Any]
 
@@ -82,18 +82,18 @@ def nodes_of(column: Column) -> int:
 
 
 def fits(nodes: int, items: int, size_bytes: int) -> bool:
-    """Tell whether columns may make so many objects of a message of so many bytes."""
+    """Return whether a message may expand to this number of objects."""
     return nodes * items * NODE_BYTES_MIN <= size_bytes and nodes * items <= ELEMENTS_MAX
 
 
 def items_of(column: Column, count: int, depth: int = DEPTH_MAX) -> list[Any]:
-    """Return the items of a column; what can't be one of `columns_of` is refused.
+    """Return the items of a column; reject a column that `columns_of` cannot make.
 
     Args:
-        count: how many there are. The caller has checked with `fits` that there can be so many.
+        count: number of items; the caller has checked it with `fits`.
 
     Raises:
-        ValueError: it is malformed, or not a column of so many items.
+        ValueError: it is malformed, or not a column of `count` items.
     """
     kind = column[0]
     if type(kind) is not int or depth == 0:

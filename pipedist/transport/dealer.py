@@ -1,8 +1,7 @@
 """A worker's end: one connection to the scheduler's Router, blocking.
 
-A connection is one life: once it is lost, so may be messages in either direction, and the
-Dealer says so instead of going on with another connection. Whoever wants to join again opens a
-new Dealer, with a new identity.
+A Dealer never reconnects: once its connection is lost, messages may be lost in either direction, so it
+raises ConnectionLost. To join again, open a new Dealer with a new identity.
 """
 
 from __future__ import annotations
@@ -14,15 +13,13 @@ from typing import TYPE_CHECKING
 from pipedist.errors import RemoteProtocolError, UsageError
 from pipedist.messages import Message
 from pipedist.transport import envelope
-from pipedist.transport.client_socket import ClientSocket, ConnectionLost
-from pipedist.transport.limits import LIMITS, Limits
-from pipedist.transport.outbox import size_of
-from pipedist.transport.rendezvous import parse_endpoint
-from pipedist.transport.settings import SETTINGS, Settings
-from pipedist.transport.shared_memory.joining import join
-from pipedist.transport.shared_memory.references import Reference, weave
-from pipedist.transport.shared_memory.settings import SHARED_BYTES_MIN
+from pipedist.transport.config import LIMITS, SETTINGS, SHARED_BYTES_MIN, MessageLimits, SocketSettings
+from pipedist.transport.endpoints import parse_endpoint
+from pipedist.transport.shared_memory.borrowed import Reference, weave
+from pipedist.transport.shared_memory.link import join
 from pipedist.transport.wire import pack, unpack
+from pipedist.transport.zeromq.client_socket import ClientSocket, ConnectionLost
+from pipedist.transport.zeromq.outbox import size_of
 
 if TYPE_CHECKING:
     from pipedist.transport.keys import ClientKeys
@@ -35,7 +32,7 @@ class Dealer:
 
     Args:
         endpoint: the Router's.
-        identity: 1 to 255 bytes, not beginning with a zero byte; random, a new one for each life.
+        identity: 1 to 255 bytes, not beginning with a zero byte; random, new for each Dealer.
         keys: of a CURVE client; required for tcp.
         limits, settings: sizes and times.
 
@@ -49,8 +46,8 @@ class Dealer:
         *,
         identity: bytes,
         keys: ClientKeys | None,
-        limits: Limits = LIMITS,
-        settings: Settings = SETTINGS,
+        limits: MessageLimits = LIMITS,
+        settings: SocketSettings = SETTINGS,
     ) -> None:
         parsed = parse_endpoint(endpoint, bind=False, has_keys=keys is not None)
         if not 1 <= len(identity) <= 255 or identity[0] == 0:
@@ -92,7 +89,7 @@ class Dealer:
         Args:
             payload: frames.
             copy: False: frames above 64 KiB are sent from their own memory, later, so it must
-                not change any more. What a replica function returned may still change.
+                not change any more. The result of a replica function may still change.
             timeout_s: how long to wait at most; may be infinite.
 
         Raises:
@@ -135,7 +132,7 @@ class Dealer:
 
         Raises:
             ConnectionLost: the connection was lost, or nothing came in time.
-            RemoteProtocolError: what came is malformed, or the scheduler refuses this worker.
+            RemoteProtocolError: the message is malformed, or the scheduler refuses this worker.
         """
         if not self._socket.poll(timeout_s):
             raise ConnectionLost(f"{self._endpoint} sent no message for {timeout_s:g} s")
@@ -162,5 +159,5 @@ class Dealer:
         """
         self._socket.close(linger_s)
         if self._link is not None:
-            self._link.close()  # not before the last message that refers to its memory was sent
+            self._link.close()  # after the last message that refers to its memory
             self._link = None

@@ -13,6 +13,7 @@ from pipedist.errors import RemoteProtocolError
 from pipedist.program import Tree
 from pipedist.transport import arrays, classes
 from pipedist.transport.columns import fits, items_of, nodes_of
+from pipedist.transport.config import INT_BYTES_MAX, LIMITS, MessageLimits
 from pipedist.transport.form import (
     BIG_INT,
     COLUMNS,
@@ -32,10 +33,9 @@ from pipedist.transport.form import (
     UnsuitableTree,
     check_nodes,
 )
-from pipedist.transport.limits import INT_BYTES_MAX, LIMITS, Limits
 
 _UNSEEN_BYTES_MAX: Final = 512
-"""A header of so few bytes is not parsed in advance: what it may claim falsely is 2 MiB at most
+"""A header of at most this size is not parsed in advance: its false claims are limited to 2 MiB
 (msgpack makes room for as many elements as there are bytes, on each of at most 511 levels)."""
 
 _MARK_START: Final = msgpack.packb(TUPLE)[:2]
@@ -43,15 +43,18 @@ _MARK_START: Final = msgpack.packb(TUPLE)[:2]
 
 
 def decode(
-    frames: Sequence[bytes | bytearray | memoryview], *, may_import: bool = False, limits: Limits = LIMITS
+    frames: Sequence[bytes | bytearray | memoryview],
+    *,
+    may_import: bool = False,
+    limits: MessageLimits = LIMITS,
 ) -> Tree:
     """Turn frames back into the tree that `encode` got.
 
     Args:
         frames: header and array frames. Arrays are read-only views of them.
-        may_import: import the modules of dataclasses and namedtuples; only for what a trusted
-            peer sent. Otherwise they must have been imported here.
-        limits: what is refused for its size.
+        may_import: import the modules of dataclasses and namedtuples; only for data of a trusted
+            peer. Otherwise they must have been imported here.
+        limits: sizes that are rejected.
 
     Returns:
         The tree; its arrays are read-only, aligned and C-contiguous.
@@ -79,7 +82,7 @@ class _Decoder:
     __slots__ = ("_classes", "_frames", "_header", "_may_import", "_unused")
 
     def __init__(
-        self, frames: Sequence[bytes | bytearray | memoryview], may_import: bool, limits: Limits
+        self, frames: Sequence[bytes | bytearray | memoryview], may_import: bool, limits: MessageLimits
     ) -> None:
         if not frames:
             raise ValueError("no frames")

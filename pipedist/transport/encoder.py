@@ -15,6 +15,7 @@ from pipedist.program import Tree
 from pipedist.stand_ins import stand_in
 from pipedist.transport import arrays, classes
 from pipedist.transport.columns import ITEMS_MIN, Unlike, columns_of, fits, nodes_of
+from pipedist.transport.config import DEPTH_MAX, INT_BYTES_MAX, KIB, LIMITS
 from pipedist.transport.form import (
     BIG_INT,
     COLUMNS,
@@ -42,7 +43,6 @@ from pipedist.transport.form import (
     check_nodes,
     children_of,
 )
-from pipedist.transport.limits import DEPTH_MAX, INT_BYTES_MAX, KIB, LIMITS
 
 _COLUMNS_START: Final = bytes([COLUMNS])
 _ADVICE: Final = "send arrays, numbers, str, bytes, None, or dict, list, tuple, dataclass of them"
@@ -101,7 +101,7 @@ def _encode_columns(items: list[Any]) -> list[Frame] | None:
         header = _COLUMNS_START + encoder.pack([len(items), column])
         frames = encoder.finish(header)
     except (Unlike, UnsuitableTree, ValueError, OverflowError, RecursionError):
-        return None  # an error is told by whoever encodes the list as it is
+        return None  # encoding the list itself raises the error
     size_bytes = sum(frame.nbytes if type(frame) is memoryview else len(frame) for frame in frames)
     is_within = len(header) <= LIMITS.header_bytes_max and len(frames) < LIMITS.frames_max
     return frames if is_within and fits(nodes_of(column), len(items), size_bytes) else None

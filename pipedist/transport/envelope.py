@@ -4,7 +4,7 @@
 
 All little-endian. The head is the message (`pipedist.transport.wire`), the header is the first frame
 of the payload (`pipedist.transport.codec`) and empty where there is none. References name frames that
-travel in shared memory (`pipedist.transport.shared_memory.references`). The other frames of a message
+travel in shared memory (`pipedist.transport.shared_memory.borrowed`). The other frames of a message
 are the payload's arrays. One frame instead of three: on a socket, a frame costs more than a copy.
 """
 
@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from typing import Final
 
 from pipedist.errors import RemoteProtocolError
-from pipedist.transport.limits import Limits
-from pipedist.transport.shared_memory.references import ENTRY, Reference, parse
+from pipedist.transport.config import MessageLimits
+from pipedist.transport.shared_memory.borrowed import ENTRY, Reference, parse
 
 START: Final = struct.Struct("<II")
 
@@ -35,7 +35,7 @@ def seal(head: bytes, header: bytes | memoryview = b"", references: Sequence[Ref
     return b"".join((start, head, header))
 
 
-def unseal(first: memoryview, limits: Limits) -> tuple[memoryview, memoryview, list[Reference]]:
+def unseal(first: memoryview, limits: MessageLimits) -> tuple[memoryview, memoryview, list[Reference]]:
     """Return the head in a message's first frame, the payload's header, and references.
 
     Raises:
@@ -61,6 +61,6 @@ def unseal(first: memoryview, limits: Limits) -> tuple[memoryview, memoryview, l
     return first[begin:end], first[end:], parse(first[START.size : begin]) if count else []
 
 
-def bytes_max(limits: Limits) -> int:
+def bytes_max(limits: MessageLimits) -> int:
     """Return how large a first frame may be."""
     return START.size + limits.frames_max * ENTRY.size + limits.head_bytes_max + limits.header_bytes_max

@@ -13,7 +13,7 @@ import numpy as np
 
 from pipedist.program import Tree
 from pipedist.transport import classes
-from pipedist.transport.limits import DEPTH_MAX, ELEMENTS_MAX, KIB, MIB
+from pipedist.transport.config import DEPTH_MAX, ELEMENTS_MAX, KIB, MIB
 
 Frame: TypeAlias = bytes | memoryview
 
@@ -27,18 +27,18 @@ TUPLE, RECORD, SLICE, RANGE = (msgpack.ExtType(MARK, bytes([kind])) for kind in 
 PLACE: Final = struct.Struct("<IQ")  # frame, offset in bytes
 PAIR: Final = struct.Struct("<dd")
 _SCALARS: Final = frozenset({bool, int, float, complex, str, bytes, type(None)})
-_SMALL_NODES: Final = 48  # fewer than DEPTH_MAX: so few nodes can't be nested too deeply
+_SMALL_NODES: Final = 48  # fewer than DEPTH_MAX: these can't be nested too deeply
 _LEAVES: Final = _SCALARS | {np.ndarray, slice, range, bytearray, memoryview}
 KEYS: Final = frozenset({str, int})
 COLUMNS: Final = 0xC1
 """First byte of a header that holds columns (`pipedist.transport.columns`); msgpack never uses it."""
 
 FOREIGN: Final = frozenset({msgpack.ExtType, msgpack.Timestamp})
-"""What msgpack would write unasked; in what was read, a mark out of place, or a timestamp."""
+"""Types that msgpack encodes by itself; when read, a mark out of place, or a timestamp."""
 
 
 class UnsuitableTree(Exception):
-    """A tree can't travel as it is; the text says what is in it, but not where."""
+    """A tree can't be encoded; the text names the value, but not its place."""
 
 
 class TreeTooLarge(UnsuitableTree):

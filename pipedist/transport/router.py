@@ -4,9 +4,9 @@ Rules
 - A peer is an identity, chosen at random for each incarnation of a worker. It is bound to
   the key with which it came, and to the process that opened its link, if it has one: others are refused.
 - A message that breaks a rule (malformed, too many frames, too large) costs its sender the
-  connection and its identity, is counted by `on_reject`, and touches nobody else. Sizes are looked at
-  before a message is collected, so one of a million empty frames never is.
-- Sending never blocks and loses nothing: what a peer's queue can't take waits in an outbox with
+  connection and its identity, is reported to `on_reject`, and affects no other peer. Sizes are checked
+  before a message is collected.
+- Sending never blocks and loses nothing: messages beyond a peer's queue wait in an outbox with
   limits; beyond them, the peer is lost.
 """
 
@@ -20,22 +20,27 @@ from typing import TYPE_CHECKING
 from pipedist.errors import LocalProtocolError, RemoteProtocolError
 from pipedist.messages import Message, Refuse
 from pipedist.transport import envelope
-from pipedist.transport.limits import LIMITS, Limits
-from pipedist.transport.outbox import size_of
-from pipedist.transport.rendezvous import Endpoint, parse_endpoint
-from pipedist.transport.server_socket import ServerSocket, Unwelcome
-from pipedist.transport.settings import SETTINGS, Settings
+from pipedist.transport.config import (
+    LIMITS,
+    SETTINGS,
+    SHARED_BYTES_MIN,
+    MessageLimits,
+    SharedMemory,
+    SocketSettings,
+)
+from pipedist.transport.endpoints import Endpoint, parse_endpoint
+from pipedist.transport.shared_memory.borrowed import Reference, weave
 from pipedist.transport.shared_memory.listener import Listener
-from pipedist.transport.shared_memory.references import Reference, weave
-from pipedist.transport.shared_memory.settings import SHARED_BYTES_MIN, SharedMemory
 from pipedist.transport.wire import pack, unpack
+from pipedist.transport.zeromq.outbox import size_of
+from pipedist.transport.zeromq.server_socket import ServerSocket, Unwelcome
 
 if TYPE_CHECKING:
     from pipedist.transport.keys import ServerKeys
 
 
 class _Peer:
-    """What the Router knows about one identity.
+    """The state of one identity.
 
     Args:
         user: the key that it is bound to; "" without keys.
@@ -56,9 +61,9 @@ class Router:
         keys: of a CURVE server; required for tcp.
         on_message: called in the loop with (identity, message, payload frames), in the order of
             arrival; frames are read-only views of the received memory. It must not block.
-        on_reject: called with a reason, each time a peer is refused or dropped for what it did.
-        on_lost: called with (identity, reason) when the Router itself gives up a peer that had
-            delivered messages: it broke the protocol, or its outbox is full.
+        on_reject: called with a reason, each time a peer is rejected or dropped for an error.
+        on_lost: called with (identity, reason) when the Router drops a peer that had delivered
+            messages: it broke the protocol, or its outbox is full.
         limits, settings: sizes and times.
         shared_memory: how much memory is shared with Dealers on this host, over an ipc endpoint
             without keys. None: all arrays travel in the messages.
@@ -75,8 +80,8 @@ class Router:
         on_message: Callable[[bytes, Message, list[memoryview]], None],
         on_reject: Callable[[str], None],
         on_lost: Callable[[bytes, str], None] | None = None,
-        limits: Limits = LIMITS,
-        settings: Settings = SETTINGS,
+        limits: MessageLimits = LIMITS,
+        settings: SocketSettings = SETTINGS,
         shared_memory: SharedMemory | None = None,
     ) -> None:
         self._endpoint: Endpoint = parse_endpoint(endpoint, bind=True, has_keys=keys is not None)
@@ -160,10 +165,10 @@ class Router:
             return False
 
     def drop(self, identity: bytes, reason: str = "") -> None:
-        """Never again hear or speak to a peer; its connection is cut when it next speaks.
+        """Drop a peer for good; its connection is closed at its next message.
 
         Args:
-            reason: what it did, for `on_reject` and for the peer; "": nothing, it is just over.
+            reason: its error, for `on_reject` and for the peer; "": none.
         """
         peer = self._peers.get(identity)
         if peer is None or peer.is_dropped:
@@ -179,7 +184,7 @@ class Router:
     # --- receiving ------------------------------------------------------------------------
 
     def _hear(self, identity: bytes, user: str, parts: list[memoryview], fault: str) -> None:
-        """Take a message that has come over ZeroMQ."""
+        """Handle a message from ServerSocket."""
         peer = self._peers.get(identity)
         if peer is None:
             peer = self._admit(identity, user)
@@ -190,13 +195,13 @@ class Router:
         if peer.is_dropped:
             raise Unwelcome
         if fault:
-            # It keeps its connection until it speaks again, so that it can read why.
+            # It keeps its connection until its next message, so that it can read the reason.
             self._on_fault(identity, fault)
         else:
             self._take(identity, parts)
 
     def _take(self, identity: bytes, parts: list[memoryview]) -> None:
-        """Take a message of a peer that may speak."""
+        """Handle a message of a peer that is not dropped."""
         try:
             message, frames = self._open_message(identity, parts)
         except RemoteProtocolError as error:

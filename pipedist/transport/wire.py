@@ -15,7 +15,7 @@ from pipedist import messages
 from pipedist.errors import LocalProtocolError, RemoteProtocolError
 from pipedist.messages import Message
 from pipedist.records import record
-from pipedist.transport.limits import KIB, LIMITS, STRING_BYTES_MAX
+from pipedist.transport.config import KIB, LIMITS, STRING_BYTES_MAX
 
 _TAGS: Final[dict[int, type[Any]]] = {
     1: messages.Hello,

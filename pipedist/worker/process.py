@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pipedist.accelerators import VISIBLE
 from pipedist.errors import ProtocolError, UsageError
 from pipedist.transport.dealer import ConnectionLost, Dealer
-from pipedist.transport.rendezvous import parse_endpoint
+from pipedist.transport.endpoints import parse_endpoint
 from pipedist.worker import forks
 from pipedist.worker.code_store import CodeStore, held
 from pipedist.worker.commands import Ending

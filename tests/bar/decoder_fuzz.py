@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 from pipedist.errors import RemoteProtocolError
 from pipedist.transport.codec import decode, unpack
+from pipedist.transport.config import LIMITS
 from pipedist.transport.envelope import unseal
-from pipedist.transport.limits import LIMITS
 from tests.bar.frame_mutations import mutated
 from tests.bar.recorded import Frames
 from tests.bar.watch import MIB, peak_bytes

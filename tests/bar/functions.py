@@ -117,7 +117,7 @@ def _after_compute() -> None:
 
 def _mid_send() -> None:
     """Send the first frame of two, and die."""
-    from pipedist.transport.client_socket import ClientSocket
+    from pipedist.transport.zeromq.client_socket import ClientSocket
 
     def first_of_two(self: Any, parts: list[Any], **_more: Any) -> None:
         self._socket.send_multipart([*parts, b"more"][:1], 2)  # ZMQ_SNDMORE: the rest never comes

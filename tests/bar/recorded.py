@@ -13,7 +13,7 @@ from pipedist.errors import PipedistError
 from pipedist.transport.codec import encode
 from pipedist.transport.envelope import seal
 from pipedist.transport.router import Router
-from pipedist.transport.shared_memory.references import Reference
+from pipedist.transport.shared_memory.borrowed import Reference
 from pipedist.transport.wire import pack
 
 F = "tests.bar.functions"

@@ -11,8 +11,8 @@ import pytest
 from pipedist import messages as msg
 from pipedist.errors import SpecError
 from pipedist.transport.codec import unpack
+from pipedist.transport.config import LIMITS
 from pipedist.transport.envelope import unseal
-from pipedist.transport.limits import LIMITS
 from tests.bar import decoder_fuzz, frame_mutations, socket_fuzz, spec_fuzz, spec_mutations
 from tests.bar.decoder_fuzz import Found
 from tests.bar.recorded import Frames, record

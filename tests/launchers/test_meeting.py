@@ -13,7 +13,7 @@ import pytest
 
 from pipedist.errors import UsageError
 from pipedist.launchers.meeting import Holder, Meeting, leave, meeting
-from pipedist.transport.rendezvous import make_private_directory
+from pipedist.transport.endpoints import make_private_directory
 
 
 @pytest.fixture

@@ -10,11 +10,12 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from pipedist.messages import Bind, Log, Message
+from pipedist.transport.dealer import Dealer
+from pipedist.transport.endpoints import ipc_endpoint, private_directory
 from pipedist.transport.envelope import seal
 from pipedist.transport.keys import ClusterKeys, new_keys
-from pipedist.transport.rendezvous import ipc_endpoint, private_directory
+from pipedist.transport.router import Router
 from pipedist.transport.wire import pack
-from pipedist.transport.zeromq import Dealer, Router
 
 WAIT_S = 60.0
 

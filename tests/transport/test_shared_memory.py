@@ -15,9 +15,7 @@ import pytest
 from pipedist.errors import UsageError
 from pipedist.messages import Assign, Bind, Cancel, Log, Results
 from pipedist.transport.codec import decode, encode
-from pipedist.transport.limits import GIB, KIB, MIB
-from pipedist.transport.settings import Settings
-from pipedist.transport.shared_memory.settings import SharedMemory
+from pipedist.transport.config import GIB, KIB, MIB, SharedMemory, SocketSettings
 
 from .memory import SMALL, block, children, is_shared, memory_left, peers, pool_of, until
 from .sockets import WAIT_S, blocking, dealer, descriptors, router
@@ -155,7 +153,7 @@ async def test_five_hundred_batches_leave_memory_and_descriptors_as_they_were() 
 async def test_what_a_killed_process_borrowed_comes_back_and_what_it_lent_stays() -> None:
     gc.collect()  # what earlier tests have left does not go meanwhile
     before, left = descriptors(), memory_left()
-    async with peers(2, settings=Settings(linger_s=0.01)) as (victim, other):
+    async with peers(2, settings=SocketSettings(linger_s=0.01)) as (victim, other):
         kept = [await victim.double(block(number), keep=True) for number in range(10)]
         assert pool_of(victim.opened).lent_bytes == 10 * 64 * KIB
         await victim.kill()
@@ -196,7 +194,7 @@ async def test_a_forked_child_gives_nothing_back() -> None:
 
 @pytest.mark.asyncio
 async def test_a_message_sent_before_a_sudden_end_can_still_be_read() -> None:
-    async with peers(settings=Settings(linger_s=WAIT_S)) as (peer,):
+    async with peers(settings=SocketSettings(linger_s=WAIT_S)) as (peer,):
         await peer.double(block(1))
         peer.send(Assign(0, 0, 0, 1, 0), block(21))
         _, _, frames = await peer.inbox.get()
@@ -385,7 +383,7 @@ async def test_a_stopped_process_keeps_nobody_waiting_and_gets_everything() -> N
 
 @pytest.mark.asyncio
 async def test_a_peer_is_gone_when_its_process_ends_though_a_child_holds_the_connection() -> None:
-    async with peers(settings=Settings(linger_s=0.05)) as (peer,):
+    async with peers(settings=SocketSettings(linger_s=0.05)) as (peer,):
         peer.send(Cancel(5))
         await peer.double(block(2))
         (child,) = children(peer.process.pid)

@@ -17,12 +17,12 @@ import zmq
 from pipedist.errors import RemoteProtocolError
 from pipedist.messages import Log, Results
 from pipedist.transport.codec import decode, encode, pack
+from pipedist.transport.config import KIB, LIMITS, MIB, MessageLimits
 from pipedist.transport.envelope import START, seal, unseal
-from pipedist.transport.limits import KIB, LIMITS, MIB, Limits
-from pipedist.transport.shared_memory import notices, segments
-from pipedist.transport.shared_memory.borrowed import LEDGER_BYTES
-from pipedist.transport.shared_memory.references import Reference, weave
-from pipedist.transport.zeromq import Router
+from pipedist.transport.router import Router
+from pipedist.transport.shared_memory import link as links
+from pipedist.transport.shared_memory import pool
+from pipedist.transport.shared_memory.borrowed import LEDGER_BYTES, Reference, weave
 
 from .memory import SMALL, block, is_shared, until
 from .sockets import Inbox, blocking, dealer, descriptors, first_frame, log, router
@@ -56,7 +56,7 @@ class Rogue:
         self.greeting(memory(LEDGER_BYTES))
 
     def greeting(self, *handed: int) -> None:
-        self.packet(notices.HELLO + self.name, *handed)
+        self.packet(links.HELLO + self.name, *handed)
 
     def packet(self, data: bytes, *handed: int) -> None:
         socket.send_fds(self.link, [data], handed)
@@ -64,8 +64,8 @@ class Rogue:
             os.close(descriptor)
 
     def segment(self, descriptor: int, number: int = 0, slots: int = 1, slot_bytes: int = SLOT) -> None:
-        body = notices.SEGMENT_FORM.pack(number, number, slots, slot_bytes)
-        self.packet(notices.SEGMENT + body, descriptor)
+        body = links.SEGMENT_FORM.pack(number, number, slots, slot_bytes)
+        self.packet(links.SEGMENT + body, descriptor)
 
     def message(self, *references: Reference, header: bytes = b"h", frames: Sequence[bytes] = ()) -> None:
         first = seal(pack(Results(1, 0, 1, 5)), header, references)
@@ -139,7 +139,7 @@ def places_out_of_order(it: Rogue) -> None:
 
 def retired_segment(it: Rogue) -> None:
     it.segment(memory())
-    it.packet(notices.RETIRED + notices.SERIAL.pack(0))
+    it.packet(links.RETIRED + links.SERIAL.pack(0))
     it.message(Reference(1, 0, 0, 1, SLOT))
 
 
@@ -201,19 +201,19 @@ def a_number_twice(it: Rogue) -> None:
 
 
 def segment_without_memory(it: Rogue) -> None:
-    it.packet(notices.SEGMENT + notices.SEGMENT_FORM.pack(0, 0, 1, SLOT))
+    it.packet(links.SEGMENT + links.SEGMENT_FORM.pack(0, 0, 1, SLOT))
 
 
 def two_descriptors(it: Rogue) -> None:
-    it.packet(notices.SEGMENT + notices.SEGMENT_FORM.pack(0, 0, 1, SLOT), memory(), memory())
+    it.packet(links.SEGMENT + links.SEGMENT_FORM.pack(0, 0, 1, SLOT), memory(), memory())
 
 
 def many_descriptors(it: Rogue) -> None:
-    it.packet(notices.SEGMENT + notices.SEGMENT_FORM.pack(0, 0, 1, SLOT), *(memory() for _ in range(100)))
+    it.packet(links.SEGMENT + links.SEGMENT_FORM.pack(0, 0, 1, SLOT), *(memory() for _ in range(100)))
 
 
 def an_endless_packet(it: Rogue) -> None:
-    it.packet(notices.RETIRED + bytes(10_000))
+    it.packet(links.RETIRED + bytes(10_000))
 
 
 def an_unknown_packet(it: Rogue) -> None:
@@ -225,7 +225,7 @@ def a_second_greeting(it: Rogue) -> None:
 
 
 def retiring_what_is_not_there(it: Rogue) -> None:
-    it.packet(notices.RETIRED + notices.SERIAL.pack(5))
+    it.packet(links.RETIRED + links.SERIAL.pack(5))
 
 
 KINDS: list[Callable[[Rogue], None]] = [
@@ -316,7 +316,7 @@ async def test_what_was_retired_is_gone_though_the_loop_has_not_looked_at_the_li
         it.message(Reference(1, 0, 0, 1, SLOT))
         await inbox.get()
         asyncio.get_running_loop().remove_reader(listener._links[it.name].connection)
-        it.packet(notices.RETIRED + notices.SERIAL.pack(0))
+        it.packet(links.RETIRED + links.SERIAL.pack(0))
         it.message(Reference(1, 0, 0, 2, SLOT))
         await inbox.reject("that it did not lend")
 
@@ -342,10 +342,10 @@ async def test_references_without_a_link_or_a_router_that_shares() -> None:
 
 
 def test_what_is_sealed_can_neither_shrink_nor_be_written_by_others() -> None:
-    ours, descriptor = segments.create("test", SLOT)
+    ours, descriptor = pool.create_memory("test", SLOT)
     try:
         ours[:4] = b"here"
-        theirs = segments.open_received(descriptor, SLOT)
+        theirs = pool.map_received(descriptor, SLOT)
         assert theirs[:4] == b"here"
         ours[:4] = b"then"  # our own map stays writable: slots are used again
         assert theirs[:4] == b"then"
@@ -370,6 +370,6 @@ def test_the_bytes_of_shared_frames_count() -> None:
     shared = [memoryview(bytes(100))] * 2
     weave(frames, references, shared, LIMITS)
     assert [frame.nbytes for frame in frames] == [6, 100, 100, 4]
-    for limits in (Limits(message_bytes_max=209), Limits(frames_max=3)):
+    for limits in (MessageLimits(message_bytes_max=209), MessageLimits(frames_max=3)):
         with pytest.raises(RemoteProtocolError, match="with shared ones"):
             weave([memoryview(b"header"), memoryview(b"last")], references, shared, limits)

@@ -9,18 +9,74 @@ from __future__ import annotations
 
 import mmap
 import os
+import struct
 import weakref
-from collections.abc import Callable
-from typing import Final
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pipedist.errors import RemoteProtocolError
 from pipedist.records import record
-from pipedist.transport.shared_memory import segments
-from pipedist.transport.shared_memory.references import Reference
-from pipedist.transport.shared_memory.settings import SEGMENTS_MAX, SHARED_BYTES_MIN, SLOTS_MAX
+from pipedist.transport.config import SEGMENTS_MAX, SHARED_BYTES_MIN, SLOTS_MAX, MessageLimits
+from pipedist.transport.shared_memory.pool import create_memory, map_received
+
+ENTRY: Final = struct.Struct("<IIIIQ")
+
+
+class Reference(NamedTuple):
+    """A frame in a slot.
+
+    Args:
+        place: its number among the frames of the payload, of which 0 is the header.
+        segment: the segment's serial.
+        slot: number in the segment.
+        loan: number of the loan.
+        size_bytes: of the frame.
+    """
+
+    place: int
+    segment: int
+    slot: int
+    loan: int
+    size_bytes: int
+
+
+def parse(table: memoryview) -> list[Reference]:
+    """Return the references in a table, which is as long as its entries.
+
+    Raises:
+        RemoteProtocolError: they are not in order, or one stands in the header's place.
+    """
+    references = list(map(Reference._make, ENTRY.iter_unpack(table)))
+    if references[0].place == 0 or any(a.place >= b.place for a, b in pairwise(references)):
+        raise RemoteProtocolError("a table of references that is not in order")
+    return references
+
+
+def weave(
+    frames: list[memoryview],
+    references: Sequence[Reference],
+    shared: Sequence[memoryview],
+    limits: MessageLimits,
+) -> None:
+    """Put shared frames at their places among the others.
+
+    Raises:
+        RemoteProtocolError: a place beyond the end of the payload, or too much in all.
+    """
+    for reference, frame in zip(references, shared, strict=True):
+        if reference.place > len(frames):
+            raise RemoteProtocolError(f"a shared frame {reference.place} in a payload of {len(frames)}")
+        frames.insert(reference.place, frame)
+    size_bytes = sum(frame.nbytes for frame in frames)
+    if len(frames) > limits.frames_max or size_bytes > limits.message_bytes_max:
+        raise RemoteProtocolError(
+            f"a message of {len(frames)} frames and {size_bytes} bytes, with shared ones"
+        )
+
 
 LEDGER_BYTES: Final = SEGMENTS_MAX * SLOTS_MAX * 4
 """A u32 for every slot that a lender may have."""
@@ -62,7 +118,7 @@ class Borrowed:
         self._mapped: dict[int, _Mapped] = {}
         self._out: dict[int, _Watch] = {}
         """By entry of the ledger: frames of which there are views."""
-        self._memory, self._descriptor = segments.create("pipedist-ledger", LEDGER_BYTES)
+        self._memory, self._descriptor = create_memory("pipedist-ledger", LEDGER_BYTES)
         self._ledger = memoryview(self._memory).cast("I")
 
     def hand_over(self) -> int:
@@ -71,7 +127,7 @@ class Borrowed:
         return descriptor
 
     def close(self) -> None:
-        """Let go of what was not handed over; segments and frames go when nobody uses them."""
+        """Close what was not handed over; segments and frames are freed with their last view."""
         if self._descriptor >= 0:
             os.close(self.hand_over())
 
@@ -91,7 +147,7 @@ class Borrowed:
                 f"segments of {self._bytes + size_bytes} bytes, the limit is {self._bytes_max}"
             )
         try:
-            memory = segments.open_received(descriptor, size_bytes)
+            memory = map_received(descriptor, size_bytes)
         except OSError as error:
             raise RemoteProtocolError(f"a segment that can't be mapped: {error}") from None
         self._mapped[serial] = _Mapped(memory, number, slot_bytes, slots)

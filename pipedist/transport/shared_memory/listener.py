@@ -11,12 +11,11 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from pipedist.errors import RemoteProtocolError
-from pipedist.transport.rendezvous import SHARED_MEMORY_SUFFIX
-from pipedist.transport.shared_memory import notices
-from pipedist.transport.shared_memory.link import Link
+from pipedist.transport.config import SharedMemory
+from pipedist.transport.endpoints import SHARED_MEMORY_SUFFIX
+from pipedist.transport.shared_memory.borrowed import Reference
+from pipedist.transport.shared_memory.link import BYTES, HELLO, WELCOME, Link
 from pipedist.transport.shared_memory.pool import Pool
-from pipedist.transport.shared_memory.references import Reference
-from pipedist.transport.shared_memory.settings import SharedMemory
 
 _BACKLOG: Final = 4096
 _CREDENTIALS: Final = struct.Struct("3i")  # struct ucred: pid, uid, gid
@@ -26,7 +25,7 @@ class _Member:
     """A process with a link.
 
     Args:
-        pidfd: tells of its end, also where a process that it forked holds the link; -1: none.
+        pidfd: readable at its end, even if a child of it holds the link; -1: none.
     """
 
     __slots__ = ("identity", "link", "pidfd")
@@ -47,7 +46,7 @@ class Listener:
             last messages may be on their way.
         on_link: called with the identity of a new link. It raises RemoteProtocolError to refuse it.
         on_end: called with the identity of a peer whose process has ended, after the grace.
-        on_fault: told (identity, reason) of a peer that broke the rules; identity b"": unknown.
+        on_fault: called with (identity, reason) if a peer breaks a rule; identity b"": unknown.
 
     Raises:
         OSError: no socket can be bound, or this kernel does not share memory as we need it.
@@ -107,7 +106,7 @@ class Listener:
         return link.frames(references)
 
     def forget(self, identity: bytes) -> None:
-        """Let a peer's memory go; frames that are in use stay. What it borrowed stays lent while it lives."""
+        """Forget a peer's memory; frames in use stay. Slots that it borrowed stay lent until its process ends."""
         self._links.pop(identity, None)
         timer = self._timers.pop(identity, None)
         if timer is not None:
@@ -167,7 +166,7 @@ class Listener:
             member.link = Link(
                 connection,
                 borrowed_bytes_max=self._settings.borrowed_bytes_max,
-                greeting=notices.HELLO,
+                greeting=HELLO,
                 on_greeting=lambda body: self._greeted(member, body),
             )
         except OSError:
@@ -188,8 +187,8 @@ class Listener:
         member.identity = body
         self._ungreeted.discard(member)
         self._links[body] = member.link
-        with contextlib.suppress(OSError):  # it is gone: reading says so too
-            member.link.greet(notices.WELCOME, notices.BYTES.pack(self._settings.borrowed_bytes_max))
+        with contextlib.suppress(OSError):  # it is gone: `_read` finds out too
+            member.link.greet(WELCOME, BYTES.pack(self._settings.borrowed_bytes_max))
         return self.pool
 
     def _read(self, member: _Member) -> None:

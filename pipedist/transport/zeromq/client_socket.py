@@ -10,12 +10,11 @@ import zmq
 
 from pipedist.errors import PipedistError, RemoteProtocolError, UsageError
 from pipedist.transport import envelope
-from pipedist.transport.limits import KIB, Limits
-from pipedist.transport.monitor import FAILURE_EVENTS, event_of
-from pipedist.transport.outbox import size_of
-from pipedist.transport.rendezvous import Endpoint
-from pipedist.transport.settings import Settings
+from pipedist.transport.config import KIB, MessageLimits, SocketSettings
+from pipedist.transport.endpoints import Endpoint
 from pipedist.transport.shared_memory.link import Link
+from pipedist.transport.zeromq.connections import FAILURE_EVENTS, event_of
+from pipedist.transport.zeromq.outbox import size_of
 
 if TYPE_CHECKING:
     from pipedist.transport.keys import ClientKeys
@@ -34,7 +33,7 @@ RECONNECT_MS_MAX: Final = 1000
 
 
 class ConnectionLost(PipedistError):
-    """The scheduler is gone, or does not read; a new connection is a new life."""
+    """The scheduler is gone, or does not read; a new Dealer may connect again."""
 
 
 class ClientSocket:
@@ -58,8 +57,8 @@ class ClientSocket:
         *,
         keys: ClientKeys | None,
         link: Link | None,
-        limits: Limits,
-        settings: Settings,
+        limits: MessageLimits,
+        settings: SocketSettings,
     ) -> None:
         self._endpoint = endpoint = parsed.text
         self._limits = limits
@@ -71,7 +70,7 @@ class ClientSocket:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = socket = self._context.socket(zmq.DEALER)
         socket.setsockopt(zmq.ROUTING_ID, identity)
-        # Not IMMEDIATE=1: when the connection is lost, that drops messages which have arrived, and
+        # Not IMMEDIATE=1: when the connection is lost, that drops messages that have arrived, and
         # aborts the process (libzmq 4.3.5, fq.cpp: !_more) if it happens between two frames of one.
         socket.setsockopt(zmq.IMMEDIATE, 0)
         socket.setsockopt(zmq.MAXMSGSIZE, max(limits.frame_bytes_max, envelope.bytes_max(limits)))
@@ -145,7 +144,7 @@ class ClientSocket:
         if self._context.closed:
             return
         if linger_s is None:
-            # What a lost connection left behind must not reach the scheduler through another one.
+            # Messages left by a lost connection must not reach the scheduler over another one.
             linger_s = self._settings.linger_s if self._failure is None else 0.0
         linger_ms = round(linger_s * 1000)
         self._socket.disable_monitor()
@@ -154,7 +153,7 @@ class ClientSocket:
         self._context.term()
 
     def _wait(self, event: int, timeout_s: float) -> bool:
-        """Wait until the socket has an event. What has arrived is read before a lost connection is told."""
+        """Wait until the socket has an event. Messages that have arrived are read before ConnectionLost is raised."""
         left_s, deadline = timeout_s, time.monotonic() + timeout_s
         while True:
             wait_ms = math.ceil(min(left_s, _POLL_S_MAX) * 1000) if left_s > 0 else 0

@@ -14,14 +14,19 @@ import zmq
 
 from pipedist.errors import UsageError
 from pipedist.transport import envelope
-from pipedist.transport.connections import address_of, hang_up, user_of
-from pipedist.transport.limits import KIB, Limits
-from pipedist.transport.monitor import FAILURE_EVENTS, HANDSHAKE_FAILURES, event_of
-from pipedist.transport.outbox import Outbox, size_of
-from pipedist.transport.pump import Pump
-from pipedist.transport.rendezvous import Endpoint
-from pipedist.transport.settings import Settings
-from pipedist.transport.zap import ZAP_DOMAIN, ZapHandler
+from pipedist.transport.config import KIB, MessageLimits, SocketSettings
+from pipedist.transport.endpoints import Endpoint
+from pipedist.transport.zeromq.connections import (
+    FAILURE_EVENTS,
+    HANDSHAKE_FAILURES,
+    address_of,
+    event_of,
+    hang_up,
+    user_of,
+)
+from pipedist.transport.zeromq.outbox import Outbox, size_of
+from pipedist.transport.zeromq.pump import Pump
+from pipedist.transport.zeromq.zap import ZAP_DOMAIN, ZapHandler
 
 if TYPE_CHECKING:
     from pipedist.transport.keys import ServerKeys
@@ -35,7 +40,7 @@ _MORE: Final = int(zmq.DONTWAIT | zmq.SNDMORE)
 
 
 class Unwelcome(Exception):
-    """A message is from whom nothing is heard: its connection is to be cut; the text, if any, is told."""
+    """A message's sender is rejected: its connection is closed; the text, if any, is logged."""
 
 
 class ServerSocket:
@@ -45,7 +50,7 @@ class ServerSocket:
         endpoint: where to bind.
         keys: of a CURVE server; None: without.
         on_message: called with (identity, key, frames, fault): the key under which it came, "" without
-            keys; frames are read-only; a fault says what rule it broke, "" for none. It raises Unwelcome.
+            keys; frames are read-only; a fault names the rule that it broke, "" for none. It raises Unwelcome.
         on_reject: called with a reason, each time a peer is refused.
         limits, settings: sizes and times.
 
@@ -60,8 +65,8 @@ class ServerSocket:
         keys: ServerKeys | None,
         on_message: Callable[[bytes, str, list[memoryview], str], None],
         on_reject: Callable[[str], None],
-        limits: Limits,
-        settings: Settings,
+        limits: MessageLimits,
+        settings: SocketSettings,
     ) -> None:
         self.endpoint = endpoint
         self._keys = keys
