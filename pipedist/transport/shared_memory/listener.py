@@ -106,7 +106,7 @@ class Listener:
         return link.frames(references)
 
     def forget(self, identity: bytes) -> None:
-        """Forget a peer's memory; frames in use stay. Slots that it borrowed stay lent until its process ends."""
+        """Forget a peer's memory; frames in use, and slots lent to its live process, stay."""
         self._links.pop(identity, None)
         timer = self._timers.pop(identity, None)
         if timer is not None:

@@ -153,7 +153,7 @@ class ClientSocket:
         self._context.term()
 
     def _wait(self, event: int, timeout_s: float) -> bool:
-        """Wait until the socket has an event. Messages that have arrived are read before ConnectionLost is raised."""
+        """Wait until the socket has an event; messages that arrived come before ConnectionLost."""
         left_s, deadline = timeout_s, time.monotonic() + timeout_s
         while True:
             wait_ms = math.ceil(min(left_s, _POLL_S_MAX) * 1000) if left_s > 0 else 0

@@ -50,7 +50,7 @@ class ServerSocket:
         endpoint: where to bind.
         keys: of a CURVE server; None: without.
         on_message: called with (identity, key, frames, fault): the key under which it came, "" without
-            keys; frames are read-only; a fault names the rule that it broke, "" for none. It raises Unwelcome.
+            keys; frames are read-only; a fault names the broken rule, "" for none. It raises Unwelcome.
         on_reject: called with a reason, each time a peer is refused.
         limits, settings: sizes and times.
 
