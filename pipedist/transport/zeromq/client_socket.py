@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import zmq
 
@@ -158,10 +158,11 @@ class ClientSocket:
         while True:
             wait_ms = math.ceil(min(left_s, _POLL_S_MAX) * 1000) if left_s > 0 else 0
             is_ready = has_news = False
-            for who, _ in zmq.zmq_poll(self._watched[event], wait_ms):
-                if who is self._socket:
+            ready: list[tuple[Any, int]] = zmq.zmq_poll(self._watched[event], wait_ms)
+            for source, _ in ready:
+                if source is self._socket:
                     is_ready = True
-                elif who is self._monitor:
+                elif source is self._monitor:
                     has_news = True
                 else:
                     self._read_link()
@@ -176,7 +177,7 @@ class ClientSocket:
             left_s = deadline - time.monotonic()
 
     def _watch(self) -> None:
-        others: list[tuple[zmq.Socket[bytes] | int, int]] = [(self._monitor, _POLLIN)]
+        others: list[tuple[Any, int]] = [(self._monitor, _POLLIN)]
         if self._link is not None:
             others.append((self._link.connection.fileno(), _POLLIN))
         self._watched = {event: [(self._socket, event), *others] for event in (_POLLIN, _POLLOUT)}
