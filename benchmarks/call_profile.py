@@ -35,11 +35,7 @@ WAITING = "wait for events"
 PARTS = {
     "selectors:EpollSelector.select": WAITING,
     "asyncio.events:Handle._run": "event loop and tasks, the rest",
-    "pipedist.transport.pump:Pump._run": "zmq: receive",
-    "pipedist.transport.lane.server:Lanes._read": "lane: receive",
-    "pipedist.transport.lane.server:Lanes._deliver": "lane: receive",
-    "pipedist.transport.lane.server:Lanes.send": "lane: send",
-    "pipedist.transport.lane.server:write": "lane: send, the system call",
+    "pipedist.transport.zeromq.pump:Pump._run": "zmq: receive",
     "pipedist.transport.router:Router._take": "router: frames to messages",
     "pipedist.transport.router:unpack": "codec: message heads",
     "pipedist.transport.router:pack": "codec: message heads",

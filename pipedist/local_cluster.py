@@ -21,7 +21,7 @@ from pipedist.errors import UsageError
 from pipedist.import_guard import reject_during_import
 from pipedist.launchers.server import prepare
 from pipedist.misuse_hints import AsyncOnly
-from pipedist.transport.shared_memory.settings import SharedMemory
+from pipedist.transport.config import SharedMemory
 
 if TYPE_CHECKING:
     from pipedist.coordinator import Coordinator
@@ -202,7 +202,7 @@ class LocalCluster(Cluster):
     def _make(self, stack: AsyncExitStack) -> Coordinator:
         from pipedist.coordinator import Coordinator
         from pipedist.launchers.local import LocalLauncher
-        from pipedist.transport.rendezvous import ipc_endpoint, private_directory
+        from pipedist.transport.endpoints import ipc_endpoint, private_directory
         from pipedist.transport.router import Router
         from pipedist.worker.hello import boot_id
 

@@ -27,9 +27,9 @@ from pipedist.errors import RemoteError, RunCancelled, UsageError
 from pipedist.local_cluster import Cluster, checked_count, dial_in, print_notice
 from pipedist.program import Tree
 from pipedist.transport.codec import decode, encode
+from pipedist.transport.endpoints import parse_endpoint
 from pipedist.transport.keys import read_key_file
 from pipedist.transport.loopback_keys import is_loopback, loopback_key_file
-from pipedist.transport.rendezvous import parse_endpoint
 from pipedist.worker.joining import SILENT_S
 from pipedist.worker.supervisor import Supervisor
 

@@ -132,7 +132,9 @@ def _frozen(array: NDArray[Any]) -> NDArray[Any]:
 
 def _checked(value: Any) -> Any:
     if type(value) is not np.ndarray and is_masked(value):
-        raise TypeError(f"an element has a masked array as a leaf; expected a plain array: {conversion_hint(value)}")
+        raise TypeError(
+            f"an element has a masked array as a leaf; expected a plain array: {conversion_hint(value)}"
+        )
     if value.dtype.kind == "O" or value.dtype.type is np.void:
         raise TypeError(
             f"an element has a leaf of dtype {value.dtype}; expected numbers, bool, str, bytes or "

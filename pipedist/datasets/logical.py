@@ -213,7 +213,9 @@ class Dataset(TfNames):
 
     def prefetch(self, buffer_size: int) -> Dataset:
         """Read up to `buffer_size` elements ahead, in a thread; the elements stay the same."""
-        return self._then(transforms.PrefetchNode(self._node, check_int("buffer_size", buffer_size, at_least=1)))
+        return self._then(
+            transforms.PrefetchNode(self._node, check_int("buffer_size", buffer_size, at_least=1))
+        )
 
     def cache(self) -> Dataset:
         """Cache the elements in memory during the first complete pass."""

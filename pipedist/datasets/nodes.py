@@ -4,8 +4,6 @@ The tree is data: auto-sharding rewrites it (see `pipedist.datasets.sharding`), 
 starts from the beginning. The transformations are in `pipedist.datasets.transforms`.
 """
 
-
-
 from __future__ import annotations
 
 import dataclasses

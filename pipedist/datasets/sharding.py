@@ -110,7 +110,9 @@ def rebatch(dataset: Dataset, parts: int) -> Dataset:
     Raises:
         ValueError: during iteration, if a leaf is a scalar.
     """
-    return Dataset(RebatchNode(dataset.node, check_int("parts", parts, at_least=1)), dataset.auto_shard_policy)
+    return Dataset(
+        RebatchNode(dataset.node, check_int("parts", parts, at_least=1)), dataset.auto_shard_policy
+    )
 
 
 def divide(dataset: Dataset, num_pipelines: int, replicas_per_pipeline: int) -> list[Dataset]:

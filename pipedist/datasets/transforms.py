@@ -1,7 +1,5 @@
 """The transformations of a `Dataset`, as nodes of its frozen tree (semantics: tf.data)."""
 
-
-
 from __future__ import annotations
 
 import dataclasses

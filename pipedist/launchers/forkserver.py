@@ -35,7 +35,7 @@ from typing import Any
 
 import pipedist.worker.process as worker_process
 from pipedist.launchers.control import FrameBuffer, pack_frame
-from pipedist.transport.rendezvous import remove_private_directory
+from pipedist.transport.endpoints import remove_private_directory
 from pipedist.worker.boot import describe_exit
 from pipedist.worker.forks import answer, pass_over
 from pipedist.worker.kernel import FORK_SERVER_NAME, die_with, set_process_name

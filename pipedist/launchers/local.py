@@ -24,7 +24,7 @@ from pipedist.errors import LocalProtocolError, UsageError
 from pipedist.launchers.base import WorkerExit
 from pipedist.launchers.control import FrameBuffer, pack_frame
 from pipedist.launchers.server import END_S, ServerProcess, take
-from pipedist.transport.rendezvous import private_directory_of
+from pipedist.transport.endpoints import private_directory_of
 from pipedist.worker.boot import describe_exit
 from pipedist.worker.progress import Running, seen
 from pipedist.worker.settings import WorkerSettings

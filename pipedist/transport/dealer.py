@@ -1,8 +1,7 @@
 """A worker's end: one connection to the scheduler's Router, blocking.
 
-A connection is one life: once it is lost, so may be messages in either direction, and the
-Dealer says so instead of going on with another connection. Whoever wants to join again opens a
-new Dealer, with a new identity. Which road it takes, the lane or ZeroMQ, is decided here, once.
+A Dealer never reconnects: once its connection is lost, messages may be lost in either direction, so it
+raises ConnectionLost. To join again, open a new Dealer with a new identity.
 """
 
 from __future__ import annotations
@@ -13,15 +12,14 @@ from typing import TYPE_CHECKING
 
 from pipedist.errors import RemoteProtocolError, UsageError
 from pipedist.messages import Message
-from pipedist.transport.client_socket import ClientSocket, ConnectionLost
-from pipedist.transport.lane.client import LaneEnd, open_lane
-from pipedist.transport.limits import LIMITS, Limits
-from pipedist.transport.outbox import size_of
-from pipedist.transport.rendezvous import parse_endpoint
-from pipedist.transport.settings import SETTINGS, Settings
-from pipedist.transport.shared_memory.references import Reference, weave
-from pipedist.transport.shared_memory.settings import SHARED_BYTES_MIN
+from pipedist.transport.config import SETTINGS, SHARED_BYTES_MIN, SocketSettings
+from pipedist.transport.endpoints import parse_endpoint
+from pipedist.transport.limits import LIMITS, MessageLimits
+from pipedist.transport.references import Reference, weave
+from pipedist.transport.shared_memory.link import join
 from pipedist.transport.wire import pack, seal, unpack, unseal
+from pipedist.transport.zeromq.client_socket import ClientSocket, ConnectionLost
+from pipedist.transport.zeromq.outbox import size_of
 
 if TYPE_CHECKING:
     from pipedist.transport.keys import ClientKeys
@@ -34,7 +32,7 @@ class Dealer:
 
     Args:
         endpoint: the Router's.
-        identity: 1 to 255 bytes, not beginning with a zero byte; random, a new one for each life.
+        identity: 1 to 255 bytes, not beginning with a zero byte; random, new for each Dealer.
         keys: of a CURVE client; required for tcp.
         limits, settings: sizes and times.
 
@@ -48,20 +46,24 @@ class Dealer:
         *,
         identity: bytes,
         keys: ClientKeys | None,
-        limits: Limits = LIMITS,
-        settings: Settings = SETTINGS,
+        limits: MessageLimits = LIMITS,
+        settings: SocketSettings = SETTINGS,
     ) -> None:
         parsed = parse_endpoint(endpoint, bind=False, has_keys=keys is not None)
         if not 1 <= len(identity) <= 255 or identity[0] == 0:
             raise UsageError("an identity has 1 to 255 bytes and does not begin with a zero byte")
         self._endpoint = endpoint
         self._limits = limits
-        lane = None
-        if not parsed.is_tcp and keys is None:
-            lane = open_lane(endpoint, parsed.path, identity, limits)
-        self._road: LaneEnd | ClientSocket = lane or ClientSocket(
-            parsed, identity, keys=keys, limits=limits, settings=settings
-        )
+        # The link comes first: the Router then knows of it before the first message.
+        self._link = None if parsed.is_tcp or keys is not None else join(parsed.path, identity)
+        try:
+            self._socket = ClientSocket(
+                parsed, identity, keys=keys, link=self._link, limits=limits, settings=settings
+            )
+        except BaseException:
+            if self._link is not None:
+                self._link.close()
+            raise
 
     def __enter__(self) -> Dealer:
         return self
@@ -87,7 +89,7 @@ class Dealer:
         Args:
             payload: frames.
             copy: False: frames above 64 KiB are sent from their own memory, later, so it must
-                not change any more. What a replica function returned may still change.
+                not change any more. The result of a replica function may still change.
             timeout_s: how long to wait at most; may be infinite.
 
         Raises:
@@ -98,14 +100,14 @@ class Dealer:
         head = pack(message)
         references: Sequence[Reference] = ()
         if len(payload) > 1:
-            link = self._road.link
+            link = self._link
             if link is not None and any(size_of(frame) >= SHARED_BYTES_MIN for frame in payload[1:]):
                 if not link.is_greeted:
                     link.read()  # a welcome, without which nothing is shared yet
                 references, payload = link.lend(payload)
         header = payload[0] if payload else b""
         parts = [seal(head, header, references), *payload[1:]]
-        self._road.send(parts, copy=copy, timeout_s=timeout_s)
+        self._socket.send(parts, copy=copy, timeout_s=timeout_s)
 
     def poll(self, timeout_s: float) -> bool:
         """Wait for a message.
@@ -120,7 +122,7 @@ class Dealer:
             ConnectionLost: the connection was lost.
             RemoteProtocolError: the scheduler refuses this worker.
         """
-        return self._road.poll(timeout_s)
+        return self._socket.poll(timeout_s)
 
     def recv(self, timeout_s: float = 60.0) -> tuple[Message, list[memoryview]]:
         """Receive the next message.
@@ -130,11 +132,11 @@ class Dealer:
 
         Raises:
             ConnectionLost: the connection was lost, or nothing came in time.
-            RemoteProtocolError: what came is malformed, or the scheduler refuses this worker.
+            RemoteProtocolError: the message is malformed, or the scheduler refuses this worker.
         """
-        if not self._road.poll(timeout_s):
+        if not self._socket.poll(timeout_s):
             raise ConnectionLost(f"{self._endpoint} sent no message for {timeout_s:g} s")
-        frames = self._road.recv()
+        frames = self._socket.recv()
         head, header, references = unseal(frames[0], self._limits)
         message = unpack(head)
         if not header.nbytes:
@@ -143,7 +145,7 @@ class Dealer:
             return message, []
         frames[0] = header
         if references:
-            link = self._road.link
+            link = self._link
             if link is None:
                 raise RemoteProtocolError(f"{self._endpoint} refers to memory that it does not share")
             weave(frames, references, link.frames(references), self._limits)
@@ -155,4 +157,7 @@ class Dealer:
         Args:
             linger_s: how long to wait for what is not sent yet; default: the settings'.
         """
-        self._road.close(linger_s)
+        self._socket.close(linger_s)
+        if self._link is not None:
+            self._link.close()  # after the last message that refers to its memory
+            self._link = None

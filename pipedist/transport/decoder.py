@@ -35,7 +35,7 @@ from pipedist.transport.layout import (
     find_class,
     parse_array,
 )
-from pipedist.transport.limits import INT_BYTES_MAX, LIMITS, Limits
+from pipedist.transport.limits import INT_BYTES_MAX, LIMITS, MessageLimits
 
 _UNSEEN_BYTES_MAX: Final = 512
 """A header of at most this size is not parsed in advance: false lengths in it allocate at most 2 MiB
@@ -46,7 +46,10 @@ _MARK_START: Final = msgpack.packb(TUPLE)[:2]
 
 
 def decode(
-    frames: Sequence[bytes | bytearray | memoryview], *, may_import: bool = False, limits: Limits = LIMITS
+    frames: Sequence[bytes | bytearray | memoryview],
+    *,
+    may_import: bool = False,
+    limits: MessageLimits = LIMITS,
 ) -> Tree:
     """Turn frames back into the tree that `encode` got.
 
@@ -82,7 +85,7 @@ class _Decoder:
     __slots__ = ("_classes", "_frames", "_header", "_may_import", "_unused")
 
     def __init__(
-        self, frames: Sequence[bytes | bytearray | memoryview], may_import: bool, limits: Limits
+        self, frames: Sequence[bytes | bytearray | memoryview], may_import: bool, limits: MessageLimits
     ) -> None:
         if not frames:
             raise ValueError("no frames")

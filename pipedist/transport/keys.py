@@ -1,4 +1,4 @@
-"""CURVE keys: who may join a cluster over TCP, and the file that carries them.
+"""CURVE keys, which let a process join a cluster over TCP, and their file.
 
 One key file serves a cluster. Both ends read the same file, or workers get one without
 `server_secret` (`workers_file`). It is JSON: {"pipedist_keys": 1, "server_public", "client_public",
@@ -27,11 +27,11 @@ _REQUIRED: Final = ("server_public", "client_public", "client_secret")
 
 @dataclass(frozen=True, slots=True)
 class ServerKeys:
-    """The scheduler's key pair, and the keys of those who may join.
+    """The scheduler's key pair, and the public keys of clients that may join.
 
     Args:
         public, secret: Z85, 40 bytes.
-        clients: public keys that are let in.
+        clients: public keys that are accepted.
     """
 
     public: bytes
@@ -131,8 +131,8 @@ def read_key_file(path: str | os.PathLike[str]) -> ClusterKeys:
         raise UsageError(f"can't read key file {name}: {error.strerror}") from None
     if stat.S_IMODE(mode) & 0o077:
         raise UsageError(
-            f"key file {name} has mode {stat.S_IMODE(mode):04o}, so others can use its secrets; "
-            f"make new keys, or chmod 600 {name} if nobody did"
+            f"key file {name} is readable by others (mode {stat.S_IMODE(mode):04o}); "
+            f"run `chmod 600 {name}`, or make new keys if others may have read it"
         )
     return keys_in(content, f"key file {name}")
 

@@ -1,4 +1,4 @@
-"""The sizes beyond which a peer's bytes are refused; one table for both ends of the wire."""
+"""Sizes of messages beyond which a peer's bytes are rejected; the same on both ends of a connection."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STRING_BYTES_MAX = 1 * MIB
 """UTF-8 bytes of one str field of a message: a traceback, an exception's text."""
 
 
-class Limits(Struct, frozen=True):
+class MessageLimits(Struct, frozen=True):
     """What one multi-frame message may hold at most.
 
     Args:
@@ -40,5 +40,5 @@ class Limits(Struct, frozen=True):
     message_bytes_max: int = 8 * GIB
 
 
-LIMITS = Limits()
+LIMITS = MessageLimits()
 """The limits of the protocol; tests use smaller ones."""

@@ -1,7 +1,7 @@
-"""Keys of a cluster whose programs all run on this host, for the same user: nobody has to copy them.
+"""Keys of a cluster whose programs all run on this host, for the same user; they need no copying.
 
-Loopback addresses can be reached by every user of a host. So there are keys here too, in a folder that
-only this user can enter; whoever comes first makes them.
+Every user of a host can connect to its loopback addresses, so these need keys too. They are in a folder
+that only this user can enter; the first program makes them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def loopback_key_file(port: int) -> str:
     """Return the key file of the cluster at a port of this host; it is made if there is none.
 
     Raises:
-        UsageError: the folder of such files belongs to somebody else, or can't be made.
+        UsageError: the folder of such files belongs to another user, or can't be made.
     """
     folder = os.path.join(tempfile.gettempdir(), f"pipedist-keys-{os.geteuid()}")
     try:

@@ -1,13 +1,12 @@
-"""The scheduler's end: whom it hears, and what it says to them, whatever road they have come by.
+"""The scheduler's end: one ZeroMQ socket for all Dealers, and the memory shared with them.
 
 Rules
-- A peer is an identity, chosen at random for each incarnation of a worker. It has one road for its
-  whole life: the lane (`pipedist.transport.lane`) where it shares memory with us, else ZeroMQ. It is
-  bound to that road, and to the process or the key with which it came: anybody else is refused.
+- A peer is an identity, chosen at random for each incarnation of a worker. It is bound to
+  the key with which it came, and to the process that opened its link, if it has one: others are refused.
 - A message that breaks a rule (malformed, too many frames, too large) costs its sender the
-  connection and its identity, is counted by `on_reject`, and touches nobody else. Sizes are looked at
-  before a message is collected, so one of a million empty frames never is.
-- Sending never blocks and loses nothing: what a peer's road can't take waits in an outbox with
+  connection and its identity, is reported to `on_reject`, and affects no other peer. Sizes are checked
+  before a message is collected.
+- Sending never blocks and loses nothing: messages beyond a peer's queue wait in an outbox with
   limits; beyond them, the peer is lost.
 """
 
@@ -20,33 +19,29 @@ from typing import TYPE_CHECKING
 
 from pipedist.errors import LocalProtocolError, RemoteProtocolError
 from pipedist.messages import Message, Refuse
-from pipedist.transport.lane.server import Lanes
-from pipedist.transport.limits import LIMITS, Limits
-from pipedist.transport.outbox import size_of
-from pipedist.transport.rendezvous import Endpoint, parse_endpoint
-from pipedist.transport.server_socket import ServerSocket, Unwelcome
-from pipedist.transport.settings import SETTINGS, Settings
+from pipedist.transport.config import SETTINGS, SHARED_BYTES_MIN, SharedMemory, SocketSettings
+from pipedist.transport.endpoints import Endpoint, parse_endpoint
+from pipedist.transport.limits import LIMITS, MessageLimits
+from pipedist.transport.references import Reference, weave
 from pipedist.transport.shared_memory.listener import Listener
-from pipedist.transport.shared_memory.references import Reference, weave
-from pipedist.transport.shared_memory.settings import SHARED_BYTES_MIN, SharedMemory
 from pipedist.transport.wire import pack, seal, unpack, unseal
+from pipedist.transport.zeromq.outbox import size_of
+from pipedist.transport.zeromq.server_socket import ServerSocket, Unwelcome
 
 if TYPE_CHECKING:
     from pipedist.transport.keys import ServerKeys
 
 
 class _Peer:
-    """What the Router knows about one identity.
+    """The state of one identity.
 
     Args:
-        road: by which it has come.
         user: the key that it is bound to; "" without keys.
     """
 
-    __slots__ = ("is_dropped", "road", "user")
+    __slots__ = ("is_dropped", "user")
 
-    def __init__(self, road: Lanes | ServerSocket, user: str) -> None:
-        self.road = road
+    def __init__(self, user: str) -> None:
         self.user = user
         self.is_dropped = False
 
@@ -59,12 +54,12 @@ class Router:
         keys: of a CURVE server; required for tcp.
         on_message: called in the loop with (identity, message, payload frames), in the order of
             arrival; frames are read-only views of the received memory. It must not block.
-        on_reject: called with a reason, each time a peer is refused or dropped for what it did.
-        on_lost: called with (identity, reason) when the Router itself gives up a peer that had
-            delivered messages: it broke the protocol, or its outbox is full.
+        on_reject: called with a reason, each time a peer is rejected or dropped for an error.
+        on_lost: called with (identity, reason) when the Router drops a peer that had delivered
+            messages: it broke the protocol, or its outbox is full.
         limits, settings: sizes and times.
         shared_memory: how much memory is shared with Dealers on this host, over an ipc endpoint
-            without keys; they get a lane too. None: everything travels as frames, over ZeroMQ.
+            without keys. None: all arrays travel in the messages.
 
     Raises:
         UsageError: on construction: the endpoint is not allowed; on entering: it can't be bound.
@@ -78,8 +73,8 @@ class Router:
         on_message: Callable[[bytes, Message, list[memoryview]], None],
         on_reject: Callable[[str], None],
         on_lost: Callable[[bytes, str], None] | None = None,
-        limits: Limits = LIMITS,
-        settings: Settings = SETTINGS,
+        limits: MessageLimits = LIMITS,
+        settings: SocketSettings = SETTINGS,
         shared_memory: SharedMemory | None = None,
     ) -> None:
         self._endpoint: Endpoint = parse_endpoint(endpoint, bind=True, has_keys=keys is not None)
@@ -91,7 +86,6 @@ class Router:
         self._settings = settings
         self._shared_memory = shared_memory
         self._listener: Listener | None = None
-        self._lanes: Lanes | None = None
         self._peers: dict[bytes, _Peer] = {}
         self._is_open = False
 
@@ -111,9 +105,9 @@ class Router:
         )
         self._endpoint = self._server.endpoint
         if self._shared_memory is not None and not self._endpoint.is_tcp and self._keys is None:
-            # Without a socket, a kernel or the memory for it, ZeroMQ and frames will do.
+            # Without a socket, a kernel or the memory for it, frames will do.
             with contextlib.suppress(OSError):
-                self._open_lanes(self._shared_memory)
+                self._listen(self._shared_memory)
         self._is_open = True
         self._server.start()
         return self
@@ -129,11 +123,7 @@ class Router:
         self._is_open = False
         if self._listener is not None:
             self._listener.close()
-        try:
-            if self._lanes is not None:
-                await self._lanes.close()
-        finally:
-            await self._server.close()
+        await self._server.close()
 
     def send(self, identity: bytes, message: Message, payload: Sequence[bytes | memoryview] = ()) -> bool:
         """Send a message to a peer, now or as soon as its queue has room; never blocks.
@@ -162,22 +152,22 @@ class Router:
         header = payload[0] if payload else b""
         first = seal(pack(message), header, references)
         try:
-            return peer.road.send(identity, [first, *payload[1:]])
+            return self._server.send(identity, [first, *payload[1:]])
         except RemoteProtocolError as error:
             self._lose(identity, f"peer {_shown(identity)} {error}")
             return False
 
     def drop(self, identity: bytes, reason: str = "") -> None:
-        """Never again hear or speak to a peer; its connection is cut when it next speaks.
+        """Drop a peer for good; its connection is closed at its next message.
 
         Args:
-            reason: what it did, for `on_reject` and for the peer; "": nothing, it is just over.
+            reason: its error, for `on_reject` and for the peer; "": none.
         """
         peer = self._peers.get(identity)
         if peer is None or peer.is_dropped:
             return
         if self._is_open:
-            peer.road.silence(identity, seal(pack(Refuse(reason[:1000]))) if reason else b"")
+            self._server.silence(identity, seal(pack(Refuse(reason[:1000]))) if reason else b"")
         if reason:
             self._on_reject(reason)
         peer.is_dropped = True
@@ -187,26 +177,24 @@ class Router:
     # --- receiving ------------------------------------------------------------------------
 
     def _hear(self, identity: bytes, user: str, parts: list[memoryview], fault: str) -> None:
-        """Take a message that has come over ZeroMQ."""
+        """Handle a message from ServerSocket."""
         peer = self._peers.get(identity)
         if peer is None:
-            peer = self._admit(identity, self._server, user)
+            peer = self._admit(identity, user)
         if peer is None:
             raise Unwelcome(f"more than {self._settings.peers_max} peers; {_shown(identity)} is refused")
-        if peer.road is not self._server:
-            raise Unwelcome(f"the identity {_shown(identity)} of another process")
         if peer.user != user:
             raise Unwelcome(f"the identity {_shown(identity)} of another key's peer")
         if peer.is_dropped:
             raise Unwelcome
         if fault:
-            # It keeps its connection until it speaks again, so that it can read why.
+            # It keeps its connection until its next message, so that it can read the reason.
             self._on_fault(identity, fault)
         else:
             self._take(identity, parts)
 
     def _take(self, identity: bytes, parts: list[memoryview]) -> None:
-        """Take a message of a peer that may speak."""
+        """Handle a message of a peer that is not dropped."""
         try:
             message, frames = self._open_message(identity, parts)
         except RemoteProtocolError as error:
@@ -228,14 +216,16 @@ class Router:
             weave(frames, references, self._listener.frames(identity, references), self._limits)
         return message, frames
 
-    def _admit(self, identity: bytes, road: Lanes | ServerSocket, user: str) -> _Peer | None:
+    def _admit(self, identity: bytes, user: str) -> _Peer | None:
+        if self._listener is not None:
+            self._listener.look()  # a Dealer opens its link before its first message
         if len(self._peers) >= self._settings.peers_max:
             # A dropped peer may be forgotten: its incarnation is refused further up as well.
             oldest = next((name for name, peer in self._peers.items() if peer.is_dropped), None)
             if oldest is None:
                 return None
             del self._peers[oldest]
-        peer = self._peers[identity] = _Peer(road, user)
+        peer = self._peers[identity] = _Peer(user)
         return peer
 
     def _on_fault(self, identity: bytes, fault: str) -> None:
@@ -246,33 +236,21 @@ class Router:
         if self._on_lost is not None:
             self._on_lost(identity, reason)
 
-    # --- lanes ----------------------------------------------------------------------------
+    # --- shared memory --------------------------------------------------------------------
 
-    def _open_lanes(self, shared_memory: SharedMemory) -> None:
-        lanes = Lanes(
-            on_message=self._take, on_fault=self._on_fault, limits=self._limits, settings=self._settings
-        )
+    def _listen(self, shared_memory: SharedMemory) -> None:
         self._listener = Listener(
             self._endpoint.path,
             shared_memory,
             grace_s=self._settings.linger_s,
-            on_lane=self._on_lane,
-            on_end=lambda identity: lanes.end(identity, self._settings.linger_s),
+            on_link=self._on_link,
+            on_end=self.drop,
             on_fault=self._on_link_fault,
         )
-        self._lanes = lanes
 
-    def _on_lane(self, identity: bytes, descriptor: int) -> None:
-        assert self._lanes is not None  # there is a listener only with it
+    def _on_link(self, identity: bytes) -> None:
         if identity in self._peers:
             raise RemoteProtocolError(f"the identity {_shown(identity)} of another process")
-        if self._admit(identity, self._lanes, "") is None:
-            raise RemoteProtocolError(f"more than {self._settings.peers_max} peers")
-        try:
-            self._lanes.open(identity, descriptor)
-        except RemoteProtocolError:
-            del self._peers[identity]
-            raise
 
     def _on_link_fault(self, identity: bytes, reason: str) -> None:
         peer = self._peers.get(identity)

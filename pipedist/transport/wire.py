@@ -22,8 +22,8 @@ import msgspec
 
 from pipedist.errors import LocalProtocolError, RemoteProtocolError
 from pipedist.messages import Message, WireMessage
-from pipedist.transport.limits import LIMITS, Limits
-from pipedist.transport.shared_memory.references import ENTRY, Reference, parse
+from pipedist.transport.limits import LIMITS, MessageLimits
+from pipedist.transport.references import ENTRY, Reference, parse
 
 START: Final = struct.Struct("<II")
 
@@ -95,7 +95,7 @@ def seal(head: bytes, header: bytes | memoryview = b"", references: Sequence[Ref
     return b"".join((start, head, header))
 
 
-def unseal(first: memoryview, limits: Limits) -> tuple[memoryview, memoryview, list[Reference]]:
+def unseal(first: memoryview, limits: MessageLimits) -> tuple[memoryview, memoryview, list[Reference]]:
     """Return the head of a message's first frame, the payload's header, and references.
 
     Raises:
@@ -121,7 +121,7 @@ def unseal(first: memoryview, limits: Limits) -> tuple[memoryview, memoryview, l
     return first[begin:end], first[end:], parse(first[START.size : begin]) if count else []
 
 
-def first_frame_bytes_max(limits: Limits) -> int:
+def first_frame_bytes_max(limits: MessageLimits) -> int:
     """Return the maximum size of a first frame."""
     return START.size + limits.frames_max * ENTRY.size + limits.head_bytes_max + limits.header_bytes_max
 

@@ -21,8 +21,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pipedist.errors import PipedistError
-from pipedist.transport.client_socket import ConnectionLost
 from pipedist.transport.codec import Frame
+from pipedist.transport.zeromq.client_socket import ConnectionLost
 from pipedist.worker import commands
 from pipedist.worker.code_store import CodeStore
 from pipedist.worker.commands import Ending, Execute

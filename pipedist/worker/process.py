@@ -19,7 +19,7 @@ from typing import Any
 from pipedist.accelerators import VISIBLE
 from pipedist.errors import ProtocolError, UsageError
 from pipedist.transport.dealer import ConnectionLost, Dealer
-from pipedist.transport.rendezvous import parse_endpoint
+from pipedist.transport.endpoints import parse_endpoint
 from pipedist.worker import forks
 from pipedist.worker.code_store import CodeStore, held
 from pipedist.worker.commands import Ending

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from pipedist.messages import LogLine, Message
-from pipedist.transport.client_socket import ConnectionLost
 from pipedist.transport.codec import Frame
+from pipedist.transport.zeromq.client_socket import ConnectionLost
 
 LOG_LINES_WAITING_MAX = 1000
 """Lines printed by threads while the socket was busy; older ones are lost first."""

@@ -116,21 +116,13 @@ def _after_compute() -> None:
 
 
 def _mid_send() -> None:
-    """Half of the bytes of the next message leave, over either road."""
-    from pipedist.transport.client_socket import ClientSocket
-    from pipedist.transport.lane import client
-
-    def half(connection: Any, buffers: list[Any]) -> Any:
-        data = b"".join(buffers)
-        connection.setblocking(True)
-        connection.sendall(data[: len(data) // 2])
-        return _die()
+    """Send the first frame of two, and die."""
+    from pipedist.transport.zeromq.client_socket import ClientSocket
 
     def first_of_two(self: Any, parts: list[Any], **_more: Any) -> None:
         self._socket.send_multipart([*parts, b"more"][:1], 2)  # ZMQ_SNDMORE: the rest never comes
         _die()
 
-    client.write = half
     ClientSocket.send = first_of_two  # type: ignore[method-assign, assignment]
 
 

@@ -11,8 +11,8 @@ import pipedist
 from pipedist import messages as msg
 from pipedist.errors import PipedistError
 from pipedist.transport.codec import encode
+from pipedist.transport.references import Reference
 from pipedist.transport.router import Router
-from pipedist.transport.shared_memory.references import Reference
 from pipedist.transport.wire import pack, seal
 
 F = "tests.bar.functions"

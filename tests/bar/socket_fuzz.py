@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import ctypes
 import gc
 import multiprocessing
 from collections.abc import Sequence
 from multiprocessing import resource_tracker
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import zmq
@@ -20,11 +17,10 @@ from tests.bar.decoder_fuzz import Found
 from tests.bar.frame_mutations import mutated
 from tests.bar.recorded import Frames
 from tests.bar.watch import MIB, descriptors, rss_bytes
-from tests.transport.lanes import raw_lane, stream
 
 MESSAGES = 10_000
 BATCH = 20
-"""Messages that are sent over one road before the other has its turn."""
+"""Messages that are sent before the sender opens a new context."""
 
 GROWTH_BYTES_MAX = 64 * MIB
 SECOND_HALF_BYTES_MAX = 16 * MIB
@@ -117,13 +113,13 @@ async def _result(cluster: pipedist.LocalCluster) -> bytes:
 
 
 def send_all(endpoint: str, corpus: Sequence[Frames], seeds: Sequence[int]) -> None:
-    """Be the rogue, in a process of its own: over ZeroMQ and over lanes, a connection for each message."""
+    """Be the rogue, in a process of its own: a connection for each message."""
     for number, begin in enumerate(range(0, len(seeds), BATCH)):
         batch = [mutated(corpus, seed) for seed in seeds[begin : begin + BATCH]]
-        (_over_lane if number % 2 else _over_zeromq)(endpoint, f"rogue{number}".encode(), batch)
+        _send(endpoint, f"rogue{number}".encode(), batch)
 
 
-def _over_zeromq(endpoint: str, name: bytes, batch: Sequence[list[bytes]]) -> None:
+def _send(endpoint: str, name: bytes, batch: Sequence[list[bytes]]) -> None:
     with zmq.Context() as context:  # its end waits until all has left
         for at, frames in enumerate(batch):
             with context.socket(zmq.DEALER) as peer:
@@ -132,13 +128,3 @@ def _over_zeromq(endpoint: str, name: bytes, batch: Sequence[list[bytes]]) -> No
                 peer.routing_id = name + b"-%d" % at
                 peer.connect(endpoint)
                 peer.send_multipart(frames)
-
-
-def _over_lane(endpoint: str, name: bytes, batch: Sequence[list[bytes]]) -> None:
-    opened: Any = SimpleNamespace(endpoint=endpoint)
-    for at, frames in enumerate(batch):
-        with raw_lane(opened, name + b"-%d" % at) as lane, contextlib.suppress(OSError):  # it was cut
-            data = bytearray(stream(frames))
-            if at % 2:  # the framing too
-                data[at % 16] ^= 1 << (at % 8)
-            lane.end.sendall(data)

@@ -44,7 +44,7 @@ async def bits(cluster: pipedist.LocalCluster, document: dict[str, Any]) -> tupl
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("shared_memory", [True, False], ids=["lane", "zeromq"])
+@pytest.mark.parametrize("shared_memory", [True, False], ids=["shared memory", "frames"])
 async def test_a_worker_that_is_killed_at_a_point(shared_memory: bool, tmp_path: Path) -> None:
     async with pipedist.LocalCluster(workers=2, shared_memory=shared_memory) as cluster:
         await cluster.ready()

@@ -22,9 +22,9 @@ from pipedist import messages as msg
 from pipedist.coordinator.refusals import LOGGER
 from pipedist.errors import RemoteProtocolError
 from pipedist.transport.codec import encode
+from pipedist.transport.config import SETTINGS, SocketSettings
+from pipedist.transport.dealer import ConnectionLost, Dealer
 from pipedist.transport.keys import ClusterKeys, new_keys, read_key_file
-from pipedist.transport.settings import SETTINGS, Settings
-from pipedist.transport.zeromq import ConnectionLost, Dealer
 from pipedist.worker.hello import make_hello
 from pipedist.worker.names import new_name
 from tests.transport.sockets import WAIT_S, blocking, first_frame, identity, other_keys
@@ -33,7 +33,7 @@ from tests.transport.test_rogues import raw
 N = 400
 ROOT = Path(__file__).parents[2]
 EVIL = encode([{"y": np.full(2, 10**6)}])
-SOON = Settings(handshake_s=1.0)
+SOON = SocketSettings(handshake_s=1.0)
 """For those that are answered by nobody; the others wait as long as a busy machine needs."""
 
 
@@ -59,7 +59,7 @@ class Live:
         (peer,) = self.cluster.coordinator._fleet.peers
         return peer
 
-    def dealer(self, keys: ClusterKeys, settings: Settings = SETTINGS) -> Dealer:
+    def dealer(self, keys: ClusterKeys, settings: SocketSettings = SETTINGS) -> Dealer:
         return Dealer(self.endpoint, identity=identity(), keys=keys.client, settings=settings)
 
     async def logged(self, *words: str) -> None:

@@ -6,7 +6,6 @@ import sys
 import pytest
 
 from pipedist.cli.progress import Pace, Pacer, PlainReporter, ProgressTotals, describe, duration
-from pipedist.messages import Log
 from pipedist.pipeline.result import Progress, StageCount
 
 
@@ -47,7 +46,7 @@ def test_plain_lines_are_rare(monkeypatch: pytest.MonkeyPatch) -> None:
     for tenth in range(130):
         now[0] = tenth / 10
         reporter.update(ProgressTotals(tenth, 1000, tenth, 2))
-    reporter.log("w1", Log("f", 3, 0, "hello\n"))
+    reporter.log("w1", LogLine("f", 3, 0, "hello\n"))
     reporter.close()
     lines = stream.getvalue().splitlines()
     assert [line[:6] for line in lines] == ["x: 2%,", "x: 7%,", "x: 12%", "[f 3 0"]

@@ -12,7 +12,7 @@ import numpy as np
 from pipedist import get_replica_context
 from pipedist import messages as msg
 from pipedist.transport.codec import encode
-from pipedist.transport.zeromq import Dealer
+from pipedist.transport.dealer import Dealer
 from pipedist.worker import reports
 from pipedist.worker.driver import Driver
 

@@ -10,8 +10,8 @@ from pipedist import ConnectCluster
 from pipedist.connect_cluster import server_keys
 from pipedist.coordinator.refusals import LOGGER, Refusals
 from pipedist.errors import RemoteProtocolError
+from pipedist.transport.dealer import Dealer
 from pipedist.transport.keys import new_keys
-from pipedist.transport.zeromq import Dealer
 
 
 def test_nobody_can_fill_a_log(caplog: pytest.LogCaptureFixture) -> None:

@@ -14,7 +14,7 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-from pipedist.transport.rendezvous import private_directory_of, remove_private_directory
+from pipedist.transport.endpoints import private_directory_of, remove_private_directory
 from tests.launchers.processes import wait_gone, wait_state
 
 ROOT = Path(__file__).parents[2]

@@ -17,10 +17,10 @@ import numpy as np
 
 from pipedist.messages import Assign, Bind, Cancel, Message, Results, Stop
 from pipedist.transport.codec import decode, encode
+from pipedist.transport.config import SharedMemory
 from pipedist.transport.limits import KIB, MIB
+from pipedist.transport.router import Router
 from pipedist.transport.shared_memory.pool import Pool
-from pipedist.transport.shared_memory.settings import SharedMemory
-from pipedist.transport.zeromq import Router
 
 from .sockets import WAIT_S, Inbox, router
 

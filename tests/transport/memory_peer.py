@@ -11,8 +11,8 @@ import numpy as np
 
 from pipedist.messages import Assign, Bind, Cancel, LogLine, Results, Stop
 from pipedist.transport.codec import decode, encode
+from pipedist.transport.dealer import Dealer
 from pipedist.transport.shared_memory import pool
-from pipedist.transport.zeromq import Dealer
 
 
 def stop_in_the_middle_of_the_next_copy() -> None:

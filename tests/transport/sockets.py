@@ -10,10 +10,11 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from pipedist.messages import Bind, LogLine, Message
+from pipedist.transport.dealer import Dealer
+from pipedist.transport.endpoints import ipc_endpoint, private_directory
 from pipedist.transport.keys import ClusterKeys, new_keys
-from pipedist.transport.rendezvous import ipc_endpoint, private_directory
+from pipedist.transport.router import Router
 from pipedist.transport.wire import pack, seal
-from pipedist.transport.zeromq import Dealer, Router
 
 WAIT_S = 60.0
 

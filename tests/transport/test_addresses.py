@@ -11,15 +11,13 @@ import pytest
 
 from pipedist.errors import UsageError
 from pipedist.messages import LogLine
-from pipedist.transport.connections import plain_address
+from pipedist.transport.dealer import Dealer
 from pipedist.transport.keys import new_keys
-from pipedist.transport.zeromq import Dealer
+from pipedist.transport.zeromq.connections import plain_address
 
 from .sockets import blocking, identity, router
 
-LOOK = (
-    "import sys; from pipedist.transport.rendezvous import Endpoint as E; print(E('', sys.argv[1]).is_ipv6)"
-)
+LOOK = "import sys; from pipedist.transport.endpoints import Endpoint as E; print(E('', sys.argv[1]).is_ipv6)"
 KNOWN = "127.0.0.1 four both\n::1 six both\n"
 
 

@@ -21,7 +21,7 @@ from hypothesis.extra import numpy as hnp
 from pipedist.errors import RemoteProtocolError
 from pipedist.transport import codec, layout
 from pipedist.transport.codec import UnsendableError, decode, encode
-from pipedist.transport.limits import DEPTH_MAX, Limits
+from pipedist.transport.limits import DEPTH_MAX, MessageLimits
 
 
 class Point(NamedTuple):
@@ -440,9 +440,9 @@ def test_an_array_beyond_its_frame_is_located() -> None:
 
 def test_sizes_beyond_the_limits_are_refused() -> None:
     with pytest.raises(RemoteProtocolError, match="frames"):
-        decode([b"\xc0"] * 5, limits=Limits(frames_max=4))
+        decode([b"\xc0"] * 5, limits=MessageLimits(frames_max=4))
     with pytest.raises(RemoteProtocolError, match="header"):
-        decode([msgpack.packb(b"x" * 100)], limits=Limits(header_bytes_max=100))
+        decode([msgpack.packb(b"x" * 100)], limits=MessageLimits(header_bytes_max=100))
 
 
 def test_nested_claims_allocate_nothing() -> None:

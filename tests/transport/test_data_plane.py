@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import pipedist
+from pipedist.transport.references import Reference
 from pipedist.transport.shared_memory.link import Link
-from pipedist.transport.shared_memory.references import Reference
 from tests.pipeline import test_determinism as bits
 
 from .memory import is_shared, memory_left

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import pytest
 import zmq
 
-from pipedist.transport.pump import Pump
+from pipedist.transport.zeromq.pump import Pump
 
 
 @contextmanager

@@ -16,11 +16,12 @@ import zmq
 
 from pipedist.errors import RemoteProtocolError
 from pipedist.messages import Bind, Refuse
+from pipedist.transport.config import SocketSettings
+from pipedist.transport.dealer import ConnectionLost, Dealer
 from pipedist.transport.keys import ClusterKeys, ServerKeys, new_keys
-from pipedist.transport.limits import Limits
-from pipedist.transport.settings import Settings
+from pipedist.transport.limits import MessageLimits
+from pipedist.transport.router import Router
 from pipedist.transport.wire import START, pack, seal
-from pipedist.transport.zeromq import ConnectionLost, Dealer, Router
 
 from .sockets import WAIT_S, Inbox, blocking, dealer, first_frame, is_gone, log, other_keys, router
 
@@ -98,7 +99,7 @@ async def test_the_gate_fails_closed_when_its_keeper_is_gone() -> None:
             await is_served(opened, inbox, early, b"early")
             assert opened._server._zap is not None
             opened._server._zap.close()
-            settings = Settings(handshake_s=0.5)
+            settings = SocketSettings(handshake_s=0.5)
             with (
                 dealer(opened, keys, b"late", settings=settings) as late,
                 pytest.raises(RemoteProtocolError),
@@ -207,7 +208,7 @@ GARBAGE: dict[str, list[bytes]] = {
     "more than 10 frames": [first_frame(Bind(1)), *[b""] * 20],
     "more than 8000 bytes": [first_frame(Bind(1), b"x"), bytes(5000), bytes(5000)],
 }
-LIMITS = Limits(
+LIMITS = MessageLimits(
     head_bytes_max=1000, header_bytes_max=2000, frame_bytes_max=6000, frames_max=10, message_bytes_max=8000
 )
 
@@ -269,7 +270,7 @@ async def test_a_bomb_of_empty_frames_is_read_but_not_collected() -> None:
                 assert tracemalloc.get_traced_memory()[1] < 40_000_000
             finally:
                 tracemalloc.stop()
-            assert turns > count / Settings().frames_per_wake_up / 2
+            assert turns > count / SocketSettings().frames_per_wake_up / 2
             await is_served(opened, inbox, worker, b"honest")
             assert inbox.messages.empty()
 
@@ -298,7 +299,7 @@ async def test_bytes_that_are_no_zeromq_at_all(over: str) -> None:
 async def test_ten_thousand_messages_of_noise_on_a_live_socket() -> None:
     noise = np.random.default_rng(1)
     honest = first_frame(log("evil"))
-    settings = Settings(peers_max=64)
+    settings = SocketSettings(peers_max=64)
     # The limits are as in production: what may look honest is read as honest.
     async with router(settings=settings) as (opened, inbox):
         with dealer(opened, name=b"honest") as worker:
@@ -327,7 +328,7 @@ async def test_ten_thousand_messages_of_noise_on_a_live_socket() -> None:
 
 @pytest.mark.asyncio
 async def test_more_identities_than_the_limit_are_refused_but_dropped_ones_make_room() -> None:
-    async with router(settings=Settings(peers_max=2)) as (opened, inbox):
+    async with router(settings=SocketSettings(peers_max=2)) as (opened, inbox):
         with dealer(opened, name=b"w0") as first, dealer(opened, name=b"w1") as second:
             await is_served(opened, inbox, first, b"w0")
             await is_served(opened, inbox, second, b"w1")

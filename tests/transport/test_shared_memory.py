@@ -15,9 +15,8 @@ import pytest
 from pipedist.errors import UsageError
 from pipedist.messages import Assign, Bind, Cancel, LogLine, Results
 from pipedist.transport.codec import decode, encode
+from pipedist.transport.config import SharedMemory, SocketSettings
 from pipedist.transport.limits import GIB, KIB, MIB
-from pipedist.transport.settings import Settings
-from pipedist.transport.shared_memory.settings import SharedMemory
 
 from .memory import SMALL, block, children, is_shared, memory_left, peers, pool_of, until
 from .sockets import WAIT_S, blocking, dealer, descriptors, router
@@ -155,7 +154,7 @@ async def test_five_hundred_batches_leave_memory_and_descriptors_as_they_were() 
 async def test_what_a_killed_process_borrowed_comes_back_and_what_it_lent_stays() -> None:
     gc.collect()  # what earlier tests have left does not go meanwhile
     before, left = descriptors(), memory_left()
-    async with peers(2, settings=Settings(linger_s=0.01)) as (victim, other):
+    async with peers(2, settings=SocketSettings(linger_s=0.01)) as (victim, other):
         kept = [await victim.double(block(number), keep=True) for number in range(10)]
         assert pool_of(victim.opened).lent_bytes == 10 * 64 * KIB
         await victim.kill()
@@ -196,7 +195,7 @@ async def test_a_forked_child_gives_nothing_back() -> None:
 
 @pytest.mark.asyncio
 async def test_a_message_sent_before_a_sudden_end_can_still_be_read() -> None:
-    async with peers(settings=Settings(linger_s=WAIT_S)) as (peer,):
+    async with peers(settings=SocketSettings(linger_s=WAIT_S)) as (peer,):
         await peer.double(block(1))
         peer.send(Assign(0, 0, 0, 1, 0), block(21))
         _, _, frames = await peer.inbox.get()
@@ -324,3 +323,73 @@ def test_encoding_keeps_no_array_alive() -> None:
         assert sys.getrefcount(array) == 2
     finally:
         gc.enable()
+
+
+# --- the link beside ZeroMQ -----------------------------------------------------------------
+
+
+@pytest.mark.asyncio
+async def test_the_first_message_to_a_peer_is_shared_though_the_loop_has_not_seen_its_link() -> None:
+    async with router(shared_memory=SMALL) as (opened, inbox):
+        listener = opened._listener
+        assert listener is not None
+        asyncio.get_running_loop().remove_reader(listener._socket)
+        with dealer(opened, name=b"w0") as worker:
+            worker.send(LogLine("", 0, 0, ""))
+            await inbox.get()
+            assert opened.send(b"w0", Bind(1), encode(block(5)))
+            _, frames = await blocking(worker.recv)
+            assert is_shared(decode(frames))
+
+
+@pytest.mark.asyncio
+async def test_without_descriptors_newcomers_use_frames(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none_left(*_args: object, **_options: object) -> int:
+        raise OSError(24, "Too many open files")
+
+    async with router(shared_memory=SMALL) as (opened, inbox):
+        with dealer(opened, name=b"early") as early:
+            early.send(LogLine("", 0, 0, ""))
+            await inbox.get()
+            with monkeypatch.context() as patched:
+                patched.setattr("pipedist.transport.shared_memory.listener.Link", none_left)
+                with dealer(opened, name=b"refused") as refused:
+                    refused.send(LogLine("", 0, 0, ""))
+                    assert (await inbox.get())[0] == b"refused"
+            for name in (b"early", b"later"):
+                worker = early if name == b"early" else dealer(opened, name=name)
+                worker.send(LogLine("", 0, 0, ""))
+                assert (await inbox.get())[0] == name
+                assert opened.send(name, Bind(1), encode(block(5)))
+                _, frames = await blocking(worker.recv)
+                assert is_shared(decode(frames)) == (name == b"early")
+                worker.close()
+
+
+@pytest.mark.asyncio
+async def test_a_stopped_process_keeps_nobody_waiting_and_gets_everything() -> None:
+    async with peers(2) as (sleeper, other):
+        sleeper.signal(signal.SIGSTOP)
+        await sleeper.is_stopped()
+        for number in range(2000):
+            sleeper.send(Assign(0, 0, 0, 1, 0), np.full(500, number, np.float64))
+        for number in range(50):
+            assert (await other.double(block(number)) == 2 * number).all()
+        sleeper.signal(signal.SIGCONT)
+        for number in range(2000):
+            who, _, frames = await sleeper.inbox.get()
+            assert who == sleeper.identity
+            assert (decode(frames) == 2 * number).all()
+
+
+@pytest.mark.asyncio
+async def test_a_peer_is_gone_when_its_process_ends_though_a_child_holds_the_connection() -> None:
+    async with peers(settings=SocketSettings(linger_s=0.05)) as (peer,):
+        peer.send(Cancel(5))
+        await peer.double(block(2))
+        (child,) = children(peer.process.pid)
+        try:
+            await peer.kill()
+            await until(lambda: not peer.opened.send(peer.identity, Bind(1)))
+        finally:
+            os.kill(child, signal.SIGKILL)

@@ -12,21 +12,21 @@ from contextlib import asynccontextmanager
 
 import numpy as np
 import pytest
+import zmq
 
 from pipedist.errors import RemoteProtocolError
 from pipedist.messages import LogLine, Results
-from pipedist.transport.client_socket import ClientSocket
 from pipedist.transport.codec import decode, encode
-from pipedist.transport.lane.framing import frame_up
-from pipedist.transport.limits import KIB, LIMITS, MIB, Limits
-from pipedist.transport.shared_memory import notices, segments
+from pipedist.transport.limits import KIB, LIMITS, MIB, MessageLimits
+from pipedist.transport.references import Reference, weave
+from pipedist.transport.router import Router
+from pipedist.transport.shared_memory import link as links
+from pipedist.transport.shared_memory import pool
 from pipedist.transport.shared_memory.borrowed import LEDGER_BYTES
-from pipedist.transport.shared_memory.references import Reference, weave
 from pipedist.transport.wire import START, pack, seal, unseal
-from pipedist.transport.zeromq import Router
 
 from .memory import SMALL, block, is_shared, until
-from .sockets import Inbox, blocking, dealer, descriptors, router
+from .sockets import Inbox, blocking, dealer, descriptors, first_frame, log, router
 from .test_rogues import raw
 
 SLOT = 64 * KIB
@@ -45,15 +45,19 @@ class Rogue:
 
     def __init__(self, opened: Router, name: bytes = b"rogue") -> None:
         self.name = name
-        self.lane, self.handed = socket.socketpair()
         self.link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.link.connect(opened.endpoint.removeprefix("ipc://") + ".mem")
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.socket = self.context.socket(zmq.DEALER)
+        self.socket.setsockopt(zmq.ROUTING_ID, name)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.connect(opened.endpoint)
 
     def hello(self) -> None:
-        self.greeting(memory(LEDGER_BYTES), os.dup(self.handed.fileno()))
+        self.greeting(memory(LEDGER_BYTES))
 
     def greeting(self, *handed: int) -> None:
-        self.packet(notices.HELLO + self.name, *handed)
+        self.packet(links.HELLO + self.name, *handed)
 
     def packet(self, data: bytes, *handed: int) -> None:
         socket.send_fds(self.link, [data], handed)
@@ -61,20 +65,20 @@ class Rogue:
             os.close(descriptor)
 
     def segment(self, descriptor: int, number: int = 0, slots: int = 1, slot_bytes: int = SLOT) -> None:
-        body = notices.SEGMENT_FORM.pack(number, number, slots, slot_bytes)
-        self.packet(notices.SEGMENT + body, descriptor)
+        body = links.SEGMENT_FORM.pack(number, number, slots, slot_bytes)
+        self.packet(links.SEGMENT + body, descriptor)
 
     def message(self, *references: Reference, header: bytes = b"h", frames: Sequence[bytes] = ()) -> None:
         first = seal(pack(Results(1, 0, 1, 5)), header, references)
         self.say([first, *frames])
 
     def say(self, frames: Sequence[bytes]) -> None:
-        self.lane.sendall(b"".join(frame_up(frames)))
+        self.socket.send_multipart(frames)
 
     def close(self) -> None:
         self.link.close()
-        self.lane.close()
-        self.handed.close()
+        self.socket.close()
+        self.context.term()
 
 
 @asynccontextmanager
@@ -136,7 +140,7 @@ def places_out_of_order(it: Rogue) -> None:
 
 def retired_segment(it: Rogue) -> None:
     it.segment(memory())
-    it.packet(notices.RETIRED + notices.SERIAL.pack(0))
+    it.packet(links.RETIRED + links.SERIAL.pack(0))
     it.message(Reference(1, 0, 0, 1, SLOT))
 
 
@@ -198,19 +202,19 @@ def a_number_twice(it: Rogue) -> None:
 
 
 def segment_without_memory(it: Rogue) -> None:
-    it.packet(notices.SEGMENT + notices.SEGMENT_FORM.pack(0, 0, 1, SLOT))
+    it.packet(links.SEGMENT + links.SEGMENT_FORM.pack(0, 0, 1, SLOT))
 
 
 def two_descriptors(it: Rogue) -> None:
-    it.packet(notices.SEGMENT + notices.SEGMENT_FORM.pack(0, 0, 1, SLOT), memory(), memory())
+    it.packet(links.SEGMENT + links.SEGMENT_FORM.pack(0, 0, 1, SLOT), memory(), memory())
 
 
 def many_descriptors(it: Rogue) -> None:
-    it.packet(notices.SEGMENT + notices.SEGMENT_FORM.pack(0, 0, 1, SLOT), *(memory() for _ in range(100)))
+    it.packet(links.SEGMENT + links.SEGMENT_FORM.pack(0, 0, 1, SLOT), *(memory() for _ in range(100)))
 
 
 def an_endless_packet(it: Rogue) -> None:
-    it.packet(notices.RETIRED + bytes(10_000))
+    it.packet(links.RETIRED + bytes(10_000))
 
 
 def an_unknown_packet(it: Rogue) -> None:
@@ -222,7 +226,7 @@ def a_second_greeting(it: Rogue) -> None:
 
 
 def retiring_what_is_not_there(it: Rogue) -> None:
-    it.packet(notices.RETIRED + notices.SERIAL.pack(5))
+    it.packet(links.RETIRED + links.SERIAL.pack(5))
 
 
 KINDS: list[Callable[[Rogue], None]] = [
@@ -263,9 +267,11 @@ async def test_a_rogue_costs_itself_the_connection(does: Callable[[Rogue], None]
     before = descriptors()
     async with rogue() as (opened, inbox, it):
         it.hello()
+        it.say([first_frame(log())])
+        assert (await inbox.get())[0] == it.name
         listener = opened._listener
         assert listener is not None
-        await until(lambda: it.name in listener._links)
+        assert it.name in listener._links
         does(it)
         reason = await inbox.reject("rogue")
         assert inbox.lost.get_nowait()[0] == it.name, reason
@@ -279,7 +285,7 @@ async def test_a_rogue_costs_itself_the_connection(does: Callable[[Rogue], None]
 @pytest.mark.asyncio
 async def test_a_rogue_whose_greeting_is_wrong_gets_no_memory() -> None:
     async with rogue() as (opened, inbox, it):
-        it.greeting(memory(LEDGER_BYTES, seals=0), os.dup(it.handed.fileno()))
+        it.greeting(memory(LEDGER_BYTES, seals=0))
         await inbox.reject("seals")
         await honest_peer_works(opened, inbox)
 
@@ -311,7 +317,7 @@ async def test_what_was_retired_is_gone_though_the_loop_has_not_looked_at_the_li
         it.message(Reference(1, 0, 0, 1, SLOT))
         await inbox.get()
         asyncio.get_running_loop().remove_reader(listener._links[it.name].connection)
-        it.packet(notices.RETIRED + notices.SERIAL.pack(0))
+        it.packet(links.RETIRED + links.SERIAL.pack(0))
         it.message(Reference(1, 0, 0, 2, SLOT))
         await inbox.reject("that it did not lend")
 
@@ -325,8 +331,7 @@ async def test_references_without_a_link_or_a_router_that_shares() -> None:
             await inbox.reject("does not share")
     async with router() as (opened, inbox):
         with dealer(opened) as worker:
-            assert isinstance(worker._road, ClientSocket)
-            worker._road._socket.send(first)
+            worker._socket._socket.send(first)
             await inbox.reject("which is off")
             worker2 = dealer(opened, name=b"w2")
             worker2.send(LogLine("", 0, 0, ""))
@@ -338,10 +343,10 @@ async def test_references_without_a_link_or_a_router_that_shares() -> None:
 
 
 def test_what_is_sealed_can_neither_shrink_nor_be_written_by_others() -> None:
-    ours, descriptor = segments.create("test", SLOT)
+    ours, descriptor = pool.create_memory("test", SLOT)
     try:
         ours[:4] = b"here"
-        theirs = segments.open_received(descriptor, SLOT)
+        theirs = pool.map_received(descriptor, SLOT)
         assert theirs[:4] == b"here"
         ours[:4] = b"then"  # our own map stays writable: slots are used again
         assert theirs[:4] == b"then"
@@ -366,6 +371,6 @@ def test_the_bytes_of_shared_frames_count() -> None:
     shared = [memoryview(bytes(100))] * 2
     weave(frames, references, shared, LIMITS)
     assert [frame.nbytes for frame in frames] == [6, 100, 100, 4]
-    for limits in (Limits(message_bytes_max=209), Limits(frames_max=3)):
+    for limits in (MessageLimits(message_bytes_max=209), MessageLimits(frames_max=3)):
         with pytest.raises(RemoteProtocolError, match="with shared ones"):
             weave([memoryview(b"header"), memoryview(b"last")], references, shared, limits)

@@ -30,9 +30,9 @@ from pipedist.messages import (
 )
 from pipedist.program import Emit, FunctionRef, Program, ReaderConfig, StageProgram
 from pipedist.transport.codec import decode, encode
+from pipedist.transport.endpoints import ipc_endpoint, private_directory
 from pipedist.transport.keys import ServerKeys
-from pipedist.transport.rendezvous import ipc_endpoint, private_directory
-from pipedist.transport.zeromq import Router
+from pipedist.transport.router import Router
 from pipedist.worker.binding import to_frames
 
 M = TypeVar("M")

@@ -18,9 +18,9 @@ from msgspec import Struct
 from numpy.typing import NDArray
 
 from pipedist.errors import RemoteProtocolError
-from pipedist.transport.shared_memory import segments
-from pipedist.transport.shared_memory.references import Reference
-from pipedist.transport.shared_memory.settings import SEGMENTS_MAX, SHARED_BYTES_MIN, SLOTS_MAX
+from pipedist.transport.config import SEGMENTS_MAX, SHARED_BYTES_MIN, SLOTS_MAX
+from pipedist.transport.references import Reference
+from pipedist.transport.shared_memory.pool import create_memory, map_received
 
 LEDGER_BYTES: Final = SEGMENTS_MAX * SLOTS_MAX * 4
 """A u32 for every slot that a lender may have."""
@@ -61,7 +61,7 @@ class Borrowed:
         self._mapped: dict[int, _Mapped] = {}
         self._out: dict[int, _Watch] = {}
         """By entry of the ledger: frames of which there are views."""
-        self._memory, self._descriptor = segments.create("pipedist-ledger", LEDGER_BYTES)
+        self._memory, self._descriptor = create_memory("pipedist-ledger", LEDGER_BYTES)
         self._ledger = memoryview(self._memory).cast("I")
 
     def hand_over(self) -> int:
@@ -70,7 +70,7 @@ class Borrowed:
         return descriptor
 
     def close(self) -> None:
-        """Let go of what was not handed over; segments and frames go when nobody uses them."""
+        """Close what was not handed over; segments and frames are freed with their last view."""
         if self._descriptor >= 0:
             os.close(self.hand_over())
 
@@ -90,7 +90,7 @@ class Borrowed:
                 f"segments of {self._bytes + size_bytes} bytes, the limit is {self._bytes_max}"
             )
         try:
-            memory = segments.open_received(descriptor, size_bytes)
+            memory = map_received(descriptor, size_bytes)
         except OSError as error:
             raise RemoteProtocolError(f"a segment that can't be mapped: {error}") from None
         self._mapped[serial] = _Mapped(memory, number, slot_bytes, slots)

@@ -1,22 +1,107 @@
-"""A link: what this process lends to one peer, and what it borrows from it."""
+"""A link: the unix socket over which two processes share memory, and what each lends the other.
+
+| packet | content | descriptors |
+|---|---|---|
+| Hello | the worker's identity | the worker's ledger |
+| Welcome | bytes that may be lent | the Router's ledger |
+| Segment | serial, number, slots, bytes of a slot | its memory |
+| Retired | serial of a segment that is not used any more | |
+"""
 
 from __future__ import annotations
 
+import array
+import contextlib
 import os
 import socket
+import struct
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 from pipedist.errors import RemoteProtocolError
-from pipedist.transport.shared_memory import notices, segments
+from pipedist.transport.config import SHARED_BYTES_MIN, is_supported
+from pipedist.transport.endpoints import SHARED_MEMORY_SUFFIX
+from pipedist.transport.limits import GIB
+from pipedist.transport.references import Reference
 from pipedist.transport.shared_memory.borrowed import LEDGER_BYTES, Borrowed
-from pipedist.transport.shared_memory.pool import Pool, Segment
-from pipedist.transport.shared_memory.references import Reference
-from pipedist.transport.shared_memory.settings import SHARED_BYTES_MIN
+from pipedist.transport.shared_memory.pool import LentSegment, Pool, map_received
+
+HELLO, WELCOME, SEGMENT, RETIRED = b"H", b"W", b"S", b"R"
+BYTES: Final = struct.Struct("<Q")
+SEGMENT_FORM: Final = struct.Struct("<IIIQ")
+SERIAL: Final = struct.Struct("<I")
+
+_PACKET_BYTES_MAX: Final = 512
+_DESCRIPTORS_MAX: Final = 16
+_INT_BYTES: Final = array.array("i").itemsize
+
+
+class _Packet(NamedTuple):
+    """A packet.
+
+    Args:
+        kind: its first byte; "" when the peer has closed the link.
+        body: the rest.
+        descriptors: the caller closes them.
+    """
+
+    kind: bytes
+    body: bytes
+    descriptors: Sequence[int] = ()
+
+    def close(self) -> None:
+        """Close the descriptors."""
+        for descriptor in self.descriptors:
+            os.close(descriptor)
+
+
+def _send(connection: socket.socket, kind: bytes, body: bytes, descriptors: Sequence[int] = ()) -> bool:
+    """Send a packet, if there is room; return whether there was.
+
+    Raises:
+        OSError: the peer is gone.
+    """
+    try:
+        if descriptors:
+            socket.send_fds(connection, [kind + body], descriptors)
+        else:
+            connection.send(kind + body)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _receive(connection: socket.socket) -> _Packet | None:
+    """Receive a packet; None where there is none.
+
+    Raises:
+        RemoteProtocolError: it is too long, or has more descriptors than any.
+    """
+    try:
+        data, control, flags, _ = connection.recvmsg(
+            _PACKET_BYTES_MAX,
+            socket.CMSG_SPACE(_DESCRIPTORS_MAX * _INT_BYTES),
+            socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC,
+        )
+    except BlockingIOError:
+        return None
+    except ConnectionError:
+        return _Packet(b"", b"")
+    descriptors = array.array("i")
+    for level, kind, bytes_ in control:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            descriptors.frombytes(bytes_[: len(bytes_) // _INT_BYTES * _INT_BYTES])
+    if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+        for descriptor in descriptors:
+            with contextlib.suppress(OSError):
+                os.close(descriptor)
+        raise RemoteProtocolError("a packet that is too long, or descriptors that could not be received")
+    return _Packet(data[:1], data[1:], descriptors)
+
 
 _PACKETS_AT_ONCE_MAX: Final = 1024
-_DESCRIPTORS: Final = {notices.HELLO: 2, notices.WELCOME: 1, notices.SEGMENT: 1}
+_DESCRIPTORS: Final = {HELLO: 1, WELCOME: 1, SEGMENT: 1}
 """How many each kind of packet brings; others none."""
 
 
@@ -27,9 +112,8 @@ class Link:
         connection: a unix SOCK_SEQPACKET socket, not blocking; `close` closes it.
         borrowed_bytes_max: bytes that the peer may lend us.
         greeting: the kind of the packet with which the peer begins.
-        on_greeting: told its body, and the descriptors beyond the ledger's, which it does not keep;
-            returns the pool from which the peer borrows. It raises RemoteProtocolError for a greeting
-            that is wrong.
+        on_greeting: called with its body; returns the pool from which the peer borrows. It raises
+            RemoteProtocolError for a greeting that is wrong.
 
     Raises:
         OSError: no memory or no descriptors for a ledger.
@@ -41,7 +125,7 @@ class Link:
         *,
         borrowed_bytes_max: int,
         greeting: bytes,
-        on_greeting: Callable[[bytes, Sequence[int]], Pool],
+        on_greeting: Callable[[bytes], Pool],
     ) -> None:
         self.connection = connection
         self.is_open = True
@@ -55,25 +139,22 @@ class Link:
         self._told: set[int] = set()
         """Serials of the segments that the peer knows."""
         self._unsent: deque[int] = deque()
-        """Retired segments of which the peer could not be told yet."""
+        """Retired segments that the peer does not know of yet."""
 
     @property
     def is_greeted(self) -> bool:
-        """Whether the peer has said who it is; before that, nothing can be lent to it."""
+        """Whether the peer's greeting has come; before that, nothing can be lent to it."""
         return self._pool is not None
 
-    def greet(self, kind: bytes, body: bytes, *handed: int) -> None:
+    def greet(self, kind: bytes, body: bytes) -> None:
         """Send our greeting.
-
-        Args:
-            handed: descriptors that go along with our ledger's; they stay open here.
 
         Raises:
             OSError: the peer is gone.
         """
         ledger = self._borrowed.hand_over()
         try:
-            notices.send(self.connection, kind, body, (ledger, *handed))
+            _send(self.connection, kind, body, (ledger,))
         finally:
             os.close(ledger)
 
@@ -107,7 +188,7 @@ class Link:
             RemoteProtocolError: one of them is not there.
         """
         if not all(self._borrowed.has(reference.segment) for reference in references):
-            self.read()  # what the peer said of a segment is here before the message that uses it
+            self.read()  # a segment's packet is here before the message that refers to it
         return [self._borrowed.frame(reference) for reference in references]
 
     def read(self) -> None:
@@ -119,7 +200,7 @@ class Link:
         for _ in range(_PACKETS_AT_ONCE_MAX):
             if not self.is_open:
                 return
-            notice = notices.receive(self.connection)
+            notice = _receive(self.connection)
             if notice is None:
                 return
             try:
@@ -139,13 +220,13 @@ class Link:
         self._end()
         self.connection.close()
         self._borrowed.close()
-        # Without these cycles, memory and descriptors are let go now, and not by the collector.
+        # Break cycles so that memory and descriptors are freed immediately.
         self._on_greeting = _refuse
         self._pool = None
         self._ledger = memoryview(b"")
 
     def _end(self) -> None:
-        """The peer is gone, or is to be: what it borrowed is ours again."""
+        """End the link, and take back the slots that the peer borrowed."""
         self.is_open = False
         if self._pool is not None:
             self._pool.forgive(self._ledger)
@@ -162,12 +243,12 @@ class Link:
             return None
         return Reference(place, slot.segment.serial, slot.index, loan.number, size_bytes)
 
-    def _tell(self, segment: Segment) -> bool:
-        body = notices.SEGMENT_FORM.pack(segment.serial, segment.number, segment.slots, segment.slot_bytes)
+    def _tell(self, segment: LentSegment) -> bool:
+        body = SEGMENT_FORM.pack(segment.serial, segment.number, segment.slots, segment.slot_bytes)
         try:
-            sent = notices.send(self.connection, notices.SEGMENT, body, (segment.descriptor,))
+            sent = _send(self.connection, SEGMENT, body, (segment.descriptor,))
         except OSError:
-            return False  # it is gone: reading says so too
+            return False  # it is gone: `read` finds out too
         if sent:
             self._told.add(segment.serial)
         return sent
@@ -176,14 +257,14 @@ class Link:
         """Send what could not be sent before; return whether nothing is left."""
         while self._unsent:
             try:
-                if not notices.send(self.connection, notices.RETIRED, notices.SERIAL.pack(self._unsent[0])):
+                if not _send(self.connection, RETIRED, SERIAL.pack(self._unsent[0])):
                     return False
             except OSError:
-                return False  # it is gone: reading says so too
+                return False  # it is gone: `read` finds out too
             self._unsent.popleft()
         return True
 
-    def _take(self, notice: notices.Notice) -> None:
+    def _take(self, notice: _Packet) -> None:
         kind, body, descriptors = notice
         if kind == b"":
             self._end()
@@ -191,18 +272,56 @@ class Link:
             raise RemoteProtocolError(f"a packet {kind!r} with {len(descriptors)} descriptors")
         elif kind == self._greeting and self._pool is None:
             try:
-                self._ledger = memoryview(segments.open_received(descriptors[0], LEDGER_BYTES)).cast("I")
+                self._ledger = memoryview(map_received(descriptors[0], LEDGER_BYTES)).cast("I")
             except OSError as error:
                 raise RemoteProtocolError(f"a ledger that can't be mapped: {error}") from None
-            self._pool = self._on_greeting(body, descriptors[1:])
-        elif kind == notices.SEGMENT and len(body) == notices.SEGMENT_FORM.size:
-            serial, number, slots, slot_bytes = notices.SEGMENT_FORM.unpack(body)
+            self._pool = self._on_greeting(body)
+        elif kind == SEGMENT and len(body) == SEGMENT_FORM.size:
+            serial, number, slots, slot_bytes = SEGMENT_FORM.unpack(body)
             self._borrowed.add(serial, number, slots, slot_bytes, descriptors[0])
-        elif kind == notices.RETIRED and len(body) == notices.SERIAL.size:
-            self._borrowed.retire(*notices.SERIAL.unpack(body))
+        elif kind == RETIRED and len(body) == SERIAL.size:
+            self._borrowed.retire(*SERIAL.unpack(body))
         else:
             raise RemoteProtocolError(f"a packet {kind!r} of {len(body)} bytes that does not belong here")
 
 
-def _refuse(_body: bytes, _handed: Sequence[int]) -> Pool:
+def _refuse(_body: bytes) -> Pool:
     raise RemoteProtocolError("a greeting on a link that is closed")
+
+
+_BORROWED_BYTES_MAX: Final = 64 * GIB  # the Router decides, and is trusted
+
+
+def join(ipc_path: str, identity: bytes) -> Link | None:
+    """Open a link to a Router; None where it shares no memory.
+
+    Args:
+        ipc_path: path of the Router's ipc endpoint, in a private directory.
+        identity: of the Dealer.
+    """
+    if not is_supported():
+        return None
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    link: Link | None = None
+
+    def greeted(body: bytes) -> Pool:
+        if len(body) != BYTES.size or link is None:
+            raise RemoteProtocolError("a malformed greeting on the link")
+        return Pool(BYTES.unpack(body)[0], link.retire)
+
+    try:
+        connection.setblocking(False)
+        connection.connect(ipc_path + SHARED_MEMORY_SUFFIX)
+        link = Link(
+            connection,
+            borrowed_bytes_max=_BORROWED_BYTES_MAX,
+            greeting=WELCOME,
+            on_greeting=greeted,
+        )
+        link.greet(HELLO, identity)
+    except OSError:  # no such socket, or no memory: frames will do
+        connection.close()
+        if link is not None:
+            link.close()
+        return None
+    return link

@@ -1,4 +1,4 @@
-"""The Router's end: one pool for all workers, and a link to each, over which its lane is handed over."""
+"""The Router's end: one pool for all workers, and a link to each."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from pipedist.errors import RemoteProtocolError
-from pipedist.transport.rendezvous import SHARED_MEMORY_SUFFIX
-from pipedist.transport.shared_memory import notices
-from pipedist.transport.shared_memory.link import Link
+from pipedist.transport.config import SharedMemory
+from pipedist.transport.endpoints import SHARED_MEMORY_SUFFIX
+from pipedist.transport.references import Reference
+from pipedist.transport.shared_memory.link import BYTES, HELLO, WELCOME, Link
 from pipedist.transport.shared_memory.pool import Pool
-from pipedist.transport.shared_memory.references import Reference
-from pipedist.transport.shared_memory.settings import SharedMemory
 
 _BACKLOG: Final = 4096
 _CREDENTIALS: Final = struct.Struct("3i")  # struct ucred: pid, uid, gid
@@ -26,7 +25,7 @@ class _Member:
     """A process with a link.
 
     Args:
-        pidfd: tells of its end, also where a process that it forked holds the link; -1: none.
+        pidfd: readable at its end, even if a child of it holds the link; -1: none.
     """
 
     __slots__ = ("identity", "link", "pidfd")
@@ -45,10 +44,9 @@ class Listener:
         settings: how much.
         grace_s: for how long the frames of a process that has ended can still be referred to: its
             last messages may be on their way.
-        on_lane: told (identity, descriptor) of a peer that has come, with its lane; the descriptor stays
-            ours. It raises RemoteProtocolError for one that may not come.
-        on_end: told the identity of a peer whose process has ended.
-        on_fault: told (identity, reason) of a peer that broke the rules; identity b"": unknown.
+        on_link: called with the identity of a new link. It raises RemoteProtocolError to refuse it.
+        on_end: called with the identity of a peer whose process has ended, after the grace.
+        on_fault: called with (identity, reason) if a peer breaks a rule; identity b"": unknown.
 
     Raises:
         OSError: no socket can be bound, or this kernel does not share memory as we need it.
@@ -60,17 +58,18 @@ class Listener:
         settings: SharedMemory,
         *,
         grace_s: float,
-        on_lane: Callable[[bytes, int], None],
+        on_link: Callable[[bytes], None],
         on_end: Callable[[bytes], None],
         on_fault: Callable[[bytes, str], None],
     ) -> None:
         self._settings = settings
         self._grace_s = grace_s
-        self._on_lane = on_lane
+        self._on_link = on_link
         self._on_end = on_end
         self._on_fault = on_fault
         self._path = ipc_path + SHARED_MEMORY_SUFFIX
         self._members: set[_Member] = set()
+        self._ungreeted: set[_Member] = set()
         self._links: dict[bytes, Link] = {}
         self._timers: dict[bytes, asyncio.TimerHandle] = {}
         self.pool = Pool(settings.lent_bytes_max, self._retire)
@@ -84,6 +83,12 @@ class Listener:
             self._socket.close()
             raise
         self._loop.add_reader(self._socket, self._accept)
+
+    def look(self) -> None:
+        """Take the links that were opened, and their greetings, if the loop has not done so yet."""
+        self._accept()
+        for member in list(self._ungreeted):
+            self._read(member)
 
     def lend(
         self, identity: bytes, payload: Sequence[bytes | memoryview]
@@ -101,7 +106,7 @@ class Listener:
         return link.frames(references)
 
     def forget(self, identity: bytes) -> None:
-        """Let a peer's memory go; frames that are in use stay. What it borrowed stays lent while it lives."""
+        """Forget a peer's memory; frames in use, and slots lent to its live process, stay."""
         self._links.pop(identity, None)
         timer = self._timers.pop(identity, None)
         if timer is not None:
@@ -124,7 +129,7 @@ class Listener:
                 member.link.retire(serial)
 
     def _accept(self) -> None:
-        while True:
+        while self._socket.fileno() >= 0:
             try:
                 connection, _ = self._socket.accept()
             except (BlockingIOError, ConnectionError):
@@ -140,7 +145,7 @@ class Listener:
                 return
 
     def _refuse_newcomers(self) -> None:
-        """Listen no more: whoever comes later finds nobody, and takes ZeroMQ."""
+        """Stop listening: later workers find no socket, and share no memory."""
         if self._socket.fileno() < 0:
             return
         self._loop.remove_reader(self._socket)
@@ -161,27 +166,29 @@ class Listener:
             member.link = Link(
                 connection,
                 borrowed_bytes_max=self._settings.borrowed_bytes_max,
-                greeting=notices.HELLO,
-                on_greeting=lambda body, handed: self._greeted(member, body, handed),
+                greeting=HELLO,
+                on_greeting=lambda body: self._greeted(member, body),
             )
         except OSError:
             _close_descriptor(member.pidfd)
             raise
         self._members.add(member)
+        self._ungreeted.add(member)
         self._loop.add_reader(connection, self._read, member)
         if member.pidfd >= 0:
             self._loop.add_reader(member.pidfd, self._ended, member)
         self._read(member)  # its greeting
 
-    def _greeted(self, member: _Member, body: bytes, handed: Sequence[int]) -> Pool:
+    def _greeted(self, member: _Member, body: bytes) -> Pool:
         if not 1 <= len(body) <= 255 or body in self._links:
             raise RemoteProtocolError("the identity of another process, or none")
         assert member.link is not None  # greeted by it
-        self._on_lane(body, handed[0])
+        self._on_link(body)
         member.identity = body
+        self._ungreeted.discard(member)
         self._links[body] = member.link
-        with contextlib.suppress(OSError):  # it is gone: reading says so too
-            member.link.greet(notices.WELCOME, notices.BYTES.pack(self._settings.borrowed_bytes_max))
+        with contextlib.suppress(OSError):  # it is gone: `_read` finds out too
+            member.link.greet(WELCOME, BYTES.pack(self._settings.borrowed_bytes_max))
         return self.pool
 
     def _read(self, member: _Member) -> None:
@@ -199,13 +206,23 @@ class Listener:
         """A process is gone: read its last packets, which its last messages may refer to."""
         self._read(member)
         self._end(member)
-        if member.identity:
-            self._on_end(member.identity)
+        timer = self._timers.pop(member.identity, None)
+        if timer is not None:
+            timer.cancel()
+            self._expire_later(member.identity, self._forget_ended)
+
+    def _forget_ended(self, identity: bytes) -> None:
+        self.forget(identity)
+        self._on_end(identity)
+
+    def _expire_later(self, identity: bytes, expire: Callable[[bytes], None]) -> None:
+        self._timers[identity] = self._loop.call_later(self._grace_s, expire, identity)
 
     def _end(self, member: _Member) -> None:
         if member not in self._members:
             return
         self._members.discard(member)
+        self._ungreeted.discard(member)
         assert member.link is not None  # it is a member only with it
         if member.pidfd >= 0:
             self._loop.remove_reader(member.pidfd)
@@ -213,8 +230,7 @@ class Listener:
         self._loop.remove_reader(member.link.connection)
         member.link.close()
         if member.identity in self._links:
-            timer = self._loop.call_later(self._grace_s, self.forget, member.identity)
-            self._timers[member.identity] = timer
+            self._expire_later(member.identity, self.forget)
 
 
 def _pidfd(pid: int) -> int:

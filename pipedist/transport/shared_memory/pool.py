@@ -8,6 +8,7 @@ that lie idle are retired.
 
 from __future__ import annotations
 
+import fcntl
 import itertools
 import mmap
 import os
@@ -20,14 +21,61 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from pipedist.errors import RemoteProtocolError
+from pipedist.transport.config import SEGMENT_BYTES_MAX, SEGMENTS_MAX, SLOT_BYTES_MAX, SLOTS_MAX
 from pipedist.transport.limits import MIB
-from pipedist.transport.shared_memory import segments
-from pipedist.transport.shared_memory.settings import (
-    SEGMENT_BYTES_MAX,
-    SEGMENTS_MAX,
-    SLOT_BYTES_MAX,
-    SLOTS_MAX,
-)
+
+# <linux/fcntl.h>. The module `fcntl` lacks one of them, and elsewhere all: there this is only imported.
+_F_ADD_SEALS: Final = 1033
+_F_GET_SEALS: Final = 1034
+_SEALS: Final = 0x1 | 0x2 | 0x4 | 0x10  # F_SEAL_SEAL, SHRINK, GROW, FUTURE_WRITE
+
+
+def create_memory(name: str, size_bytes: int) -> tuple[mmap.mmap, int]:
+    """Make memory that only this process can write to.
+
+    Args:
+        name: for people who read /proc.
+
+    Returns:
+        The writable mapping, and the descriptor to hand over.
+
+    Raises:
+        OSError: no memory, no descriptor, or a kernel without these seals.
+    """
+    descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        # Without the pages at hand, a machine out of memory would kill us at the first write.
+        os.posix_fallocate(descriptor, 0, size_bytes)
+        memory = mmap.mmap(descriptor, size_bytes)
+        fcntl.fcntl(descriptor, _F_ADD_SEALS, _SEALS)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return memory, descriptor
+
+
+def map_received(descriptor: int, size_bytes: int) -> mmap.mmap:
+    """Map a peer's memory, read-only, after checking that it can't shrink any more.
+
+    Args:
+        descriptor: as received; stays open.
+
+    Raises:
+        RemoteProtocolError: it is not what `create_memory` makes.
+        OSError: it can't be mapped.
+    """
+    try:
+        seals = fcntl.fcntl(descriptor, _F_GET_SEALS)
+    except OSError:
+        raise RemoteProtocolError("a descriptor that is no memory which can be sealed") from None
+    if seals & _SEALS != _SEALS:
+        raise RemoteProtocolError(f"shared memory with the seals {seals:#x}, expected {_SEALS:#x}")
+    found_bytes = os.fstat(descriptor).st_size
+    if found_bytes != size_bytes:
+        raise RemoteProtocolError(f"shared memory of {found_bytes} bytes, {size_bytes} were announced")
+    return mmap.mmap(descriptor, size_bytes, prot=mmap.PROT_READ)
+
 
 _FIRST_SEGMENT_BYTES: Final = 1 * MIB
 _LOOKS_MAX: Final = 64  # loans that are looked at, at most, to find one that has ended
@@ -41,7 +89,7 @@ def slot_bytes_for(size_bytes: int) -> int:
     return -(-size_bytes // (octave >> 3)) * (octave >> 3)
 
 
-class Segment:
+class LentSegment:
     """Shared memory of a lender.
 
     Args:
@@ -57,7 +105,7 @@ class Segment:
         self.slot_bytes = slot_bytes
         self.slots = slots
         self.memory: mmap.mmap
-        self.memory, self.descriptor = segments.create("pipedist-data", slot_bytes * slots)
+        self.memory, self.descriptor = create_memory("pipedist-data", slot_bytes * slots)
         weakref.finalize(self, os.close, self.descriptor).atexit = False
 
     @property
@@ -67,7 +115,7 @@ class Segment:
 
 
 @dataclass(slots=True, eq=False)
-class Slot:
+class _Slot:
     """A place for one frame.
 
     Args:
@@ -76,7 +124,7 @@ class Slot:
         memory: uint8[slot_bytes], writable.
     """
 
-    segment: Segment
+    segment: LentSegment
     index: int
     entry: int
     memory: NDArray[np.uint8]
@@ -87,11 +135,11 @@ class Loan:
     """A slot that a borrower reads.
 
     Args:
-        number: what the borrower writes into its ledger when it is done; unique in the pool.
+        number: unique in the pool; the borrower writes it into its ledger when it is done.
         ledger: the borrower's, as we see it.
     """
 
-    slot: Slot
+    slot: _Slot
     number: int
     ledger: memoryview
 
@@ -108,13 +156,13 @@ class _Shelf:
 
     def __init__(self) -> None:
         self.slots = 0
-        self.free: list[Slot] = []
+        self.free: list[_Slot] = []
         self.lent: deque[Loan] = deque()
 
-    def find(self) -> Slot | None:
-        """Return a slot that nobody reads; looks at a bounded number of loans.
+    def find(self) -> _Slot | None:
+        """Return a slot that is not lent, after a look at a bounded number of loans.
 
-        It is the one that was lent last: what has just been read is still in the caches.
+        It is the one that was lent last: its data is still in the caches.
         """
         while self.lent and self.lent[0].is_over:
             self.free.append(self.lent.popleft().slot)
@@ -141,14 +189,14 @@ class Pool:
 
     Args:
         bytes_max: of all segments.
-        on_retire: told the serial of a segment that nobody needs to map any more.
+        on_retire: called with the serial of a segment that is not used any more.
     """
 
     def __init__(self, bytes_max: int, on_retire: Callable[[int], None]) -> None:
         self._bytes_max = bytes_max
         self._on_retire = on_retire
         self._shelves: dict[int, _Shelf] = {}
-        self._segments: dict[int, Segment] = {}
+        self._segments: dict[int, LentSegment] = {}
         """By number."""
         self._size_bytes = 0
         self._serials = itertools.count()
@@ -192,7 +240,7 @@ class Pool:
         return loan
 
     def withdraw(self, loan: Loan) -> None:
-        """Take back a loan of which the borrower was not told."""
+        """Take back a loan whose reference was not sent."""
         shelf = self._shelves[loan.slot.segment.slot_bytes]
         shelf.lent.remove(loan)
         shelf.free.append(loan.slot)
@@ -203,12 +251,12 @@ class Pool:
             shelf.settle(ledger)
 
     def close(self) -> None:
-        """Let all memory go; what was lent stays readable over there."""
+        """Free all memory; lent slots stay readable for their borrowers."""
         self._shelves.clear()
         self._segments.clear()
         self._size_bytes = self._bytes_max = 0
 
-    def _grow(self, shelf: _Shelf, slot_bytes: int) -> Slot | None:
+    def _grow(self, shelf: _Shelf, slot_bytes: int) -> _Slot | None:
         if self._misses_left:
             self._misses_left -= 1
             return None
@@ -224,7 +272,7 @@ class Pool:
             return None
         number = next(n for n in range(SEGMENTS_MAX) if n not in self._segments)
         try:
-            segment = Segment(next(self._serials), number, slot_bytes, slots)
+            segment = LentSegment(next(self._serials), number, slot_bytes, slots)
         except (OSError, MemoryError):  # the system has none left: frames will do
             self._misses_left = _MISSES_MAX
             return None
@@ -234,7 +282,7 @@ class Pool:
         memory = np.frombuffer(segment.memory, np.uint8)
         for index in range(slots):
             part = memory[index * slot_bytes : (index + 1) * slot_bytes]
-            shelf.free.append(Slot(segment, index, number * SLOTS_MAX + index, part))
+            shelf.free.append(_Slot(segment, index, number * SLOTS_MAX + index, part))
         return shelf.free.pop()
 
     def _retire_idle(self, slot_bytes: int, slots: int) -> None:
@@ -249,7 +297,7 @@ class Pool:
             if segment.serial not in lent and segment.slot_bytes != slot_bytes:
                 self._retire(segment)
 
-    def _retire(self, segment: Segment) -> None:
+    def _retire(self, segment: LentSegment) -> None:
         shelf = self._shelves[segment.slot_bytes]
         shelf.free = [slot for slot in shelf.free if slot.segment is not segment]
         shelf.slots -= segment.slots

@@ -1,7 +1,6 @@
-"""How a message names frames that travel in shared memory: a table in its first frame.
+"""References to frames in shared memory: a table in the first frame of a message.
 
-The frames that are named are left out of the message; each is put back at its place among the
-payload's frames.
+The referenced frames are not sent; each is inserted again at its place among the payload's frames.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from itertools import pairwise
 from typing import Final, NamedTuple
 
 from pipedist.errors import RemoteProtocolError
-from pipedist.transport.limits import Limits
+from pipedist.transport.limits import MessageLimits
 
 ENTRY: Final = struct.Struct("<IIIIQ")
 
@@ -48,7 +47,10 @@ def parse(table: memoryview) -> list[Reference]:
 
 
 def weave(
-    frames: list[memoryview], references: Sequence[Reference], shared: Sequence[memoryview], limits: Limits
+    frames: list[memoryview],
+    references: Sequence[Reference],
+    shared: Sequence[memoryview],
+    limits: MessageLimits,
 ) -> None:
     """Put shared frames at their places among the others.
 

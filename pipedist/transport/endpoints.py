@@ -1,8 +1,8 @@
-"""Where two processes meet: endpoints, and the private directory of ipc sockets.
+"""Endpoints, and the private directory of ipc sockets.
 
-A second server that binds an ipc path steals its clients without an error, and whoever can
-open the path can connect: so ipc sockets live only in directories that nobody else can enter,
-under random names. TCP is for other hosts, and always with keys.
+A second server that binds an ipc path takes over its clients without an error, and every process that
+can open the path can connect. So ipc sockets have random names, in directories of mode 0700. TCP is
+for other hosts, and always with keys.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class Endpoint(Struct, frozen=True):
     def is_ipv6(self) -> bool:
         """Whether a socket for it speaks IPv6, and IPv4 only as a part of that.
 
-        An address says so by itself, `*` is all of this host's, of both kinds; a name is looked up, and is
-        IPv4 where it has such an address, or none yet.
+        An address shows its kind; `*` binds both kinds; a name is looked up, and is IPv4 if it has such an
+        address, or none yet.
         """
         if self.host == "*" or ":" in self.host:
             return True
@@ -78,7 +78,7 @@ class Endpoint(Struct, frozen=True):
 def private_directory() -> Iterator[Path]:
     """Make a directory that only this user can enter, for ipc sockets; removed at the end.
 
-    Where everybody who could remove it is killed at once, the next one to make such a directory does.
+    If all processes that could remove it are killed, the next call that makes such a directory removes it.
 
     Raises:
         UsageError: no such directory can be made.
@@ -89,6 +89,18 @@ def private_directory() -> Iterator[Path]:
         yield Path(directory.path)
     finally:
         directory.close()
+
+
+def make_private_directory() -> Path:
+    """Make a directory that only this user can enter, for ipc sockets; the caller removes it.
+
+    Raises:
+        UsageError: no such directory can be made.
+    """
+    with _base() as base:
+        directory = f"{base}/{_PREFIX}{os.urandom(4).hex()}"
+        os.mkdir(directory, 0o700)
+    return Path(directory)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""What waits for one peer that does not read fast enough: a queue with limits."""
+"""A bounded queue of messages for a peer that does not read fast enough."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from pipedist.errors import RemoteProtocolError
-from pipedist.transport.settings import Settings
+from pipedist.transport.config import SocketSettings
 
 
 class Outbox:
@@ -18,37 +18,32 @@ class Outbox:
 
     __slots__ = ("_settings", "messages", "size_bytes")
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: SocketSettings) -> None:
         self._settings = settings
         self.messages: deque[list[bytes | memoryview]] = deque()
         self.size_bytes = 0
 
     def add(self, parts: list[bytes | memoryview]) -> None:
-        """Keep a message, or what is left of one.
+        """Keep a message.
 
         Raises:
-            RemoteProtocolError: there is no room; the text goes on from the peer's name.
+            RemoteProtocolError: the queue is full; the text continues the peer's name.
         """
         size_bytes = bytes_of(parts)
         count, settings = len(self.messages), self._settings
         if count >= settings.outbox_messages_max or self.size_bytes + size_bytes > settings.outbox_bytes_max:
             raise RemoteProtocolError(
-                f"is overrun: it does not read, and {count} messages of {self.size_bytes} bytes wait for it"
+                f"does not read: its send queue is full, {count} messages ({self.size_bytes} bytes) wait"
             )
         self.messages.append(parts)
         self.size_bytes += size_bytes
 
     def pop(self) -> None:
-        """Forget the first message: it was sent."""
+        """Remove the first message, which was sent."""
         self.size_bytes -= bytes_of(self.messages.popleft())
 
-    def cut(self, left: list[bytes | memoryview]) -> None:
-        """Replace the first message by what is left of it."""
-        self.size_bytes += bytes_of(left) - bytes_of(self.messages[0])
-        self.messages[0] = left
-
     def clear(self) -> None:
-        """Forget everything."""
+        """Remove all messages."""
         self.messages.clear()
         self.size_bytes = 0
 

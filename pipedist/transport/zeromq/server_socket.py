@@ -1,4 +1,4 @@
-"""The Router's ZeroMQ socket: what connects every peer that has no lane."""
+"""The Router's ZeroMQ socket: bound, with a bounded queue for each peer."""
 
 from __future__ import annotations
 
@@ -13,15 +13,21 @@ import anyio.to_thread
 import zmq
 
 from pipedist.errors import UsageError
-from pipedist.transport.connections import address_of, hang_up, user_of
-from pipedist.transport.limits import KIB, Limits
-from pipedist.transport.monitor import FAILURE_EVENTS, HANDSHAKE_FAILURES, event_of
-from pipedist.transport.outbox import Outbox, size_of
-from pipedist.transport.pump import Pump
-from pipedist.transport.rendezvous import Endpoint
-from pipedist.transport.settings import Settings
+from pipedist.transport.config import SocketSettings
+from pipedist.transport.endpoints import Endpoint
+from pipedist.transport.limits import KIB, MessageLimits
 from pipedist.transport.wire import first_frame_bytes_max
-from pipedist.transport.zap import ZAP_DOMAIN, ZapHandler
+from pipedist.transport.zeromq.connections import (
+    FAILURE_EVENTS,
+    HANDSHAKE_FAILURES,
+    address_of,
+    event_of,
+    hang_up,
+    user_of,
+)
+from pipedist.transport.zeromq.outbox import Outbox, size_of
+from pipedist.transport.zeromq.pump import Pump
+from pipedist.transport.zeromq.zap import ZAP_DOMAIN, ZapHandler
 
 if TYPE_CHECKING:
     from pipedist.transport.keys import ServerKeys
@@ -35,7 +41,7 @@ _MORE: Final = int(zmq.DONTWAIT | zmq.SNDMORE)
 
 
 class Unwelcome(Exception):
-    """A message is from whom nothing is heard: its connection is to be cut; the text, if any, is told."""
+    """A message's sender is rejected: its connection is closed; the text, if any, is logged."""
 
 
 class ServerSocket:
@@ -45,7 +51,7 @@ class ServerSocket:
         endpoint: where to bind.
         keys: of a CURVE server; None: without.
         on_message: called with (identity, key, frames, fault): the key under which it came, "" without
-            keys; frames are read-only; a fault says what rule it broke, "" for none. It raises Unwelcome.
+            keys; frames are read-only; a fault names the broken rule, "" for none. It raises Unwelcome.
         on_reject: called with a reason, each time a peer is refused.
         limits, settings: sizes and times.
 
@@ -60,8 +66,8 @@ class ServerSocket:
         keys: ServerKeys | None,
         on_message: Callable[[bytes, str, list[memoryview], str], None],
         on_reject: Callable[[str], None],
-        limits: Limits,
-        settings: Settings,
+        limits: MessageLimits,
+        settings: SocketSettings,
     ) -> None:
         self.endpoint = endpoint
         self._keys = keys
@@ -73,6 +79,8 @@ class ServerSocket:
         self._waiting: dict[bytes, Outbox] = {}
         """By identity: what ZeroMQ's queue for a peer can't take; none is empty."""
         self._retry: asyncio.TimerHandle | None = None
+        self._drained = anyio.Event()
+        """Set while closing, when nothing waits any more."""
         self._is_open = True
         self._begin_message()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -118,8 +126,18 @@ class ServerSocket:
         self._waiting.pop(identity, None)
 
     async def close(self) -> None:
-        """Send what waits in ZeroMQ's queues, for the linger time at most, and close."""
+        """Send what waits, for about the linger time, and close; incoming messages are ignored."""
         self._is_open = False
+        try:
+            with anyio.move_on_after(self._settings.linger_s, shield=True):
+                if self._waiting:
+                    await self._drained.wait()
+        finally:
+            self._close_sockets()
+            with anyio.CancelScope(shield=True):
+                await anyio.to_thread.run_sync(self._context.term)
+
+    def _close_sockets(self) -> None:
         if self._retry is not None:
             self._retry.cancel()
         self._pump.stop()
@@ -129,8 +147,6 @@ class ServerSocket:
         self._socket.disable_monitor()
         self._monitor.close(linger=0)
         self._socket.close()
-        with anyio.CancelScope(shield=True):
-            await anyio.to_thread.run_sync(self._context.term)
 
     # --- opening --------------------------------------------------------------------------
 
@@ -204,7 +220,8 @@ class ServerSocket:
         if not more:
             identity, parts, fault = self._identity, self._parts, self._fault
             self._begin_message()
-            self._deliver(identity, parts, fault, frame)
+            if self._is_open:
+                self._deliver(identity, parts, fault, frame)
 
     def _examine(self, frame: zmq.Frame) -> str:
         limits, number, size_bytes = self._limits, len(self._parts), len(frame)
@@ -227,7 +244,7 @@ class ServerSocket:
             hang_up(last, self.endpoint)
 
     def _take_event(self, frame: zmq.Frame, more: bool) -> None:
-        if more:  # the second and last frame is our own endpoint
+        if more and self._is_open:  # the second and last frame is our own endpoint
             self._on_reject(f"a peer failed to join: {HANDSHAKE_FAILURES[event_of(frame.bytes)]}")
 
     # --- sending --------------------------------------------------------------------------
@@ -269,15 +286,17 @@ class ServerSocket:
         self._retry_soon()
 
     def _retry_soon(self) -> None:
-        if self._waiting and self._retry is None:
+        if not self._waiting:
+            if not self._is_open:
+                self._drained.set()
+        elif self._retry is None:
             loop = asyncio.get_running_loop()
             self._retry = loop.call_later(self._settings.flush_retry_s, self._retry_now)
 
     def _retry_now(self) -> None:
         self._retry = None
-        if self._is_open:
-            self._flush()
-            self._pump.look_again()
+        self._flush()
+        self._pump.look_again()
 
 
 def _why_not(endpoint: Endpoint, number: int) -> str:

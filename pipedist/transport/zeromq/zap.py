@@ -1,7 +1,7 @@
-"""The gate of a CURVE server: answers ZeroMQ's question whether a key may come in (RFC 27, ZAP).
+"""Authentication of a CURVE server: accepts or rejects client keys (RFC 27, ZAP).
 
-Without an answer, or without a handler at all, a server with ZAP_ENFORCE_DOMAIN and a domain
-lets nobody in: the gate fails closed.
+A server with ZAP_ENFORCE_DOMAIN and a domain rejects every client if the handler does not reply, or is
+gone: it fails closed.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Final
 import zmq
 from zmq.utils import z85
 
-from pipedist.transport.connections import plain_address
-from pipedist.transport.pump import Pump
+from pipedist.transport.zeromq.connections import plain_address
+from pipedist.transport.zeromq.pump import Pump
 
 ZAP_ENDPOINT: Final = "inproc://zeromq.zap.01"
 ZAP_DOMAIN: Final = b"pipedist"
@@ -44,11 +44,11 @@ class ZapHandler:
         self._pump = Pump(self._socket, self._take, frames_per_wake_up=256)
 
     def start(self) -> None:
-        """Begin to answer, in the running loop."""
+        """Start to handle requests, in the running loop."""
         self._pump.start()
 
     def close(self) -> None:
-        """Stop; from now on nobody comes in."""
+        """Stop; from now on every client is rejected."""
         self._pump.stop()
         self._socket.close()
 

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from pipedist.errors import UsageError
-from pipedist.transport.keys import ClusterKeys, new_keys, read_key_file, write_key_file
-from pipedist.transport.rendezvous import (
+from pipedist.transport.endpoints import (
     SOCKET_PATH_BYTES_MAX,
     ipc_endpoint,
     parse_endpoint,
     private_directory,
 )
+from pipedist.transport.keys import ClusterKeys, new_keys, read_key_file, write_key_file
 
 
 def test_a_private_directory_is_private_and_goes_away() -> None:

@@ -1,8 +1,8 @@
 """Reads a ZeroMQ socket from an asyncio loop: every frame, none late, and never for too long.
 
 ZMQ_FD is edge-triggered: it wakes up when the socket's state may have changed, not while there
-is something to read, and whatever is done with the socket may use up that edge. So whoever reads
-goes on until ZMQ_EVENTS, which looks at the socket's mailbox, says that nothing is left, and asks
+is something to read, and whatever is done with the socket may use up that edge. So the pump
+reads until ZMQ_EVENTS, which processes the socket's mailbox, shows that nothing is left, and checks
 again after each send. `zmq.asyncio`, in contrast, can lose a message when a recv is cancelled.
 """
 
@@ -27,7 +27,7 @@ class Pump:
         socket: the socket; the pump does not close it.
         take: called with each frame, and whether more frames of its message follow, in the loop.
         wake: called first at each wake-up: the socket may be writable again.
-        frames_per_wake_up: after so many frames, other callbacks have their turn.
+        frames_per_wake_up: number of frames after which other callbacks run.
     """
 
     def __init__(

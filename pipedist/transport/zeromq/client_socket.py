@@ -1,20 +1,21 @@
-"""A worker's ZeroMQ socket: one DEALER, for a worker that has no lane."""
+"""A worker's ZeroMQ socket: one DEALER, connected to the Router."""
 
 from __future__ import annotations
 
 import math
 import time
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import zmq
 
 from pipedist.errors import PipedistError, RemoteProtocolError, UsageError
-from pipedist.transport.limits import KIB, Limits
-from pipedist.transport.monitor import FAILURE_EVENTS, event_of
-from pipedist.transport.outbox import size_of
-from pipedist.transport.rendezvous import Endpoint
-from pipedist.transport.settings import Settings
+from pipedist.transport.config import SocketSettings
+from pipedist.transport.endpoints import Endpoint
+from pipedist.transport.limits import KIB, MessageLimits
+from pipedist.transport.shared_memory.link import Link
 from pipedist.transport.wire import first_frame_bytes_max
+from pipedist.transport.zeromq.connections import FAILURE_EVENTS, event_of
+from pipedist.transport.zeromq.outbox import size_of
 
 if TYPE_CHECKING:
     from pipedist.transport.keys import ClientKeys
@@ -33,7 +34,7 @@ RECONNECT_MS_MAX: Final = 1000
 
 
 class ConnectionLost(PipedistError):
-    """The scheduler is gone, or does not read; a new connection is a new life."""
+    """The scheduler is gone, or does not read; a new Dealer may connect again."""
 
 
 class ClientSocket:
@@ -43,14 +44,12 @@ class ClientSocket:
         parsed: the Router's endpoint.
         identity: of this peer.
         keys: of a CURVE client; None: without.
+        link: over which memory is shared, read while waiting; None: without. It stays the caller's.
         limits, settings: sizes and times.
 
     Raises:
         UsageError: nothing can be connected to there.
     """
-
-    link = None
-    """It shares no memory."""
 
     def __init__(
         self,
@@ -58,19 +57,21 @@ class ClientSocket:
         identity: bytes,
         *,
         keys: ClientKeys | None,
-        limits: Limits,
-        settings: Settings,
+        link: Link | None,
+        limits: MessageLimits,
+        settings: SocketSettings,
     ) -> None:
         self._endpoint = endpoint = parsed.text
         self._limits = limits
         self._settings = settings
+        self._link = link
         self._is_connected = False
         self._handshakes_failed = 0
         self._failure: PipedistError | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = socket = self._context.socket(zmq.DEALER)
         socket.setsockopt(zmq.ROUTING_ID, identity)
-        # Not IMMEDIATE=1: when the connection is lost, that drops messages which have arrived, and
+        # Not IMMEDIATE=1: when the connection is lost, that drops messages that have arrived, and
         # aborts the process (libzmq 4.3.5, fq.cpp: !_more) if it happens between two frames of one.
         socket.setsockopt(zmq.IMMEDIATE, 0)
         socket.setsockopt(zmq.MAXMSGSIZE, max(limits.frame_bytes_max, first_frame_bytes_max(limits)))
@@ -95,9 +96,7 @@ class ClientSocket:
         except zmq.ZMQError as error:
             self.close(0.0)
             raise UsageError(f"can't connect to {endpoint}: {error.strerror}") from None
-        self._watched = {
-            event: [(self._socket, event), (self._monitor, _POLLIN)] for event in (_POLLIN, _POLLOUT)
-        }
+        self._watch()
 
     def send(self, parts: list[bytes | memoryview], *, copy: bool, timeout_s: float) -> None:
         """Queue a message; see `Dealer.send`."""
@@ -146,7 +145,7 @@ class ClientSocket:
         if self._context.closed:
             return
         if linger_s is None:
-            # What a lost connection left behind must not reach the scheduler through another one.
+            # Messages left by a lost connection must not reach the scheduler over another one.
             linger_s = self._settings.linger_s if self._failure is None else 0.0
         linger_ms = round(linger_s * 1000)
         self._socket.disable_monitor()
@@ -155,16 +154,19 @@ class ClientSocket:
         self._context.term()
 
     def _wait(self, event: int, timeout_s: float) -> bool:
-        """Wait until the socket has an event. What has arrived is read before a lost connection is told."""
+        """Wait until the socket has an event; messages that arrived come before ConnectionLost."""
         left_s, deadline = timeout_s, time.monotonic() + timeout_s
         while True:
             wait_ms = math.ceil(min(left_s, _POLL_S_MAX) * 1000) if left_s > 0 else 0
             is_ready = has_news = False
-            for who, _ in zmq.zmq_poll(self._watched[event], wait_ms):
-                if who is self._socket:
+            ready: list[tuple[Any, int]] = zmq.zmq_poll(self._watched[event], wait_ms)
+            for source, _ in ready:
+                if source is self._socket:
                     is_ready = True
-                else:
+                elif source is self._monitor:
                     has_news = True
+                else:
+                    self._read_link()
             if is_ready and event == _POLLIN:
                 return True
             if has_news or self._failure is not None:
@@ -174,6 +176,20 @@ class ClientSocket:
             if left_s <= 0:
                 return False
             left_s = deadline - time.monotonic()
+
+    def _watch(self) -> None:
+        others: list[tuple[Any, int]] = [(self._monitor, _POLLIN)]
+        if self._link is not None:
+            others.append((self._link.connection.fileno(), _POLLIN))
+        self._watched = {event: [(self._socket, event), *others] for event in (_POLLIN, _POLLOUT)}
+
+    def _read_link(self) -> None:
+        """Take the link's packets, so that retired memory does not stay mapped."""
+        if self._link is not None:
+            self._link.read()
+            if not self._link.is_open:
+                self._link = None
+                self._watch()
 
     def _look_at_monitor(self) -> None:
         while self._failure is None and self._monitor.poll(0):

@@ -1,4 +1,7 @@
-"""Whether memory is shared, and how much."""
+"""Sizes, times and queue lengths of the transport, and how much memory is shared.
+
+Both ends of a connection use the same values; tests use smaller ones.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,43 @@ from msgspec import Struct
 
 from pipedist.errors import UsageError
 from pipedist.transport.limits import GIB, KIB, MIB
+
+
+class SocketSettings(Struct, frozen=True):
+    """The times and queue lengths of a socket.
+
+    Args:
+        queue_messages_max: messages that ZeroMQ queues per peer and direction. More than the
+            credit that the scheduler gives a worker, so that it does not limit workers.
+        outbox_messages_max, outbox_bytes_max: messages and bytes that a Router keeps for one
+            peer beyond that, before it drops the peer.
+        linger_s: how long closing waits for unsent messages.
+        handshake_s: how long a peer may take for its handshake.
+        heartbeat_s, heartbeat_timeout_s: ZeroMQ's own heartbeat on TCP, which detects a host that
+            vanished. The scheduler detects hung workers.
+        handshakes_failed_max: failed handshakes without a reason, after which a Dealer raises
+            an error.
+        flush_retry_s: longest time between two attempts to send to a full queue.
+        frames_per_wake_up: frames that a Router handles before other tasks have their turn.
+        peers_max: identities that a Router remembers.
+    """
+
+    queue_messages_max: int = 256
+    outbox_messages_max: int = 64 * KIB
+    outbox_bytes_max: int = 4 * GIB
+    linger_s: float = 1.0
+    handshake_s: float = 5.0
+    heartbeat_s: float = 5.0
+    heartbeat_timeout_s: float = 30.0
+    handshakes_failed_max: int = 3
+    flush_retry_s: float = 0.005
+    frames_per_wake_up: int = 256
+    peers_max: int = 64 * KIB
+
+
+SETTINGS = SocketSettings()
+"""The settings of the protocol; tests use smaller ones."""
+
 
 VARIABLE: Final = "PIPEDIST_SHARED_MEMORY"
 """Environment variable: 0 sends everything as frames."""
@@ -46,7 +86,7 @@ class SharedMemory(Struct, frozen=True):
 
     @classmethod
     def of_cluster(cls, workers: int) -> SharedMemory | None:
-        """Return what a cluster of so many workers on this host shares; None: only frames.
+        """Return the share for a cluster on this host; None if memory is not shared.
 
         1 GiB in all, or an eighth of the machine's memory; half of it for what goes out.
 

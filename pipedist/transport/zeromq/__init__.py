@@ -1,0 +1,1 @@
+"""ZeroMQ sockets: a ROUTER in an asyncio loop, and a blocking DEALER."""
