@@ -54,7 +54,7 @@ PARTS = {
     "async pipedist.pipeline.folds:Fold.finish": "folds",
     "pipedist.pipeline.subscription:Subscription.put": "stream to the user",
     "async pipedist.pipeline.subscription:Subscription.take": "stream to the user",
-    "async pipedist.strategy.kinds:Strategy.run": "strategy",
+    "async pipedist.strategy.strategies:Strategy.run": "strategy",
     "async pipedist.strategy.base:BaseStrategy.reduce": "strategy",
     "pipedist.values:reduce": "folds",
     "async pipedist.coordinator.handle:PassHandle.call_step": "strategy: call_step",

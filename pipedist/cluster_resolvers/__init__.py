@@ -4,13 +4,17 @@ Pure descriptions: nothing here connects to anything but KubernetesClusterResolv
 server. What they read from the environment is checked when they are made.
 """
 
-from pipedist.cluster_resolvers.base import ClusterResolver, ResolverError, ResolverStateError
-from pipedist.cluster_resolvers.cluster_spec import ClusterSpec
 from pipedist.cluster_resolvers.kubernetes import KubernetesClusterResolver, Pod
-from pipedist.cluster_resolvers.simple import SimpleClusterResolver, UnionResolver
-from pipedist.cluster_resolvers.slurm import SlurmClusterResolver
-from pipedist.cluster_resolvers.slurm_lists import expand_hostlist, expand_tasks_per_node
-from pipedist.cluster_resolvers.tf_config import TFConfigClusterResolver
+from pipedist.cluster_resolvers.resolvers import (
+    ClusterResolver,
+    ClusterSpec,
+    ResolverError,
+    ResolverStateError,
+    SimpleClusterResolver,
+    TFConfigClusterResolver,
+    UnionResolver,
+)
+from pipedist.cluster_resolvers.slurm import SlurmClusterResolver, expand_hostlist, expand_tasks_per_node
 
 __all__ = [
     "ClusterResolver",

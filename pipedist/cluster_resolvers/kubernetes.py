@@ -6,13 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from pipedist.cluster_resolvers.base import (
+from pipedist.cluster_resolvers.resolvers import (
     ClusterResolver,
+    ClusterSpec,
     ResolverStateError,
     number,
     text_or_none,
 )
-from pipedist.cluster_resolvers.cluster_spec import ClusterSpec
 
 PORT: Final = 8470
 LABELS: Final[Mapping[str, Sequence[str]]] = {"worker": ("job-name=tensorflow",)}

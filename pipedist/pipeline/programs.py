@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from pipedist.coordinator import Slots
-from pipedist.plan import NOTHING_SAID, PassPlan, Plan
+from pipedist.plan import DEFAULT_COLLECTIVES, PassPlan, Plan
 from pipedist.program import (
     OWN_STATE,
     Emit,
@@ -103,7 +103,7 @@ def pass_program(
         else:
             whole.add(stage.of)
     emits += [Emit(_VALUE + name, index[name]) for name in sorted(whole)]
-    said = next(iter(pass_.communication(spec).values()), NOTHING_SAID)
+    said = next(iter(pass_.communication(spec).values()), DEFAULT_COLLECTIVES)
     return Program(
         seed=spec.seed,
         replicas=spec.replicas,

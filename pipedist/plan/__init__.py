@@ -1,6 +1,6 @@
 """Spec + what is there -> Plan: phases of passes, checked, printable, before anything runs."""
 
 from pipedist.plan.compiler import compile_plan
-from pipedist.plan.model import NOTHING_SAID, PassPlan, Plan
+from pipedist.plan.model import DEFAULT_COLLECTIVES, PassPlan, Plan
 
-__all__ = ["NOTHING_SAID", "PassPlan", "Plan", "compile_plan"]
+__all__ = ["DEFAULT_COLLECTIVES", "PassPlan", "Plan", "compile_plan"]

@@ -14,7 +14,7 @@ from pipedist.program import FunctionRef
 from pipedist.spec import Spec
 
 
-class CallForm(Struct, frozen=True):
+class CallSignature(Struct, frozen=True):
     """How a stage calls its function.
 
     Args:
@@ -44,7 +44,11 @@ class Callables:
         self._problems = problems
 
     def find(
-        self, fn: str | Callable[..., Any], form: CallForm, place: tuple[str, ...], arguments: tuple[str, ...]
+        self,
+        fn: str | Callable[..., Any],
+        form: CallSignature,
+        place: tuple[str, ...],
+        arguments: tuple[str, ...],
     ) -> FunctionRef | None:
         """Return how a function travels to workers; None, and a note, where it can't be had here.
 
@@ -68,7 +72,7 @@ class Callables:
         return ref
 
 
-def _unfit(fn: Callable[..., Any], form: CallForm) -> str | None:
+def _unfit(fn: Callable[..., Any], form: CallSignature) -> str | None:
     """Return why a function can't be called so, None if it can."""
     try:
         signature = inspect.signature(fn)

@@ -12,10 +12,10 @@ from pipedist.accelerators import Supply
 from pipedist.datasets.sources import Source, SourceError, open_source
 from pipedist.errors import PlanError, Problem, UsageError
 from pipedist.functions import FunctionNotFound, load, reference
-from pipedist.plan.callables import Callables, CallForm
+from pipedist.plan.callables import Callables, CallSignature
 from pipedist.plan.gpus import check_gpus, supply_for
 from pipedist.plan.model import PassPlan, Plan
-from pipedist.plan.phases import TwoReadings, links_of, phases
+from pipedist.plan.phases import ConflictingTrainingInputs, links_of, phases
 from pipedist.plan.states import plan_states
 from pipedist.plan.view import plural
 from pipedist.program import FunctionRef
@@ -114,11 +114,11 @@ def _import_functions(spec: Spec, callables: Callables) -> dict[str, FunctionRef
         place = ("stages", name)
         ref = None
         if isinstance(stage, RunSpec):
-            form = CallForm(("shard",), tuple(stage.with_), serves_calls=True)
+            form = CallSignature(("shard",), tuple(stage.with_), serves_calls=True)
             ref = callables.find(stage.run, form, (*place, "run"), (*place, "with"))
         elif isinstance(stage, ReduceSpec) and stage.combine is not None:
             at = (*place, "reduce")
-            ref = callables.find(stage.combine, CallForm(("a", "b"), name="combine"), at, at)
+            ref = callables.find(stage.combine, CallSignature(("a", "b"), name="combine"), at, at)
         if ref is not None:
             functions[name] = ref
     return functions
@@ -137,7 +137,7 @@ def _phases(
 ) -> tuple[tuple[PassPlan, ...], ...]:
     try:
         return phases(spec, training)
-    except TwoReadings as error:
+    except ConflictingTrainingInputs as error:
         problems.append(spec.problem(("stages", error.stage, "of"), str(error), expected="one reading"))
         return ()
 

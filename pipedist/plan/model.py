@@ -16,7 +16,7 @@ from pipedist.spec import CollectivesSpec, RunSpec, Spec, StateRef, references
 Rhythm = Literal["step", "epoch", "run"]
 """How often something changes, or how much of a reading may begin at a time."""
 
-NOTHING_SAID: Final = CollectivesSpec(implementation="auto", timeout_s=None, bytes_per_pack=0)
+DEFAULT_COLLECTIVES: Final = CollectivesSpec(implementation="auto", timeout_s=None, bytes_per_pack=0)
 """What `collectives: true` says of how they communicate."""
 
 
@@ -53,7 +53,7 @@ class PassPlan(Struct, frozen=True):
         said: dict[str, CollectivesSpec] = {}
         for name in self.runs:
             stage = spec.stages[name]
-            if isinstance(stage, RunSpec) and stage.collectives and stage.collectives != NOTHING_SAID:
+            if isinstance(stage, RunSpec) and stage.collectives and stage.collectives != DEFAULT_COLLECTIVES:
                 said[name] = stage.collectives
         return said
 

@@ -21,7 +21,7 @@ from pipedist.spec.stages import STAGES
 from pipedist.spec.training import Links, Training
 
 
-class TwoReadings(Exception):
+class ConflictingTrainingInputs(Exception):
     """The updates of a spec are fed by two readings, which can't take turns.
 
     Args:
@@ -54,7 +54,7 @@ def phases(spec: Spec, training: Training | None) -> tuple[tuple[PassPlan, ...],
     """Return the passes of each phase.
 
     Raises:
-        TwoReadings: see there.
+        ConflictingTrainingInputs: see there.
     """
     places = _Places(spec, training)
     groups: dict[tuple[int, str], list[str]] = {}
@@ -136,7 +136,7 @@ class _Places:
         root = self.root[fed[0]]
         for name in fed:
             if self.root[name] != root:
-                raise TwoReadings(name, self.root[name], root)
+                raise ConflictingTrainingInputs(name, self.root[name], root)
         self.training_pass = (number, root)
 
     def _least(self, name: str) -> int:

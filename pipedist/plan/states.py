@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from pipedist.errors import Problem
-from pipedist.plan.callables import Callables, CallForm
+from pipedist.plan.callables import Callables, CallSignature
 from pipedist.plan.model import Rhythm, StatePlan
 from pipedist.program import FunctionRef, Tree
 from pipedist.spec import GatherSpec, InitFile, InitFunction, InitLiteral, ReduceSpec, Spec, UpdateSpec
@@ -30,14 +30,14 @@ def plan_states(
         if not isinstance(stage, UpdateSpec):
             continue
         place = ("stages", name)
-        with_ = CallForm(("state", "value"), tuple(stage.with_))
+        with_ = CallSignature(("state", "value"), tuple(stage.with_))
         update = callables.find(stage.update, with_, (*place, "update"), (*place, "with"))
         if update is not None:
             functions[name] = update
         until = None
         if stage.until is not None:
             at = (*place, "until")
-            until = callables.find(stage.until, CallForm(("old", "new")), at, at)
+            until = callables.find(stage.until, CallSignature(("old", "new")), at, at)
         init: FunctionRef | None = None
         arguments: dict[str, Tree] = {}
         value: Tree = None
@@ -45,7 +45,7 @@ def plan_states(
             case InitLiteral():
                 value = stage.init.value
             case InitFunction(function, arguments):
-                form = CallForm((), tuple(arguments))
+                form = CallSignature((), tuple(arguments))
                 at = (*place, "init")
                 init = callables.find(function, form, (*at, "function"), (*at, "with"))
             case InitFile(path):

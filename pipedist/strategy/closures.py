@@ -14,10 +14,10 @@ from pipedist.errors import UsageError
 from pipedist.functions import reference
 from pipedist.program import FunctionRef, Tree
 from pipedist.strategy.context import NotForReplicas
-from pipedist.strategy.parameters import ParameterVariable, Turns, capturing
+from pipedist.strategy.parameters import CommitOrder, ParameterVariable, capturing
 from pipedist.strategy.per_worker import AS_ARGUMENT, PerWorkerDataset, PerWorkerIterator
 from pipedist.strategy.remote_value import RemoteValue
-from pipedist.worker.closures import Standin, closure_of
+from pipedist.worker.closures import VariablePlaceholder, closure_of
 from pipedist.worker.sharded_variable import ShardedVariable
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -30,7 +30,7 @@ class Scheduled:
 
     Args:
         function: what the worker calls.
-        arguments: (args, kwargs); with RemoteValues, and Standins for variables.
+        arguments: (args, kwargs); with RemoteValues, and VariablePlaceholders for variables.
         variables: those that it has, by number.
         reads: version of them that it reads at least.
         value: its future.
@@ -63,7 +63,7 @@ class Scheduled:
         return (sent, *arguments), {}
 
 
-class Parts:
+class ClosureBuilder:
     """What a closure is made of, taken from the caller's hands.
 
     Args:
@@ -77,7 +77,7 @@ class Parts:
         UsageError: `fn` can't be sent.
     """
 
-    def __init__(self, fn: Callable[..., Any], arguments: Arguments, turns: Turns) -> None:
+    def __init__(self, fn: Callable[..., Any], arguments: Arguments, turns: CommitOrder) -> None:
         self._fn = fn
         self._turns = turns
         with capturing() as self.variables:
@@ -91,9 +91,9 @@ class Parts:
         for place, leaf in enumerate(self._leaves):
             match leaf:
                 case ParameterVariable():
-                    self._leaves[place] = self._standin([leaf], "")
+                    self._leaves[place] = self._placeholder([leaf], "")
                 case ShardedVariable():
-                    self._leaves[place] = self._standin(leaf.variables, leaf.name)
+                    self._leaves[place] = self._placeholder(leaf.variables, leaf.name)
                 case RemoteValue() if leaf._turns is not turns:
                     raise ValueError(f"{leaf!r} is another coordinator's: fetch it, and give its result")
                 case np.ndarray() if leaf.flags.writeable:
@@ -103,14 +103,14 @@ class Parts:
                 case PerWorkerDataset():
                     raise TypeError(AS_ARGUMENT)
 
-    def _standin(self, variables: Sequence[object], name: str) -> Standin:
+    def _placeholder(self, variables: Sequence[object], name: str) -> VariablePlaceholder:
         """Return what is sent in place of a variable, which becomes one of the closure's."""
         numbers = []
         for variable in variables:
             own = _require_own(variable, self._turns)
             self.variables[own.number] = own
             numbers.append(own.number)
-        return Standin(numbers, name)
+        return VariablePlaceholder(numbers, name)
 
     async def take(self, worker: int) -> None:
         """Take the next element of each iterator; what goes wrong is the closure's error.
@@ -149,7 +149,7 @@ class Parts:
         )
 
 
-def _require_own(variable: object, turns: Turns) -> ParameterVariable:
+def _require_own(variable: object, turns: CommitOrder) -> ParameterVariable:
     if not isinstance(variable, ParameterVariable) or not variable.is_of(turns):
         raise ValueError(f"{variable!r} is another strategy's: only closures of its own coordinator use it")
     return variable

@@ -32,7 +32,7 @@ from pipedist.datasets.logical import Dataset
 from pipedist.errors import RunCancelled, UsageError
 from pipedist.misuse_hints import AsyncOnly
 from pipedist.program import Tree
-from pipedist.strategy.closures import Parts, Scheduled
+from pipedist.strategy.closures import ClosureBuilder, Scheduled
 from pipedist.strategy.context import require_cross_replica
 from pipedist.strategy.parameter_server import ParameterServerStrategy
 from pipedist.strategy.parameters import apply
@@ -234,7 +234,7 @@ class ClusterCoordinator(AsyncOnly):
     ) -> Scheduled:
         """Return a closure with its arguments as they are now."""
         [arguments] = self._strategy._arguments(args, kwargs)
-        parts = Parts(fn, arguments, self._turns)
+        parts = ClosureBuilder(fn, arguments, self._turns)
         if parts.iterators:
             await parts.take(self._deal % self._strategy.workers)
             self._deal += 1  # where nothing was taken, it is still that worker's turn

@@ -13,8 +13,8 @@ from pipedist.errors import UsageError
 from pipedist.partitioners import shard_sizes
 from pipedist.program import Tree
 from pipedist.strategy.context import require_outside
-from pipedist.strategy.parameters import ParameterVariable, Turns
-from pipedist.strategy.per_worker import UndealtDataset
+from pipedist.strategy.parameters import CommitOrder, ParameterVariable
+from pipedist.strategy.per_worker import ReplicatedDataset
 from pipedist.strategy.replicated import Cluster, Strategy
 from pipedist.worker.sharded_variable import ShardedVariable
 from pipedist.worker.variable_rules import Array, declare, first_value
@@ -79,7 +79,7 @@ class ParameterServerStrategy(Strategy):
         self._workers = check_int("workers", cluster.workers if workers is None else workers, at_least=1)
         self._placed = 0
         self._coordinator: ClusterCoordinator | None = None
-        self._turns = Turns()
+        self._turns = CommitOrder()
         """Of the closures; for the coordinator."""
 
     @property
@@ -189,5 +189,7 @@ class ParameterServerStrategy(Strategy):
             )
         return max(1, min(partitions[0], len(value)))
 
-    def _distributed(self, pipelines: Sequence[Dataset], each: int, options: InputOptions) -> UndealtDataset:
-        return UndealtDataset(pipelines, each, identity=True, buffer_steps=options.per_replica_buffer_size)
+    def _distributed(
+        self, pipelines: Sequence[Dataset], each: int, options: InputOptions
+    ) -> ReplicatedDataset:
+        return ReplicatedDataset(pipelines, each, identity=True, buffer_steps=options.per_replica_buffer_size)

@@ -21,7 +21,7 @@ from pipedist.worker.variable_access import AnyVariable, update_copies
 from pipedist.worker.variable_rules import Array, How, Traits, operand_of, updated
 
 
-class Turns:
+class CommitOrder:
     """Whose turn it is, and what the program knows of it."""
 
     def __init__(self) -> None:
@@ -61,7 +61,7 @@ class ParameterVariable(AnyVariable):
     _traits: Traits
 
     def __init__(
-        self, turns: Turns, number: int, traits: Traits, value: Array, parameter_server: int
+        self, turns: CommitOrder, number: int, traits: Traits, value: Array, parameter_server: int
     ) -> None:
         self.parameter_server = parameter_server
         self._turns = turns
@@ -94,7 +94,7 @@ class ParameterVariable(AnyVariable):
         return self._number
 
     def update(
-        self, turns: Turns, fn: Callable[..., Tree], args: Sequence[Any], kwargs: Mapping[str, Any]
+        self, turns: CommitOrder, fn: Callable[..., Tree], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Tree:
         """Let a function change the value: see `BaseStrategy.update`.
 
@@ -112,7 +112,7 @@ class ParameterVariable(AnyVariable):
             self.assign(after)
         return result
 
-    def is_of(self, turns: Turns) -> bool:
+    def is_of(self, turns: CommitOrder) -> bool:
         """Whether it is a variable of the strategy whose turns these are."""
         return self._turns is turns
 

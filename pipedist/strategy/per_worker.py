@@ -23,7 +23,7 @@ from pipedist.strategy.distributed import DistributedDataset, DistributedIterato
 _BUFFER_ELEMENTS = 1
 
 
-class UndealtDataset(DistributedDataset):
+class ReplicatedDataset(DistributedDataset):
     """What a ParameterServerStrategy distributes: for `create_per_worker_dataset` only."""
 
     __slots__ = ()
@@ -111,7 +111,7 @@ def per_worker_datasets(source: object, workers: int) -> list[Dataset]:
     """Return a dataset for each logical worker.
 
     Args:
-        source: a Dataset or UndealtDataset, which every worker reads as a whole; or a function that
+        source: a Dataset or ReplicatedDataset, which every worker reads as a whole; or a function that
             returns one, called once for each worker, with nothing or with its InputContext.
         workers: how many there are.
 
@@ -133,7 +133,7 @@ def per_worker_datasets(source: object, workers: int) -> list[Dataset]:
 
 
 def _dataset(value: object, expected: str) -> Dataset:
-    if isinstance(value, UndealtDataset):
+    if isinstance(value, ReplicatedDataset):
         return value.pipeline
     if isinstance(value, Dataset):
         return value

@@ -22,7 +22,7 @@ from pipedist.errors import UsageError
 from pipedist.functions import reference
 from pipedist.program import FunctionRef
 from pipedist.strategy.context import NotForReplicas
-from pipedist.strategy.variables import Noted, Variable
+from pipedist.strategy.variables import CapturedVariables, Variable
 
 _TOKENS_MAX: Final = 512
 """Functions that capture more are pickled for each run: looking through it would cost as much."""
@@ -50,7 +50,7 @@ class References:
     def __init__(self) -> None:
         self._kept: WeakKeyDictionary[FunctionType, _Kept] = WeakKeyDictionary()
 
-    def of(self, fn: Callable[..., Any], noted: Noted) -> FunctionRef:
+    def of(self, fn: Callable[..., Any], noted: CapturedVariables) -> FunctionRef:
         """Return how a function travels, as it is now.
 
         Args:
@@ -90,7 +90,7 @@ def require_callable(fn: Callable[..., Any]) -> None:
         raise TypeError(f"run needs a function, but {fn!r} of type {type(fn).__name__} can't be called")
 
 
-def _referred(fn: Callable[..., Any], noted: Noted) -> FunctionRef:
+def _referred(fn: Callable[..., Any], noted: CapturedVariables) -> FunctionRef:
     try:
         with noted.here():
             return reference(fn)

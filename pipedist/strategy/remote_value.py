@@ -11,7 +11,7 @@ import anyio
 from pipedist.errors import PipedistError
 from pipedist.program import Tree
 from pipedist.strategy.context import NotForReplicas
-from pipedist.strategy.parameters import Turns
+from pipedist.strategy.parameters import CommitOrder
 
 
 class ClosureCancelled(PipedistError, concurrent.futures.CancelledError):
@@ -30,7 +30,7 @@ class RemoteValue:
 
     __slots__ = ("_done", "_error", "_result", "_turns", "label", "number")
 
-    def __init__(self, number: int, label: str, turns: Turns) -> None:
+    def __init__(self, number: int, label: str, turns: CommitOrder) -> None:
         self.number = number
         """How many closures were scheduled before."""
         self.label = label

@@ -23,8 +23,8 @@ from pipedist.strategy.base import BaseStrategy
 from pipedist.strategy.context import require_cross_replica
 from pipedist.strategy.passes import SLOT, Passes
 from pipedist.strategy.references import References, require_callable
-from pipedist.strategy.step_runs import STEPS_AHEAD, Begun, StepRuns
-from pipedist.strategy.variables import Noted, Transaction, used
+from pipedist.strategy.step_runs import STEPS_AHEAD, PendingRun, StepRuns
+from pipedist.strategy.variables import CapturedVariables, Transaction, used
 from pipedist.transport.codec import UnsendableError, encode
 
 if TYPE_CHECKING:
@@ -145,7 +145,7 @@ class Strategy(AsyncOnly, BaseStrategy):
         self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None
     ) -> _Call:
         """Make ready for a run; nothing is sent yet."""
-        noted = Noted(self, self._open_passes().coordinator)
+        noted = CapturedVariables(self, self._open_passes().coordinator)
         function = self._references.of(fn, noted)
         return _Call(function, self._arguments(args, kwargs, noted.argument), noted)
 
@@ -168,12 +168,14 @@ class Strategy(AsyncOnly, BaseStrategy):
                 raise
         return self._result(call, results)
 
-    def _begin(self, fn: Callable[..., Any], args: Sequence[Any]) -> Begun | None:
+    def _begin(self, fn: Callable[..., Any], args: Sequence[Any]) -> PendingRun | None:
         """Begin a run that uses no variables; None for one that does."""
         call = self._prepare(fn, args, None)
         if call.noted.variables:
             return None
-        return Begun(self._open_passes().using(call.function), call.arguments, partial(self._result, call))
+        return PendingRun(
+            self._open_passes().using(call.function), call.arguments, partial(self._result, call)
+        )
 
     def _can_join(self, results: list[Slots]) -> bool:
         structures = [trees.structure(result[SLOT]) for result in results]
@@ -260,7 +262,7 @@ class _Call:
 
     function: FunctionRef
     arguments: list[Tree]
-    noted: Noted
+    noted: CapturedVariables
 
 
 def _devices(devices: Sequence[str] | None) -> tuple[str, ...]:

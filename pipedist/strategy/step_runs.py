@@ -23,7 +23,7 @@ STEPS_AHEAD: Final = 16
 """Steps that are begun before the first one's result is taken, if nothing else is said."""
 
 
-class Begun:
+class PendingRun:
     """A run that is sent, and whose result is asked for later.
 
     Args:
@@ -81,7 +81,7 @@ class StepRuns(AsyncOnly, AsyncIterableOnly):
 
     def __init__(
         self,
-        begin: Callable[[Callable[..., Any], Sequence[Any]], Begun | None],
+        begin: Callable[[Callable[..., Any], Sequence[Any]], PendingRun | None],
         run: Callable[[Sequence[Any]], Awaitable[Tree]],
         fn: Callable[..., Any],
         steps: AsyncIterable[Tree],
@@ -96,7 +96,7 @@ class StepRuns(AsyncOnly, AsyncIterableOnly):
         self._fn = fn
         self._steps = aiter(steps)
         self._ahead = ahead
-        self._waiting: deque[Begun | Exception | tuple[Any, ...]] = deque()
+        self._waiting: deque[PendingRun | Exception | tuple[Any, ...]] = deque()
         """Of each step that was read: its run, why there is none, or the arguments of one to come."""
         self._ended = False
         self._lock = anyio.Lock(fast_acquire=True)
@@ -124,7 +124,7 @@ class StepRuns(AsyncOnly, AsyncIterableOnly):
         try:
             if isinstance(first, Exception):
                 raise first
-            result = await (first.result() if isinstance(first, Begun) else self._run(first))
+            result = await (first.result() if isinstance(first, PendingRun) else self._run(first))
         except Exception:
             await self.aclose()
             raise
@@ -151,7 +151,7 @@ class StepRuns(AsyncOnly, AsyncIterableOnly):
         self._ended = True
         while self._waiting:
             left = self._waiting.popleft()
-            if isinstance(left, Begun):
+            if isinstance(left, PendingRun):
                 left.drop()
         close = getattr(self._steps, "aclose", None)
         if close is not None:

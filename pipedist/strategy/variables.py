@@ -175,7 +175,7 @@ class Variable(AnyVariable):
         return f"<{type(self).__name__} {self._traits.label}, version {self._version}>"
 
 
-class Noted:
+class CapturedVariables:
     """The variables that a run turns out to use.
 
     Args:
@@ -235,7 +235,7 @@ def _require_own(variable: Variable, strategy: BaseStrategy) -> None:
         )
 
 
-_noted: ContextVar[Noted | None] = ContextVar("pipedist_noted_variables", default=None)
+_noted: ContextVar[CapturedVariables | None] = ContextVar("pipedist_noted_variables", default=None)
 """Set while a replica function is pickled."""
 
 
@@ -258,7 +258,7 @@ class Transaction:
         noted: the run's variables; the coordinator is told the versions that it begins with.
     """
 
-    def __init__(self, noted: Noted) -> None:
+    def __init__(self, noted: CapturedVariables) -> None:
         coordinator = noted.coordinator
         self._variables = variables = noted.variables
         self.states: dict[str, tuple[int, int]] = {}

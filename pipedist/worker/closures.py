@@ -37,7 +37,7 @@ class Sent:
 
 
 @dataclass(frozen=True, slots=True)
-class Standin:
+class VariablePlaceholder:
     """Stands in a closure's arguments for a variable, or for one that is cut into shards.
 
     Args:
@@ -148,7 +148,7 @@ class Closure:
     def _called(self, args: Tree, kwargs: dict[str, Tree], ctx: ReplicaContext) -> Any:
         if self._fn is None:
             self._fn = functions.load(self._function, ())
-        args, kwargs = trees.replace((args, kwargs), Standin, _variable)
+        args, kwargs = trees.replace((args, kwargs), VariablePlaceholder, _variable)
         if "ctx" not in kwargs and functions.wants_ctx(self._fn):
             kwargs["ctx"] = ctx
         return self._fn(*args, **kwargs)
@@ -181,6 +181,6 @@ def closure_of(fn: Callable[..., Any], function: FunctionRef) -> Closure:
     return AsyncClosure(function) if functions.is_async(fn) else Closure(function)
 
 
-def _variable(standin: Standin) -> ClosureVariable | ShardedVariable:
-    variables = [ClosureVariable(number) for number in standin.numbers]
-    return ShardedVariable(standin.name, variables) if standin.name else variables[0]
+def _variable(placeholder: VariablePlaceholder) -> ClosureVariable | ShardedVariable:
+    variables = [ClosureVariable(number) for number in placeholder.numbers]
+    return ShardedVariable(placeholder.name, variables) if placeholder.name else variables[0]

@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from pipedist.cli.progress import Pace, Pacer, PlainReporter, ProgressTotals, describe, duration
+from pipedist.messages import LogLine
 from pipedist.pipeline.result import Progress, StageCount
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from pipedist import functions as travelling
 from pipedist.strategy.references import References
-from pipedist.strategy.variables import Noted
+from pipedist.strategy.variables import CapturedVariables
 from tests.strategy import functions
 
 
@@ -31,8 +31,8 @@ def pickled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return labels
 
 
-def noted() -> Noted:
-    return Noted(None, None)  # type: ignore[arg-type]
+def noted() -> CapturedVariables:
+    return CapturedVariables(None, None)  # type: ignore[arg-type]
 
 
 def capturing(value: Any) -> Callable[[], Any]:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipedist.errors import LocalProtocolError, RemoteProtocolError
-from pipedist.messages import Assign, Bind, Failed, Heartbeat, Message, Refuse, Welcome
+from pipedist.messages import Assign, Bind, Failed, Heartbeat, Message, Refuse, Stalled, Welcome
 from pipedist.transport.limits import LIMITS, STRING_BYTES_MAX
 from pipedist.transport.wire import pack, unpack
 
