@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pipedist
-from pipedist.scheduler import Limits, PassSettings, Scheduler
+from pipedist.scheduler import PassSettings, Scheduler, SchedulerLimits
 from pipedist.scheduler import commands as cmd
 from pipedist.scheduler import events as ev
 
@@ -28,7 +28,7 @@ HEARTBEAT_S = 5.0
 NS = 1e9
 PARTS = 5
 """A measurement has so many parts, of which the best counts: others use the machine too."""
-LIMITS = Limits(bytes_in_flight_max=2**40, steps_in_flight_max=2**20)
+LIMITS = SchedulerLimits(bytes_in_flight_max=2**40, steps_in_flight_max=2**20)
 """The valve is open: what is measured is the work with all workers busy."""
 
 

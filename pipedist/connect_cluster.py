@@ -14,7 +14,7 @@ from pipedist.accelerators import VISIBLE, Supply
 from pipedist.coordinator import Coordinator
 from pipedist.errors import UsageError
 from pipedist.local_cluster import Cluster, dial_in, print_notice
-from pipedist.scheduler import Limits
+from pipedist.scheduler import SchedulerLimits
 from pipedist.transport.keys import ServerKeys, read_key_file, workers_file, write_key_file
 
 _ANY_ADDRESS = ("tcp://0.0.0.0:", "tcp://[::]:")
@@ -59,7 +59,7 @@ class ConnectCluster(Cluster):
         listen: str | None = None,
         key_file: str | os.PathLike[str] | None = None,
         workers: int = 1,
-        limits: Limits | None = None,
+        limits: SchedulerLimits | None = None,
         threads_per_replica: int = 1,
         rejoin_s: float = REJOIN_S,
         gpus_per_worker: float = 0,

@@ -17,7 +17,7 @@ from pipedist.transport.keys import ClusterKeys, key_text, new_keys
 
 if TYPE_CHECKING:
     from pipedist.coordinator import Coordinator
-    from pipedist.scheduler import Limits
+    from pipedist.scheduler import SchedulerLimits
 
 _ANY_ADDRESS = ("0.0.0.0", "[::]", "*")
 
@@ -41,7 +41,7 @@ class EngineCluster(Cluster):
         *,
         listen: str | None,
         threads_per_replica: int,
-        limits: Limits | None,
+        limits: SchedulerLimits | None,
         force: bool = False,
     ) -> None:
         count = usable_cores() if workers is None else workers
@@ -125,7 +125,7 @@ class RayCluster(EngineCluster):
         threads_per_replica: int = 1,
         gpus_per_worker: float = 0,
         code: str | os.PathLike[str] | None = None,
-        limits: Limits | None = None,
+        limits: SchedulerLimits | None = None,
         force: bool = False,
     ) -> None:
         from pipedist.launchers.ray import RayEngine
@@ -179,7 +179,7 @@ class DaskCluster(EngineCluster):
         place_s: float = PLACE_S,
         listen: str | None = None,
         threads_per_replica: int = 1,
-        limits: Limits | None = None,
+        limits: SchedulerLimits | None = None,
         force: bool = False,
     ) -> None:
         require("distributed", "dask")

@@ -25,7 +25,7 @@ from pipedist.transport.config import SharedMemory
 
 if TYPE_CHECKING:
     from pipedist.coordinator import Coordinator
-    from pipedist.scheduler import Limits
+    from pipedist.scheduler import SchedulerLimits
     from pipedist.transport.keys import ServerKeys
 
 WORKERS_MAX = 4096
@@ -116,7 +116,7 @@ class Cluster(AsyncOnly, ABC):
 def dial_in(
     listen: str,
     keys: ServerKeys,
-    limits: Limits | None = None,
+    limits: SchedulerLimits | None = None,
     *,
     force: bool = False,
     rejoin_s: float = 0.0,
@@ -183,7 +183,7 @@ class LocalCluster(Cluster):
         workers: int | None = None,
         *,
         threads_per_replica: int = 1,
-        limits: Limits | None = None,
+        limits: SchedulerLimits | None = None,
         shared_memory: bool = True,
         gpus_per_worker: float = 0,
     ) -> None:

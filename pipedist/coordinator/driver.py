@@ -49,7 +49,7 @@ from pipedist.errors import (
 from pipedist.feeds import Feed
 from pipedist.launchers.base import Launcher, WorkerExit
 from pipedist.program import Program, Tree
-from pipedist.scheduler import Limits, PassSettings, Scheduler
+from pipedist.scheduler import PassSettings, Scheduler, SchedulerLimits
 from pipedist.scheduler import events as ev
 from pipedist.transport.codec import encode
 from pipedist.transport.router import Router
@@ -95,7 +95,7 @@ class Coordinator:
         router_factory: RouterFactory,
         launcher_factory: Callable[[str], Launcher] | None,
         workers: Sequence[str],
-        limits: Limits | None = None,
+        limits: SchedulerLimits | None = None,
         dial_in: bool = False,
         boot: str,
         shared_memory: bool = False,
@@ -104,7 +104,7 @@ class Coordinator:
         threads: int | None = None,
         tell: Callable[[str], None] = lambda _text: None,
     ) -> None:
-        limits = limits or Limits()
+        limits = limits or SchedulerLimits()
         self._router = router_factory(self._on_message, self._on_reject, self._on_lost)
         self._launcher_factory = launcher_factory
         self._fleet = Fleet(
@@ -114,7 +114,7 @@ class Coordinator:
             names=workers,
             dial_in=dial_in,
             boot=boot,
-            heard_within_s=limits.heard_within_s,
+            heartbeat_timeout_s=limits.heartbeat_timeout_s,
             rejoin_s=rejoin_s,
             explain=lambda *told: self._passes.explain(*told),
             on_refuse=self._on_reject,

@@ -61,7 +61,7 @@ class Fleet:
         names: the workers that the launcher starts; others dial in.
         dial_in: whether others may join.
         boot: this host's boot id: workers with the same one can read our files.
-        heard_within_s: how long a supervisor may be silent.
+        heartbeat_timeout_s: how long a supervisor may be silent.
         rejoin_s: how long workers that dialled in wait for another scheduler when this one is gone.
         explain: says what a lost worker's end means for the call that it ran; see `Explain`.
         on_refuse: told who may not join or speak, and why; and what of it is the same if it happens again.
@@ -79,7 +79,7 @@ class Fleet:
         names: Sequence[str],
         dial_in: bool,
         boot: str,
-        heard_within_s: float,
+        heartbeat_timeout_s: float,
         rejoin_s: float = 0.0,
         explain: Explain = lambda _worker, _running, _timed_out: None,
         on_refuse: Callable[[str, str], None] = lambda _reason, _again: None,
@@ -100,7 +100,7 @@ class Fleet:
         self._threads = threads
         self._tell = tell
         self._boot = boot
-        self._heartbeat_s = heard_within_s / _HEARTBEATS
+        self._heartbeat_s = heartbeat_timeout_s / _HEARTBEATS
         self._rejoin_s = rejoin_s
         self._roster = Roster()
         self._started: dict[str, int] = {}

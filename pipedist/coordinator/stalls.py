@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from pipedist.coordinator.handle import PassHandle
-from pipedist.scheduler.why import Explanation, Reason, Wait
+from pipedist.scheduler.diagnostics import Explanation, Reason, Wait
 from pipedist.worker.progress import Running
 
 
@@ -23,7 +23,7 @@ class Waiting:
         attempt: how often they were tried before.
         worker: that has them; "" where none has.
         for_s: for how long, as far as that is known, seconds.
-        reason: see `pipedist.scheduler.why.Reason`; readings know some more.
+        reason: see `pipedist.scheduler.diagnostics.Reason`; readings know some more.
         text: for what, for people.
     """
 

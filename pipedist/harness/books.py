@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pipedist.harness.workloads import Work
-from pipedist.scheduler import Limits
+from pipedist.scheduler import SchedulerLimits
 from pipedist.scheduler import commands as cmd
 from pipedist.scheduler import events as ev
 
@@ -78,7 +78,7 @@ class Books:
         limits: the scheduler's.
     """
 
-    def __init__(self, works: Iterable[Work], limits: Limits) -> None:
+    def __init__(self, works: Iterable[Work], limits: SchedulerLimits) -> None:
         self.leases: dict[int, LeaseBook] = {}
         self.incarnations: dict[str, int] = {}
         """Of each worker that has joined and was not lost."""
@@ -89,7 +89,7 @@ class Books:
         self._reporting: ev.CallsDone | None = None
         self._useless: LeaseBook | None = None
         """One of twins, which must be cancelled with the event that is being handled."""
-        self._laid_off: dict[str, int] = {}
+        self._suspended: dict[str, int] = {}
         """By worker that may be stuck in a call that was executed elsewhere, the lease."""
         self.second_attempts = 0
         """How many calls were executed a second time while the first attempt ran."""
@@ -111,15 +111,15 @@ class Books:
         if self.incarnations.get(worker) != incarnation:
             return
         del self.incarnations[worker]
-        self._laid_off.pop(worker, None)
+        self._suspended.pop(worker, None)
         for lease in self._of_worker.pop(worker, ()):
             lease.is_void = True
             self._part(lease)
 
     def heard(self, worker: str, incarnation: int, lease: int) -> None:
         """A worker has heard that a lease was cancelled."""
-        if self.incarnations.get(worker) == incarnation and self._laid_off.get(worker) == lease:
-            del self._laid_off[worker]
+        if self.incarnations.get(worker) == incarnation and self._suspended.get(worker) == lease:
+            del self._suspended[worker]
 
     def _part(self, lease: LeaseBook) -> LeaseBook | None:
         """A lease is a twin no more, if it was; return the other one."""
@@ -214,7 +214,7 @@ class Books:
 
     def _issue(self, worker: str, id_: int, pass_id: int, lo: int, hi: int, serial: int = 0) -> LeaseBook:
         book = self._passes[pass_id]
-        if worker in self._laid_off:
+        if worker in self._suspended:
             raise Violation(f"lease {id_} is given to {worker}, which may be stuck in a call")
         if worker not in self.incarnations:
             raise Violation(f"lease {id_} is given to {worker}, which is not there")
@@ -245,7 +245,7 @@ class Books:
         lease.is_void = True
         self._part(lease)
         if lease is self._useless:
-            self._laid_off[command.worker] = lease.id
+            self._suspended[command.worker] = lease.id
         held = self._of_worker.get(lease.worker, [])
         if lease in held:
             held.remove(lease)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import difflib
 
-from pipedist.scheduler import Command, Event, Limits, PassSettings, Scheduler
+from pipedist.scheduler import Command, Event, PassSettings, Scheduler, SchedulerLimits
 from pipedist.scheduler import events as ev
 
 _STORY_LINES_MAX = 60
@@ -32,7 +32,7 @@ class Playbook:
         scheduler: one that has lived already, instead of a fresh one.
     """
 
-    def __init__(self, limits: Limits | None = None, scheduler: Scheduler | None = None) -> None:
+    def __init__(self, limits: SchedulerLimits | None = None, scheduler: Scheduler | None = None) -> None:
         self.scheduler = scheduler or Scheduler(limits)
         self.now = 0.0
         """The virtual time at which the next event happens, seconds."""

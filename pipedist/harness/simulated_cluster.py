@@ -32,7 +32,7 @@ from pipedist.harness.virtual_loop import VirtualLoop
 from pipedist.launchers.base import WorkerExit
 from pipedist.local_cluster import Cluster
 from pipedist.program import Program
-from pipedist.scheduler import Limits, PassSettings
+from pipedist.scheduler import PassSettings, SchedulerLimits
 from pipedist.scheduler import events as ev
 from pipedist.transport.codec import Frame, decode, encode
 from pipedist.transport.wire import pack, unpack
@@ -383,7 +383,7 @@ class SimulatedCluster(Cluster):
             router_factory=router_factory,
             launcher_factory=lambda _endpoint: cast(Any, SimulatedLauncher(simulated)),
             workers=[f"w{i}" for i in range(self._workers)],
-            limits=Limits(deaths_max=1_000_000, starts_fruitless_max=1_000_000),
+            limits=SchedulerLimits(deaths_max=1_000_000, failed_starts_max=1_000_000),
             boot=boot_id(),
         )
         coordinator.simulated, coordinator.declared = simulated, self._costs

@@ -150,7 +150,7 @@ class _Supervisor:
         process, world = self.process, self._world
         if process is not None and process.alive and not process.asleep:
             self._connection.send_up(Heartbeat(self.worker, process.incarnation))
-        world.time.at(world.time.now + world.limits.heard_within_s / 3, self.beat)
+        world.time.at(world.time.now + world.limits.heartbeat_timeout_s / 3, self.beat)
 
     def refuse(self, before: int) -> None:
         """Say, from the hub, that its processes before this incarnation were put out."""

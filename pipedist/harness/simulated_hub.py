@@ -17,7 +17,7 @@ from pipedist.coordinator.store import Chunk
 from pipedist.errors import RemoteProtocolError
 from pipedist.harness.books import CHECKS, Books, Violation
 from pipedist.harness.simulated_process import Item, SimulatedProcess
-from pipedist.scheduler import Command, Event, Limits, Scheduler
+from pipedist.scheduler import Command, Event, Scheduler, SchedulerLimits
 from pipedist.scheduler import commands as cmd
 from pipedist.scheduler import events as ev
 
@@ -47,7 +47,7 @@ class SimulatedHub:
     """
 
     def __init__(
-        self, world: Simulation, scheduler: Scheduler, limits: Limits, managed: Sequence[str]
+        self, world: Simulation, scheduler: Scheduler, limits: SchedulerLimits, managed: Sequence[str]
     ) -> None:
         self.scheduler = scheduler
         self.books = Books(world.works.values(), limits)

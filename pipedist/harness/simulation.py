@@ -27,7 +27,7 @@ from pipedist.harness.simulated_process import PAUSE_S, SimulatedProcess
 from pipedist.harness.simulated_readers import SimulatedReaders
 from pipedist.harness.virtual_time import VirtualTime
 from pipedist.harness.workloads import draw_works
-from pipedist.scheduler import Limits, Scheduler
+from pipedist.scheduler import Scheduler, SchedulerLimits
 from pipedist.scheduler import events as ev
 
 CALM_S = 300.0
@@ -62,7 +62,7 @@ class Simulation:
         workers: int = 5,
         calls: int = 40,
         faults: Faults | None = None,
-        scheduler: Callable[[Limits], Scheduler] = Scheduler,
+        scheduler: Callable[[SchedulerLimits], Scheduler] = Scheduler,
         check_every: int | None = None,
     ) -> None:
         self.seed = seed
@@ -163,10 +163,10 @@ class Simulation:
         for process in self.hub.peers:
             if process.keeps and not may_be_lost:
                 raise Violation(f"{process.worker} keeps passes that are over: {process.keeps}")
-            laid_off = self.hub.scheduler._members.workers[process.worker].laid_off
+            suspended = self.hub.scheduler._members.workers[process.worker].suspended
             heard = process.is_at_rest and process.connection.has_delivered
-            if laid_off and heard and not may_be_lost:
-                raise Violation(f"{process.worker} is at rest, and laid off for lease {laid_off} still")
+            if suspended and heard and not may_be_lost:
+                raise Violation(f"{process.worker} is at rest, and laid off for lease {suspended} still")
 
     def _calm(self) -> None:
         self.network.calm()
@@ -196,17 +196,17 @@ class Simulation:
             process.pause(PAUSE_S * self.random.random() ** 2)
 
 
-def _draw_limits(random: Random) -> Limits:
+def _draw_limits(random: Random) -> SchedulerLimits:
     """Return limits; no call fails because of deaths, of which the faults cause any number."""
-    return Limits(
+    return SchedulerLimits(
         bundle_s=random.choice((0.01, 0.5, 2.0)),
         bundle_growth=random.choice((2, 8, 8)),
         steps_in_flight_max=random.choice((1, 4, 1000, 1000)),
         gangs_queued_max=random.choice((1, 3, 16)),
         bytes_in_flight_max=random.choice((500, 100_000)),
         deaths_max=1_000_000,
-        starts_fruitless_max=1_000_000,
-        heard_within_s=2.0,
+        failed_starts_max=1_000_000,
+        heartbeat_timeout_s=2.0,
         speculation_s_min=0.1,
         speculation_attempts_max=random.choice((1, 3)),
     )

@@ -49,7 +49,7 @@ def document(run: str, name: str, state: str, execution: Execution | None) -> Do
         "workers": {
             "ready": scheduler.ready,
             "busy": scheduler.busy,
-            "laid_off": list(scheduler.laid_off),
+            "suspended": list(scheduler.suspended),
             "starting": list(scheduler.starting),
         },
         "waits": told,
@@ -81,7 +81,7 @@ def lines(said: Document) -> list[str]:
         f"{said['phase']} of {said['phases']}; nothing has moved for {_seconds(said['silent_s'])}"
     )
     there = f"  workers: {workers['ready']} ready, {workers['busy']} of them busy"
-    for what, names in (("starting", workers["starting"]), ("laid off", workers["laid_off"])):
+    for what, names in (("starting", workers["starting"]), ("laid off", workers["suspended"])):
         if names:
             there += f"; {what}: {', '.join(names)}"
     return [head, there, *(f"  {_line(wait)}" for wait in said["waits"])]

@@ -1,21 +1,25 @@
-"""Finds the elements of a failed call that fail alone, by trying subsets of them.
+"""Find the elements of a failed call that fail alone, by executing subsets of them.
 
 Rules
 -----
-* What is tried are aligned halves of what failed: first both halves of the whole call, then both
-  halves of each subset that failed, down to single elements. Nothing is inferred: that one half passed
-  does not prove the other one guilty, because elements may also fail only together.
-* An element is guilty if it fails alone. A larger subset that fails is only split, so one attempt is
-  enough for it; how many attempts an element has before it is guilty is `Outcomes`' matter.
-* So what is found depends on which subsets fail, not on the order in which that is known.
-* With k guilty elements of n that are about 2 k log2(n / k) + 2 k probes, never more than 2 n. Beyond
-  `probes_max` the search is given up.
+* Aligned halves are executed: first both halves of the whole call, then both halves of each subset that
+  failed, down to single elements. Nothing is inferred: one half that passed does not prove that the other
+  contains a culprit, because elements may also fail only together.
+* A culprit is an element that fails alone. A larger subset that fails is only split, so one attempt is
+  enough for it; `Outcomes` decides how many attempts a single element has.
+* So the outcome depends on which subsets fail, not on the order of the reports.
+* k culprits among n elements need about 2 k log2(n / k) + 2 k probes, at most 2 n. Beyond `probes_max`
+  the search is abandoned.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
+
+from msgspec import Struct
 
 from pipedist.errors import LocalProtocolError
 from pipedist.scheduler.commands import Cause
@@ -28,59 +32,59 @@ class Bisection:
     """The search in one call, which failed as a whole.
 
     Args:
-        elements: how many can be told apart; 0: none.
-        probes_max: subsets that may be tried.
-        cause: why the whole call failed, for good.
+        elements: number of elements that can be executed separately.
+        probes_max: maximum number of subsets.
+        cause: why the whole call failed.
     """
 
-    __slots__ = ("_budget", "elements", "guilty", "trying")
+    __slots__ = ("_budget", "culprits", "elements", "trying")
 
     def __init__(self, elements: int, probes_max: int, cause: Cause) -> None:
         self.elements = elements
         self.trying: set[Span] = set()
-        """Subsets that are being tried."""
-        self.guilty: dict[int, Cause] = {}
-        """By position, the elements that fail alone."""
+        """Subsets that are pending."""
+        self.culprits: dict[int, Cause] = {}
+        """Elements that fail alone, by position."""
         self._budget = probes_max
-        if elements == 1:  # it has failed alone
-            self.guilty[0] = cause
+        if elements == 1:  # it failed alone
+            self.culprits[0] = cause
 
     def begin(self) -> Sequence[Span]:
-        """Return the first subsets to try; none where there is nothing to find."""
+        """Return the first subsets to execute; none if there are fewer than two elements."""
         return self._halves((0, self.elements)) if self.elements > 1 else ()
 
     def passed(self, span: Span) -> None:
-        """Take note that a subset did not fail."""
+        """Record that a subset passed."""
         self._over(span)
 
     def failed(self, span: Span, cause: Cause | None) -> Sequence[Span]:
-        """Take note that a subset failed, and return which ones are to be tried next.
+        """Record that a subset failed, and return the next subsets.
 
         Args:
-            cause: why, of a single element; None: in a way that does not make it guilty.
+            cause: why a single element failed; None: this failure does not make it a culprit.
         """
         self._over(span)
         lo, hi = span
         if hi - lo > 1:
             return self._halves(span)
         if cause is not None:
-            self.guilty[lo] = cause
+            self.culprits[lo] = cause
         return ()
 
     @property
     def is_given_up(self) -> bool:
-        """Whether it would take more than `probes_max`."""
+        """True if the search needs more than `probes_max` probes."""
         return self._budget < 0
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing is left to try."""
+        """True if no subset is pending."""
         return self.is_given_up or not self.trying
 
     @property
-    def innocent(self) -> tuple[Span, ...]:
-        """The elements that are not guilty, as ranges of positions."""
-        ends = [-1, *sorted(self.guilty), self.elements]
+    def healthy(self) -> tuple[Span, ...]:
+        """The other elements, as ranges of positions."""
+        ends = [-1, *sorted(self.culprits), self.elements]
         return tuple((a + 1, b) for a, b in pairwise(ends) if a + 1 < b)
 
     def _halves(self, span: Span) -> Sequence[Span]:
@@ -95,5 +99,104 @@ class Bisection:
 
     def _over(self, span: Span) -> None:
         if span not in self.trying:
-            raise LocalProtocolError(f"elements {span} were tried, but were not to be")
+            raise LocalProtocolError(f"elements {span} were executed, but not requested")
         self.trying.remove(span)
+
+
+class Death(Struct, frozen=True):
+    """The loss of a worker, and its meaning for the call that was running.
+
+    Args:
+        cause: a text for people.
+        stage, timed_out, retries, quarantine: see `events.WorkerLost`.
+    """
+
+    cause: str
+    stage: str = ""
+    timed_out: bool = False
+    retries: int = 0
+    quarantine: bool = False
+
+
+def most_likely_death(named: list[Death], death: Death) -> Death:
+    """Return the most frequent death of a call, after one more.
+
+    A worker may also be killed from outside while it runs a call that kills; if it died with its fork
+    server, the stage is unknown. The outcome must not depend on the order of deaths.
+
+    Args:
+        named: earlier deaths with a known stage; this one is added if its stage is known.
+        death: the latest death.
+    """
+    if death.stage:
+        named.append(death)
+    return max(named, key=named.count, default=death)
+
+
+@dataclass(slots=True, eq=False)
+class Probe:
+    """A subset of a call's elements that is executed by itself; its result does not count."""
+
+    call: int
+    span: Span
+    raised: Counter[str] = field(default_factory=Counter)
+    """Number of attempts that raised, by stage."""
+    deaths: int = 0
+    """Number of workers that died while executing it."""
+    named: list[Death] = field(default_factory=list)
+    """Those deaths whose stage is known."""
+
+    @property
+    def tried(self) -> int:
+        """Number of finished attempts."""
+        return self.raised.total() + self.deaths
+
+    @property
+    def is_single(self) -> bool:
+        """True if it is a single element."""
+        return self.span[1] - self.span[0] == 1
+
+
+@dataclass(slots=True, eq=False)
+class CulpritSearch:
+    """The search for the culprits of a call that failed permanently."""
+
+    cause: Cause
+    """Why the whole call failed."""
+    bisection: Bisection | None = None
+    """None until the number of elements is known."""
+
+
+@dataclass(slots=True, eq=False)
+class CulpritSearches:
+    """The searches of one pass."""
+
+    calls: dict[int, CulpritSearch] = field(default_factory=dict)
+    """Active searches, by call."""
+    waiting: list[Probe] = field(default_factory=list)
+    """Probes that wait for a worker, the lowest call first."""
+    cleared: dict[int, CulpritSearch] = field(default_factory=dict)
+    """Finished searches, by call: the call is executed once more without its culprits."""
+
+    def wait(self, probe: Probe) -> None:
+        """Let a probe wait for a worker."""
+        at = len(self.waiting)
+        while at and (probe.call, probe.span) < (self.waiting[at - 1].call, self.waiting[at - 1].span):
+            at -= 1
+        self.waiting.insert(at, probe)
+
+    def elements_of(self, call: int) -> tuple[Span, ...]:
+        """Return the elements of a call to execute; empty: all of them."""
+        cleared = self.cleared.get(call)
+        return cleared.bisection.healthy if cleared is not None and cleared.bisection is not None else ()
+
+    def forget(self, call: int) -> None:
+        """Drop the search of a call that is over or obsolete."""
+        self.cleared.pop(call, None)
+        if self.calls.pop(call, None) is not None:
+            self.waiting = [probe for probe in self.waiting if probe.call != call]
+
+    def forget_from(self, call: int) -> None:
+        """Drop the searches of all calls >= `call`."""
+        for each in [c for c in (*self.calls, *self.cleared) if c >= call]:
+            self.forget(each)

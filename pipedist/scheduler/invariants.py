@@ -1,6 +1,6 @@
-"""What holds of the scheduler's whole state between two events; checked in tests, not in production.
+"""Invariants of the scheduler's whole state between two events; checked in tests, not in production.
 
-Simulations look after every event: so nothing is put into words, or looked at twice, where all holds.
+Simulations check after every event, so messages are built only for violations.
 """
 
 from __future__ import annotations
@@ -10,19 +10,19 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from pipedist.errors import LocalProtocolError
-from pipedist.scheduler.gangs import Group
-from pipedist.scheduler.membership import Lease, Membership
+from pipedist.scheduler.bisection import Probe
+from pipedist.scheduler.leases import GangGroup, Lease
+from pipedist.scheduler.membership import Membership
 from pipedist.scheduler.passes import Pass
-from pipedist.scheduler.ranges import Todo
-from pipedist.scheduler.states import GangState, PassState, WorkerState
-from pipedist.scheduler.suspects import Probe
+from pipedist.scheduler.queues import Todo
+from pipedist.scheduler.transitions import GangState, PassState, WorkerState
 
 
 def check(passes: Mapping[int, Pass], members: Membership, waiting: Mapping[int, Pass]) -> None:
     """Check every invariant.
 
     Raises:
-        LocalProtocolError: naming the invariant that does not hold.
+        LocalProtocolError: an invariant does not hold; its message names it.
     """
     _check_workers(members)
     _check_watched(members)
@@ -47,8 +47,8 @@ def check(passes: Mapping[int, Pass], members: Membership, waiting: Mapping[int,
             raise LocalProtocolError(f"pass {id_} has gangs, but is no gang pass")
         _check_counts(pass_)
         _check_kept(pass_, members)
-        if pass_.deals and waiting.get(id_) is not pass_:
-            raise LocalProtocolError(f"pass {id_} waits, but is not dealt")
+        if pass_.has_assignable_calls and waiting.get(id_) is not pass_:
+            raise LocalProtocolError(f"pass {id_} has waiting calls, but is not registered")
 
 
 def _check_twins(lease: Lease, twin: Lease, members: Membership) -> None:
@@ -73,10 +73,10 @@ def _check_watched(members: Membership) -> None:
 
 
 def _check_kept(pass_: Pass, members: Membership) -> None:
-    if pass_.kept and pass_.settings.gang:
+    if pass_.cached and pass_.settings.gang:
         raise LocalProtocolError(f"pass {pass_.id} is of gangs, whose calls are never kept")
-    for (name, incarnation), kept in pass_.kept.items():
-        if not pass_.deals or members.current(name, incarnation) is None:
+    for (name, incarnation), kept in pass_.cached.items():
+        if not pass_.has_assignable_calls or members.current(name, incarnation) is None:
             continue
         for lo, hi in kept:
             if any(t.attempt == 0 and t.lo < hi and lo < t.hi for t in pass_.todo):
@@ -86,44 +86,46 @@ def _check_kept(pass_: Pass, members: Membership) -> None:
 def _check_workers(members: Membership) -> None:
     ready = 0
     leases, idle, supervised = members.leases, members.idle, members.supervised
-    rooms = members.rooms
+    capacity_classes = members.capacity_classes
     for name, worker in members.workers.items():
         held = worker.leases
         is_ready = worker.state is WorkerState.READY
-        ready += is_ready and not worker.laid_off
-        if worker.laid_off and held:
-            raise LocalProtocolError(f"worker {name} is laid off, and holds leases")
-        if not is_ready and (held or worker.bound or worker.unsure or worker.laid_off):
+        ready += is_ready and not worker.suspended
+        if worker.suspended and held:
+            raise LocalProtocolError(f"worker {name} is suspended, and holds leases")
+        if not is_ready and (held or worker.bound or worker.unsure or worker.suspended):
             raise LocalProtocolError(f"worker {name} holds leases or passes while {worker.state.value}")
         for place, lease_id in enumerate(held):
             lease = leases.get(lease_id)
             if lease is None:
                 raise LocalProtocolError(f"worker {name} holds unknown lease {lease_id}")
             if lease.pass_id not in worker.bound:
-                raise LocalProtocolError(f"lease {lease_id} is of a pass that worker {name} was not told of")
+                raise LocalProtocolError(f"worker {name} lacks the program of lease {lease_id}")
             if place and lease.next != lease.lo:
                 raise LocalProtocolError(f"worker {name} reported calls of a lease that is not its first")
-        if (name in idle) != (is_ready and not held and not worker.laid_off):
+        if (name in idle) != (is_ready and not held and not worker.suspended):
             raise LocalProtocolError(
                 f"worker {name} has {len(held)} leases and is {worker.state.value}: idle or not?"
             )
-        room = rooms.get(worker.gpus)
+        room = capacity_classes.get(worker.gpus)
         if room is not None:
             if (name in idle) != (name in room.idle):
-                raise LocalProtocolError(f"worker {name} is idle among all, or in its room, but not in both")
-            if name in room.thirsty and len(held) != 1:
+                raise LocalProtocolError(f"worker {name} is indexed as idle in one place only")
+            if name in room.under_prefetched and len(held) != 1:
                 raise LocalProtocolError(f"worker {name} has {len(held)} leases and wants one in advance")
         if (name in supervised) != (is_ready and worker.supervised):
             raise LocalProtocolError(f"worker {name} is {worker.state.value}: supervised or not?")
-    in_rooms = sum([room.ready for room in rooms.values()])
-    if in_rooms != ready or sum([len(room.idle) for room in rooms.values()]) != len(idle):
-        raise LocalProtocolError(f"{ready} workers are ready and {len(idle)} idle, but not so in their rooms")
+    in_rooms = sum([room.ready for room in capacity_classes.values()])
+    if in_rooms != ready or sum([len(room.idle) for room in capacity_classes.values()]) != len(idle):
+        raise LocalProtocolError(
+            f"{ready} workers are ready and {len(idle)} idle, but not in their capacity classes"
+        )
     if ready != members.ready:
         raise LocalProtocolError(f"{members.ready} workers are counted as ready, {ready} are")
     if supervised:
         heard = [w.heard_at for w in supervised.values()]
         if heard != sorted(heard):
-            raise LocalProtocolError("the supervised worker unheard longest is not the first")
+            raise LocalProtocolError("the supervised worker silent longest is not the first")
 
 
 def _check_calls(pass_: Pass, held: list[Lease]) -> None:
@@ -137,7 +139,7 @@ def _check_calls(pass_: Pass, held: list[Lease]) -> None:
     spans = [x[:2] for x in waiting]
     spans += [x[:2] for x in leased]
     spans += pass_.done
-    if pass_.resting or pass_.suspects.calls or pass_.suspects.cleared:
+    if pass_.backing_off or pass_.searches.calls or pass_.searches.cleared:
         spans += _apart(pass_, held)
     spans.sort()
     if pass_.leased != sum([x.hi - x.next for x in held]):
@@ -166,7 +168,7 @@ def _check_calls(pass_: Pass, held: list[Lease]) -> None:
             raise LocalProtocolError(f"pass {pass_.id}: a call waits that is of no use")
     if pass_.state is PassState.FAILED and (waiting or leased):
         raise LocalProtocolError(f"pass {pass_.id} has failed, but calls wait or run")
-    if pass_.trouble or any(x[2] for x in waiting) or any(x[2] for x in leased):
+    if pass_.histories or any(x[2] for x in waiting) or any(x[2] for x in leased):
         _check_attempts(pass_, [*waiting, *leased])
 
 
@@ -175,32 +177,34 @@ def _is_second(lease: Lease) -> bool:
 
 
 def _apart(pass_: Pass, held: list[Lease]) -> list[tuple[int, int]]:
-    """Check the calls that rest or are suspect, and return them."""
-    suspects = pass_.suspects
-    resting = [x for x in pass_.resting if isinstance(x, Todo)]
-    if pass_.trouble or resting:
-        _check_attempts(pass_, resting)
-    probes = [*suspects.waiting, *(x for x in pass_.resting if isinstance(x, Probe))]
+    """Check the calls that rest or are search, and return them."""
+    searches = pass_.searches
+    backing_off = [x for x in pass_.backing_off if isinstance(x, Todo)]
+    if pass_.histories or backing_off:
+        _check_attempts(pass_, backing_off)
+    probes = [*searches.waiting, *(x for x in pass_.backing_off if isinstance(x, Probe))]
     probes += [x.probe for x in held if x.probe is not None]
     tried = sorted([(probe.call, probe.span) for probe in probes])
-    due = [(c, s) for c, x in suspects.calls.items() if x.bisection is not None for s in x.bisection.trying]
+    due = [(c, s) for c, x in searches.calls.items() if x.bisection is not None for s in x.bisection.trying]
     if tried != sorted(due):
         raise LocalProtocolError(f"pass {pass_.id}: probes {sorted(due)} are due, {tried} wait or run")
-    if suspects.calls.keys() & suspects.cleared.keys():
-        raise LocalProtocolError(f"pass {pass_.id}: a call is suspect and cleared")
-    if any(x.bisection is None or not x.bisection.innocent for x in suspects.cleared.values()):
-        raise LocalProtocolError(f"pass {pass_.id}: a call is cleared, but nothing of it is left")
+    if searches.calls.keys() & searches.cleared.keys():
+        raise LocalProtocolError(f"pass {pass_.id}: a call is searched and cleared")
+    if any(x.bisection is None or not x.bisection.healthy for x in searches.cleared.values()):
+        raise LocalProtocolError(f"pass {pass_.id}: a call is cleared, but has no healthy elements")
     if pass_.last_step is not None:
         end = (pass_.last_step + 1) * pass_.settings.replicas
-        of_no_use = [c for c in (*suspects.calls, *suspects.cleared, *(x.lo for x in resting)) if c >= end]
+        of_no_use = [
+            c for c in (*searches.calls, *searches.cleared, *(x.lo for x in backing_off)) if c >= end
+        ]
         if of_no_use:
-            raise LocalProtocolError(f"pass {pass_.id}: calls {of_no_use} are of no use, but are kept")
-    return [*(x[:2] for x in resting), *((c, c + 1) for c in suspects.calls)]
+            raise LocalProtocolError(f"pass {pass_.id}: calls {of_no_use} are obsolete, but kept")
+    return [*(x[:2] for x in backing_off), *((c, c + 1) for c in searches.calls)]
 
 
 def _check_attempts(pass_: Pass, open_: Sequence[tuple[int, int, int]]) -> None:
     """Check that calls that are not over, as (lo, hi, attempt), were tried as often as their history says."""
-    tried = {call: t.tried for call, t in pass_.trouble.items()}
+    tried = {call: t.tried for call, t in pass_.histories.items()}
     if tried and pass_.settings.gang:  # the first call of a step stands for all of it
         replicas = pass_.settings.replicas
         tried = {first + r: n for first, n in tried.items() for r in range(replicas)}
@@ -215,7 +219,7 @@ def _check_attempts(pass_: Pass, open_: Sequence[tuple[int, int, int]]) -> None:
 def _check_gangs(pass_: Pass, held: list[Lease]) -> None:
     """Check that gangs are whole: every call of theirs was reported, or is under a lease of theirs."""
     replicas = pass_.settings.replicas
-    counted: Counter[Group] = Counter()
+    counted: Counter[GangGroup] = Counter()
     for serial, gang in pass_.gangs.items():
         counted[gang.group] += 1
         if gang.serial != serial or gang.state not in (GangState.RUNNING, GangState.ENDING):
@@ -252,7 +256,9 @@ def _check_counts(pass_: Pass) -> None:
         )
     if (pass_.last_step is not None) != (pass_.state in (PassState.FAILING, PassState.FAILED)):
         raise LocalProtocolError(f"pass {pass_.id} is {pass_.state.value}, its last step {pass_.last_step}")
-    if pass_.held and not pass_.leased and not pass_.told_quiet:
-        raise LocalProtocolError(f"pass {pass_.id} is held and nothing of it runs, but that was not told")
-    if pass_.told_quiet and pass_.leased:
-        raise LocalProtocolError(f"pass {pass_.id} was told to be quiet, but runs")
+    if pass_.draining and not pass_.leased and not pass_.drain_reported:
+        raise LocalProtocolError(
+            f"pass {pass_.id} is draining and has no running calls, but that was not reported"
+        )
+    if pass_.drain_reported and pass_.leased:
+        raise LocalProtocolError(f"pass {pass_.id} was reported as drained, but has running calls")

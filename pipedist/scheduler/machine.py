@@ -2,44 +2,41 @@
 
 Rules
 -----
-* No I/O, no clock, no randomness: `handle(event, now)` returns commands. The same machine
-  runs in production, in playbook tests and in simulations.
-* The unit is a range of calls. A single call has state only if it failed (`Trouble`), failed for
-  good (`Failure`), or is searched for guilty elements (`Suspect`).
+* No I/O, no clock, no randomness: `handle(event, now)` returns commands. The same machine runs in
+  production, in scenario tests and in simulations.
+* The unit is a range of calls. A single call has state only if it failed (`CallHistory`), failed
+  permanently (`Failure`), or is searched for culprits (`CulpritSearch`).
 * A result counts only while its lease is held by the incarnation that sent it. A lease ends
-  when its last call came back, when its worker is lost, or when its pass is closed or fails;
-  what comes later is dropped (`DropResults`), so no call is committed twice.
-* Steps of an ordered pass become visible in step order. So the first failure that is told is
-  that of the lowest step, whatever the order of arrival.
-* A call that a worker has finished for a scheduler that is gone is recalled: the worker gets a lease of it
-  like any other, but executes nothing. So it counts by the same rules, in the same place. One that was
-  tried here meanwhile is executed.
-* The calls of a gang are issued at once or not at all, over as many workers as there are (at most
-  R). They count at once or not at all: a gang that loses a member, or whose calls are to be tried
-  again, starts again as a whole, under a new serial. What a call of a gang raised is told when all
-  its calls have reported, and is that of the lowest replica that was not just aborted.
+  when its last call is reported, when its worker is lost, or when its pass is closed or fails;
+  later results are dropped (`DropResults`), so no call is committed twice.
+* Steps of an ordered pass become visible in step order. So the first reported failure is that of the
+  lowest step, in any order of arrival.
+* A result that a worker cached for the previous driver is recalled: the worker gets a lease for it like any
+  other, but executes nothing. So it counts by the same rules. A call that was retried meanwhile is executed.
+* The calls of a gang are assigned together or not at all, over as many workers as there are (at most R).
+  They count together or not at all: a gang that loses a member, or whose calls are retried, starts again as
+  a whole, under a new serial. The error of a gang is reported when all its calls have reported, and is that of
+  the lowest replica that was not merely aborted.
 * One valve per pass: steps are requested only while `steps_in_flight_max` and
   `bytes_in_flight_max` leave room, but one step always fits.
 
 Theory of operation
 -------------------
-This module takes in what happens; `dealing` decides whose calls go where, `outcomes` what becomes
-of them. A pass offers steps; their calls wait in its `todo`. Ranges of them are dealt to workers
-that have room: one lease runs, and where leases are short a second one waits at the
-worker, so that it never idles between them. The size of a lease follows the measured time of
-the calls. A worker executes a lease in order and reports ranges, so what has not come back is
-known to be [lease.next, lease.hi). When a worker is lost, the call that it was running is
-charged with the death; the others just wait again. A call that raised may rest before it is tried
-again: `deadline` says until when. Of a call that failed for good, `separation` may have subsets of
-its elements tried, so that only the guilty ones are lost. Calls that take far longer than others are
-executed a second time by workers that have nothing else to do: see `speculation`. Since reports come
-in order, one that leaves a gap means that another was lost: the worker is expelled, or the gap would
-wait for ever.
+This module handles events; `assignment` decides which calls go where, `outcomes` how they end. A pass
+offers steps; their calls wait in its `todo`. Ranges of them are assigned to workers that have capacity:
+one lease runs, and if leases are short a second one waits at the worker, so that it never idles between
+them. The size of a lease follows the measured time of the calls. A worker executes a lease in order and
+reports ranges, so its unreported calls are [lease.next, lease.hi). When a worker is lost, the call that it
+was running is charged with the death; the others wait again. A call that raised may back off before its
+retry, until `deadline`. If a call failed permanently, `quarantine` may have subsets of its elements
+executed, so that only the culprits are lost. Calls that take far longer than others are executed a second
+time by idle workers: see `speculation`. Since reports arrive in order, a gap means that a report was lost:
+the worker is evicted, otherwise the gap would never be filled.
 
-A gang needs several idle workers. While a gang pass has its turn and too few are idle, nothing
-else is dealt; so they become idle, and nobody starves. Short gangs are queued in advance at the
-workers of an earlier one, which hold the pass's state and share memory. All members get the lease
-of a gang before that of a later one, so gangs wait in one and the same order everywhere.
+A gang needs several idle workers. While a gang pass has its turn and too few workers are idle, no other
+calls are assigned, so that workers become idle and no pass starves. Short gangs are queued in advance at
+the workers of an earlier one, which hold the pass's state and share memory. All members get the lease of a
+gang before that of a later one, so gangs wait in the same order everywhere.
 """
 
 from __future__ import annotations
@@ -51,18 +48,19 @@ from typing import TYPE_CHECKING, Any
 from pipedist.errors import LocalProtocolError
 from pipedist.scheduler import commands as cmd
 from pipedist.scheduler import events as ev
-from pipedist.scheduler.dealing import Dealing
-from pipedist.scheduler.deaths import Death
-from pipedist.scheduler.membership import Lease, Membership, Worker
+from pipedist.scheduler.assignment import Assigner
+from pipedist.scheduler.bisection import Death
+from pipedist.scheduler.leases import Lease, Worker
+from pipedist.scheduler.membership import Membership
 from pipedist.scheduler.outcomes import Outcomes
 from pipedist.scheduler.passes import Pass
-from pipedist.scheduler.ranges import RangeSet
-from pipedist.scheduler.settings import Limits
-from pipedist.scheduler.states import WorkerState
+from pipedist.scheduler.queues import RangeSet
+from pipedist.scheduler.settings import SchedulerLimits
 from pipedist.scheduler.stragglers import Stragglers
+from pipedist.scheduler.transitions import WorkerState
 
 if TYPE_CHECKING:
-    from pipedist.scheduler.why import Explanation
+    from pipedist.scheduler.diagnostics import Explanation
 
 _MOVES = frozenset(
     {
@@ -77,59 +75,59 @@ _MOVES = frozenset(
         ev.CallSized,
     }
 )
-"""Events with which a run goes on."""
+"""Events that count as progress."""
 
 
 class Scheduler:
-    """Deals the calls of passes to workers; see the module's text.
+    """Assigns the calls of passes to workers; see the module docstring.
 
     Args:
-        limits: the bounds of everything that it keeps.
+        limits: limits of queues, waits and retries.
     """
 
-    def __init__(self, limits: Limits | None = None) -> None:
-        self._limits = limits or Limits()
+    def __init__(self, limits: SchedulerLimits | None = None) -> None:
+        self._limits = limits or SchedulerLimits()
         self._members = Membership(self._limits.prefetch_below_s)
         self._passes: dict[int, Pass] = {}
         self._pulled: dict[int, Pass] = {}
-        """Those whose steps are asked for."""
+        """Passes whose steps are requested."""
         self._waiting: dict[int, Pass] = {}
-        """Those that have calls waiting; others may be among them."""
-        self._rousing: dict[int, Pass] = {}
-        """Those that have calls resting; others may be among them."""
-        self._fruitless = 0
-        """Workers that died in a row without joining."""
+        """Passes with waiting calls; may contain others."""
+        self._backing_off: dict[int, Pass] = {}
+        """Passes with calls that back off; may contain others."""
+        self._failed_starts = 0
+        """Number of workers in a row that died before they joined."""
         self._out: list[cmd.Command] = []
         """Commands of the event that is being handled."""
-        self._dealing = Dealing(self._limits, self._members, self._waiting, self._out)
-        self._outcomes = Outcomes(self._limits, self._members, self._passes, self._dealing, self._out)
+        self._assigner = Assigner(self._limits, self._members, self._waiting, self._out)
+        self._outcomes = Outcomes(self._limits, self._members, self._passes, self._assigner, self._out)
         self._now = 0.0
         self._moved_at: float | None = None
-        """When something came back, was offered or was taken last; None: nothing has been to do yet."""
+        """Time of the last progress; None before the first pass."""
 
     def handle(self, event: ev.Event, now: float) -> list[cmd.Command]:
-        """Take in one event and return what must be done, in order.
+        """Handle one event, and return the commands to execute, in order.
 
         Args:
-            event: what happened.
-            now: seconds on a clock that never goes back.
+            event: the event.
+            now: time of a monotonic clock, in seconds.
 
         Raises:
-            LocalProtocolError: if the event can't happen in this state: a defect of the driver.
+            LocalProtocolError: the event is not possible in this state: a defect of the driver.
         """
         self._now = now
         handler = _HANDLERS.get(type(event))
         if handler is None:
-            raise LocalProtocolError(f"the scheduler knows no event {event!r}")
+            raise LocalProtocolError(f"unknown event {event!r}")
         self._outcomes.now = self._members.now = now
         if type(event) in _MOVES:
             self._moved_at = now
         handler(self, event)
-        if self._rousing:
-            for pass_ in list(self._rousing.values()):
-                pass_.rouse(now)
+        if self._backing_off:
+            for pass_ in list(self._backing_off.values()):
+                pass_.wake_due(now)
         if self._waiting:
-            self._dealing.deal()
+            self._assigner.assign()
         if self._members.watched and self._members.idle:
             self._outcomes.speculation.begin(now)
         if self._pulled:
@@ -139,39 +137,39 @@ class Scheduler:
         return out
 
     def deadline(self) -> float | None:
-        """Return when to send a Tick if nothing else happens, or None."""
+        """Return the time at which to send a Tick if no other event occurs, or None."""
         first = next(iter(self._members.supervised.values()), None)
-        unheard_at = None if first is None else self._unheard_at(first)
-        if not self._rousing and not self._members.watched:
+        unheard_at = None if first is None else self._silent_at(first)
+        if not self._backing_off and not self._members.watched:
             return unheard_at
-        due = [pass_.resting.due for pass_ in self._rousing.values()]
+        due = [pass_.backing_off.due for pass_ in self._backing_off.values()]
         slow_at = self._outcomes.speculation.due
         return min((at for at in (unheard_at, slow_at, *due) if at is not None), default=None)
 
     def why(self, now: float) -> Explanation:
-        """Say what everything waits for."""
-        from pipedist.scheduler.why import explain  # seldom asked for
+        """Explain what each call waits for."""
+        from pipedist.scheduler.diagnostics import explain  # rarely needed
 
         return explain(self._passes, self._members, self._limits, now - self.silent_s(now), now)
 
     def silent_s(self, now: float) -> float:
-        """Return for how long nothing has come back, been offered or been taken, seconds."""
+        """Return the seconds since the last progress."""
         return 0.0 if self._moved_at is None else now - self._moved_at
 
     def pass_of(self, worker: str, lease: int) -> int | None:
-        """Return the pass of a lease that a worker holds, None if it holds no such lease."""
+        """Return the pass of a lease that a worker holds, or None."""
         held = self._members.leases.get(lease)
         return held.pass_id if held is not None and held.worker == worker else None
 
-    def _unheard_at(self, worker: Worker) -> float:
-        return worker.heard_at + self._limits.heard_within_s
+    def _silent_at(self, worker: Worker) -> float:
+        return worker.heard_at + self._limits.heartbeat_timeout_s
 
     # -- workers ---------------------------------------------------------------------
 
     def _on_worker_expected(self, event: ev.WorkerExpected) -> None:
         if event.worker in self._members.workers:
             raise LocalProtocolError(
-                f"worker {event.worker} is expected, but there is one of that name already"
+                f"worker {event.worker} is expected, but there is a worker of that name already"
             )
         worker = Worker(event.worker, managed=True)
         self._members.workers[event.worker] = worker
@@ -200,23 +198,23 @@ class Scheduler:
         self._members.admit(
             worker, event.incarnation, supervised=event.supervised, now=self._now, gpus=event.gpus
         )
-        self._fruitless = 0
+        self._failed_starts = 0
 
-    def _on_worker_heard(self, event: ev.HeartbeatReceived) -> None:
+    def _on_heartbeat(self, event: ev.HeartbeatReceived) -> None:
         worker = self._members.current(event.worker, event.incarnation)
         if worker is not None:
-            self._members.hear(worker, self._now)
+            self._members.record_heartbeat(worker, self._now)
 
     def _on_worker_lost(self, event: ev.WorkerLost) -> None:
         worker = self._members.workers.get(event.worker)
         if worker is None or worker.incarnation != event.incarnation or worker.state is WorkerState.GONE:
             return
         if worker.state is WorkerState.STARTING:
-            self._fruitless += 1
-            if self._fruitless >= self._limits.starts_fruitless_max:
+            self._failed_starts += 1
+            if self._failed_starts >= self._limits.failed_starts_max:
                 self._out.append(
                     cmd.ClusterFailed(
-                        f"{self._fruitless} workers in a row died before they joined, "
+                        f"{self._failed_starts} workers in a row died before they joined, "
                         f"the last one with {event.cause}"
                     )
                 )
@@ -227,9 +225,9 @@ class Scheduler:
         )
 
     def _on_tick(self, _event: ev.Tick) -> None:
-        unheard = takewhile(lambda w: self._unheard_at(w) <= self._now, self._members.supervised.values())
-        for worker in list(unheard):
-            cause = f"not heard for {self._limits.heard_within_s:g} s"
+        silent = takewhile(lambda w: self._silent_at(w) <= self._now, self._members.supervised.values())
+        for worker in list(silent):
+            cause = f"no heartbeat for {self._limits.heartbeat_timeout_s:g} s"
             self._out.append(cmd.EvictWorker(worker.name, worker.incarnation, cause))
             self._lose(worker, cause, graceful=False, replace=True)
 
@@ -247,7 +245,7 @@ class Scheduler:
         known = not graceful and not worker.unsure
         for place, lease in enumerate(self._members.dismiss(worker)):
             blamed = lease.next if known and place == 0 else None
-            if running is not None and not graceful:  # finished calls before it may not have been reported
+            if running is not None and not graceful:  # finished calls before it may be unreported
                 blamed = running[1] if running[0] == lease.id else None
             self._outcomes.lost(lease, death, blamed)
         if worker.managed and replace:
@@ -260,21 +258,21 @@ class Scheduler:
         if event.pass_id in self._passes:
             raise LocalProtocolError(f"pass {event.pass_id} was opened twice")
         pass_ = self._passes[event.pass_id] = Pass(
-            event.pass_id, event.settings, self._waiting, self._rousing
+            event.pass_id, event.settings, self._waiting, self._backing_off
         )
         if event.settings.pulled:
             self._pulled[pass_.id] = pass_
         if event.settings.speculation:
             self._members.watched[pass_.id] = Stragglers(event.settings.speculation)
 
-    def _on_steps_offered(self, event: ev.StepsAvailable) -> None:
+    def _on_steps_available(self, event: ev.StepsAvailable) -> None:
         pass_ = self._passes.get(event.pass_id)
         if pass_ is None:
             return
         pass_.offer(event.first, event.last, event.parts, event.bytes, event.skipped_replicas)
         if event.parts == len(event.skipped_replicas):
             replicas = pass_.settings.replicas
-            self._outcomes.show(pass_, event.first * replicas, event.last * replicas)
+            self._outcomes.publish(pass_, event.first * replicas, event.last * replicas)
 
     def _on_steps_ended(self, event: ev.StepsEnded) -> None:
         pass_ = self._passes.get(event.pass_id)
@@ -282,7 +280,7 @@ class Scheduler:
             return
         pass_.become("ended")
         if pass_.settings.ordered:
-            self._outcomes.show_in_order(pass_)
+            self._outcomes.publish_in_order(pass_)
 
     def _on_steps_consumed(self, event: ev.StepsConsumed) -> None:
         pass_ = self._passes.get(event.pass_id)
@@ -291,15 +289,15 @@ class Scheduler:
         pass_.consumed = max(pass_.consumed, event.before)
         pass_.result_bytes -= event.bytes
 
-    def _on_calls_kept(self, event: ev.CallsCached) -> None:
+    def _on_calls_cached(self, event: ev.CallsCached) -> None:
         pass_ = self._passes.get(event.pass_id)
-        if pass_ is None or pass_.settings.gang:  # a gang counts at once or not at all
+        if pass_ is None or pass_.settings.gang:  # the calls of a gang count together or not at all
             return
-        kept = pass_.kept.setdefault((event.worker, event.incarnation), RangeSet())
+        kept = pass_.cached.setdefault((event.worker, event.incarnation), RangeSet())
         for lo, hi in event.calls:
             kept.add(lo, hi)
 
-    def _on_steps_settled(self, event: ev.StepsCommitted) -> None:
+    def _on_steps_committed(self, event: ev.StepsCommitted) -> None:
         if event.pass_id not in self._passes:
             return
         before = event.before * self._passes[event.pass_id].settings.replicas
@@ -307,12 +305,12 @@ class Scheduler:
             if event.pass_id in worker.bound:
                 self._out.append(cmd.SendCommitted(worker.name, event.pass_id, before))
 
-    def _on_pass_held(self, event: ev.PassDraining) -> None:
+    def _on_pass_draining(self, event: ev.PassDraining) -> None:
         pass_ = self._passes.get(event.pass_id)
         if pass_ is None:
             return
-        pass_.held = True
-        self._outcomes.quiet(pass_)
+        pass_.draining = True
+        self._outcomes.report_drained(pass_)
 
     def _on_pass_closed(self, event: ev.PassClosed) -> None:
         pass_ = self._passes.pop(event.pass_id, None)
@@ -320,7 +318,7 @@ class Scheduler:
             return
         self._pulled.pop(pass_.id, None)
         self._waiting.pop(pass_.id, None)
-        self._rousing.pop(pass_.id, None)
+        self._backing_off.pop(pass_.id, None)
         self._outcomes.cancel(pass_, from_call=0)
         self._members.watched.pop(pass_.id, None)
         for worker in self._members.workers.values():
@@ -330,21 +328,21 @@ class Scheduler:
 
     # -- calls -----------------------------------------------------------------------
 
-    def _held_lease(self, name: str, incarnation: int, lease_id: int, lo: int, hi: int) -> Lease | None:
-        """Return the lease under which a report counts, or None: then the report is dropped."""
+    def _valid_lease(self, name: str, incarnation: int, lease_id: int, lo: int, hi: int) -> Lease | None:
+        """Return the lease to which a report belongs, or None: then the report is dropped."""
         lease = self._members.leases.get(lease_id)
         worker = self._members.current(name, incarnation)
         if lease is None or worker is None or lease.worker != name:
             self._out.append(cmd.DropResults(name, lease_id))
             return None
-        # A report that is missing never comes: without this its calls would be leased for ever.
+        # A missing report never arrives: without this check its calls would stay leased.
         if lease_id == worker.leases[0] and lease.next == lo < hi <= lease.hi:
             worker.unsure = False
             return lease
         due = self._members.leases[worker.leases[0]]
         cause = (
-            f"it reported calls [{lo}, {hi}) of lease {lease_id} "
-            f"where [{due.next}, {due.hi}) of lease {due.id} were to come"
+            f"it reported calls [{lo}, {hi}) of lease {lease_id}, "
+            f"expected [{due.next}, {due.hi}) of lease {due.id}"
         )
         self._out.append(cmd.DropResults(name, lease_id))
         self._out.append(cmd.EvictWorker(name, incarnation, cause))
@@ -352,19 +350,19 @@ class Scheduler:
         return None
 
     def _on_calls_done(self, event: ev.CallsDone) -> None:
-        lease = self._held_lease(event.worker, event.incarnation, event.lease, event.lo, event.hi)
+        lease = self._valid_lease(event.worker, event.incarnation, event.lease, event.lo, event.hi)
         if lease is not None:
             self._outcomes.done(lease, event)
 
     def _on_call_failed(self, event: ev.CallFailed) -> None:
-        lease = self._held_lease(event.worker, event.incarnation, event.lease, event.call, event.call + 1)
+        lease = self._valid_lease(event.worker, event.incarnation, event.lease, event.call, event.call + 1)
         if lease is not None:
             self._outcomes.raised(lease, event)
 
     def _on_call_sized(self, event: ev.CallSized) -> None:
         pass_ = self._passes.get(event.pass_id)
         if pass_ is not None:
-            self._outcomes.separation.sized(pass_, event.call, event.elements)
+            self._outcomes.quarantine.sized(pass_, event.call, event.elements)
 
     def _on_lease_not_sent(self, event: ev.LeaseNotSent) -> None:
         lease = self._members.leases.get(event.lease)
@@ -377,17 +375,17 @@ class Scheduler:
         if lease is None or lease.gang is None or waits is None or lease.worker != event.worker:
             return
         leases = lease.gang.leases
-        missing = [leases[m] for m in event.members if 0 <= m < len(leases)]  # the reporter's own, perhaps
+        missing = [leases[m] for m in event.members if 0 <= m < len(leases)]  # may include the reporter's own
         hung = [self._members.workers[x.worker] for x in missing if x.id in self._members.leases]
         for worker in hung:
-            cause = f"it did not come to a collective of its gang: {event.text}"
+            cause = f"it did not join a collective of its gang: {event.text}"
             self._out.append(cmd.EvictWorker(worker.name, worker.incarnation, cause))
             self._lose(worker, cause, graceful=False, replace=True)
 
-    def _on_cancel_heard(self, event: ev.CancelConfirmed) -> None:
+    def _on_cancel_confirmed(self, event: ev.CancelConfirmed) -> None:
         worker = self._members.current(event.worker, event.incarnation)
-        if worker is not None and worker.laid_off == event.lease:
-            self._members.take_on(worker)
+        if worker is not None and worker.suspended == event.lease:
+            self._members.resume(worker)
 
     # -- the valve ---------------------------------------------------------------------
 
@@ -405,9 +403,9 @@ class Scheduler:
         """Check every invariant of the whole state; used after each event in tests.
 
         Raises:
-            LocalProtocolError: naming the invariant that does not hold.
+            LocalProtocolError: an invariant does not hold; its message names it.
         """
-        from pipedist.scheduler.invariants import check  # in tests alone
+        from pipedist.scheduler.invariants import check  # used in tests only
 
         check(self._passes, self._members, self._waiting)
 
@@ -415,21 +413,21 @@ class Scheduler:
 _HANDLERS: dict[type, Callable[[Scheduler, Any], None]] = {
     ev.WorkerExpected: Scheduler._on_worker_expected,
     ev.WorkerJoined: Scheduler._on_worker_joined,
-    ev.HeartbeatReceived: Scheduler._on_worker_heard,
+    ev.HeartbeatReceived: Scheduler._on_heartbeat,
     ev.WorkerLost: Scheduler._on_worker_lost,
     ev.PassOpened: Scheduler._on_pass_opened,
-    ev.StepsAvailable: Scheduler._on_steps_offered,
+    ev.StepsAvailable: Scheduler._on_steps_available,
     ev.StepsEnded: Scheduler._on_steps_ended,
     ev.StepsConsumed: Scheduler._on_steps_consumed,
-    ev.CallsCached: Scheduler._on_calls_kept,
-    ev.StepsCommitted: Scheduler._on_steps_settled,
-    ev.PassDraining: Scheduler._on_pass_held,
+    ev.CallsCached: Scheduler._on_calls_cached,
+    ev.StepsCommitted: Scheduler._on_steps_committed,
+    ev.PassDraining: Scheduler._on_pass_draining,
     ev.PassClosed: Scheduler._on_pass_closed,
     ev.CallsDone: Scheduler._on_calls_done,
     ev.CallFailed: Scheduler._on_call_failed,
     ev.CallSized: Scheduler._on_call_sized,
     ev.LeaseNotSent: Scheduler._on_lease_not_sent,
     ev.GangStalled: Scheduler._on_gang_stalled,
-    ev.CancelConfirmed: Scheduler._on_cancel_heard,
+    ev.CancelConfirmed: Scheduler._on_cancel_confirmed,
     ev.Tick: Scheduler._on_tick,
 }

@@ -1,4 +1,4 @@
-"""What becomes of calls: what counts, what is tried again, what fails, and what is visible."""
+"""Decide how calls end: which results count, which calls are retried or fail, which steps are visible."""
 
 from __future__ import annotations
 
@@ -6,36 +6,34 @@ from collections.abc import Sequence
 
 from pipedist.scheduler import commands as cmd
 from pipedist.scheduler import events as ev
-from pipedist.scheduler.dealing import Dealing
-from pipedist.scheduler.deaths import Death, likeliest
-from pipedist.scheduler.gangs import Gang, Raised
-from pipedist.scheduler.membership import Lease, Membership
-from pipedist.scheduler.passes import Pass, Trouble
-from pipedist.scheduler.ranges import Todo
-from pipedist.scheduler.resting import rest_s
-from pipedist.scheduler.separation import Separation
-from pipedist.scheduler.settings import Limits
+from pipedist.scheduler.assignment import Assigner
+from pipedist.scheduler.bisection import Death, Probe, most_likely_death
+from pipedist.scheduler.leases import GangAttempt, Lease, RaisedCall
+from pipedist.scheduler.membership import Membership
+from pipedist.scheduler.passes import CallHistory, Pass
+from pipedist.scheduler.quarantine import Quarantine
+from pipedist.scheduler.queues import Todo, backoff_after_s
+from pipedist.scheduler.settings import SchedulerLimits
 from pipedist.scheduler.speculation import Speculation
-from pipedist.scheduler.states import GangState, PassState
-from pipedist.scheduler.suspects import Probe
+from pipedist.scheduler.transitions import GangState, PassState
 
-_ABORTED_BY_NOBODY = "its gang was aborted, but none of its calls raised"
+_ABORTED_WITHOUT_CAUSE = "its gang was aborted, but none of its calls raised"
 
 
 class Outcomes:
-    """Enters what came of leases into their passes.
+    """Applies the reports and losses of leases to their passes.
 
     Args:
-        limits, members, passes, dealing: the scheduler's.
-        out: where commands are added.
+        limits, members, passes, assigner: those of the scheduler.
+        out: receives the commands.
     """
 
     def __init__(
         self,
-        limits: Limits,
+        limits: SchedulerLimits,
         members: Membership,
         passes: dict[int, Pass],
-        dealing: Dealing,
+        assigner: Assigner,
         out: list[cmd.Command],
     ) -> None:
         self._limits = limits
@@ -44,13 +42,13 @@ class Outcomes:
         self._out = out
         self.now = 0.0
         """The time of the event that is being handled."""
-        self.separation = Separation(limits, members, out, self._cancel, self._finish)
-        self.speculation = Speculation(limits, members, passes, dealing, out, self._cancel, self._take_back)
+        self.quarantine = Quarantine(limits, members, out, self._cancel, self._finish)
+        self.speculation = Speculation(limits, members, passes, assigner, out, self._cancel, self._take_back)
 
     # -- reports under a lease that is held ------------------------------------------
 
     def done(self, lease: Lease, event: ev.CallsDone) -> None:
-        """Calls of a lease came back."""
+        """Handle the results of calls of a lease."""
         pass_, gang, lo, hi = self._passes[lease.pass_id], lease.gang, event.lo, event.hi
         if gang is not None:
             self._out.append(cmd.StashResults(gang.serial, lo, hi, event.worker))
@@ -60,23 +58,23 @@ class Outcomes:
         if lease.probe is not None:
             self._members.advance(lease, hi)
             pass_.leased -= 1
-            self.separation.passed(pass_, lease.probe)
-            self.quiet(pass_)
+            self.quarantine.passed(pass_, lease.probe)
+            self.report_drained(pass_)
             return
         self.speculation.reported(pass_, lease, self.now)
-        if pass_.suspects.cleared:
-            self.separation.returned(pass_, lo, hi)
+        if pass_.searches.cleared:
+            self.quarantine.returned(pass_, lo, hi)
         self._out.append(cmd.AcceptResults(pass_.id, lo, hi, event.worker))
         pass_.came_back(lo, hi, event.busy_ns / 1e9, event.bytes, self._limits)
         self._members.advance(lease, hi)
-        self.show(pass_, lo, hi)
-        self.quiet(pass_)
+        self.publish(pass_, lo, hi)
+        self.report_drained(pass_)
 
     def raised(self, lease: Lease, event: ev.CallFailed) -> None:
-        """A call of a lease raised."""
+        """Handle a call of a lease that raised."""
         pass_, gang, call = self._passes[lease.pass_id], lease.gang, event.call
         cause = cmd.Cause(event.stage, event.text)
-        raised = Raised(call, event.worker, event.retries, event.aborted, event.quarantine, cause)
+        raised = RaisedCall(call, event.worker, event.retries, event.aborted, event.quarantine, cause)
         if gang is not None:
             gang.become("call raised")
             gang.raised.append(raised)
@@ -88,13 +86,13 @@ class Outcomes:
         pass_.leased -= 1
         self._members.advance(lease, call + 1)
         if lease.probe is not None:
-            self._blame_probe(pass_, lease.probe, raised)
+            self._retry_or_fail_probe(pass_, lease.probe, raised)
         elif pass_.needs(call):
-            self._blame(pass_, call, call + 1, (raised,))
-        self.quiet(pass_)
+            self._retry_or_fail(pass_, call, call + 1, (raised,))
+        self.report_drained(pass_)
 
-    def _reported(self, pass_: Pass, gang: Gang, lease: Lease, to: int) -> None:
-        """A member of a gang has reported its calls up to `to`; with the last one, the gang is over."""
+    def _reported(self, pass_: Pass, gang: GangAttempt, lease: Lease, to: int) -> None:
+        """Record that a gang member reported its calls up to `to`; with the last one, the gang ends."""
         pass_.leased -= to - lease.next
         gang.due -= to - lease.next
         self._members.advance(lease, to)
@@ -105,21 +103,21 @@ class Outcomes:
             self._out.append(cmd.GangEnded(gang.serial, counts, aborted=False))
             if counts:
                 pass_.gang_came_back(gang)
-                self.show(pass_, gang.lo, gang.hi)
+                self.publish(pass_, gang.lo, gang.hi)
             elif at_fault := gang.at_fault:
-                self._blame(pass_, gang.lo, gang.hi, at_fault)
+                self._retry_or_fail(pass_, gang.lo, gang.hi, at_fault)
             else:
                 first = gang.raised[0]
-                self._charge(pass_, gang.lo, gang.hi, first.call, first.worker, Death(_ABORTED_BY_NOBODY))
-        self.quiet(pass_)
+                self._charge(pass_, gang.lo, gang.hi, first.call, first.worker, Death(_ABORTED_WITHOUT_CAUSE))
+        self.report_drained(pass_)
 
     def not_sent(self, lease: Lease) -> None:
-        """A lease could not be sent: its calls failed for good."""
+        """Fail the calls of a lease that could not be sent."""
         pass_, gang = self._passes[lease.pass_id], lease.gang
-        calls = [Raised(call, lease.worker) for call in range(lease.lo, lease.hi)]
+        calls = [RaisedCall(call, lease.worker) for call in range(lease.lo, lease.hi)]
         if gang is not None:
             self.break_up(pass_, gang)
-            self._blame(pass_, gang.lo, gang.hi, calls)
+            self._retry_or_fail(pass_, gang.lo, gang.hi, calls)
         elif lease.twin is not None:
             self.speculation.failed(pass_, lease)
         else:
@@ -127,58 +125,58 @@ class Outcomes:
             pass_.leased -= lease.hi - lease.lo
             for raised in calls:
                 if pass_.needs(raised.call):
-                    self._blame(pass_, raised.call, raised.call + 1, (raised,))
-        self.quiet(pass_)
+                    self._retry_or_fail(pass_, raised.call, raised.call + 1, (raised,))
+        self.report_drained(pass_)
 
     # -- leases that end early -------------------------------------------------------
 
     def lost(self, lease: Lease, death: Death, blamed: int | None) -> None:
-        """Let a lost lease's calls wait again; the one that was running is charged with the death."""
+        """Requeue the calls of a lost lease; the running one is charged with the death."""
         pass_, gang, lo = self._passes[lease.pass_id], lease.gang, lease.next
         pass_.leased -= lease.hi - lo
-        guilty = blamed is not None and lo <= blamed < lease.hi and pass_.needs(blamed)
-        if lease.twin is not None:  # the other attempt goes on
+        culprits = blamed is not None and lo <= blamed < lease.hi and pass_.needs(blamed)
+        if lease.twin is not None:  # the other attempt continues
             self.speculation.goes_on(lease.twin)
-            self.quiet(pass_)
+            self.report_drained(pass_)
             return
         if lease.probe is not None:
-            if guilty:
+            if culprits:
                 self._charge_probe(pass_, lease.probe, lease.worker, death)
             else:
                 pass_.wait_probe(lease.probe)
         elif gang is not None:
-            if gang.state is not GangState.BROKEN:  # it starts again, whole
+            if gang.state is not GangState.BROKEN:  # it starts again as a whole
                 self.break_up(pass_, gang)
-                if blamed is not None and guilty:
+                if blamed is not None and culprits:
                     self._charge(pass_, gang.lo, gang.hi, blamed, lease.worker, death)
                 else:
                     pass_.wait(gang.lo, gang.hi, gang.attempt)
         else:
-            if blamed is not None and guilty:
+            if blamed is not None and culprits:
                 pass_.wait(lo, blamed, lease.attempt)
                 self._charge(pass_, blamed, blamed + 1, blamed, lease.worker, death)
                 lo = blamed + 1
             pass_.wait(lo, lease.hi, lease.attempt)
-        self.quiet(pass_)
+        self.report_drained(pass_)
 
     def cancel(self, pass_: Pass, *, from_call: int) -> None:
-        """Take the leases of all calls from this one on away: they are of no use any more."""
+        """Cancel the leases of all calls >= `from_call`, which are obsolete."""
         if pass_.leased == 0:
             return
         workers, leases = self._members.workers, self._members.leases.values()
-        useless = [x for x in leases if x.pass_id == pass_.id and x.lo >= from_call]
-        running = [x for x in useless if workers[x.worker].leases[0] == x.id]
+        obsolete = [x for x in leases if x.pass_id == pass_.id and x.lo >= from_call]
+        running = [x for x in obsolete if workers[x.worker].leases[0] == x.id]
         for gang in [x for x in pass_.gangs.values() if x.lo >= from_call]:
             self.break_up(pass_, gang)
         if not pass_.settings.gang:
-            for lease in useless:
+            for lease in obsolete:
                 self._cancel(pass_, lease)
-        for lease in running:  # it may hang: others do not wait behind it
+        for lease in running:  # it may hang: no other call waits behind it
             if not workers[lease.worker].leases:
-                self._members.lay_off(workers[lease.worker], lease.id)
+                self._members.suspend(workers[lease.worker], lease.id)
 
-    def break_up(self, pass_: Pass, gang: Gang) -> None:
-        """End a gang before its calls were reported."""
+    def break_up(self, pass_: Pass, gang: GangAttempt) -> None:
+        """End a gang before all of its calls were reported."""
         gang.become("broken up")
         pass_.dismiss(gang)
         for lease in gang.leases:
@@ -194,63 +192,63 @@ class Outcomes:
     def _take_back(self, pass_: Pass, lease: Lease) -> None:
         self._cancel(pass_, lease)
         pass_.wait(lease.next, lease.hi, lease.attempt)
-        self.quiet(pass_)
+        self.report_drained(pass_)
 
     # -- another attempt, or failure ---------------------------------------------------
 
-    def _blame(self, pass_: Pass, lo: int, hi: int, raised: Sequence[Raised]) -> None:
-        """Calls [lo, hi), one or a gang's, were tried and raised: try them again, or fail them for good.
+    def _retry_or_fail(self, pass_: Pass, lo: int, hi: int, raised: Sequence[RaisedCall]) -> None:
+        """Retry calls [lo, hi), one call or a gang, that raised, or fail them permanently.
 
-        The stage of the lowest that raised decides: each stage has its own retries, and counts its own.
+        The stage of the lowest call that raised decides; each stage counts its own retries.
         """
-        trouble, stage = pass_.trouble.setdefault(lo, Trouble()), raised[0].cause.stage
-        trouble.raised[stage] += 1
-        if trouble.raised[stage] <= raised[0].retries:
-            self._rest(pass_, trouble.raised[stage], Todo(lo, hi, trouble.tried))
+        histories, stage = pass_.histories.setdefault(lo, CallHistory()), raised[0].cause.stage
+        histories.raised[stage] += 1
+        if histories.raised[stage] <= raised[0].retries:
+            self._back_off(pass_, histories.raised[stage], Todo(lo, hi, histories.tried))
         else:
-            failures = [cmd.Failure(x.call, trouble.tried, x.worker) for x in raised]
+            failures = [cmd.Failure(x.call, histories.tried, x.worker) for x in raised]
             self._give_up(pass_, lo, hi, failures, raised[0].cause, quarantine=raised[0].quarantine)
 
     def _charge(self, pass_: Pass, lo: int, hi: int, call: int, worker: str, death: Death) -> None:
-        """Calls [lo, hi), one or a gang's, are charged with a death: try them again, or fail them."""
+        """Charge calls [lo, hi), one call or a gang, with a death: retry them or fail them."""
         if death.timed_out:
-            self._blame(pass_, lo, hi, (_timed_out(call, worker, death),))
+            self._retry_or_fail(pass_, lo, hi, (_timed_out(call, worker, death),))
             return
-        trouble = pass_.trouble.setdefault(lo, Trouble())
-        trouble.deaths += 1
-        death = likeliest(trouble.named, death)
-        if trouble.deaths < self._limits.deaths_max:
-            pass_.wait(lo, hi, trouble.tried)
+        histories = pass_.histories.setdefault(lo, CallHistory())
+        histories.deaths += 1
+        death = most_likely_death(histories.named, death)
+        if histories.deaths < self._limits.deaths_max:
+            pass_.wait(lo, hi, histories.tried)
         else:
-            failures = [cmd.Failure(call, trouble.tried, worker, death.cause)]
+            failures = [cmd.Failure(call, histories.tried, worker, death.cause)]
             cause = cmd.Cause(death.stage, death.cause)
             self._give_up(pass_, lo, hi, failures, cause, quarantine=_quarantines(pass_, death))
 
-    def _blame_probe(self, pass_: Pass, probe: Probe, raised: Raised) -> None:
-        """A probe raised: try it again, or enter it as failed."""
+    def _retry_or_fail_probe(self, pass_: Pass, probe: Probe, raised: RaisedCall) -> None:
+        """Retry a probe that raised, or record it as failed."""
         stage = raised.cause.stage
         probe.raised[stage] += 1
         if probe.is_single and probe.raised[stage] <= raised.retries:
-            self._rest(pass_, probe.raised[stage], probe)
+            self._back_off(pass_, probe.raised[stage], probe)
         else:
-            self.separation.failed(pass_, probe, raised.cause if raised.quarantine else None)
+            self.quarantine.failed(pass_, probe, raised.cause if raised.quarantine else None)
 
     def _charge_probe(self, pass_: Pass, probe: Probe, worker: str, death: Death) -> None:
-        """A probe is charged with a death: try it again, or enter it as failed."""
+        """Charge a probe with a death: retry it or record it as failed."""
         if death.timed_out:
-            self._blame_probe(pass_, probe, _timed_out(probe.call, worker, death))
+            self._retry_or_fail_probe(pass_, probe, _timed_out(probe.call, worker, death))
             return
         probe.deaths += 1
-        death = likeliest(probe.named, death)
+        death = most_likely_death(probe.named, death)
         if probe.is_single and probe.deaths < self._limits.deaths_max:
             pass_.wait_probe(probe)
         else:
             cause = cmd.Cause(death.stage, death.cause)
-            self.separation.failed(pass_, probe, cause if _quarantines(pass_, death) else None)
+            self.quarantine.failed(pass_, probe, cause if _quarantines(pass_, death) else None)
 
-    def _rest(self, pass_: Pass, raised: int, item: Todo | Probe) -> None:
-        """Let what raised for the `raised`-th time wait once more, at once or after a rest."""
-        rest = rest_s(raised, self._limits)
+    def _back_off(self, pass_: Pass, raised: int, item: Todo | Probe) -> None:
+        """Requeue an item that raised for the `raised`-th time, at once or after its backoff."""
+        rest = backoff_after_s(raised, self._limits)
         if rest > 0.0:
             pass_.rest(self.now + rest, item)
         elif isinstance(item, Probe):
@@ -268,61 +266,61 @@ class Outcomes:
         *,
         quarantine: bool,
     ) -> None:
-        """Calls [lo, hi), one or a gang's, were tried often enough: fail them, or set elements aside."""
-        if lo in pass_.suspects.cleared:
-            self.separation.set_aside(pass_, lo, hi, cause, "not separable: the rest still fails")
+        """Fail calls [lo, hi) permanently, one call or a gang, or quarantine elements."""
+        if lo in pass_.searches.cleared:
+            self.quarantine.quarantine_all(pass_, lo, hi, cause, "not separable: the rest still fails")
         elif not quarantine:
             self._fail(pass_, lo, hi, failures)
         elif pass_.settings.gang:
-            self.separation.set_aside(pass_, lo, hi, cause, "a gang's step is all or nothing")
+            self.quarantine.quarantine_all(pass_, lo, hi, cause, "a gang's step is all or nothing")
         else:
-            self.separation.begin(pass_, lo, cause)
+            self.quarantine.begin(pass_, lo, cause)
 
     def _finish(self, pass_: Pass, lo: int, hi: int) -> None:
-        """Enter calls [lo, hi) as over, without a result."""
-        pass_.trouble.pop(lo, None)
+        """Mark calls [lo, hi) as over, without a result."""
+        pass_.histories.pop(lo, None)
         pass_.done.add(lo, hi)
-        self.show(pass_, lo, hi)
+        self.publish(pass_, lo, hi)
 
     def _fail(self, pass_: Pass, lo: int, hi: int, failures: list[cmd.Failure]) -> None:
         pass_.fail(lo, hi, failures)
         if pass_.last_step is not None:
             self.cancel(pass_, from_call=(pass_.last_step + 1) * pass_.settings.replicas)
-        self.show(pass_, lo, hi)
+        self.publish(pass_, lo, hi)
 
     # -- what is visible ---------------------------------------------------------------
 
-    def show(self, pass_: Pass, lo: int, hi: int) -> None:
-        """Tell of what has become visible, now that calls [lo, hi) are over."""
+    def publish(self, pass_: Pass, lo: int, hi: int) -> None:
+        """Report the steps that became visible when calls [lo, hi) ended."""
         if pass_.settings.ordered:
-            self.show_in_order(pass_)
+            self.publish_in_order(pass_)
             return
         replicas = pass_.settings.replicas
         for step in range(lo // replicas, (hi - 1) // replicas + 1):
             first = step * replicas
             if pass_.done.covers(first, first + replicas):
                 pass_.done.discard(first, first + replicas)
-                self._tell(pass_, step, step + 1)
+                self._report(pass_, step, step + 1)
 
-    def show_in_order(self, pass_: Pass) -> None:
-        """Tell of every step of an ordered pass that has become visible; then of the pass's end."""
+    def publish_in_order(self, pass_: Pass) -> None:
+        """Report the visible steps of an ordered pass, then its end."""
         first, end = pass_.visible, pass_.take_visible()
         pass_.visible = end
-        self._tell(pass_, first, end)
+        self._report(pass_, first, end)
         if pass_.state is PassState.ENDED and pass_.visible == pass_.offered:
             pass_.become("all visible")
             self._out.append(cmd.PassComplete(pass_.id))
 
-    def _tell(self, pass_: Pass, first: int, end: int) -> None:
+    def _report(self, pass_: Pass, first: int, end: int) -> None:
         if first == end:
             return
         if pass_.failures:
-            first = self._tell_failures(pass_, first, end)
+            first = self._report_failures(pass_, first, end)
         if first < end:
             self._out.append(cmd.StepsReady(pass_.id, first, end))
 
-    def _tell_failures(self, pass_: Pass, first: int, end: int) -> int:
-        """Tell of steps up to the last failed one before `end`, and return the step after it."""
+    def _report_failures(self, pass_: Pass, first: int, end: int) -> int:
+        """Report the steps up to the last failed one before `end`, and return the step after it."""
         replicas = pass_.settings.replicas
         for step in sorted({c // replicas for c in pass_.failures if first <= c // replicas < end}):
             if step > first:
@@ -337,18 +335,18 @@ class Outcomes:
             first = step + 1
         return first
 
-    def quiet(self, pass_: Pass) -> None:
-        """Say once that nothing of a held pass is running."""
-        if pass_.held and not pass_.told_quiet and pass_.leased == 0:
-            pass_.told_quiet = True
+    def report_drained(self, pass_: Pass) -> None:
+        """Report once that a draining pass has no running calls."""
+        if pass_.draining and not pass_.drain_reported and pass_.leased == 0:
+            pass_.drain_reported = True
             self._out.append(cmd.PassDrained(pass_.id))
 
 
-def _timed_out(call: int, worker: str, death: Death) -> Raised:
+def _timed_out(call: int, worker: str, death: Death) -> RaisedCall:
     cause = cmd.Cause(death.stage, death.cause)
-    return Raised(call, worker, death.retries, quarantine=death.quarantine, cause=cause)
+    return RaisedCall(call, worker, death.retries, quarantine=death.quarantine, cause=cause)
 
 
 def _quarantines(pass_: Pass, death: Death) -> bool:
-    """Whether elements are set aside of a call under which workers died."""
+    """Return whether the culprits of a call under which workers died are quarantined."""
     return death.quarantine if death.stage else pass_.settings.quarantine

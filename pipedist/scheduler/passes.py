@@ -1,4 +1,4 @@
-"""What the scheduler knows of one pass: which calls wait, are done, failed, and what is visible."""
+"""State of one pass: which calls wait, are done or failed, and which steps are visible."""
 
 from __future__ import annotations
 
@@ -8,32 +8,31 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from pipedist.errors import LocalProtocolError
+from pipedist.scheduler.bisection import CulpritSearches, Death, Probe
 from pipedist.scheduler.commands import Failure
-from pipedist.scheduler.deaths import Death
-from pipedist.scheduler.gangs import Gang, Groups
-from pipedist.scheduler.ranges import RangeSet, Todo, TodoQueue
-from pipedist.scheduler.resting import RestingCalls
-from pipedist.scheduler.settings import Limits, PassSettings
-from pipedist.scheduler.states import PassState, next_pass_state
-from pipedist.scheduler.suspects import Probe, Suspects
+from pipedist.scheduler.gang_scheduling import GangGroups
+from pipedist.scheduler.leases import GangAttempt
+from pipedist.scheduler.queues import BackoffQueue, RangeSet, Todo, TodoQueue
+from pipedist.scheduler.settings import PassSettings, SchedulerLimits
+from pipedist.scheduler.transitions import PassState, next_pass_state
 
 
 @dataclass(slots=True)
-class Trouble:
+class CallHistory:
     """The history of a call that failed at least once; other calls have none."""
 
     raised: Counter[str] = field(default_factory=Counter)
-    """How many attempts raised, by the stage that did."""
+    """Number of attempts that raised, by stage."""
     deaths: int = 0
-    """How many workers died while running it."""
+    """Number of workers that died while executing it."""
     named: list[Death] = field(default_factory=list)
-    """These deaths, as far as it is known in which stage they were."""
+    """Those deaths whose stage is known."""
     before: int = 0
-    """How many attempts it had with the elements that are left out since then."""
+    """Number of attempts before its culprits were skipped."""
 
     @property
     def tried(self) -> int:
-        """How many attempts are over."""
+        """Number of finished attempts."""
         return self.before + self.raised.total() + self.deaths
 
 
@@ -41,22 +40,22 @@ class Trouble:
 class Pass:
     """The state of one pass.
 
-    A call is exactly one of: todo, resting, leased, suspect, done, beyond what is offered.
+    A call is in exactly one place: todo, backing_off, leased, searches, done, or not yet available.
     """
 
     id: int
     settings: PassSettings
-    dealing: dict[int, Pass] = field(repr=False)
-    """Where it enters itself when it has calls waiting."""
-    rousing: dict[int, Pass] = field(repr=False)
-    """Where it enters itself when it has calls resting."""
+    assigner: dict[int, Pass] = field(repr=False)
+    """The scheduler's passes with waiting calls; it registers itself there."""
+    backing_off_passes: dict[int, Pass] = field(repr=False)
+    """The scheduler's passes with calls that back off; it registers itself there."""
     state: PassState = PassState.OPEN
-    held: bool = False
-    """Nothing of it is issued any more."""
-    told_quiet: bool = False
-    """PassDrained was said. Implies held."""
+    draining: bool = False
+    """True if its calls are no longer assigned."""
+    drain_reported: bool = False
+    """True if PassDrained was sent. Implies draining."""
     offered: int = 0
-    """Steps before this one were offered."""
+    """Steps before this one are available."""
     requested: int = 0
     """Steps before this one were requested. Pulled passes only."""
     visible: int = 0
@@ -65,39 +64,39 @@ class Pass:
     """Steps before this one were consumed."""
     todo: TodoQueue = field(default_factory=TodoQueue)
     """Calls that wait for a worker."""
-    resting: RestingCalls = field(default_factory=RestingCalls)
-    """Calls that raised, and are tried again later."""
-    suspects: Suspects = field(default_factory=Suspects)
-    """Calls whose guilty elements are looked for."""
+    backing_off: BackoffQueue = field(default_factory=BackoffQueue)
+    """Calls that raised, and wait for their retry."""
+    searches: CulpritSearches = field(default_factory=CulpritSearches)
+    """Calls whose culprits are searched."""
     done: RangeSet = field(default_factory=RangeSet)
-    """Calls that came back or failed for good, and empty shards; only of steps that are not visible."""
-    kept: dict[tuple[str, int], RangeSet] = field(default_factory=dict)
-    """Calls whose results a worker, in this incarnation, has from a scheduler that is gone; of those that
-    wait, none of a worker that is READY. Never of a gang."""
+    """Calls that are done or failed, and empty shards; only of steps that are not visible."""
+    cached: dict[tuple[str, int], RangeSet] = field(default_factory=dict)
+    """Results that a worker incarnation cached for the previous driver. Those of READY workers are recalled at
+    once. Never for gangs."""
     leased: int = 0
-    """Calls under a lease that have not come back."""
-    gangs: dict[int, Gang] = field(default_factory=dict)
-    """Gangs that are not over, by serial."""
-    groups: Groups = field(default_factory=Groups)
-    """The workers that they were given to."""
-    trouble: dict[int, Trouble] = field(default_factory=dict)
-    """Calls that failed at least once and are not done; of a gang, its first call stands for it."""
+    """Number of leased, unreported calls."""
+    gangs: dict[int, GangAttempt] = field(default_factory=dict)
+    """Unfinished gangs, by serial."""
+    groups: GangGroups = field(default_factory=GangGroups)
+    """The groups of workers that execute them."""
+    histories: dict[int, CallHistory] = field(default_factory=dict)
+    """Calls that failed at least once and are not done; a gang is listed by its first call."""
     failures: dict[int, Failure] = field(default_factory=dict)
-    """Calls that failed for good, of steps that are not visible."""
+    """Calls that failed permanently, of steps that are not visible."""
     last_step: int | None = None
-    """FAILING: no step after this one is finished."""
+    """FAILING: later steps are obsolete."""
     input_bytes: int = 0
-    """Bytes of offered steps that are not visible."""
+    """Input bytes of available steps that are not visible."""
     step_bytes: float = 0.0
-    """Input bytes of a step, of the latest offer."""
+    """Input bytes of a step, from the latest StepsAvailable."""
     result_bytes: int = 0
     """Bytes of results that are not consumed."""
     result_call_bytes: float = 0.0
     """Result bytes of a call, a moving mean."""
     call_s: float | None = None
-    """How long a call, or a gang as a whole, takes, a moving mean; None before the first result."""
+    """Moving mean of the duration of a call, or of a gang, in seconds; None before the first result."""
     bundle_max: int = 1
-    """Calls in the next lease at most; grows with what came back."""
+    """Maximum number of calls in the next lease; grows with completed leases."""
 
     def __post_init__(self) -> None:
         self.offered = self.requested = self.visible = self.consumed = self.settings.first_step
@@ -107,23 +106,23 @@ class Pass:
         self.state = next_pass_state(self.id, self.state, what)
 
     @property
-    def deals(self) -> bool:
-        """Whether its waiting calls may be issued."""
-        return not self.held and (self.todo.calls > 0 or bool(self.suspects.waiting))
+    def has_assignable_calls(self) -> bool:
+        """True if it has waiting calls that may be assigned."""
+        return not self.draining and (self.todo.calls > 0 or bool(self.searches.waiting))
 
-    def is_short(self, limits: Limits) -> bool:
-        """Whether its calls are known to be short enough to wait at a worker in advance."""
+    def is_short(self, limits: SchedulerLimits) -> bool:
+        """Return whether its calls are short enough to be assigned in advance."""
         return self.call_s is not None and self.call_s < limits.prefetch_below_s
 
     def offer(self, first: int, last: int, parts: int, size: int, holes: Sequence[int] = ()) -> None:
-        """Add steps [first, last) of `parts` calls each, but for those of the replicas in `holes`."""
+        """Add steps [first, last) of `parts` calls each, except those of the replicas in `holes`."""
         replicas = self.settings.replicas
         if self.state in (PassState.ENDED, PassState.COMPLETE):
-            raise LocalProtocolError(f"pass {self.id}: steps were offered after its end")
+            raise LocalProtocolError(f"pass {self.id}: steps arrived after its end")
         parts_min, least = (replicas, "") if self.settings.gang else (0, "at most ")
         if first != self.offered or last < first or not parts_min <= parts <= replicas:
             raise LocalProtocolError(
-                f"pass {self.id}: steps [{first}, {last}) of {parts} calls were offered, "
+                f"pass {self.id}: steps [{first}, {last}) of {parts} calls arrived, "
                 f"expected them to begin at {self.offered} with {least}{replicas} calls"
             )
         self.offered = last
@@ -132,7 +131,7 @@ class Pass:
             return
         self.input_bytes += size
         self.step_bytes = size / (last - first)
-        self.dealing[self.id] = self
+        self.assigner[self.id] = self
         if parts == replicas and not holes:
             self.todo.put(first * replicas, last * replicas, 0)
             return
@@ -146,66 +145,66 @@ class Pass:
             self.done.add(lo + parts, lo + replicas)
 
     def needs(self, call: int) -> bool:
-        """Return whether a call is still of use: it is not beyond the step that fails the pass."""
+        """Return whether a call is still needed: it is not beyond the step that fails the pass."""
         return self.last_step is None or call // self.settings.replicas <= self.last_step
 
     def wait(self, lo: int, hi: int, attempt: int) -> None:
-        """Let calls [lo, hi) wait for a worker once more, as far as they are of use."""
+        """Requeue calls [lo, hi), as far as they are needed."""
         if self.last_step is not None:
             hi = min(hi, (self.last_step + 1) * self.settings.replicas)
         self.todo.put(lo, hi, attempt)
-        self.dealing[self.id] = self
+        self.assigner[self.id] = self
 
     def wait_probe(self, probe: Probe) -> None:
-        """Let a probe wait for a worker, unless its call is of no use any more."""
-        if probe.call in self.suspects.calls:
-            self.suspects.wait(probe)
-            self.dealing[self.id] = self
+        """Queue a probe, unless its call is obsolete."""
+        if probe.call in self.searches.calls:
+            self.searches.wait(probe)
+            self.assigner[self.id] = self
 
     def rest(self, due: float, item: Todo | Probe) -> None:
-        """Let calls, or a probe, wait once more, but not before `due`."""
-        self.resting.put(due, item)
-        self.rousing[self.id] = self
+        """Requeue calls or a probe, but not before `due`."""
+        self.backing_off.put(due, item)
+        self.backing_off_passes[self.id] = self
 
-    def rouse(self, now: float) -> None:
-        """Let those wait for a worker that have rested."""
-        for item in self.resting.take(now):
+    def wake_due(self, now: float) -> None:
+        """Requeue the calls whose backoff is over."""
+        for item in self.backing_off.take(now):
             if isinstance(item, Probe):
                 self.wait_probe(item)
             else:
                 self.wait(*item)
-        if not self.resting:
-            del self.rousing[self.id]
+        if not self.backing_off:
+            del self.backing_off_passes[self.id]
 
-    def muster(self, gang: Gang) -> None:
-        """Note that a gang was issued."""
+    def add_gang(self, gang: GangAttempt) -> None:
+        """Record that a gang was assigned."""
         self.gangs[gang.serial] = gang
         self.groups.begin(gang.group)
         self.leased += gang.hi - gang.lo
 
-    def dismiss(self, gang: Gang) -> None:
-        """Note that a gang is over."""
+    def dismiss(self, gang: GangAttempt) -> None:
+        """Record that a gang is over."""
         del self.gangs[gang.serial]
         self.groups.end(gang.group)
 
-    def came_back(self, lo: int, hi: int, busy_s: float, size: int, limits: Limits) -> None:
-        """Note that calls [lo, hi) are done, and learn from how long they took."""
+    def came_back(self, lo: int, hi: int, busy_s: float, size: int, limits: SchedulerLimits) -> None:
+        """Record that calls [lo, hi) are done, and update the estimates."""
         self.leased -= hi - lo
         self.bundle_max = min(limits.bundle_calls_max, max(self.bundle_max, (hi - lo) * limits.bundle_growth))
         self._done(lo, hi, max(0.0, busy_s) / (hi - lo), size)
 
-    def gang_came_back(self, gang: Gang) -> None:
-        """Note that all calls of a gang are done, and learn from how long they took."""
+    def gang_came_back(self, gang: GangAttempt) -> None:
+        """Record that all calls of a gang are done, and update the estimates."""
         self._done(gang.lo, gang.hi, gang.took_s, gang.bytes)
 
     def _done(self, lo: int, hi: int, took_s: float, size: int) -> None:
         self.done.add(lo, hi)
         self.result_bytes += size
-        if self.trouble:
-            few = range(lo, hi) if hi - lo < len(self.trouble) else list(self.trouble)
+        if self.histories:
+            few = range(lo, hi) if hi - lo < len(self.histories) else list(self.histories)
             for call in few:
                 if lo <= call < hi:
-                    self.trouble.pop(call, None)
+                    self.histories.pop(call, None)
         mean_bytes = size / (hi - lo)
         if self.call_s is None:
             self.call_s, self.result_call_bytes = took_s, mean_bytes
@@ -214,9 +213,9 @@ class Pass:
             self.result_call_bytes = 0.7 * self.result_call_bytes + 0.3 * mean_bytes
 
     def fail(self, lo: int, hi: int, failures: Sequence[Failure]) -> None:
-        """Note that calls [lo, hi) of one step are over, because some of them failed for good."""
+        """Record that calls [lo, hi) of one step are over, because some of them failed permanently."""
         self.failures.update((failure.call, failure) for failure in failures)
-        self.trouble.pop(lo, None)
+        self.histories.pop(lo, None)
         self.done.add(lo, hi)
         if not self.settings.fail_fast:
             return
@@ -225,36 +224,36 @@ class Pass:
         self.last_step = step if self.last_step is None else min(step, self.last_step)
         end = (self.last_step + 1) * self.settings.replicas
         self.todo.drop_from(end)
-        self.suspects.forget_from(end)
-        if self.resting:
-            self.resting.drop_from(end)
+        self.searches.forget_from(end)
+        if self.backing_off:
+            self.backing_off.drop_from(end)
 
-    def _bundle_by_time(self, limits: Limits) -> int:
-        """Return how many calls take about `bundle_s`, at most `bundle_calls_max`."""
+    def _bundle_by_time(self, limits: SchedulerLimits) -> int:
+        """Return the number of calls that take about `bundle_s`, at most `bundle_calls_max`."""
         if not self.call_s:
             return limits.bundle_calls_max
         return int(min(limits.bundle_calls_max, limits.bundle_s / self.call_s))
 
-    def bundle_calls(self, limits: Limits, workers: int) -> int:
-        """Return how many calls the next lease should have: about `bundle_s` of work, fairly shared."""
+    def bundle_calls(self, limits: SchedulerLimits, workers: int) -> int:
+        """Return the number of calls in the next lease: about `bundle_s` of work, at most a fair share."""
         if self.call_s is None or self.todo.first.attempt > 0:
-            return 1  # what was tried before travels alone: the next death is charged to the right call
+            return 1  # retries are assigned one by one, so that the next death is charged to the right call
         fair = -(-self.todo.calls // (2 * workers))
         calls = min(self._bundle_by_time(limits), fair, self.bundle_max)
         if self.step_bytes > 0:
             calls = min(calls, int(limits.bundle_bytes_max * self.settings.replicas / self.step_bytes))
         return max(1, calls)
 
-    def gangs_queued(self, limits: Limits) -> int:
-        """Return how many gangs a group may have: as many in advance as take `prefetch_below_s`."""
+    def gangs_queued(self, limits: SchedulerLimits) -> int:
+        """Return the maximum number of gangs of a group: those in advance take about `prefetch_below_s`."""
         if not self.is_short(limits):
             return 1
         if not self.call_s:
             return limits.gangs_queued_max
         return int(min(limits.gangs_queued_max, 1 + limits.prefetch_below_s / self.call_s))
 
-    def _calls_ahead(self, limits: Limits, workers: int) -> int:
-        """Return how many calls should be known, so that no worker waits for the next step."""
+    def _calls_ahead(self, limits: SchedulerLimits, workers: int) -> int:
+        """Return the number of calls to have ready, so that no worker waits for the next step."""
         replicas = self.settings.replicas
         if self.settings.gang:
             return (workers // min(replicas, workers)) * (1 + self.gangs_queued(limits)) * replicas
@@ -262,15 +261,13 @@ class Pass:
             return 4 * workers
         return 4 * workers * max(1, min(self._bundle_by_time(limits), self.bundle_max))
 
-    def steps_wanted(self, limits: Limits, workers: int) -> int:
-        """Return how many more steps the valve lets in now."""
-        if not self.settings.pulled or self.state is not PassState.OPEN or self.held:
+    def steps_wanted(self, limits: SchedulerLimits, workers: int) -> int:
+        """Return the number of steps to request now."""
+        if not self.settings.pulled or self.state is not PassState.OPEN or self.draining:
             return 0
         in_flight = self.requested - self.consumed
-        least = 1 if in_flight == 0 else 0  # one step must always fit, or nothing would ever move
-        if (
-            self.offered == self.settings.first_step
-        ):  # how large a step is, is known only once the first one is there
+        least = 1 if in_flight == 0 else 0  # one step always fits: otherwise the pass would stall
+        if self.offered == self.settings.first_step:  # the size of a step is unknown before the first one
             return least
         replicas = self.settings.replicas
         calls = self._calls_ahead(limits, workers)
@@ -288,7 +285,7 @@ class Pass:
         return max(least, room)
 
     def take_visible(self) -> int:
-        """Advance over complete steps and return the step before which all are visible."""
+        """Advance over complete steps, and return the step before which all are visible."""
         replicas = self.settings.replicas
         end = min(self.done.end_from(self.visible * replicas) // replicas, self.offered)
         if self.last_step is not None:

@@ -1,4 +1,4 @@
-"""What bounds the scheduler: every queue, wait and retry has a limit, with its unit last."""
+"""Limits of the scheduler and settings of a pass; each limit ends with its unit."""
 
 from __future__ import annotations
 
@@ -7,31 +7,31 @@ from msgspec import Struct
 from pipedist.errors import LocalProtocolError
 
 
-class Limits(Struct, frozen=True):
+class SchedulerLimits(Struct, frozen=True):
     """The limits of a cluster's scheduler.
 
     Args:
-        bundle_s: a lease is made as large as about this much work, so that short calls cost little.
-        bundle_growth: a lease has at most this many times the calls of the largest one that came back.
+        bundle_s: target amount of work in one lease, so that short calls cost little.
+        bundle_growth: maximum growth of a lease over the largest completed one.
         bundle_calls_max: calls in one lease.
-        bundle_bytes_max: input bytes in one lease that travel with it, unless a single call has more.
-        prefetch_below_s: a worker whose leases take less than this gets a second one in advance; a
+        bundle_bytes_max: input bytes sent with one lease, unless a single call has more.
+        prefetch_below_s: a worker whose leases take less than this gets a second lease in advance; a
             group of workers gets as many gangs in advance as take about this long.
-        gangs_queued_max: gangs that are sent to a group of workers and not over; fewer than a segment
+        gangs_queued_max: unfinished gangs of a group of workers; fewer than a segment
             remembers (`pipedist.collectives.steps.ATTEMPTS_REMEMBERED`).
-        steps_in_flight_max: steps of one pass that are issued and not yet consumed.
-        bytes_in_flight_max: bytes of one pass, inputs and results, that are held at one time.
-        deaths_max: workers that may die under one and the same call before it counts as failed.
-        backoff_s: a call that raised for the second time rests for so long before it is tried again, then
-            twice as long each time; after the first time not at all.
-        backoff_s_max: but at most for so long.
-        probes_max: subsets of the elements of one call that are tried, to find the guilty ones.
-        speculation_reports_min: reports of a pass that must have come before any call gets a second attempt.
-        speculation_s_min: no call gets a second attempt before it has taken so long.
-        speculation_attempts_max: second attempts that one attempt of a call gets, one after another: its
-            worker was lost, or it raised, while the first one ran.
-        starts_fruitless_max: workers in a row that may die before they join.
-        heard_within_s: a supervised worker not heard for this long is lost.
+        steps_in_flight_max: steps of one pass that were requested and not yet consumed.
+        bytes_in_flight_max: bytes of inputs and results of one pass held at one time.
+        deaths_max: workers that may die while executing the same call, before it fails.
+        backoff_s: wait before the retry of a call that raised twice; doubles each time. The first retry is
+            immediate.
+        backoff_s_max: maximum of this wait.
+        probes_max: subsets of one call's elements that are executed to find its culprits.
+        speculation_reports_min: reports of a pass before any of its calls gets a second attempt.
+        speculation_s_min: minimum duration of a call before it gets a second attempt.
+        speculation_attempts_max: second attempts of one attempt of a call, one after another: each was
+            lost or raised while the first attempt ran.
+        failed_starts_max: workers in a row that may die before they join.
+        heartbeat_timeout_s: a supervised worker without a heartbeat for this long is lost.
     """
 
     bundle_s: float = 0.01
@@ -49,32 +49,32 @@ class Limits(Struct, frozen=True):
     speculation_reports_min: int = 3
     speculation_s_min: float = 1.0
     speculation_attempts_max: int = 3
-    starts_fruitless_max: int = 5
-    heard_within_s: float = 16.0
+    failed_starts_max: int = 5
+    heartbeat_timeout_s: float = 16.0
 
 
 class PassSettings(Struct, frozen=True):
-    """How the calls of one pass are treated.
+    """Settings of one pass.
 
     Args:
         replicas: R; call number = step * R + replica.
-        ordered: steps become visible in step order; otherwise as they are complete.
+        ordered: steps become visible in step order; otherwise in order of completion.
         fail_fast: the first step with a failed call ends the pass; otherwise only that step fails.
-        pulled: the scheduler asks for steps (`RequestSteps`); otherwise they are offered unasked.
-        priority: passes with a lower number are dealt first.
+        pulled: the scheduler requests steps (`RequestSteps`); otherwise they are pushed.
+        priority: passes with a lower number go first.
         gang: the calls of a step are executed at once or not at all; each step has all R of them.
-        quarantine: of a call under which too many workers died, in nobody knows which stage, the guilty
-            elements are set aside; otherwise it fails.
-        first_step: the steps before it were done earlier: they are neither offered nor told.
-        speculation: a call that takes so many times as long as 19 of 20 do gets a second attempt, on an
-            idle worker; 0: none does. Never of a gang.
-        gpus: a call runs only at a worker that owns so many; a gang has one such worker a replica.
+        quarantine: if too many workers died under a call, in an unknown stage, its culprits are quarantined;
+            otherwise the call fails.
+        first_step: earlier steps were committed before; they are neither available nor reported.
+        speculation: a call that takes this many times as long as the 95th percentile gets a second attempt on
+            an idle worker; 0: never. Not for gangs.
+        gpus: GPUs that a worker needs to own for a call; a gang has one such worker per replica.
 
-    An unordered pass is neither `fail_fast` (which step is the first to fail would depend on the
-    order of arrival) nor `pulled` (its steps are not consumed in order), and it ends by being closed.
+    An unordered pass is neither `fail_fast` (the first step to fail would depend on the order
+    of arrival) nor `pulled` (its steps are not consumed in order), and it ends by being closed.
 
     Raises:
-        LocalProtocolError: if these don't go together.
+        LocalProtocolError: the settings contradict each other.
     """
 
     replicas: int

@@ -1,18 +1,18 @@
-"""Second attempts of calls that take far longer than others: on an idle worker, while nothing else waits.
+"""Second attempts of calls that take far longer than others, on idle workers, while no other call waits.
 
     lease runs, silent for too long --second attempt--> two leases of the same calls, TWINS
-        one of them reports a result   --> it goes on alone; the other is cancelled, and nothing of it counts
-        one of them raises, or is lost --> the other goes on alone; nobody is charged
+        one of them reports a result   --> it continues alone; the other is cancelled and does not count
+        one of them raises, or is lost --> the other continues alone; the call is not charged
         ... and takes long all the same --> it gets another second attempt, `speculation_attempts_max` in all
         ... and that one fails too     --> this attempt of the call has failed, once
 
-Twins cover exactly the same calls at all times: the first report of either ends the pair. Who is
-cancelled so may be stuck in its call for ever, through no fault of its own: its worker is LAID OFF. It is
-given nothing, and not counted on, until it says that it has heard of the cancellation (`CancelConfirmed`).
+Twins cover exactly the same calls at all times: the first report of either ends the pair. The worker of the
+cancelled lease may be stuck in its call, so it is suspended: it gets no calls until it confirms the
+cancellation (`CancelConfirmed`).
 
-A running call has one second attempt at a time, and a gang's none: its members wait for each other, so
-all of them would have to be executed twice. How many it has one after the other is bounded, because nobody
-is charged with what becomes of them: a call that kills its workers is to end.
+A running call has one second attempt at a time, and a gang's call none: its members wait for each other, so
+all of them would have to be executed twice. The number of second attempts is bounded, because their failures are
+not charged: a call that kills its workers must end.
 """
 
 from __future__ import annotations
@@ -20,30 +20,31 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from pipedist.scheduler import commands as cmd
-from pipedist.scheduler.dealing import Dealing
-from pipedist.scheduler.membership import Lease, Membership, Worker
+from pipedist.scheduler.assignment import Assigner
+from pipedist.scheduler.leases import Lease, Worker
+from pipedist.scheduler.membership import Membership
 from pipedist.scheduler.passes import Pass
-from pipedist.scheduler.settings import Limits
+from pipedist.scheduler.settings import SchedulerLimits
 from pipedist.scheduler.stragglers import Stragglers
 
 
 class Speculation:
-    """Begins second attempts, and ends the one that is of no use any more.
+    """Starts second attempts, and ends the obsolete one of two.
 
     Args:
-        limits, members, passes: the scheduler's.
-        dealing: gives calls to workers.
-        out: where commands are added.
-        cancel: takes a lease away.
-        take_back: takes a lease away that only waits at its worker, and lets its calls wait for another.
+        limits, members, passes: those of the scheduler.
+        assigner: assigns calls to workers.
+        out: receives the commands.
+        cancel: cancels a lease.
+        take_back: cancels a lease that only waits at its worker, and requeues its calls.
     """
 
     def __init__(
         self,
-        limits: Limits,
+        limits: SchedulerLimits,
         members: Membership,
         passes: dict[int, Pass],
-        dealing: Dealing,
+        assigner: Assigner,
         out: list[cmd.Command],
         cancel: Callable[[Pass, Lease], None],
         take_back: Callable[[Pass, Lease], None],
@@ -51,7 +52,7 @@ class Speculation:
         self._limits = limits
         self._members = members
         self._passes = passes
-        self._dealing = dealing
+        self._assigner = assigner
         self._out = out
         self._cancel = cancel
         self._take_back = take_back
@@ -59,12 +60,12 @@ class Speculation:
     # -- beginning ---------------------------------------------------------------------------
 
     def begin(self, now: float) -> None:
-        """Let idle workers that nothing else waits for execute what takes too long elsewhere."""
-        while self._members.idle and self._dealing.is_dealt and self._begin_one(now):
-            self._dealing.deal()
+        """Start second attempts on idle workers, if no call waits."""
+        while self._members.idle and self._assigner.nothing_waits and self._begin_one(now):
+            self._assigner.assign()
 
     def _begin_one(self, now: float) -> bool:
-        """Let something go on elsewhere; return False where nothing takes too long."""
+        """Start one second attempt; return False if no call takes too long."""
         for pass_, running, idle in self._watched():
             limit_s = self._limit_s(running)
             while limit_s is not None and (lease := running.first) is not None:
@@ -74,12 +75,12 @@ class Speculation:
                     return True
                 running.over(lease)
                 if lease.probe is None and lease.twin is None and pass_.needs(lease.next):
-                    running.over(self._dealing.issue_again(pass_, lease, idle))
+                    running.over(self._assigner.assign_second_attempt(pass_, lease, idle))
                     return True
         return False
 
     def _take_back_behind(self, lease: Lease) -> bool:
-        """Take what waits behind a lease away from its worker; return whether there was something."""
+        """Requeue the leases that wait behind a lease; return whether there were any."""
         members = self._members
         worker = members.workers[lease.worker]
         behind = [members.leases[i] for i in worker.leases[1:]]
@@ -90,8 +91,8 @@ class Speculation:
 
     @property
     def due(self) -> float | None:
-        """When the next call has taken too long, if an idle worker waits for that."""
-        if not self._members.idle or not self._dealing.is_dealt:
+        """The time at which the next call takes too long, if a worker is idle."""
+        if not self._members.idle or not self._assigner.nothing_waits:
             return None
         due = []
         for _, running, _ in self._watched():
@@ -101,11 +102,11 @@ class Speculation:
         return min(due, default=None)
 
     def _watched(self) -> list[tuple[Pass, Stragglers, Worker]]:
-        """Return the passes whose calls may get a second attempt now, each with a worker for it."""
+        """Return the passes whose calls may get a second attempt now, each with an idle worker."""
         found = []
         for id_, running in self._members.watched.items():
             pass_ = self._passes[id_]
-            idle = None if pass_.held else self._members.idle_for(pass_.settings.gpus)
+            idle = None if pass_.draining else self._members.idle_for(pass_.settings.gpus)
             if idle is not None:
                 found.append((pass_, running, idle))
         return found
@@ -116,7 +117,7 @@ class Speculation:
     # -- ending ------------------------------------------------------------------------------
 
     def reported(self, pass_: Pass, lease: Lease, now: float) -> None:
-        """Calls of a lease came back: the other attempt of them is of no use any more."""
+        """Record that a lease reported: its twin is obsolete."""
         running = self._members.watched.get(pass_.id)
         if running is not None:
             running.durations.add(now - lease.since)
@@ -124,20 +125,20 @@ class Speculation:
             self.withdraw(pass_, lease.twin)
 
     def failed(self, pass_: Pass, lease: Lease) -> None:
-        """One of two attempts raised, or could not be sent: the other goes on alone."""
+        """Record that one of two attempts raised or could not be sent: the other continues alone."""
         twin = lease.twin
         self.withdraw(pass_, lease)
         if twin is not None:
             self.goes_on(twin)
 
     def goes_on(self, lease: Lease) -> None:
-        """The other attempt came to nothing: this one may get another, but not for ever."""
+        """Allow another second attempt for a lease whose twin failed, up to the limit."""
         running = self._members.watched.get(lease.pass_id)
         if running is not None and lease.second_attempts < self._limits.speculation_attempts_max:
             running.again(lease)
 
     def withdraw(self, pass_: Pass, lease: Lease) -> None:
-        """End one of two attempts: nothing of it counts, and its worker is laid off until it has heard."""
+        """End one of two attempts, and suspend its worker until it confirms."""
         worker = self._members.workers[lease.worker]
         self._cancel(pass_, lease)
-        self._members.lay_off(worker, lease.id)
+        self._members.suspend(worker, lease.id)

@@ -24,8 +24,8 @@ C-contiguous. `bytearray` and `memoryview` come back as `bytes`.
 
 from __future__ import annotations
 
-from pipedist.transport.codec import Frame
 from pipedist.transport.decoder import decode
 from pipedist.transport.encoder import UnsendableError, encode
+from pipedist.transport.layout import Frame
 
 __all__ = ["Frame", "UnsendableError", "decode", "encode"]

@@ -21,7 +21,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 
 import pipedist
-from pipedist.scheduler import Limits
+from pipedist.scheduler import SchedulerLimits
 from tests.launchers.processes import children_of
 
 KINDS = ("crash", "stop", "silent", "hang", "starved")
@@ -36,7 +36,7 @@ BAR_S = {"crash": 0.1, "stop": 17.0, "silent": 17.0, "hang": 1.0}
 
 @contextlib.asynccontextmanager
 async def dialled_in(
-    folder: Path, limits: Limits | None = None
+    folder: Path, limits: SchedulerLimits | None = None
 ) -> AsyncIterator[tuple[pipedist.ConnectCluster, subprocess.Popen[bytes]]]:
     """A cluster with one worker that has dialled in, and its supervisor."""
     key_file = folder / "cluster.key"

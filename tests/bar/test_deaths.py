@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import pipedist
-from pipedist.scheduler import Limits
+from pipedist.scheduler import SchedulerLimits
 from tests.bar import detection, signal_chaos, soak, worker_chaos
 from tests.bar.watch import descriptors
 from tests.launchers.processes import wait_gone
@@ -105,7 +105,9 @@ async def test_a_worker_that_wakes_after_it_was_given_up_is_fenced(tmp_path: Pat
     document = {**spec("floats", pause_s=0.02), "code": str(detection.ROOT)}
     async with pipedist.LocalCluster(workers=1) as cluster:
         want = await bits(cluster, spec("floats"))
-    limits = Limits(heard_within_s=1.5, deaths_max=1000)  # on a busy machine it is given up more than once
+    limits = SchedulerLimits(
+        heartbeat_timeout_s=1.5, deaths_max=1000
+    )  # on a busy machine it is given up more than once
     async with detection.dialled_in(tmp_path, limits) as (remote, supervisor):
         (first,) = remote.coordinator._fleet.peers
         async with asyncio.timeout(60), pipedist.open(document, cluster=remote) as run:

@@ -59,7 +59,7 @@ def fleet(record: Record) -> Iterator[Fleet]:
         names=("w0",),
         dial_in=True,
         boot="here",
-        heard_within_s=4.0,
+        heartbeat_timeout_s=4.0,
     )
     it.launcher = record  # type: ignore[assignment]
     return it

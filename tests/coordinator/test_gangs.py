@@ -15,7 +15,7 @@ from pipedist.collectives.steps import ATTEMPTS_REMEMBERED
 from pipedist.coordinator.fleet import Fleet
 from pipedist.coordinator.segments import SEGMENTS_MAX, Segment, Segments
 from pipedist.errors import LocalProtocolError, WorkerDied
-from pipedist.scheduler import Limits
+from pipedist.scheduler import SchedulerLimits
 from pipedist.transport.codec import UnsendableError
 from pipedist.worker.hello import make_hello
 from tests.coordinator.test_fleet import Record
@@ -225,7 +225,7 @@ async def test_a_member_that_does_not_come_is_put_out_and_the_gang_restarts() ->
 
 @pytest.mark.asyncio
 async def test_a_step_whose_members_never_come_fails_with_the_text() -> None:
-    async with wired(Limits(deaths_max=1)) as wire:
+    async with wired(SchedulerLimits(deaths_max=1)) as wire:
         wire.join("a", "b")
         step = await begun(gang_pass(wire), [1, 2])
         wire.say("a.0", msg.Stalled(1, ("1",), "replica 0 waits at train.py:12"))
@@ -374,7 +374,7 @@ def fleet() -> Fleet:
         names=("w0", "w1", "w2"),
         dial_in=True,
         boot=make_hello("w0", 0).boot,
-        heard_within_s=4.0,
+        heartbeat_timeout_s=4.0,
     )
     fleet.launcher = record
     for name in fleet.names:
@@ -464,4 +464,4 @@ def test_aborting_a_gang_waits_for_those_before_it() -> None:
 
 
 def test_fewer_gangs_wait_at_a_member_than_a_segment_remembers_the_ends_of() -> None:
-    assert Limits().gangs_queued_max < ATTEMPTS_REMEMBERED
+    assert SchedulerLimits().gangs_queued_max < ATTEMPTS_REMEMBERED

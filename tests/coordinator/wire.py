@@ -14,7 +14,7 @@ from pipedist import messages as msg
 from pipedist.coordinator import Coordinator, PassHandle
 from pipedist.functions import reference
 from pipedist.program import Emit, Program, StageProgram
-from pipedist.scheduler import Limits, PassSettings
+from pipedist.scheduler import PassSettings, SchedulerLimits
 from pipedist.transport.codec import Frame, decode, encode
 from pipedist.worker.hello import make_hello
 from pipedist.worker.names import new_name
@@ -100,7 +100,7 @@ class Wire:
 
 
 @asynccontextmanager
-async def wired(limits: Limits | None = None) -> AsyncIterator[Wire]:
+async def wired(limits: SchedulerLimits | None = None) -> AsyncIterator[Wire]:
     """Open a coordinator; workers join when the test says so."""
     wires: list[Wire] = []
 

@@ -25,7 +25,7 @@ from pipedist.launchers import supervisor_process
 from pipedist.launchers.engines import not_installed, require
 from pipedist.launchers.ray import copy_modules
 from pipedist.launchers.supervisor_process import JoinConfig, SupervisorProcess
-from pipedist.scheduler import Limits
+from pipedist.scheduler import SchedulerLimits
 from pipedist.transport.keys import ClusterKeys, key_text, new_keys
 from tests.engines.here import GONE_S, HereEngine
 from tests.engines.placing import (
@@ -42,12 +42,12 @@ from tests.launchers.processes import children_of, wait_gone, wait_state
 ROOT = Path(__file__).parents[2]
 
 
-SOON = Limits(heard_within_s=4)
+SOON = SchedulerLimits(heartbeat_timeout_s=4)
 """For who kills supervisors, which can't say Goodbye: not to wait for the usual 16 s."""
 
 
 def cluster_of(
-    engine: HereEngine, workers: int = 2, threads: int = 1, limits: Limits | None = None
+    engine: HereEngine, workers: int = 2, threads: int = 1, limits: SchedulerLimits | None = None
 ) -> EngineCluster:
     return EngineCluster(workers, engine, listen=None, threads_per_replica=threads, limits=limits)
 

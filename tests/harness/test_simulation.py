@@ -16,8 +16,9 @@ from pipedist.harness.campaign import BAR, Campaign
 from pipedist.scheduler import Scheduler
 from pipedist.scheduler import commands as cmd
 from pipedist.scheduler import events as ev
-from pipedist.scheduler.dealing import Dealing
-from pipedist.scheduler.membership import Lease, Membership, Worker
+from pipedist.scheduler.assignment import Assigner
+from pipedist.scheduler.leases import Lease, Worker
+from pipedist.scheduler.membership import Membership
 from pipedist.scheduler.outcomes import Outcomes
 from pipedist.scheduler.passes import Pass
 from pipedist.scheduler.speculation import Speculation
@@ -276,15 +277,15 @@ def who_was_stuck_is_never_given_more(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_second_attempt_has_calls_of_its_own(patch: pytest.MonkeyPatch) -> None:
-    def issue_again(self: Dealing, pass_: Pass, lease: Lease, worker: Worker) -> Lease:
+    def issue_again(self: Assigner, pass_: Pass, lease: Lease, worker: Worker) -> Lease:
         lease.next, before = lease.lo, lease.next
         try:
             return original(self, pass_, lease, worker)
         finally:
             lease.next = before
 
-    original = Dealing.issue_again
-    patch.setattr(Dealing, "issue_again", issue_again)
+    original = Assigner.issue_again
+    patch.setattr(Assigner, "issue_again", issue_again)
 
 
 def what_waits_behind_a_slow_call_is_forgotten(patch: pytest.MonkeyPatch) -> None:
@@ -301,13 +302,13 @@ def what_waits_behind_a_slow_call_is_forgotten(patch: pytest.MonkeyPatch) -> Non
 def second_attempts_are_not_counted(patch: pytest.MonkeyPatch) -> None:
     """What raises, or kills its worker, gets one after the other."""
 
-    def issue_again(self: Dealing, pass_: Pass, lease: Lease, worker: Worker) -> Lease:
+    def issue_again(self: Assigner, pass_: Pass, lease: Lease, worker: Worker) -> Lease:
         twin = original(self, pass_, lease, worker)
         lease.second_attempts = twin.second_attempts = 1
         return twin
 
-    original = Dealing.issue_again
-    patch.setattr(Dealing, "issue_again", issue_again)
+    original = Assigner.issue_again
+    patch.setattr(Assigner, "issue_again", issue_again)
 
 
 def who_goes_on_alone_is_watched_though_it_is_a_twin(patch: pytest.MonkeyPatch) -> None:

@@ -152,11 +152,11 @@ class NetworkRun:
     Args:
         work: what is executed.
         at: the scheduler's host.
-        heard_within_s: how long a worker may be silent.
+        heartbeat_timeout_s: how long a worker may be silent.
         rejoin_s: how long a worker waits for a scheduler that is gone.
     """
 
-    def __init__(self, work: Work, at: Host, heard_within_s: float, rejoin_s: float) -> None:
+    def __init__(self, work: Work, at: Host, heartbeat_timeout_s: float, rejoin_s: float) -> None:
         self._work = work
         self._folder = work.folder
         self.output = work.folder / "out"
@@ -166,7 +166,7 @@ class NetworkRun:
         self._env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "PYTHONUNBUFFERED": "1"}
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self.endpoint = f"tcp://{at.address}:{PORT}"
-        times = [str(heard_within_s), str(rejoin_s)]
+        times = [str(heartbeat_timeout_s), str(rejoin_s)]
         args = [self.endpoint, self._folder / "cluster.key", self.output, *times]
         process = self._start("scheduler", at, "-m", "tests.networks.scheduler", work.spec, *args)
         assert process.stdout is not None
@@ -212,10 +212,10 @@ class NetworkRun:
 
 @contextmanager
 def running(
-    work: Work, at: Host, *, heard_within_s: float = 16.0, rejoin_s: float = 60.0
+    work: Work, at: Host, *, heartbeat_timeout_s: float = 16.0, rejoin_s: float = 60.0
 ) -> Iterator[NetworkRun]:
     """Begin a run; see `NetworkRun`."""
-    run = NetworkRun(work, at, heard_within_s, rejoin_s)
+    run = NetworkRun(work, at, heartbeat_timeout_s, rejoin_s)
     try:
         yield run
     finally:

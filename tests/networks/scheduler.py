@@ -1,6 +1,6 @@
 """The run's side of a test: executes a spec with workers that dial in, and tells what it sees.
 
-    python -m tests.networks.scheduler SPEC LISTEN KEY_FILE OUTPUT HEARD_WITHIN_S REJOIN_S
+    python -m tests.networks.scheduler SPEC LISTEN KEY_FILE OUTPUT HEARTBEAT_TIMEOUT_S REJOIN_S
 
 On stdout, a JSON object a line, each with `at`, seconds of this machine's one monotonic clock:
 {"event": "listening", "endpoint"}, {"event": "workers", "ready"} for each change of how many have joined,
@@ -17,7 +17,7 @@ import time
 import anyio
 
 import pipedist
-from pipedist.scheduler import Limits
+from pipedist.scheduler import SchedulerLimits
 
 LOOK_S = 0.005
 
@@ -36,9 +36,9 @@ async def watch(cluster: pipedist.ConnectCluster) -> None:
 
 
 async def main(
-    spec: str, listen: str, key_file: str, output: str, heard_within_s: float, rejoin_s: float
+    spec: str, listen: str, key_file: str, output: str, heartbeat_timeout_s: float, rejoin_s: float
 ) -> None:
-    limits = Limits(heard_within_s=heard_within_s)
+    limits = SchedulerLimits(heartbeat_timeout_s=heartbeat_timeout_s)
     connected = pipedist.ConnectCluster(
         listen=listen, key_file=key_file, workers=2, limits=limits, rejoin_s=rejoin_s
     )

@@ -19,7 +19,7 @@ def test_delay_loss_and_repeats_change_nothing(
     names = ["scheduler", "one", "two"]
     with relayed(tmp_path, names, seed=7, delay_ms=50, loss=0.01, repeat=0.01) as (hosts, relay):
         # What is lost is sent again after a while: a heartbeat may be later than on a good network.
-        with running(work, hosts["scheduler"], heard_within_s=16.0) as run:
+        with running(work, hosts["scheduler"], heartbeat_timeout_s=16.0) as run:
             workers = [run.start_worker(hosts[name]) for name in ("one", "two")]
             run.told.wait_for("workers", ready=2)
             work.reaches({"one", "two"})

@@ -9,7 +9,7 @@ import pytest
 from tests.networks.hosts import Network
 from tests.networks.runs import PATIENCE_S, Work, running
 
-HEARD_WITHIN_S = 3.2
+HEARTBEAT_TIMEOUT_S = 3.2
 HEARTBEATS = 3.2
 """Heartbeats in that time."""
 
@@ -40,7 +40,7 @@ LONG = {"to_scheduler": [pytest.mark.slow], "from_scheduler": [pytest.mark.netwo
 def test_a_partition_costs_time_and_the_worker_comes_back(
     hosts: Network, work: Work, expected: dict[str, bytes], ways: list[tuple[str, str]]
 ) -> None:
-    with running(work, hosts["scheduler"], heard_within_s=HEARD_WITHIN_S) as run:
+    with running(work, hosts["scheduler"], heartbeat_timeout_s=HEARTBEAT_TIMEOUT_S) as run:
         workers = [run.start_worker(hosts[name]) for name in ("one", "two")]
         run.told.wait_for("workers", ready=2)
         for way in ways:
@@ -57,7 +57,7 @@ def test_a_partition_costs_time_and_the_worker_comes_back(
 
 @pytest.mark.slow
 def test_a_host_that_is_cut_off_for_good(hosts: Network, work: Work, expected: dict[str, bytes]) -> None:
-    with running(work, hosts["scheduler"], heard_within_s=HEARD_WITHIN_S) as run:
+    with running(work, hosts["scheduler"], heartbeat_timeout_s=HEARTBEAT_TIMEOUT_S) as run:
         worker, other = (run.start_worker(hosts[name]) for name in ("one", "two"))
         run.told.wait_for("workers", ready=2)
         hosts.part("one", "scheduler")
@@ -73,7 +73,7 @@ def test_a_worker_that_is_cut_off_for_longer_than_it_waits_leaves(
     hosts: Network, work: Work, expected: dict[str, bytes]
 ) -> None:
     """No packet says that the network is gone: ZeroMQ's heartbeat misses its answer, after 30 s."""
-    with running(work, hosts["scheduler"], heard_within_s=HEARD_WITHIN_S, rejoin_s=2.0) as run:
+    with running(work, hosts["scheduler"], heartbeat_timeout_s=HEARTBEAT_TIMEOUT_S, rejoin_s=2.0) as run:
         worker, other = (run.start_worker(hosts[name]) for name in ("one", "two"))
         run.told.wait_for("workers", ready=2)
         hosts.part("one", "scheduler")
@@ -91,7 +91,7 @@ def test_a_worker_that_is_cut_off_for_longer_than_it_waits_leaves(
 def test_a_partition_of_thirty_seconds_with_the_usual_heartbeat(
     hosts: Network, work: Work, expected: dict[str, bytes]
 ) -> None:
-    with running(work, hosts["scheduler"], heard_within_s=16.0) as run:
+    with running(work, hosts["scheduler"], heartbeat_timeout_s=16.0) as run:
         workers = [run.start_worker(hosts[name]) for name in ("one", "two")]
         run.told.wait_for("workers", ready=2)
         hosts.part("one", "scheduler")
@@ -105,19 +105,19 @@ def test_a_partition_of_thirty_seconds_with_the_usual_heartbeat(
 
 @pytest.mark.networks_full
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("heard_within_s", [HEARD_WITHIN_S, 16.0])
+@pytest.mark.parametrize("heartbeat_timeout_s", [HEARTBEAT_TIMEOUT_S, 16.0])
 @pytest.mark.parametrize("ways", WAYS.values(), ids=WAYS)
 def test_a_partition_is_noticed_within_three_heartbeats_and_a_second(
-    hosts: Network, work: Work, ways: list[tuple[str, str]], heard_within_s: float
+    hosts: Network, work: Work, ways: list[tuple[str, str]], heartbeat_timeout_s: float
 ) -> None:
-    with running(work, hosts["scheduler"], heard_within_s=heard_within_s) as run:
+    with running(work, hosts["scheduler"], heartbeat_timeout_s=heartbeat_timeout_s) as run:
         run.start_worker(hosts["one"])
         run.told.wait_for("workers", ready=1)
         for way in ways:
             hosts.cut(*way)
         cut_at = time.monotonic()
         took_s = run.told.wait_for("workers", ready=0)["at"] - cut_at
-        heartbeat_s = heard_within_s / HEARTBEATS
+        heartbeat_s = heartbeat_timeout_s / HEARTBEATS
         print(f"noticed after {took_s:.2f} s, with a heartbeat of {heartbeat_s:g} s")
         # A heartbeat whose acknowledgement is dropped has arrived all the same: one more counts.
         heard_after_s = heartbeat_s if ways == WAYS["from_scheduler"] else 0.0

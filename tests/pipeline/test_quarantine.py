@@ -17,7 +17,7 @@ from pipedist.datasets.division import Division
 from pipedist.datasets.sources import open_source
 from pipedist.feeds import IndexedFeed
 from pipedist.pipeline.quarantine import PassQuarantine
-from pipedist.scheduler import Limits
+from pipedist.scheduler import SchedulerLimits
 from pipedist.scheduler.commands import CallsQuarantined, Cause
 
 F = "tests.pipeline.poison_functions"
@@ -107,7 +107,7 @@ def test_the_result_is_the_same_for_any_number_of_workers(workers: int) -> None:
 @pytest.mark.asyncio
 async def test_the_result_is_the_same_whichever_workers_die_meanwhile() -> None:
     kills = 6
-    limits = Limits(deaths_max=kills + 1)  # all of them may come under one call
+    limits = SchedulerLimits(deaths_max=kills + 1)  # all of them may come under one call
     async with (
         pipedist.LocalCluster(workers=2, limits=limits) as cluster,
         pipedist.open(document([17, 40]), cluster=cluster) as run,
@@ -419,7 +419,9 @@ def test_of_async_calls_that_overlap_the_one_that_has_the_thread_is_blamed(tmp_p
     doc["dataset"] = {"range": 512, "batch": 1}
 
     async def main() -> None:
-        limits = Limits(bundle_s=60.0)  # leases grow as far as they may: 1 call, 8, 64, and the others
+        limits = SchedulerLimits(
+            bundle_s=60.0
+        )  # leases grow as far as they may: 1 call, 8, 64, and the others
         async with (
             pipedist.LocalCluster(workers=1, limits=limits) as cluster,
             pipedist.open(doc, cluster=cluster) as run,

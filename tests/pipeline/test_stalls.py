@@ -28,7 +28,7 @@ from pipedist.pipeline.durable import RunJournal
 from pipedist.pipeline.inquiry import _Answering, answering, ask
 from pipedist.pipeline.why import document, lines
 from pipedist.scheduler import PassSettings
-from pipedist.scheduler.why import Explanation, Reason, Wait
+from pipedist.scheduler.diagnostics import Explanation, Reason, Wait
 from pipedist.worker.progress import Running, seen
 
 F = "tests.pipeline.functions"

@@ -17,11 +17,11 @@ import numpy as np
 import pytest
 
 import pipedist
-from pipedist.scheduler import Limits
+from pipedist.scheduler import SchedulerLimits
 from tests.strategy.functions import wait_for
 
 F = "tests.pipeline.functions"
-SMALL = Limits(steps_in_flight_max=20)
+SMALL = SchedulerLimits(steps_in_flight_max=20)
 
 
 def document(n: int = 40, batch: int = 4, replicas: int = 2, **stages: Any) -> dict[str, Any]:

@@ -6,9 +6,9 @@ import asyncio
 import sys
 
 import pipedist
-from pipedist.scheduler import Limits
+from pipedist.scheduler import SchedulerLimits
 
-HEARD_WITHIN_S = 2.0
+HEARTBEAT_TIMEOUT_S = 2.0
 
 
 async def main(listen: str, rejoin_s: float) -> None:
@@ -17,7 +17,7 @@ async def main(listen: str, rejoin_s: float) -> None:
         listen=listen,
         key_file="cluster.key",
         workers=2,
-        limits=Limits(heard_within_s=HEARD_WITHIN_S),
+        limits=SchedulerLimits(heartbeat_timeout_s=HEARTBEAT_TIMEOUT_S),
         rejoin_s=rejoin_s,
     )
     async with cluster, pipedist.open("spec.yaml", cluster=cluster, output="out") as run:

@@ -17,7 +17,7 @@ from random import Random
 
 from pipedist import messages as msg
 from pipedist.coordinator.offers import Offers, key_of
-from pipedist.scheduler import Limits, PassSettings, Scheduler
+from pipedist.scheduler import PassSettings, Scheduler, SchedulerLimits
 from pipedist.scheduler import commands as cmd
 from pipedist.scheduler import events as ev
 from pipedist.transport.codec import decode, encode
@@ -116,7 +116,9 @@ class World:
     # -- lives of the scheduler -----------------------------------------------------------------------
 
     def _begin_life(self) -> None:
-        self._scheduler = self._make(Limits(bundle_s=self.random.choice((0.01, 2.0)), deaths_max=10**6))
+        self._scheduler = self._make(
+            SchedulerLimits(bundle_s=self.random.choice((0.01, 2.0)), deaths_max=10**6)
+        )
         self._offers = Offers()
         self._passes: dict[str, int] = {}
         self._joined: dict[str, Process] = {}

@@ -12,7 +12,8 @@ from pipedist.errors import PipedistError
 from pipedist.messages import Hello
 from pipedist.scheduler import Scheduler
 from pipedist.scheduler import events as ev
-from pipedist.scheduler.membership import Lease, Membership, Worker
+from pipedist.scheduler.leases import Lease, Worker
+from pipedist.scheduler.membership import Membership
 from pipedist.worker.kept import KeptResults
 from tests.reattach.lives import World, Wrong
 
@@ -80,7 +81,7 @@ def _lets_go_too_soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _dealt_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """The scheduler deals what a worker has."""
-    handlers = "pipedist.scheduler.dealing.Dealing._recall_all"
+    handlers = "pipedist.scheduler.assignment.Assigner._recall_all"
     monkeypatch.setattr(handlers, lambda self: None)
 
 

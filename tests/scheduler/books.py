@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
 
-from pipedist.scheduler import Limits, PassSettings
+from pipedist.scheduler import PassSettings, SchedulerLimits
 from pipedist.scheduler import commands as cmd
 from pipedist.scheduler import events as ev
 
@@ -129,7 +129,7 @@ class Seat:
     leases: list[Held] = field(default_factory=list)
     bound: set[int] = field(default_factory=set)
     unsure: bool = False
-    laid_off: int = 0
+    suspended: int = 0
     """The lease of no use that it may still run: it is given nothing until it has heard of that."""
 
 
@@ -249,7 +249,7 @@ class Reading:
         probe: tuple[int, tuple[int, int]],
         event: ev.CallFailed | ev.WorkerLost,
         now: float,
-        limits: Limits,
+        limits: SchedulerLimits,
     ) -> None:
         """A probe of one element raised."""
         self.probe_raised[*probe, event.stage] += 1
@@ -257,7 +257,7 @@ class Reading:
         if 1 < raised <= event.retries and probe[0] <= self.last_call:
             self.probes_resting[probe] = now + min(limits.backoff_s_max, limits.backoff_s * 2 ** (raised - 2))
 
-    def rest(self, calls: set[int], raised: int, now: float, limits: Limits) -> None:
+    def rest(self, calls: set[int], raised: int, now: float, limits: SchedulerLimits) -> None:
         """Calls raised for the `raised`-th time, and are tried again."""
         if min(calls) > self.last_call:
             return

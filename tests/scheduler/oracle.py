@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipedist.scheduler import Command, Event, Limits
+from pipedist.scheduler import Command, Event, SchedulerLimits
 from pipedist.scheduler import commands as cmd
 from pipedist.scheduler import events as ev
 from tests.scheduler.books import GangBook, Held, Process, Reading, Seat, Violation
@@ -16,7 +16,7 @@ class Oracle:
         readings: the passes of the world.
     """
 
-    def __init__(self, limits: Limits, readings: dict[int, Reading]) -> None:
+    def __init__(self, limits: SchedulerLimits, readings: dict[int, Reading]) -> None:
         self.limits = limits
         self.readings = readings
         self.now = 0.0
@@ -54,8 +54,8 @@ class Oracle:
                 self.readings[pass_id].closed = True
             case ev.CancelConfirmed(name, incarnation, lease):
                 seat = self.seats[name]
-                if seat.incarnation == incarnation and seat.laid_off == lease:
-                    seat.laid_off, seat.unsure = 0, False
+                if seat.incarnation == incarnation and seat.suspended == lease:
+                    seat.suspended, seat.unsure = 0, False
             case ev.CallSized(pass_id, call):
                 self.readings[pass_id].suspects.add(call)
             case ev.GangStalled():
@@ -79,7 +79,7 @@ class Oracle:
         out: list[Command] = []
         for name, process in self.peers.items():
             seat = self.seats[name]
-            late = process.heard_at + self.limits.heard_within_s <= self.now
+            late = process.heard_at + self.limits.heartbeat_timeout_s <= self.now
             if process.supervised and seat.ready and late:
                 out += [expel(name, seat.incarnation), *self._lose(name, graceful=False)]
         roused = [r.rouse(self.now) for r in self.readings.values() if not r.closed]
@@ -207,7 +207,7 @@ class Oracle:
                 reading.waiting.discard(held.next)
                 if not reading.settings.quarantine:
                     reading.give_up(held.next)
-        seat.leases, seat.bound, seat.unsure, seat.ready, seat.laid_off = [], set(), False, False, 0
+        seat.leases, seat.bound, seat.unsure, seat.ready, seat.suspended = [], set(), False, False, 0
         if not seat.managed:
             return []
         seat.incarnation += 1

@@ -1,4 +1,4 @@
-"""The search for guilty elements: what is found, whatever the order of the answers, and what it costs."""
+"""The search for culprits elements: what is found, whatever the order of the answers, and what it costs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CAUSE = Cause("s", "ValueError: no")
 
 
 def search(
-    elements: int, guilty: frozenset[int], together: frozenset[int] = frozenset(), seed: int = 0
+    elements: int, culprits: frozenset[int], together: frozenset[int] = frozenset(), seed: int = 0
 ) -> tuple[Bisection, int]:
     """Play a search to its end, answering in any order; return it, and how many subsets were tried."""
     random = Random(seed)
@@ -28,7 +28,7 @@ def search(
         span = due.pop(random.randrange(len(due)))
         tried += 1
         there = set(range(*span))
-        if there & guilty or (together and together <= there):
+        if there & culprits or (together and together <= there):
             due += search.failed(span, CAUSE)
         else:
             search.passed(span)
@@ -40,38 +40,38 @@ def search(
 @settings(max_examples=200, deadline=None)
 def test_exactly_those_are_found_that_fail_alone_in_any_order(data: st.DataObject) -> None:
     elements = data.draw(st.integers(2, 200))
-    guilty = data.draw(st.frozensets(st.integers(0, elements - 1), max_size=8))
+    culprits = data.draw(st.frozensets(st.integers(0, elements - 1), max_size=8))
     together = data.draw(st.frozensets(st.integers(0, elements - 1), min_size=2, max_size=3))
-    found, tried = search(elements, guilty, together, data.draw(st.integers(0, 99)))
-    assert set(found.guilty) == guilty
+    found, tried = search(elements, culprits, together, data.draw(st.integers(0, 99)))
+    assert set(found.culprits) == culprits
     assert tried <= 2 * elements - 2
 
 
 @pytest.mark.parametrize("guilty", [0, 17, 511, 1023])
-def test_one_of_a_thousand_costs_two_probes_a_halving(guilty: int) -> None:
-    _, tried = search(1024, frozenset({guilty}))
+def test_one_of_a_thousand_costs_two_probes_a_halving(culprits: int) -> None:
+    _, tried = search(1024, frozenset({culprits}))
     assert tried == 2 * math.log2(1024)
 
 
 def test_the_innocent_are_told_as_ranges() -> None:
     found, _ = search(10, frozenset({0, 4, 5, 9}))
-    assert found.innocent == ((1, 4), (6, 9))
-    assert search(3, frozenset({1}))[0].innocent == ((0, 1), (2, 3))
-    assert search(2, frozenset({0, 1}))[0].innocent == ()
+    assert found.healthy == ((1, 4), (6, 9))
+    assert search(3, frozenset({1}))[0].healthy == ((0, 1), (2, 3))
+    assert search(2, frozenset({0, 1}))[0].healthy == ()
 
 
 def test_a_single_element_has_failed_alone_already() -> None:
     found = Bisection(1, 100, CAUSE)
     assert found.begin() == ()
     assert found.is_over
-    assert found.guilty == {0: CAUSE}
+    assert found.culprits == {0: CAUSE}
 
 
 def test_without_elements_there_is_nothing_to_find() -> None:
     found = Bisection(0, 100, CAUSE)
     assert found.begin() == ()
     assert found.is_over
-    assert not found.guilty
+    assert not found.culprits
 
 
 def test_what_fails_in_a_way_that_proves_nothing_is_not_guilty() -> None:
@@ -79,7 +79,7 @@ def test_what_fails_in_a_way_that_proves_nothing_is_not_guilty() -> None:
     assert list(found.begin()) == [(0, 1), (1, 2)]
     found.failed((0, 1), None)
     found.failed((1, 2), CAUSE)
-    assert set(found.guilty) == {1}
+    assert set(found.culprits) == {1}
 
 
 def test_too_many_probes_end_the_search() -> None:

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from pipedist.errors import LocalProtocolError
-from pipedist.scheduler import Limits, PassSettings
+from pipedist.scheduler import PassSettings, SchedulerLimits
 from pipedist.scheduler import commands as cmd
 from pipedist.scheduler import events as ev
 from tests.scheduler.playbook import Playbook, assigns
@@ -24,7 +24,7 @@ def ranges(commands: list[cmd.Command]) -> list[tuple[str, int, int, int]]:
 
 
 def test_leases_grow_with_what_came_back_and_are_shared_fairly() -> None:
-    play = Playbook(Limits(bundle_growth=8)).with_workers("w0").with_pass(PLAIN)
+    play = Playbook(SchedulerLimits(bundle_growth=8)).with_workers("w0").with_pass(PLAIN)
     assert ranges(play.setup(ev.StepsAvailable(1, 0, 100, 1))) == [("w0", 0, 1, 0)]
     came = play.setup(ev.CallsDone("w0", 0, 1, 0, 1, 1000))
     assert ranges(came) == [("w0", 1, 9, 0), ("w0", 9, 17, 0)], "8 times as many, and one in advance"
@@ -39,7 +39,7 @@ def test_long_calls_travel_alone_and_never_in_advance() -> None:
 
 
 def test_a_lease_takes_about_its_time_and_has_its_limits() -> None:
-    limits = Limits(bundle_s=0.01, bundle_growth=1000, bundle_calls_max=50)
+    limits = SchedulerLimits(bundle_s=0.01, bundle_growth=1000, bundle_calls_max=50)
     play = Playbook(limits).with_workers("w0").with_pass(PLAIN)
     play.setup(ev.StepsAvailable(1, 0, 10_000, 1))
     assert ranges(play.setup(ev.CallsDone("w0", 0, 1, 0, 1, 2 * MS)))[0] == ("w0", 1, 6, 0)
@@ -65,7 +65,7 @@ def test_calls_that_take_no_time_for_ever_overflow_nothing() -> None:
 
 
 def test_inputs_that_travel_bound_the_size_of_a_lease() -> None:
-    play = Playbook(Limits(bundle_bytes_max=4000)).with_workers("w0").with_pass(PLAIN)
+    play = Playbook(SchedulerLimits(bundle_bytes_max=4000)).with_workers("w0").with_pass(PLAIN)
     play.setup(ev.StepsAvailable(1, 0, 100, 1, bytes=100_000))
     assert ranges(play.setup(ev.CallsDone("w0", 0, 1, 0, 1, 1000)))[0] == ("w0", 1, 5, 0)
 

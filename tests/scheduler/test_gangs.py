@@ -7,7 +7,7 @@ import pytest
 
 from pipedist.errors import LocalProtocolError
 from pipedist.messages import spans
-from pipedist.scheduler import Limits, PassSettings
+from pipedist.scheduler import PassSettings, SchedulerLimits
 from pipedist.scheduler import commands as cmd
 from pipedist.scheduler import events as ev
 from pipedist.scheduler.commands import GangAssignment
@@ -36,7 +36,7 @@ def done(play: Playbook, gang: cmd.SendGang, took_ns: int = SECOND) -> list[cmd.
     )
 
 
-def opened(settings: PassSettings, *workers: str, limits: Limits | None = None) -> Playbook:
+def opened(settings: PassSettings, *workers: str, limits: SchedulerLimits | None = None) -> Playbook:
     return Playbook(limits).with_workers(*workers).with_pass(settings)
 
 
@@ -174,7 +174,7 @@ def test_a_worker_that_dies_when_its_part_is_done_does_no_harm() -> None:
 
 
 def test_a_gang_under_which_workers_keep_dying_fails() -> None:
-    play = opened(RUN, "w0", limits=Limits(deaths_max=2))
+    play = opened(RUN, "w0", limits=SchedulerLimits(deaths_max=2))
     play.setup(ev.StepsAvailable(1, 0, 1, 2), ev.WorkerLost("w0", 0, "signal 11"), ev.WorkerJoined("w0", 1))
     play(
         ev.WorkerLost("w0", 1, "signal 11"),
@@ -242,7 +242,7 @@ def test_retries_are_those_of_the_call_that_is_told_and_of_the_gang_as_a_whole()
 
 
 def test_a_gang_that_was_aborted_by_nobody_is_tried_again_but_not_for_ever() -> None:
-    play = opened(RUN, "w0", limits=Limits(deaths_max=2))
+    play = opened(RUN, "w0", limits=SchedulerLimits(deaths_max=2))
     play.setup(ev.StepsAvailable(1, 0, 1, 2), ev.CallFailed("w0", 0, 1, 0, aborted=True))
     [again] = gangs(play.setup(ev.CallFailed("w0", 0, 1, 1, aborted=True)))
     assert again.attempt == 1
@@ -289,7 +289,7 @@ def test_a_gang_that_can_not_be_sent_fails_its_step_with_the_calls_of_that_lease
 
 
 def test_short_gangs_are_queued_in_advance_as_many_as_take_the_time() -> None:
-    play = opened(RUN, "w0", "w1", limits=Limits(prefetch_below_s=0.05))
+    play = opened(RUN, "w0", "w1", limits=SchedulerLimits(prefetch_below_s=0.05))
     [first] = gangs(play.setup(ev.StepsAvailable(1, 0, 1, 2)))
     done(play, first, took_ns=20 * MS)
     came = gangs(play.setup(ev.StepsAvailable(1, 1, 99, 2)))
@@ -303,7 +303,7 @@ def test_short_gangs_are_queued_in_advance_as_many_as_take_the_time() -> None:
 
 
 def test_gangs_that_take_no_time_are_bounded_and_long_ones_are_never_in_advance() -> None:
-    play = opened(RUN, "w0", "w1", limits=Limits(gangs_queued_max=4))
+    play = opened(RUN, "w0", "w1", limits=SchedulerLimits(gangs_queued_max=4))
     [first] = gangs(play.setup(ev.StepsAvailable(1, 0, 1, 2)))
     done(play, first, took_ns=0)
     assert len(gangs(play.setup(ev.StepsAvailable(1, 1, 99, 2)))) == 4
@@ -345,7 +345,7 @@ def test_a_worker_that_joins_gets_its_share_of_the_next_gang() -> None:
     [first] = gangs(play.setup(ev.StepsAvailable(1, 0, 1, 2)))
     done(play, first, took_ns=1000)
     before = gangs(play.setup(ev.StepsAvailable(1, 1, 99, 2)))
-    assert len(before) == Limits().gangs_queued_max
+    assert len(before) == SchedulerLimits().gangs_queued_max
     assert gangs(play.with_workers("w1").setup(ev.HeartbeatReceived("w1", 0))) == []
     for gang in before[:-1]:
         assert gangs(done(play, gang, took_ns=1000)) == [], "those that were sent are finished first"
@@ -483,7 +483,7 @@ def test_an_ordinary_lease_does_not_stall() -> None:
 
 def test_as_many_steps_are_asked_for_as_all_groups_can_have() -> None:
     settings = msgspec.structs.replace(SPEC, pulled=True)
-    play = Playbook(Limits(gangs_queued_max=4)).with_workers("w0", "w1")
+    play = Playbook(SchedulerLimits(gangs_queued_max=4)).with_workers("w0", "w1")
     play(ev.PassOpened(1, settings), cmd.RequestSteps(1, 1))
     came = play.setup(ev.StepsAvailable(1, 0, 1, 2))
     assert came[-1] == cmd.RequestSteps(1, 2)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from pipedist.scheduler import PassSettings
 from pipedist.scheduler import commands as cmd
 from pipedist.scheduler import events as ev
-from pipedist.scheduler.ranges import Todo, TodoQueue
+from pipedist.scheduler.queues import Todo, TodoQueue
 from tests.scheduler.playbook import Playbook
 
 UNASKED = PassSettings(replicas=2, pulled=False)

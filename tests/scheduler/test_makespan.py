@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from pipedist.scheduler import Limits, PassSettings, Scheduler
+from pipedist.scheduler import PassSettings, Scheduler, SchedulerLimits
 from pipedist.scheduler import commands as cmd
 from pipedist.scheduler import events as ev
 
@@ -22,7 +22,7 @@ class Shop:
     """
 
     def __init__(self, workers: int, speculation: float, took_s: Callable[[int, int], float]) -> None:
-        self.scheduler = Scheduler(Limits(bundle_s=0.001, prefetch_below_s=0.0))
+        self.scheduler = Scheduler(SchedulerLimits(bundle_s=0.001, prefetch_below_s=0.0))
         self.now = 0.0
         self.executed = dict.fromkeys(range(CALLS), 0)
         self.over_at = 0.0

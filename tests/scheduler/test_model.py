@@ -11,21 +11,19 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from pipedist.scheduler import Limits, PassSettings, Scheduler, dealing, gangs, outcomes
+from pipedist.scheduler import PassSettings, Scheduler, SchedulerLimits, dealing, gangs, outcomes
 from pipedist.scheduler import commands as cmd
 from pipedist.scheduler import events as ev
-from pipedist.scheduler.bisection import Bisection
-from pipedist.scheduler.dealing import Dealing
-from pipedist.scheduler.deaths import Death
-from pipedist.scheduler.gangs import Gang, Groups, Raised
-from pipedist.scheduler.membership import Lease, Membership, Worker
+from pipedist.scheduler.assignment import Assigner
+from pipedist.scheduler.bisection import Bisection, CulpritSearches, Death, Probe
+from pipedist.scheduler.gang_scheduling import GangGroups
+from pipedist.scheduler.leases import GangAttempt, Lease, RaisedCall, Worker
+from pipedist.scheduler.membership import Membership
 from pipedist.scheduler.outcomes import Outcomes
 from pipedist.scheduler.passes import Pass
-from pipedist.scheduler.ranges import RangeSet, Todo, TodoQueue
-from pipedist.scheduler.resting import RestingCalls
-from pipedist.scheduler.separation import Separation
-from pipedist.scheduler.states import GANG_TRANSITIONS, GangState
-from pipedist.scheduler.suspects import Probe, Suspects
+from pipedist.scheduler.quarantine import Quarantine
+from pipedist.scheduler.queues import BackoffQueue, RangeSet, Todo, TodoQueue
+from pipedist.scheduler.transitions import GANG_TRANSITIONS, GangState
 from tests.scheduler.books import Violation
 from tests.scheduler.world import World
 
@@ -111,12 +109,14 @@ def a_retry_is_lost(patch: pytest.MonkeyPatch) -> None:
 
 @bug
 def one_retry_too_few(patch: pytest.MonkeyPatch) -> None:
-    def blame(original: Any, self: Outcomes, pass_: Pass, lo: int, hi: int, raised: Sequence[Raised]) -> None:
-        first, trouble = raised[0], pass_.trouble.get(lo)
+    def blame(
+        original: Any, self: Outcomes, pass_: Pass, lo: int, hi: int, raised: Sequence[RaisedCall]
+    ) -> None:
+        first, trouble = raised[0], pass_.histories.get(lo)
         last = trouble is not None and trouble.raised[first.cause.stage] + 1 == first.retries
         original(self, pass_, lo, hi, [replace(x, retries=0) for x in raised] if last else raised)
 
-    wrapped(patch, Outcomes, "_blame", blame)
+    wrapped(patch, Outcomes, "_retry_or_fail", blame)
 
 
 @bug
@@ -131,31 +131,35 @@ def who_has_heard_that_a_pass_is_over_stays_laid_off(patch: pytest.MonkeyPatch) 
 
 @bug
 def the_retries_of_stages_are_counted_together(patch: pytest.MonkeyPatch) -> None:
-    def blame(original: Any, self: Outcomes, pass_: Pass, lo: int, hi: int, raised: Sequence[Raised]) -> None:
+    def blame(
+        original: Any, self: Outcomes, pass_: Pass, lo: int, hi: int, raised: Sequence[RaisedCall]
+    ) -> None:
         together = [replace(x, cause=replace(x.cause, stage="")) for x in raised]
         original(self, pass_, lo, hi, together)
 
-    wrapped(patch, Outcomes, "_blame", blame)
+    wrapped(patch, Outcomes, "_retry_or_fail", blame)
 
 
 @bug
 def deaths_use_up_retries(patch: pytest.MonkeyPatch) -> None:
     def blame(original: Any, self: Outcomes, pass_: Pass, lo: int, *rest: Any) -> None:
-        trouble = pass_.trouble.get(lo)
+        trouble = pass_.histories.get(lo)
         if trouble is not None:
             trouble.raised[rest[-1][0].cause.stage] += trouble.deaths
             trouble.deaths = 0
         original(self, pass_, lo, *rest)
 
-    wrapped(patch, Outcomes, "_blame", blame)
+    wrapped(patch, Outcomes, "_retry_or_fail", blame)
 
 
 @bug
 def what_can_not_be_helped_is_tried_again(patch: pytest.MonkeyPatch) -> None:
-    def blame(original: Any, self: Outcomes, pass_: Pass, lo: int, hi: int, raised: Sequence[Raised]) -> None:
+    def blame(
+        original: Any, self: Outcomes, pass_: Pass, lo: int, hi: int, raised: Sequence[RaisedCall]
+    ) -> None:
         original(self, pass_, lo, hi, [replace(x, retries=2) for x in raised])
 
-    wrapped(patch, Outcomes, "_blame", blame)
+    wrapped(patch, Outcomes, "_retry_or_fail", blame)
 
 
 @bug
@@ -208,15 +212,15 @@ def the_valve_by_steps_is_ignored(patch: pytest.MonkeyPatch) -> None:
 
 @bug
 def the_valve_by_bytes_is_ignored(patch: pytest.MonkeyPatch) -> None:
-    def wanted(original: Any, self: Pass, limits: Limits, workers: int) -> Any:
-        return original(self, Limits(steps_in_flight_max=limits.steps_in_flight_max), workers)
+    def wanted(original: Any, self: Pass, limits: SchedulerLimits, workers: int) -> Any:
+        return original(self, SchedulerLimits(steps_in_flight_max=limits.steps_in_flight_max), workers)
 
     wrapped(patch, Pass, "steps_wanted", wanted)
 
 
 @bug
 def the_one_step_that_always_fits_does_not(patch: pytest.MonkeyPatch) -> None:
-    def wanted(original: Any, self: Pass, limits: Limits, workers: int) -> Any:
+    def wanted(original: Any, self: Pass, limits: SchedulerLimits, workers: int) -> Any:
         full = self.input_bytes + self.result_bytes + self.step_bytes > limits.bytes_in_flight_max / 10
         return 0 if full and self.offered else original(self, limits, workers)
 
@@ -290,7 +294,7 @@ def a_held_pass_is_dealt(patch: pytest.MonkeyPatch) -> None:
 @bug
 def quiet_is_said_too_early(patch: pytest.MonkeyPatch) -> None:
     def held(self: Scheduler, event: ev.PassDraining) -> None:
-        self._passes[event.pass_id].held = self._passes[event.pass_id].told_quiet = True
+        self._passes[event.pass_id].held = self._passes[event.pass_id].drain_reported = True
         self._out.append(cmd.PassDrained(event.pass_id))
 
     patch.setitem(_handlers(), ev.PassDraining, held)
@@ -314,19 +318,19 @@ def a_worker_is_told_of_a_pass_once_for_all_its_lives(patch: pytest.MonkeyPatch)
 
 @bug
 def a_gang_is_spread_over_those_that_happen_to_be_idle(patch: pytest.MonkeyPatch) -> None:
-    def idle(original: Any, self: Groups, members: Membership, replicas: int, gpus: float) -> Any:
+    def idle(original: Any, self: GangGroups, members: Membership, replicas: int, gpus: float) -> Any:
         ready, members.ready = members.ready, min(members.ready, len(members.idle))
         try:
             return original(self, members, replicas, gpus) if members.ready else None
         finally:
             members.ready = ready
 
-    wrapped(patch, Groups, "idle", idle)
+    wrapped(patch, GangGroups, "idle", idle)
 
 
 @bug
 def a_gang_is_begun_by_those_that_are_idle(patch: pytest.MonkeyPatch) -> None:
-    def parts(gang: Gang) -> tuple[cmd.GangAssignment, ...]:
+    def parts(gang: GangAttempt) -> tuple[cmd.GangAssignment, ...]:
         return original(gang)[: max(1, len(gang.leases) - 1)]
 
     original = gangs.parts
@@ -362,23 +366,25 @@ def a_gang_ends_with_its_first_error(patch: pytest.MonkeyPatch) -> None:
 
 @bug
 def an_aborted_call_is_told_as_the_error(patch: pytest.MonkeyPatch) -> None:
-    def at_fault(self: Gang) -> list[Raised]:
+    def at_fault(self: GangAttempt) -> list[RaisedCall]:
         return sorted(self.raised, key=lambda x: x.call)
 
-    patch.setattr(Gang, "at_fault", property(at_fault))
+    patch.setattr(GangAttempt, "at_fault", property(at_fault))
 
 
 @bug
 def the_error_that_came_first_is_told(patch: pytest.MonkeyPatch) -> None:
-    def blame(original: Any, self: Outcomes, pass_: Pass, lo: int, hi: int, raised: Sequence[Raised]) -> None:
+    def blame(
+        original: Any, self: Outcomes, pass_: Pass, lo: int, hi: int, raised: Sequence[RaisedCall]
+    ) -> None:
         most = max(x.retries for x in raised)
         original(self, pass_, lo, hi, [replace(x, retries=most) for x in raised])
 
-    def at_fault(self: Gang) -> list[Raised]:
+    def at_fault(self: GangAttempt) -> list[RaisedCall]:
         return self.raised[:1]
 
-    wrapped(patch, Outcomes, "_blame", blame)
-    patch.setattr(Gang, "at_fault", property(at_fault))
+    wrapped(patch, Outcomes, "_retry_or_fail", blame)
+    patch.setattr(GangAttempt, "at_fault", property(at_fault))
 
 
 @bug
@@ -413,19 +419,19 @@ def gangs_in_advance_are_charged_too(patch: pytest.MonkeyPatch) -> None:
 
 @bug
 def a_gang_that_is_over_stays_with_its_group(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Groups, "end", lambda self, group: None)
+    patch.setattr(GangGroups, "end", lambda self, group: None)
 
 
 @bug
 def nobody_waits_for_a_gang_to_have_its_workers(patch: pytest.MonkeyPatch) -> None:
-    def whose_turn(original: Any, self: Dealing, stuck: Any) -> Pass | None:
+    def whose_turn(original: Any, self: Assigner, stuck: Any) -> Pass | None:
         turn: Pass | None = original(self, stuck)
         if turn is None or not turn.settings.gang or turn.groups.idle(self._members, turn.settings.replicas):
             return turn
         others = [p for p in self._waiting.values() if not p.settings.gang]
         return others[0] if others and self._members.idle else turn
 
-    wrapped(patch, Dealing, "_whose_turn", whose_turn)
+    wrapped(patch, Assigner, "_whose_turn", whose_turn)
 
 
 @bug
@@ -472,12 +478,12 @@ def nobody_rests(patch: pytest.MonkeyPatch) -> None:
 
 @bug
 def who_has_rested_is_not_roused_in_time(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(RestingCalls, "due", property(lambda self: None))
+    patch.setattr(BackoffQueue, "due", property(lambda self: None))
 
 
 @bug
 def calls_rest_beyond_the_failed_step(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(RestingCalls, "drop_from", lambda self, call: None)
+    patch.setattr(BackoffQueue, "drop_from", lambda self, call: None)
 
 
 @bug
@@ -517,7 +523,7 @@ def one_death_makes_an_element_guilty(patch: pytest.MonkeyPatch) -> None:
 
 @bug
 def a_probe_whose_worker_is_lost_is_forgotten(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Suspects, "wait", lambda self, probe: probe.tried or self.waiting.append(probe))
+    patch.setattr(CulpritSearches, "wait", lambda self, probe: probe.tried or self.waiting.append(probe))
 
 
 @bug
@@ -525,14 +531,14 @@ def what_passes_makes_the_other_half_guilty(patch: pytest.MonkeyPatch) -> None:
     def passed(original: Any, self: Bisection, span: tuple[int, int]) -> None:
         original(self, span)
         if span[1] - span[0] == 1 and span[1] < self.elements:
-            self.guilty.setdefault(span[1], cmd.Cause("s", ""))
+            self.culprits.setdefault(span[1], cmd.Cause("s", ""))
 
     wrapped(patch, Bisection, "passed", passed)
 
 
 @bug
 def the_search_ends_with_the_first_guilty_element(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Bisection, "is_over", property(lambda self: bool(self.guilty) or not self.trying))
+    patch.setattr(Bisection, "is_over", property(lambda self: bool(self.culprits) or not self.trying))
 
 
 @bug
@@ -547,14 +553,14 @@ def only_the_first_half_is_tried(patch: pytest.MonkeyPatch) -> None:
 
 @bug
 def the_guilty_are_sent_once_more(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Suspects, "elements_of", lambda self, call: ())
+    patch.setattr(CulpritSearches, "elements_of", lambda self, call: ())
 
 
 @bug
 def the_rest_that_still_fails_fails_the_pass(patch: pytest.MonkeyPatch) -> None:
     def give_up(original: Any, self: Outcomes, pass_: Pass, lo: int, *rest: Any, quarantine: bool) -> None:
-        if lo in pass_.suspects.cleared:
-            pass_.suspects.cleared.pop(lo)
+        if lo in pass_.searches.cleared:
+            pass_.searches.cleared.pop(lo)
             quarantine = False
         original(self, pass_, lo, *rest, quarantine=quarantine)
 
@@ -571,36 +577,36 @@ def a_call_that_may_fail_the_pass_is_bisected(patch: pytest.MonkeyPatch) -> None
 
 @bug
 def a_gang_is_bisected(patch: pytest.MonkeyPatch) -> None:
-    def set_aside(original: Any, self: Separation, pass_: Pass, lo: int, hi: int, *rest: Any) -> None:
+    def set_aside(original: Any, self: Quarantine, pass_: Pass, lo: int, hi: int, *rest: Any) -> None:
         original(self, pass_, lo, lo + 1 if pass_.settings.gang else hi, *rest)
 
-    wrapped(patch, Separation, "set_aside", set_aside)
+    wrapped(patch, Quarantine, "set_aside", set_aside)
 
 
 @bug
 def probes_are_queued_in_advance(patch: pytest.MonkeyPatch) -> None:
-    def deal(original: Any, self: Dealing) -> None:
+    def deal(original: Any, self: Assigner) -> None:
         original(self)
-        for pass_ in [p for p in self._waiting.values() if p.deals and p.suspects.waiting]:
+        for pass_ in [p for p in self._waiting.values() if p.deals and p.searches.waiting]:
             if (worker := self._members.thirsty_for(0.0)) is not None:
                 self._issue(worker, pass_)
 
-    wrapped(patch, Dealing, "deal", deal)
+    wrapped(patch, Assigner, "deal", deal)
 
 
 @bug
 def probes_go_on_after_the_search_was_given_up(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Separation, "_stop_trying", lambda self, pass_, call: None)
+    patch.setattr(Quarantine, "_stop_trying", lambda self, pass_, call: None)
 
 
 @bug
 def suspects_outlive_an_earlier_failure(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Suspects, "forget_from", lambda self, call: None)
+    patch.setattr(CulpritSearches, "forget_from", lambda self, call: None)
 
 
 @bug
 def what_is_set_aside_is_not_told(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Separation, "returned", lambda self, pass_, lo, hi: None)
+    patch.setattr(Quarantine, "returned", lambda self, pass_, lo, hi: None)
 
 
 def _handlers() -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipedist.scheduler import Limits, PassSettings
+from pipedist.scheduler import PassSettings, SchedulerLimits
 from pipedist.scheduler import commands as cmd
 from pipedist.scheduler import events as ev
 from tests.scheduler.playbook import Playbook, assigns
@@ -24,7 +24,7 @@ def test_the_first_step_is_asked_for_alone_then_as_many_as_keep_workers_busy() -
 
 
 def test_the_valve_by_steps() -> None:
-    play = Playbook(Limits(steps_in_flight_max=3)).with_workers("w0")
+    play = Playbook(SchedulerLimits(steps_in_flight_max=3)).with_workers("w0")
     play(ev.PassOpened(1, PULLED), cmd.RequestSteps(1, 1))
     play(
         ev.StepsAvailable(1, 0, 1, 1),
@@ -43,7 +43,7 @@ def test_the_valve_by_steps() -> None:
 
 
 def test_the_valve_by_input_bytes_counts_what_is_promised() -> None:
-    play = Playbook(Limits(bytes_in_flight_max=100))
+    play = Playbook(SchedulerLimits(bytes_in_flight_max=100))
     play(ev.PassOpened(1, PULLED), cmd.RequestSteps(1, 1))
     play(ev.StepsAvailable(1, 0, 1, 1, bytes=40), cmd.RequestSteps(1, 1))
     play(ev.HeartbeatReceived("nobody", 0))
@@ -51,7 +51,7 @@ def test_the_valve_by_input_bytes_counts_what_is_promised() -> None:
 
 
 def test_one_step_always_fits() -> None:
-    play = Playbook(Limits(bytes_in_flight_max=100)).with_workers("w0")
+    play = Playbook(SchedulerLimits(bytes_in_flight_max=100)).with_workers("w0")
     play(ev.PassOpened(1, PULLED), cmd.RequestSteps(1, 1))
     play.setup(ev.StepsAvailable(1, 0, 1, 1, bytes=500))
     play(
@@ -63,7 +63,7 @@ def test_one_step_always_fits() -> None:
 
 
 def test_the_valve_by_result_bytes_counts_what_is_to_come() -> None:
-    play = Playbook(Limits(bytes_in_flight_max=100)).with_workers("w0")
+    play = Playbook(SchedulerLimits(bytes_in_flight_max=100)).with_workers("w0")
     play.setup(ev.PassOpened(1, PULLED), ev.StepsAvailable(1, 0, 1, 1))
     play(ev.StepsAvailable(1, 1, 5, 1))
     play.setup(ev.CallsDone("w0", 0, 1, 0, 1, SECOND, bytes=30))

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from pipedist.scheduler import Limits, PassSettings
+from pipedist.scheduler import PassSettings, SchedulerLimits
 from pipedist.scheduler import commands as cmd
 from pipedist.scheduler import events as ev
 from tests.scheduler.playbook import Playbook, assigns
 
 PLAIN = PassSettings(replicas=1, pulled=False)
-LIMITS = Limits(deaths_max=2)
+LIMITS = SchedulerLimits(deaths_max=2)
 NO = cmd.Cause("s", "ValueError: no")
 
 
@@ -159,7 +159,7 @@ def test_deaths_in_a_stage_that_nobody_knows_follow_the_pass() -> None:
 @pytest.mark.parametrize("outside", [{"stage": "s", "quarantine": True}, {}], ids=["killed", "stage unknown"])
 def test_a_death_that_came_from_outside_does_not_decide(outside: dict[str, Any]) -> None:
     """Neither whether an element is guilty, nor what is told of it: most of its deaths do."""
-    play = Playbook(Limits(deaths_max=3)).with_workers("w0").with_pass(PLAIN)
+    play = Playbook(SchedulerLimits(deaths_max=3)).with_workers("w0").with_pass(PLAIN)
     play.setup(ev.StepsAvailable(1, 0, 1, 1), raised(1), ev.CallSized(1, 0, 2))
     for incarnation in range(2):
         play.setup(ev.WorkerLost("w0", incarnation, "exit code 9", stage="s", quarantine=True))

@@ -7,7 +7,7 @@ from itertools import pairwise
 import hypothesis.strategies as st
 from hypothesis import given
 
-from pipedist.scheduler.ranges import RangeSet, TodoQueue
+from pipedist.scheduler.queues import RangeSet, TodoQueue
 
 SPAN = st.tuples(st.integers(0, 40), st.integers(0, 12)).map(lambda s: (s[0], s[0] + s[1]))
 STEPS = st.lists(st.tuples(st.sampled_from(["add", "discard"]), SPAN), max_size=40)

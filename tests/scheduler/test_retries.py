@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from pipedist.scheduler import Limits, PassSettings
+from pipedist.scheduler import PassSettings, SchedulerLimits
 from pipedist.scheduler import commands as cmd
 from pipedist.scheduler import events as ev
-from pipedist.scheduler.resting import rest_s
+from pipedist.scheduler.queues import backoff_after_s
 from tests.scheduler.playbook import Playbook, assigns
 
 PLAIN = PassSettings(replicas=1, pulled=False)
-LIMITS = Limits(backoff_s=0.1, backoff_s_max=1.0)
+LIMITS = SchedulerLimits(backoff_s=0.1, backoff_s_max=1.0)
 
 
 def begun(*workers: str, steps: int = 1) -> Playbook:
@@ -29,8 +29,8 @@ def assign(lease: int, lo: int = 0, *, attempt: int, worker: str = "w0") -> cmd.
 
 
 def test_rests_grow_up_to_a_limit() -> None:
-    assert [rest_s(n, LIMITS) for n in range(1, 8)] == [0.0, 0.1, 0.2, 0.4, 0.8, 1.0, 1.0]
-    assert rest_s(10**6, LIMITS) == 1.0
+    assert [backoff_after_s(n, LIMITS) for n in range(1, 8)] == [0.0, 0.1, 0.2, 0.4, 0.8, 1.0, 1.0]
+    assert backoff_after_s(10**6, LIMITS) == 1.0
 
 
 def test_the_first_retry_comes_at_once_and_later_ones_after_a_rest() -> None:
@@ -155,4 +155,4 @@ def test_the_other_calls_of_the_lease_lose_no_attempt() -> None:
 def test_who_was_ended_for_a_call_that_was_over_just_then_blames_nobody() -> None:
     play = begun(steps=2)
     play.setup(ev.WorkerLost("w0", 0, "signal 9", running=(0, 0)), ev.WorkerJoined("w0", 1))
-    assert not play.scheduler._passes[1].trouble
+    assert not play.scheduler._passes[1].histories

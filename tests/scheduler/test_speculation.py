@@ -5,18 +5,18 @@ from __future__ import annotations
 import pytest
 
 from pipedist.errors import LocalProtocolError
-from pipedist.scheduler import Limits, PassSettings
+from pipedist.scheduler import PassSettings, SchedulerLimits
 from pipedist.scheduler import commands as cmd
 from pipedist.scheduler import events as ev
-from pipedist.scheduler.membership import Lease
+from pipedist.scheduler.leases import Lease
 from pipedist.scheduler.stragglers import Durations, Stragglers
 from tests.scheduler.playbook import Playbook, assigns
 
-LIMITS = Limits(speculation_s_min=1.0, speculation_reports_min=3, deaths_max=2)
+LIMITS = SchedulerLimits(speculation_s_min=1.0, speculation_reports_min=3, deaths_max=2)
 TWICE = PassSettings(replicas=1, pulled=False, speculation=2.0)
 
 
-def begun(*workers: str, settings: PassSettings = TWICE, limits: Limits = LIMITS) -> Playbook:
+def begun(*workers: str, settings: PassSettings = TWICE, limits: SchedulerLimits = LIMITS) -> Playbook:
     """Return a story at 3.0 s: three calls have come back, of a second each, and w0 executes call 3 alone.
 
     What it executes is lease 4, of the last call.
@@ -112,7 +112,7 @@ def test_what_one_of_two_attempts_raises_counts_for_nothing(fails_first: str) ->
 
 @pytest.mark.parametrize("how", ["raised", "lost", "not sent"])
 def test_a_second_attempt_that_came_to_nothing_is_followed_by_another(how: str) -> None:
-    limits = Limits(speculation_s_min=1.0, speculation_reports_min=3, speculation_attempts_max=2)
+    limits = SchedulerLimits(speculation_s_min=1.0, speculation_reports_min=3, speculation_attempts_max=2)
     play = begun(limits=limits)
     twin = second(play)
     for left in (1, 0):
@@ -155,7 +155,7 @@ def test_a_second_attempt_that_goes_on_alone_has_its_own_time() -> None:
 
 
 def test_the_next_call_of_a_lease_has_its_own_second_attempts() -> None:
-    limits = Limits(
+    limits = SchedulerLimits(
         speculation_s_min=1.0, speculation_reports_min=3, speculation_attempts_max=1, bundle_s=1000.0
     )
     play = Playbook(limits).with_workers("w0").with_pass(TWICE)
@@ -214,14 +214,14 @@ def test_nothing_is_executed_twice_while_anything_waits() -> None:
 
 
 def test_nothing_is_executed_twice_before_enough_is_known() -> None:
-    limits = Limits(speculation_s_min=1.0, speculation_reports_min=4)
+    limits = SchedulerLimits(speculation_s_min=1.0, speculation_reports_min=4)
     play = begun(limits=limits)
     assert play.scheduler.deadline() is None
     play.at(1e6)(ev.Tick())
 
 
 def test_calls_that_are_short_get_no_second_attempt_within_the_least_time() -> None:
-    limits = Limits(speculation_s_min=50.0, speculation_reports_min=3)
+    limits = SchedulerLimits(speculation_s_min=50.0, speculation_reports_min=3)
     assert begun(limits=limits).scheduler.deadline() == pytest.approx(53.0)
 
 
@@ -242,7 +242,9 @@ def test_a_gang_has_none() -> None:
 
 
 def test_what_waits_behind_a_slow_call_is_executed_elsewhere() -> None:
-    limits = Limits(speculation_s_min=1.0, speculation_reports_min=3, bundle_s=0.001, prefetch_below_s=10.0)
+    limits = SchedulerLimits(
+        speculation_s_min=1.0, speculation_reports_min=3, bundle_s=0.001, prefetch_below_s=10.0
+    )
     play = Playbook(limits).with_workers("w0").with_pass(TWICE)
     play.setup(ev.StepsAvailable(1, 0, 3, 1))
     for call in range(3):
@@ -262,7 +264,9 @@ def test_what_waits_behind_a_slow_call_is_executed_elsewhere() -> None:
 
 def test_a_held_pass_is_told_quiet_when_its_last_lease_is_taken_back() -> None:
     """It waited behind a slow call of another pass; nobody else would say that nothing of its own runs."""
-    limits = Limits(speculation_s_min=1.0, speculation_reports_min=3, bundle_s=0.001, prefetch_below_s=10.0)
+    limits = SchedulerLimits(
+        speculation_s_min=1.0, speculation_reports_min=3, bundle_s=0.001, prefetch_below_s=10.0
+    )
     play = Playbook(limits).with_workers("w0").with_pass(TWICE).with_pass(PassSettings(1, pulled=False), 2)
     play.setup(ev.StepsAvailable(2, 0, 1, 1), ev.CallsDone("w0", 0, 1, 0, 1, 10**9))
     play.setup(ev.StepsAvailable(1, 0, 4, 1))
@@ -280,7 +284,9 @@ def test_a_held_pass_is_told_quiet_when_its_last_lease_is_taken_back() -> None:
 
 
 def test_a_range_goes_on_with_whoever_reports_first() -> None:
-    limits = Limits(speculation_s_min=1.0, speculation_reports_min=3, bundle_s=1000.0, prefetch_below_s=0.0)
+    limits = SchedulerLimits(
+        speculation_s_min=1.0, speculation_reports_min=3, bundle_s=1000.0, prefetch_below_s=0.0
+    )
     play = Playbook(limits).with_workers("w0").with_pass(TWICE)
     play.setup(ev.StepsAvailable(1, 0, 9, 1))
     play.at(1.0).setup(ev.CallsDone("w0", 0, 1, 0, 1, 10**9))

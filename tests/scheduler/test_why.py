@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from pipedist.scheduler import Limits, PassSettings
+from pipedist.scheduler import PassSettings, SchedulerLimits
 from pipedist.scheduler import events as ev
-from pipedist.scheduler.why import WAITS_MAX, Reason, Wait
+from pipedist.scheduler.diagnostics import WAITS_MAX, Reason, Wait
 from tests.scheduler.playbook import Playbook
 
 PLAIN = PassSettings(replicas=2, pulled=False)
-LIMITS = Limits(backoff_s=10.0, bundle_s=1000.0)
+LIMITS = SchedulerLimits(backoff_s=10.0, bundle_s=1000.0)
 
 
 def told(play: Playbook) -> dict[Reason, list[Wait]]:
@@ -22,7 +22,9 @@ def told(play: Playbook) -> dict[Reason, list[Wait]]:
     return found
 
 
-def begun(*workers: str, settings: PassSettings = PLAIN, steps: int = 2, limits: Limits = LIMITS) -> Playbook:
+def begun(
+    *workers: str, settings: PassSettings = PLAIN, steps: int = 2, limits: SchedulerLimits = LIMITS
+) -> Playbook:
     play = Playbook(limits).with_workers(*workers).with_pass(settings)
     play.setup(ev.StepsAvailable(1, 0, steps, 2))
     return play
@@ -150,7 +152,7 @@ def test_data_that_does_not_come() -> None:
 
 
 def test_steps_that_nobody_takes() -> None:
-    play = Playbook(Limits(steps_in_flight_max=1)).with_workers("w0").with_pass(PassSettings(1))
+    play = Playbook(SchedulerLimits(steps_in_flight_max=1)).with_workers("w0").with_pass(PassSettings(1))
     play.setup(ev.StepsAvailable(1, 0, 1, 1), ev.CallsDone("w0", 0, 1, 0, 1, 10**9))
     found = told(play)
     assert [(x.lo, x.hi, x.text) for x in found[Reason.READER]] == [
@@ -162,7 +164,7 @@ def test_steps_that_nobody_takes() -> None:
 
 
 def test_an_earlier_step_that_is_not_complete() -> None:
-    limits = Limits(steps_in_flight_max=2, bundle_s=0.001, prefetch_below_s=0.0)
+    limits = SchedulerLimits(steps_in_flight_max=2, bundle_s=0.001, prefetch_below_s=0.0)
     play = Playbook(limits).with_workers("w0", "w1").with_pass(PassSettings(1))
     play.setup(
         ev.StepsAvailable(1, 0, 1, 1), ev.StepsAvailable(1, 1, 2, 1), ev.CallsDone("w1", 0, 2, 1, 2, 10**9)
@@ -172,7 +174,7 @@ def test_an_earlier_step_that_is_not_complete() -> None:
 
 
 def test_a_call_that_is_executed_twice_and_a_worker_that_is_laid_off() -> None:
-    limits = Limits(speculation_reports_min=1)
+    limits = SchedulerLimits(speculation_reports_min=1)
     play = Playbook(limits).with_workers("w0").with_pass(PassSettings(1, pulled=False, speculation=2.0))
     play.setup(ev.StepsAvailable(1, 0, 2, 1))
     play.at(1.0).setup(ev.CallsDone("w0", 0, 1, 0, 1, 10**9))
@@ -183,7 +185,7 @@ def test_a_call_that_is_executed_twice_and_a_worker_that_is_laid_off() -> None:
         ("w1", "it is executed on w0 too, because it takes long"),
     ]
     play.setup(ev.CallsDone("w1", 0, 3, 1, 2, 10**9))
-    assert play.scheduler.why(50.0).laid_off == ("w0",)
+    assert play.scheduler.why(50.0).suspended == ("w0",)
 
 
 def test_of_many_the_first_few_are_told() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pipedist.errors import LocalProtocolError
-from pipedist.scheduler import Limits, PassSettings, Scheduler
+from pipedist.scheduler import PassSettings, Scheduler, SchedulerLimits
 from pipedist.scheduler import commands as cmd
 from pipedist.scheduler import events as ev
 from tests.scheduler.playbook import Playbook, PlaybookError, assigns
@@ -108,7 +108,7 @@ def test_nobody_waits_behind_a_call_of_a_pass_that_is_over() -> None:
     play(ev.PassClosed(1), cmd.SendCancel("w0", 1), cmd.SendUnbind("w0", 1))
     play.with_pass(UNASKED, 2)
     play(ev.StepsAvailable(2, 0, 2, 1), cmd.SendBind("w1", 2), cmd.SendAssign("w1", 2, 2, 0, 1, 0))
-    assert play.scheduler.why(1.0).laid_off == ("w0",)
+    assert play.scheduler.why(1.0).suspended == ("w0",)
     play(ev.CancelConfirmed("w0", 0, 1), cmd.SendBind("w0", 2), cmd.SendAssign("w0", 3, 2, 1, 2, 0))
 
 
@@ -117,14 +117,14 @@ def test_nobody_waits_behind_a_gang_of_a_pass_that_is_over() -> None:
     play = Playbook().with_workers("w0", "w1", "w2").with_pass(gang, 1)
     play.setup(ev.StepsAvailable(1, 0, 1, 2))
     play.setup(ev.PassClosed(1))
-    assert play.scheduler.why(1.0).laid_off == ("w0", "w1")
+    assert play.scheduler.why(1.0).suspended == ("w0", "w1")
     play.with_pass(gang, 2).setup(ev.StepsAvailable(2, 0, 1, 2))
     [lease] = play.scheduler._members.leases.values()
     assert (lease.worker, lease.lo, lease.hi) == ("w2", 0, 2), "it is made by those who are there"
 
 
 def test_a_call_under_which_workers_keep_dying_fails() -> None:
-    play = Playbook(Limits(deaths_max=2)).with_workers("w0").with_pass(UNASKED)
+    play = Playbook(SchedulerLimits(deaths_max=2)).with_workers("w0").with_pass(UNASKED)
     play.setup(ev.StepsAvailable(1, 0, 1, 1), ev.WorkerLost("w0", 0, "signal 11"), ev.WorkerJoined("w0", 1))
     play(
         ev.WorkerLost("w0", 1, "signal 11"),
@@ -135,7 +135,7 @@ def test_a_call_under_which_workers_keep_dying_fails() -> None:
 
 def test_a_death_that_fails_a_call_leaves_nothing_of_later_steps_waiting() -> None:
     """The rest of the lost lease is beyond the failed step: it must not be dealt again."""
-    play = Playbook(Limits(deaths_max=1)).with_workers("w0").with_pass(UNASKED)
+    play = Playbook(SchedulerLimits(deaths_max=1)).with_workers("w0").with_pass(UNASKED)
     play.setup(ev.StepsAvailable(1, 0, 1, 1), ev.CallsDone("w0", 0, 1, 0, 1, 1000))
     play.setup(ev.StepsAvailable(1, 1, 9, 1))
     play(
@@ -147,7 +147,7 @@ def test_a_death_that_fails_a_call_leaves_nothing_of_later_steps_waiting() -> No
 
 
 def test_fruitless_starts_fail_the_cluster_and_a_join_forgives_them() -> None:
-    play = Playbook(Limits(starts_fruitless_max=2))
+    play = Playbook(SchedulerLimits(failed_starts_max=2))
     play.setup(ev.WorkerExpected("w0"), ev.WorkerExpected("w1"))
     play(ev.WorkerLost("w0", 0, "exit code 1"), cmd.StartWorker("w0", 1))
     play(ev.WorkerLost("w0", 0, "exit code 1, told twice"))
@@ -185,7 +185,7 @@ def test_a_stale_incarnation_is_put_out(incarnation: int, reason: str) -> None:
 
 
 def test_a_supervised_worker_that_is_not_heard_is_lost_and_may_return() -> None:
-    play = Playbook(Limits(heard_within_s=10.0)).with_pass(UNASKED)
+    play = Playbook(SchedulerLimits(heartbeat_timeout_s=10.0)).with_pass(UNASKED)
     play(ev.WorkerJoined("far", 0, supervised=True))
     play.at(3.0)(ev.WorkerJoined("near", 0, supervised=True))
     play.setup(ev.StepsAvailable(1, 0, 1, 1))
@@ -206,7 +206,7 @@ def test_a_supervised_worker_that_is_not_heard_is_lost_and_may_return() -> None:
 @pytest.mark.parametrize("heard_at", [0.1, 0.3, 1e6 + 0.7, 86399.9])
 def test_a_tick_at_the_deadline_is_late_enough(heard_at: float) -> None:
     """Otherwise the driver's timer would ring again and again at one and the same time."""
-    play = Playbook(Limits(heard_within_s=0.7)).at(heard_at)
+    play = Playbook(SchedulerLimits(heartbeat_timeout_s=0.7)).at(heard_at)
     play(ev.WorkerJoined("far", 0, supervised=True))
     deadline = play.scheduler.deadline()
     assert deadline is not None

@@ -16,7 +16,7 @@ from functools import partial
 from itertools import pairwise
 from random import Random
 
-from pipedist.scheduler import Command, Event, Limits, Scheduler
+from pipedist.scheduler import Command, Event, Scheduler, SchedulerLimits
 from pipedist.scheduler import commands as cmd
 from pipedist.scheduler import events as ev
 from tests.scheduler.books import (
@@ -49,11 +49,11 @@ class World(Oracle):
         scheduler: makes the scheduler, which may have a planted bug.
     """
 
-    def __init__(self, seed: int, scheduler: Callable[[Limits], Scheduler] = Scheduler) -> None:
+    def __init__(self, seed: int, scheduler: Callable[[SchedulerLimits], Scheduler] = Scheduler) -> None:
         self.seed = seed
         self.random = random = Random(seed)
         self.stages = Random(5000 + seed)  # its own: which stage raises changes nothing else in a world
-        limits = Limits(
+        limits = SchedulerLimits(
             bundle_s=random.choice([0.01, 0.5]),
             bundle_growth=random.choice([2, 8]),
             steps_in_flight_max=random.choice([1, 3, 1000]),
@@ -62,8 +62,8 @@ class World(Oracle):
             deaths_max=5,
             backoff_s=random.choice([0.1, 1.0]),
             probes_max=random.choice([6, 6, 4096]),
-            starts_fruitless_max=5,
-            heard_within_s=5.0,
+            failed_starts_max=5,
+            heartbeat_timeout_s=5.0,
         )
         self.scheduler = scheduler(limits)
         self.events = 0
@@ -148,7 +148,7 @@ class World(Oracle):
         for command in commands:
             self._carry_out(command)
         heard = [p.heard_at for p in self.peers.values() if p.supervised and self.seats[p.name].ready]
-        due = [at + self.limits.heard_within_s for at in heard]
+        due = [at + self.limits.heartbeat_timeout_s for at in heard]
         for reading in self.readings.values():
             if not reading.closed and reading.over != "failed":
                 reading.rouse(self.now)
@@ -231,7 +231,7 @@ class World(Oracle):
         self.must(
             seat.ready and command.pass_id in seat.bound, "a lease for a worker that is not ready for it"
         )
-        self.must(not seat.laid_off, f"a lease for a worker that may hang in lease {seat.laid_off}")
+        self.must(not seat.suspended, f"a lease for a worker that may hang in lease {seat.suspended}")
         self.must(not reading.held, "a held pass is dealt")
         if command.lo in reading.suspects:
             assign_probe(self, command, seat, reading)
@@ -261,7 +261,7 @@ class World(Oracle):
     def _assign_gang(self, command: cmd.SendGang) -> None:
         reading = self.readings[command.pass_id]
         gang = GangBook(command.pass_id, command.parts[0].lo, command.parts[-1].hi, command.parts)
-        ready = sum(seat.ready and not seat.laid_off for seat in self.seats.values())
+        ready = sum(seat.ready and not seat.suspended for seat in self.seats.values())
         sizes = [part.hi - part.lo for part in gang.parts]
         replicas = reading.settings.replicas
         self.must(command.serial > max(self.gangs, default=self.last_gang), "serials do not grow")
@@ -348,7 +348,7 @@ class World(Oracle):
             self._useless.setdefault(name, lease)
         seat.leases.remove(held)
         if not seat.leases:
-            seat.laid_off = self._useless.get(name, 0)
+            seat.suspended = self._useless.get(name, 0)
         process = self.peers[name]
         process.cancels.append(lease)
         if not process.busy and not process.waits and not process.hung:
@@ -492,7 +492,7 @@ class World(Oracle):
         if process.stalled_until <= self.now:
             process.heard_at = self.now
             self.handle(ev.HeartbeatReceived(process.name, process.incarnation))
-        self.at(self.now + self.limits.heard_within_s / 4, lambda: self._beat(process))
+        self.at(self.now + self.limits.heartbeat_timeout_s / 4, lambda: self._beat(process))
 
     def _mishap(self, process: Process) -> None:
         """Something that no call causes: a kill, a leave, a stall, a second life."""

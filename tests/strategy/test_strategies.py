@@ -136,9 +136,9 @@ async def test_the_options_of_the_strategy_reach_its_collectives() -> None:
 
 
 def pipedist_limits(**limits: Any) -> Any:
-    from pipedist.scheduler import Limits
+    from pipedist.scheduler import SchedulerLimits
 
-    return Limits(**limits)
+    return SchedulerLimits(**limits)
 
 
 async def test_each_logical_worker_has_a_pipeline_of_its_own() -> None:

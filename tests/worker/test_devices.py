@@ -4,7 +4,7 @@ import pytest
 
 import pipedist
 from pipedist.errors import UsageError
-from pipedist.scheduler import Limits
+from pipedist.scheduler import SchedulerLimits
 from pipedist.worker.devices import VISIBLE, Devices, DevicesUnseen
 
 
@@ -68,7 +68,7 @@ async def test_a_worker_that_cannot_see_its_replicas_devices_any_more_leaves_to_
         assert ctx is not None
         return f"{os.environ['CUDA_VISIBLE_DEVICES']} {ctx.device} {os.getpid()}"
 
-    async with pipedist.LocalCluster(workers=1, limits=Limits(deaths_max=1)) as cluster:  # no death
+    async with pipedist.LocalCluster(workers=1, limits=SchedulerLimits(deaths_max=1)) as cluster:  # no death
         first = pipedist.Strategy(cluster, devices=["cuda:2", "cuda:5"])
         here, also = (await first.run(look)).components
         assert [here.split()[:2], also.split()[:2]] == [["2,5", "cuda:0"], ["2,5", "cuda:1"]]

@@ -1,36 +1,37 @@
-"""Gives waiting calls to workers that have room."""
+"""Assign waiting calls to workers that have capacity."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 
 from pipedist.scheduler import commands as cmd
-from pipedist.scheduler.gangs import form, parts
-from pipedist.scheduler.membership import Lease, Membership, Worker
+from pipedist.scheduler.gang_scheduling import form, parts
+from pipedist.scheduler.leases import Lease, Worker
+from pipedist.scheduler.membership import Membership
 from pipedist.scheduler.passes import Pass
-from pipedist.scheduler.ranges import RangeSet
-from pipedist.scheduler.settings import Limits
+from pipedist.scheduler.queues import RangeSet
+from pipedist.scheduler.settings import SchedulerLimits
 
 
-class Dealing:
-    """Decides whose calls go to which worker next.
+class Assigner:
+    """Decides which calls go to which worker next.
 
-    Passes of the best priority take turns. Only short calls are sent in advance, and a gang needs
-    several idle workers: while the pass whose turn it is can't be dealt, no other one is, so that
-    workers become idle for it. Looking is no turn, or another pass would have it every time.
+    Passes of the best priority take turns. Only short calls are sent in advance, and a gang needs several
+    idle workers: while the calls of the next pass can't be assigned, those of other passes wait too, so that
+    workers become idle for it. A turn is used up only by an assignment.
 
-    A call that needs GPUs is dealt to a worker that owns them, and to no other; while none of these has
-    room, passes that others can serve are dealt. A worker executes one call at a time, so no two calls
-    are on one GPU, unless workers share it.
+    A call that needs GPUs is assigned only to a worker that owns them; while none of these has capacity,
+    passes that other workers can serve go first. A worker executes one call at a time, so two calls never
+    use one GPU, unless workers share it.
 
     Args:
         limits, members: the scheduler's.
-        waiting: the passes that have calls waiting, by id; others may be among them.
-        out: where commands are added.
+        waiting: passes with waiting calls, by id; may contain others.
+        out: receives the commands.
     """
 
     def __init__(
-        self, limits: Limits, members: Membership, waiting: dict[int, Pass], out: list[cmd.Command]
+        self, limits: SchedulerLimits, members: Membership, waiting: dict[int, Pass], out: list[cmd.Command]
     ) -> None:
         self._limits = limits
         self._members = members
@@ -38,18 +39,18 @@ class Dealing:
         self._out = out
         self._last_gang = 0
         self._turn = 0
-        """The pass that was dealt last."""
+        """The pass whose calls were assigned last."""
 
-    def deal(self) -> None:
-        """Issue all that workers have room for: first to the idle, then in advance."""
+    def assign(self) -> None:
+        """Assign all calls that workers have capacity for: first to idle workers, then in advance."""
         members = self._members
         self._recall_all()
         stuck: set[int] = set()
-        while members.ready and (pass_ := self._whose_turn(stuck)) is not None:
+        while members.ready and (pass_ := self._next_pass(stuck)) is not None:
             gpus = pass_.settings.gpus
             if pass_.settings.gang:
                 if gpus and members.ready_for(gpus) < pass_.settings.replicas:
-                    stuck.add(pass_.id)  # that others become idle would not help it
+                    stuck.add(pass_.id)  # more idle workers without GPUs would not help
                     continue
                 if not self._issue_gang(pass_):
                     return
@@ -63,33 +64,33 @@ class Dealing:
             self._turn = pass_.id
 
     @property
-    def is_dealt(self) -> bool:
-        """Whether nothing waits for a worker."""
-        return not any(pass_.deals for pass_ in self._waiting.values())
+    def nothing_waits(self) -> bool:
+        """True if no call waits for a worker."""
+        return not any(pass_.has_assignable_calls for pass_ in self._waiting.values())
 
-    def issue_again(self, pass_: Pass, lease: Lease, worker: Worker) -> Lease:
-        """Issue what has not come back of a lease to an idle worker too, and return its twin."""
+    def assign_second_attempt(self, pass_: Pass, lease: Lease, worker: Worker) -> Lease:
+        """Assign the unreported calls of a lease to an idle worker too, and return that lease."""
         lo, hi, attempt = lease.next, lease.hi, lease.attempt
         self._bind(worker, pass_)
         twin = self._members.grant(worker, pass_.id, lo, hi, attempt, 0.0)
         twin.twin, lease.twin = lease, twin
         twin.second_attempts = lease.second_attempts = lease.second_attempts + 1
         pass_.leased += hi - lo
-        elements = pass_.suspects.elements_of(lo) if attempt else ()
+        elements = pass_.searches.elements_of(lo) if attempt else ()
         self._out.append(
             cmd.SendAssign(worker.name, twin.id, pass_.id, lo, hi, attempt, elements, twin=lease.id)
         )
         return twin
 
     def _recall_all(self) -> None:
-        """Have what workers finished for a scheduler that is gone reported, before it is dealt."""
+        """Recall results that workers cached for the previous driver, before their calls are assigned."""
         for pass_ in self._waiting.values():
-            if pass_.kept and pass_.deals:
-                for (name, incarnation), kept in list(pass_.kept.items()):
+            if pass_.cached and pass_.has_assignable_calls:
+                for (name, incarnation), kept in list(pass_.cached.items()):
                     if self._members.current(name, incarnation) is not None:
                         self._recall(self._members.workers[name], pass_, kept)
                     elif self._members.is_over(name, incarnation):
-                        del pass_.kept[name, incarnation]
+                        del pass_.cached[name, incarnation]
 
     def _recall(self, worker: Worker, pass_: Pass, kept: RangeSet) -> None:
         for lo, hi in [(t.lo, t.hi) for a, b in list(kept) for t in pass_.todo.take_untried(a, b)]:
@@ -100,21 +101,21 @@ class Dealing:
             self._out.append(cmd.SendRecall(worker.name, lease.id, pass_.id, lo, hi))
 
     def _with_room(self, pass_: Pass) -> Worker | None:
-        """Return a worker that a call of a pass may be sent to now, None if there is none."""
+        """Return a worker to which a call of a pass may be sent now, or None."""
         gpus = pass_.settings.gpus
         worker = self._members.idle_for(gpus) if self._members.idle else None
-        if worker is None and pass_.is_short(self._limits) and not pass_.suspects.waiting:
-            return self._members.thirsty_for(gpus)
+        if worker is None and pass_.is_short(self._limits) and not pass_.searches.waiting:
+            return self._members.under_prefetched_for(gpus)
         return worker
 
-    def _whose_turn(self, stuck: Collection[int]) -> Pass | None:
-        """Return the pass whose turn it is, None if nothing waits.
+    def _next_pass(self, stuck: Collection[int]) -> Pass | None:
+        """Return the pass whose turn it is, or None.
 
         Args:
-            stuck: passes that no worker which is fit for them has room for.
+            stuck: passes to skip: no suitable worker has capacity.
         """
         waiting = self._waiting
-        for idle in [p.id for p in waiting.values() if not p.deals]:
+        for idle in [p.id for p in waiting.values() if not p.has_assignable_calls]:
             del waiting[idle]
         if stuck:
             waiting = {id_: pass_ for id_, pass_ in waiting.items() if id_ not in stuck}
@@ -125,7 +126,7 @@ class Dealing:
         return waiting[next((i for i in ids if i > self._turn), ids[0])]
 
     def _issue(self, worker: Worker, pass_: Pass) -> None:
-        if pass_.suspects.waiting:
+        if pass_.searches.waiting:
             self._issue_probe(worker, pass_)
             return
         todo = pass_.todo.take(pass_.bundle_calls(self._limits, self._members.ready_for(pass_.settings.gpus)))
@@ -134,11 +135,11 @@ class Dealing:
         expected_s = (pass_.call_s or 0.0) * (hi - lo)
         lease = self._members.grant(worker, pass_.id, lo, hi, attempt, expected_s)
         pass_.leased += hi - lo
-        elements = pass_.suspects.elements_of(lo) if attempt else ()
+        elements = pass_.searches.elements_of(lo) if attempt else ()
         self._out.append(cmd.SendAssign(worker.name, lease.id, pass_.id, lo, hi, attempt, elements))
 
     def _issue_probe(self, worker: Worker, pass_: Pass) -> None:
-        probe = pass_.suspects.waiting.pop(0)
+        probe = pass_.searches.waiting.pop(0)
         lo, hi = probe.call, probe.call + 1
         self._bind(worker, pass_)
         lease = self._members.grant(worker, pass_.id, lo, hi, probe.tried, 0.0)
@@ -148,7 +149,7 @@ class Dealing:
         self._out.append(command)
 
     def _issue_gang(self, pass_: Pass) -> bool:
-        """Issue the next step of a gang pass; return False where too few workers have room."""
+        """Assign the next step of a gang pass; return False if too few workers have capacity."""
         members, replicas, gpus = self._members, pass_.settings.replicas, pass_.settings.gpus
         group = pass_.groups.idle(members, replicas, gpus)
         if group is None:
@@ -160,7 +161,7 @@ class Dealing:
             self._bind(worker, pass_)
         self._last_gang += 1
         gang = form(members, self._last_gang, pass_.id, todo, group)
-        pass_.muster(gang)
+        pass_.add_gang(gang)
         self._out.append(cmd.SendGang(gang.serial, pass_.id, todo.attempt, parts(gang)))
         return True
 

@@ -1,4 +1,4 @@
-"""Draws the scheduler for its docs, from the code itself: `python -m pipedist.scheduler.diagram`.
+"""Draws the scheduler for its docs, from the code itself: `python -m tests.scheduler.diagram`.
 
 What it prints stands in `docs/scheduler.md`, and a test compares the two.
 """
@@ -14,7 +14,7 @@ from typing import TypeVar, get_args
 from msgspec import Struct
 
 from pipedist.scheduler import commands, events
-from pipedist.scheduler.states import (
+from pipedist.scheduler.transitions import (
     GANG_TRANSITIONS,
     PASS_TRANSITIONS,
     WORKER_TRANSITIONS,

@@ -1,7 +1,7 @@
-"""The states of workers, passes and gangs, and the only ways between them.
+"""States of workers, passes and gangs, and the transitions between them.
 
-The tables ARE the protocol: the docs' diagrams are drawn from them, and a step that is not
-in them is a `LocalProtocolError` that tells its story.
+The tables are normative: the diagrams in the docs are drawn from them, and a transition that is not listed is a
+`LocalProtocolError`.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from pipedist.errors import LocalProtocolError
 
 
 class WorkerState(enum.Enum):
-    """Where a worker slot stands."""
+    """State of a worker slot."""
 
     STARTING = "starting"
-    """Asked for, or dead and asked for again; has not said Hello."""
+    """Requested, for the first time or after a death; has not sent Hello."""
     READY = "ready"
-    """Joined: may hold leases."""
+    """Joined; may hold leases."""
     GONE = "gone"
-    """Lost, and not ours to replace."""
+    """Lost, and not replaced by the scheduler."""
 
 
 WORKER_TRANSITIONS: Mapping[tuple[WorkerState, str], WorkerState] = {
@@ -33,18 +33,18 @@ WORKER_TRANSITIONS: Mapping[tuple[WorkerState, str], WorkerState] = {
 
 
 class PassState(enum.Enum):
-    """Where a pass stands."""
+    """State of a pass."""
 
     OPEN = "open"
-    """Steps may still be offered."""
+    """More steps may become available."""
     ENDED = "ended"
-    """All steps were offered."""
+    """All steps are available."""
     FAILING = "failing"
-    """A call failed for good: earlier steps are finished, later ones are not begun."""
+    """A call failed permanently: earlier steps finish, later ones do not start."""
     COMPLETE = "complete"
     """Every step was visible."""
     FAILED = "failed"
-    """The failure was told."""
+    """The failure was reported."""
 
 
 PASS_TRANSITIONS: Mapping[tuple[PassState, str], PassState] = {
@@ -54,20 +54,20 @@ PASS_TRANSITIONS: Mapping[tuple[PassState, str], PassState] = {
     (PassState.ENDED, "all visible"): PassState.COMPLETE,
     (PassState.FAILING, "call failed"): PassState.FAILING,
     (PassState.FAILING, "ended"): PassState.FAILING,
-    (PassState.FAILING, "failure told"): PassState.FAILED,
+    (PassState.FAILING, "failure reported"): PassState.FAILED,
     (PassState.FAILED, "ended"): PassState.FAILED,
 }
 
 
 class GangState(enum.Enum):
-    """Where an attempt of a gang stands."""
+    """State of one attempt of a gang."""
 
     RUNNING = "running"
-    """Its calls are under leases; none has raised."""
+    """Its calls are leased; none has raised."""
     ENDING = "ending"
-    """A call raised: the others are waited for, so that what is told never depends on timing."""
+    """A call raised; the others finish first, so that the reported error does not depend on timing."""
     COMPLETE = "complete"
-    """All calls are done: their results count."""
+    """All calls are done; their results count."""
     RAISED = "raised"
     """All calls were reported, and some raised: no result counts."""
     BROKEN = "broken"
@@ -85,7 +85,7 @@ GANG_TRANSITIONS: Mapping[tuple[GangState, str], GangState] = {
 
 
 def next_worker_state(worker: str, state: WorkerState, what: str) -> WorkerState:
-    """Return the state that follows, or raise LocalProtocolError if there is none."""
+    """Return the next state, or raise LocalProtocolError."""
     try:
         return WORKER_TRANSITIONS[state, what]
     except KeyError:
@@ -93,7 +93,7 @@ def next_worker_state(worker: str, state: WorkerState, what: str) -> WorkerState
 
 
 def next_pass_state(pass_id: int, state: PassState, what: str) -> PassState:
-    """Return the state that follows, or raise LocalProtocolError if there is none."""
+    """Return the next state, or raise LocalProtocolError."""
     try:
         return PASS_TRANSITIONS[state, what]
     except KeyError:
@@ -101,7 +101,7 @@ def next_pass_state(pass_id: int, state: PassState, what: str) -> PassState:
 
 
 def next_gang_state(serial: int, state: GangState, what: str) -> GangState:
-    """Return the state that follows, or raise LocalProtocolError if there is none."""
+    """Return the next state, or raise LocalProtocolError."""
     try:
         return GANG_TRANSITIONS[state, what]
     except KeyError:

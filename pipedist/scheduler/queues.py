@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import heapq
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterator
+from itertools import count
 from typing import NamedTuple
+
+from pipedist.scheduler.bisection import Probe
+from pipedist.scheduler.settings import SchedulerLimits
 
 
 class RangeSet:
@@ -24,7 +29,7 @@ class RangeSet:
         return len(self._los)
 
     def add(self, lo: int, hi: int) -> None:
-        """Put [lo, hi) in; what is there already stays."""
+        """Add [lo, hi); members that it contains already are kept."""
         if lo >= hi:
             return
         if self._his and self._his[-1] == lo:  # the common case: work comes back in order
@@ -39,7 +44,7 @@ class RangeSet:
         self._his[i:j] = [hi]
 
     def discard(self, lo: int, hi: int) -> None:
-        """Take [lo, hi) out; what is not there is no fault."""
+        """Remove [lo, hi); missing members are ignored."""
         if lo >= hi:
             return
         i = bisect_right(self._his, lo)
@@ -58,7 +63,7 @@ class RangeSet:
         return self._his[i] if i >= 0 and self._his[i] > x else x
 
     def covers(self, lo: int, hi: int) -> bool:
-        """Return whether all of [lo, hi) is in."""
+        """Return whether all of [lo, hi) is contained."""
         return lo >= hi or self.end_from(lo) >= hi
 
 
@@ -71,14 +76,14 @@ class Todo(NamedTuple):
 
 
 class TodoQueue:
-    """Calls that wait for a worker, lowest first: what was begun before is finished first."""
+    """Calls that wait for a worker, lowest first, so that earlier steps finish first."""
 
     __slots__ = ("_items", "calls")
 
     def __init__(self) -> None:
         self._items: list[Todo] = []
         self.calls = 0
-        """How many calls wait."""
+        """Number of waiting calls."""
 
     def __iter__(self) -> Iterator[Todo]:
         return iter(self._items)
@@ -89,7 +94,7 @@ class TodoQueue:
         return self._items[0]
 
     def put(self, lo: int, hi: int, attempt: int) -> None:
-        """Add calls [lo, hi); they must not wait already."""
+        """Add calls [lo, hi), which must not be waiting already."""
         if lo >= hi:
             return
         self.calls += hi - lo
@@ -113,7 +118,7 @@ class TodoQueue:
         return Todo(first.lo, cut, first.attempt)
 
     def take_untried(self, lo: int, hi: int) -> list[Todo]:
-        """Remove and return what waits of calls [lo, hi) for its first attempt."""
+        """Remove and return those of calls [lo, hi) that wait for their first attempt."""
         found, left = [], []
         for item in self._items:
             a, b = max(item.lo, lo), min(item.hi, hi)
@@ -128,7 +133,63 @@ class TodoQueue:
         return found
 
     def drop_from(self, call: int) -> None:
-        """Forget every waiting call >= `call`."""
+        """Remove every waiting call >= `call`."""
         kept = [Todo(t.lo, min(t.hi, call), t.attempt) for t in self._items if t.lo < call]
         self._items = kept
         self.calls = sum(t.hi - t.lo for t in kept)
+
+
+def backoff_after_s(raised: int, limits: SchedulerLimits) -> float:
+    """Return the backoff after a number of exceptions, in seconds: 0 after the first, then doubling."""
+    if raised <= 1:
+        return 0.0
+    return min(limits.backoff_s_max, limits.backoff_s * 2.0 ** min(raised - 2, 60))
+
+
+class BackoffQueue:
+    """Calls of one pass that back off, each with the time at which it is due."""
+
+    __slots__ = ("_heap", "_order")
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, int, Todo | Probe]] = []
+        self._order = count()
+
+    def __iter__(self) -> Iterator[Todo | Probe]:
+        return (item for _, _, item in self._heap)
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+    @property
+    def schedule(self) -> Iterator[tuple[float, Todo | Probe]]:
+        """All items with the times at which they are due, in no order."""
+        return ((due, item) for due, _, item in self._heap)
+
+    @property
+    def due(self) -> float | None:
+        """The time at which the first item is due, or None."""
+        return self._heap[0][0] if self._heap else None
+
+    def put(self, due: float, item: Todo | Probe) -> None:
+        """Add calls that are due at `due`."""
+        heapq.heappush(self._heap, (due, next(self._order), item))
+
+    def take(self, now: float) -> Iterator[Todo | Probe]:
+        """Remove and yield the items that are due."""
+        while self._heap and self._heap[0][0] <= now:
+            yield heapq.heappop(self._heap)[2]
+
+    def drop_from(self, call: int) -> None:
+        """Remove all calls >= `call`."""
+        self._heap = [x for x in self._heap if _first(x[2]) < call]
+        heapq.heapify(self._heap)
+
+    def drop_probes(self, call: int) -> None:
+        """Remove the probes of a call."""
+        self._heap = [x for x in self._heap if not (isinstance(x[2], Probe) and x[2].call == call)]
+        heapq.heapify(self._heap)
+
+
+def _first(item: Todo | Probe) -> int:
+    return item.call if isinstance(item, Probe) else item.lo

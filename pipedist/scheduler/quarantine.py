@@ -1,0 +1,142 @@
+"""Search for the culprits of calls that failed permanently, and quarantine them.
+
+    call fails --SizeCall/CallSized--> probes <--> bisection --> culprits known --> once more, without them
+                                                     |                                  |        |
+                                        none, or too many probes                     returns   fails
+                                                     '--> all quarantined <------------ | --------'
+                                                                              the culprits are quarantined
+
+During the search the call itself does not wait, is not leased, and is not done. Its probes are leased one
+by one, to idle workers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from pipedist.scheduler import commands as cmd
+from pipedist.scheduler.bisection import Bisection, CulpritSearch, Probe, Span
+from pipedist.scheduler.leases import Lease
+from pipedist.scheduler.membership import Membership
+from pipedist.scheduler.passes import CallHistory, Pass
+from pipedist.scheduler.settings import SchedulerLimits
+
+
+class Quarantine:
+    """Finds culprits, and quarantines them.
+
+    Args:
+        limits, members: those of the scheduler.
+        out: receives the commands.
+        cancel: cancels a lease.
+        finish: marks calls [lo, hi) as over, without a result.
+    """
+
+    def __init__(
+        self,
+        limits: SchedulerLimits,
+        members: Membership,
+        out: list[cmd.Command],
+        cancel: Callable[[Pass, Lease], None],
+        finish: Callable[[Pass, int, int], None],
+    ) -> None:
+        self._limits = limits
+        self._members = members
+        self._out = out
+        self._cancel = cancel
+        self._finish = finish
+
+    def begin(self, pass_: Pass, call: int, cause: cmd.Cause) -> None:
+        """Begin a search in a call that failed permanently."""
+        pass_.searches.calls[call] = CulpritSearch(cause)
+        self._out.append(cmd.SizeCall(pass_.id, call))
+
+    def sized(self, pass_: Pass, call: int, elements: int) -> None:
+        """Begin the bisection of a call with this number of elements."""
+        search = pass_.searches.calls.get(call)
+        if search is None or search.bisection is not None:
+            return  # the pass fails at an earlier step
+        search.bisection = Bisection(elements, self._limits.probes_max, search.cause)
+        self._try(pass_, call, search.bisection.begin())
+        self._conclude(pass_, call, search, search.bisection)
+
+    def passed(self, pass_: Pass, probe: Probe) -> None:
+        """Record that a probe returned."""
+        search = pass_.searches.calls.get(probe.call)
+        if search is not None and search.bisection is not None:
+            search.bisection.passed(probe.span)
+            self._conclude(pass_, probe.call, search, search.bisection)
+
+    def failed(self, pass_: Pass, probe: Probe, cause: cmd.Cause | None) -> None:
+        """Record that a probe failed permanently.
+
+        Args:
+            cause: why; None if its stage does not quarantine: then it proves nothing.
+        """
+        search = pass_.searches.calls.get(probe.call)
+        if search is not None and search.bisection is not None:
+            self._try(pass_, probe.call, search.bisection.failed(probe.span, cause))
+            self._conclude(pass_, probe.call, search, search.bisection)
+
+    def returned(self, pass_: Pass, lo: int, hi: int) -> None:
+        """Report the elements that were skipped in calls [lo, hi), whose results count now."""
+        searches = pass_.searches
+        for call in [c for c in searches.cleared if lo <= c < hi]:
+            bisection = searches.cleared[call].bisection
+            assert bisection is not None  # set when it was cleared
+            culprits = _culprits(bisection)
+            self._out.append(cmd.CallsQuarantined(pass_.id, call, call + 1, culprits, remains=True))
+            searches.forget(call)
+
+    def quarantine_all(self, pass_: Pass, lo: int, hi: int, cause: cmd.Cause, why: str) -> None:
+        """Quarantine all elements of calls [lo, hi): one call, or the calls of a gang.
+
+        Args:
+            why: why the culprits among them are not known.
+        """
+        pass_.searches.forget(lo)
+        whole = cmd.Cause(cause.stage, f"{cause.text} ({why})")
+        self._out.append(cmd.CallsQuarantined(pass_.id, lo, hi, (), whole))
+        self._finish(pass_, lo, hi)
+
+    def _try(self, pass_: Pass, call: int, spans: Sequence[Span]) -> None:
+        for span in spans:
+            pass_.wait_probe(Probe(call, span))
+
+    def _conclude(self, pass_: Pass, call: int, search: CulpritSearch, bisection: Bisection) -> None:
+        """Continue with a call whose bisection is over."""
+        if not bisection.is_over:
+            return
+        if bisection.is_given_up:
+            self._stop_trying(pass_, call)
+            why = f"not separable: the search needs more than {self._limits.probes_max} probes"
+            self.quarantine_all(pass_, call, call + 1, search.cause, why)
+        elif not bisection.culprits:
+            why = (
+                "no element fails alone"
+                if bisection.elements
+                else "its elements can't be executed separately"
+            )
+            self.quarantine_all(pass_, call, call + 1, search.cause, f"not separable: {why}")
+        elif not bisection.healthy:
+            pass_.searches.forget(call)
+            self._out.append(cmd.CallsQuarantined(pass_.id, call, call + 1, _culprits(bisection)))
+            self._finish(pass_, call, call + 1)
+        else:
+            histories = pass_.histories.setdefault(call, CallHistory())
+            histories.before, histories.deaths = histories.tried, 0
+            histories.raised.clear()
+            histories.named.clear()
+            pass_.searches.forget(call)
+            pass_.searches.cleared[call] = search
+            pass_.wait(call, call + 1, histories.tried)
+
+    def _stop_trying(self, pass_: Pass, call: int) -> None:
+        pass_.backing_off.drop_probes(call)
+        for lease in [x for x in self._members.leases.values() if x.pass_id == pass_.id]:
+            if lease.probe is not None and lease.probe.call == call:
+                self._cancel(pass_, lease)
+
+
+def _culprits(bisection: Bisection) -> tuple[tuple[int, cmd.Cause], ...]:
+    return tuple(sorted(bisection.culprits.items()))
