@@ -41,7 +41,7 @@ test-networks: $(INSTALLED)  ## Test runs over several hosts, in network namespa
 
 .PHONY: test-many
 test-many: $(INSTALLED)  ## Finish a run on 64 worker processes, and say what they cost.
-	PIPEDIST_TEST_MANY=64 $(BIN)/python -m pytest -q -s tests/pipeline/test_many_workers.py
+	PIPEDIST_TEST_MANY=64 $(BIN)/python -m pytest -q -s tests/runs/test_many_workers.py
 
 .PHONY: test-hosts
 test-hosts: $(INSTALLED)  ## Run the tests of several hosts; some need mount namespaces (unshare -rm).
@@ -53,40 +53,40 @@ chaos-scheduler: $(INSTALLED)  ## Kill three runs at every record of their journ
 
 .PHONY: test-memory
 test-memory: $(INSTALLED)  ## Test workers that the kernel kills for want of memory; takes root: sudo make test-memory.
-	$(BIN)/python -m pytest -q tests/launchers/test_out_of_memory.py
+	$(BIN)/python -m pytest -q tests/cluster/launchers/test_out_of_memory.py
 
 .PHONY: chaos-workers
 chaos-workers: $(INSTALLED)  ## Kill, stop and crash workers for a minute: the same bytes, nothing left.
-	$(BIN)/python -m tests.bar.worker_chaos $(ARGS)
+	$(BIN)/python -m tests.acceptance.worker_chaos $(ARGS)
 
 .PHONY: chaos-signals
 chaos-signals: $(INSTALLED)  ## Interrupt 200 runs at seeded times, and resume each (ten minutes or more).
-	$(BIN)/python -m tests.bar.signal_chaos $(ARGS)
+	$(BIN)/python -m tests.acceptance.signal_chaos $(ARGS)
 
 .PHONY: fuzz
 fuzz: $(INSTALLED)  ## Damaged messages and specs: the whole bar, or make fuzz SHARE=0.01.
-	$(BIN)/python -m tests.bar.fuzz --share $(or $(SHARE),1) $(ARGS)
+	$(BIN)/python -m tests.acceptance.fuzz --share $(or $(SHARE),1) $(ARGS)
 
 .PHONY: rogues
 rogues: $(INSTALLED)  ## Rogue clients of eight kinds and more, beside honest workers.
-	PIPEDIST_TEST_SLOW=1 $(BIN)/python -m pytest -q tests/bar/test_rogues.py tests/transport/test_rogues.py \
+	PIPEDIST_TEST_SLOW=1 $(BIN)/python -m pytest -q tests/acceptance/test_rogues.py tests/transport/test_rogues.py \
 	  tests/transport/test_shared_memory_rogues.py tests/architecture/test_execution.py
 
 .PHONY: soak
 soak: $(INSTALLED)  ## A million calls: memory and descriptors do not grow (some minutes).
-	$(BIN)/python -m tests.bar.soak $(ARGS)
+	$(BIN)/python -m tests.acceptance.soak $(ARGS)
 
 .PHONY: detection
 detection: $(INSTALLED)  ## Measure how soon a dead, stopped, silent or hanging worker is noticed.
-	$(BIN)/python -m tests.bar.detection $(ARGS)
+	$(BIN)/python -m tests.acceptance.detection $(ARGS)
 
 .PHONY: determinism
 determinism: $(INSTALLED)  ## 1, 2, 4 and 8 workers, 20 shuffled schedules each: the same bytes.
-	PIPEDIST_TEST_SLOW=1 $(BIN)/python -m pytest -q tests/bar/test_schedules.py tests/pipeline/test_determinism.py
+	PIPEDIST_TEST_SLOW=1 $(BIN)/python -m pytest -q tests/acceptance/test_schedules.py tests/runs/test_determinism.py
 
 .PHONY: simulate
 simulate: $(INSTALLED)  ## Simulate the scheduler and workers with faults: the whole bar, or make simulate SHARE=0.1.
-	$(BIN)/python -m pipedist.harness --share $(or $(SHARE),1)
+	$(BIN)/python -m pipedist.testing --share $(or $(SHARE),1)
 
 .PHONY: conformance
 conformance: $(INSTALLED)  ## Replay recorded tf.distribute cases: make conformance CASES=FOLDER.

@@ -38,7 +38,7 @@ PARTS = {
     "pipedist.worker.shards:LeaseShards.find": "find shard",
     "pipedist.worker.execution:own": "make results own",
     "pipedist.worker.execution:guard": "make results own",
-    "pipedist.reductions:Reduction.partial": "partial of a reduction",
+    "pipedist.reduction.tree:Reduction.partial": "partial of a reduction",
     "pipedist.worker.stages:Stage.call": "function",
     "pipedist.worker.ranges:RangeRun.advance": "execution, the rest",
     "pipedist.worker.driver:Driver._execute": "driver, the rest",

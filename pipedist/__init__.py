@@ -12,10 +12,13 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from pipedist.version import __version__
+from pipedist._version import __version__
 
 if TYPE_CHECKING:
-    from pipedist.cluster_resolvers import (
+    from pipedist.cluster.base import LocalCluster
+    from pipedist.cluster.engine_clusters import DaskCluster, RayCluster
+    from pipedist.cluster.remote import ConnectCluster
+    from pipedist.cluster.resolvers import (
         ClusterResolver,
         ClusterSpec,
         KubernetesClusterResolver,
@@ -24,8 +27,8 @@ if TYPE_CHECKING:
         TFConfigClusterResolver,
         UnionResolver,
     )
+    from pipedist.cluster.tf_config import TaskCluster, open_cluster
     from pipedist.collectives.options import CommunicationOptions
-    from pipedist.connect_cluster import ConnectCluster
     from pipedist.datasets.element import ArraySpec
     from pipedist.datasets.input import (
         AutoShardPolicy,
@@ -35,7 +38,6 @@ if TYPE_CHECKING:
         ValueContext,
     )
     from pipedist.datasets.logical import Dataset
-    from pipedist.engine_clusters import DaskCluster, RayCluster
     from pipedist.errors import (
         CallError,
         CollectiveMismatchError,
@@ -54,12 +56,10 @@ if TYPE_CHECKING:
         WorkerDied,
         WorkersLost,
     )
-    from pipedist.local_cluster import LocalCluster
-    from pipedist.partitioners import FixedShardsPartitioner, MaxSizePartitioner, MinSizePartitioner
-    from pipedist.pipeline.doors import open, run
-    from pipedist.pipeline.result import Ledger, Progress, Result
-    from pipedist.pipeline.runs import Run
-    from pipedist.pipeline.subscription import Part, Step
+    from pipedist.runs.api import open, run
+    from pipedist.runs.result import Ledger, Progress, Result
+    from pipedist.runs.run import Run
+    from pipedist.runs.subscription import Part, Step
     from pipedist.strategy import (
         CentralStorageStrategy,
         DistributedDataset,
@@ -75,15 +75,15 @@ if TYPE_CHECKING:
     )
     from pipedist.strategy.cluster_coordinator import ClusterCoordinator
     from pipedist.strategy.parameter_server import ParameterServerStrategy
+    from pipedist.strategy.partitioners import FixedShardsPartitioner, MaxSizePartitioner, MinSizePartitioner
     from pipedist.strategy.remote_value import ClosureCancelled, RemoteValue
-    from pipedist.task_cluster import TaskCluster, open_cluster
     from pipedist.values import Mirrored, PerReplica, ReduceOp
     from pipedist.worker.context import ReplicaContext, get_replica_context
     from pipedist.worker.sharded_variable import ShardedVariable
     from pipedist.worker.variable_rules import VariableAggregation, VariableSynchronization
 
 _HOMES = {
-    "pipedist.cluster_resolvers": (
+    "pipedist.cluster.resolvers": (
         "ClusterResolver",
         "ClusterSpec",
         "KubernetesClusterResolver",
@@ -93,7 +93,7 @@ _HOMES = {
         "UnionResolver",
     ),
     "pipedist.collectives.options": ("CommunicationOptions",),
-    "pipedist.connect_cluster": ("ConnectCluster",),
+    "pipedist.cluster.remote": ("ConnectCluster",),
     "pipedist.datasets.element": ("ArraySpec",),
     "pipedist.datasets.input": (
         "AutoShardPolicy",
@@ -103,7 +103,7 @@ _HOMES = {
         "ValueContext",
     ),
     "pipedist.datasets.logical": ("Dataset",),
-    "pipedist.engine_clusters": ("DaskCluster", "RayCluster"),
+    "pipedist.cluster.engine_clusters": ("DaskCluster", "RayCluster"),
     "pipedist.errors": (
         "CallError",
         "CollectiveMismatchError",
@@ -122,12 +122,12 @@ _HOMES = {
         "WorkerDied",
         "WorkersLost",
     ),
-    "pipedist.local_cluster": ("LocalCluster",),
-    "pipedist.partitioners": ("FixedShardsPartitioner", "MaxSizePartitioner", "MinSizePartitioner"),
-    "pipedist.pipeline.doors": ("open", "run"),
-    "pipedist.pipeline.result": ("Ledger", "Progress", "Result"),
-    "pipedist.pipeline.runs": ("Run",),
-    "pipedist.pipeline.subscription": ("Part", "Step"),
+    "pipedist.cluster.base": ("LocalCluster",),
+    "pipedist.strategy.partitioners": ("FixedShardsPartitioner", "MaxSizePartitioner", "MinSizePartitioner"),
+    "pipedist.runs.api": ("open", "run"),
+    "pipedist.runs.result": ("Ledger", "Progress", "Result"),
+    "pipedist.runs.run": ("Run",),
+    "pipedist.runs.subscription": ("Part", "Step"),
     "pipedist.strategy": (
         "CentralStorageStrategy",
         "DistributedDataset",
@@ -144,7 +144,7 @@ _HOMES = {
     "pipedist.strategy.cluster_coordinator": ("ClusterCoordinator",),
     "pipedist.strategy.parameter_server": ("ParameterServerStrategy",),
     "pipedist.strategy.remote_value": ("ClosureCancelled", "RemoteValue"),
-    "pipedist.task_cluster": ("TaskCluster", "open_cluster"),
+    "pipedist.cluster.tf_config": ("TaskCluster", "open_cluster"),
     "pipedist.values": ("Mirrored", "PerReplica", "ReduceOp"),
     "pipedist.worker.context": ("ReplicaContext", "get_replica_context"),
     "pipedist.worker.sharded_variable": ("ShardedVariable",),

@@ -41,8 +41,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from pipedist import exact_integers, trees
-from pipedist.program import Tree
+from pipedist.core import trees
+from pipedist.core.types import Tree
+from pipedist.reduction import exact_integers
 
 Key = str | int
 Component = Mapping[Any, Any]

@@ -12,12 +12,12 @@ from typing import Any, Final, NoReturn
 
 import numpy as np
 
-from pipedist import trees
-from pipedist.misuse_hints import conversion_hint, is_masked
-from pipedist.partials import axis_of, resolve_axes
-from pipedist.program import Tree
-from pipedist.reductions import FoldTree, Partial, Reduction
-from pipedist.reductions import ReduceOp as ReduceOp
+from pipedist.core import trees
+from pipedist.core.misuse_hints import conversion_hint, is_masked
+from pipedist.core.types import Tree
+from pipedist.reduction.partials import axis_of, resolve_axes
+from pipedist.reduction.tree import FoldTree, Partial, Reduction
+from pipedist.reduction.tree import ReduceOp as ReduceOp
 
 _BARE: Final = frozenset({int, float, bool, str, np.ndarray, np.float64, np.float32, np.int64})
 """Frequent types of components that are leaves: their structure needs no lookup."""
@@ -148,7 +148,7 @@ def local_results(tree: Tree, replicas: int) -> tuple[Tree, ...]:
 def reduce(op: ReduceOp | str, tree: Tree, axis: int | Sequence[int] | None, replicas: int) -> Tree:
     """Reduce per-replica values to one value, leaf by leaf (tf.distribute.Strategy.reduce).
 
-    The fold is that of a reduction over a dataset (`pipedist.reductions`): in the order of replica
+    The fold is that of a reduction over a dataset (`pipedist.reduction.tree`): in the order of replica
     ids, in a fixed tree. With axis None components are folded element by element, and must have one
     shape; MEAN then divides by the number of components, EMPTY ONES INCLUDED (an array of no rows
     counts). With an axis their rows are folded too, and MEAN divides by the true number of rows.

@@ -63,6 +63,6 @@ def _start_fork_server(arguments: Sequence[str]) -> AbstractContextManager[objec
         or not any(map(os.path.isfile, arguments[1:]))
     ):
         return nullcontext()
-    from pipedist.launchers.server import prepare
+    from pipedist.cluster.launchers.server import prepare
 
     return prepare()

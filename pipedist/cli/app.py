@@ -59,8 +59,8 @@ def _end(command: Callable[[], int]) -> None:
 
 def _version(ctx: click.Context, _option: click.Parameter, wanted: bool) -> None:
     if wanted:
+        from pipedist._version import __version__
         from pipedist.cli.streams import write_out
-        from pipedist.version import __version__
 
         write_out(f"pipedist {__version__}\n")
         ctx.exit()

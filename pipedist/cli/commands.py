@@ -49,10 +49,10 @@ def print_plan(
     """
     import json
 
-    from pipedist.local_cluster import usable_cores
+    from pipedist.cluster.base import usable_cores
     from pipedist.outputs import encoding
-    from pipedist.pipeline.clusters import cluster_for
     from pipedist.plan import compile_plan
+    from pipedist.runs.clusters import cluster_for
     from pipedist.spec import load, with_cluster
 
     spec = load(path, sets=sets)

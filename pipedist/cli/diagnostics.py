@@ -99,7 +99,7 @@ class StallReporter:
 
     def explain(self) -> None:
         """Print what the run waits for."""
-        from pipedist.pipeline.why import lines
+        from pipedist.runs.diagnostics import lines
 
         if self._run is None:
             self.show("pipedist: the run has not started")
@@ -127,8 +127,8 @@ def explain_run(run: str, *, as_json: bool) -> int:
         UsageError: there is no run in the folder, or it does not reply.
     """
     from pipedist.outputs.run_record import LIVE, PRIVATE, read_record
-    from pipedist.pipeline.inquiry import ask
-    from pipedist.pipeline.why import VERSION, lines
+    from pipedist.runs.diagnostics import VERSION, lines
+    from pipedist.runs.status_socket import ask
 
     path = Path(run)
     record = read_record(path, path)

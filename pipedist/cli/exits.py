@@ -76,7 +76,7 @@ def report_defect() -> int:
     import platform
     import traceback
 
-    from pipedist.version import __version__
+    from pipedist._version import __version__
 
     write_error(
         "pipedist: this is a defect in pipedist, not in your spec; please report it with the traceback below "

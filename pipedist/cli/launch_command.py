@@ -16,7 +16,7 @@ class LaunchOptions(Struct, frozen=True):
 
     Args:
         spec: path of the spec, as typed.
-        nodes, workers_per_node, gpus: see `pipedist.templates.request.Request`.
+        nodes, workers_per_node, gpus: see `pipedist.cluster.templates.request.Request`.
         prints: print the text; nothing is ever submitted.
     """
 
@@ -34,9 +34,9 @@ def slurm(options: LaunchOptions, *, time: str, port: int | None) -> int:
         SpecError: the spec has mistakes.
         UsageError: the options contradict each other or the spec.
     """
+    from pipedist.cluster.templates.request import Request
+    from pipedist.cluster.templates.slurm import batch_script
     from pipedist.spec import load
-    from pipedist.templates.request import Request
-    from pipedist.templates.slurm import batch_script
 
     _check(options, "sbatch")
     request = Request.of(
@@ -60,9 +60,9 @@ def kubernetes(
     """
     from ruamel.yaml import YAML
 
+    from pipedist.cluster.templates.kubernetes import jobset, prepare
+    from pipedist.cluster.templates.request import Request
     from pipedist.spec import load
-    from pipedist.templates.kubernetes import jobset, prepare
-    from pipedist.templates.request import Request
 
     _check(options, "kubectl apply -f -")
     spec = load(options.spec)

@@ -10,11 +10,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
-from pipedist import messages
 from pipedist.cli.streams import write_error
+from pipedist.protocol import messages
 
 if TYPE_CHECKING:
-    from pipedist.pipeline.result import Progress
+    from pipedist.runs.result import Progress
 
 _WINDOW_S = 10.0
 """Window over which rates are computed."""

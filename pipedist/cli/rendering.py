@@ -16,10 +16,10 @@ from typing import IO, TYPE_CHECKING, Any
 import numpy as np
 from numpy.lib import format as npy_format
 
-from pipedist import trees
 from pipedist.cli.progress import duration
+from pipedist.core import trees
+from pipedist.core.types import Tree
 from pipedist.outputs import encoding
-from pipedist.program import Tree
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

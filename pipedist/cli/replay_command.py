@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 from pipedist.cli import exits
 from pipedist.cli.streams import stdout_to_stderr, write_error, write_out
-from pipedist.program import Tree
+from pipedist.core.types import Tree
 
 if TYPE_CHECKING:
-    from pipedist.pipeline.lone_call import Replayed
-    from pipedist.pipeline.replaying import Replay
+    from pipedist.runs.call_replay import Replayed
+    from pipedist.runs.replay import Replay
 
 FORMAT = 1
 """Version of the JSON document."""
@@ -68,8 +68,8 @@ def execute(options: ReplayOptions) -> int:
 
 
 def _execute(options: ReplayOptions) -> int:
-    from pipedist.pipeline.call_keys import CallKey
-    from pipedist.pipeline.replaying import open_replay, threads_of
+    from pipedist.runs.call_keys import CallKey
+    from pipedist.runs.replay import open_replay, threads_of
 
     key, folder = CallKey.of(options.call), Path(options.run)
     _use_threads(threads_of(folder))

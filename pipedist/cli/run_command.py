@@ -19,9 +19,9 @@ from pipedist.errors import PipedistError, RunCancelled, UsageError
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from pipedist import messages
-    from pipedist.pipeline.result import Result
-    from pipedist.pipeline.runs import Run
+    from pipedist.protocol import messages
+    from pipedist.runs.result import Result
+    from pipedist.runs.run import Run
     from pipedist.spec import Spec, StageSpec
 
 QUARANTINED_SHOWN = 5
@@ -144,7 +144,7 @@ def _verify_notice(options: RunOptions) -> str:
 async def _run(options: RunOptions, interruption: Interruption, stalls: StallReporter) -> RunOutcome:
     import anyio
 
-    from pipedist.pipeline.doors import open as open_run
+    from pipedist.runs.api import open as open_run
 
     reporter: Reporter | None = None
 
@@ -214,7 +214,7 @@ async def _outcome(run: Run) -> RunOutcome:
         return RunOutcome(run.spec, None, error, None)
     except PipedistError as error:
         from pipedist.outputs import run_document
-        from pipedist.pipeline.result import Result
+        from pipedist.runs.result import Result
 
         partial = getattr(error, "result", None)
         result = partial if isinstance(partial, Result) else None
@@ -286,7 +286,7 @@ def _replays(listed: Path) -> list[str]:
     import json
     from itertools import islice
 
-    from pipedist.pipeline.call_keys import CallKey
+    from pipedist.runs.call_keys import CallKey
 
     commands = []
     with listed.open("rb") as lines:

@@ -67,9 +67,9 @@ def execute(options: SimulateOptions) -> int:
         raise UsageError(
             "--seeds and --seed exclude each other. --seeds N simulates 0 to N-1, --seed K simulates K only"
         )
-    from pipedist.harness.faults import Faults
-    from pipedist.harness.simulation import SimulationFailure
-    from pipedist.harness.spec_simulation import REASONS, SpecSimulation
+    from pipedist.testing.faults import Faults
+    from pipedist.testing.simulation import SimulationFailure
+    from pipedist.testing.spec_simulation import REASONS, SpecSimulation
 
     faults = Faults.parse(DEFAULT_FAULTS if options.faults is None else options.faults)
     costs = parse_costs(options.costs)

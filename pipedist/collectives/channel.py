@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 from msgspec import Struct
 
-from pipedist.transport.codec import Frame
+from pipedist.protocol.codec import Frame
 
 if TYPE_CHECKING:
     from pipedist.collectives.folding import Pack

@@ -2,7 +2,7 @@
 
 The result has the same bits as `values.reduce(op, per_replica, axis=None)`, element by element, so a
 vector may be split anywhere and each part folded by another process: operands are ordered by
-`reductions.FoldTree` over the replicas, and the rules are those of `pipedist.partials`. float32 and
+`reductions.FoldTree` over the replicas, and the rules are those of `pipedist.reduction.partials`. float32 and
 float64, the dtypes of gradients, have a kernel that allocates nothing; other dtypes use `partials`.
 A tree of arrays is packed into one vector per dtype, so that many leaves are folded as one.
 """
@@ -22,9 +22,9 @@ from typing import Any, Final, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from pipedist import partials
-from pipedist.partials import ReduceOp
-from pipedist.reductions import FoldTree
+from pipedist.reduction import partials
+from pipedist.reduction.partials import ReduceOp
+from pipedist.reduction.tree import FoldTree
 
 T = TypeVar("T")
 

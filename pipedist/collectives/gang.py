@@ -30,9 +30,9 @@ from pipedist.collectives.options import CommunicationOptions
 from pipedist.collectives.requests import CollectiveRequest
 from pipedist.collectives.signatures import CheckedCall, account, check, detach, format_replicas, stall_text
 from pipedist.collectives.thread_pool import ReplicaThreadPool
+from pipedist.core.remote_errors import rebuild_exception
+from pipedist.core.types import Tree
 from pipedist.errors import CollectiveTimeoutError, RemoteError
-from pipedist.program import Tree
-from pipedist.remote_errors import rebuild_exception
 
 
 class ReplicaState(enum.Enum):

@@ -14,7 +14,7 @@ from typing import Any, Final, cast
 
 import numpy as np
 
-from pipedist import trees, values
+from pipedist import values
 from pipedist.collectives.channel import (
     ENDED,
     NO_WORD,
@@ -30,11 +30,12 @@ from pipedist.collectives.folding import LeafLayout, Pack, Vector, fold_blocks, 
 from pipedist.collectives.requests import ALL_GATHER, ALL_REDUCE, BARRIER, BROADCAST
 from pipedist.collectives.signatures import CheckedCall, account, mismatch_text
 from pipedist.collectives.torch_group import IMPLEMENTATIONS, TORCH_COLLECTIVES, TorchGroup, forget
+from pipedist.core import trees
+from pipedist.core.remote_errors import rebuild_exception
+from pipedist.core.types import Tree
 from pipedist.errors import CollectiveMismatchError
-from pipedist.partials import ReduceOp
-from pipedist.program import Tree
-from pipedist.remote_errors import rebuild_exception
-from pipedist.transport.codec import Frame, decode, encode
+from pipedist.protocol.codec import Frame, decode, encode
+from pipedist.reduction.partials import ReduceOp
 
 _ACCOUNTS: Final = b"accounts".ljust(WORD_BYTES, b".")
 _VALUES: Final = b"values".ljust(WORD_BYTES, b".")

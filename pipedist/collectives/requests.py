@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from types import CodeType
 
 from pipedist.collectives.options import CommunicationOptions
-from pipedist.partials import ReduceOp
-from pipedist.program import Tree
+from pipedist.core.types import Tree
+from pipedist.reduction.partials import ReduceOp
 
 ALL_REDUCE = "all_reduce"
 ALL_GATHER = "all_gather"

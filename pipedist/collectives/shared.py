@@ -36,7 +36,7 @@ from pipedist.collectives.channel import ENDED, Exchanged, MemberEnded, StallPol
 from pipedist.collectives.folding import DtypeGroup, LeafLayout, Pack, Vector, quietly
 from pipedist.collectives.segment import GangSegment
 from pipedist.collectives.steps import Steps
-from pipedist.transport.codec import Frame
+from pipedist.protocol.codec import Frame
 
 SMALL_BYTES: Final = 512 << 10
 """Maximum size of small vectors, of all replicas together."""

@@ -16,7 +16,6 @@ from typing import Any, Final
 
 import numpy as np
 
-from pipedist import dlpack, partials, trees
 from pipedist.collectives.channel import WORD_BYTES
 from pipedist.collectives.folding import LeafLayout
 from pipedist.collectives.options import CommunicationOptions
@@ -29,8 +28,10 @@ from pipedist.collectives.requests import (
     CollectiveRequest,
 )
 from pipedist.collectives.torch_group import IMPLEMENTATIONS, TORCH_COLLECTIVES, tensors_of
-from pipedist.partials import ReduceOp, axis_of, resolve_axes
-from pipedist.program import Tree
+from pipedist.core import dlpack, trees
+from pipedist.core.types import Tree
+from pipedist.reduction import partials
+from pipedist.reduction.partials import ReduceOp, axis_of, resolve_axes
 
 _SIGNATURES_MAX: Final = 1024
 _INT64: Final = np.dtype(np.int64)

@@ -20,11 +20,11 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final
 
-from pipedist import trees
 from pipedist.collectives.options import Implementation
 from pipedist.collectives.requests import ALL_GATHER, ALL_REDUCE, BROADCAST, CollectiveRequest
+from pipedist.core import trees
 from pipedist.errors import UsageError
-from pipedist.partials import ReduceOp
+from pipedist.reduction.partials import ReduceOp
 
 IMPLEMENTATIONS: Final = (Implementation.GLOO, Implementation.NCCL)
 TORCH_COLLECTIVES: Final = (ALL_REDUCE, ALL_GATHER, BROADCAST)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from pipedist import messages as msg
-from pipedist import platform_id
-from pipedist.coordinator.roster import Peer
-from pipedist.platform_id import Platform
+from pipedist.coordinator.worker_registry import Peer
+from pipedist.core import platform_id
+from pipedist.core.platform_id import Platform
+from pipedist.protocol import messages as msg
 
 
 def refusal(

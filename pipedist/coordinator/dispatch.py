@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from pipedist import messages as msg
-from pipedist.coordinator.fleet import Fleet
-from pipedist.coordinator.gangs import Gangs
-from pipedist.coordinator.handle import PassHandle
-from pipedist.coordinator.states import States
-from pipedist.feeds import ElementRanges
+from pipedist.coordinator.gang_relay import Gangs
+from pipedist.coordinator.pass_handle import PassHandle
+from pipedist.coordinator.state_versions import States
+from pipedist.coordinator.worker_pool import Fleet
+from pipedist.datasets.feeds import ElementRanges
+from pipedist.protocol import messages as msg
+from pipedist.protocol.codec import Frame, encode
 from pipedist.scheduler import Event
 from pipedist.scheduler import commands as cmd
 from pipedist.scheduler import events as ev
-from pipedist.transport.codec import Frame, encode
 
 
 class Dispatch:

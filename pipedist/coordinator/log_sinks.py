@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 
-from pipedist import messages as msg
+from pipedist.protocol import messages as msg
 
 LogSink = Callable[[str, msg.LogLine], None]
 """Takes a line that a replica function printed: (worker, line)."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from pipedist import messages as msg
-from pipedist.coordinator.fleet import Fate, Fleet
-from pipedist.coordinator.handle import PassHandle
-from pipedist.coordinator.introductions import Introductions
-from pipedist.coordinator.offers import Offers
+from pipedist.coordinator.cached_results import Offers
+from pipedist.coordinator.pass_handle import PassHandle
+from pipedist.coordinator.program_distribution import Introductions
+from pipedist.coordinator.worker_pool import Fate, Fleet
 from pipedist.errors import PipedistError, RunCancelled
+from pipedist.protocol import messages as msg
 from pipedist.scheduler import Event
 from pipedist.scheduler import events as ev
 from pipedist.worker.progress import Running
@@ -48,7 +48,7 @@ class Passes:
         return None if pass_id is None else self.handles.get(pass_id)
 
     def explain(self, worker: str, running: Running, timed_out: bool) -> Fate | None:
-        """Return what a worker's end means for the call that it ran; see `pipedist.coordinator.fleet`."""
+        """Return what a worker's end means for the call that it ran; see `pipedist.coordinator.worker_pool`."""
         handle = self.of_lease(worker, running.lease)
         return None if handle is None else handle.ended(running, timed_out=timed_out)
 

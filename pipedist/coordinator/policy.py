@@ -6,10 +6,10 @@ from collections.abc import Mapping
 
 from msgspec.structs import replace
 
-from pipedist import messages as msg
-from pipedist.coordinator.fleet import Fate
+from pipedist.coordinator.worker_pool import Fate
 from pipedist.errors import NonDeterministicError
-from pipedist.program import Program, StageProgram
+from pipedist.protocol import messages as msg
+from pipedist.protocol.program import Program, StageProgram
 from pipedist.scheduler import events as ev
 from pipedist.worker.progress import Running
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from pipedist import messages as msg
+from pipedist.core.remote_errors import rebuild_exception
 from pipedist.errors import CallError, WorkerDied
-from pipedist.remote_errors import rebuild_exception
+from pipedist.protocol import messages as msg
 from pipedist.scheduler.commands import Failure
 
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from pipedist.coordinator.fleet import Fleet
-from pipedist.coordinator.roster import Peer
+from pipedist.coordinator.worker_pool import Fleet
+from pipedist.coordinator.worker_registry import Peer
 
 if TYPE_CHECKING:
     from pipedist.collectives.segment import SegmentOwner

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from msgspec import Struct
 
+from pipedist.core.types import Tree
 from pipedist.errors import RemoteProtocolError
-from pipedist.program import Tree
-from pipedist.transport.codec import Frame, decode
+from pipedist.protocol.codec import Frame, decode
 
 Slots = dict[str, Tree]
 """What one call sent back: slot name -> tree."""

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from pipedist import trees
-from pipedist.misuse_hints import conversion_hint, is_masked
-from pipedist.program import Tree
+from pipedist.core import trees
+from pipedist.core.misuse_hints import conversion_hint, is_masked
+from pipedist.core.types import Tree
 
 Shape = tuple[int | None, ...]
 """A static shape; None is a dimension that differs between elements."""

@@ -6,7 +6,7 @@ import enum
 from dataclasses import dataclass
 from typing import Any
 
-from pipedist.arguments import check_int
+from pipedist.core.arguments import check_int
 
 
 class AutoShardPolicy(enum.StrEnum):

@@ -14,13 +14,13 @@ from typing import Any, ClassVar, Final
 
 import numpy as np
 
-from pipedist import trees
-from pipedist.arguments import check_int
+from pipedist.core import trees
+from pipedist.core.arguments import check_int
+from pipedist.core.misuse_hints import TfNames
+from pipedist.core.types import Tree
 from pipedist.datasets import nodes, transforms
 from pipedist.datasets.element import ArraySpec, as_element
 from pipedist.datasets.input import AutoShardPolicy
-from pipedist.misuse_hints import TfNames
-from pipedist.program import Tree
 
 
 class Dataset(TfNames):

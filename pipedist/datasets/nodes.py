@@ -14,7 +14,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from pipedist import trees
+from pipedist.core import trees
+from pipedist.core.types import Tree
 from pipedist.datasets.element import (
     ArraySpec,
     as_element,
@@ -25,7 +26,6 @@ from pipedist.datasets.element import (
     spec_of,
     stack,
 )
-from pipedist.program import Tree
 
 INFINITE: Final = -1
 """The cardinality of a dataset that never ends (tf.data.INFINITE_CARDINALITY)."""

@@ -20,12 +20,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from pipedist.arguments import check_int
+from pipedist.core.arguments import check_int
+from pipedist.core.types import Tree
 from pipedist.datasets.input import AutoShardPolicy
 from pipedist.datasets.logical import Dataset
 from pipedist.datasets.nodes import INFINITE, UNKNOWN, FileNamesNode, Node, TextFilesNode
 from pipedist.datasets.transforms import EnumerateNode, RebatchNode, ShardNode
-from pipedist.program import Tree
 
 
 def auto_shard(

@@ -9,7 +9,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from pipedist import trees
+from pipedist.core import trees
+from pipedist.core.types import Tree
 from pipedist.datasets.element import (
     ArraySpec,
     as_element,
@@ -24,7 +25,6 @@ from pipedist.datasets.element import (
 )
 from pipedist.datasets.nodes import INFINITE, UNKNOWN, Node, UnknownSpecError, sampled_spec
 from pipedist.datasets.read_ahead import ReadAhead
-from pipedist.program import Tree
 
 SHARD_HINT: Final = -1
 """In `shard(SHARD_HINT, SHARD_HINT)`, which policy HINT replaces by real numbers."""

@@ -299,7 +299,7 @@ def _records(path: Path) -> Iterator[JournalRecord]:
 
 
 def _header(content: Mapping[str, Any], path: Path) -> Header:
-    from pipedist.version import __version__
+    from pipedist._version import __version__
 
     if content["kind"] != "header":
         raise JournalError(f"the first record is of kind {content['kind']!r}, expected the header")

@@ -1,6 +1,6 @@
 """The files of a journal: their bytes, and the system calls that make them durable.
 
-The journal is a file of records (`pipedist.record_format`) of two frames:
+The journal is a file of records (`pipedist.core.record_format`) of two frames:
 
     digest of the record before, 16 bytes | payload, msgpack
 
@@ -26,11 +26,11 @@ from zlib import crc32
 import msgpack
 from msgspec import Struct
 
-from pipedist import files, record_format
+from pipedist.core import files, record_format
+from pipedist.core.record_format import Buffer
+from pipedist.core.types import Tree
 from pipedist.errors import JournalError, PipedistError
-from pipedist.program import Tree
-from pipedist.record_format import Buffer
-from pipedist.transport.codec import decode, encode
+from pipedist.protocol.codec import decode, encode
 
 DIGEST_BYTES: Final = 16
 FIRST: Final = bytes(DIGEST_BYTES)

@@ -14,6 +14,7 @@ from typing import Any, Final
 import msgpack
 from msgspec import Struct
 
+from pipedist.core.record_format import Buffer
 from pipedist.errors import JournalError
 from pipedist.journal.history import NAME, Header, History, PassHistory, StoredValue
 from pipedist.journal.log_format import (
@@ -27,7 +28,6 @@ from pipedist.journal.log_format import (
     end_of,
     pack_record,
 )
-from pipedist.record_format import Buffer
 
 INLINE_BYTES_MAX: Final = 4096
 """A larger value has a file of its own."""

@@ -16,11 +16,11 @@ from typing import IO, Any
 import numpy as np
 from numpy.lib import format as npy_format
 
+from pipedist.core.types import Tree
 from pipedist.errors import OutputError
 from pipedist.outputs import encoding
 from pipedist.outputs.sink import Mode, Sink
 from pipedist.outputs.spool import Array, ArraySpool, Leaves, Piecewise
-from pipedist.program import Tree
 
 _ALIGN_BYTES = 64
 _LENGTH_DIGITS = 21

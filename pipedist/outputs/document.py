@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from pipedist.core.types import Tree
 from pipedist.errors import CallError
 from pipedist.outputs.encoding import Json, to_json
-from pipedist.program import Tree
 
 FORMAT = 1
 """The document's version."""

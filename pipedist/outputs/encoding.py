@@ -20,8 +20,8 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from pipedist.core.types import Tree
 from pipedist.errors import OutputError
-from pipedist.program import Tree
 
 Json = Any
 """A value for `json.dumps`: dict with str keys, list, str, int, finite float, bool, None."""

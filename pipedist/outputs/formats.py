@@ -8,7 +8,7 @@
 | .csv, .parquet, .jsonl | a row per index of axis 0 | a row for each value |
 
 Rows have a column per leaf path ("value" if bare). With `per: run`, a result by key (`by_key` and the
-like of `pipedist.combiners`) has a row per key instead, see `pipedist.tables`. Each format is imported
+like of `pipedist.combiners`) has a row per key instead, see `pipedist.outputs.tables`. Each format is imported
 when it is used: a run that writes one .json needs neither zipfile nor pyarrow.
 """
 
@@ -20,9 +20,9 @@ from typing import Any, Literal
 
 import numpy.typing as npt
 
+from pipedist.core.types import Tree
 from pipedist.errors import OutputError
 from pipedist.outputs.sink import JsonSink, Mode, Sink
-from pipedist.program import Tree
 
 SUFFIXES = (".csv", ".json", ".jsonl", ".npy", ".npz", ".parquet")
 """The endings that an output may have."""

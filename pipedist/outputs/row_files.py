@@ -15,11 +15,11 @@ from typing import Any
 
 import numpy as np
 
+from pipedist.core.types import Tree
 from pipedist.errors import OutputError
 from pipedist.outputs import encoding
 from pipedist.outputs.sink import Mode, Sink
 from pipedist.outputs.spool import Array, Leaves, Piecewise
-from pipedist.program import Tree
 
 Columns = dict[str, Array]
 """Columns by name: arrays [rows, ...]."""

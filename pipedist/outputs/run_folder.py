@@ -40,8 +40,8 @@ from typing import Any, Literal, Self
 
 from msgspec import Struct
 
+from pipedist.core.files import sync_folder, try_lock
 from pipedist.errors import UsageError
-from pipedist.files import sync_folder, try_lock
 from pipedist.outputs.encoding import Json
 from pipedist.outputs.run_record import (
     LIVE,

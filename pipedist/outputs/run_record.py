@@ -15,8 +15,8 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
+from pipedist.core.files import replace_file
 from pipedist.errors import OutputError, UsageError
-from pipedist.files import replace_file
 from pipedist.outputs.encoding import Json, text
 
 PRIVATE = ".pipedist"

@@ -12,12 +12,12 @@ from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Literal
 
+from pipedist.core.files import AtomicFile
+from pipedist.core.types import Tree
 from pipedist.errors import OutputError
-from pipedist.files import AtomicFile
 from pipedist.outputs import encoding
 from pipedist.outputs.run_record import writing
 from pipedist.outputs.spool import ArraySpool, Piecewise
-from pipedist.program import Tree
 
 Mode = Literal["one", "pieces", "each"]
 """The appended values: one value; the pieces of one value; or a value per step or epoch."""

@@ -19,9 +19,9 @@ from typing import IO, Any
 import numpy as np
 import numpy.typing as npt
 
-from pipedist import trees
+from pipedist.core import trees
+from pipedist.core.types import Tree
 from pipedist.errors import OutputError
-from pipedist.program import Tree
 
 Array = npt.NDArray[Any]
 

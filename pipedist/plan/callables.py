@@ -8,9 +8,9 @@ from typing import Any
 
 from msgspec import Struct
 
+from pipedist.core.functions import FunctionNotFound, load, reference, uncallable
+from pipedist.core.types import FunctionRef
 from pipedist.errors import Problem, UsageError
-from pipedist.functions import FunctionNotFound, load, reference, uncallable
-from pipedist.program import FunctionRef
 from pipedist.spec import Spec
 
 

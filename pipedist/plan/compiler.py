@@ -8,17 +8,17 @@ from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
-from pipedist.accelerators import Supply
+from pipedist.core.functions import FunctionNotFound, load, reference
+from pipedist.core.gpus import Supply
+from pipedist.core.types import FunctionRef
 from pipedist.datasets.sources import Source, SourceError, open_source
 from pipedist.errors import PlanError, Problem, UsageError
-from pipedist.functions import FunctionNotFound, load, reference
 from pipedist.plan.callables import Callables, CallSignature
-from pipedist.plan.gpus import check_gpus, supply_for
+from pipedist.plan.gpu_checks import check_gpus, supply_for
 from pipedist.plan.model import PassPlan, Plan
 from pipedist.plan.phases import ConflictingTrainingInputs, links_of, phases
 from pipedist.plan.states import plan_states
 from pipedist.plan.view import plural
-from pipedist.program import FunctionRef
 from pipedist.spec import TORCH_IMPLEMENTATIONS, ReduceSpec, RunSpec, Spec, StageSpec
 from pipedist.spec.training import Training, training_of
 

@@ -7,10 +7,10 @@ from typing import Any, Final, Literal
 
 from msgspec import Struct
 
-from pipedist.accelerators import Supply
+from pipedist.core.gpus import Supply
+from pipedist.core.types import FunctionRef, Tree
 from pipedist.datasets.division import Division
 from pipedist.datasets.sources import Source
-from pipedist.program import FunctionRef, Tree
 from pipedist.spec import CollectivesSpec, RunSpec, Spec, StateRef, references
 
 Rhythm = Literal["step", "epoch", "run"]

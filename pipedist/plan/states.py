@@ -7,10 +7,10 @@ from pathlib import Path
 
 import numpy as np
 
+from pipedist.core.types import FunctionRef, Tree
 from pipedist.errors import Problem
 from pipedist.plan.callables import Callables, CallSignature
 from pipedist.plan.model import Rhythm, StatePlan
-from pipedist.program import FunctionRef, Tree
 from pipedist.spec import GatherSpec, InitFile, InitFunction, InitLiteral, ReduceSpec, Spec, UpdateSpec
 
 

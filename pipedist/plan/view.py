@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipedist.accelerators import spelled
+from pipedist.core.gpus import spelled
+from pipedist.core.types import Tree
 from pipedist.datasets.sources.paths import hindrance
-from pipedist.plan.gpus import owners
+from pipedist.plan.gpu_checks import owners
 from pipedist.plan.model import PassPlan, Plan
-from pipedist.program import Tree
 from pipedist.spec import (
     GatherSpec,
     ReduceSpec,

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 
-from pipedist.messages import spans
+from pipedist.protocol.messages import spans
 from pipedist.scheduler.commands import GangAssignment
 from pipedist.scheduler.leases import GangAttempt, GangGroup, Worker
 from pipedist.scheduler.membership import Membership

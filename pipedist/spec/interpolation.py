@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from msgspec import Struct
 
-from pipedist.program import Tree
+from pipedist.core.types import Tree
 from pipedist.spec.document import Document, Path
 from pipedist.spec.problems import Problems, listing
 from pipedist.spec.scalars import ScalarError, as_text, describe, resolve_plain

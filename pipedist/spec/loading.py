@@ -10,8 +10,8 @@ from pathlib import Path as FilePath
 from types import MappingProxyType
 from typing import Any
 
+from pipedist.core.types import Tree
 from pipedist.errors import Problem, SpecError
-from pipedist.program import Tree
 from pipedist.spec.checks import Checks, outline
 from pipedist.spec.document import Document, Path
 from pipedist.spec.interpolation import DEPTH_MAX, Interpolation

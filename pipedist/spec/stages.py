@@ -7,8 +7,8 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
-from pipedist.accelerators import GPUS_MAX
-from pipedist.program import Tree
+from pipedist.core.gpus import GPUS_MAX
+from pipedist.core.types import Tree
 from pipedist.spec.keys import FUNCTION_PATTERN, WITH, Arguments, Function, Names, function_name
 from pipedist.spec.kinds import Checked, Choice, Integer, Nullable, Number, Text, Wrong
 from pipedist.spec.scalars import describe

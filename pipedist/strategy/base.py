@@ -14,9 +14,10 @@ import anyio.lowlevel
 import anyio.to_thread
 import numpy as np
 
-from pipedist import trees, values
-from pipedist.misuse_hints import TfNames
-from pipedist.program import Tree
+from pipedist import values
+from pipedist.core import trees
+from pipedist.core.misuse_hints import TfNames
+from pipedist.core.types import Tree
 from pipedist.strategy import variables
 from pipedist.strategy.context import require_cross_replica, scope_of
 from pipedist.strategy.inputs import InputStrategy

@@ -9,10 +9,10 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from pipedist import trees
+from pipedist.core import trees
+from pipedist.core.functions import reference
+from pipedist.core.types import FunctionRef, Tree
 from pipedist.errors import UsageError
-from pipedist.functions import reference
-from pipedist.program import FunctionRef, Tree
 from pipedist.strategy.context import NotForReplicas
 from pipedist.strategy.parameters import CommitOrder, ParameterVariable, capturing
 from pipedist.strategy.per_worker import AS_ARGUMENT, PerWorkerDataset, PerWorkerIterator

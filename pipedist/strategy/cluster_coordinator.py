@@ -25,13 +25,13 @@ from typing import Any, Final
 import anyio
 import anyio.lowlevel
 
-from pipedist import trees
-from pipedist.arguments import check_int
 from pipedist.coordinator import Slots
+from pipedist.core import trees
+from pipedist.core.arguments import check_int
+from pipedist.core.misuse_hints import AsyncOnly
+from pipedist.core.types import Tree
 from pipedist.datasets.logical import Dataset
 from pipedist.errors import RunCancelled, UsageError
-from pipedist.misuse_hints import AsyncOnly
-from pipedist.program import Tree
 from pipedist.strategy.closures import ClosureBuilder, Scheduled
 from pipedist.strategy.context import require_cross_replica
 from pipedist.strategy.parameter_server import ParameterServerStrategy

@@ -7,17 +7,17 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Final
 
-from pipedist import functions
 from pipedist.collectives.gang import LocalGang
 from pipedist.collectives.requests import CollectiveRequest
+from pipedist.core import functions
+from pipedist.core.types import Tree
 from pipedist.errors import CallError
-from pipedist.program import Tree
 from pipedist.strategy.base import BaseStrategy
 from pipedist.strategy.context import default_running
 from pipedist.strategy.references import require_callable
-from pipedist.worker.boundary import guard
+from pipedist.worker.array_isolation import guard
 from pipedist.worker.context import ReplicaContext, current
-from pipedist.worker.owed import Owed
+from pipedist.worker.unawaited import Owed
 
 
 class DefaultStrategy(BaseStrategy):

@@ -13,13 +13,13 @@ import anyio.lowlevel
 import anyio.to_thread
 import numpy as np
 
-from pipedist import trees
+from pipedist.core import trees
+from pipedist.core.misuse_hints import AsyncIterableOnly, AsyncOnly
+from pipedist.core.types import Tree
 from pipedist.datasets.logical import Dataset
 from pipedist.datasets.read_ahead import ReadAhead
 from pipedist.datasets.sharding import MISSING, MissingElement, steps, steps_cardinality
 from pipedist.errors import OutOfRangeError
-from pipedist.misuse_hints import AsyncIterableOnly, AsyncOnly
-from pipedist.program import Tree
 from pipedist.strategy.context import NotForReplicas, require_outside
 from pipedist.values import PerReplica
 

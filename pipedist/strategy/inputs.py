@@ -6,10 +6,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
 from pipedist import values
+from pipedist.core.types import Tree
 from pipedist.datasets.input import InputContext, InputOptions, InputReplicationMode, ValueContext
 from pipedist.datasets.logical import Dataset, numpy_dataset
 from pipedist.datasets.sharding import divide
-from pipedist.program import Tree
 from pipedist.strategy.context import require_outside
 from pipedist.strategy.distributed import DistributedDataset
 

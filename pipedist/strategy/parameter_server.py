@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from pipedist import trees
-from pipedist.arguments import check_int
+from pipedist.core import trees
+from pipedist.core.arguments import check_int
+from pipedist.core.types import Tree
 from pipedist.datasets.input import InputOptions
 from pipedist.datasets.logical import Dataset
 from pipedist.errors import UsageError
-from pipedist.partitioners import shard_sizes
-from pipedist.program import Tree
 from pipedist.strategy.context import require_outside
 from pipedist.strategy.parameters import CommitOrder, ParameterVariable
+from pipedist.strategy.partitioners import shard_sizes
 from pipedist.strategy.per_worker import ReplicatedDataset
 from pipedist.strategy.replicated import Cluster, Strategy
 from pipedist.worker.sharded_variable import ShardedVariable

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-from pipedist.program import Tree
+from pipedist.core.types import Tree
 from pipedist.strategy.context import NotForReplicas, require_outside
 from pipedist.worker.closures import Change, ClosureVariable, Sent
 from pipedist.worker.variable_access import AnyVariable, update_copies

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from pipedist.collectives.options import CommunicationOptions
-from pipedist.program import Emit, FunctionRef, Program, StageProgram
+from pipedist.core.types import FunctionRef
+from pipedist.protocol.program import Emit, Program, StageProgram
 from pipedist.scheduler import PassSettings
 from pipedist.worker import variables
 

@@ -12,11 +12,11 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
+from pipedist.core.types import Tree
 from pipedist.datasets.input import InputContext
 from pipedist.datasets.logical import Dataset
 from pipedist.datasets.read_ahead import ReadAhead
 from pipedist.errors import OutOfRangeError
-from pipedist.program import Tree
 from pipedist.strategy.context import NotForReplicas
 from pipedist.strategy.distributed import DistributedDataset, DistributedIterator, until_ready
 

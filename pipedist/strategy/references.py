@@ -18,9 +18,9 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
+from pipedist.core.functions import reference
+from pipedist.core.types import FunctionRef
 from pipedist.errors import UsageError
-from pipedist.functions import reference
-from pipedist.program import FunctionRef
 from pipedist.strategy.context import NotForReplicas
 from pipedist.strategy.variables import CapturedVariables, Variable
 

@@ -8,8 +8,8 @@ from typing import Any, NoReturn
 
 import anyio
 
+from pipedist.core.types import Tree
 from pipedist.errors import PipedistError
-from pipedist.program import Tree
 from pipedist.strategy.context import NotForReplicas
 from pipedist.strategy.parameters import CommitOrder
 

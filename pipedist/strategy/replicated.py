@@ -13,22 +13,22 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 import anyio
 import anyio.lowlevel
 
-from pipedist import trees
-from pipedist.arguments import check_int
 from pipedist.collectives.options import CommunicationOptions
+from pipedist.core import trees
+from pipedist.core.arguments import check_int
+from pipedist.core.misuse_hints import AsyncOnly
+from pipedist.core.types import FunctionRef, Tree
 from pipedist.errors import CallError, LocalProtocolError
-from pipedist.misuse_hints import AsyncOnly
-from pipedist.program import FunctionRef, Tree
+from pipedist.protocol.codec import UnsendableError, encode
 from pipedist.strategy.base import BaseStrategy
 from pipedist.strategy.context import require_cross_replica
 from pipedist.strategy.passes import SLOT, Passes
 from pipedist.strategy.references import References, require_callable
 from pipedist.strategy.step_runs import STEPS_AHEAD, PendingRun, StepRuns
 from pipedist.strategy.variables import CapturedVariables, Transaction, used
-from pipedist.transport.codec import UnsendableError, encode
 
 if TYPE_CHECKING:
-    from pipedist.cluster_resolvers import ClusterResolver
+    from pipedist.cluster.resolvers import ClusterResolver
     from pipedist.coordinator import Coordinator, Slots
 
 _DEVICE: Final = re.compile(r"[a-z][a-z0-9_]*(:[0-9]+)?")

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 import anyio
 
-from pipedist import trees
+from pipedist.core import trees
+from pipedist.core.misuse_hints import AsyncIterableOnly, AsyncOnly
+from pipedist.core.types import Tree
 from pipedist.datasets.element import kept
-from pipedist.misuse_hints import AsyncIterableOnly, AsyncOnly
-from pipedist.program import Tree
 from pipedist.values import PerReplica
 
 if TYPE_CHECKING:

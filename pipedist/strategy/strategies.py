@@ -22,14 +22,14 @@ import difflib
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from pipedist.arguments import check_int
+from pipedist.cluster.base import Cluster as OpenedCluster
+from pipedist.cluster.base import LocalCluster
 from pipedist.collectives.options import CommunicationOptions
-from pipedist.local_cluster import Cluster as OpenedCluster
-from pipedist.local_cluster import LocalCluster
+from pipedist.core.arguments import check_int
 from pipedist.strategy.replicated import Cluster, Strategy
 
 if TYPE_CHECKING:
-    from pipedist.cluster_resolvers import ClusterResolver
+    from pipedist.cluster.resolvers import ClusterResolver
 
 
 class CentralStorageStrategy(Strategy):
@@ -147,7 +147,7 @@ class MultiWorkerMirroredStrategy(Strategy):
 
 
 def _check_resolver(resolver: object) -> None:
-    from pipedist.cluster_resolvers import ClusterResolver  # few strategies have one
+    from pipedist.cluster.resolvers import ClusterResolver  # few strategies have one
 
     if not isinstance(resolver, ClusterResolver):
         raise TypeError(f"cluster_resolver is {resolver!r}; expected a pipedist.ClusterResolver")

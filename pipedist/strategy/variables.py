@@ -16,8 +16,9 @@ from weakref import finalize
 
 import numpy as np
 
+from pipedist.core.types import Tree
 from pipedist.errors import RemoteProtocolError
-from pipedist.program import StateValue, Tree
+from pipedist.protocol.program import StateValue
 from pipedist.strategy.context import NotForReplicas, current_strategy, require_outside
 from pipedist.worker.variable_access import AnyVariable, update_copies
 from pipedist.worker.variable_rules import (

@@ -12,7 +12,7 @@ from typing import Final
 from msgspec import Struct
 
 from pipedist.errors import UsageError
-from pipedist.transport.limits import GIB, KIB, MIB
+from pipedist.protocol.limits import GIB, KIB, MIB
 
 
 class SocketSettings(Struct, frozen=True):

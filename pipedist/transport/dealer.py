@@ -11,13 +11,13 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from pipedist.errors import RemoteProtocolError, UsageError
-from pipedist.messages import Message
+from pipedist.protocol.limits import LIMITS, MessageLimits
+from pipedist.protocol.messages import Message
+from pipedist.protocol.references import Reference, weave
+from pipedist.protocol.wire import pack, seal, unpack, unseal
 from pipedist.transport.config import SETTINGS, SHARED_BYTES_MIN, SocketSettings
 from pipedist.transport.endpoints import parse_endpoint
-from pipedist.transport.limits import LIMITS, MessageLimits
-from pipedist.transport.references import Reference, weave
 from pipedist.transport.shared_memory.link import join
-from pipedist.transport.wire import pack, seal, unpack, unseal
 from pipedist.transport.zeromq.client_socket import ClientSocket, ConnectionLost
 from pipedist.transport.zeromq.outbox import size_of
 

@@ -17,8 +17,8 @@ from typing import Final
 
 from msgspec import Struct
 
+from pipedist.core.temp_dirs import ScratchFolder, remove
 from pipedist.errors import UsageError
-from pipedist.temp_dirs import ScratchFolder, remove
 
 SOCKET_PATH_BYTES_MAX: Final = 107
 """Bytes of a unix socket's path: `sun_path` is 108, with a final zero."""

@@ -10,11 +10,12 @@ from collections.abc import Callable, Sequence
 
 from msgspec.structs import replace
 
-from pipedist import functions
+from pipedist.core import functions
+from pipedist.core.types import Tree
 from pipedist.errors import PipedistError, RemoteProtocolError
-from pipedist.program import Program, Tree, from_tree, to_tree
-from pipedist.transport.codec import Frame, UnsendableError, decode, encode
-from pipedist.transport.layout import ClassNotFound
+from pipedist.protocol.codec import Frame, UnsendableError, decode, encode
+from pipedist.protocol.layout import ClassNotFound
+from pipedist.protocol.program import Program, from_tree, to_tree
 
 
 class Unloadable(PipedistError):

@@ -12,8 +12,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
-from pipedist import functions, trees
-from pipedist.program import FunctionRef, Tree
+from pipedist.core import functions, trees
+from pipedist.core.types import FunctionRef, Tree
 from pipedist.worker.context import ReplicaContext
 from pipedist.worker.sharded_variable import ShardedVariable
 from pipedist.worker.variable_access import AnyVariable, plain

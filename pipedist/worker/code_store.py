@@ -10,12 +10,12 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 
-from pipedist import functions
-from pipedist.code_archive import CodeTooLarge, is_digest, take, unpack
+from pipedist.core import functions
+from pipedist.core.temp_dirs import ScratchFolder
 from pipedist.errors import RemoteProtocolError
-from pipedist.messages import Code
-from pipedist.temp_dirs import ScratchFolder
-from pipedist.transport.codec import decode
+from pipedist.protocol.code_archive import CodeTooLarge, is_digest, take, unpack
+from pipedist.protocol.codec import decode
+from pipedist.protocol.messages import Code
 
 
 class CodeStore:

@@ -6,7 +6,7 @@ import enum
 
 from msgspec import Struct
 
-from pipedist.messages import AssignGang, Code, Exchange, Message, Relay, Results, Welcome
+from pipedist.protocol.messages import AssignGang, Code, Exchange, Message, Relay, Results, Welcome
 
 
 class Ending(enum.Enum):

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from pipedist.program import Tree
+from pipedist.core.types import Tree
 from pipedist.worker import forks
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Collection, MutableMapping, Sequence
 from typing import Final
 
-from pipedist.accelerators import VISIBLE
+from pipedist.core.gpus import VISIBLE
 from pipedist.errors import UsageError
 
 CPU: Final = "cpu"

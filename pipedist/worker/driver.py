@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pipedist.errors import PipedistError
-from pipedist.transport.codec import Frame
+from pipedist.protocol.codec import Frame
 from pipedist.transport.zeromq.client_socket import ConnectionLost
 from pipedist.worker import commands
 from pipedist.worker.code_store import CodeStore
@@ -39,15 +39,15 @@ from pipedist.worker.events import (
     TimePassed,
 )
 from pipedist.worker.joining import Joining
-from pipedist.worker.kept import KeptResults
 from pipedist.worker.leases import Leases
 from pipedist.worker.limits import Limits
+from pipedist.worker.log_forwarder import Socket, Uplink
 from pipedist.worker.machine import WorkerMachine
 from pipedist.worker.output import OutputCapture
 from pipedist.worker.progress import Progress
 from pipedist.worker.reports import Reports
+from pipedist.worker.result_cache import KeptResults
 from pipedist.worker.states import State
-from pipedist.worker.uplink import Socket, Uplink
 
 if TYPE_CHECKING:
     from pipedist.worker.leases import Run
@@ -261,21 +261,21 @@ class Driver:
     # -- gangs: called by replicas, in their threads ----------------------------------------
 
     def bring(self, lease: int, number: int, payload: Sequence[Frame]) -> None:
-        """Send a gang's part of an exchange; see `pipedist.worker.hub_channel.Hub`."""
+        """Send a gang's part of an exchange; see `pipedist.worker.relay_channel.Hub`."""
         with self._listening(lease):
             self._brought = payload
             self._handle(CollectiveReached(lease, number))
             self._brought = ()
 
     def listen(self, lease: int, timeout_s: float) -> None:
-        """Handle what the scheduler says meanwhile; see `pipedist.worker.hub_channel.Hub`."""
+        """Handle what the scheduler says meanwhile; see `pipedist.worker.relay_channel.Hub`."""
         with self._listening(lease):
             if self._socket.poll(min(timeout_s, LISTEN_S)):
                 self._receive()
             self._uplink.send_lines()
 
     def miss(self, lease: int, members: tuple[int, ...], text: str) -> None:
-        """Tell that a collective has waited too long; see `pipedist.worker.gangs.Scheduler`."""
+        """Tell that a collective has waited too long; see `pipedist.worker.gang_setup.Scheduler`."""
         with self._listening(lease):
             self._handle(CollectiveOverdue(lease, tuple(map(str, members)), text))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from pipedist.messages import Message
+from pipedist.protocol.messages import Message
 
 
 class Started(Struct, frozen=True):

@@ -12,13 +12,14 @@ import sys
 from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pipedist import dlpack
+from pipedist.core import dlpack
+from pipedist.core.types import Tree
 from pipedist.errors import PipedistError
-from pipedist.program import Emit, Program, Tree
-from pipedist.reductions import Reduction
-from pipedist.transport.codec import UnsendableError, encode
+from pipedist.protocol.codec import UnsendableError, encode
+from pipedist.protocol.program import Emit, Program
+from pipedist.reduction.tree import Reduction
 from pipedist.worker import failures, forks
-from pipedist.worker.boundary import guard, own
+from pipedist.worker.array_isolation import guard, own
 from pipedist.worker.context import Collectives, ReplicaContext, current
 from pipedist.worker.failures import CallFailure
 from pipedist.worker.output import importer

@@ -15,7 +15,7 @@ from types import FrameType, TracebackType
 
 from msgspec import Struct
 
-from pipedist import functions
+from pipedist.core import functions
 from pipedist.errors import PipedistError
 
 TEXT_CHARS_MAX = 16_384
@@ -49,7 +49,7 @@ _TELLING = (PipedistError, TypeError, ValueError)
 
 
 class CallFailure(Struct, frozen=True):
-    """Why a call failed; the fields of `pipedist.messages.Failed`.
+    """Why a call failed; the fields of `pipedist.protocol.messages.Failed`.
 
     Args:
         call: its number in the pass.

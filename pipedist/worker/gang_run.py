@@ -20,16 +20,16 @@ from pipedist.collectives.channel import Channel, GangAborted
 from pipedist.collectives.gang import LocalGang
 from pipedist.collectives.options import Implementation
 from pipedist.collectives.requests import CollectiveRequest
-from pipedist.program import Tree
+from pipedist.core.types import Tree
 from pipedist.worker import forks
 from pipedist.worker.context import Collectives
 from pipedist.worker.execution import Call, Outcome, PassExecutor, Result, Seat
 from pipedist.worker.failures import CallFailure
 from pipedist.worker.loops import PersistentLoop
-from pipedist.worker.owed import Owed
 from pipedist.worker.progress import StageClock
 from pipedist.worker.ranges import Ended, Taken, awaited
 from pipedist.worker.shards import LeaseShards
+from pipedist.worker.unawaited import Owed
 
 if TYPE_CHECKING:
     from concurrent.futures import Future, ThreadPoolExecutor

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 
-from pipedist.messages import WIRE_VERSION, Hello
-from pipedist.platform_id import Platform
+from pipedist.core.platform_id import Platform
+from pipedist.protocol.messages import WIRE_VERSION, Hello
 
 
 def make_hello(

@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable
 
-from pipedist.messages import Welcome
+from pipedist.protocol.messages import Welcome
 
 SILENT_S = 2.0
 """How long a scheduler may take to answer before that is told."""

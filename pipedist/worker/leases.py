@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from pipedist.errors import PipedistError, ProtocolError
-from pipedist.messages import AssignGang, Relay
-from pipedist.program import ReaderConfig, Shards
+from pipedist.protocol.messages import AssignGang, Relay
+from pipedist.protocol.program import ReaderConfig, Shards
 from pipedist.worker.binding import Unloadable, from_frames, load_tree
 from pipedist.worker.commands import Execute
 from pipedist.worker.execution import PassExecutor
@@ -19,8 +19,8 @@ from pipedist.worker.state_store import StateStore
 if TYPE_CHECKING:
     from pipedist.worker.code_store import CodeStore
     from pipedist.worker.gang_run import GangRun
-    from pipedist.worker.gangs import Gangs, Scheduler
-    from pipedist.worker.hub_channel import Inbox
+    from pipedist.worker.gang_setup import Gangs, Scheduler
+    from pipedist.worker.relay_channel import Inbox
     from pipedist.worker.variables import BoundVariables
 
     Run = RangeRun | RefusedRange | GangRun
@@ -90,7 +90,7 @@ class Leases:
         """Keep the shards of a lease, and its place in a gang."""
         self._payloads[lease] = frames
         if gang is not None:
-            from pipedist.worker.hub_channel import Inbox  # most workers see no gang
+            from pipedist.worker.relay_channel import Inbox  # most workers see no gang
 
             self._members[lease] = (gang, Inbox())
 
@@ -155,7 +155,7 @@ class Leases:
         begin: Callable[[int], None],
     ) -> GangRun:
         if self._gangs is None:
-            from pipedist.worker.gangs import Gangs
+            from pipedist.worker.gang_setup import Gangs
 
             self._gangs = Gangs(self._scheduler, self._loop)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from pipedist.messages import CACHED_RANGES_MAX
+from pipedist.protocol.messages import CACHED_RANGES_MAX
 
 
 class Limits(Struct, frozen=True):

@@ -52,7 +52,7 @@ from collections.abc import Callable
 from typing import Any
 
 from pipedist.errors import LocalProtocolError, RemoteProtocolError
-from pipedist.messages import (
+from pipedist.protocol.messages import (
     Assign,
     AssignGang,
     Bind,
@@ -77,7 +77,6 @@ from pipedist.messages import (
     Unbind,
     Welcome,
 )
-from pipedist.worker.agenda import Agenda, Lease
 from pipedist.worker.commands import (
     Command,
     DropLease,
@@ -111,6 +110,7 @@ from pipedist.worker.events import (
     Started,
     TimePassed,
 )
+from pipedist.worker.lease_queue import Agenda, Lease
 from pipedist.worker.limits import Limits
 from pipedist.worker.states import TRANSITIONS, State
 

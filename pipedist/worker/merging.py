@@ -8,7 +8,7 @@ from contextvars import ContextVar
 from typing import Any, NoReturn
 
 from pipedist import values
-from pipedist.program import Tree
+from pipedist.core.types import Tree
 from pipedist.worker import forks
 from pipedist.worker.context import current
 

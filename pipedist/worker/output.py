@@ -23,7 +23,7 @@ from typing import TextIO
 
 from msgspec import Struct
 
-from pipedist.messages import LogLine
+from pipedist.protocol.messages import LogLine
 from pipedist.worker.context import current
 
 _Origin = tuple[str, int, int]

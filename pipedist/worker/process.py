@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from pipedist.accelerators import VISIBLE
+from pipedist.core.gpus import VISIBLE
 from pipedist.errors import ProtocolError, UsageError
 from pipedist.transport.dealer import ConnectionLost, Dealer
 from pipedist.transport.endpoints import parse_endpoint
@@ -27,11 +27,11 @@ from pipedist.worker.context import set_task
 from pipedist.worker.driver import Driver
 from pipedist.worker.heap import keep_freed_pages
 from pipedist.worker.hello import make_hello
-from pipedist.worker.kept import KeptResults
 from pipedist.worker.kernel import WORKER_NAME, die_with, set_process_name
 from pipedist.worker.limits import Limits
 from pipedist.worker.machine import WorkerMachine
 from pipedist.worker.progress import Progress
+from pipedist.worker.result_cache import KeptResults
 from pipedist.worker.settings import WorkerSettings
 
 LINGER_S = 2.0

@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pipedist.program import Shards
+from pipedist.protocol.program import Shards
 from pipedist.worker import failures
 from pipedist.worker.execution import Call, Outcome, PassExecutor, Result
 from pipedist.worker.failures import CallFailure

@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from pipedist.messages import Results
-from pipedist.transport.codec import Frame, UnsendableError, encode
+from pipedist.protocol.codec import Frame, UnsendableError, encode
+from pipedist.protocol.messages import Results
 from pipedist.worker.commands import Execute
 from pipedist.worker.events import CallRaised, CallsFinished, Event
 from pipedist.worker.execution import Outcome, PassExecutor
 from pipedist.worker.failures import CallFailure
-from pipedist.worker.kept import KeptCalls, KeptResults
 from pipedist.worker.ranges import RefusedRange
+from pipedist.worker.result_cache import KeptCalls, KeptResults
 
 if TYPE_CHECKING:
     from pipedist.worker.leases import Run

@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pipedist import trees
+from pipedist.core import trees
+from pipedist.core.types import Tree
 from pipedist.errors import RemoteProtocolError
-from pipedist.program import ReaderConfig, Shards, Tree
+from pipedist.protocol.program import ReaderConfig, Shards
 
 BLOCK_BYTES_MAX = 2**20
 """The most that is read at once for more than one call."""

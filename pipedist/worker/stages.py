@@ -6,11 +6,12 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from pipedist import functions
+from pipedist.core import functions
+from pipedist.core.types import Tree
 from pipedist.errors import RemoteProtocolError
-from pipedist.program import OWN_STATE, StageProgram, Tree
-from pipedist.reductions import FoldTree
-from pipedist.worker.boundary import guard
+from pipedist.protocol.program import OWN_STATE, StageProgram
+from pipedist.reduction.tree import FoldTree
+from pipedist.worker.array_isolation import guard
 from pipedist.worker.context import ReplicaContext
 from pipedist.worker.devices import CPU, GPU
 from pipedist.worker.state_store import States, filled, names_in

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from pipedist import trees
+from pipedist.core import trees
+from pipedist.core.types import Tree
 from pipedist.errors import RemoteProtocolError
-from pipedist.program import StateValue, Tree
+from pipedist.protocol.program import StateValue
 from pipedist.worker.binding import load_tree
 
 VERSIONS_MAX = 2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 
-from pipedist.messages import (
+from pipedist.protocol.messages import (
     Assign,
     AssignGang,
     Bind,

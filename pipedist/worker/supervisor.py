@@ -38,10 +38,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
-from pipedist import accelerators
+from pipedist.core import gpus as accelerators
+from pipedist.core.temp_dirs import ScratchFolder
 from pipedist.errors import PipedistError, ProtocolError, UsageError
-from pipedist.messages import Goodbye, Heartbeat, Refuse, Share, Stop, Welcome
-from pipedist.temp_dirs import ScratchFolder
+from pipedist.protocol.messages import Goodbye, Heartbeat, Refuse, Share, Stop, Welcome
 from pipedist.transport.dealer import ConnectionLost, Dealer
 from pipedist.transport.keys import ClientKeys, read_key_file
 from pipedist.worker import boot

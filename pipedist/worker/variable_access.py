@@ -9,9 +9,10 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
-from pipedist import trees, values
-from pipedist.misuse_hints import TfNames
-from pipedist.program import Tree
+from pipedist import values
+from pipedist.core import trees
+from pipedist.core.misuse_hints import TfNames
+from pipedist.core.types import Tree
 from pipedist.values import Mirrored, PerReplica
 from pipedist.worker.variable_rules import (
     Array,

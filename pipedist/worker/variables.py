@@ -20,8 +20,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from pipedist import trees
-from pipedist.program import Tree
+from pipedist.core import trees
+from pipedist.core.types import Tree
 from pipedist.values import PerReplica
 from pipedist.worker.context import get_replica_context
 from pipedist.worker.variable_access import AnyVariable, component, plain, update_copies

@@ -11,11 +11,11 @@ from collections.abc import Mapping
 
 from msgspec import Struct
 
-from pipedist import trees
+from pipedist.core import trees
+from pipedist.core.types import Tree
 from pipedist.errors import NonDeterministicError
-from pipedist.program import Tree
-from pipedist.transport.codec import UnsendableError, encode
-from pipedist.worker.boundary import own
+from pipedist.protocol.codec import UnsendableError, encode
+from pipedist.worker.array_isolation import own
 
 _DIGEST_BYTES = 16
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.architecture.test_floors import PACKAGE, modules
+from tests.architecture.test_layers import PACKAGE, modules
 
 BUILTINS = {"eval", "exec", "compile", "__import__"}
 PICKLES = {"pickle", "cloudpickle", "dill", "marshal", "shelve"}

@@ -44,9 +44,9 @@ def test_the_doors_import_nothing_heavy_before_they_are_opened() -> None:
     """They start a fork server first: whatever they import before that, it can't do meanwhile."""
     doors = "pipedist.run, pipedist.open, pipedist.LocalCluster, pipedist.LocalCluster(workers=1)"
     assert not HEAVY & loaded_by(f"import pipedist; {doors}")
-    assert not {*HEAVY, "dataclasses", "inspect"} & loaded_by("import pipedist.pipeline.doors")
+    assert not {*HEAVY, "dataclasses", "inspect"} & loaded_by("import pipedist.runs.api")
     assert not {*HEAVY, "dataclasses", "inspect"} & loaded_by(
-        "from pipedist import cli; from pipedist.launchers import server"
+        "from pipedist import cli; from pipedist.cluster.launchers import server"
     )
 
 
@@ -70,7 +70,7 @@ def test_a_run_imports_only_what_it_uses() -> None:
 
 
 def test_a_worker_imports_nothing_that_it_does_not_use() -> None:
-    loaded = loaded_by("import pipedist.launchers.forkserver")
+    loaded = loaded_by("import pipedist.cluster.launchers.forkserver")
     assert not loaded & (HEAVY - {"numpy", "optree", "zmq"})
     ours = ("coordinator", "scheduler", "spec", "plan", "pipeline", "outputs", "strategy", "cli", "feeds")
     assert not {name for name in loaded if name.startswith(tuple(f"pipedist.{room}" for room in ours))}

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipedist.version import __version__
+from pipedist._version import __version__
 from tests.cli.conftest import Command
 
 

@@ -6,8 +6,8 @@ import sys
 import pytest
 
 from pipedist.cli.progress import Pace, Pacer, PlainReporter, ProgressTotals, describe, duration
-from pipedist.messages import LogLine
-from pipedist.pipeline.result import Progress, StageCount
+from pipedist.protocol.messages import LogLine
+from pipedist.runs.result import Progress, StageCount
 
 
 def test_passes_add_up() -> None:

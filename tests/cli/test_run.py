@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from tests.cli.conftest import Command
-from tests.launchers.processes import wait_gone
+from tests.cluster.launchers.processes import wait_gone
 
 LEDGER = {"elements": 10, "committed": 10, "quarantined": 0, "lost": 0}
 

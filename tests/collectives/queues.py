@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from pipedist.collectives.channel import ENDED, Exchanged, GangAborted, MemberEnded, StallPolicy, agree
-from pipedist.transport.codec import Frame
+from pipedist.protocol.codec import Frame
 
 
 @dataclass

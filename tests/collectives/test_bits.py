@@ -10,9 +10,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pipedist import trees, values
+from pipedist import values
 from pipedist.collectives import folding, shared
 from pipedist.collectives.options import CommunicationOptions
+from pipedist.core import trees
 from tests.collectives.gangs import TRANSFERS, Replica, run_gang
 
 OPS = ("sum", "mean", "min", "max", "prod")

@@ -20,7 +20,7 @@ from pipedist.collectives.gang import LocalGang, LocalReplica, ReplicaState
 from pipedist.collectives.options import CommunicationOptions
 from pipedist.collectives.thread_pool import ReplicaThreadPool
 from pipedist.errors import CollectiveTimeoutError, RemoteError
-from pipedist.transport.codec import UnsendableError
+from pipedist.protocol.codec import UnsendableError
 from tests.collectives.gangs import TRANSFERS, Replica, run_gang, run_member, spans_of
 from tests.collectives.queues import Board, QueueChannel
 

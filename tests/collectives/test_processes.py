@@ -11,7 +11,7 @@ import pytest
 
 from pipedist import values
 from pipedist.collectives.segment import SegmentOwner
-from tests.bar.watch import shared_memory
+from tests.acceptance.watch import shared_memory
 from tests.collectives.member_process import digest, vector
 from tests.collectives.processes import Nursery, Process
 

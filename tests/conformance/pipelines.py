@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from pipedist import trees
+from pipedist.core import trees
 from pipedist.datasets.element import ArraySpec
 from pipedist.datasets.input import InputContext
 from pipedist.datasets.logical import Dataset

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from pipedist import get_replica_context
-from pipedist import messages as msg
-from pipedist.transport.codec import encode
+from pipedist.protocol import messages as msg
+from pipedist.protocol.codec import encode
 from pipedist.transport.dealer import Dealer
 from pipedist.worker import reports
 from pipedist.worker.driver import Driver

@@ -12,15 +12,15 @@ import pytest
 from msgspec.structs import replace
 
 import pipedist
-from pipedist import messages as msg
 from pipedist.coordinator import Coordinator, PassHandle
+from pipedist.coordinator.inbound import Reception
 from pipedist.coordinator.log_sinks import LogSinks
-from pipedist.coordinator.reception import Reception
+from pipedist.core.functions import reference
 from pipedist.errors import LocalProtocolError
-from pipedist.functions import reference
-from pipedist.program import Emit, Program, StageProgram
+from pipedist.protocol import messages as msg
+from pipedist.protocol.codec import UnsendableError
+from pipedist.protocol.program import Emit, Program, StageProgram
 from pipedist.scheduler import PassSettings, Scheduler
-from pipedist.transport.codec import UnsendableError
 from tests.coordinator import functions
 from tests.coordinator.wire import wired
 
@@ -280,7 +280,7 @@ async def test_a_log_sink_that_raises_is_left_out_and_the_others_hear() -> None:
         spec = {
             "pipedist": 1,
             "dataset": {"range": 4, "batch": 1},
-            "stages": {"y": {"run": "tests.pipeline.functions:prints"}},
+            "stages": {"y": {"run": "tests.runs.functions:prints"}},
         }
         async with pipedist.open(spec, cluster=cluster) as run:
             await run.results()

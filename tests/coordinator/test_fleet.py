@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from pipedist import messages as msg
-from pipedist.coordinator.fleet import Fleet
-from pipedist.launchers.base import WorkerExit
+from pipedist.coordinator.launcher import WorkerExit
+from pipedist.coordinator.worker_pool import Fleet
+from pipedist.protocol import messages as msg
 from pipedist.scheduler import Event
 from pipedist.scheduler import events as ev
 from pipedist.worker.hello import make_hello

@@ -10,13 +10,13 @@ import pytest
 from msgspec.structs import replace
 
 import pipedist
-from pipedist import messages as msg
 from pipedist.collectives.steps import ATTEMPTS_REMEMBERED
-from pipedist.coordinator.fleet import Fleet
 from pipedist.coordinator.segments import SEGMENTS_MAX, Segment, Segments
+from pipedist.coordinator.worker_pool import Fleet
 from pipedist.errors import LocalProtocolError, WorkerDied
+from pipedist.protocol import messages as msg
+from pipedist.protocol.codec import UnsendableError
 from pipedist.scheduler import SchedulerLimits
-from pipedist.transport.codec import UnsendableError
 from pipedist.worker.hello import make_hello
 from tests.coordinator.test_fleet import Record
 from tests.coordinator.wire import Wire, gang_pass, named, wired

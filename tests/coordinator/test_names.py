@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import pipedist
-from pipedist import messages as msg
+from pipedist.protocol import messages as msg
 from pipedist.worker.hello import make_hello
 from pipedist.worker.names import is_proven, new_name
 

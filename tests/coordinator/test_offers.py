@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from pipedist.coordinator.offers import Offers, key_of
+from pipedist.coordinator.cached_results import Offers, key_of
 from pipedist.errors import RemoteProtocolError
-from pipedist.messages import CACHED_RANGES_MAX, Hello
+from pipedist.protocol.messages import CACHED_RANGES_MAX, Hello
 from pipedist.scheduler import events as ev
 
 A, B = key_of("run a", [b"program"]), key_of("run b", [b"program"])

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 import pipedist
-from pipedist import messages as msg
 from pipedist.coordinator.admission import refusal
-from pipedist.coordinator.roster import Peer
+from pipedist.coordinator.worker_registry import Peer
+from pipedist.protocol import messages as msg
 from pipedist.worker.hello import make_hello
 from tests.coordinator.functions import RUBBISH
 from tests.coordinator.wire import named

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from pipedist import ConnectCluster
-from pipedist.connect_cluster import server_keys
-from pipedist.coordinator.refusals import LOGGER, Refusals
+from pipedist.cluster.remote import server_keys
+from pipedist.coordinator.rejections import LOGGER, Refusals
 from pipedist.errors import RemoteProtocolError
 from pipedist.transport.dealer import Dealer
 from pipedist.transport.keys import new_keys

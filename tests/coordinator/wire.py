@@ -10,12 +10,12 @@ from typing import Any, TypeVar
 
 from msgspec.structs import replace
 
-from pipedist import messages as msg
 from pipedist.coordinator import Coordinator, PassHandle
-from pipedist.functions import reference
-from pipedist.program import Emit, Program, StageProgram
+from pipedist.core.functions import reference
+from pipedist.protocol import messages as msg
+from pipedist.protocol.codec import Frame, decode, encode
+from pipedist.protocol.program import Emit, Program, StageProgram
 from pipedist.scheduler import PassSettings, SchedulerLimits
-from pipedist.transport.codec import Frame, decode, encode
 from pipedist.worker.hello import make_hello
 from pipedist.worker.names import new_name
 

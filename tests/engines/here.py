@@ -8,8 +8,8 @@ from typing import Self
 
 import anyio.to_thread
 
-from pipedist.launchers.engines import OnFailed
-from pipedist.launchers.supervisor_process import JoinConfig, SupervisorProcess
+from pipedist.cluster.launchers.engines import OnFailed
+from pipedist.cluster.launchers.supervisor_process import JoinConfig, SupervisorProcess
 
 GONE_S = 60.0
 """How long workers may take to be gone: it bounds a hang."""

@@ -17,7 +17,7 @@ import anyio.to_thread
 import pytest
 
 import pipedist
-from pipedist.engine_clusters import EngineCluster
+from pipedist.cluster.engine_clusters import EngineCluster
 
 F = "tests.engines.functions"
 PATIENCE_S = 60.0

@@ -6,8 +6,8 @@ import anyio
 import anyio.lowlevel
 import pytest
 
-from pipedist.launchers import engines
-from pipedist.launchers.engines import ConnectedEngine, Watchers
+from pipedist.cluster.launchers import engines
+from pipedist.cluster.launchers.engines import ConnectedEngine, Watchers
 
 
 class DeafEngine(ConnectedEngine):

@@ -138,7 +138,7 @@ async def test_a_dask_worker_that_joins_later_keeps_one_too() -> None:
 @pytest.mark.asyncio
 async def test_a_run_ends_when_all_workers_have_left(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their supervisors leave by themselves: without that news, the run would wait for ever."""
-    monkeypatch.setattr("pipedist.launchers.supervisor_process.STARTS_MAX", 1)
+    monkeypatch.setattr("pipedist.cluster.launchers.supervisor_process.STARTS_MAX", 1)
     async with pipedist.DaskCluster(2, address="local") as cluster:
         await cluster.ready()
         spec = document("dies_always")

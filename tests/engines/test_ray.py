@@ -20,8 +20,8 @@ import anyio.to_thread
 import pytest
 
 import pipedist
+from pipedist.cluster.launchers.ray import make_group
 from pipedist.errors import UsageError, WorkersLost
-from pipedist.launchers.ray import make_group
 from tests.engines.placing import (
     check_the_commands,
     document,
@@ -249,7 +249,7 @@ async def test_a_start_that_is_cancelled_leaves_nothing_in_a_connection_that_sta
         async with pipedist.RayCluster(1):
             raise AssertionError("it was cancelled")
 
-    monkeypatch.setattr("pipedist.launchers.ray.make_group", slow)
+    monkeypatch.setattr("pipedist.cluster.launchers.ray.make_group", slow)
     ray.init(address=nodes.address, log_to_driver=False)
     try:
         entering = asyncio.create_task(enter())

@@ -19,14 +19,15 @@ import anyio.to_thread
 import pytest
 
 import pipedist
-from pipedist.engine_clusters import EngineCluster
+from pipedist.cluster.engine_clusters import EngineCluster
+from pipedist.cluster.launchers import supervisor_process
+from pipedist.cluster.launchers.engines import not_installed, require
+from pipedist.cluster.launchers.ray import copy_modules
+from pipedist.cluster.launchers.supervisor_process import JoinConfig, SupervisorProcess
 from pipedist.errors import UsageError, WorkersLost
-from pipedist.launchers import supervisor_process
-from pipedist.launchers.engines import not_installed, require
-from pipedist.launchers.ray import copy_modules
-from pipedist.launchers.supervisor_process import JoinConfig, SupervisorProcess
 from pipedist.scheduler import SchedulerLimits
 from pipedist.transport.keys import ClusterKeys, key_text, new_keys
+from tests.cluster.launchers.processes import children_of, wait_gone, wait_state
 from tests.engines.here import GONE_S, HereEngine
 from tests.engines.placing import (
     F,
@@ -37,7 +38,6 @@ from tests.engines.placing import (
     undisturbed,
     wait_until,
 )
-from tests.launchers.processes import children_of, wait_gone, wait_state
 
 ROOT = Path(__file__).parents[2]
 
@@ -179,7 +179,7 @@ def parent_of_supervisor(join: JoinConfig) -> Iterator[tuple[subprocess.Popen[st
     """A process that has a supervisor, and the supervisor's pid."""
     script = (
         "import json, sys, time\n"
-        "from pipedist.launchers.supervisor_process import JoinConfig, SupervisorProcess\n"
+        "from pipedist.cluster.launchers.supervisor_process import JoinConfig, SupervisorProcess\n"
         "kept = SupervisorProcess(JoinConfig(sys.argv[1], json.loads(sys.stdin.readline())))\n"
         "while not kept.pid: time.sleep(0.01)\n"
         "print(kept.pid, flush=True)\n"
@@ -269,7 +269,7 @@ def test_modules_are_copied_and_nothing_else(tmp_path: Path, monkeypatch: pytest
     copy_modules(code, to)
     copied = sorted(str(path.relative_to(to)) for path in to.rglob("*") if path.is_file())
     assert copied == ["a.py", "pack/__init__.py", "pack/deep/b.py"]
-    monkeypatch.setattr("pipedist.launchers.ray.MODULES_MAX", 2)
+    monkeypatch.setattr("pipedist.cluster.launchers.ray.MODULES_MAX", 2)
     with pytest.raises(UsageError, match="folder of their own"):
         copy_modules(code, to)
 
@@ -315,8 +315,8 @@ def test_ctrl_c_in_a_notebook_ends_a_run_that_waits_for_its_engine(tmp_path: Pat
     script.write_text(
         textwrap.dedent("""
         import asyncio, signal, sys, threading, time, anyio, pipedist
-        from pipedist.engine_clusters import EngineCluster
-        from pipedist.pipeline import runs
+        from pipedist.cluster.engine_clusters import EngineCluster
+        from pipedist.runs import runs
         from tests.engines.here import HereEngine
         class NoRoom(HereEngine):
             async def start(self, *_):

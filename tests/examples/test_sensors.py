@@ -41,8 +41,8 @@ def test_the_right_one_passes(tmp_path: Path) -> None:
 def test_as_a_test_of_ones_own(tmp_path: Path) -> None:
     shutil.copytree(SENSORS, tmp_path, dirs_exist_ok=True)
     options = ["-q", "-p", "no:cacheprovider"]
-    if "pipedist.harness.pytest_plugin" not in _plugins():
-        options += ["-p", "pipedist.harness.pytest_plugin"]
+    if "pipedist.testing.pytest_plugin" not in _plugins():
+        options += ["-p", "pipedist.testing.pytest_plugin"]
     ran = carry_out(tmp_path, "pytest", *options)
     assert "1 failed, 1 passed" in ran.stdout
     assert "not deterministic in (shard, with, ctx)" in ran.stdout

@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
-from pipedist import functions
+from pipedist.core import functions
+from pipedist.core.functions import FunctionNotFound, load, reference
+from pipedist.core.types import FunctionRef
 from pipedist.errors import UsageError
-from pipedist.functions import FunctionNotFound, load, reference
-from pipedist.program import FunctionRef
 
 
 @pytest.fixture(autouse=True)
@@ -80,7 +80,7 @@ def test_what_another_process_would_not_find_travels_by_value() -> None:
 
 def test_a_scripts_main_travels_by_value() -> None:
     script = """
-from pipedist.functions import reference, load
+from pipedist.core.functions import reference, load
 def fn(x): return x * 2
 ref = reference(fn)
 assert ref.name == "" and ref.pickled, ref

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from pipedist import code_archive
-from pipedist.code_archive import CodeTooLarge, digest_of, take, unpack
 from pipedist.errors import RemoteProtocolError
-from pipedist.messages import Code
+from pipedist.protocol import code_archive
+from pipedist.protocol.code_archive import CodeTooLarge, digest_of, take, unpack
+from pipedist.protocol.messages import Code
 from pipedist.transport.keys import write_key_file
 from pipedist.worker.code_store import CodeStore, held
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import pipedist
-from pipedist.coordinator import introductions
+from pipedist.coordinator import program_distribution as introductions
 from pipedist.datasets.sources.paths import is_visible
 from pipedist.plan import compile_plan
 from pipedist.spec import load

@@ -16,9 +16,9 @@ import jsonschema
 import pytest
 from ruamel.yaml import YAML
 
+from pipedist.cluster.templates.request import Request
+from pipedist.cluster.templates.slurm import batch_script
 from pipedist.errors import UsageError
-from pipedist.templates.request import Request
-from pipedist.templates.slurm import batch_script
 from pipedist.transport.keys import write_key_file
 from tests.ports import free_port
 

@@ -18,9 +18,9 @@ from pathlib import Path
 import pytest
 
 import pipedist
-from pipedist import task_cluster
+from pipedist.cluster import tf_config as task_cluster
+from pipedist.cluster.loopback_keys import loopback_key_file
 from pipedist.errors import UsageError, WorkersLost
-from pipedist.transport.loopback_keys import loopback_key_file
 from tests.ports import free_port
 
 PROGRAM = """

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.pipeline import training_functions
+from tests.runs import training_functions
 
 
 def note(path: str, stage: str, ctx: Any) -> None:

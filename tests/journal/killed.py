@@ -17,9 +17,9 @@ from typing import Any
 
 import anyio
 
-from pipedist.coordinator import handle
+from pipedist.coordinator import pass_handle as handle
 from pipedist.journal.writer import Journal
-from pipedist.pipeline import durable
+from pipedist.runs import pass_journal as durable
 
 
 def main() -> None:

@@ -80,12 +80,12 @@ code: {ROOT}
 {ONCE}
 datasets:
   train:
-    function: {{call: "tests.pipeline.training_functions:rows", with: {{count: {8 * steps}, seed: 1}}}}
+    function: {{call: "tests.runs.training_functions:rows", with: {{count: {8 * steps}, seed: 1}}}}
     batch: 8
     epochs: 3
     shuffle: true
   held_out:
-    function: {{call: "tests.pipeline.training_functions:rows", with: {{count: 12, seed: 2}}}}
+    function: {{call: "tests.runs.training_functions:rows", with: {{count: 12, seed: 2}}}}
     batch: 4
 stages:
   gradients:
@@ -96,7 +96,7 @@ stages:
   weights:
     update: "{F}:descend"
     of: sums
-    init: {{function: "tests.pipeline.training_functions:first", with: {{bias: 0.5}}}}
+    init: {{function: "tests.runs.training_functions:first", with: {{bias: 0.5}}}}
     with: {{rate: 0.1, calls: "{folder}/calls"}}
   errors:
     run: "{F}:errors"

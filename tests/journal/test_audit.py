@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 import pipedist
-from pipedist.coordinator.handle import PassHandle
+from pipedist.coordinator.pass_handle import PassHandle
 from pipedist.errors import LocalProtocolError
 from pipedist.journal.log_format import read_records
-from pipedist.pipeline import durable
+from pipedist.runs import pass_journal as durable
 
 SPEC = {
     "pipedist": 1,
@@ -21,9 +21,9 @@ SPEC = {
     "replicas": 2,
     "dataset": {"range": 77, "batch": 4},
     "stages": {
-        "y": {"run": "tests.pipeline.functions:double"},
+        "y": {"run": "tests.runs.functions:double"},
         "t": {"reduce": "sum", "of": "y", "axis": 0},
-        "z": {"run": "tests.pipeline.functions:plus", "with": {"amount": "${stages.t}"}},
+        "z": {"run": "tests.runs.functions:plus", "with": {"amount": "${stages.t}"}},
         "rows": {"gather": 0, "of": "z"},
     },
     "outputs": {"rows": "rows.npy"},

@@ -10,7 +10,7 @@ import pytest
 
 from pipedist.journal.history import History
 from pipedist.journal.log_format import read_log
-from pipedist.transport.codec import decode
+from pipedist.protocol.codec import decode
 from tests.journal.killing import ROOT, Job
 
 EPOCHS = 2

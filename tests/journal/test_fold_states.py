@@ -11,11 +11,11 @@ import pytest
 
 from pipedist.errors import JournalError
 from pipedist.journal.log_format import LogEnd, RecordLog, read_log
-from pipedist.pipeline.combining import CombineFold
-from pipedist.pipeline.folds import Fold, Per, ReduceFold
-from pipedist.pipeline.gather_fold import GatherFold
-from pipedist.reductions import FoldTree, Reduction
-from pipedist.transport.codec import decode, encode
+from pipedist.protocol.codec import decode, encode
+from pipedist.reduction.tree import FoldTree, Reduction
+from pipedist.runs.combining import CombineFold
+from pipedist.runs.folds import Fold, Per, ReduceFold
+from pipedist.runs.gather_fold import GatherFold
 
 SUM = Reduction.of("sum", 0)
 STEPS = 75

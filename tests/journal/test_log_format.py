@@ -6,9 +6,9 @@ import random
 
 import pytest
 
+from pipedist.core.record_format import MAGIC
 from pipedist.errors import JournalError
 from pipedist.journal.log_format import FIRST, OVERHEAD_BYTES, digest_of, pack_record, read_records
-from pipedist.record_format import MAGIC
 
 
 def journal(count: int, seed: int = 1) -> tuple[list[bytes], list[bytes]]:

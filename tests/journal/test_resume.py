@@ -237,7 +237,7 @@ async def test_a_stream_goes_on_where_its_subscriber_was(tmp_path: Path) -> None
         "name": "stream",
         "dataset": {"range": 400, "batch": 4},
         "stages": {
-            "y": {"run": "tests.pipeline.functions:double"},
+            "y": {"run": "tests.runs.functions:double"},
             "t": {"reduce": "sum", "of": "y", "axis": 0},
         },
         "outputs": {"t": "t.json"},

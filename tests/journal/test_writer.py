@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
+from pipedist._version import __version__
 from pipedist.errors import JournalError, UsageError
 from pipedist.journal import history as history_module
 from pipedist.journal.history import FORMAT, Header, History, PassHistory, read_history
@@ -27,9 +28,8 @@ from pipedist.journal.log_format import (
     unpacked,
 )
 from pipedist.journal.writer import INLINE_BYTES_MAX, Journal, PassSnapshot
-from pipedist.pipeline.durable import PassJournal
-from pipedist.transport.codec import decode, encode
-from pipedist.version import __version__
+from pipedist.protocol.codec import decode, encode
+from pipedist.runs.pass_journal import PassJournal
 from tests.journal.watched import WatchedDisk
 
 HEADER = Header(

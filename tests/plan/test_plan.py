@@ -16,7 +16,7 @@ from pipedist.plan import Plan, compile_plan
 from pipedist.plan import compiler as plan_compiler
 from pipedist.spec import load
 
-F = "tests.pipeline.functions"
+F = "tests.runs.functions"
 GOLDEN = Path(__file__).parent / "golden"
 
 TWO_PHASES: dict[str, Any] = {
@@ -43,7 +43,7 @@ TWO_PHASES: dict[str, Any] = {
 }
 
 
-G = "tests.pipeline.training_functions"
+G = "tests.runs.training_functions"
 TRAINING: dict[str, Any] = {
     "pipedist": 1,
     "name": "training",

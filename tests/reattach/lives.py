@@ -15,16 +15,16 @@ from collections import deque
 from dataclasses import dataclass, field
 from random import Random
 
-from pipedist import messages as msg
-from pipedist.coordinator.offers import Offers, key_of
+from pipedist.coordinator.cached_results import Offers, key_of
+from pipedist.protocol import messages as msg
+from pipedist.protocol.codec import decode, encode
 from pipedist.scheduler import PassSettings, Scheduler, SchedulerLimits
 from pipedist.scheduler import commands as cmd
 from pipedist.scheduler import events as ev
-from pipedist.transport.codec import decode, encode
 from pipedist.worker import commands as wcmd
 from pipedist.worker.events import CallsFinished, SliceEnded, Started
-from pipedist.worker.kept import KeptCalls, KeptResults
 from pipedist.worker.machine import WorkerMachine
+from pipedist.worker.result_cache import KeptCalls, KeptResults
 
 TURNS_MAX = 20_000
 """In the calm, after which nothing may be open any more."""

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import sys
 
-from pipedist import connect_cluster, messages
-from pipedist.coordinator.fleet import Fleet
+from pipedist.cluster import remote as connect_cluster
+from pipedist.coordinator.worker_pool import Fleet
+from pipedist.protocol import messages
 from tests.reattach.jobs import PATIENCE_S
 
 

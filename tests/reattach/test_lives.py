@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from pipedist.coordinator.offers import Offers
+from pipedist.coordinator.cached_results import Offers
 from pipedist.errors import PipedistError
-from pipedist.messages import Hello
+from pipedist.protocol.messages import Hello
 from pipedist.scheduler import Scheduler
 from pipedist.scheduler import events as ev
 from pipedist.scheduler.leases import Lease, Worker
 from pipedist.scheduler.membership import Membership
-from pipedist.worker.kept import KeptResults
+from pipedist.worker.result_cache import KeptResults
 from tests.reattach.lives import World, Wrong
 
 SEEDS = 150

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from pipedist.harness.playbook import Playbook, PlaybookError
 from pipedist.scheduler import Command
 from pipedist.scheduler import commands as cmd
+from pipedist.testing.playbook import Playbook, PlaybookError
 
 __all__ = ["Playbook", "PlaybookError", "assigns"]
 

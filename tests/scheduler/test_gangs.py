@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from pipedist.errors import LocalProtocolError
-from pipedist.messages import spans
+from pipedist.protocol.messages import spans
 from pipedist.scheduler import PassSettings, SchedulerLimits
 from pipedist.scheduler import commands as cmd
 from pipedist.scheduler import events as ev

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import pipedist
-from pipedist.partitioners import shard_sizes
 from pipedist.strategy.parameters import ParameterVariable
+from pipedist.strategy.partitioners import shard_sizes
 from tests.strategy import closure_functions as functions
 
 

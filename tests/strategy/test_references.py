@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipedist import functions as travelling
+from pipedist.core import functions as travelling
 from pipedist.strategy.references import References
 from pipedist.strategy.variables import CapturedVariables
 from tests.strategy import functions

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 import pipedist
-from pipedist import messages as msg
-from pipedist.coordinator.fleet import Fleet
+from pipedist.coordinator.worker_pool import Fleet
+from pipedist.protocol import messages as msg
 from pipedist.values import Mirrored, PerReplica
 from tests.strategy import functions
 

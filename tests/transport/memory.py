@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from pipedist.messages import Assign, Bind, Cancel, Message, Results, Stop
-from pipedist.transport.codec import decode, encode
+from pipedist.protocol.codec import decode, encode
+from pipedist.protocol.limits import KIB, MIB
+from pipedist.protocol.messages import Assign, Bind, Cancel, Message, Results, Stop
 from pipedist.transport.config import SharedMemory
-from pipedist.transport.limits import KIB, MIB
 from pipedist.transport.router import Router
 from pipedist.transport.shared_memory.pool import Pool
 

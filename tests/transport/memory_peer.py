@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from pipedist.messages import Assign, Bind, Cancel, LogLine, Results, Stop
-from pipedist.transport.codec import decode, encode
+from pipedist.protocol.codec import decode, encode
+from pipedist.protocol.messages import Assign, Bind, Cancel, LogLine, Results, Stop
 from pipedist.transport.dealer import Dealer
 from pipedist.transport.shared_memory import pool
 

@@ -9,12 +9,12 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
-from pipedist.messages import Bind, LogLine, Message
+from pipedist.protocol.messages import Bind, LogLine, Message
+from pipedist.protocol.wire import pack, seal
 from pipedist.transport.dealer import Dealer
 from pipedist.transport.endpoints import ipc_endpoint, private_directory
 from pipedist.transport.keys import ClusterKeys, new_keys
 from pipedist.transport.router import Router
-from pipedist.transport.wire import pack, seal
 
 WAIT_S = 60.0
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from pipedist.errors import UsageError
-from pipedist.messages import LogLine
+from pipedist.protocol.messages import LogLine
 from pipedist.transport.dealer import Dealer
 from pipedist.transport.keys import new_keys
 from pipedist.transport.zeromq.connections import plain_address

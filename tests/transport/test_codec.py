@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from pipedist.errors import RemoteProtocolError
-from pipedist.transport import codec, layout
-from pipedist.transport.codec import UnsendableError, decode, encode
-from pipedist.transport.limits import DEPTH_MAX, MessageLimits
+from pipedist.protocol import codec, layout
+from pipedist.protocol.codec import UnsendableError, decode, encode
+from pipedist.protocol.limits import DEPTH_MAX, MessageLimits
 
 
 class Point(NamedTuple):

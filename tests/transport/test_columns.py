@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from pipedist.errors import RemoteProtocolError
-from pipedist.reductions import Reduction
-from pipedist.transport import columns, encoder, layout
-from pipedist.transport.codec import UnsendableError, decode, encode
-from pipedist.transport.columns import ARRAY, DICT, LIST, PLAIN, SCALAR, TUPLE
+from pipedist.protocol import columns, encoder, layout
+from pipedist.protocol.codec import UnsendableError, decode, encode
+from pipedist.protocol.columns import ARRAY, DICT, LIST, PLAIN, SCALAR, TUPLE
+from pipedist.reduction.tree import Reduction
 
 from .test_codec import ARRAYS, DTYPES, SCALARS, TREES, Point, nest, same
 

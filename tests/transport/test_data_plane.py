@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 
 import pipedist
-from pipedist.transport.references import Reference
+from pipedist.protocol.references import Reference
 from pipedist.transport.shared_memory.link import Link
-from tests.pipeline import test_determinism as bits
+from tests.runs import test_determinism as bits
 
 from .memory import is_shared, memory_left
 from .sockets import descriptors
 
-F = "tests.pipeline.functions"
+F = "tests.runs.functions"
 ROWS = np.random.default_rng(0).standard_normal((60, 20_000)).astype(np.float32)
 
 kept: list[tuple[np.ndarray[Any, Any], float]] = []

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipedist.protocol.limits import KIB, MIB
 from pipedist.transport.config import SEGMENTS_MAX, SHARED_BYTES_MIN, SLOT_BYTES_MAX, SLOTS_MAX
-from pipedist.transport.limits import KIB, MIB
 from pipedist.transport.shared_memory.borrowed import LEDGER_BYTES
 from pipedist.transport.shared_memory.pool import Loan, Pool, slot_bytes_for
 

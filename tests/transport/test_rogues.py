@@ -15,13 +15,13 @@ import pytest
 import zmq
 
 from pipedist.errors import RemoteProtocolError
-from pipedist.messages import Bind, Refuse
+from pipedist.protocol.limits import MessageLimits
+from pipedist.protocol.messages import Bind, Refuse
+from pipedist.protocol.wire import START, pack, seal
 from pipedist.transport.config import SocketSettings
 from pipedist.transport.dealer import ConnectionLost, Dealer
 from pipedist.transport.keys import ClusterKeys, ServerKeys, new_keys
-from pipedist.transport.limits import MessageLimits
 from pipedist.transport.router import Router
-from pipedist.transport.wire import START, pack, seal
 
 from .sockets import WAIT_S, Inbox, blocking, dealer, first_frame, is_gone, log, other_keys, router
 

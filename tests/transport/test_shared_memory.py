@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from pipedist.errors import UsageError
-from pipedist.messages import Assign, Bind, Cancel, LogLine, Results
-from pipedist.transport.codec import decode, encode
+from pipedist.protocol.codec import decode, encode
+from pipedist.protocol.limits import GIB, KIB, MIB
+from pipedist.protocol.messages import Assign, Bind, Cancel, LogLine, Results
 from pipedist.transport.config import SharedMemory, SocketSettings
-from pipedist.transport.limits import GIB, KIB, MIB
 
 from .memory import SMALL, block, children, is_shared, memory_left, peers, pool_of, until
 from .sockets import WAIT_S, blocking, dealer, descriptors, router

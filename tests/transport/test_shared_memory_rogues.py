@@ -15,15 +15,15 @@ import pytest
 import zmq
 
 from pipedist.errors import RemoteProtocolError
-from pipedist.messages import LogLine, Results
-from pipedist.transport.codec import decode, encode
-from pipedist.transport.limits import KIB, LIMITS, MIB, MessageLimits
-from pipedist.transport.references import Reference, weave
+from pipedist.protocol.codec import decode, encode
+from pipedist.protocol.limits import KIB, LIMITS, MIB, MessageLimits
+from pipedist.protocol.messages import LogLine, Results
+from pipedist.protocol.references import Reference, weave
+from pipedist.protocol.wire import START, pack, seal, unseal
 from pipedist.transport.router import Router
 from pipedist.transport.shared_memory import link as links
 from pipedist.transport.shared_memory import pool
 from pipedist.transport.shared_memory.borrowed import LEDGER_BYTES
-from pipedist.transport.wire import START, pack, seal, unseal
 
 from .memory import SMALL, block, is_shared, until
 from .sockets import Inbox, blocking, dealer, descriptors, first_frame, log, router

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipedist.errors import LocalProtocolError, RemoteProtocolError
-from pipedist.messages import Assign, Bind, Failed, Heartbeat, Message, Refuse, Stalled, Welcome
-from pipedist.transport.limits import LIMITS, STRING_BYTES_MAX
-from pipedist.transport.wire import pack, unpack
+from pipedist.protocol.limits import LIMITS, STRING_BYTES_MAX
+from pipedist.protocol.messages import Assign, Bind, Failed, Heartbeat, Message, Refuse, Stalled, Welcome
+from pipedist.protocol.wire import pack, unpack
 
 FIELDS: dict[Any, st.SearchStrategy[Any]] = {
     int: st.integers(0, 2**63 - 1),

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from pipedist.errors import LocalProtocolError, RemoteProtocolError, UsageError
-from pipedist.messages import Bind, LogLine, Refuse, Results, Stop
-from pipedist.transport.codec import decode, encode
+from pipedist.protocol.codec import decode, encode
+from pipedist.protocol.messages import Bind, LogLine, Refuse, Results, Stop
 from pipedist.transport.config import SocketSettings
 from pipedist.transport.dealer import ConnectionLost, Dealer
 from pipedist.transport.endpoints import ipc_endpoint, private_directory

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipedist import batched
-from pipedist.batched import push_steps
-from pipedist.reductions import FoldTree, Partial, Reduction
+from pipedist.reduction import batched
+from pipedist.reduction.batched import push_steps
+from pipedist.reduction.tree import FoldTree, Partial, Reduction
 from tests.values.numbers import bits
 
 OPS = ("sum", "mean", "min", "max", "prod")

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 import pipedist
-from pipedist import dlpack
 from pipedist.collectives import signatures
 from pipedist.collectives.options import CommunicationOptions
 from pipedist.collectives.requests import ALL_GATHER, ALL_REDUCE, BROADCAST, CollectiveRequest
-from pipedist.transport.encoder import UnsendableError
-from pipedist.worker.boundary import own
+from pipedist.core import dlpack
+from pipedist.protocol.encoder import UnsendableError
+from pipedist.worker.array_isolation import own
 
 CPU, CUDA = 1, 2
 PLACE = ("step.py", 1)

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipedist.reductions import FoldTree
+from pipedist.reduction.tree import FoldTree
 from tests.values.numbers import fold_by_definition
 
 

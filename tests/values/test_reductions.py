@@ -10,8 +10,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from pipedist import exact_integers
-from pipedist.reductions import FoldTree, ReduceOp, Reduction
+from pipedist.reduction import exact_integers
+from pipedist.reduction.tree import FoldTree, ReduceOp, Reduction
 from tests.values.numbers import (
     FLOATS,
     INTEGERS,
@@ -342,7 +342,7 @@ def test_axes_out_of_range_and_twice() -> None:
 
 
 def test_partials_travel() -> None:
-    from pipedist.transport.codec import decode, encode
+    from pipedist.protocol.codec import decode, encode
 
     component = {"f": np.float32(1.5), "i": np.arange(3), "h": np.ones(2, np.float16), "n": 7, "z": None}
     for op in OPS:

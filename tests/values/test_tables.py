@@ -21,7 +21,7 @@ from pipedist.combiners import (
     moments,
     top_k,
 )
-from pipedist.tables import table_of
+from pipedist.outputs.tables import table_of
 
 by_key_top_2 = ByKey("by_key_top_2", top_k, lambda rows: top_k.of(rows, 2))
 nested = ByKey("nested", by_key_sum, lambda rows: by_key_sum.of(["x"] * len(rows), rows))

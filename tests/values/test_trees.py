@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from pipedist import trees
+from pipedist.core import trees
 from pipedist.values import PerReplica
 
 Pair = namedtuple("Pair", "x y")

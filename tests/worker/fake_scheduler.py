@@ -9,9 +9,11 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from pipedist.launchers.base import WorkerExit
-from pipedist.launchers.local import LocalLauncher
-from pipedist.messages import (
+from pipedist.cluster.launchers.local import LocalLauncher
+from pipedist.coordinator.launcher import WorkerExit
+from pipedist.core.types import FunctionRef
+from pipedist.protocol.codec import decode, encode
+from pipedist.protocol.messages import (
     Assign,
     AssignGang,
     Bind,
@@ -28,8 +30,7 @@ from pipedist.messages import (
     Welcome,
     spans,
 )
-from pipedist.program import Emit, FunctionRef, Program, ReaderConfig, StageProgram
-from pipedist.transport.codec import decode, encode
+from pipedist.protocol.program import Emit, Program, ReaderConfig, StageProgram
 from pipedist.transport.endpoints import ipc_endpoint, private_directory
 from pipedist.transport.keys import ServerKeys
 from pipedist.transport.router import Router

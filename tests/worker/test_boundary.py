@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipedist.worker.boundary import guard, own
+from pipedist.worker.array_isolation import guard, own
 
 
 class Pair(NamedTuple):

@@ -11,8 +11,19 @@ from typing import Any
 import pytest
 
 from pipedist.errors import ProtocolError
-from pipedist.messages import Assign, Bind, Cancel, Goodbye, LogLine, Message, Results, Stop, Unbind, Welcome
-from pipedist.transport.codec import encode
+from pipedist.protocol.codec import encode
+from pipedist.protocol.messages import (
+    Assign,
+    Bind,
+    Cancel,
+    Goodbye,
+    LogLine,
+    Message,
+    Results,
+    Stop,
+    Unbind,
+    Welcome,
+)
 from pipedist.worker.binding import to_frames
 from pipedist.worker.driver import Driver
 from pipedist.worker.hello import make_hello

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from pipedist import values
-from pipedist.launchers.local import LocalLauncher
-from pipedist.messages import (
+from pipedist.cluster.launchers.local import LocalLauncher
+from pipedist.protocol.codec import encode
+from pipedist.protocol.messages import (
     AssignGang,
     Cancel,
     DropState,
@@ -22,8 +23,7 @@ from pipedist.messages import (
     StateVersion,
     Unbind,
 )
-from pipedist.program import Emit, Program, ReaderConfig, StateValue
-from pipedist.transport.codec import encode
+from pipedist.protocol.program import Emit, Program, ReaderConfig, StateValue
 from pipedist.values import PerReplica
 from tests.worker import gang_functions
 from tests.worker.fake_scheduler import FakeScheduler, program, stages

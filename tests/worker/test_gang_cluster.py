@@ -13,8 +13,8 @@ import pytest
 from pipedist import LocalCluster
 from pipedist.coordinator import PassHandle
 from pipedist.errors import CallError, CollectiveMismatchError, UsageError
+from pipedist.protocol.codec import encode
 from pipedist.scheduler import PassSettings
-from pipedist.transport.codec import encode
 from tests.worker.test_gang import gang
 
 pytestmark = pytest.mark.asyncio

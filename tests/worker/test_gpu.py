@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import pipedist
-from pipedist import accelerators
+from pipedist.core import gpus as accelerators
 
 
 def _devices() -> int:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pipedist.collectives.channel import ENDED, RETURNED, WORD_BYTES, StallPolicy
-from pipedist.messages import Relay
-from pipedist.worker.hub_channel import HubChannel, Inbox
+from pipedist.protocol.messages import Relay
+from pipedist.worker.relay_channel import HubChannel, Inbox
 
 WORD = b"w" * WORD_BYTES
 PATIENCE = StallPolicy(60.0, lambda missing: None)

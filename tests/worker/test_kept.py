@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from pipedist.errors import RemoteProtocolError
-from pipedist.transport.codec import decode, encode
-from pipedist.worker.kept import KeptCalls, KeptResults
+from pipedist.protocol.codec import decode, encode
+from pipedist.worker.result_cache import KeptCalls, KeptResults
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipedist.errors import LocalProtocolError, RemoteProtocolError
-from pipedist.messages import (
+from pipedist.protocol.messages import (
     Assign,
     AssignGang,
     Bind,
@@ -33,7 +33,8 @@ from pipedist.messages import (
     Unbind,
     Welcome,
 )
-from pipedist.worker import agenda, commands, events, machine
+from pipedist.worker import commands, events, machine
+from pipedist.worker import lease_queue as agenda
 from pipedist.worker.limits import Limits
 
 HELLO = Hello("w0", 2, 1, "h", "b", 1, "3", "2", "0", "c")
@@ -353,8 +354,8 @@ def test_it_imports_errors_and_messages_only(module: ModuleType) -> None:
     ours = {name for name in imported if name and name.startswith("pipedist")}
     assert ours <= {
         "pipedist.errors",
-        "pipedist.messages",
-        "pipedist.worker.agenda",
+        "pipedist.protocol.messages",
+        "pipedist.worker.lease_queue",
         "pipedist.worker.commands",
         "pipedist.worker.events",
         "pipedist.worker.limits",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pipedist.errors import LocalProtocolError, RemoteProtocolError
-from pipedist.messages import (
+from pipedist.protocol.messages import (
     Assign,
     Bind,
     Cancel,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import threading
 
-from pipedist.messages import LogLine
+from pipedist.protocol.messages import LogLine
 from pipedist.worker.context import ReplicaContext, current
 from pipedist.worker.output import CapturedStream, OutputCapture, OutputLimits
 

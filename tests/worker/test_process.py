@@ -15,10 +15,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pipedist.cluster.launchers.local import LocalLauncher
+from pipedist.coordinator.launcher import WorkerExit
 from pipedist.datasets.sources import open_source
-from pipedist.launchers.base import WorkerExit
-from pipedist.launchers.local import LocalLauncher
-from pipedist.messages import (
+from pipedist.protocol.codec import decode, encode
+from pipedist.protocol.messages import (
     Assign,
     Bind,
     Cancel,
@@ -31,8 +32,7 @@ from pipedist.messages import (
     Results,
     Unbind,
 )
-from pipedist.program import Emit, ReaderConfig
-from pipedist.transport.codec import decode, encode
+from pipedist.protocol.program import Emit, ReaderConfig
 from pipedist.worker.process import ExitCode
 from tests.worker.fake_scheduler import FakeScheduler, program
 
@@ -394,7 +394,7 @@ def _as_sent(folder: Path) -> list[list[bytes]]:
     """What a scheduler's process that has the class sends: a Bind's payload, and an Assign's."""
     script = folder / "sends.py"
     script.write_text(
-        "import json\nfrom pipedist.transport.codec import encode\n"
+        "import json\nfrom pipedist.protocol.codec import encode\n"
         "from pipedist.worker.binding import to_frames\nfrom shapes_of_ours import Shape\n"
         "from tests.worker.fake_scheduler import program\n"
         f"told = program('shapes_of_ours:area', kwargs={{'shape': Shape(3)}}, code=({str(folder)!r},))\n"

@@ -11,7 +11,7 @@ from contextlib import closing
 import pytest
 from msgspec.structs import replace
 
-from pipedist.program import Shards
+from pipedist.protocol.program import Shards
 from pipedist.worker.execution import PassExecutor
 from pipedist.worker.loops import PersistentLoop
 from pipedist.worker.progress import NOBODY, Progress, Running, StageClock, Stepped, end_of

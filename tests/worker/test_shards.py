@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipedist.datasets.sources import open_source
-from pipedist.program import ReaderConfig, Shards
+from pipedist.protocol.program import ReaderConfig, Shards
 from pipedist.worker import shards
 from pipedist.worker.shards import ShardFinder
 

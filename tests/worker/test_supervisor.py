@@ -15,10 +15,20 @@ from types import SimpleNamespace
 import pytest
 from msgspec.structs import replace
 
-from pipedist.code_archive import take
 from pipedist.errors import UsageError
-from pipedist.messages import Code, Goodbye, Heartbeat, Hello, LogLine, Refuse, Results, Stop, Welcome
-from pipedist.transport.codec import encode
+from pipedist.protocol.code_archive import take
+from pipedist.protocol.codec import encode
+from pipedist.protocol.messages import (
+    Code,
+    Goodbye,
+    Heartbeat,
+    Hello,
+    LogLine,
+    Refuse,
+    Results,
+    Stop,
+    Welcome,
+)
 from pipedist.transport.dealer import ConnectionLost
 from pipedist.transport.keys import write_key_file
 from pipedist.worker import supervisor as supervisor_module
@@ -26,7 +36,7 @@ from pipedist.worker.process import ExitCode
 from pipedist.worker.progress import Progress
 from pipedist.worker.settings import WorkerSettings
 from pipedist.worker.supervisor import Supervisor, WorkerProcess, run_worker
-from tests.launchers.processes import wait_gone, wait_state
+from tests.cluster.launchers.processes import wait_gone, wait_state
 from tests.worker.fake_scheduler import FakeScheduler, program
 
 FUNCTIONS = "tests.worker.replica_functions"

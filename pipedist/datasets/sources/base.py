@@ -14,9 +14,9 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from pipedist.core.misuse_hints import conversion_hint, is_masked
+from pipedist.core.types import Tree
 from pipedist.errors import PipedistError
-from pipedist.misuse_hints import conversion_hint, is_masked
-from pipedist.program import Tree
 
 Ids = range | npt.NDArray[np.int64]
 """Element ids: `epoch * N + index`; a range if they are consecutive."""

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from pipedist.core.types import Tree
 from pipedist.datasets.sources.base import Config, Reader, SourceError, sealed
 from pipedist.datasets.sources.columns import (
     CellError,
@@ -41,7 +42,6 @@ from pipedist.datasets.sources.row_files import (
     shard_order,
     well_placed,
 )
-from pipedist.program import Tree
 
 _RULES = RowRules(quoted=True, keep_blank=False)
 

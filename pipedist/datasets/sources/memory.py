@@ -16,7 +16,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pipedist import trees
+from pipedist.core import trees
+from pipedist.core.functions import load, reference
+from pipedist.core.types import Tree
 from pipedist.datasets.element import kept
 from pipedist.datasets.sources.base import (
     Config,
@@ -28,8 +30,6 @@ from pipedist.datasets.sources.base import (
     rows_of,
     sealed,
 )
-from pipedist.functions import load, reference
-from pipedist.program import Tree
 
 _INT64 = np.iinfo(np.int64)
 

@@ -20,6 +20,7 @@ from typing import IO, Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from pipedist.core.types import Tree
 from pipedist.datasets.sources.base import (
     Config,
     Ids,
@@ -33,7 +34,6 @@ from pipedist.datasets.sources.base import (
 )
 from pipedist.datasets.sources.file_kinds import UnpackStore, unreadable
 from pipedist.datasets.sources.paths import FILES_OPEN_MAX, DataFile, OpenFiles, expand
-from pipedist.program import Tree
 
 Array = npt.NDArray[Any]
 

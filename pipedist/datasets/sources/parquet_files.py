@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from pipedist.core.types import Tree
 from pipedist.datasets.sources.base import (
     Config,
     Ids,
@@ -28,7 +29,6 @@ from pipedist.datasets.sources.base import (
 from pipedist.datasets.sources.columns import CellError, Column, array_of_texts, check_types, no_such_column
 from pipedist.datasets.sources.file_kinds import unreadable
 from pipedist.datasets.sources.paths import FILES_OPEN_MAX, DataFile, OpenFiles, expand, is_remote
-from pipedist.program import Tree
 
 ROW_GROUPS_BYTES_MAX = 256 << 20
 """Bytes of decoded data that a reader caches; the last row group is always cached."""

@@ -25,10 +25,10 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from pipedist.core.types import Tree
 from pipedist.datasets.sources.base import Config, Ids, Reader, RowLayout, Source, SourceError, rows_of
 from pipedist.datasets.sources.file_kinds import UnpackStore, refuse_binary, unpack_all
 from pipedist.datasets.sources.paths import DataFile, OpenFiles, expand
-from pipedist.program import Tree
 
 T = TypeVar("T")
 

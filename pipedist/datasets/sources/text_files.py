@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from pipedist.core.types import Tree
 from pipedist.datasets.sources.base import Config, Ids, Reader, Source, SourceError, rows_of, sealed
 from pipedist.datasets.sources.columns import CellError, Column, check_types, column_of_values
 from pipedist.datasets.sources.file_kinds import UnpackStore
 from pipedist.datasets.sources.paths import DataFile, expand
 from pipedist.datasets.sources.row_files import RowChunk, RowFiles, RowRules, RowSource, in_order, open_rows
-from pipedist.program import Tree
 
 _TEXT_RULES = RowRules(quoted=False, keep_blank=True)
 

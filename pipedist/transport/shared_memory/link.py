@@ -20,10 +20,10 @@ from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
 from pipedist.errors import RemoteProtocolError
+from pipedist.protocol.limits import GIB
+from pipedist.protocol.references import Reference
 from pipedist.transport.config import SHARED_BYTES_MIN, is_supported
 from pipedist.transport.endpoints import SHARED_MEMORY_SUFFIX
-from pipedist.transport.limits import GIB
-from pipedist.transport.references import Reference
 from pipedist.transport.shared_memory.borrowed import LEDGER_BYTES, Borrowed
 from pipedist.transport.shared_memory.pool import LentSegment, Pool, map_received
 

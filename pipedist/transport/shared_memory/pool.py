@@ -22,8 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipedist.errors import RemoteProtocolError
+from pipedist.protocol.limits import MIB
 from pipedist.transport.config import SEGMENT_BYTES_MAX, SEGMENTS_MAX, SLOT_BYTES_MAX, SLOTS_MAX
-from pipedist.transport.limits import MIB
 
 # <linux/fcntl.h>. The module `fcntl` lacks one of them, and elsewhere all: there this is only imported.
 _F_ADD_SEALS: Final = 1033

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, Final
 import zmq
 
 from pipedist.errors import PipedistError, RemoteProtocolError, UsageError
+from pipedist.protocol.limits import KIB, MessageLimits
+from pipedist.protocol.wire import first_frame_bytes_max
 from pipedist.transport.config import SocketSettings
 from pipedist.transport.endpoints import Endpoint
-from pipedist.transport.limits import KIB, MessageLimits
 from pipedist.transport.shared_memory.link import Link
-from pipedist.transport.wire import first_frame_bytes_max
 from pipedist.transport.zeromq.connections import FAILURE_EVENTS, event_of
 from pipedist.transport.zeromq.outbox import size_of
 

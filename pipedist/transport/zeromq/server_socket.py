@@ -13,10 +13,10 @@ import anyio.to_thread
 import zmq
 
 from pipedist.errors import UsageError
+from pipedist.protocol.limits import KIB, MessageLimits
+from pipedist.protocol.wire import first_frame_bytes_max
 from pipedist.transport.config import SocketSettings
 from pipedist.transport.endpoints import Endpoint
-from pipedist.transport.limits import KIB, MessageLimits
-from pipedist.transport.wire import first_frame_bytes_max
 from pipedist.transport.zeromq.connections import (
     FAILURE_EVENTS,
     HANDSHAKE_FAILURES,

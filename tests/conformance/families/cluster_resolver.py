@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from pipedist.cluster_resolvers import (
+from pipedist.cluster.resolvers import (
     ClusterResolver,
     ClusterSpec,
     KubernetesClusterResolver,

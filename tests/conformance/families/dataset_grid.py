@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipedist import trees
+from pipedist.core import trees
 from pipedist.datasets.logical import Dataset
 from pipedist.strategy import BaseStrategy
 from tests.conformance.cases import Case, Deviation, Outcome, Raised, Skip, dtype_of

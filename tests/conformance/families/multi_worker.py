@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 import pipedist
-from pipedist import trees
+from pipedist.core import trees
 from pipedist.values import PerReplica
 from tests.conformance import pipelines_oracle as oracle
 from tests.conformance import reference

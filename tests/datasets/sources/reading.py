@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from pipedist import trees
+from pipedist.core import trees
+from pipedist.core.types import Tree
 from pipedist.datasets.sources import Ids, Source, open_reader
-from pipedist.program import Tree
-from pipedist.transport.codec import decode, encode
+from pipedist.protocol.codec import decode, encode
 
 
 def read_elsewhere(source: Source, ids: Ids) -> Any:

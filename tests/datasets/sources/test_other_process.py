@@ -12,14 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipedist import trees
+from pipedist.core import trees
+from pipedist.core.types import Tree
 from pipedist.datasets.sources import open_source
-from pipedist.program import Tree
-from pipedist.transport.codec import encode
+from pipedist.protocol.codec import encode
 
 WORKER = """
 import msgpack, sys
-from pipedist.transport.codec import decode
+from pipedist.protocol.codec import decode
 from pipedist.datasets import open_reader
 from tests.datasets.sources.test_other_process import digest
 for frames in msgpack.Unpacker(sys.stdin.buffer):

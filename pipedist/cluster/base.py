@@ -1,0 +1,344 @@
+"""Clusters: a coordinator with its workers, inside `async with`.
+
+This module imports next to nothing: an entry point starts the fork server before it loads the coordinator.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from pipedist.cluster.launchers.server import prepare
+from pipedist.core import gpus as accelerators
+from pipedist.core.gpus import Supply
+from pipedist.core.import_guard import reject_during_import
+from pipedist.core.misuse_hints import AsyncOnly
+from pipedist.errors import UsageError
+from pipedist.transport.config import SharedMemory
+
+if TYPE_CHECKING:
+    from pipedist.coordinator import Coordinator
+    from pipedist.scheduler import SchedulerLimits
+    from pipedist.transport.keys import ServerKeys
+
+WORKERS_MAX = 4096
+
+
+def usable_cores() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def checked_count(workers: object) -> int:
+    """Return a number of workers, checked.
+
+    Raises:
+        UsageError: it is not an integer, or out of range.
+    """
+    if isinstance(workers, bool) or not isinstance(workers, int) or not 1 <= workers <= WORKERS_MAX:
+        raise UsageError(f"`workers` must be an integer from 1 to {WORKERS_MAX}, got {workers!r}")
+    return workers
+
+
+class Cluster(AsyncOnly, ABC):
+    """A coordinator with its workers, as long as `async with` lasts.
+
+    Args:
+        workers: the number of workers that are expected.
+        supply: the GPUs that they own.
+    """
+
+    def __init__(self, workers: int, supply: Supply) -> None:
+        self._workers = checked_count(workers)
+        self._supply = supply
+        self._stack = AsyncExitStack()
+        self._coordinator: Coordinator | None = None
+
+    async def __aenter__(self) -> Self:
+        if self._coordinator is not None:
+            raise UsageError("this cluster is open already: enter a shared cluster once")
+        reject_during_import(type(self).__name__)
+        await self._stack.__aenter__()
+        try:
+            await self._prepare(self._stack)
+            self._coordinator = await self._stack.enter_async_context(self._make(self._stack))
+        except BaseException as error:
+            await self._stack.__aexit__(type(error), error, error.__traceback__)
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._coordinator = None
+        await self._stack.__aexit__(kind, error, trace)
+
+    async def _prepare(self, stack: AsyncExitStack) -> None:
+        """Enter into `stack` what the coordinator needs, before it is made."""
+
+    @abstractmethod
+    def _make(self, stack: AsyncExitStack) -> Coordinator:
+        """Return the coordinator, not entered; what else it needs is entered into `stack`."""
+
+    async def gather(self) -> None:
+        """Wait for workers that may hold finished results of the run that is resumed, if there may be any."""
+        return
+
+    @property
+    def coordinator(self) -> Coordinator:
+        """The coordinator of this open cluster.
+
+        Raises:
+            UsageError: the cluster is not open.
+        """
+        if self._coordinator is None:
+            raise UsageError(f"a cluster is used inside `async with {type(self).__name__}(...) as cluster:`")
+        return self._coordinator
+
+    @property
+    def workers(self) -> int:
+        """The number of workers that are expected."""
+        return self._workers
+
+    @property
+    def supply(self) -> Supply:
+        """The GPUs that its workers own."""
+        return self._supply
+
+
+def dial_in(
+    listen: str,
+    keys: ServerKeys,
+    limits: SchedulerLimits | None = None,
+    *,
+    force: bool = False,
+    rejoin_s: float = 0.0,
+    threads: int | None = None,
+) -> Coordinator:
+    """Return a coordinator, not entered, whose workers all dial in.
+
+    Args:
+        listen: `tcp://ADDRESS:PORT`; port `*` is any free port.
+        keys: the cluster's; only workers with the client's part may join.
+        limits: the scheduler's bounds.
+        force, rejoin_s: as for `ConnectCluster`.
+        threads: BLAS and OpenMP threads that workers must have; None: not checked.
+    """
+    from pipedist.coordinator import Coordinator
+    from pipedist.transport.router import Router
+    from pipedist.worker.hello import boot_id
+
+    return Coordinator(
+        router_factory=lambda on_message, on_reject, on_lost: Router(
+            listen,
+            keys=keys,
+            on_message=on_message,
+            on_reject=on_reject,
+            on_lost=on_lost,
+        ),
+        launcher_factory=None,
+        workers=(),
+        limits=limits,
+        dial_in=True,
+        boot=boot_id(),
+        force=force,
+        tell=print_notice,
+        rejoin_s=rejoin_s,
+        threads=threads,
+    )
+
+
+def print_notice(text: str) -> None:
+    """Print a line for the user on standard error."""
+    print(text, file=sys.stderr)  # noqa: T201
+
+
+class LocalCluster(Cluster):
+    """Worker processes on this host, as long as `async with` lasts.
+
+    Args:
+        workers: the number of workers; None: the number of cores that this process may use.
+        threads_per_replica: BLAS and OpenMP threads of each worker.
+        limits: the scheduler's bounds.
+        shared_memory: False: arrays travel through sockets only, with the same results. This is so anyway
+            if the system has no sealed memory, or the environment variable PIPEDIST_SHARED_MEMORY is 0.
+        gpus_per_worker: the number of GPUs of this machine that each worker owns, and sees exclusively; a
+            fraction such as 0.5: workers share one. If there are too few, the last workers own none. 0: all
+            workers see what this process sees, and own none.
+
+    Raises:
+        UsageError: a number is out of range, or there are too few GPUs for one worker; (on entering) the
+            cluster is open already.
+    """
+
+    def __init__(
+        self,
+        workers: int | None = None,
+        *,
+        threads_per_replica: int = 1,
+        limits: SchedulerLimits | None = None,
+        shared_memory: bool = True,
+        gpus_per_worker: float = 0,
+    ) -> None:
+        count = checked_count(usable_cores() if workers is None else workers)
+        self._visible, supply = divide_gpus(gpus_per_worker, count)
+        super().__init__(count, supply)
+        self._names = tuple(f"w{i}" for i in range(self._workers))
+        self._threads = threads_per_replica
+        self._limits = limits
+        self._shared_memory = SharedMemory.of_cluster(self._workers) if shared_memory else None
+
+    async def __aenter__(self) -> Self:
+        with prepare(self._threads):
+            return await super().__aenter__()
+
+    def _make(self, stack: AsyncExitStack) -> Coordinator:
+        from pipedist.cluster.launchers.local import LocalLauncher
+        from pipedist.coordinator import Coordinator
+        from pipedist.transport.endpoints import ipc_endpoint, private_directory
+        from pipedist.transport.router import Router
+        from pipedist.worker.hello import boot_id
+
+        endpoint = ipc_endpoint(stack.enter_context(private_directory()))
+        return Coordinator(
+            router_factory=lambda on_message, on_reject, on_lost: Router(
+                endpoint,
+                keys=None,
+                on_message=on_message,
+                on_reject=on_reject,
+                on_lost=on_lost,
+                shared_memory=self._shared_memory,
+            ),
+            launcher_factory=lambda at: LocalLauncher(at, threads=self._threads, gpus=self._gpus()),
+            workers=self._names,
+            limits=self._limits,
+            boot=boot_id(),
+            shared_memory=self._shared_memory is not None,
+        )
+
+    def _gpus(self) -> dict[str, tuple[str, float]]:
+        owned = self._supply.owned or ()
+        return (
+            dict(zip(self._names, zip(self._visible, owned, strict=True), strict=True))
+            if self._visible
+            else {}
+        )
+
+    @property
+    def names(self) -> Sequence[str]:
+        """The workers' names."""
+        return self._names
+
+    @property
+    def pids(self) -> Mapping[str, int]:
+        """Process ids of living workers, by name."""
+        return self.coordinator.pids
+
+    def kill(self, worker: int | str) -> None:
+        """Kill a worker process with SIGKILL; it is replaced.
+
+        Args:
+            worker: its number or its name.
+
+        Raises:
+            UsageError: there is no such worker, or the cluster is not open.
+        """
+        self.coordinator.kill(_name(worker))
+
+    def pause(self, worker: int | str) -> None:
+        """Stop a worker process (SIGSTOP) until `resume`; it is killed if that takes too long.
+
+        Args:
+            worker: its number or its name.
+
+        Raises:
+            UsageError: there is no such worker, or it is not alive.
+        """
+        self._signal(worker, signal.SIGSTOP)
+
+    def resume(self, worker: int | str) -> None:
+        """Continue a worker process that was stopped (SIGCONT).
+
+        Args:
+            worker: its number or its name.
+
+        Raises:
+            UsageError: there is no such worker, or it is not alive.
+        """
+        self._signal(worker, signal.SIGCONT)
+
+    def cut(self, worker: int | str) -> None:
+        """Cut the connection to a worker: its messages are dropped, and it is replaced.
+
+        Args:
+            worker: its number or its name.
+
+        Raises:
+            UsageError: there is no such worker, or it has not joined.
+        """
+        self.coordinator.cut(_name(worker))
+
+    async def restart(self, worker: int | str) -> None:
+        """Kill a worker process, and return as soon as the next one has joined.
+
+        Args:
+            worker: its number or its name.
+
+        Raises:
+            UsageError: there is no such worker.
+            WorkersLost: workers die before they join.
+        """
+        await self.coordinator.restart(_name(worker))
+
+    def _signal(self, worker: int | str, number: signal.Signals) -> None:
+        name = _name(worker)
+        pid = self.pids.get(name)
+        if pid is None:
+            raise UsageError(f"worker {name!r} is not alive: {', '.join(self.pids) or 'none'} are")
+        with contextlib.suppress(ProcessLookupError):  # it has just ended: the launcher reports that
+            os.kill(pid, number)
+
+    async def ready(self) -> None:
+        """Return as soon as all workers have joined.
+
+        Raises:
+            WorkersLost: workers die before they join.
+        """
+        await self.coordinator.wait_ready(len(self._names))
+
+
+def divide_gpus(each: float, workers: int) -> tuple[tuple[str, ...], Supply]:
+    """Return CUDA_VISIBLE_DEVICES of each worker, () for `each` of 0, and the GPUs that workers own.
+
+    Raises:
+        UsageError: `each` is not a number of GPUs, or there are too few for one worker.
+    """
+    if each == 0:
+        return (), Supply((0.0,) * workers, (), "the cluster was made without gpus_per_worker")
+    if (
+        isinstance(each, bool)
+        or not isinstance(each, int | float)
+        or not (0 < each < 1 or each in range(1, accelerators.GPUS_MAX + 1))
+    ):
+        raise UsageError(
+            f"`gpus_per_worker` must be 0, an integer up to {accelerators.GPUS_MAX}, or a fraction, "
+            f"got {each!r}"
+        )
+    found = accelerators.found()
+    if len(found.gpus) < each:
+        raise UsageError(
+            f"`gpus_per_worker` is {each:g}, but this machine has {len(found.gpus)} GPUs: {found.how}"
+        )
+    owned = accelerators.owned(found.gpus, each, workers)
+    return tuple(map(",".join, owned)), accelerators.supply(found, each, workers)
+
+
+def _name(worker: int | str) -> str:
+    return f"w{worker}" if isinstance(worker, int) else worker

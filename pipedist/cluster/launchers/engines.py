@@ -1,0 +1,199 @@
+"""Engines: systems that place worker processes on their nodes, and start them again.
+
+A worker that an engine has placed dials in, like a worker that was started by hand: protocol, ledger and
+scheduler know nothing of engines.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Coroutine
+from contextlib import AsyncExitStack
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+import anyio
+
+from pipedist.cluster.launchers.supervisor_process import JoinConfig
+from pipedist.errors import UsageError
+
+LOCAL = "local"
+"""The address of an engine that a cluster starts for itself, on this host."""
+
+GRACE_S = 3.0
+"""How long the processes of a worker may take to end when the cluster closes; then they are killed."""
+
+PLACE_S = 60.0
+"""How long an engine may take to place the workers, by default."""
+
+CLOSE_S = 30.0
+"""How long an engine may take to end the workers, and then to close the connection."""
+
+OnFailed = Callable[[str], None]
+"""Called with the reason when an engine has no worker any more, and will not get one."""
+
+
+class Engine(Protocol):
+    """Places workers, inside `async with`: entering connects to it.
+
+    Leaving ends its workers, and whatever was started for the cluster.
+    """
+
+    @property
+    def host(self) -> str:
+        """The address of this host, as the engine's nodes reach it; known after entering."""
+        ...
+
+    async def start(self, join: JoinConfig, on_failed: OnFailed) -> None:
+        """Place the workers; return as soon as the engine has the resources for them.
+
+        Args:
+            join: how the workers join.
+            on_failed: called on the event loop.
+
+        Raises:
+            UsageError: the engine lacks the resources, or its nodes lack pipedist.
+        """
+        ...
+
+    async def __aenter__(self) -> Self: ...
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None: ...
+
+
+class Watchers:
+    """Tasks that end with the engine.
+
+    The errors of a run do not pass through their task group, which would wrap them.
+    """
+
+    def __init__(self) -> None:
+        self._group = anyio.create_task_group()
+        self._is_over = False
+
+    def start(self, function: Callable[..., Coroutine[Any, Any, None]], *args: object) -> None:
+        """Start a task, which must not raise; does nothing once the tasks are ending."""
+        if not self._is_over:
+            self._group.start_soon(function, *args)
+
+    async def __aenter__(self) -> Self:
+        await self._group.__aenter__()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._is_over = True
+        self._group.cancel_scope.cancel()
+        await self._group.__aexit__(None, None, None)
+
+
+class ConnectedEngine(ABC):
+    """Base of engines that are reached over a connection.
+
+    Entering prepares, then connects. If that fails, and at the end, the workers are withdrawn and the
+    connection is closed, within CLOSE_S each.
+    """
+
+    def __init__(self) -> None:
+        self.host = ""
+        """See `Engine`."""
+        self._stack = AsyncExitStack()
+        self._watchers: Watchers | None = None
+
+    async def __aenter__(self) -> Self:
+        await self._stack.__aenter__()
+        try:
+            self._prepare(self._stack)
+            self._stack.push_async_callback(self._end)
+            self.host = await self._connect()
+            self._watchers = await self._stack.enter_async_context(Watchers())
+        except BaseException:
+            await self._stack.__aexit__(*sys.exc_info())
+            raise
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self._stack.__aexit__(kind, error, trace)
+
+    @property
+    def watchers(self) -> Watchers:
+        """Tasks that end with the engine.
+
+        Raises:
+            UsageError: the engine is not entered.
+        """
+        if self._watchers is None:
+            raise UsageError("an engine is used inside `async with`")
+        return self._watchers
+
+    def _prepare(self, stack: AsyncExitStack) -> None:  # noqa: B027 - not every engine needs it
+        """Enter into `stack` what must outlast the connection."""
+
+    @abstractmethod
+    async def _connect(self) -> str:
+        """Connect, and return the address of this host, as the engine's nodes reach it."""
+
+    @abstractmethod
+    async def _withdraw(self) -> None:
+        """End the workers that were placed, if any were."""
+
+    @abstractmethod
+    async def _disconnect(self) -> None:
+        """Close the connection, as far as it was made, and end what was started with it."""
+
+    async def _end(self) -> None:
+        try:
+            with anyio.move_on_after(CLOSE_S, shield=True):
+                await self._withdraw()
+        finally:
+            with anyio.move_on_after(CLOSE_S, shield=True):
+                await self._disconnect()
+
+
+def require(module: str, extra: str) -> None:
+    """Check that an extra is installed, without importing it.
+
+    Args:
+        module: the module that is imported.
+        extra: the name of the extra, and of the launcher.
+
+    Raises:
+        UsageError: it is not installed.
+    """
+    found = importlib.util.find_spec(module)
+    if found is None or found.origin is None:  # a folder of that name is not a package
+        raise UsageError(
+            f"`launcher: {extra}` needs the package {module}, which is not installed. "
+            f"Run `pip install 'pipedist[{extra}]'` here and on every node."
+        )
+
+
+def address_towards(host: str) -> str:
+    """Return the address of this host on the route to another one; nothing is sent."""
+    import socket
+
+    family, kind, protocol, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(target)
+        return str(probe.getsockname()[0])
+
+
+def not_installed(text: str) -> str:
+    """Return an error text if an engine reports that a node lacks pipedist; else ""."""
+    if "No module named 'pipedist" not in text:
+        return ""
+    return (
+        "pipedist can't be imported on a node. Install the same version there, in the environment of the "
+        "engine's processes."
+    )

@@ -1,0 +1,421 @@
+"""The fork server: a small process that forks workers, and never outlives its launcher.
+
+It is exec'd, so it inherits no threads and locks; it is single-threaded, so forking it is safe; and it has
+imported what every worker needs, and no user code, so a worker starts within milliseconds.
+
+Nothing is left behind, whichever process is killed:
+
+* The launcher closes the control socket or dies: the socket ends (or, if a process that the user forked
+  still holds the other end, the launcher's pidfd becomes readable). The server kills all workers with
+  SIGKILL, stopped ones too, and ends. If the launcher died, the server removes its directory of sockets.
+* The server dies: the kernel kills its workers (PR_SET_PDEATHSIG; the server's only thread forks them).
+
+A worker that hangs can't reply. So each worker notes what it executes, and how long that may take, in memory
+shared with the server (`pipedist.worker.progress`), which checks it while the launcher requests that. Peers
+can't distinguish a stopped worker (SIGSTOP) from a dead one, but its parent can: the server kills it after
+`stopped_s_max`.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import os
+import select
+import selectors
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pipedist.worker.process as worker_process
+from pipedist.cluster.launchers.control import FrameBuffer, pack_frame
+from pipedist.transport.endpoints import remove_private_directory
+from pipedist.worker.boot import describe_exit
+from pipedist.worker.forks import answer, pass_over
+from pipedist.worker.kernel import FORK_SERVER_NAME, die_with, set_process_name
+from pipedist.worker.process import ExitCode
+from pipedist.worker.progress import Overdue, Progress, end_of
+from pipedist.worker.settings import WorkerSettings
+
+_READ_BYTES = 65_536
+_LAUNCHER_END_S = 2.0
+"""How long the process of a launcher whose socket has ended may take to end."""
+_CGROUPS = Path("/proc/self/cgroup")
+_CGROUP_MOUNT = Path("/sys/fs/cgroup")
+
+
+@dataclass(slots=True)
+class _Child:
+    """A worker of this server.
+
+    Args:
+        memory: descriptor of the memory of `progress`, which the launcher opens through /proc; -1: none.
+        stopped_at: when it was stopped (SIGSTOP), None while it runs.
+        note: why the server killed it.
+        overdue: the call for which it was killed, because that took too long.
+        was_killed: the server has killed it.
+    """
+
+    worker: str
+    incarnation: int
+    pid: int
+    progress: Progress
+    memory: int
+    stopped_at: float | None = None
+    note: str = ""
+    overdue: Overdue | None = None
+    was_killed: bool = False
+
+    def close_memory(self) -> None:
+        _close_memory(self.progress, self.memory)
+
+
+class ForkServer:
+    """Forks workers on request of its launcher, and reports their ends.
+
+    Args:
+        control: the launcher's socket.
+        launcher_pid: the launcher's process.
+    """
+
+    def __init__(self, control: socket.socket, launcher_pid: int) -> None:
+        self.pid = os.getpid()
+        self._control = control
+        self._launcher_pid = launcher_pid
+        self._stopped_s_max = math.inf
+        """How long a worker may be stopped before it is killed, seconds."""
+        self._check_s: float | None = None
+        """How often to look for calls that take too long, seconds; None: never."""
+        self._directory = ""
+        """The directory of the launcher's sockets, removed if its process dies; "": none."""
+        self._is_dismissed = False
+        """The launcher has sent "end"."""
+        self._buffer = FrameBuffer()
+        self._children: dict[int, _Child] = {}
+        self._selector = selectors.DefaultSelector()
+        self._wake_up, self._wake_up_end = socket.socketpair()
+        self._lifeline = -1
+        self._memory_kills = OutOfMemoryKills()
+
+    def serve(self) -> None:
+        """Serve until the launcher has ended or dismissed the server; then kill all workers."""
+        for end in (self._wake_up, self._wake_up_end):
+            end.setblocking(False)
+        signal.set_wakeup_fd(self._wake_up_end.fileno(), warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, _do_nothing)  # the signal is read from the wake-up descriptor
+        self._selector.register(self._control, selectors.EVENT_READ, self._on_control)
+        self._selector.register(self._wake_up, selectors.EVENT_READ, self._on_child)
+        self._watch_launcher()
+        try:
+            while self._step():
+                pass
+        finally:
+            self._kill_all()
+            if self._directory and not self._is_dismissed and self._launcher_is_gone():
+                remove_private_directory(self._directory)
+
+    def _launcher_is_gone(self) -> bool:
+        """Return whether the launcher's process has ended; its socket ends milliseconds before."""
+        if self._lifeline < 0:
+            return os.getppid() != self._launcher_pid
+        ready, _, _ = select.select([self._lifeline], [], [], _LAUNCHER_END_S)
+        return bool(ready)
+
+    def _watch_launcher(self) -> None:
+        if not hasattr(os, "pidfd_open"):
+            return  # not Linux: the control socket is the only lifeline
+        try:
+            self._lifeline = os.pidfd_open(self._launcher_pid)
+        except OSError:
+            return  # a sandbox forbids it, or the launcher is gone and the control socket has ended
+        self._selector.register(self._lifeline, selectors.EVENT_READ, lambda: False)
+
+    def _step(self) -> bool:
+        """Wait for events and handle them; return False when the launcher is gone."""
+        ready = self._selector.select(self._timeout_s())
+        alive = True
+        for key, _ in ready:
+            alive = key.data() and alive
+        self._kill_stopped()
+        if self._check_s is not None:
+            self._kill_overdue()
+        return alive
+
+    def _timeout_s(self) -> float | None:
+        since = [c.stopped_at for c in self._children.values() if c.stopped_at is not None]
+        if not since:
+            return self._check_s if self._children else None
+        timeout_s = max(0.0, min(since) + self._stopped_s_max - time.monotonic())
+        return timeout_s if self._check_s is None else min(timeout_s, self._check_s)
+
+    def _on_control(self) -> bool:
+        try:
+            data = self._control.recv(_READ_BYTES)
+        except ConnectionError:
+            return False
+        for kind, *rest in self._buffer.feed(data):
+            if kind == "start":
+                self._fork(*rest)
+            elif kind == "kill":
+                self._kill(*rest)
+            elif kind == "watch":
+                (self._check_s,) = rest
+            elif kind == "serve":
+                self._directory, self._stopped_s_max = rest
+            elif kind == "end":
+                self._is_dismissed = True
+            else:
+                raise ValueError(f"unknown control message: {kind!r}")
+        return bool(data)
+
+    def _on_child(self) -> bool:
+        try:
+            while self._wake_up.recv(4096):
+                pass
+        except BlockingIOError:
+            pass  # it is drained
+        self._reap()
+        return True
+
+    # -- children ----------------------------------------------------------------------
+
+    def _fork(self, worker: str, incarnation: int, settings: Mapping[str, Any]) -> None:
+        try:
+            progress, memory = _make_progress()
+            gate: tuple[int, ...] = ()
+            try:
+                waits, opens = gate = os.pipe()
+                pid = os.fork()
+            except OSError:
+                _close_memory(progress, memory)
+                for end in gate:
+                    os.close(end)
+                raise
+        except OSError as error:
+            text = f"can't fork a worker process: {error.strerror}"
+            self._send("exited", worker, incarnation, 0, None, None, text, None, False)
+            return
+        if pid == 0:
+            if memory >= 0:
+                os.close(memory)
+            os.close(opens)
+            os.read(waits, 1)  # the launcher must know the process id before the worker joins
+            os.close(waits)
+            _run_worker(self, settings, progress)
+        os.close(waits)
+        self._children[pid] = _Child(worker, incarnation, pid, progress, memory)
+        self._send("started", worker, incarnation, pid, memory)
+        os.close(opens)
+
+    def close_in_child(self) -> None:
+        """Close what belongs to the server; called in a worker right after the fork."""
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        self._selector.close()
+        for end in (self._control, self._wake_up, self._wake_up_end):
+            end.close()
+        if self._lifeline >= 0:
+            os.close(self._lifeline)
+        for child in self._children.values():
+            child.close_memory()
+        self._children.clear()
+
+    def _kill(self, worker: str, incarnation: int) -> None:
+        for child in self._children.values():
+            if (child.worker, child.incarnation) == (worker, incarnation):
+                _kill(child)  # not reaped yet, so the pid is still its own
+
+    def _kill_stopped(self) -> None:
+        limit = time.monotonic() - self._stopped_s_max
+        if not any(_stopped_before(child, limit) for child in self._children.values()):
+            return
+        self._reap()  # if this process was stopped too, the workers may run again
+        for child in list(self._children.values()):
+            if _stopped_before(child, limit):
+                child.stopped_at = None
+                child.note = f"stopped for {self._stopped_s_max:g} s, then killed with "
+                _kill(child)
+
+    def _kill_overdue(self) -> None:
+        now_ns = time.monotonic_ns()
+        for child in self._children.values():
+            if child.overdue is None and child.stopped_at is None:
+                child.overdue = child.progress.overdue(now_ns)
+                if child.overdue is not None:
+                    _kill(child)
+
+    def _reap(self) -> None:
+        while self._children:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG | os.WUNTRACED | os.WCONTINUED)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            child = self._children.get(pid)
+            if child is None:
+                continue
+            if os.WIFSTOPPED(status):
+                child.stopped_at = time.monotonic()
+            elif os.WIFCONTINUED(status):
+                child.stopped_at = None
+            else:
+                self._report_exit(child, status)
+
+    def _report_exit(self, child: _Child, status: int) -> None:
+        del self._children[child.pid]
+        code = os.WEXITSTATUS(status) if os.WIFEXITED(status) else None
+        signum = os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
+        text = child.note + describe_exit(os.waitstatus_to_exitcode(status))
+        if self._memory_kills.grew() and signum == signal.SIGKILL and not child.was_killed:
+            text += ": out of memory"
+        running, timed_out = end_of(child.progress, child.overdue)
+        child.close_memory()
+        self._send(
+            "exited", child.worker, child.incarnation, child.pid, code, signum, text, running, timed_out
+        )
+
+    def _kill_all(self) -> None:
+        for child in self._children.values():
+            _kill(child)
+        for child in list(self._children.values()):
+            self._report_exit(child, os.waitpid(child.pid, 0)[1])
+
+    def _send(self, *items: object) -> None:
+        try:
+            self._control.sendall(pack_frame(*items))
+        except (BrokenPipeError, ConnectionError):
+            return  # the launcher is gone; the next step notices it
+
+
+class OutOfMemoryKills:
+    """Kills for lack of memory in this process's control group, which its children share.
+
+    SIGKILL has no sender. The kernel counts, for each control group, the processes that it has killed for
+    lack of memory: a worker that was killed while the count grew was one of them.
+
+    Args:
+        groups: the file that names the group.
+        mount: the folder of the groups' files.
+    """
+
+    def __init__(self, groups: Path = _CGROUPS, mount: Path = _CGROUP_MOUNT) -> None:
+        self._file = _find_counter(groups, mount)
+        self._count = self._read()
+
+    def grew(self) -> bool:
+        """Return whether the count has grown since the last call."""
+        before, self._count = self._count, self._read()
+        return self._count > before
+
+    def _read(self) -> int:
+        if self._file is None:
+            return 0
+        try:
+            lines = self._file.read_text().splitlines()
+        except OSError:
+            return 0
+        counts = [line.split() for line in lines]
+        return next((int(words[1]) for words in counts if len(words) == 2 and words[0] == "oom_kill"), 0)
+
+
+def _find_counter(groups: Path, mount: Path) -> Path | None:
+    """Return the file with the count; None: this is not Linux, or there are no control groups."""
+    try:
+        lines = groups.read_text().splitlines()
+    except OSError:
+        return None
+    for line in lines:  # "0::/path" of version 2; "4:memory:/path" of version 1
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            file = mount / path.lstrip("/") / "memory.events"
+        elif "memory" in controllers.split(","):
+            file = mount / "memory" / path.lstrip("/") / "memory.oom_control"
+        else:
+            continue
+        if file.is_file():
+            return file
+    return None
+
+
+def _make_progress() -> tuple[Progress, int]:
+    """Return memory to share with a worker, and the descriptor through which others can read it.
+
+    Raises:
+        OSError: no memory or descriptor is left.
+    """
+    if not hasattr(os, "memfd_create"):
+        return Progress(), -1  # not Linux: not shared
+    memory = os.memfd_create("pipedist-progress")
+    try:
+        os.ftruncate(memory, Progress.BYTES)
+        progress = Progress(memory)
+    except OSError:
+        os.close(memory)
+        raise
+    progress.idle()
+    return progress, memory
+
+
+def _close_memory(progress: Progress, memory: int) -> None:
+    progress.close()
+    if memory >= 0:
+        os.close(memory)
+
+
+def _stopped_before(child: _Child, time_s: float) -> bool:
+    return child.stopped_at is not None and child.stopped_at <= time_s
+
+
+def _kill(child: _Child) -> None:
+    child.was_killed = True
+    os.kill(child.pid, signal.SIGKILL)
+
+
+def _run_worker(server: ForkServer, settings: Mapping[str, Any], progress: Progress) -> None:
+    """Run a worker in this forked process; never return."""
+    code: int = ExitCode.DEFECT
+    try:
+        server.close_in_child()
+        die_with(server.pid)
+        code = worker_process.run_process(WorkerSettings(**settings), progress)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
+            try:
+                if stream is not None:
+                    stream.flush()
+            except (OSError, ValueError):
+                pass  # its reader is gone
+        # No finalisation: exit handlers of the server's modules must not run here.
+        os._exit(code)
+
+
+def _do_nothing(_signum: int, _frame: object) -> None:
+    return
+
+
+def main(arguments: Mapping[str, Any]) -> None:
+    """Run the fork server, then exit.
+
+    Args:
+        arguments: `control`, the descriptor of the control socket; `launcher`, the launcher's process id.
+    """
+    set_process_name(FORK_SERVER_NAME)
+    # A terminal, `timeout` or `systemctl stop` signal all processes of a run. The scheduler handles that, and
+    # its workers, which inherit this, finish their calls.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    answer(pass_over)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # it was blocked by the launcher until here
+    control = socket.socket(fileno=int(arguments["control"]))
+    control.set_inheritable(False)
+    gc.freeze()  # a collection in a worker then does not copy the pages that it shares with the server
+    ForkServer(control, int(arguments["launcher"])).serve()
+    os._exit(0)  # finalisation would only make the launcher wait

@@ -1,0 +1,326 @@
+"""Workers on this host, forked by a fork server; see `pipedist.cluster.launchers.forkserver`.
+
+The launcher may be in any thread and any running event loop (a notebook's, a test's): it installs no signal
+handler and forks nothing itself. If the fork server is killed, its workers are reported as ended, and the
+next `start` starts another one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType, TracebackType
+from typing import Any, Self
+
+import anyio
+import anyio.to_thread
+from msgspec.structs import asdict
+
+from pipedist.cluster.launchers.control import FrameBuffer, pack_frame
+from pipedist.cluster.launchers.server import END_S, ServerProcess, take
+from pipedist.coordinator.launcher import WorkerExit
+from pipedist.errors import LocalProtocolError, UsageError
+from pipedist.transport.endpoints import private_directory_of
+from pipedist.worker.boot import describe_exit
+from pipedist.worker.progress import Running, seen
+from pipedist.worker.settings import WorkerSettings
+
+_READ_BYTES = 65_536
+
+_GONE_S = 0.05
+"""How long a server whose socket has ended may take to end."""
+
+
+class LocalLauncher:
+    """Starts workers on this host.
+
+    Args:
+        endpoint: the scheduler's.
+        threads: BLAS and OpenMP threads of each worker.
+        key_file: path of the cluster's keys; "" for an ipc endpoint.
+        grace_s: how long leaving `async with` waits for workers that were sent a Stop, seconds.
+        join_s: how long the scheduler may take to reply to a worker, seconds.
+        stopped_s_max: how long a worker may be stopped (SIGSTOP) before it is killed, seconds.
+        gpus: by worker, its CUDA_VISIBLE_DEVICES and the number of GPUs that it owns; other workers see what
+            this process sees.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        *,
+        threads: int = 1,
+        key_file: str = "",
+        grace_s: float = 1.0,
+        join_s: float = 30.0,
+        stopped_s_max: float = 3.0,
+        gpus: Mapping[str, tuple[str, float]] = MappingProxyType({}),
+    ) -> None:
+        if isinstance(threads, bool) or threads < 1:
+            raise UsageError(f"`threads` must be an integer of 1 or more, got {threads!r}")
+        self.on_exit: Callable[[WorkerExit], None] = _ignore
+        self._endpoint = endpoint
+        self._threads = threads
+        self._key_file = key_file
+        self._grace_s = grace_s
+        self._join_s = join_s
+        self._stopped_s_max = stopped_s_max
+        self._gpus = gpus
+        self._workers: dict[tuple[str, int], int] = {}
+        """Process id of each (worker, incarnation) that was started; 0: not known yet."""
+        self._memories: dict[tuple[str, int], int] = {}
+        """The fork server's descriptor of each one's `Progress`; -1: none."""
+        self._server: _Connection | None = None
+        self._old_servers: list[_Connection] = []
+        """Servers that have ended, whose process is not reaped yet."""
+        self._check_s: float | None = None
+        self._open = False
+        self._closing = False
+        self._empty = anyio.Event()
+
+    async def __aenter__(self) -> Self:
+        self._open = True
+        self._server = self._start_server()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.close(self._grace_s)
+
+    @property
+    def pids(self) -> Mapping[str, int]:
+        """Process ids of the latest incarnations of living workers, by name."""
+        return {worker: pid for (worker, _), pid in sorted(self._workers.items()) if pid}
+
+    @property
+    def server_pid(self) -> int:
+        """The fork server's process id; 0: there is none."""
+        return self._server.pid if self._server is not None else 0
+
+    def running(self, worker: str) -> Running | None:
+        """Return what a worker executes now; None: nothing, or unknown."""
+        latest = max((number for name, number in self._memories if name == worker), default=None)
+        memory = -1 if latest is None else self._memories[worker, latest]
+        if memory < 0 or self._server is None:
+            return None
+        try:  # the worker may just have ended, and its descriptor belong to another file
+            return seen(Path(f"/proc/{self._server.pid}/fd/{memory}").read_bytes())
+        except OSError:
+            return None
+
+    def start(self, worker: str, incarnation: int) -> None:
+        """Start a worker process, and return at once; earlier incarnations of it are killed.
+
+        Raises:
+            LocalProtocolError: the launcher is not open, or this incarnation was started before.
+        """
+        if not self._open or self._closing:
+            raise LocalProtocolError("a launcher that is not open can't start a worker")
+        if (worker, incarnation) in self._workers:
+            raise LocalProtocolError(f"incarnation {incarnation} of worker {worker} was started twice")
+        for name, earlier in list(self._workers):
+            if name == worker:
+                self.kill(name, earlier)
+        self._workers[worker, incarnation] = 0
+        if self._server is None:
+            self._server = self._start_server()
+        visible, gpus = self._gpus.get(worker, (None, 0.0))
+        settings = WorkerSettings(
+            endpoint=self._endpoint,
+            worker=worker,
+            incarnation=incarnation,
+            key_file=self._key_file,
+            threads=self._threads,
+            join_s=self._join_s,
+            visible=visible,
+            gpus=gpus,
+        )
+        self._server.send("start", worker, incarnation, asdict(settings))
+
+    def kill(self, worker: str, incarnation: int | None = None) -> None:
+        """Kill a worker with SIGKILL, and return at once.
+
+        Args:
+            incarnation: only this one; None: the latest.
+        """
+        alive = [number for name, number in self._workers if name == worker]
+        if incarnation is None:
+            incarnation = max(alive, default=None)
+        if incarnation in alive and self._server is not None:
+            self._server.send("kill", worker, incarnation)
+
+    def watch(self, every_s: float | None) -> None:
+        """Kill workers whose calls take longer than their limit; see `Launcher`."""
+        self._check_s = every_s
+        if self._server is not None:
+            self._server.send("watch", every_s)
+
+    async def close(self, grace_s: float) -> None:
+        """Wait until all workers have ended, kill the others after `grace_s`, then end.
+
+        Args:
+            grace_s: seconds; the workers were sent a Stop before.
+        """
+        if not self._open:
+            return
+        self._closing = True
+        try:
+            with anyio.CancelScope(shield=True):
+                if self._workers and self._server is not None:
+                    self._empty = anyio.Event()
+                    with anyio.move_on_after(grace_s):
+                        await self._empty.wait()
+                if self._server is not None:
+                    self._server.end()
+                    with anyio.move_on_after(END_S):
+                        await self._server.ended.wait()
+                self._kill_server()
+                for server in self._old_servers:
+                    await server.reap()
+        finally:
+            self._kill_server()  # asyncio's own cancellation gets through the shield
+            self._old_servers.clear()
+            self._open = False
+
+    # -- the fork server ---------------------------------------------------------------
+
+    def _start_server(self) -> _Connection:
+        server = _Connection(take(self._threads), self._on_frame, self._on_server_end)
+        server.send("serve", private_directory_of(self._endpoint), self._stopped_s_max)
+        if self._check_s is not None:
+            server.send("watch", self._check_s)
+        return server
+
+    def _kill_server(self) -> None:
+        if self._server is not None:
+            self._server.kill()
+            self._on_server_end(self._server)
+
+    def _on_frame(self, frame: list[Any]) -> None:
+        kind, worker, incarnation, pid, *rest = frame
+        if kind == "started":
+            if (worker, incarnation) in self._workers:
+                self._workers[worker, incarnation] = pid
+                (self._memories[worker, incarnation],) = rest
+            return
+        code, signum, text, running, timed_out = rest
+        ran = tuple(running) if running else None
+        self._report_exit(WorkerExit(worker, incarnation, pid, code, signum, text, ran, timed_out))
+
+    def _report_exit(self, exit_: WorkerExit) -> None:
+        self._workers.pop((exit_.worker, exit_.incarnation), None)
+        self._memories.pop((exit_.worker, exit_.incarnation), None)
+        if not self._workers:
+            self._empty.set()
+        self.on_exit(exit_)
+
+    def _on_server_end(self, server: _Connection) -> None:
+        """Report the workers of a server that has ended: the kernel kills them."""
+        self._old_servers.append(server)
+        self._server = None
+        text = f"its fork server, process {server.pid}, ended ({server.describe_end()})"
+        for (worker, incarnation), pid in list(self._workers.items()):
+            self._report_exit(WorkerExit(worker, incarnation, pid, None, signal.SIGKILL, text))
+
+
+class _Connection:
+    """The connection to a running fork server.
+
+    Args:
+        process: the server's.
+        on_frame: called with each message of the server.
+        on_end: called when the server is gone.
+    """
+
+    def __init__(
+        self,
+        process: ServerProcess,
+        on_frame: Callable[[list[Any]], None],
+        on_end: Callable[[_Connection], None],
+    ) -> None:
+        self._on_frame = on_frame
+        self._on_end = on_end
+        self._buffer = FrameBuffer()
+        self._loop = asyncio.get_running_loop()
+        self.ended = anyio.Event()
+        self._unsent = bytearray()
+        self._process = process
+        self.pid = process.pid
+        self._socket = process.socket
+        self._socket.setblocking(False)
+        self._loop.add_reader(self._socket, self._on_readable)
+
+    def send(self, *items: object) -> None:
+        """Send a message; never wait."""
+        was_empty = not self._unsent
+        self._unsent += pack_frame(*items)
+        if was_empty:
+            self._flush()
+
+    def _flush(self) -> None:
+        try:
+            sent = self._socket.send(self._unsent)
+        except BlockingIOError:
+            sent = 0
+        except (BrokenPipeError, ConnectionError):
+            return  # the server is gone: `_on_readable` handles that
+        del self._unsent[:sent]
+        if self._unsent:
+            self._loop.add_writer(self._socket, self._flush)
+        else:
+            self._loop.remove_writer(self._socket)
+
+    def _on_readable(self) -> None:
+        try:
+            data = self._socket.recv(_READ_BYTES)
+        except BlockingIOError:
+            return
+        except ConnectionError:
+            data = b""
+        if data:
+            for frame in self._buffer.feed(data):
+                self._on_frame(frame)
+        else:
+            self._close()
+            self._on_end(self)
+
+    def _close(self) -> None:
+        self._loop.remove_reader(self._socket)
+        self._loop.remove_writer(self._socket)
+        self._socket.close()
+        self.ended.set()
+
+    def end(self) -> None:
+        """Have the server kill its workers and end."""
+        self.send("end")
+        with contextlib.suppress(OSError):  # the server is gone already
+            self._socket.shutdown(socket.SHUT_WR)
+
+    def kill(self) -> None:
+        """Kill the server; the kernel kills its workers."""
+        self._close()
+        self._process.kill()
+
+    async def reap(self) -> None:
+        """Wait until the process has ended."""
+        if self._process.code() is None:  # its socket ends just before
+            await anyio.to_thread.run_sync(self._process.wait)
+
+    def describe_end(self) -> str:
+        """Return how the process ended, as text."""
+        code = self._process.code(within_s=_GONE_S)
+        if code is None:
+            return "unknown"
+        return describe_exit(code)
+
+
+def _ignore(_exit: WorkerExit) -> None:
+    return

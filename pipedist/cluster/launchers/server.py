@@ -1,0 +1,188 @@
+"""The process of a fork server, seen from its launcher; and spare ones, started ahead of time.
+
+A fork server takes about as long to load as everything else that a run needs. So the entry points of pipedist
+start one before they import the rest, and both load at the same time: this module must import next to
+nothing. The launcher takes the spare over when it opens; a spare that is not needed, because the spec has
+mistakes or its workers dial in, is ended by the entry point that has started it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import weakref
+from types import TracebackType
+from typing import Final, Self
+
+from pipedist.worker import boot
+
+END_S: Final = 2.0
+"""How long a fork server may take to kill its workers and end; then it is killed."""
+
+_lock = threading.Lock()
+_spares: list[ServerProcess] = []
+"""Servers that no launcher has taken over."""
+
+
+class ServerProcess:
+    """A fork server's process, and the launcher's end of its control socket; without an event loop.
+
+    Args:
+        threads: BLAS and OpenMP threads of its workers.
+    """
+
+    def __init__(self, threads: int) -> None:
+        self._threads = threads
+        self._inherited = _inherited()
+        self.socket, theirs = socket.socketpair()
+        try:
+            with theirs:
+                self._process = _exec(theirs, threads)
+        except BaseException:
+            self.socket.close()
+            raise
+
+    @property
+    def pid(self) -> int:
+        """The process id."""
+        return self._process.pid
+
+    def fits(self, threads: int) -> bool:
+        """Return whether a server that is started now would be the same."""
+        return (
+            threads == self._threads
+            and self._inherited == _inherited()
+            and self._process.poll() is None  # also false in a forked process, of which it is no child
+        )
+
+    def discard(self) -> None:
+        """Kill the server, which has no workers, however far it has loaded."""
+        self.socket.close()
+        self.kill()
+        self.wait()
+
+    def kill(self) -> None:
+        """Kill the server; the kernel kills its workers."""
+        self._process.kill()
+
+    def wait(self) -> None:
+        """Wait until the process has ended; its socket has, so that takes milliseconds."""
+        try:
+            self._process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def code(self, within_s: float = 0.0) -> int | None:
+        """Return the exit code, as `Popen.returncode`; None: the process runs after `within_s`."""
+        try:
+            return self._process.wait(within_s)
+        except subprocess.TimeoutExpired:
+            return None
+
+
+class Spare:
+    """Ends a server that was started ahead of time, unless a launcher takes it over.
+
+    It does so at the end of `with`, in `end`, and when it is garbage collected or the interpreter ends.
+
+    Args:
+        server: None: there is none.
+    """
+
+    def __init__(self, server: ServerProcess | None = None) -> None:
+        self._end = weakref.finalize(self, _end_spare, server)
+
+    def end(self) -> None:
+        """End the server, unless a launcher has taken it over; may be called twice."""
+        self._end()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.end()
+
+
+def prepare(threads: int = 1) -> Spare:
+    """Start a spare fork server, unless there is one, and return at once.
+
+    Args:
+        threads: BLAS and OpenMP threads of its workers.
+
+    Returns:
+        The object that ends the spare. If several callers have prepared the same one, the first `end` ends
+        it; the others start a server of their own when they need one.
+    """
+    with _lock:
+        for server in _spares:
+            if server.fits(threads):
+                return Spare(server)
+        try:
+            server = ServerProcess(threads)
+        except OSError:
+            return Spare()  # the launcher will try again, and report the error
+        _spares.append(server)
+        return Spare(server)
+
+
+def take(threads: int) -> ServerProcess:
+    """Return a fork server that the caller owns: a spare one, or a new one.
+
+    Args:
+        threads: BLAS and OpenMP threads of its workers.
+    """
+    with _lock:
+        for server in _spares:
+            if server.fits(threads):
+                _spares.remove(server)
+                return server
+    return ServerProcess(threads)
+
+
+def _end_spare(server: ServerProcess | None) -> None:
+    with _lock:
+        if server is None or server not in _spares:
+            return
+        _spares.remove(server)
+    server.discard()
+
+
+def _inherited() -> tuple[object, ...]:
+    """Return what a process inherits, which user code may have changed since a spare was started."""
+    try:
+        folder = os.getcwd()
+    except OSError:
+        folder = ""  # the folder was removed
+    return sys.executable, folder, dict(os.environ)
+
+
+def _exec(control: socket.socket, threads: int) -> subprocess.Popen[bytes]:
+    arguments = {"control": control.fileno(), "launcher": os.getpid()}
+    # The server inherits the mask: a Ctrl-C must not end it before it ignores the signal.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        return subprocess.Popen(
+            boot.command("pipedist.cluster.launchers.forkserver", arguments),
+            env=boot.environment(threads),
+            pass_fds=(control.fileno(),),
+            stdin=subprocess.DEVNULL,
+            stdout=_stderr(),  # what user code writes to descriptor 1 must not mix with our output
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def _stderr() -> int:
+    """Return the descriptor of this process's stderr; DEVNULL if it has none."""
+    with contextlib.suppress(OSError, ValueError):
+        if sys.__stderr__ is not None:
+            return sys.__stderr__.fileno()
+    return subprocess.DEVNULL

@@ -1,0 +1,138 @@
+"""A cluster whose workers dial in: `pipedist worker --connect ENDPOINT --key-file FILE`."""
+
+from __future__ import annotations
+
+import math
+import os
+import shlex
+from contextlib import AsyncExitStack
+from typing import Self
+
+import anyio
+
+from pipedist.cluster.base import Cluster, dial_in, print_notice
+from pipedist.coordinator import Coordinator
+from pipedist.core.gpus import VISIBLE, Supply
+from pipedist.errors import UsageError
+from pipedist.scheduler import SchedulerLimits
+from pipedist.transport.keys import ServerKeys, read_key_file, workers_file, write_key_file
+
+_ANY_ADDRESS = ("tcp://0.0.0.0:", "tcp://[::]:")
+"""Prefixes of an endpoint that is bound to every address of this host."""
+
+REJOIN_S = 60.0
+"""How long workers wait for a scheduler to come back, by default, seconds."""
+
+GATHER_S = 5.0
+"""How long a resumed run waits for workers, which may hold finished results, seconds."""
+
+LISTEN = "tcp://127.0.0.1:*"
+"""Where workers dial in by default: this host only, any free port."""
+
+
+class ConnectCluster(Cluster):
+    """Workers that dial in over TCP, with the cluster's keys.
+
+    Args:
+        listen: `tcp://ADDRESS:PORT`; None: `LISTEN`.
+        key_file: the cluster's keys; created (mode 0600) if there is no such file.
+        workers: the number that is expected; the plan and the number of calls that are assigned in advance
+            depend on it.
+        limits: the scheduler's bounds.
+        threads_per_replica: BLAS and OpenMP threads of each worker; a worker with another number is rejected,
+            because results could differ in their last bits.
+        rejoin_s: how long workers keep finished results, and wait for the run to be resumed, when this
+            process is gone, seconds.
+        gpus_per_worker: GPUs that calls will need, for the join command that is printed. A worker owns those
+            in its CUDA_VISIBLE_DEVICES.
+        force: accept workers with other versions of Python, NumPy or pipedist, or another type of processor:
+            results may differ in their last bits.
+
+    Raises:
+        UsageError: `key_file` is missing; (on entering) it can't be used, the endpoint can't be bound, or the
+            cluster is open already.
+    """
+
+    def __init__(
+        self,
+        *,
+        listen: str | None = None,
+        key_file: str | os.PathLike[str] | None = None,
+        workers: int = 1,
+        limits: SchedulerLimits | None = None,
+        threads_per_replica: int = 1,
+        rejoin_s: float = REJOIN_S,
+        gpus_per_worker: float = 0,
+        force: bool = False,
+    ) -> None:
+        if key_file is None:
+            raise UsageError(
+                "`key_file` is missing: workers that dial in need keys. Add `cluster: {key_file: FILE}`."
+            )
+        super().__init__(workers, Supply(None, (), "workers that dial in bring them"))
+        self._gpus = math.ceil(gpus_per_worker)
+        self._listen = listen or LISTEN
+        self._key_file = os.fspath(key_file)
+        self._limits = limits
+        self._threads = threads_per_replica
+        self._rejoin_s = rejoin_s
+        self._force = force
+
+    async def __aenter__(self) -> Self:
+        await super().__aenter__()
+        endpoint = shlex.quote(_for_other_hosts(self.coordinator.endpoint))
+        key_file = shlex.quote(_workers_file(self._key_file))
+        print_notice(
+            f"waiting for workers: {self._visible()}pipedist worker --connect {endpoint} "
+            f"--key-file {key_file}{self._threads_option()}"
+        )
+        return self
+
+    def _visible(self) -> str:
+        return f"{VISIBLE}={','.join(map(str, range(self._gpus)))} " if self._gpus else ""
+
+    def _threads_option(self) -> str:
+        return f" --threads {self._threads}" if self._threads != 1 else ""
+
+    def _make(self, stack: AsyncExitStack) -> Coordinator:
+        keys = server_keys(self._key_file)
+        return dial_in(
+            self._listen,
+            keys,
+            self._limits,
+            force=self._force,
+            rejoin_s=self._rejoin_s,
+            threads=self._threads,
+        )
+
+    async def gather(self) -> None:
+        """Wait for the workers that are expected, for GATHER_S: those that kept results dial in at once."""
+        with anyio.move_on_after(min(GATHER_S, self._rejoin_s)):
+            await self.coordinator.wait_ready(self.workers)
+
+
+def server_keys(key_file: str) -> ServerKeys:
+    """Return the server's keys in a key file, which is created if there is none.
+
+    Raises:
+        UsageError: the file can't be used, or has only the workers' keys.
+    """
+    keys = read_key_file(key_file) if os.path.exists(key_file) else write_key_file(key_file)
+    if keys.server is None:
+        raise UsageError(
+            f"key file {key_file} is for workers: it lacks `server_secret`. Use the run's key file."
+        )
+    return keys.server
+
+
+def _workers_file(key_file: str) -> str:
+    """Return the key file for workers: the one without the server's secret, if it exists."""
+    theirs = workers_file(key_file)
+    return str(theirs) if theirs.exists() else key_file
+
+
+def _for_other_hosts(endpoint: str) -> str:
+    """Return an endpoint as other hosts dial it: with this host's name instead of every address."""
+    if endpoint.startswith(_ANY_ADDRESS):
+        return f"tcp://{os.uname().nodename}:{endpoint.rpartition(':')[2]}"
+    return endpoint

@@ -1,0 +1,120 @@
+"""The cluster as the pods of a Kubernetes cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from pipedist.cluster.resolvers.resolvers import (
+    ClusterResolver,
+    ClusterSpec,
+    ResolverStateError,
+    number,
+    text_or_none,
+)
+
+PORT: Final = 8470
+LABELS: Final[Mapping[str, Sequence[str]]] = {"worker": ("job-name=tensorflow",)}
+
+
+@dataclass(frozen=True, slots=True)
+class Pod:
+    """What is asked of a pod.
+
+    Args:
+        name: its name.
+        ip: address of its host.
+        phase: "Running", "Pending", ...
+    """
+
+    name: str
+    ip: str
+    phase: str = "Running"
+
+
+ListPods = Callable[[str], Sequence[Pod]]
+"""Returns the pods of all namespaces that a label selector matches."""
+
+
+class KubernetesClusterResolver(ClusterResolver):
+    """Asks for the pods with certain labels (tf.distribute's KubernetesClusterResolver), each time.
+
+    Args:
+        job_to_label_mapping: job name -> label selectors; empty or None: workers are the pods with
+            `job-name=tensorflow`. The pods of a selector are sorted by name.
+        tf_server_port: port of every task.
+        rpc_layer: put in front of addresses.
+        list_pods: asks the API server; None: through the package `kubernetes`, with the user's
+            configuration.
+
+    Raises:
+        ImportError: `list_pods` is None, and there is no package `kubernetes`.
+        TypeError: an argument is of the wrong kind.
+    """
+
+    def __init__(
+        self,
+        job_to_label_mapping: Mapping[str, Sequence[str]] | None = None,
+        tf_server_port: int = PORT,
+        rpc_layer: str | None = "grpc",
+        *,
+        list_pods: ListPods | None = None,
+    ) -> None:
+        labels = job_to_label_mapping or LABELS
+        if not isinstance(labels, Mapping) or any(isinstance(each, str) for each in labels.values()):
+            raise TypeError(
+                f"job_to_label_mapping is {labels!r}; expected job names, each with a list of label selectors"
+            )
+        self._labels = {job: tuple(selectors) for job, selectors in labels.items()}
+        self._port = number("tf_server_port", tf_server_port, at_least=1)
+        self._rpc_layer = text_or_none("rpc_layer", rpc_layer)
+        self._list_pods = _asking() if list_pods is None else list_pods
+
+    def cluster_spec(self) -> ClusterSpec:
+        """Return the tasks that there are now.
+
+        Raises:
+            ResolverStateError: a pod is not running.
+        """
+        cluster: dict[str, list[str]] = {}
+        for job, selectors in self._labels.items():
+            addresses = cluster.setdefault(job, [])
+            for selector in selectors:
+                for pod in sorted(self._list_pods(selector), key=lambda pod: pod.name):
+                    if pod.phase != "Running":
+                        raise ResolverStateError(
+                            f"pod {pod.name!r} ({selector}) is not running, but {pod.phase}: wait for it"
+                        )
+                    addresses.append(f"{pod.ip}:{self._port}")
+        return ClusterSpec(cluster)
+
+    def master(
+        self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None
+    ) -> str:
+        """Return a task's address; without a task "": which one this process is, is not known."""
+        if task_type is None or task_id is None:
+            return ""
+        return self._url(self.cluster_spec().task_address(task_type, task_id), rpc_layer)
+
+
+def _asking() -> ListPods:
+    """Return what asks the API server through the package `kubernetes`.
+
+    Raises:
+        ImportError: there is no such package.
+    """
+    try:
+        from kubernetes import client, config  # type: ignore[import-not-found]  # optional, and slow
+    except ImportError as error:
+        raise ImportError(
+            "KubernetesClusterResolver needs the package `kubernetes` (pip install kubernetes), or "
+            "list_pods in its place"
+        ) from error
+
+    def list_pods(selector: str) -> list[Pod]:
+        config.load_kube_config()
+        found: Any = client.CoreV1Api().list_pod_for_all_namespaces(label_selector=selector, watch=False)
+        return [Pod(each.metadata.name, each.status.host_ip, each.status.phase) for each in found.items]
+
+    return list_pods

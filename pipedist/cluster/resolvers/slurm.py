@@ -1,0 +1,248 @@
+"""The cluster of a Slurm job step, from the variables that srun sets."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, MutableMapping
+from typing import Final
+
+from pipedist.cluster.resolvers.resolvers import (
+    ClusterResolver,
+    ClusterSpec,
+    ResolverError,
+    ResolverStateError,
+    number,
+    text_or_none,
+)
+from pipedist.core import gpus as accelerators
+
+PORT_BASE: Final = 8888
+VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
+HOSTS_MAX: Final = 2**20
+"""More hosts than any cluster has: an expression that makes more is a mistake."""
+
+_HOST = re.compile(r"(?P<prefix>[^,\[\]]*)(?:\[(?P<ranges>[^\[\]]+)\])?")
+_SEPARATOR = re.compile(r",(?![^\[]*\])")
+_RANGE = re.compile(r"(?P<first>[0-9]+)(?:-(?P<last>[0-9]+))?")
+_TASKS = re.compile(r"(?P<tasks>[0-9]+)(?:\(x(?P<times>[0-9]+)\))?")
+
+
+def expand_hostlist(hostlist: str) -> list[str]:
+    """Return the hosts of a Slurm host list, in order: "n[1-2],m" gives n1, n2, m.
+
+    Leading zeros are kept: "n[08-10]" gives n08, n09, n10. A host has one pair of brackets at most, and
+    it is at its end.
+
+    Raises:
+        ResolverError: it is malformed, a range runs backwards, or there are more than HOSTS_MAX hosts.
+    """
+    hosts: list[str] = []
+    parts = _SEPARATOR.split(hostlist)
+    if parts[-1] == "":
+        parts.pop()  # a trailing comma, or nothing at all
+    for part in parts:
+        match = _HOST.fullmatch(part)
+        if match is None or not part:
+            raise ResolverError(f"the host list {hostlist!r} has a malformed part: {part!r}")
+        if match["ranges"] is None:
+            hosts.append(part)
+            continue
+        for each in match["ranges"].split(","):
+            numbers = _RANGE.fullmatch(each)
+            first, last = (numbers["first"], numbers["last"] or numbers["first"]) if numbers else ("1", "0")
+            if int(first) > int(last):
+                raise ResolverError(f"the host list {hostlist!r} has a malformed range: {each!r}")
+            if len(hosts) + int(last) - int(first) >= HOSTS_MAX:
+                raise ResolverError(f"the host list {hostlist!r} has more than {HOSTS_MAX} hosts")
+            hosts += [f"{match['prefix']}{n:0{len(first)}d}" for n in range(int(first), int(last) + 1)]
+    return hosts
+
+
+def expand_tasks_per_node(tasks_per_node: str) -> list[int]:
+    """Return how many tasks each node has: "2(x3),1" gives 2, 2, 2, 1.
+
+    Raises:
+        ResolverError: it is malformed, or there are more than HOSTS_MAX nodes.
+    """
+    tasks: list[int] = []
+    for part in tasks_per_node.split(","):
+        match = _TASKS.fullmatch(part)
+        if match is None:
+            raise ResolverError(
+                f"the tasks per node {tasks_per_node!r} have a malformed part, {part!r}: expected such as "
+                "2(x3)"
+            )
+        times = int(match["times"] or 1)
+        if len(tasks) + times > HOSTS_MAX:
+            raise ResolverError(f"the tasks per node {tasks_per_node!r} are of more than {HOSTS_MAX} nodes")
+        tasks += [int(match["tasks"])] * times
+    return tasks
+
+
+class SlurmClusterResolver(ClusterResolver):
+    """Reads the variables of a Slurm job step (tf.distribute's SlurmClusterResolver), once.
+
+    Tasks follow each other in Slurm's order of hosts, as their SLURM_PROCID does: n9 comes before n10.
+    (tf.distribute sorts the names, and then takes the address of n10 for that of task 0, which is on n9.) On
+    a host they get consecutive ports. Jobs take them in order of their names: with {"ps": 1, "worker": 4}
+    task 0 of the step is the parameter server.
+
+    Args:
+        jobs: job name -> number of tasks; all tasks of the step together. None: all are workers.
+        port_base: port of the first task of each host.
+        gpus_per_node: None: as many as `nvidia-smi` lists here; none where there is no such tool. Without
+            GPUs everything works too. (tf.distribute fails then.)
+        gpus_per_task: None: those of a node divided evenly among the tasks of the fullest node.
+        tasks_per_node: a number, or host -> number; None: as Slurm says.
+        auto_set_gpu: set CUDA_VISIBLE_DEVICES to this task's GPUs, if it has any.
+        rpc_layer: put in front of addresses.
+        environ: the environment; None: that of the process.
+
+    Raises:
+        ResolverStateError: a variable is missing, the jobs have another number of tasks than the step, or a
+            node has too few GPUs for its tasks.
+        ResolverError: a variable or an argument is malformed.
+        TypeError: an argument is of the wrong kind.
+    """
+
+    _task_type: str
+    _task_id: int
+
+    def __init__(
+        self,
+        jobs: Mapping[str, int] | None = None,
+        port_base: int = PORT_BASE,
+        gpus_per_node: int | None = None,
+        gpus_per_task: int | None = None,
+        tasks_per_node: int | Mapping[str, int] | None = None,
+        auto_set_gpu: bool = True,
+        rpc_layer: str | None = "grpc",
+        *,
+        environ: MutableMapping[str, str] | None = None,
+    ) -> None:
+        self._environ = os.environ if environ is None else environ
+        self._rpc_layer = text_or_none("rpc_layer", rpc_layer)
+        rank = self._number("PROCID")
+        tasks = self._tasks(tasks_per_node)
+        total = sum(tasks.values())
+        requested = self._jobs(jobs, total)
+        if sum(requested.values()) != total:
+            raise ResolverStateError(
+                f"the jobs {requested} have {sum(requested.values())} tasks, but the Slurm step has {total}"
+            )
+        if rank >= total:
+            raise ResolverError(f"SLURM_PROCID is {rank}, but the step has {total} tasks, counted from 0")
+        port = number("port_base", port_base, at_least=1)
+        gpus = self._gpus_of_a_task(gpus_per_node, gpus_per_task, max(tasks.values(), default=0))
+        self._num_accelerators = {"GPU": gpus}
+        addresses = [f"{host}:{port + i}" for host, count in tasks.items() for i in range(count)]
+        places = [i for count in tasks.values() for i in range(count)]
+        self._cluster: dict[str, list[str]] = {}
+        first = 0
+        for job, count in sorted(requested.items()):
+            self._cluster[job] = addresses[first : first + count]
+            if first <= rank < first + count:
+                self._task_type, self._task_id = job, rank - first
+            first += count
+        self._devices = ",".join(str(places[rank] * gpus + gpu) for gpu in range(gpus))
+        if auto_set_gpu and gpus:
+            self._environ[VISIBLE] = self._devices
+
+    def cluster_spec(self) -> ClusterSpec:
+        """Return the tasks."""
+        return ClusterSpec(self._cluster)
+
+    def master(
+        self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None
+    ) -> str:
+        """Return a task's address, this process's own one by default."""
+        kind = self._task_type if task_type is None else task_type
+        index = self._task_id if task_id is None else task_id
+        return self._url(self.cluster_spec().task_address(kind, index), rpc_layer)
+
+    def get_task_info(self) -> tuple[str, int]:
+        """Return this process's job, and its number there."""
+        return self._task_type, self._task_id
+
+    @property
+    def visible_devices(self) -> str:
+        """This task's GPUs, in the form of CUDA_VISIBLE_DEVICES: "2,3"."""
+        return self._devices
+
+    # -- what is found -----------------------------------------------------------------------
+
+    def _text(self, name: str) -> str:
+        value = self._environ.get(f"SLURM_{name}")
+        if value is None:
+            raise ResolverStateError(
+                f"the variable SLURM_{name} is not set: this process was not started by srun"
+            )
+        return value
+
+    def _number(self, name: str) -> int:
+        text = self._text(name)
+        if not text.isdecimal():
+            raise ResolverError(f"SLURM_{name} is {text!r}; expected an int >= 0")
+        return int(text)
+
+    def _tasks(self, given: int | Mapping[str, int] | None) -> dict[str, int]:
+        """Return host -> number of tasks."""
+        if isinstance(given, Mapping):
+            return {
+                host: number(f"tasks_per_node[{host!r}]", count, at_least=1) for host, count in given.items()
+            }
+        hosts = self._expanded_hosts()
+        if given is not None:
+            each = number("tasks_per_node", given, at_least=1)
+            return dict.fromkeys(hosts, each)
+        text = self._text("STEP_TASKS_PER_NODE")
+        try:
+            counts = expand_tasks_per_node(text)
+        except ResolverError as error:
+            raise ResolverError(f"SLURM_STEP_TASKS_PER_NODE: {error}") from None
+        if len(counts) != len(hosts):
+            raise ResolverError(
+                f"SLURM_STEP_TASKS_PER_NODE {text!r} is about {len(counts)} nodes, but "
+                f"SLURM_STEP_NODELIST has {len(hosts)}"
+            )
+        return dict(zip(hosts, counts, strict=True))
+
+    def _expanded_hosts(self) -> list[str]:
+        try:
+            hosts = expand_hostlist(self._text("STEP_NODELIST"))
+        except ResolverError as error:
+            raise ResolverError(f"SLURM_STEP_NODELIST: {error}") from None
+        if len(set(hosts)) != len(hosts):
+            raise ResolverError("SLURM_STEP_NODELIST names a host twice")
+        return hosts
+
+    def _jobs(self, jobs: Mapping[str, int] | None, total: int) -> dict[str, int]:
+        if jobs is not None:
+            if not isinstance(jobs, Mapping):
+                raise TypeError(f"jobs is {jobs!r}; expected a mapping such as {{'ps': 1, 'worker': 4}}")
+            return {job: number(f"jobs[{job!r}]", count) for job, count in jobs.items()}
+        told = self._number("STEP_NUM_TASKS")
+        if told != total:
+            raise ResolverStateError(
+                f"SLURM_STEP_NUM_TASKS is {told}, but the step's nodes have {total} tasks together"
+            )
+        return {"worker": total}
+
+    def _gpus_of_a_task(self, per_node: int | None, per_task: int | None, tasks: int) -> int:
+        gpus = (
+            accelerators.installed(self._environ)[0]
+            if per_node is None
+            else number("gpus_per_node", per_node)
+        )
+        if per_task is None:
+            return gpus // max(1, tasks)
+        each = number("gpus_per_task", per_task)
+        if per_node is None and gpus == 0:
+            return 0
+        if each * tasks > gpus:
+            raise ResolverStateError(
+                f"{tasks} tasks on a node with {each} GPUs each need {each * tasks}, but gpus_per_node is "
+                f"{gpus}"
+            )
+        return each

@@ -1,0 +1,341 @@
+"""A cluster formed by one program that is started on every host, each with its own TF_CONFIG.
+
+The first task (chief 0, else master 0, else worker 0) schedules: its program has the coordinator. The others
+serve: they have worker processes, and wait for the results that the scheduling program shares. So every
+program runs the same code, as with tf.distribute's MultiWorkerMirroredStrategy, but work is executed once:
+`everywhere` runs it in the scheduling program, on the workers of all, and returns its result in all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AsyncExitStack
+from types import TracebackType
+from typing import Self
+
+import anyio
+import anyio.to_thread
+
+from pipedist.cluster.base import Cluster, checked_count, dial_in, print_notice
+from pipedist.cluster.loopback_keys import is_loopback, loopback_key_file
+from pipedist.cluster.remote import server_keys
+from pipedist.cluster.resolvers import ClusterResolver, TFConfigClusterResolver
+from pipedist.coordinator import Coordinator
+from pipedist.core.gpus import Supply
+from pipedist.core.types import Tree
+from pipedist.errors import RemoteError, RunCancelled, UsageError
+from pipedist.protocol.codec import decode, encode
+from pipedist.transport.endpoints import parse_endpoint
+from pipedist.transport.keys import read_key_file
+from pipedist.worker.joining import SILENT_S
+from pipedist.worker.supervisor import Supervisor
+
+KEY_FILE_VARIABLE = "PIPEDIST_KEY_FILE"
+"""Environment variable with the path of the key file, if no argument has it."""
+
+_SCHEDULING = ("chief", "master", "worker")
+"""Task 0 of the first of these jobs that the cluster has schedules."""
+
+_JOIN_S = 60.0
+_LEAVE_S = 10.0
+
+
+def open_cluster(
+    resolver: ClusterResolver | None = None,
+    *,
+    key_file: str | os.PathLike[str] | None = None,
+    workers: int = 1,
+    threads_per_replica: int = 1,
+    join_s: float = _JOIN_S,
+    force: bool = False,
+) -> TaskCluster:
+    """Return the cluster that this program is part of: `async with pipedist.open_cluster() as cluster`.
+
+    Args:
+        resolver: has the tasks, and the one of this program; None: from TF_CONFIG in the environment. The
+            cluster listens at the scheduling task's address.
+        key_file: the cluster's keys, the same on every host; None: the file in the environment variable
+            PIPEDIST_KEY_FILE. Not needed if the scheduling task's address is a loopback address.
+        workers: the number of worker processes of each program.
+        threads_per_replica: BLAS and OpenMP threads of each of them.
+        join_s: how long programs wait for each other, seconds.
+        force: as for `ConnectCluster`.
+
+    Raises:
+        UsageError: the resolver does not have the task of this program, a number is out of range, or there
+            are no keys although other hosts can reach the address.
+    """
+    return TaskCluster(
+        TFConfigClusterResolver() if resolver is None else resolver,
+        key_file=key_file,
+        workers=workers,
+        threads_per_replica=threads_per_replica,
+        join_s=join_s,
+        force=force,
+    )
+
+
+class TaskCluster(Cluster):
+    """One program on each host, together; see `open_cluster`.
+
+    The scheduling program uses it like any cluster. In the others it serves: leaving it waits until the
+    scheduling program leaves its own. An exception, or a cancellation, leaves at once.
+    """
+
+    def __init__(
+        self,
+        resolver: ClusterResolver,
+        *,
+        key_file: str | os.PathLike[str] | None,
+        workers: int,
+        threads_per_replica: int,
+        join_s: float,
+        force: bool,
+    ) -> None:
+        spec = resolver.cluster_spec()
+        if not spec:
+            raise UsageError("the cluster has no tasks. Set TF_CONFIG, or give a resolver.")
+        role, index = resolver.task_type, resolver.task_id
+        if role is None and index is None:
+            raise UsageError(
+                'TF_CONFIG has no `task`. Set `"task": {"type": ..., "index": ...}` to one of '
+                f"{_tasks_text(spec.as_dict())}."
+            )
+        if role is None or index is None or role not in spec.jobs or index not in spec.task_indices(role):
+            raise UsageError(f"task {role}/{index} is not in the cluster: {_tasks_text(spec.as_dict())}")
+        job = next((each for each in _SCHEDULING if each in spec.jobs and 0 in spec.task_indices(each)), None)
+        if job is None:
+            raise UsageError(f"no task can schedule: {spec!r} has no chief 0, master 0 or worker 0")
+        tasks = [f"{each}/{i}" for each in spec.jobs for i in spec.task_indices(each)]
+        super().__init__(checked_count(workers) * len(tasks), Supply(None, (), "programs bring them"))
+        self.task_type: str = role
+        """The job of this program."""
+        self.task_id: int = index
+        """The index of this program in its job."""
+        self._scheduling = f"{job}/0"
+        self._missing = set(tasks)
+        """Tasks without a heartbeat until now; in the scheduling program."""
+        address = spec.task_address(job, 0)
+        host, _, port = address.rpartition(":")
+        if not host or not port.isdecimal():
+            raise UsageError(f"the address of {job}/0 must be HOST:PORT, got {address!r}")
+        self._endpoint = f"tcp://{address}"
+        try:
+            parse_endpoint(self._endpoint, bind=False, has_keys=True)
+        except UsageError as error:  # in a supervisor's thread, it would keep the other programs waiting
+            raise UsageError(f"the address of {job}/0 is {address!r}: {error}") from None
+        self._listen = f"tcp://{'127.0.0.1' if host == 'localhost' else host if is_loopback(host) else '*'}"
+        self._listen += f":{port}"
+        self._key_file = _key_file_of(key_file, host, int(port), address)
+        self._each = workers
+        self._threads = threads_per_replica
+        self._join_s = join_s
+        self._force = force
+        self._supervisors: list[Supervisor] = []
+        self._threads_running: list[threading.Thread] = []
+        self._shared: dict[int, Tree] = {}
+        self._called = 0
+        """Calls of `everywhere`."""
+        self._ended = 0
+        """Supervisors that have ended."""
+        self._changed = anyio.Event()
+
+    @property
+    def is_scheduling(self) -> bool:
+        """Whether this program schedules."""
+        return f"{self.task_type}/{self.task_id}" == self._scheduling
+
+    @property
+    def coordinator(self) -> Coordinator:
+        """The open coordinator, in the scheduling program.
+
+        Raises:
+            UsageError: the cluster is not open, or this program serves.
+        """
+        if self._threads_running and not self.is_scheduling:
+            raise UsageError(
+                f"{self.task_type}/{self.task_id} has no coordinator: {self._scheduling} schedules. Put the "
+                "work into a function, and `await cluster.everywhere(function)` in every program."
+            )
+        return super().coordinator
+
+    async def everywhere(self, work: Callable[[Cluster], Awaitable[Tree]]) -> Tree:
+        """Run work in the scheduling program, on the workers of all, and return its result in all.
+
+        Every program must call this equally often.
+
+        Args:
+            work: called with this cluster, in the scheduling program only; returns a tree.
+
+        Raises:
+            UnsendableError: in the scheduling program: the result can't be serialized.
+            RemoteError: in the others: the work has failed.
+            RunCancelled: in the others: the scheduling program is gone.
+        """
+        self._called += 1
+        if not self.is_scheduling:
+            return await self._result_of(self._called)
+        try:
+            made = await work(self)
+            made = dict(made) if isinstance(made, Mapping) else made
+            frames = encode([True, made])
+        except BaseException as error:
+            self.coordinator.share([False, f"{type(error).__name__}: {error}"])
+            raise
+        self.coordinator.share([True, made])
+        return decode([memoryview(frame) for frame in frames])[1]
+
+    async def _result_of(self, number: int) -> Tree:
+        while number not in self._shared:
+            if self._ended == len(self._supervisors):
+                raise RunCancelled(
+                    f"{self._scheduling} at {self._endpoint} has sent no result: it ended or never replied"
+                )
+            await self._changed.wait()
+        succeeded, value = self._shared.pop(number)
+        if not succeeded:
+            raise RemoteError(f"{self._scheduling} failed: {value}")
+        return value
+
+    # -- lifetime --------------------------------------------------------------------------
+
+    async def __aenter__(self) -> Self:
+        if self._supervisors:
+            raise UsageError("this cluster is open already: enter a shared cluster once")
+        read_key_file(self._key_file)  # a bad key file is reported before anything starts
+        if self.is_scheduling:
+            await super().__aenter__()
+            self.coordinator.on_supervisor(self._on_heartbeat)
+        loop = asyncio.get_running_loop()
+        try:
+            for number in range(self._each):
+                self._start(loop, number)
+        except BaseException as error:  # a failed entry has no exit
+            await self.__aexit__(type(error), error, error.__traceback__)
+            raise
+        return self
+
+    def _start(self, loop: asyncio.AbstractEventLoop, number: int) -> None:
+        def on_share(share: int, frames: list[memoryview]) -> None:
+            # every supervisor receives the same: one is enough
+            if number == 0 and not self.is_scheduling:
+                loop.call_soon_threadsafe(self._on_shared, share, decode(frames))
+
+        supervisor = Supervisor(
+            self._endpoint,
+            self._key_file,
+            threads=self._threads,
+            join_s=self._join_s,
+            rejoin_s=self._join_s
+            if self.is_scheduling
+            else 0.0,  # the scheduler is in this process: it is not gone
+            task=f"{self.task_type}/{self.task_id}",
+            on_share=on_share,
+        )
+
+        def serve() -> None:
+            try:
+                supervisor.run()
+            finally:
+                loop.call_soon_threadsafe(self._on_ended)
+
+        thread = threading.Thread(target=serve, name=f"pipedist-supervisor-{number}", daemon=True)
+        thread.start()
+        self._supervisors.append(supervisor)
+        self._threads_running.append(thread)
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if self.is_scheduling and kind is None:
+                await self._wait_for_all_tasks()  # they wait for shared results, and for a Stop
+            elif kind is None:
+                await self._wait_until_ended()
+        finally:
+            try:
+                if self.is_scheduling:
+                    await super().__aexit__(kind, error, trace)
+            finally:
+                for supervisor in self._supervisors:
+                    supervisor.leave(at_once=True)
+                with anyio.move_on_after(_LEAVE_S, shield=True):
+                    await self._wait_until_ended()
+
+    async def _wait_for_all_tasks(self) -> None:
+        """Return when every task has sent a heartbeat, or after `join_s`; print the missing ones."""
+        with anyio.move_on_after(self._join_s):
+            with anyio.move_on_after(SILENT_S):
+                await self._none_missing()
+            if self._missing:
+                missing = ", ".join(sorted(self._missing))
+                print_notice(f"waiting for tasks, for at most {self._join_s:g} s: {missing}")
+            await self._none_missing()
+
+    async def _none_missing(self) -> None:
+        while self._missing:
+            await self._changed.wait()
+
+    async def _wait_until_ended(self) -> None:
+        """Return when all supervisors of this program have ended."""
+        while self._ended < len(self._supervisors):
+            await self._changed.wait()
+
+    def _make(self, stack: AsyncExitStack) -> Coordinator:
+        keys = server_keys(self._key_file)
+        return dial_in(self._listen, keys, force=self._force, threads=self._threads)
+
+    # -- on the event loop -------------------------------------------------------------------
+
+    def _on_heartbeat(self, worker: str) -> None:
+        self._missing.discard(worker.partition(":")[0])
+        self._wake()
+
+    def _on_shared(self, number: int, value: Tree) -> None:
+        if number > self._called - 1:  # after a reconnection all are sent again
+            self._shared.setdefault(number, value)
+        self._wake()
+
+    def _on_ended(self) -> None:
+        self._ended += 1
+        self._wake()
+        if self.is_scheduling and self._ended == len(self._supervisors):
+            self._check_later()
+
+    def _check_later(self) -> None:
+        asyncio.get_running_loop().call_later(self._join_s, self._check)
+
+    def _check(self) -> None:
+        """Fail if there is no worker: this program's own have ended, and others had time to join."""
+        if self._coordinator is None:
+            return
+        if self._coordinator.workers_ready:
+            self._check_later()
+            return
+        self._coordinator.fail(
+            f"all workers of {self._scheduling} have ended (see its standard error), and no other program "
+            f"has had one for {self._join_s:g} s. Check that each task has one program."
+        )
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = anyio.Event()
+
+
+def _tasks_text(cluster: Mapping[str, object]) -> str:
+    return ", ".join(f"{job}: {tasks}" for job, tasks in cluster.items())
+
+
+def _key_file_of(given: str | os.PathLike[str] | None, host: str, port: int, address: str) -> str:
+    named = os.fspath(given) if given is not None else os.environ.get(KEY_FILE_VARIABLE, "")
+    if named:
+        return os.path.abspath(named)
+    if not is_loopback(host):
+        raise UsageError(
+            f"the cluster needs keys: other hosts can reach {address}. Create them with `pipedist keys new`, "
+            f"copy the file to every host, and set `key_file` or {KEY_FILE_VARIABLE}."
+        )
+    return loopback_key_file(port)

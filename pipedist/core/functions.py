@@ -1,0 +1,354 @@
+"""Function references: `package.module:name` or a pickled function, and how a worker loads them.
+
+A function that a new process can import is sent by NAME. One without an importable name (a lambda, a
+local function, one of a notebook's or script's `__main__`) is sent by VALUE with cloudpickle, only from
+the driver to workers, over the authenticated channel.
+
+A name is dotted identifiers, a colon, dotted identifiers: it is looked up, never evaluated. A spec's
+folders of modules are appended LAST to `sys.path`, so they cannot shadow a library. If a name therefore
+resolves to another module than intended, the error names both.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import importlib
+import inspect
+import os
+import pickle
+import re
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from importlib.machinery import PathFinder
+from types import ModuleType
+from typing import Any
+
+from pipedist.core.import_guard import ADVICE, caller_is_waiting, importing
+from pipedist.core.types import FunctionRef
+from pipedist.errors import PipedistError, UsageError
+
+PICKLED_BYTES_MAX = 64 * 2**20
+"""Maximum size of a function sent by value, with everything that it captures."""
+
+_IDENTIFIERS = r"[^\W\d]\w*(?:\.[^\W\d]\w*)*"
+_NAME = re.compile(rf"(?P<module>{_IDENTIFIERS}):(?P<attribute>{_IDENTIFIERS})")
+
+_process_note = ""
+"""Text about this process in errors; see `set_process_note`."""
+
+_appended: list[str] = []
+"""The code folders that `append_code` put at the end of `sys.path`."""
+
+
+class FunctionNotFound(PipedistError):
+    """A function reference does not resolve to a callable in this process."""
+
+    exit_code = 2
+
+
+def reference(fn: Callable[..., Any] | str) -> FunctionRef:
+    """Return the reference with which `fn` is sent to workers.
+
+    Args:
+        fn: a name "package.module:attribute", which is not looked up here; or a callable, which is sent
+            by name if it can be imported under its own name, else by value.
+
+    Raises:
+        UsageError: the name has another form, `fn` is not callable, or it cannot be pickled.
+    """
+    if isinstance(fn, str):
+        _split(fn)
+        return FunctionRef(label=fn, name=fn)
+    if not callable(fn):
+        raise UsageError(f"expected a function, or its name 'package.module:name', got {fn!r}")
+    module, qualname = getattr(fn, "__module__", None), getattr(fn, "__qualname__", None)
+    if isinstance(module, str) and isinstance(qualname, str) and _is_importable(fn, module, qualname):
+        name = f"{module}:{qualname}"
+        return FunctionRef(label=name, name=name)
+    label = qualname if isinstance(qualname, str) else type(fn).__qualname__
+    return FunctionRef(label=label, pickled=_pickled(fn, label))
+
+
+def load(ref: FunctionRef, code: Sequence[str]) -> Callable[..., Any]:
+    """Return the callable of a reference.
+
+    Args:
+        ref: from `reference`, possibly in another process. A function sent by value is unpickled: it
+            must come from this worker's own driver.
+        code: absolute folders of the spec's modules; they become the last entries of `sys.path`.
+
+    Raises:
+        FunctionNotFound: the module is missing, fails to import, or is not the spec's own module of
+            that name; or the attribute is missing or not callable.
+        UsageError: the name has another form than "package.module:name".
+    """
+    append_code(code)
+    if ref.pickled:
+        return _unpickled(ref)
+    module_name, attribute = _split(ref.name)
+    module = _import(ref.name, module_name, code)
+    _reject_stale(ref.name, module_name, code)
+    found: Any = module
+    walked = module_name
+    for part in attribute.split("."):
+        try:
+            found = getattr(found, part)
+        except AttributeError:
+            raise FunctionNotFound(
+                f"{ref.name}: {walked} ({_place(module)}) has no attribute {part!r}"
+                + _shadowed(module_name, module, code)
+                + _nearest(part, dir(found))
+            ) from None
+        walked += f".{part}"
+    if not callable(found):
+        raise FunctionNotFound(
+            f"{ref.name}: expected a function or class, found a value of type {type(found).__name__} "
+            f"in {_place(module)}"
+        )
+    return found  # type: ignore[no-any-return]
+
+
+def set_process_note(text: str) -> None:
+    """Set a text that every FunctionNotFound of this process includes, such as its host and code."""
+    global _process_note
+    _process_note = text
+
+
+def process_note() -> str:
+    """Return the text of `set_process_note`; "" in a process that shares the files of the run's host."""
+    return _process_note
+
+
+def _process_suffix() -> str:
+    return f" ({_process_note})" if _process_note else ""
+
+
+def uncallable(fn: Callable[..., Any], label: str) -> str:
+    """Return why a function cannot serve a run stage, or "". (If it is a class, its instances are called.)"""
+    if inspect.isclass(fn) and call_of(fn) is None:
+        return f"class {label} has no __call__ method, so its instances can't be called"
+    return ""
+
+
+def call_of(cls: type) -> object:
+    """Return the `__call__` attribute of a class, without binding; None if it has none."""
+    return next((vars(base)["__call__"] for base in cls.__mro__ if "__call__" in vars(base)), None)
+
+
+def _split(name: str) -> tuple[str, str]:
+    match = _NAME.fullmatch(name)
+    if match is None:
+        raise UsageError(f"{name!r} is not a function name, expected 'package.module:name'")
+    return match["module"], match["attribute"]
+
+
+def _is_importable(fn: object, module: str, qualname: str) -> bool:
+    """Return whether a new process that imports `module` finds this object under `qualname`."""
+    loaded = sys.modules.get(module)
+    if module in ("__main__", "__mp_main__") or getattr(loaded, "__spec__", None) is None:
+        return False
+    found: object = loaded
+    for part in qualname.split("."):
+        found = getattr(found, part, None)
+    return found is fn and _NAME.fullmatch(f"{module}:{qualname}") is not None
+
+
+def _pickled(fn: Callable[..., Any], label: str) -> bytes:
+    import cloudpickle  # only needed for functions without an importable name
+
+    try:
+        pickled: bytes = cloudpickle.dumps(fn)
+    except Exception as error:
+        raise UsageError(
+            f"{label} can't be sent to workers by value: {_unpicklable(fn)}{type(error).__name__}: {error}; "
+            "define it at the top level of a module, and open files and connections inside it"
+        ) from error
+    if len(pickled) > PICKLED_BYTES_MAX:
+        raise UsageError(
+            f"{label} captures {len(pickled)} bytes, more than the {PICKLED_BYTES_MAX} that a function "
+            "may capture; pass large values as arguments, or read them from a file in the function"
+        )
+    return pickled
+
+
+def _unpicklable(fn: Callable[..., Any]) -> str:
+    """Return which captured variable cannot be pickled, as text, or ""."""
+    import cloudpickle  # already imported
+
+    code = getattr(fn, "__code__", None)
+    if code is None:
+        return ""
+    own = {name: fn.__globals__[name] for name in code.co_names if name in fn.__globals__}
+    for name, cell in zip(code.co_freevars, fn.__closure__ or (), strict=True):
+        with contextlib.suppress(ValueError):  # no value yet
+            own[name] = cell.cell_contents
+    for name, value in own.items():
+        try:
+            cloudpickle.dumps(value)
+        except Exception:
+            return f"it uses `{name}`, a {type(value).__qualname__}: "
+    return ""
+
+
+def _unpickled(ref: FunctionRef) -> Callable[..., Any]:
+    inside = importing.set(True)
+    try:
+        found = pickle.loads(ref.pickled)
+    except Exception as error:
+        raise FunctionNotFound(
+            f"{ref.label} was sent by value but can't be loaded here: {type(error).__name__}: {error}; "
+            f"the modules that it uses must be importable on the worker's host{_process_suffix()}"
+        ) from error
+    finally:
+        importing.reset(inside)
+    if not callable(found):
+        raise FunctionNotFound(
+            f"{ref.label}: expected a function or class, found a value of type {type(found).__name__}"
+        )
+    return found  # type: ignore[no-any-return]
+
+
+def append_code(code: Sequence[str]) -> None:
+    """Move the folders of a spec's modules, then those of earlier specs, to the end of `sys.path`.
+
+    Args:
+        code: absolute folders.
+    """
+    wanted = [folder for folder in code if folder not in sys.path or folder in _appended]
+    if wanted == _appended[: len(wanted)]:
+        return
+    order = wanted + [folder for folder in _appended if folder not in wanted]
+    sys.path[:] = [entry for entry in sys.path if entry not in _appended] + order
+    _appended[:] = order
+    importlib.invalidate_caches()
+
+
+def _import(name: str, module_name: str, code: Sequence[str]) -> ModuleType:
+    parts = module_name.split(".") if caller_is_waiting.get() else []
+    for module in (".".join(parts[:count]) for count in range(1, len(parts) + 1)):
+        spec = getattr(sys.modules.get(module), "__spec__", None)
+        if getattr(spec, "_initializing", False):
+            raise FunctionNotFound(
+                f"{name}: importing {module_name} failed: {module} is still being imported, and waits for "
+                f"this run. Where it calls pipedist.run or a simulation, {ADVICE}"
+            )
+    inside = importing.set(True)
+    try:
+        return importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        missing = error.name or ""
+        if missing != module_name and not module_name.startswith(f"{missing}."):
+            raise FunctionNotFound(
+                f"{name}: importing {module_name} failed, because it needs the module {missing!r}, "
+                f"which is not installed here{_process_suffix()}"
+            ) from error
+        looked = ", ".join(code) if code else "the installed packages"
+        top = module_name.partition(".")[0]
+        found = sys.modules.get(top)
+        raise FunctionNotFound(
+            f"{name}: there is no module {missing!r} in {looked} or on the import path"
+            + (_shadowed(module_name, found, code) if found is not None and missing != top else "")
+            + _nearest(missing, _modules_in(code))
+            + _process_suffix()
+        ) from None
+    except (Exception, SystemExit) as error:
+        text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        raise FunctionNotFound(f"{name}: importing {module_name} failed: {text}{_where(error)}") from error
+    finally:
+        importing.reset(inside)
+
+
+def _where(error: BaseException) -> str:
+    """Return where the import of a module failed: the innermost line in a user file."""
+    if isinstance(error, SyntaxError):
+        return ""  # its text names the place
+    walked = traceback.extract_tb(error.__traceback__)
+    here = os.path.dirname(__file__)
+    frames = [
+        f
+        for f in walked
+        if not _is_within(f.filename, here) and not f.filename.startswith("<frozen importlib")
+    ]
+    own = [f for f in frames if any(_is_within(f.filename, folder) for folder in _appended)]
+    if not frames:
+        return ""
+    at = (own or frames)[-1]
+    return f" ({os.path.basename(at.filename)}, line {at.lineno})"
+
+
+def is_async(fn: object) -> bool:
+    """Return whether calling `fn`, a function or an object with `__call__`, returns a coroutine."""
+    return inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(
+        inspect.getattr_static(type(fn), "__call__", None)
+    )
+
+
+def wants_ctx(fn: object) -> bool:
+    """Return whether `fn` has a parameter `ctx` that accepts a keyword: it receives the ReplicaContext."""
+    try:
+        ctx = inspect.signature(fn).parameters.get("ctx")  # type: ignore[arg-type]
+    except (TypeError, ValueError):  # a built-in without a signature
+        return False
+    return ctx is not None and ctx.kind in (ctx.POSITIONAL_OR_KEYWORD, ctx.KEYWORD_ONLY)
+
+
+def _reject_stale(name: str, module_name: str, code: Sequence[str]) -> None:
+    """Raise if a module of the same name was imported from an earlier spec's folder."""
+    top = module_name.partition(".")[0]
+    place = _place(sys.modules[top])
+    owner = next((folder for folder in _appended if _is_within(place, folder)), None)
+    if owner is None or any(_is_within(place, folder) for folder in code):
+        return
+    own = next((_found_in(top, folder) for folder in code if _found_in(top, folder)), None)
+    raise FunctionNotFound(
+        f"{name}: this worker has already imported {top!r} from {place}, for another spec"
+        + (f", but this spec means {own}" if own else "")
+        + "; run the two specs on clusters of their own, or rename one module"
+    )
+
+
+def _shadowed(module_name: str, module: ModuleType, code: Sequence[str]) -> str:
+    top = module_name.partition(".")[0]
+    used = _place(sys.modules.get(top, module))
+    for folder in code:
+        other = _found_in(top, folder)
+        if other and not _is_within(used, folder):
+            return (
+                f"; {other} has that name too, but {top!r} resolves to {used}, "
+                f"because a spec's folder comes last on the import path: rename yours"
+            )
+    return ""
+
+
+def _found_in(top: str, folder: str) -> str:
+    spec = PathFinder.find_spec(top, [folder])
+    if spec is None:
+        return ""
+    return spec.origin or next(iter(spec.submodule_search_locations or ()), "")
+
+
+def _place(module: ModuleType) -> str:
+    place = getattr(module, "__file__", None) or next(iter(getattr(module, "__path__", ())), None)
+    return str(place) if place else "built in"
+
+
+def _is_within(place: str, folder: str) -> bool:
+    return os.path.realpath(place).startswith(os.path.join(os.path.realpath(folder), ""))
+
+
+def _modules_in(code: Sequence[str]) -> list[str]:
+    names: list[str] = []
+    for folder in code:
+        try:
+            entries = sorted(os.listdir(folder))
+        except OSError:
+            continue  # a missing folder is reported with the spec's errors
+        names += [e.removesuffix(".py") for e in entries if e.endswith(".py") or "." not in e]
+    return names
+
+
+def _nearest(name: str, names: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, list(names), n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""

@@ -1,0 +1,188 @@
+"""Trees: nested containers whose leaves are values.
+
+Nodes are dict (with OrderedDict, defaultdict), list, tuple, namedtuple, deque, dataclass and None;
+everything else is a leaf, including `PerReplica`. Two dicts with the same keys have the same structure:
+leaves are visited in sorted order of keys, so the order of a fold over leaves never depends on insertion
+order; `unflatten` restores each dict's insertion order. None has no leaves and stays None.
+
+Dataclasses become nodes on first use, in a registry private to pipedist: user classes need no
+declaration, and other users of optree in the process are unaffected. They are rebuilt without `__init__`
+and `__post_init__`, because those might reject replaced leaves (a `PerReplica`, a partial sum).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
+
+import optree
+from optree.accessors import NamedTupleEntry
+
+from pipedist.core.types import Tree
+
+Leaf = Any
+"""An array, number, str, bytes, PerReplica: any value that is not a node."""
+
+Treedef = optree.PyTreeSpec
+"""The structure of a tree without its leaves; comparable with ==, hashable."""
+
+T = TypeVar("T")
+
+_NAMESPACE = "pipedist"
+_registering = threading.Lock()
+_registered: set[type] = set()
+
+
+def flatten(tree: Tree) -> tuple[list[Leaf], Treedef]:
+    """Split a tree into its leaves and its structure.
+
+    Args:
+        tree: any tree; a bare leaf is a tree too.
+
+    Returns:
+        Its leaves (dict values in sorted order of keys), and its structure.
+
+    Raises:
+        RecursionError: the tree is deeper than 1,000 nodes, or contains itself.
+    """
+    while True:
+        leaves, treedef = optree.tree_flatten(tree, namespace=_NAMESPACE)
+        unknown = [cls for cls in set(map(type, leaves)) if hasattr(cls, "__dataclass_fields__")]
+        if not unknown:
+            return leaves, treedef
+        for cls in unknown:
+            _register(cls)
+
+
+def unflatten(treedef: Treedef, leaves: Iterable[Leaf]) -> Tree:
+    """Build a tree from a structure and leaves.
+
+    Args:
+        treedef: a structure from `flatten`.
+        leaves: as many leaves as the structure has, in the order of `flatten`.
+
+    Raises:
+        ValueError: the number of leaves does not match the structure.
+    """
+    return optree.tree_unflatten(treedef, leaves)
+
+
+def tree_map(fn: Callable[..., Leaf], tree: Tree, *rest: Tree) -> Tree:
+    """Return the tree of `fn(leaf, *leaves_of_rest)`.
+
+    Args:
+        fn: called once for each leaf of `tree`, in the order of `flatten`.
+        tree: gives the structure.
+        rest: trees whose structure extends that of `tree`: where `tree` has a leaf they may have a
+            subtree, which is passed to `fn`.
+
+    Raises:
+        ValueError: a tree of `rest` has another structure.
+    """
+    leaves, treedef = flatten(tree)
+    columns = [leaves]
+    for other in rest:
+        flatten(other)  # registers dataclasses that only this tree contains
+        columns.append(treedef.flatten_up_to(other))
+    return unflatten(treedef, map(fn, *columns))
+
+
+def replace(tree: Tree, kind: type[T], fn: Callable[[T], Tree]) -> Tree:
+    """Return the tree with each node of a class replaced by `fn(node)`.
+
+    Args:
+        tree: any tree; other nodes are unchanged.
+        kind: the exact class, not its subclasses; its instances are not traversed.
+        fn: returns a tree.
+    """
+    flatten(tree)  # registers its dataclasses
+    return optree.tree_map(
+        lambda leaf: fn(leaf) if type(leaf) is kind else leaf,
+        tree,
+        is_leaf=lambda node: type(node) is kind,
+        namespace=_NAMESPACE,
+    )
+
+
+def structure(tree: Tree) -> Treedef:
+    """Return the structure of a tree."""
+    return flatten(tree)[1]
+
+
+def paths(tree: Tree) -> list[str]:
+    """Return the path of each leaf, in the order of `flatten`.
+
+    Keys, positions and field names are joined with "/": `{"a": [1, {"b": 2}]}` gives "a/0" and
+    "a/1/b"; a bare leaf has the path "".
+    """
+    return treedef_paths(structure(tree))
+
+
+def treedef_paths(treedef: Treedef) -> list[str]:
+    """Return the path of each leaf of a structure, as `paths` does."""
+    return ["/".join(_step(entry) for entry in accessor) for accessor in treedef.accessors()]
+
+
+def describe(treedef: Treedef) -> str:
+    """Return a structure as text for an error: `{'a': *, 'b': [*, None]}`, with * for a leaf."""
+    text = str(treedef)
+    prefix, suffix = "PyTreeSpec(", ")"
+    text = text.removeprefix(prefix).removesuffix(suffix)
+    return text.removesuffix(f", namespace={_NAMESPACE!r}")
+
+
+def same_structure(trees: Sequence[Tree]) -> tuple[list[list[Leaf]], Treedef]:
+    """Split several trees of ONE structure into leaves and the structure.
+
+    Args:
+        trees: at least one tree.
+
+    Returns:
+        A list of leaves for each tree, and the shared structure.
+
+    Raises:
+        ValueError: two trees differ in structure; the text shows both structures.
+    """
+    columns: list[list[Leaf]] = []
+    first: Treedef | None = None
+    for index, tree in enumerate(trees):
+        leaves, treedef = flatten(tree)
+        if first is None:
+            first = treedef
+        elif treedef != first:
+            raise ValueError(
+                f"the components have different structures: replica 0 has {describe(first)}, "
+                f"replica {index} has {describe(treedef)}; a replica function must return the same "
+                "structure on every replica"
+            )
+        columns.append(leaves)
+    if first is None:
+        raise ValueError("no components: at least one replica is needed")
+    return columns, first
+
+
+def _step(entry: optree.PyTreeEntry) -> str:
+    if isinstance(entry, NamedTupleEntry):
+        return entry.field
+    return str(entry.entry)
+
+
+def _register(cls: type) -> None:
+    names = tuple(field.name for field in dataclasses.fields(cls))
+
+    def to_children(instance: Any) -> tuple[tuple[Any, ...], None, tuple[str, ...]]:
+        return tuple(getattr(instance, name) for name in names), None, names
+
+    def from_children(_: object, children: Iterable[Any]) -> Any:
+        instance: Any = object.__new__(cls)
+        for name, child in zip(names, children, strict=True):
+            object.__setattr__(instance, name, child)
+        return instance
+
+    with _registering:
+        if cls in _registered:
+            return
+        optree.register_pytree_node(cls, to_children, from_children, namespace=_NAMESPACE)
+        _registered.add(cls)

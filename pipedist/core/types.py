@@ -1,0 +1,24 @@
+"""Types that every layer shares: trees of values, and references to functions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from msgspec import Struct
+
+Tree = Any
+"""A nest of dict, list, tuple, namedtuple, dataclass, None; leaves are arrays, numbers, str, bytes."""
+
+
+class FunctionRef(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """How a worker finds a function.
+
+    Args:
+        label: for people and errors: "flights:delays", "<lambda>".
+        name: "package.module:name", or "" if it travels by value.
+        pickled: cloudpickle bytes, or b"" if it travels by name.
+    """
+
+    label: str
+    name: str = ""
+    pickled: bytes = b""

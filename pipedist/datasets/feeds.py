@@ -1,0 +1,450 @@
+"""Feeds: the steps of a pass, and the data sent for each call.
+
+A feed returns the next steps (`pull`) and the data of a range of calls (`shards`), and discards steps that
+are no longer needed (`release`). With random access and a known length, steps are arithmetic, and nothing
+is read here if the worker can read the source itself. A sequential source is read here, block by block,
+in a thread, and held until its steps are visible.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import anyio
+import anyio.to_thread
+import numpy as np
+from msgspec import Struct
+from numpy.typing import NDArray
+
+from pipedist.core import trees
+from pipedist.core.types import Tree
+from pipedist.datasets.division import Division, chunk_sizes, permutation
+from pipedist.datasets.sources import Source, SourceError
+from pipedist.errors import LocalProtocolError
+from pipedist.protocol.program import ReaderConfig, Shards
+
+READ_S = 0.01
+READ_BYTES = 2**20
+"""Limits of one uninterrupted read of a sequential source, seconds and bytes."""
+
+
+ElementRanges = Sequence[tuple[int, int]]
+"""Positions in a shard, as ranges [lo, hi)."""
+
+
+class StepBatch(Struct, frozen=True):
+    """Steps [first, last), each of `parts` calls.
+
+    Args:
+        elements: number of elements of all steps.
+        bytes: size of the data held here for all steps.
+        skipped_replicas: replicas whose shard is empty in each step, because all of it is quarantined.
+    """
+
+    first: int
+    last: int
+    parts: int
+    elements: int
+    bytes: int = 0
+    skipped_replicas: tuple[int, ...] = ()
+
+
+class Feed(Protocol):
+    """Source of a pass's steps."""
+
+    steps_total: int | None
+    """Number of steps, None while unknown."""
+
+    reader: ReaderConfig
+    """Configuration with which a worker reads a shard."""
+
+    async def begin_at(self, step: int) -> None:
+        """Skip the steps before `step`, which are done; called before any other method.
+
+        Raises:
+            SourceError: the dataset has fewer steps.
+        """
+        ...
+
+    async def pull(self, count: int) -> list[StepBatch]:
+        """Return the next steps, at most `count`; none at the end of the dataset."""
+        ...
+
+    def shards(self, lo: int, hi: int, *, local: bool) -> Shards:
+        """Return the data sent for calls [lo, hi).
+
+        Args:
+            local: the worker shares this host's files.
+        """
+        ...
+
+    def separable(self, call: int) -> int:
+        """Return how many elements of a call `some` can send separately; 0 if it cannot."""
+        return 0
+
+    def some(self, call: int, elements: ElementRanges, *, local: bool) -> Shards:
+        """Return the data sent for some elements of a call.
+
+        Args:
+            elements: their positions in the call's shard.
+            local: the worker shares this host's files.
+        """
+        raise LocalProtocolError(f"the elements of call {call} cannot be sent separately")
+
+    def release(self, before: int) -> None:
+        """Discard the data of steps before `before`."""
+        ...
+
+    def elements(self, first: int, last: int) -> int:
+        """Return the number of elements of steps [first, last), pulled and not released."""
+        ...
+
+    def epoch(self, step: int) -> int:
+        """Return the epoch of a step, pulled and not released."""
+        ...
+
+    def ids(self, step: int) -> list[Tree]:
+        """Return the element ids of each non-empty shard of a step, pulled and not released."""
+        ...
+
+
+class IndexedFeed(Feed):
+    """Feeds a source with random access: steps are arithmetic.
+
+    Args:
+        source: the opened source; its `length` is known.
+        name: the dataset's name, part of the shuffle's seed.
+        division: assignment of elements to (step, replica).
+        epochs: number of passes over the dataset.
+        shuffle_seed: the spec's seed, None for the dataset's own order.
+    """
+
+    def __init__(
+        self, source: Source, name: str, division: Division, *, epochs: int, shuffle_seed: int | None
+    ) -> None:
+        self._source = source
+        self._name = name
+        self._division = division
+        self._shuffle_seed = shuffle_seed
+        self._next = 0
+        self._orders: dict[int, NDArray[np.int64]] = {}
+        self._element_bytes = 0.0
+        """Average element size once values were sent, else 0; leases are then limited by bytes too."""
+        self._full_parts = sum(1 for n in chunk_sizes(division.batch, division.replicas) if n)
+        self.steps_total: int | None = division.steps_per_epoch * epochs
+        self.reader = ReaderConfig(
+            source=dict(source.config) if source.portable else None,
+            batch=division.batch,
+            length=division.length,
+            drop_remainder=division.drop_remainder,
+        )
+
+    async def begin_at(self, step: int) -> None:
+        """Skip the steps before `step`, without reading."""
+        self._next = step
+
+    async def pull(self, count: int) -> list[StepBatch]:
+        """Return the next steps, without reading."""
+        total = self.steps_total or 0
+        end = min(total, self._next + count)
+        offers: list[StepBatch] = []
+        per_epoch = self._division.steps_per_epoch
+        whole = self._division.length // self._division.batch
+        while self._next < end:
+            in_epoch = self._next % per_epoch
+            if in_epoch < whole:
+                last = min(end, self._next + whole - in_epoch)
+                elements = (last - self._next) * self._division.batch
+                parts = self._full_parts
+            else:
+                last = self._next + 1
+                parts, elements = self._division.parts(self._next), self._division.rows(self._next)
+            size = round(elements * self._element_bytes)
+            offers.append(StepBatch(self._next, last, parts, elements, size))
+            self._next = last
+        return offers
+
+    def _ids(self, call: int) -> range | NDArray[np.int64]:
+        """Return the element ids of a call."""
+        step, replica = divmod(call, self._division.replicas)
+        if self._shuffle_seed is None:
+            return self._division.ids(step, replica)
+        epoch, start, stop = self._division.bounds(step, replica)
+        order = self._orders.get(epoch)
+        if order is None:
+            order = self._orders[epoch] = self._order(self._shuffle_seed, epoch)
+        return order[start:stop] + epoch * self._division.length
+
+    def _order(self, seed: int, epoch: int) -> NDArray[np.int64]:
+        length = self._division.length
+        try:
+            return permutation(seed, self._name, epoch, length)
+        except (
+            MemoryError,
+            ValueError,
+        ) as error:  # NumPy raises ValueError if the array exceeds its size limit
+            raise SourceError(
+                f"`shuffle` of {self._name}: the order of {length:,} elements takes {16 * length:,} bytes, "
+                "more than the memory available: shuffle fewer, or set `shuffle: false`",
+                key="shuffle",
+            ) from error
+
+    def shards(self, lo: int, hi: int, *, local: bool) -> Shards:
+        """Return ids, locations or values of calls [lo, hi), the smallest that suffices."""
+        read_there = local and self._source.portable
+        shuffled = self._shuffle_seed is not None
+        if read_there and self._source.by_id and not shuffled:
+            return Shards()
+        return self._shards(
+            [self._ids(call) for call in range(lo, hi)], read_there=read_there, send_ids=shuffled
+        )
+
+    def separable(self, call: int) -> int:
+        """Return how many elements of a call `some` can send separately."""
+        return len(self._ids(call))
+
+    def some(self, call: int, elements: ElementRanges, *, local: bool) -> Shards:
+        """Return the ids, and locations or values, of some elements of a call."""
+        ids = np.asarray(self._ids(call), np.int64)[positions(elements)]
+        return self._shards([ids], read_there=local and self._source.portable, send_ids=True)
+
+    def _shards(
+        self, ids: Sequence[range | NDArray[np.int64]], *, read_there: bool, send_ids: bool
+    ) -> Shards:
+        """Return the data sent for calls with these elements.
+
+        Args:
+            read_there: the worker reads the elements itself.
+            send_ids: the ids do not follow from the calls' numbers.
+        """
+        length = self._division.length
+        rows = [
+            range(i.start % length, i.start % length + len(i)) if isinstance(i, range) else i % length
+            for i in ids
+        ]
+        sent_ids: list[Tree] | None = list(ids) if send_ids else None
+        if read_there:
+            return Shards(
+                ids=sent_ids,
+                locations=None if self._source.by_id else [self._source.locate(r) for r in rows],
+            )
+        values = [self._source.read(self._source.locate(r)) for r in rows]
+        self._element_bytes = _array_bytes(values) / max(1, sum(map(len, rows)))
+        return Shards(ids=sent_ids, values=values)
+
+    def release(self, before: int) -> None:
+        """Discard the orders of finished epochs."""
+        if self._orders and self._division.steps_per_epoch:
+            epoch = before // self._division.steps_per_epoch
+            for old in [e for e in self._orders if e < epoch]:
+                del self._orders[old]
+
+    def elements(self, first: int, last: int) -> int:
+        """Return the number of elements of steps [first, last)."""
+        division = self._division
+        per_epoch = division.steps_per_epoch
+        if not per_epoch:
+            return 0
+        missing = max(0, per_epoch * division.batch - division.length)  # in the last step of an epoch
+        return (last - first) * division.batch - (last // per_epoch - first // per_epoch) * missing
+
+    def epoch(self, step: int) -> int:
+        """Return the epoch of a step."""
+        return step // self._division.steps_per_epoch
+
+    def ids(self, step: int) -> list[Tree]:
+        """Return the element ids of each non-empty shard."""
+        first = step * self._division.replicas
+        return [self._ids(call) for call in range(first, first + self._division.parts(step))]
+
+
+class _Block(Struct, frozen=True):
+    """One step of a sequential source: its elements, the id of the first, and its bytes."""
+
+    value: Tree
+    rows: int
+    epoch: int
+    first_id: int
+    size: int
+
+
+def _uneven(epoch: int, what: str) -> SourceError:
+    return SourceError(
+        f"epoch {epoch} has {what} of epoch 0: element ids count on over the epochs",
+        key="call",
+        expected="the same elements each time, or epochs: 1",
+    )
+
+
+class SequentialFeed(Feed):
+    """Feeds a sequential source, read in this process.
+
+    Args:
+        source: the opened source.
+        batch: global batch size, elements.
+        replicas: shards per step.
+        drop_remainder: drop an epoch's last step if it is short.
+        epochs: number of passes over the source; each must have the same number of elements.
+    """
+
+    def __init__(
+        self, source: Source, *, batch: int, replicas: int, drop_remainder: bool, epochs: int
+    ) -> None:
+        self._source = source
+        self._batch = batch
+        self._replicas = replicas
+        self._drop_remainder = drop_remainder
+        self._epochs = epochs
+        self._steps = self._read()
+        self._broken: Exception | None = None
+        self._blocks: dict[int, _Block] = {}
+        self._next = 0
+        self._released = 0
+        self.steps_total: int | None = None
+        self.reader = ReaderConfig(None, batch, -1, drop_remainder)
+
+    def _read(self) -> Iterator[_Block]:
+        length = 0
+        for epoch in range(self._epochs):
+            index = 0
+            for value in self._source.blocks(self._batch):
+                rows = row_count(value)
+                if epoch and index + rows > length:
+                    raise _uneven(epoch, f"more than the {length} elements")
+                if rows == self._batch or not self._drop_remainder:
+                    yield _Block(value, rows, epoch, epoch * length + index, _array_bytes(value))
+                index += rows
+            if epoch and index < length:
+                raise _uneven(epoch, f"{index} elements, not the {length}")
+            length = index
+
+    async def begin_at(self, step: int) -> None:
+        """Read and discard the steps before `step`, in a thread.
+
+        Raises:
+            SourceError: the dataset has fewer steps.
+        """
+        while self._next < step:
+            blocks = await anyio.to_thread.run_sync(
+                self._read_some, step - self._next, abandon_on_cancel=True
+            )
+            if not blocks:
+                raise SourceError(
+                    f"the dataset has {self._next} steps now, and had at least {step} before", key="call"
+                )
+            self._next += len(blocks)
+        self._released = self._next
+
+    async def pull(self, count: int) -> list[StepBatch]:
+        """Read the next steps, in a thread, because the user's iterator may block.
+
+        Raises:
+            SourceError: the iterator raised, or an epoch has another number of elements.
+        """
+        # On cancellation, do not wait for the user's iterator; its later blocks are discarded.
+        blocks = await anyio.to_thread.run_sync(self._read_some, count, abandon_on_cancel=True)
+        if not blocks:
+            self.steps_total = self._next
+        offers = []
+        for block in blocks:
+            step = self._next
+            self._next += 1
+            self._blocks[step] = block
+            parts = sum(1 for n in chunk_sizes(block.rows, self._replicas) if n)
+            offers.append(StepBatch(step, step + 1, parts, block.rows, block.size))
+        return offers
+
+    def _read_some(self, count: int) -> list[_Block]:
+        """Return the next blocks, at most `count`, within READ_S and READ_BYTES."""
+        if self._broken is not None:
+            raise self._broken
+        blocks: list[_Block] = []
+        size, until = 0, time.monotonic() + READ_S
+        try:
+            for block in self._steps:
+                blocks.append(block)
+                size += block.size
+                if len(blocks) == count or size >= READ_BYTES or time.monotonic() >= until:
+                    break
+        except Exception as error:
+            self._broken = error  # blocks read before the error are delivered first
+            if not blocks:
+                raise
+        return blocks
+
+    def shards(self, lo: int, hi: int, *, local: bool) -> Shards:
+        """Return the values of calls [lo, hi)."""
+        ids: list[Tree] = []
+        values: list[Tree] = []
+        for call in range(lo, hi):
+            step, replica = divmod(call, self._replicas)
+            block = self._blocks[step]
+            start, stop = self._bounds(block, replica)
+            ids.append(range(block.first_id + start, block.first_id + stop))
+            values.append(rows_between(block.value, start, stop))
+        return Shards(ids=ids, values=values)
+
+    def separable(self, call: int) -> int:
+        """Return how many elements of a call `some` can send separately."""
+        step, replica = divmod(call, self._replicas)
+        start, stop = self._bounds(self._blocks[step], replica)
+        return stop - start
+
+    def some(self, call: int, elements: ElementRanges, *, local: bool) -> Shards:
+        """Return the values of some elements of a call."""
+        step, replica = divmod(call, self._replicas)
+        block = self._blocks[step]
+        start, _ = self._bounds(block, replica)
+        rows = start + positions(elements)
+        return Shards(ids=[block.first_id + rows], values=[rows_at(block.value, rows)])
+
+    def _bounds(self, block: _Block, replica: int) -> tuple[int, int]:
+        size = -(-block.rows // self._replicas)
+        start = min(replica * size, block.rows)
+        return start, min(start + size, block.rows)
+
+    def release(self, before: int) -> None:
+        """Discard the blocks of visible steps."""
+        for step in range(self._released, before):
+            self._blocks.pop(step, None)
+        self._released = max(self._released, before)
+
+    def elements(self, first: int, last: int) -> int:
+        """Return the number of elements of steps [first, last)."""
+        return sum(self._blocks[step].rows for step in range(first, last))
+
+    def epoch(self, step: int) -> int:
+        """Return the epoch of a step."""
+        return self._blocks[step].epoch
+
+    def ids(self, step: int) -> list[Tree]:
+        """Return the element ids of each non-empty shard."""
+        block = self._blocks[step]
+        bounds = [self._bounds(block, replica) for replica in range(self._replicas)]
+        return [range(block.first_id + a, block.first_id + b) for a, b in bounds if a < b]
+
+
+def _array_bytes(tree: Tree) -> int:
+    return sum(leaf.nbytes for leaf in trees.flatten(tree)[0] if isinstance(leaf, np.ndarray))
+
+
+def row_count(block: Tree) -> int:
+    """Return the number of elements of a block: the leading dimension of its arrays."""
+    return int(trees.flatten(block)[0][0].shape[0])
+
+
+def rows_between(block: Tree, start: int, stop: int) -> Tree:
+    """Return elements [start, stop) of a sequential source's block."""
+    return trees.tree_map(lambda leaf: leaf[start:stop], block)
+
+
+def rows_at(block: Tree, rows: NDArray[np.int64]) -> Tree:
+    """Return elements of a sequential source's block, by position."""
+    return trees.tree_map(lambda leaf: leaf[rows], block)
+
+
+def positions(elements: ElementRanges) -> NDArray[np.int64]:
+    """Return ranges of positions as an array of single positions."""
+    return np.concatenate([np.arange(lo, hi, dtype=np.int64) for lo, hi in elements])

@@ -1,0 +1,135 @@
+"""Results of the stock combine functions by key as tables, with one row per key.
+
+| combine function | columns |
+|---|---|
+| `by_key_sum`, `by_key_min`, `by_key_max` | `key`, `value` |
+| `by_key_moments`, and any other `ByKey(name, combine)` | `key`, and one for each leaf path of a component |
+| `counter` | `value`, `count` |
+| `by_key_counter` | `key`, `value`, `count`: one row for each value of each key |
+
+Rows are ordered by key, then by value. Keys are text (`<U`) or integers (int64; uint64 if they exceed its
+range). A `ByKey` of a `ByKey` is written as a tree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pipedist.combiners import ByKey, Counter, sorted_keys
+from pipedist.core import trees
+from pipedist.core.types import Tree
+
+Array = npt.NDArray[Any]
+
+Columns = dict[str, Array]
+"""Columns by name: arrays [rows, ...]."""
+
+Table = Callable[[Tree], Columns]
+"""Return the table of a value.
+
+Raises TypeError if the combine function cannot return such a value, ValueError if it fits no table.
+"""
+
+_EXACT_MAX = 2**53
+"""Integers up to this are exact in float64."""
+
+
+def table_of(combine: object) -> Table | None:
+    """Return the conversion of a combine function's result to a table; None if it stays a tree.
+
+    Args:
+        combine: the combine function of a reduce stage.
+    """
+    if isinstance(combine, Counter):
+        return _counts
+    if isinstance(combine, ByKey) and not isinstance(combine.combine, ByKey):
+        return _counts_by_key if isinstance(combine.combine, Counter) else _components
+    return None
+
+
+def _counts(value: Tree) -> Columns:
+    counts = _mapping(value)
+    found = sorted_keys(counts)
+    return {"value": _keys(found), "count": _column("count", [np.asarray(counts[each]) for each in found])}
+
+
+def _counts_by_key(value: Tree) -> Columns:
+    by_key = _mapping(value)
+    keys, values, counts = [], [], []
+    for key in sorted_keys(by_key):
+        component = _mapping(by_key[key])
+        for each in sorted_keys(component):
+            keys.append(key)
+            values.append(each)
+            counts.append(np.asarray(component[each]))
+    return {"key": _keys(keys), "value": _keys(values), "count": _column("count", counts)}
+
+
+def _components(value: Tree) -> Columns:
+    by_key = _mapping(value)
+    keys = sorted_keys(by_key)
+    columns = {"key": _keys(keys)}
+    taken = [trees.flatten(by_key[key]) for key in keys]
+    structure = taken[0][1] if taken else None
+    for key, (_, other) in zip(keys, taken, strict=True):
+        if other != structure:
+            raise ValueError(
+                f"keys {keys[0]!r} and {key!r} have components of different structures, which do not fit one "
+                "table: write .json"
+            )
+    for place, path in enumerate(trees.treedef_paths(structure) if structure is not None else ()):
+        name = path or "value"
+        if name in columns:
+            raise ValueError(f"two columns have the name {name!r}: write .json")
+        columns[name] = _column(name, [np.asarray(leaves[place]) for leaves, _ in taken])
+    return columns
+
+
+def _mapping(value: Tree) -> Mapping[Any, Any]:
+    if not isinstance(value, Mapping):
+        raise TypeError(f"expected a dict by key, got {type(value).__name__}")
+    return value
+
+
+def _keys(keys: Sequence[Any]) -> Array:
+    if all(isinstance(key, str) for key in keys):
+        return np.array(keys, np.str_)
+    if any(isinstance(key, str) for key in keys):
+        raise ValueError("some keys are text and some integers, but a column has one type: write .json")
+    if not all(isinstance(key, int | np.integer) for key in keys):
+        raise TypeError("keys must be text or integers: write .json")
+    return _integers("key", [np.asarray(key) for key in keys])
+
+
+def _column(name: str, cells: Sequence[Array]) -> Array:
+    """Return one leaf of all components: array [rows, ...]."""
+    if not cells:
+        return np.empty(0, np.int64)
+    shapes = sorted({cell.shape for cell in cells})
+    if len(shapes) > 1:
+        raise ValueError(f"column {name!r} has values of shapes {shapes[0]} and {shapes[1]}: write .json")
+    kinds = {cell.dtype.kind for cell in cells}
+    # Python integers have any size, and NumPy converts mixed signed and unsigned integers to floats
+    if "O" in kinds or (kinds <= set("iu") and len({cell.dtype for cell in cells}) > 1):
+        return _integers(name, cells)
+    if len(kinds) > 1:
+        whole = [cell for cell in cells if cell.dtype.kind in "iu"]
+        if not kinds <= set("iuf") or any(
+            abs(int(each)) > _EXACT_MAX for cell in whole for each in cell.flat
+        ):
+            found = " and ".join(sorted({str(cell.dtype) for cell in cells}))
+            raise ValueError(f"column {name!r} has values of dtypes {found}: write .json")
+    return np.stack(cells)
+
+
+def _integers(name: str, cells: Sequence[Array]) -> Array:
+    exact = np.stack([cell.astype(object) for cell in cells])
+    for dtype in (np.int64, np.uint64):
+        limits = np.iinfo(dtype)
+        if all(isinstance(each, int) and limits.min <= each <= limits.max for each in exact.flat):
+            return exact.astype(dtype)
+    raise ValueError(f"column {name!r} has values that fit neither int64 nor uint64: write .json")

@@ -1,0 +1,143 @@
+"""Messages to bytes and back, and the first frame that carries them.
+
+A message is msgpack: a list of its class's tag and its fields, whose types and limits are those of
+`pipedist.protocol.messages`. Both ends check every field. The first frame joins the message (HEAD), the first
+frame of its payload (HEADER, see `pipedist.protocol.codec`) and references to frames in shared memory,
+because on a socket one more frame costs more than a copy:
+
+    [bytes of the head: u32] [number of references: u32] [references] [head] [header]
+
+All integers are little-endian. The other frames of a message are the payload's arrays.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+import typing
+from collections.abc import Sequence
+from typing import Any, Final
+
+import msgspec
+
+from pipedist.errors import LocalProtocolError, RemoteProtocolError
+from pipedist.protocol.limits import LIMITS, MessageLimits
+from pipedist.protocol.messages import Message, WireMessage
+from pipedist.protocol.references import ENTRY, Reference, parse
+
+START: Final = struct.Struct("<II")
+
+_encode: Final = msgspec.msgpack.Encoder().encode
+_decode: Final = msgspec.msgpack.Decoder(Message).decode
+
+
+def _list_start(cls: type[WireMessage]) -> bytes:
+    items = [None] * (1 + len(cls.__struct_fields__))
+    return _encode(items)[: -len(items)]
+
+
+_STARTS: Final[dict[type[Any], bytes]] = {cls: _list_start(cls) for cls in typing.get_args(Message)}
+"""Each class's first bytes: a list of all fields. msgspec accepts fewer, if those left have defaults."""
+
+_START_BYTES_MAX: Final = max(map(len, _STARTS.values()))
+
+
+def pack(message: Message) -> bytes:
+    """Return a message's bytes. Lone surrogates in its texts, which UTF-8 has not, are escaped.
+
+    Raises:
+        LocalProtocolError: a field has a value that the receiver would refuse.
+    """
+    cls = type(message)
+    if cls not in _STARTS:
+        raise LocalProtocolError(f"{cls.__qualname__} is no message")
+    try:
+        head = _encode(message)
+        _decode(head)  # msgspec checks fields when it decodes, and only then
+    except UnicodeEncodeError:
+        return pack(_escaped(message))
+    except (msgspec.MsgspecError, TypeError, ValueError, OverflowError) as error:
+        raise LocalProtocolError(f"can't send: {_located(cls, str(error))}") from None
+    if len(head) > LIMITS.head_bytes_max:
+        raise LocalProtocolError(f"{cls.__name__} of {len(head)} bytes, the limit is {LIMITS.head_bytes_max}")
+    return head
+
+
+def unpack(head: bytes | bytearray | memoryview) -> Message:
+    """Return the message that `pack` wrote.
+
+    Raises:
+        RemoteProtocolError: `pack` would not have written these bytes.
+    """
+    size_bytes = len(head) if isinstance(head, (bytes, bytearray)) else head.nbytes
+    if size_bytes > LIMITS.head_bytes_max:
+        raise RemoteProtocolError(f"a message of {size_bytes} bytes, the limit is {LIMITS.head_bytes_max}")
+    try:
+        message: Message = _decode(head)
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise RemoteProtocolError(f"malformed message: {error}") from error
+    if not bytes(head[:_START_BYTES_MAX]).startswith(_STARTS[type(message)]):
+        raise RemoteProtocolError(f"malformed message: {type(message).__name__} with fields missing")
+    return message
+
+
+def seal(head: bytes, header: bytes | memoryview = b"", references: Sequence[Reference] = ()) -> bytes:
+    """Return a message's first frame.
+
+    Args:
+        head: the packed message.
+        header: of the payload; empty if there is none.
+        references: to the frames in shared memory, in order of their places.
+    """
+    start = START.pack(len(head), len(references))
+    if references:
+        return b"".join([start, *[ENTRY.pack(*reference) for reference in references], head, header])
+    return b"".join((start, head, header))
+
+
+def unseal(first: memoryview, limits: MessageLimits) -> tuple[memoryview, memoryview, list[Reference]]:
+    """Return the head of a message's first frame, the payload's header, and references.
+
+    Raises:
+        RemoteProtocolError: it is cut off, a part is too long, or the references are not in order.
+    """
+    size_bytes = first.nbytes
+    if size_bytes < START.size:
+        raise RemoteProtocolError(f"malformed message: a first frame of {size_bytes} bytes")
+    head_bytes, count = START.unpack_from(first)
+    begin = START.size + count * ENTRY.size if count else START.size
+    end = begin + head_bytes
+    if count > limits.frames_max or end > size_bytes:
+        raise RemoteProtocolError(
+            f"malformed message: a head of {head_bytes} bytes and {count} references "
+            f"in a first frame of {size_bytes} bytes"
+        )
+    if head_bytes > limits.head_bytes_max:
+        raise RemoteProtocolError(f"a head of {head_bytes} bytes, the limit is {limits.head_bytes_max}")
+    if size_bytes - end > limits.header_bytes_max:
+        raise RemoteProtocolError(
+            f"a header of {size_bytes - end} bytes, the limit is {limits.header_bytes_max}"
+        )
+    return first[begin:end], first[end:], parse(first[START.size : begin]) if count else []
+
+
+def first_frame_bytes_max(limits: MessageLimits) -> int:
+    """Return the maximum size of a first frame."""
+    return START.size + limits.frames_max * ENTRY.size + limits.head_bytes_max + limits.header_bytes_max
+
+
+def _escaped(message: Message) -> Message:
+    fields = msgspec.structs.asdict(message)
+    return msgspec.structs.replace(message, **{name: _plain(value) for name, value in fields.items()})
+
+
+def _plain(value: Any) -> Any:
+    if type(value) is tuple:
+        return tuple(map(_plain, value))
+    return value.encode("utf-8", "backslashreplace").decode() if type(value) is str else value
+
+
+def _located(cls: type[WireMessage], reason: str) -> str:
+    """Put the name of a field into msgspec's text, which has its place in the list."""
+    names = ("tag", *cls.__struct_fields__)
+    return re.sub(r"\$\[(\d+)\]", lambda place: f"{cls.__name__}.{names[int(place[1])]}", reason, count=1)

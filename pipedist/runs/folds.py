@@ -1,0 +1,315 @@
+"""Folds: how the components of a stage become its value, in step order, whatever arrived first.
+
+A fold takes the parts of each step, in step order, and gives one value a scope: the run, an
+epoch, or a step (`per`). The parts of a step are those of its calls in replica order; empty
+shards make no call and are those of the last replicas, so part r is replica r's. Built-in ops
+fold partials here, with NumPy; a `combine` function is `pipedist.runs.combining`'s.
+
+What a fold has taken can be made durable at any moment between two steps: as its `state`, which is
+small, and a log of what grows with the run.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Literal
+
+import anyio.to_thread
+import numpy as np
+
+from pipedist.core import trees
+from pipedist.core.types import Tree
+from pipedist.reduction.batched import push_steps
+from pipedist.reduction.tree import FoldTree, Partial, Reduction
+
+if TYPE_CHECKING:
+    from pipedist.journal.log_format import RecordLog
+    from pipedist.outputs import Sink
+
+Per = Literal["run", "epoch", "step"]
+
+THREAD_BYTES = 1 << 20
+"""A piece larger than this is written in a thread, so that the loop stays responsive."""
+
+
+class Fold(ABC):
+    """The value or values of one reduce or gather stage.
+
+    Args:
+        name: the stage.
+        per: what gets a value of its own.
+        sink: where values go; None: they are kept.
+        keep: keep the values, though there may be a sink: a later phase reads them.
+        log: where values are noted that `restore` can't make of the state; None: there is no journal.
+    """
+
+    def __init__(
+        self, name: str, per: Per, sink: Sink | None, *, keep: bool = True, log: RecordLog | None = None
+    ) -> None:
+        self.name = name
+        self._log = log
+        self._unlogged: list[Tree] = []
+        self._is_finished = False
+        self.kept = keep
+        """Whether `result` holds the values; otherwise they are only in the sink."""
+        self._values: list[Tree] = []
+        self._per = per
+        self._sink = sink
+        self._epoch = 0
+        """The epoch that is open; those before it have their values."""
+        self._fresh: list[Tree] | None = None
+        """Values that `take_fresh` has not taken; None: nobody does."""
+        self._nothing = 0
+        """Components so far, while all of them are None; -1 from the first other one."""
+
+    async def add(self, epoch: int, steps: Sequence[Sequence[Tree]]) -> None:
+        """Take the parts of the next steps, all of one epoch.
+
+        Raises:
+            ValueError: the components do not fit together.
+            TypeError: a component is of a kind that can't be folded.
+            OverflowError: an integer result does not fit its dtype.
+            CallError: a `combine` function failed.
+            OutputError: the file can't be written.
+        """
+        if self._nothing >= 0:
+            made = [part for parts in steps for part in parts]
+            self._nothing = self._nothing + len(made) if all(map(self._is_none, made)) else -1
+        if self._per == "epoch":
+            await self._close_epochs(epoch)
+        if self._per == "step":
+            for parts in steps:
+                await self._take((parts,))
+                await self._close()
+        else:
+            await self._take(steps)
+        await self._note()
+
+    def watch(self) -> None:
+        """Keep new values for `take_fresh`, from now on."""
+        self._fresh = []
+
+    def take_fresh(self) -> list[Tree]:
+        """Return the values since the last time, in order."""
+        fresh, self._fresh = self._fresh or [], []
+        return fresh
+
+    async def end_epoch(self, epoch: int) -> None:
+        """Take note that the epoch, to which all steps since the last one belong, is over.
+
+        Raises:
+            As `add`.
+        """
+        if self._per == "epoch":
+            await self._close_epochs(epoch + 1)
+            await self._note()
+
+    async def finish(self, epochs: int) -> None:
+        """Take note that there are no more steps, of so many epochs in all.
+
+        Raises:
+            As `add`.
+        """
+        if self._per == "run":
+            await self._close()
+        elif self._per == "epoch":
+            await self._close_epochs(epochs)
+        self._is_finished = True
+        await self._note()
+
+    # -- what is durable of it ---------------------------------------------------------------------
+
+    def state(self) -> dict[str, Tree]:
+        """Return what the steps so far have left behind, but for what is in the log."""
+        state = {"epoch": self._epoch, "nothing": self._nothing, "finished": self._is_finished}
+        if self._is_finished and self._per == "run" and self._notes_values:
+            return {**state, "value": self._values[0]}
+        return {**state, **self._scope_state()}
+
+    async def restore(self, state: dict[str, Tree], entries: Iterable[tuple[Tree, Tree]]) -> None:
+        """Go on where a fold of the same stage was when it gave its state, which a sink gets to see too.
+
+        Args:
+            entries: those of the log at that time: what was said of them, and what is in them.
+
+        Raises:
+            As `add`, of values that were taken before; JournalError: the log is damaged.
+        """
+        log, self._log = self._log, None
+        for said, values in entries:
+            await self._replay(said, values)
+        if self._per == "run" and "value" in state:
+            self._values = [state["value"]]
+        elif not self._notes_values:
+            await self._close_epochs(state["epoch"] if self._per == "epoch" else 0)
+            if state["finished"] and self._per == "run":
+                await self._close()
+        else:
+            await self._restore_scope(state)
+        self._epoch, self._nothing = state["epoch"], state["nothing"]
+        self._is_finished = state["finished"]
+        self._log = log
+
+    _notes_values = True
+    """Whether the log has the values themselves, rather than what they are made of."""
+
+    async def _replay(self, said: Tree, values: Tree) -> None:
+        for value in values:
+            if self.kept:
+                self._values.append(value)
+            await self._deliver(value)
+
+    async def _note(self) -> None:
+        if self._log is not None and self._unlogged:
+            values, self._unlogged = self._unlogged, []
+            await note(self._log, values)
+
+    @abstractmethod
+    def _scope_state(self) -> dict[str, Tree]:
+        """Return what the current scope's steps have left behind."""
+
+    @abstractmethod
+    async def _restore_scope(self, state: dict[str, Tree]) -> None:
+        """Go on with a scope."""
+
+    # ------------------------------------------------------------------------------------------------
+
+    @property
+    def of_nothing(self) -> bool:
+        """Whether there were components, and every one of them was None."""
+        return self._nothing > 0
+
+    def _is_none(self, part: Tree) -> bool:
+        return part is None
+
+    @property
+    def result(self) -> Tree:
+        """The stage's value: one, or a list of them in order."""
+        if self._per == "run":
+            return self._values[0] if self._values else None
+        return self._values
+
+    async def _close_epochs(self, before: int) -> None:
+        while self._epoch < before:
+            await self._close()
+            self._epoch += 1
+
+    async def _close(self) -> None:
+        value = await self._scope_value()
+        if self.kept:
+            self._values.append(value)
+        if self._fresh is not None:
+            self._fresh.append(value)
+        if self._log is not None and self._notes_values and self._per != "run":
+            self._unlogged.append(value)
+        await self._deliver(value)
+
+    async def _deliver(self, value: Tree) -> None:
+        if self._sink is not None:
+            await write(self._sink, value)
+
+    @abstractmethod
+    async def _take(self, steps: Sequence[Sequence[Tree]]) -> None:
+        """Take the parts of steps into the current scope."""
+
+    @abstractmethod
+    async def _scope_value(self) -> Tree:
+        """Return the current scope's value, and begin a new scope."""
+
+
+async def write(sink: Sink, value: Tree) -> None:
+    """Append to a sink; a large value in a thread."""
+    if array_bytes(value) > THREAD_BYTES:
+        await anyio.to_thread.run_sync(sink.append, value)
+    else:
+        sink.append(value)
+
+
+async def note(log: RecordLog, values: list[Tree], said: Tree = None) -> None:
+    """Append to a log; large values in a thread."""
+    if array_bytes(values) > THREAD_BYTES:
+        await anyio.to_thread.run_sync(log.append, values, said)
+    else:
+        log.append(values, said)
+
+
+def array_bytes(value: Tree) -> int:
+    """Return the bytes of a tree's arrays."""
+    if isinstance(value, np.ndarray):
+        return value.nbytes
+    if type(value) is list and set(map(type, value)) == {np.ndarray}:
+        return sum([part.nbytes for part in value])
+    return sum(leaf.nbytes for leaf in trees.flatten(value)[0] if isinstance(leaf, np.ndarray))
+
+
+class ValueFold(Fold):
+    """A fold that is finished, and brought back."""
+
+    async def _take(self, steps: Sequence[Sequence[Tree]]) -> None:
+        raise RuntimeError(f"stage {self.name} has all its steps")
+
+    async def _scope_value(self) -> Tree:
+        return None
+
+    def _scope_state(self) -> dict[str, Tree]:
+        return {}
+
+    async def _restore_scope(self, state: dict[str, Tree]) -> None:
+        """Its values are all that there is."""
+
+
+class ReduceFold(Fold):
+    """A built-in op; its parts are partials, made on the workers."""
+
+    def __init__(
+        self,
+        name: str,
+        per: Per,
+        reduction: Reduction,
+        sink: Sink | None,
+        *,
+        keep: bool = True,
+        log: RecordLog | None = None,
+    ) -> None:
+        super().__init__(name, per, sink, keep=keep, log=log)
+        self._reduction = reduction
+        self._fits = sink is None
+        """Whether a value like that of the first call is known to fit its file."""
+        self._begin()
+
+    def _is_none(self, part: Partial) -> bool:
+        skeleton, leaves = part
+        return skeleton is None and not leaves
+
+    def _begin(self) -> None:
+        self._steps: FoldTree[Partial] = FoldTree(self._reduction.combine)
+        self._index = 0
+
+    async def _take(self, steps: Sequence[Sequence[Partial]]) -> None:
+        if not self._fits:
+            self._check_first(steps)
+        push_steps(self._reduction, self._steps, self._index, steps)
+        self._index += len(steps)
+
+    async def _scope_value(self) -> Tree:
+        partial = self._steps.result()
+        self._begin()
+        return self._reduction.finish(partial)
+
+    def _scope_state(self) -> dict[str, Tree]:
+        return {"index": self._index, "nodes": self._steps.state()}
+
+    async def _restore_scope(self, state: dict[str, Tree]) -> None:
+        self._index = state["index"]
+        self._steps.restore(state["nodes"])
+
+    def _check_first(self, steps: Sequence[Sequence[Partial]]) -> None:
+        """Tell at once what a file can't hold: a call's own value is like the final one."""
+        first = next((part for parts in steps for part in parts), None)
+        if first is None or self._sink is None:
+            return
+        self._fits = True
+        with suppress(OverflowError):  # a sum may come back into the range of its dtype
+            self._sink.check(self._reduction.finish(first))

@@ -1,0 +1,268 @@
+"""The folds of one pass: what its steps are handed to, up to finished values and their files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, NoReturn
+
+import anyio.abc
+import anyio.to_thread
+
+from pipedist.coordinator import Coordinator, Slots
+from pipedist.core.types import Tree
+from pipedist.errors import CallError, FoldError, OutputError
+from pipedist.plan import PassPlan, Plan
+from pipedist.reduction.batched import step_partial
+from pipedist.runs.combining import CombineFold, FoldCall
+from pipedist.runs.folds import Fold, ReduceFold
+from pipedist.runs.gather_fold import GatherFold
+from pipedist.runs.pass_inputs import grows, keeps, sink_of
+from pipedist.runs.programs import COMBINED, combine_program, parts_of, reduction_of, slot_of
+from pipedist.scheduler import PassSettings
+from pipedist.spec import GatherSpec, ReduceSpec, RunSpec
+from pipedist.values import PerReplica, gather
+
+if TYPE_CHECKING:
+    from pipedist.journal.log_format import RecordLog
+    from pipedist.outputs import RunFolder, Sink
+    from pipedist.runs.pass_journal import PassJournal
+
+FOLD_CALLS_MAX = 16
+"""Fold calls of one stage that run at one time."""
+
+_MISFITS = (TypeError, ValueError, OverflowError, OutputError)
+"""What a fold raises where components do not fit together, or into its file."""
+
+
+class PassFolds:
+    """The reduce and gather stages of one pass, by name; none is there before `open`.
+
+    Args:
+        plan: what the pass belongs to.
+        pass_: whose folds they are.
+        coordinator: of the cluster that executes `combine` functions.
+        folder: where files go, None for a run without outputs.
+        read_later: stages whose values a later phase reads, or an update.
+        unwritten: why an output has no file, though the run goes on; these add their own.
+        durable: what is durable of the pass; None: there is no journal.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        pass_: PassPlan,
+        coordinator: Coordinator,
+        folder: RunFolder | None,
+        *,
+        read_later: frozenset[str],
+        unwritten: MutableMapping[str, OutputError],
+        durable: PassJournal | None,
+    ) -> None:
+        self._plan = plan
+        self._pass = pass_
+        self._coordinator = coordinator
+        self._folder = folder
+        self._read_later = read_later
+        self._unwritten = unwritten
+        self._durable = durable
+        self._slots = {name: slot_of(name, plan.spec.stages[name]) for name in (*pass_.runs, *pass_.folds)}
+        self._folds: dict[str, Fold] = {}
+        self._sinks: dict[str, Sink] = {}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The stages whose folds are open."""
+        return tuple(self._folds)
+
+    # -- the beginning -----------------------------------------------------------------------------
+
+    def open(self, stack: ExitStack) -> None:
+        """Open every fold and its file.
+
+        Args:
+            stack: what it is closed with; a file that is not finished by then is given up.
+
+        Raises:
+            OutputError: a file can't be written.
+        """
+        for name in self._pass.folds:
+            sink = sink_of(self._plan, self._folder, name)
+            if sink is not None:
+                self._sinks[name] = sink
+                stack.callback(sink.abort)  # which does nothing to a finished one
+            self._folds[name] = self._fold(name, sink, stack)
+
+    def _fold(self, name: str, sink: Sink | None, stack: ExitStack) -> Fold:
+        stage = self._plan.spec.stages[name]
+        keep = keeps(self._plan, self._folder, self._read_later, name)
+        log: RecordLog | None = None
+        if self._durable is not None and grows(self._plan, name):
+            log = self._durable.log(name)
+        if isinstance(stage, GatherSpec):
+            return GatherFold(name, stage.per, stage.gather, sink, keep=keep, log=log)
+        if not isinstance(stage, ReduceSpec):
+            raise TypeError(f"stage {name} is neither a reduce nor a gather")
+        if stage.op is not None:
+            return ReduceFold(name, stage.per, reduction_of(stage), sink, keep=keep, log=log)
+        call = self._fold_call(name, stack)
+        return CombineFold(name, stage.per, call, sink, keep=keep, calls_max=FOLD_CALLS_MAX, log=log)
+
+    def _fold_call(self, name: str, stack: ExitStack) -> FoldCall:
+        handle = self._coordinator.open_pass(
+            combine_program(self._plan, name),
+            name=name,
+            settings=PassSettings(1, ordered=False, fail_fast=False, pulled=False, priority=0),
+        )
+        stack.callback(handle.close)
+
+        async def call(groups: list[list[Tree]]) -> Tree:
+            try:
+                slots = await handle.call_step([groups])
+            except CallError as error:
+                if all(part is None for group in groups for part in group):
+                    raise FoldError(name, self._no_value(name)) from error
+                raise
+            return slots[0][COMBINED]
+
+        return call
+
+    async def begin(self, tasks: anyio.abc.TaskGroup, states: Mapping[str, Tree] | None) -> None:
+        """Be ready for the first step.
+
+        Args:
+            tasks: where fold calls run.
+            states: what `state` returned at the snapshot with which the pass goes on; None: it begins.
+
+        Raises:
+            JournalError: what was left is damaged.
+        """
+        for fold in self._folds.values():
+            if isinstance(fold, CombineFold):
+                fold.attach(tasks)
+        if states is None or self._durable is None:
+            return
+        for name, fold in self._folds.items():
+            found = self._durable.entries(name) if grows(self._plan, name) else ()
+            await fold.restore(states[name], ((entry.meta, tree) for entry, tree in found))
+
+    # -- step by step ------------------------------------------------------------------------------
+
+    async def add(self, epoch: int, steps: Sequence[Sequence[Slots]]) -> None:
+        """Take what the calls of the next steps sent back, all of one epoch.
+
+        Raises:
+            FoldError: components do not fit together.
+            CallError: a `combine` function failed.
+            OutputError: a file can't be written.
+        """
+        for name, fold in self._folds.items():
+            try:
+                await fold.add(epoch, parts_of(self._slots[name], steps))
+            except _MISFITS as error:
+                self._blame(name, error)
+
+    async def end_epoch(self, epoch: int) -> None:
+        """Take note that an epoch, to which all steps since the last one belong, is over.
+
+        Raises:
+            As `add`.
+        """
+        for name, fold in self._folds.items():
+            try:
+                await fold.end_epoch(epoch)
+            except _MISFITS as error:
+                self._blame(name, error)
+
+    def watch(self, names: frozenset[str]) -> None:
+        """Keep new values of some stages for `take_fresh`, from now on."""
+        for name in names:
+            self._folds[name].watch()
+
+    def take_fresh(self, names: frozenset[str]) -> dict[str, list[Tree]]:
+        """Return the values of some stages since the last time, in order."""
+        return {name: self._folds[name].take_fresh() for name in names}
+
+    async def step_value(self, name: str, slots: list[Slots]) -> Tree:
+        """Return what one step is worth by itself to a stage of the pass, for a subscriber.
+
+        Raises:
+            CallError: a `combine` function failed.
+        """
+        stage = self._plan.spec.stages[name]
+        (parts,) = parts_of(self._slots[name], [slots])
+        if isinstance(stage, RunSpec):
+            made = [each.get(self._slots[name]) for each in slots]
+            return PerReplica([*made, *[None] * (self._plan.spec.replicas - len(made))])
+        if isinstance(stage, GatherSpec):
+            return gather(PerReplica(parts), stage.gather, len(parts)) if parts else None
+        fold = self._folds[name]
+        if isinstance(fold, CombineFold):
+            return await fold.step_value(parts)
+        if not isinstance(stage, ReduceSpec):
+            raise TypeError(f"stage {name} has no value a step")
+        reduction = reduction_of(stage)
+        return reduction.finish(step_partial(reduction, parts))
+
+    def _blame(self, name: str, error: Exception) -> NoReturn:
+        """Raise a stage's error: what does not fit together is the stage's."""
+        if self._folds[name].of_nothing:  # so far, and it ends here
+            raise FoldError(name, self._no_value(name)) from error
+        if isinstance(error, OutputError):
+            raise error
+        raise FoldError(name, str(error)) from error
+
+    def _no_value(self, name: str) -> str:
+        of = self._plan.spec.stages[name].of
+        return f"stage {of} returned None on every call: is a `return` missing?"
+
+    # -- what is durable ---------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Tree]:
+        """Return what the steps so far have left behind, but for what is in the logs."""
+        return {name: fold.state() for name, fold in self._folds.items()}
+
+    def logs_over(self) -> list[str]:
+        """Return the logs that nobody needs when the pass is complete: their values are in files."""
+        return [name for name, fold in self._folds.items() if grows(self._plan, name) and not fold.kept]
+
+    # -- the end -----------------------------------------------------------------------------------
+
+    async def finish(self, epochs: int) -> None:
+        """Take note that there are no more steps, of so many epochs in all.
+
+        Raises:
+            FoldError: components do not fit together, or there was none in any of them.
+            CallError: a `combine` function failed.
+        """
+        for name, fold in self._folds.items():
+            with self._file_of(name):
+                try:
+                    await fold.finish(epochs)
+                except _MISFITS as error:
+                    self._blame(name, error)
+            if fold.of_nothing:
+                raise FoldError(name, self._no_value(name))
+
+    async def write(self) -> None:
+        """Complete the files."""
+        for name, sink in self._sinks.items():
+            if name not in self._unwritten:
+                with self._file_of(name):
+                    await anyio.to_thread.run_sync(sink.finish)
+
+    @contextmanager
+    def _file_of(self, name: str) -> Iterator[None]:
+        """At the end of a pass: one file that can't be completed costs no other value."""
+        try:
+            yield
+        except OutputError as error:
+            self._unwritten[name] = error
+
+    def deliver(self, values: MutableMapping[str, Tree]) -> None:
+        """Add the finished values by stage; of one that only its file holds, the path."""
+        for name, fold in self._folds.items():
+            if fold.kept or self._folder is None:
+                values[name] = fold.result
+            elif name not in self._unwritten:
+                values[name] = self._folder.final(self._plan.spec.outputs[name])

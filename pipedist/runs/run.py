@@ -1,0 +1,467 @@
+"""A run as the user sees it, between `open` and its results."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+from functools import cached_property
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal
+
+import anyio
+import anyio.abc
+import anyio.to_thread
+
+from pipedist.cluster.base import Cluster, checked_count, usable_cores
+from pipedist.cluster.launchers.server import Spare
+from pipedist.coordinator import LogSink
+from pipedist.core.misuse_hints import AsyncOnly
+from pipedist.core.types import Tree
+from pipedist.errors import CallError, JournalError, LocalProtocolError, OutputError, RunCancelled, UsageError
+from pipedist.plan import Plan, compile_plan
+from pipedist.protocol import messages as msg
+from pipedist.runs.call_keys import replay_of
+from pipedist.runs.clusters import cluster_for
+from pipedist.runs.execution import Execution
+from pipedist.runs.finished import files_of, restored
+from pipedist.runs.quarantine import FILE as QUARANTINE
+from pipedist.runs.result import Ledger, Progress, Result
+from pipedist.runs.subscription import Part, Step, Stream, Subscription
+from pipedist.spec import Spec, load, with_cluster
+
+if TYPE_CHECKING:
+    from pipedist.outputs import FinishedRun, RunFolder
+    from pipedist.runs.diagnostics import Document
+    from pipedist.runs.pass_journal import RunJournal
+
+SpecLike = str | os.PathLike[str] | Mapping[str, Any] | Spec
+"""A path, the same document as a dict, or a spec that was loaded already."""
+
+
+Resume = bool | Literal["reuse"]
+"""Continue the run in the folder; "reuse": as far as nothing has changed."""
+
+
+class Run(AsyncOnly):
+    """A run, inside `async with pipedist.open(...)`.
+
+    It begins with the first of `steps`, `as_completed` and `results`. Leaving the context before its
+    end cancels it.
+
+    Args: as `open`; and a `spare` fork server for the cluster of its own, started ahead of time.
+    """
+
+    def __init__(
+        self,
+        spec: SpecLike,
+        *,
+        cluster: Cluster | str | None = None,
+        workers: int | None = None,
+        params: Mapping[str, Tree] | None = None,
+        sets: Sequence[str] = (),
+        output: str | os.PathLike[str] | None = None,
+        resume: Resume = False,
+        restart: bool = False,
+        verify: bool = False,
+        on_log: LogSink | None = None,
+        force: bool = False,
+        spare: Spare | None = None,
+    ) -> None:
+        self.id = os.urandom(8).hex()
+        self._began = time.monotonic()
+        if isinstance(spec, Spec) and (params or sets):
+            raise UsageError("`params` and `sets` come too late for a spec that was loaded already")
+        self._spec = spec if isinstance(spec, Spec) else load(spec, params=params, sets=sets)
+        self._given: tuple[SpecLike, Mapping[str, Tree] | None, Sequence[str]] = (spec, params, sets)
+        if isinstance(cluster, str):
+            self._spec, cluster = with_cluster(self._spec, cluster), None
+        if cluster is not None and workers is not None:
+            raise UsageError("say `cluster` or `workers`, not both: a cluster has its workers")
+        self._given_cluster = cluster
+        self._workers = workers
+        self._output = None if output is None else Path(output)
+        self._resume = resume
+        self._restart = restart
+        self._verify = verify
+        self._on_log = on_log
+        self._force = force
+        self._spare = spare or Spare()
+        self._stack = AsyncExitStack()
+        self._tasks: anyio.abc.TaskGroup | None = None
+        self._subscription: Subscription | None = None
+        self._has_begun = False
+        self._finished = anyio.Event()
+        self._error: BaseException | None = None
+        self._result: Result | None = None
+        self._execution: Execution | None = None
+        self._folder: RunFolder | None = None
+        self._journal: RunJournal | None = None
+        self._journal_notice = ""
+        self._can_replay = False
+        """Calls of it can be executed again, from its folder alone."""
+        self._earlier: FinishedRun | None = None
+        """A run that was finished in the folder before, and is not run again."""
+        self._cluster: Cluster | None = None
+        self._plan: Plan | None = None
+
+    @cached_property
+    def _main_scope(self) -> anyio.CancelScope:
+        """What is cancelled with the run; it can be made where an event loop runs, as the run need not."""
+        return anyio.CancelScope()
+
+    # -- lifetime ------------------------------------------------------------------------------
+
+    def compile(self) -> None:
+        """Import what the spec names, and plan what will be executed; `async with` does it where you don't.
+
+        Raises:
+            SpecError: the spec can't be executed.
+        """
+        if self._plan is None:
+            given = self._given_cluster
+            self._plan = compile_plan(
+                self._spec,
+                workers=given.workers if given else self._worker_count(),
+                verify=self._verify,
+                supply=given.supply if given else None,
+            )
+
+    async def __aenter__(self) -> Run:
+        if self._tasks is not None:
+            raise UsageError("a run is entered once: make another one with `pipedist.open`")
+        await self._stack.__aenter__()
+        self._stack.callback(self._spare.end)
+        try:
+            self.compile()
+            self._stack.callback(self.plan.close)
+            cluster = self._given_cluster
+            if cluster is None:
+                cluster = cluster_for(self.plan, force=self._force)
+            self._open_folder()
+            if self._earlier is None:
+                await self._open_cluster(cluster)
+            self._spare.end()  # it was taken, or nobody will
+            if self._folder is not None:
+                from pipedist.runs.status_socket import answering  # as the folder
+
+                await self._stack.enter_async_context(answering(self._folder.live, self._answer))
+            self._tasks = await self._stack.enter_async_context(anyio.create_task_group())
+        except BaseException as error:
+            await self._stack.__aexit__(type(error), error, error.__traceback__)
+            raise
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if not self._finished.is_set():
+            self._end(RunCancelled("the run was left before its end"))
+        if self._tasks is not None:
+            self._tasks.cancel_scope.cancel()
+        if not isinstance(error, asyncio.CancelledError):  # the user's own error leaves as it came
+            kind = error = trace = None
+        await self._stack.__aexit__(kind, error, trace)
+
+    def _worker_count(self) -> int:
+        wanted = self._spec.cluster.workers if self._workers is None else self._workers
+        return usable_cores() if wanted == "auto" else checked_count(wanted)
+
+    def _path(self) -> Path | None:
+        """Return where the run writes, None if it writes nothing."""
+        if self._output is None and not (self._spec.outputs or self._resume or self._restart):
+            return None
+        return Path("out") / self._spec.name if self._output is None else self._output
+
+    def _open_folder(self) -> None:
+        path = self._path()
+        if path is None:
+            return
+        from pipedist.outputs import FinishedRun, open_folder  # most embedded runs write no files
+        from pipedist.runs.identity import digest
+        from pipedist.runs.resume import explain, open_journal, since
+        from pipedist.runs.spec_source import Origin
+
+        outputs = files_of(self._spec)
+        opened = open_folder(
+            path,
+            run_id=self.id,
+            spec_hash=digest(self._spec),
+            outputs=outputs,
+            resume=self._resume,
+            restart=self._restart,
+            explain=lambda folder: explain(self.plan, folder),
+            since=lambda folder: since(self.plan, folder),
+        )
+        if isinstance(opened, FinishedRun):
+            self._earlier = opened
+            return
+        self._folder = self._stack.enter_context(opened)
+        origin = Origin.of(*self._given)
+        self._can_replay = bool(origin.source)
+        reuse = self._resume == "reuse"
+        journal = open_journal(
+            self.plan, opened, self.id, outputs, reuse=reuse, force=self._force, origin=origin
+        )
+        self._stack.callback(journal.journal.close)
+        self._journal, self._journal_notice = journal.run, journal.notice
+        self.id = opened.run_id  # a run that is resumed stays the run that it is
+
+    async def _open_cluster(self, cluster: Cluster) -> None:
+        if cluster is not self._given_cluster:
+            try:
+                await self._stack.enter_async_context(cluster)
+            except Exception:
+                if self._folder is not None and not self.resumable:  # nothing was done: nothing to continue
+                    with contextlib.suppress(OutputError):
+                        self._folder.fail(resumable=False)
+                raise
+        self._cluster = cluster
+        coordinator = cluster.coordinator  # raises if the given cluster is not open
+        if self._on_log is not None:
+            self._stack.callback(coordinator.add_log_sink(self._hear))
+
+    def _hear(self, worker: str, line: msg.LogLine) -> None:
+        """Pass a line on; if the user's function raises, that is how the run ends."""
+        try:
+            if self._on_log is not None and not self._finished.is_set():
+                self._on_log(worker, line)
+        except Exception as error:
+            self._end(error)
+            self._main_scope.cancel()
+
+    # -- what the user reads ---------------------------------------------------------------------
+
+    @property
+    def name(self) -> str:
+        """The spec's name."""
+        return self._spec.name
+
+    @property
+    def spec(self) -> Spec:
+        """The spec."""
+        return self._spec
+
+    @property
+    def plan(self) -> Plan:
+        """What will be executed."""
+        if self._plan is None:
+            raise UsageError("a run is used inside `async with pipedist.open(...)`")
+        return self._plan
+
+    @property
+    def notice(self) -> str:
+        """What the user should know about the output folder, or ""."""
+        return self._journal_notice or ("" if self._folder is None else self._folder.notice)
+
+    @property
+    def resumable(self) -> bool:
+        """Whether steps of it are kept in its folder, which need not be done again with `resume`."""
+        return self._journal is not None and self._journal.holds_steps
+
+    def ledger(self) -> Ledger:
+        """Return where every element went until now."""
+        return Ledger() if self._execution is None else self._execution.ledger()
+
+    def progress(self) -> Progress | None:
+        """Return how far the run is, None before it begins."""
+        return None if self._execution is None else self._execution.progress()
+
+    def why(self) -> Document:
+        """Return what the run waits for: which calls, where, for what; docs/stalls.md explains it.
+
+        Returns:
+            Plain JSON values. Looking changes nothing, and may be done at any time.
+        """
+        from pipedist.runs.diagnostics import document  # seldom asked for
+
+        state = "ended" if self._finished.is_set() else "running" if self._execution else "starting"
+        return document(self.id, self.name, state, None if state == "ended" else self._execution)
+
+    def _answer(self) -> bytes:
+        return json.dumps(self.why()).encode()
+
+    @property
+    def silent_s(self) -> float:
+        """For how long nothing has come back, been read or been taken, seconds; 0 before it begins."""
+        if self._execution is None or self._cluster is None:
+            return 0.0
+        return self._cluster.coordinator.silent_s
+
+    def steps(self, *stages: str) -> Stream[Step]:
+        """Stream the steps in order; a slow reader makes the run wait.
+
+        Args:
+            stages: run, reduce or gather stages that are made in one reading of one dataset.
+
+        Returns:
+            An async iterator of the steps; `step[NAME]` of a reduce or gather is this step's own value.
+            A wait for the next one that is cancelled loses nothing; `aclose` leaves the stream.
+
+        Raises:
+            UsageError: the stages don't belong together, the run has begun already, or it was
+                finished before and is not run again.
+            CallError: a call failed for good; the steps before it were yielded.
+            FoldError, OutputError, WorkersLost, RunCancelled: as `results`.
+        """
+        return Stream(lambda: self._subscribe("steps", stages), self._raise_error)
+
+    def as_completed(self, *stages: str) -> Stream[Part]:
+        """Stream the values of run stages, one a replica and step, in order of arrival.
+
+        A slow reader makes the run wait.
+
+        Args:
+            stages: run stages that are made in one reading of one dataset.
+
+        Returns:
+            An async iterator of the parts, as `steps` returns it.
+
+        Raises:
+            UsageError: a stage is no run, they don't belong together, the run has begun already, or it
+                was finished before and is not run again.
+            CallError: a call failed for good.
+            FoldError, OutputError, WorkersLost, RunCancelled: as `results`.
+        """
+        return Stream(lambda: self._subscribe("parts", stages), self._raise_error)
+
+    def _subscribe(self, kind: Literal["steps", "parts"], stages: Sequence[str]) -> Subscription:
+        if self._finished.is_set():
+            self._raise_error()
+        if self._has_begun:
+            raise UsageError("the run has begun: open one stream, before `results`")
+        if self._earlier is not None:
+            raise UsageError(
+                f"this run was finished before, in {self._earlier.path}: `results` shows what it gave, and "
+                "nothing is streamed again; without `resume` it runs anew"
+            )
+        self._subscription = Subscription(kind, stages, self.plan)
+        self._start()
+        return self._subscription
+
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    async def results(self) -> Result:
+        """Run to the end and return the results.
+
+        Raises:
+            CallError: a call failed for good.
+            FoldError: components do not fit together.
+            OutputError: a file can't be written, or can't hold its value. If that came out only at
+                the end of the run, its `result` has every other value and file.
+            WorkersLost: no worker can be kept alive.
+            RunDrained: it was drained before its end.
+            RunCancelled: it was cancelled, or left.
+            Exception: what the dataset's own iterator, or `on_log`, raised.
+        """
+        self._start()
+        if self._subscription is not None:
+            self._subscription.release()
+        await self._finished.wait()
+        self._raise_error()
+        if self._result is None:
+            raise LocalProtocolError("the run has ended without result or error")
+        return self._result
+
+    # -- stopping --------------------------------------------------------------------------------
+
+    def drain(self) -> None:
+        """Issue nothing more; running calls have `cluster.grace_s`, then the run is cancelled."""
+        if self._finished.is_set():
+            return
+        if self._execution is None or self._tasks is None:
+            self.cancel()
+            return
+        self._execution.drain()
+        self._tasks.start_soon(self._cancel_after, self._spec.cluster.grace_s)
+
+    async def _cancel_after(self, grace_s: float) -> None:
+        with anyio.move_on_after(grace_s) as waiting:
+            await self._finished.wait()
+        if waiting.cancelled_caught:
+            self.cancel()
+
+    def cancel(self) -> None:
+        """End the run at once."""
+        if not self._finished.is_set():
+            self._end(RunCancelled("the run was cancelled"))
+        self._main_scope.cancel()
+
+    # -- inside ----------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        if self._has_begun or self._finished.is_set():
+            return
+        if self._tasks is None:
+            raise UsageError("a run is used inside `async with pipedist.open(...)`")
+        self._has_begun = True
+        if self._earlier is not None:
+            self._result = restored(self._spec, self._earlier)
+            self._end(None)
+            return
+        self._tasks.start_soon(self._main, name=f"run {self.name}")
+
+    async def _main(self) -> None:
+        if self._cluster is None:
+            raise UsageError("a run is used inside `async with pipedist.open(...)`")
+        folder = self._folder
+        coordinator = self._cluster.coordinator
+        self._execution = Execution(self.plan, coordinator, folder, self._subscription, self._journal)
+        try:
+            with self._main_scope:
+                if self._journal is not None and self._journal.is_resumed:
+                    await self._cluster.gather()
+                await self._execution.run()
+                self._result = await self._made(self._execution, folder)
+        except Exception as error:
+            if isinstance(error, CallError) and folder is not None and self._can_replay:
+                error.replay = replay_of(self.plan, error, folder.path)
+            self._end(error)
+            # a journal that can't be written ends the run, and leaves it to be resumed
+            if folder is not None and not isinstance(error, RunCancelled | JournalError):
+                with contextlib.suppress(OutputError):  # then it counts as unfinished
+                    folder.fail(resumable=self.resumable)
+        else:
+            self._end(None)
+
+    def _end(self, error: BaseException | None) -> None:
+        self._error = self._error or error
+        self._finished.set()
+        if self._subscription is not None:
+            self._subscription.end()
+
+    async def _made(self, execution: Execution, folder: RunFolder | None) -> Result:
+        timings = {**execution.timings, "total": time.monotonic() - self._began}
+        failed = execution.unwritten
+        files = {}
+        if folder is not None:
+            files = {n: folder.final(o) for n, o in self._spec.outputs.items() if n not in failed}
+        quarantine = execution.quarantine()
+        if folder is not None and quarantine:
+            await anyio.to_thread.run_sync(quarantine.write, folder.staged(QUARANTINE))
+        result = Result(
+            name=self.name,
+            run_id=self.id,
+            by_stage=execution.results(),
+            files=files,
+            ledger=execution.ledger(),
+            timings=timings,
+            notice=self.notice,
+            quarantined=[each.entry() for _, each in quarantine],
+            quarantine_file=folder.final(QUARANTINE) if folder is not None and quarantine else None,
+        )
+        if folder is not None:
+            await anyio.to_thread.run_sync(lambda: folder.finish(result.document, failed=bool(failed)))
+        if failed:
+            raise OutputError("\n".join(map(str, failed.values())), result=result)
+        return result

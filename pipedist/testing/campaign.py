@@ -1,0 +1,82 @@
+"""Many simulations of the machines, one after the other."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from pipedist.testing.faults import Faults
+from pipedist.testing.simulation import Simulation
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """How many simulations there are, and how large they are."""
+
+    seeds: int
+    workers: int
+    calls: int
+
+
+BAR = (Size(20_000, 5, 40), Size(1_500, 20, 200), Size(50, 100, 1_000), Size(5, 1_000, 10_000))
+"""What has to pass before a release: no violation, in at most 90 CPU-seconds altogether."""
+
+COLLECT_EVENTS = 100_000
+"""Events after which what earlier simulations have left is collected."""
+
+
+class Campaign:
+    """Simulations of one size.
+
+    Args:
+        workers, calls, faults: as of `Simulation`.
+    """
+
+    def __init__(self, workers: int, calls: int, faults: Faults | None = None) -> None:
+        self._size = (workers, calls)
+        self._faults = faults
+        self.seeds = 0
+        """How many were played."""
+        self.events = 0
+        self.cpu_s = 0.0
+        self.counts: Counter[str] = Counter()
+        """Faults that have happened, by kind."""
+
+    def __str__(self) -> str:
+        """Return what was done, for people."""
+        workers, calls = self._size
+        faults = ", ".join(f"{kind} {n}" for kind, n in sorted(self.counts.items())) or "none"
+        return (
+            f"{self.seeds} seeds of {workers} workers x {calls} calls: no violation, {self.cpu_s:.1f} CPU-s, "
+            f"{self.seeds / max(self.cpu_s, 1e-9):.4g} seeds/s, {self.events} events; faults: {faults}"
+        )
+
+    def run(self, seeds: Iterable[int]) -> None:
+        """Play some seeds.
+
+        Raises:
+            SimulationFailure: of the first one with a violation.
+        """
+        workers, calls = self._size
+        began = time.process_time()
+        collect_at = self.events + COLLECT_EVENTS
+        gc.freeze()  # what is imported is no garbage: it need not be looked through again and again
+        gc.disable()  # a simulation is garbage as a whole
+        try:
+            for seed in seeds:
+                if self.events >= collect_at:
+                    gc.collect()
+                    collect_at = self.events + COLLECT_EVENTS
+                simulation = Simulation(seed, workers=workers, calls=calls, faults=self._faults)
+                simulation.run()
+                self.seeds += 1
+                self.events += simulation.events
+                self.counts.update(simulation.counts)
+                simulation.let_go()
+        finally:
+            gc.enable()
+            gc.unfreeze()
+            self.cpu_s += time.process_time() - began

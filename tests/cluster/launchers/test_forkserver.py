@@ -1,0 +1,74 @@
+"""The fork server itself, in a process that decides when it sees what."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+BEGINNING = """
+import os, select, signal, socket, types
+from msgspec.structs import asdict
+
+from pipedist.cluster.launchers import forkserver
+from pipedist.worker.settings import WorkerSettings
+from tests.cluster.launchers.processes import wait_state
+
+settings = asdict(WorkerSettings(endpoint="", worker="", incarnation=0, key_file="", threads=1, join_s=1.0))
+launcher, control = socket.socketpair()
+server = forkserver.ForkServer(control, os.getppid())
+"""
+
+
+def runs(script: str) -> None:
+    command = [sys.executable, "-c", BEGINNING + script]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_launcher_knows_a_workers_process_before_that_begins() -> None:
+    runs("""
+begun, begins = os.pipe()
+forkserver.worker_process.run_process = lambda *_: os.write(begins, b"x")
+send = server._send
+
+def slowly(kind, *items):
+    seen, _, _ = select.select([begun], [], [], 0.2)
+    assert not seen, f"it runs before its launcher knows that it has {kind}"
+    send(kind, *items)
+
+server._send = slowly
+server._fork("w0", 0, settings)
+assert os.read(begun, 1) == b"x"
+server._send = send
+server._kill_all()
+""")
+
+
+def test_a_stopped_worker_that_goes_on_is_not_killed_by_a_server_that_looks_late() -> None:
+    """The server was stopped too: the time is up, and it does not know yet which worker runs again."""
+    runs("""
+forkserver.worker_process.run_process = lambda *_: signal.pause()
+clock = forkserver.time = types.SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
+server._stopped_s_max = 3.0
+server._fork("goes on", 0, settings)
+server._fork("stays", 0, settings)
+goes_on, stays = server._children.values()
+for child in (goes_on, stays):
+    os.kill(child.pid, signal.SIGSTOP)
+    wait_state(child.pid, "T")
+server._reap()
+clock.now = 2.9
+server._kill_stopped()
+assert not goes_on.was_killed and not stays.was_killed
+os.kill(goes_on.pid, signal.SIGCONT)
+clock.now = 3.1
+server._kill_stopped()
+assert not goes_on.was_killed and stays.was_killed
+clock.now = 100.0
+server._kill_stopped()
+assert not goes_on.was_killed
+server._kill_all()
+""")

@@ -1,0 +1,111 @@
+"""What happens when user code fails: one clear error, the lowest call's, and a clean end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import pipedist
+
+F = "tests.runs.functions"
+
+
+def document(run: str, *, n: int = 40, batch: int = 4, **keys: Any) -> dict[str, Any]:
+    return {
+        "pipedist": 1,
+        "replicas": 2,
+        "dataset": {"range": n, "batch": batch},
+        "stages": {"y": {"run": f"{F}:{run}", **keys}, "out": {"gather": 0, "of": "y"}},
+    }
+
+
+def test_an_exception_reaches_the_caller_with_its_place() -> None:
+    with pytest.raises(pipedist.CallError) as caught:
+        pipedist.run(document("fails_on_13"), workers=2)
+    error = caught.value
+    assert (error.stage, error.step, error.replica, error.attempts) == ("y", 3, 0, 1)
+    assert error.worker in ("w0", "w1")
+    assert isinstance(error.__cause__, KeyError)
+    assert str(error.__cause__) == "'thirteen'"
+    assert "functions.py" in error.remote_traceback
+    assert "raise KeyError" in error.remote_traceback
+
+
+def test_an_array_that_is_changed_in_place_is_told_how_not_to_be() -> None:
+    with pytest.raises(pipedist.CallError) as caught:
+        pipedist.run(document("doubles_in_place"), workers=1)
+    assert str(caught.value.__cause__) == "output array is read-only"
+    assert "read-only: change a copy of them" in str(caught.value)
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_the_lowest_failure_is_told_whatever_arrives_first(workers: int) -> None:
+    with pytest.raises(pipedist.CallError) as caught:
+        pipedist.run(document("fails_slowly_on_low_steps"), workers=workers)
+    assert (caught.value.step, caught.value.replica) == (0, 0)
+    assert str(caught.value.__cause__) == "step 0 replica 0"
+
+
+def counted(retries: int, folder: Path) -> dict[str, Any]:
+    """Each call counts its attempts in a file: a slow one gets no second attempt beside the first."""
+    spec = document("fails_twice", retries=retries, **{"with": {"folder": str(folder)}})
+    return {**spec, "cluster": {"speculation": "off"}}
+
+
+def test_retries(tmp_path: Path) -> None:
+    result = pipedist.run(counted(2, tmp_path), workers=2)
+    assert result["out"].tolist() == list(range(40))
+    assert {p.stat().st_size for p in tmp_path.iterdir()} == {3}
+
+
+def test_retries_are_counted(tmp_path: Path) -> None:
+    with pytest.raises(pipedist.CallError, match="tried 2 times"):
+        pipedist.run(counted(1, tmp_path), workers=2)
+
+
+def test_a_call_that_kills_every_worker_is_given_up() -> None:
+    with pytest.raises(pipedist.CallError) as caught:
+        pipedist.run(document("always_dies", n=4), workers=2)
+    assert isinstance(caught.value.__cause__, pipedist.WorkerDied)
+    assert "exit code 7" in str(caught.value)
+
+
+def test_a_result_that_cannot_be_sent_names_its_place() -> None:
+    with pytest.raises(pipedist.CallError, match="a/1") as caught:
+        pipedist.run(document("unsendable", retries=3), workers=1)
+    assert caught.value.attempts == 1
+
+
+def test_components_that_do_not_fit_are_a_fold_error() -> None:
+    spec = document("double")
+    spec["stages"]["out"] = {"gather": 1, "of": "y"}
+    with pytest.raises(pipedist.FoldError, match="stage out"):
+        pipedist.run(spec, workers=1)
+
+
+def test_a_reduction_of_texts_names_the_stage() -> None:
+    spec = document("empty_dict")
+    spec["stages"]["out"] = {"reduce": "sum", "of": "y", "axis": 0}
+    with pytest.raises(pipedist.CallError, match="stage out"):
+        pipedist.run(spec, workers=1)
+
+
+def test_every_missing_thing_is_listed_at_once() -> None:
+    spec = {
+        "pipedist": 1,
+        "dataset": {"npy": {"path": "nothing/*.npy"}, "batch": 4},
+        "stages": {
+            "a": {"run": f"{F}:doubel"},
+            "b": {"run": "no_such_module:fn"},
+            "c": {"run": f"{F}:plus", "with": {"amuont": 1}},
+        },
+    }
+    with pytest.raises(pipedist.PlanError) as caught:
+        pipedist.run(spec, workers=1)
+    text = str(caught.value)
+    assert len(caught.value.problems) == 4, text
+    assert "did you mean 'double'" in text
+    assert "nothing/*.npy" in text
+    assert "amuont" in text

@@ -1,0 +1,228 @@
+"""Feeds: what is offered, what an element's id is, what happens when the data ends or fails."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import pipedist
+from pipedist.datasets.division import Division
+from pipedist.datasets.feeds import IndexedFeed, SequentialFeed, StepBatch
+from pipedist.datasets.sources import SourceError, open_source
+
+F = "tests.runs.functions"
+
+
+def indexed(
+    n: int, batch: int, replicas: int, *, epochs: int = 1, drop: bool = False, **kw: Any
+) -> IndexedFeed:
+    source = open_source("range", {"start": 0, "stop": n, "step": 1}, folder=Path())
+    division = Division(n, batch, replicas, drop)
+    return IndexedFeed(source, "d", division, epochs=epochs, shuffle_seed=kw.get("seed"))
+
+
+async def pulled(feed: Any, count: int) -> list[StepBatch]:
+    offers: list[StepBatch] = []
+    while got := await feed.pull(count):
+        offers += got
+    return offers
+
+
+@settings(deadline=None)
+@given(
+    n=st.integers(0, 50),
+    batch=st.integers(1, 9),
+    replicas=st.integers(1, 5),
+    epochs=st.integers(1, 3),
+    drop=st.booleans(),
+    count=st.integers(1, 8),
+)
+def test_an_indexed_feed_offers_what_the_division_says(
+    n: int, batch: int, replicas: int, epochs: int, drop: bool, count: int
+) -> None:
+    division = Division(n, batch, replicas, drop)
+    feed = indexed(n, batch, replicas, epochs=epochs, drop=drop)
+    offers = asyncio.run(pulled(feed, count))
+    steps = [(s, o.parts) for o in offers for s in range(o.first, o.last)]
+    total = division.steps_per_epoch * epochs
+    assert steps == [(s, division.parts(s)) for s in range(total)]
+    assert sum(o.elements for o in offers) == sum(division.rows(s) for s in range(total))
+    for first in range(total + 1):
+        for last in range(first, total + 1):
+            assert feed.elements(first, last) == sum(division.rows(s) for s in range(first, last))
+
+
+@pytest.mark.asyncio
+async def test_a_shuffle_keeps_the_order_of_the_epochs_in_use_only() -> None:
+    feed = indexed(10, 5, 1, epochs=50, seed=1)
+    for step in range(100):
+        ids = feed.shards(step, step + 1, local=True).ids
+        assert ids is not None
+        assert set(ids[0] // 10) == {step // 2}
+        feed.release(step)
+        assert len(feed._orders) <= 2
+
+
+def test_a_shuffle_for_which_there_is_no_memory_says_so() -> None:
+    source = open_source("range", {"stop": 2**62}, folder=Path())
+    feed = IndexedFeed(source, "d", Division(2**62, 2, 1), epochs=1, shuffle_seed=0)
+    with pytest.raises(SourceError, match=r"order of 4,611,686,018,427,387,904 elements .* `shuffle: false`"):
+        feed.shards(0, 1, local=True)
+
+
+@pytest.mark.asyncio
+async def test_leases_of_values_are_cut_by_bytes() -> None:
+    """A worker elsewhere can't read the source: once some shards were sent, offers tell their size."""
+    feed = indexed(1000, 100, 2)
+    assert [o.bytes for o in await feed.pull(1)] == [0]
+    shards = feed.shards(0, 2, local=False)
+    assert shards.values is not None
+    assert [len(v) for v in shards.values] == [50, 50]
+    assert [o.bytes for o in await feed.pull(2)] == [1600]
+
+
+def sequential(rows: Any, **kw: Any) -> SequentialFeed:
+    source = open_source("function", {"call": rows}, folder=Path())
+    return SequentialFeed(source, **{"batch": 4, "replicas": 2, "drop_remainder": False, "epochs": 1, **kw})
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("drop", [False, True])
+async def test_a_sequential_feed_over_epochs(drop: bool) -> None:
+    feed = sequential(lambda: iter(np.arange(10)), epochs=3, drop_remainder=drop)
+    offers = await pulled(feed, 2)
+    per_epoch = 2 if drop else 3
+    assert feed.steps_total == 3 * per_epoch
+    assert len(offers) == 3 * per_epoch
+    ids = [list(x) for step in range(3 * per_epoch) for x in feed.ids(step)]
+    flat = [i for part in ids for i in part]
+    assert flat == [e * 10 + i for e in range(3) for i in range(8 if drop else 10)]
+    assert [feed.epoch(s) for s in range(3 * per_epoch)] == [e for e in range(3) for _ in range(per_epoch)]
+    feed.release(4)
+    assert min(feed._blocks) == 4
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("later", [9, 11, 0])
+async def test_epochs_of_another_length_are_refused(later: int) -> None:
+    lengths = iter([10, later])
+    feed = sequential(lambda: iter(np.arange(next(lengths))), epochs=2)
+    with pytest.raises(SourceError, match="epoch 1 has"):
+        await pulled(feed, 100)
+
+
+@pytest.mark.asyncio
+async def test_what_was_read_before_an_error_comes_first() -> None:
+    def rows() -> Iterator[int]:
+        yield from range(9)
+        raise OSError("the tape broke")
+
+    feed = sequential(rows)
+    got = await feed.pull(100)
+    assert [o.elements for o in got] == [4, 4]
+    for _ in range(2):
+        with pytest.raises(SourceError, match="element 9: OSError: the tape broke"):
+            await feed.pull(100)
+
+
+@pytest.mark.asyncio
+async def test_runs_over_datasets_that_fail_or_are_empty() -> None:
+    def broken() -> Iterator[int]:
+        yield from range(9)
+        raise OSError("the tape broke")
+
+    def spec(rows: Any, **dataset: Any) -> dict[str, Any]:
+        return {
+            "pipedist": 1,
+            "replicas": 2,
+            "dataset": {"function": {"call": rows}, "batch": 4, **dataset},
+            "stages": {
+                "y": {"run": f"{F}:double"},
+                "t": {"reduce": "sum", "of": "y", "axis": 0},
+                "e": {"reduce": "sum", "of": "y", "axis": 0, "per": "epoch"},
+                "s": {"gather": 0, "of": "y", "per": "step"},
+            },
+        }
+
+    async with asyncio.timeout(100), pipedist.LocalCluster(workers=2) as cluster:
+        async with pipedist.open(spec(broken), cluster=cluster) as run:
+            seen = []
+            with pytest.raises(SourceError, match="the tape broke"):  # noqa: PT012
+                async for step in run.steps("y"):
+                    seen.append(step.index)
+            assert seen == list(range(len(seen)))
+            ledger = run.ledger()
+            assert ledger.elements == ledger.committed + ledger.lost
+        async with pipedist.open(spec(lambda: iter(()), epochs=2), cluster=cluster) as run:
+            result = await run.results()
+            assert result["t"] is None
+            assert result["e"] == [None, None]
+            assert result["s"] == []
+            assert result.ledger == pipedist.Ledger()
+        async with pipedist.open(
+            spec(lambda: iter(range(10)), epochs=3, drop_remainder=True), cluster=cluster
+        ) as run:
+            result = await run.results()
+            assert [int(v) for v in result["e"]] == [56, 56, 56]
+            assert [v.tolist() for v in result["s"]] == [[0, 2, 4, 6], [8, 10, 12, 14]] * 3
+            assert result.ledger == pipedist.Ledger(24, 24)
+        nothing = {
+            **spec(broken),
+            "dataset": {"range": 3, "batch": 4, "epochs": 2, "drop_remainder": True},
+        }
+        async with pipedist.open(nothing, cluster=cluster) as run:
+            assert [step async for step in run.steps("y")] == []
+            assert (await run.results())["e"] == [None, None]
+
+
+@pytest.mark.parametrize("seed", [None, 1])
+@pytest.mark.parametrize("local", [True, False])
+def test_some_elements_of_a_call_are_what_the_whole_has_at_these_places(
+    seed: int | None, local: bool
+) -> None:
+    feed = indexed(100, 20, 2, epochs=2, seed=seed)
+    call = 11  # of the second epoch
+    whole = feed.shards(call, call + 1, local=False)
+    assert whole.values is not None
+    assert feed.separable(call) == 10
+    some = feed.some(call, [(0, 2), (7, 8)], local=local)
+    assert some.ids is not None
+    assert np.asarray(some.ids[0]).tolist() == [np.asarray(feed._ids(call))[i] for i in (0, 1, 7)]
+    if local:
+        assert some.values is None, "the worker reads them itself"
+    else:
+        assert some.values is not None
+        assert some.values[0].tolist() == [whole.values[0][i] for i in (0, 1, 7)]
+
+
+def test_some_elements_of_a_text_are_located(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("".join(f"line {i}\n" for i in range(10)))
+    source = open_source("text", {"path": [str(tmp_path / "a.txt")]}, folder=tmp_path)
+    feed = IndexedFeed(source, "d", Division(10, 10, 2, False), epochs=1, shuffle_seed=None)
+    some = feed.some(1, [(1, 3)], local=True)
+    assert some.locations is not None
+    assert source.read(some.locations[0]) == ["line 6", "line 7"]
+
+
+@pytest.mark.asyncio
+async def test_some_elements_of_a_sequential_feed() -> None:
+    source = open_source("function", {"call": sequence, "with": {}}, folder=Path())
+    feed = SequentialFeed(source, batch=8, replicas=2, drop_remainder=False, epochs=1)
+    await feed.pull(2)
+    assert feed.separable(3) == 4
+    some = feed.some(3, [(0, 1), (2, 4)], local=False)
+    assert some.ids is not None
+    assert some.values is not None
+    assert some.ids[0].tolist() == [12, 14, 15]
+    assert some.values[0]["x"].tolist() == [12, 14, 15]
+
+
+def sequence() -> Iterator[dict[str, Any]]:
+    return ({"x": np.int64(i)} for i in range(20))

@@ -1,0 +1,327 @@
+"""Folds and spools by themselves: the fixed tree, epochs, bounded work, bounded memory."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import anyio
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipedist.errors import OutputError
+from pipedist.outputs import open_sink
+from pipedist.reduction.tree import FoldTree, Reduction
+from pipedist.runs import gather_fold
+from pipedist.runs.combining import CombineFold
+from pipedist.runs.folds import Per, ReduceFold
+from pipedist.runs.gather_fold import GatherFold
+from pipedist.runs.spool import Spool, SpoolFeed
+
+
+def tree(groups: Sequence[Sequence[Any]]) -> Any:
+    """What a worker does with a fold call: the fixed tree over groups of the fixed tree in each."""
+    outer: FoldTree[str] = FoldTree(lambda a, b: f"({a} {b})")
+    for index, group in enumerate(groups):
+        inner: FoldTree[str] = FoldTree(lambda a, b: f"({a} {b})")
+        for replica, part in enumerate(group):
+            inner.push(replica, part)
+        node = inner.result()
+        if node is not None:
+            outer.push(index, node)
+    return outer.result()
+
+
+class Worker:
+    """Folds groups after a while that is another one each time; counts what runs at one time."""
+
+    def __init__(self, fails_at: int = -1) -> None:
+        self.running = self.most = self.calls = 0
+        self.fails_at = fails_at
+
+    async def call(self, groups: list[list[Any]]) -> Any:
+        self.calls += 1
+        number = self.calls
+        self.running += 1
+        self.most = max(self.most, self.running)
+        for _ in range(number * 7 % 5):
+            await anyio.lowlevel.checkpoint()
+        self.running -= 1
+        if number == self.fails_at:
+            raise RuntimeError(f"call {number}")
+        return tree(groups)
+
+
+async def combined(steps: list[list[Any]], per: Any = "run", worker: Worker | None = None) -> Any:
+    fold = CombineFold("c", per, (worker or Worker()).call, None, calls_max=3)
+    async with anyio.create_task_group() as tasks:
+        fold.attach(tasks)
+        for at in range(0, len(steps), 7):
+            await fold.add(0, steps[at : at + 7])
+        await fold.finish(1)
+    return fold.result
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.integers(0, 3), max_size=600))
+def test_a_combine_is_the_fixed_tree_whatever_returns_first(parts: list[int]) -> None:
+    steps = [[f"{step}.{r}" for r in range(n)] for step, n in enumerate(parts)]
+    assert anyio.run(combined, steps) == tree(steps)
+
+
+@pytest.mark.asyncio
+async def test_combine_over_three_levels_with_bounded_work() -> None:
+    steps = [[str(step)] for step in range(16**2 * 3 + 21)]
+    worker = Worker()
+    assert await combined(steps, worker=worker) == tree(steps)
+    assert worker.most <= 3
+    assert await combined(steps[:40], "step") == [s[0] for s in steps[:40]]
+    assert await combined(steps[:40], "epoch") == [tree(steps[:40])]
+    assert await combined([]) is None
+
+
+@pytest.mark.asyncio
+async def test_a_combine_that_fails_ends_the_fold() -> None:
+    with pytest.raises(ExceptionGroup) as caught:
+        await combined([[str(step)] for step in range(1000)], worker=Worker(fails_at=5))
+    assert caught.group_contains(RuntimeError, match="call 5")
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("tiny", [4, 1024])
+async def test_a_gather_of_tiny_parts_is_that_of_all(tiny: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gather_fold, "TINY_PARTS", tiny)
+    for value in (lambda i: np.arange(i % 3), lambda i: {"a": np.array([i]), "b": np.array(["x" * (i % 4)])}):
+        fold = GatherFold("g", "run", 0, None)
+        for i in range(0, 50, 2):
+            await fold.add(0, [[value(i), value(i + 1)]])
+        await fold.finish(1)
+        made = [value(i) for i in range(50)]
+        if isinstance(made[0], dict):
+            assert fold.result["a"].tolist() == list(range(50))
+            assert fold.result["b"].tolist() == ["x" * (i % 4) for i in range(50)]
+        else:
+            assert fold.result.tolist() == np.concatenate(made).tolist()
+            assert fold.result.dtype == np.int64
+
+
+@pytest.mark.asyncio
+async def test_a_gather_does_not_keep_a_million_small_objects() -> None:
+    fold = GatherFold("g", "run", 0, None)
+    for _ in range(20):
+        await fold.add(0, [[np.zeros(1)] for _ in range(1000)])
+    assert len(fold._parts) < 1100
+    await fold.finish(1)
+    assert fold.result.shape == (20_000,)
+
+
+@pytest.mark.asyncio
+async def test_a_gather_never_promotes_and_says_what_does_not_fit() -> None:
+    for odd, error in ((np.zeros(1, np.float32), TypeError), (np.zeros((1, 2)), ValueError)):
+        fold = GatherFold("g", "run", 0, None)
+        with pytest.raises(error, match="replica 1"):
+            await fold.add(0, [[np.zeros(1)], [odd]])
+    fold = GatherFold("g", "run", 0, None)
+    with pytest.raises(ValueError, match="scalar"):
+        await fold.add(0, [[np.float64(1.0)]])
+
+
+@pytest.mark.asyncio
+async def test_a_reduce_has_the_same_value_in_any_batches() -> None:
+    reduction = Reduction.of("sum", 0)
+    values = np.random.default_rng(1).standard_normal((500, 3, 2)).astype(np.float32)
+    steps = [[reduction.partial(row) for row in step[: 1 + i % 3]] for i, step in enumerate(values)]
+    found = []
+    for size in (1, 7, 500):
+        fold = ReduceFold("r", "run", reduction, None)
+        for at in range(0, 500, size):
+            await fold.add(0, steps[at : at + size])
+        await fold.finish(1)
+        found.append(fold.result.tobytes())
+    assert len(set(found)) == 1
+
+
+@pytest.mark.asyncio
+async def test_every_epoch_has_its_value_also_an_empty_one() -> None:
+    reduction = Reduction.of("sum", 0)
+    part = reduction.partial(np.array([1, 2]))
+    fold = ReduceFold("r", "epoch", reduction, None)
+    await fold.add(1, [[part], [part]])
+    await fold.finish(4)
+    assert fold.result == [None, 6, None, None]
+    fold = ReduceFold("r", "step", reduction, None)
+    await fold.add(0, [[part], []])
+    await fold.finish(1)
+    assert fold.result == [3, None]
+
+
+@pytest.mark.asyncio
+async def test_values_that_are_in_a_file_are_not_kept(tmp_path: Path) -> None:
+    fold = GatherFold("g", "run", 0, open_sink(tmp_path / "g.npy", shape="run", gather=True), keep=False)
+    for i in range(10):
+        await fold.add(0, [[np.array([i])]])
+    await fold.finish(1)
+    assert fold._parts == []
+    assert fold._sink is not None
+    fold._sink.finish()
+    assert np.load(tmp_path / "g.npy").tolist() == list(range(10))
+
+
+def _rows(i: int) -> Any:
+    return {"id": np.arange(i, i + i % 3), "score": np.full(i % 3, i / 7)}
+
+
+def _words(i: int) -> Any:
+    return np.array(["x" * (i % 5)])
+
+
+def _mixed(i: int) -> Any:
+    return np.full(1 if i % 7 else 300, i, np.int64)
+
+
+def _wide(i: int) -> Any:
+    return np.full((2, i % 2 + 1), i)
+
+
+TABLES = ["g.npz", "g.csv", "g.jsonl", "g.json", "g.parquet"]
+IN_FILES = [
+    *[(name, value, 0) for name in TABLES for value in (_rows, _words, _mixed)],
+    *[("g.npy", value, 0) for value in (_words, _mixed)],
+    *[(name, _wide, 1) for name in ("g.npy", "g.npz", "g.jsonl", "g.json")],
+]
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(("name", "value", "axis"), IN_FILES)
+async def test_a_file_has_the_same_bytes_however_its_parts_come(
+    name: str, value: Callable[[int], Any], axis: int, tmp_path: Path
+) -> None:
+    found = set()
+    for size in (1, 3, 64):
+        sink = open_sink(tmp_path / name, shape="run", gather=True, axis=axis)
+        fold = GatherFold("g", "run", axis, sink, keep=False)
+        for at in range(0, 64, size):
+            await fold.add(0, [[value(i)] for i in range(at, min(at + size, 64))])
+        await fold.finish(1)
+        found.add(sink.finish().read_bytes())
+    assert len(found) == 1
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(("name", "value", "axis"), IN_FILES)
+async def test_a_component_that_is_none_is_nothing_in_a_file_too(
+    name: str, value: Callable[[int], Any], axis: int, tmp_path: Path
+) -> None:
+    found = []
+    for nothing in ([None], []):
+        sink = open_sink(tmp_path / name, shape="run", gather=True, axis=axis)
+        fold = GatherFold("g", "run", axis, sink, keep=False)
+        for i in range(6):
+            await fold.add(0, [nothing, [value(i)]])
+        await fold.finish(1)
+        found.append(sink.finish().read_bytes())
+    assert found[0] == found[1]
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("per", ["run", "epoch"])
+@pytest.mark.parametrize("streams", [False, True])
+async def test_what_does_not_fit_is_told_alike_however_it_comes(
+    per: Per, streams: bool, tmp_path: Path
+) -> None:
+    parts: list[Any] = [np.zeros((2, 3)), np.zeros((0, 3)), np.zeros((1, 3)), np.zeros((2, 4))]
+    told = set()
+    for size in (1, 2, 4):
+        sink = open_sink(tmp_path / "g.npz", shape="run", gather=True) if streams and per == "run" else None
+        fold = GatherFold("g", per, 0, sink)
+        *before, last = [[[part] for part in parts[at : at + size]] for at in range(0, 4, size)]
+        for steps in before:
+            await fold.add(0, steps)
+        with pytest.raises(ValueError, match=r"step 3, replica 0: .*\(2, 3\), replica 1 \(2, 4\)") as failed:
+            await fold.add(0, last)
+        told.add(str(failed.value))
+        if sink is not None:
+            sink.abort()
+    assert len(told) == 1
+
+
+@pytest.mark.asyncio
+async def test_values_of_epochs_need_not_fit_together() -> None:
+    fold = GatherFold("g", "epoch", 0, None)
+    await fold.add(0, [[{"a": np.zeros((2, 3))}]])
+    await fold.add(1, [[{"a": np.zeros((2, 4))}]])
+    await fold.finish(2)
+    assert [value["a"].shape for value in fold.result] == [(2, 3), (2, 4)]
+
+
+@pytest.mark.asyncio
+async def test_tiny_parts_that_come_together_are_written_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sink = open_sink(tmp_path / "g.npy", shape="run", gather=True)
+    appended: list[int] = []
+    append = sink.append
+    monkeypatch.setattr(sink, "append", lambda value: (appended.append(len(value)), append(value)))
+    fold = GatherFold("g", "run", 0, sink, keep=False)
+    await fold.add(0, [[np.array([i]), np.array([i, i])] for i in range(1000)])
+    await fold.add(0, [[np.arange(1000), np.array([1])], [np.array([1])]])
+    assert appended == [3000, 1000, 2]
+    with pytest.raises(TypeError, match=r"step 1003, replica 1: .*dtype"):
+        await fold.add(0, [[np.array([1])], [np.array([1]), np.array([1.0])], [np.array([1.0])]])
+    sink.abort()
+
+
+# -- spools ----------------------------------------------------------------------------------
+
+
+@pytest.mark.asyncio
+async def test_a_spool_gives_back_steps_and_ids() -> None:
+    spool = Spool("y")
+    parts = [[{"a": np.arange(i + r), "s": "x"} for r in range(i % 3)] for i in range(50)]
+    for i, step in enumerate(parts):
+        spool.append(step, [range(i, i + 1)] * len(step), elements=len(step), epoch=i // 20)
+    spool.finish()
+    feed = SpoolFeed(spool, 3, 4)
+    offers = [*await feed.pull(20), *await feed.pull(1000)]
+    assert await feed.pull(1) == []
+    assert [s for o in offers for s in range(o.first, o.last)] == list(range(50))
+    for offer in offers:
+        for step in range(offer.first, offer.last):
+            assert offer.parts == len(parts[step])
+            shards = feed.shards(step * 3, step * 3 + offer.parts, local=True)
+            assert shards.ids == feed.ids(step) == [range(step, step + 1)] * offer.parts
+            assert shards.values is not None
+            for got, kept in zip(shards.values, parts[step], strict=True):
+                assert np.array_equal(got["a"], kept["a"])
+                assert got["s"] == "x"
+            assert feed.epoch(step) == step // 20
+    assert sum(o.elements for o in offers) == feed.elements(0, 50) == sum(map(len, parts))
+    assert all(o.bytes > 0 for o in offers)
+    spool.close()
+
+
+def test_a_spool_that_can_not_be_written_says_whose_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    spool = Spool("huge")
+    with open("/dev/full", "wb", buffering=0) as full:
+        os.dup2(full.fileno(), spool._log.fd)
+    spool.append([np.zeros(1)], [range(1)], elements=1, epoch=0)  # small: it is written later
+    with pytest.raises(OutputError, match=r"stage huge .*No space left"):
+        spool.append([np.zeros(100_000)], [range(1)], elements=1, epoch=0)
+    spool.close()
+
+
+def test_a_spool_keeps_numbers_not_objects() -> None:
+    spool = Spool("y")
+    spool.append([1, 2], [range(1), range(1)], elements=2, epoch=0)
+    gc.collect()
+    before = len(gc.get_objects())
+    for _ in range(2000):
+        spool.append([1, 2], [range(1), range(1)], elements=2, epoch=0)
+    gc.collect()
+    assert len(gc.get_objects()) - before < 200
+    spool.close()

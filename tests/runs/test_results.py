@@ -1,0 +1,303 @@
+"""What a result holds: values or paths, the spec's order, retries by stage, ledgers, arguments."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import pipedist
+
+F = "tests.runs.functions"
+
+
+def document(**stages: Any) -> dict[str, Any]:
+    return {
+        "pipedist": 1,
+        "name": "results",
+        "replicas": 2,
+        "dataset": {"range": 12, "batch": 4, "epochs": 2},
+        "stages": stages,
+    }
+
+
+def test_one_value_is_a_value_and_what_streams_into_a_file_is_its_path(tmp_path: Path) -> None:
+    spec = document(
+        z={"run": f"{F}:plus", "of": "y", "with": {"amount": "${stages.rows}"}},
+        rows={"gather": 0, "of": "dataset"},
+        other={"gather": 0, "of": "y"},
+        y={"run": f"{F}:double"},
+        total={"reduce": "sum", "of": "y", "axis": 0},
+        steps={"reduce": "sum", "of": "y", "axis": 0, "per": "step"},
+        epochs={"reduce": f"{F}:larger", "of": "y", "per": "epoch"},
+        merged={"reduce": f"{F}:larger", "of": "y"},
+        last={"reduce": "max", "of": "z", "axis": 0},
+        inline={"reduce": "sum", "of": "y", "axis": 0, "per": "epoch"},
+    )
+    spec["stages"]["z"]["run"] = f"{F}:first_of"
+    outputs = {
+        "rows": "rows.npy", "other": "other.npz", "total": "total.json", "steps": "steps.npy",
+        "epochs": "epochs.json", "merged": "merged.npy", "last": "last.json",
+    }  # fmt: skip
+    out = tmp_path / "out"
+    result = pipedist.run({**spec, "outputs": outputs}, workers=2, output=out)
+    assert list(result) == [name for name in spec["stages"] if name not in ("y", "z")]
+    for name in ("rows", "other", "steps", "epochs"):
+        assert result[name] == out / outputs[name], name
+    assert result["total"] == 264
+    assert result["merged"].tolist() == [20, 22]
+    assert result["last"] == 22 + 0
+    assert [int(v) for v in result["inline"]] == [132, 132]
+    assert np.load(out / "rows.npy").tolist() == [*range(12), *range(12)]
+    assert np.load(out / "steps.npy").tolist() == [12, 44, 76] * 2
+    assert result.files == {name: out / path for name, path in outputs.items()}
+    assert result.ledger == pipedist.Ledger(24, 24)
+    assert set(result.timings) == {"phase 1", "phase 2", "total"}
+    again = pipedist.run({**spec, "outputs": outputs}, workers=1, output=out, resume=True)
+    assert again.run_id == result.run_id
+    assert again.document == {**result.document, "timings": again.document["timings"]}
+    assert set(again) == set(result)
+
+
+@pytest.mark.parametrize("first", [0, 2])
+def test_retries_are_those_of_the_stage_that_raised(first: int, tmp_path: Path) -> None:
+    """Both stages run in one call; the other one's retries do not count."""
+    spec = document(
+        a={"run": f"{F}:fails_twice", "with": {"folder": str(tmp_path)}, "retries": first},
+        b={"run": f"{F}:double", "of": "a", "retries": 2 - first},
+        out={"gather": 0, "of": "b"},
+    )
+    if first:
+        assert len(pipedist.run(spec, workers=2)["out"]) == 24
+        return
+    with pytest.raises(pipedist.CallError) as caught:
+        pipedist.run(spec, workers=2)
+    assert (caught.value.stage, caught.value.attempts) == ("a", 1)
+
+
+def test_a_run_that_failed_leaves_no_file_and_is_not_replaced_unasked(tmp_path: Path) -> None:
+    spec = document(y={"run": f"{F}:fails_on_eleven_once", "with": {"folder": str(tmp_path)}})
+    spec["stages"]["rows"] = {"gather": 0, "of": "y"}
+    spec["outputs"] = {"rows": "rows.npy"}
+    out = tmp_path / "out"
+    with pytest.raises(pipedist.CallError):
+        pipedist.run(spec, workers=1, output=out)
+    assert [path.name for path in out.iterdir()] == [".pipedist"]
+    with pytest.raises(pipedist.UsageError, match=r"holds the failed run \w+: --resume continues"):
+        pipedist.run(spec, workers=1, output=out)
+    result = pipedist.run(spec, workers=1, output=out, restart=True)
+    assert np.load(result["rows"]).tolist() == [*range(12), *range(12)]
+
+
+def test_a_run_that_failed_before_anything_was_done_is_replaced(tmp_path: Path) -> None:
+    spec = document(y={"run": f"{F}:fails_on_13"})
+    spec["dataset"] = {"range": {"start": 13, "stop": 25}, "batch": 4}
+    spec["stages"]["rows"] = {"gather": 0, "of": "y"}
+    spec["outputs"] = {"rows": "rows.npy"}
+    for _ in range(2):
+        with pytest.raises(pipedist.CallError):
+            pipedist.run(spec, workers=1, output=tmp_path / "out")
+
+
+@pytest.mark.asyncio
+async def test_an_unfinished_folder_is_not_overwritten_unasked(tmp_path: Path) -> None:
+    spec = document(rows={"gather": 0, "of": "dataset"})
+    spec["outputs"] = {"rows": "rows.npy"}
+    out = tmp_path / "out"
+    async with pipedist.open(spec, workers=1, output=out) as run:
+        async for _ in run.steps("rows"):
+            break  # the run is left before its end
+    assert not (out / "rows.npy").exists()
+    with pytest.raises(pipedist.UsageError, match="unfinished"):
+        async with pipedist.open(spec, workers=1, output=out):
+            pass
+    async with pipedist.open(spec, workers=1, output=out, restart=True) as run:
+        result = await run.results()
+    assert np.load(result["rows"]).tolist() == [*range(12), *range(12)]
+
+
+def tree_of_arrays(shard: Any) -> dict[str, Any]:
+    return {"n": len(shard), "arr": np.ones(3)}
+
+
+def nothing(shard: Any) -> None:
+    """Forget to return."""
+
+
+def texts(shard: Any) -> list[str]:
+    return [str(n) for n in shard]
+
+
+def sums(a: Any, b: Any) -> Any:
+    return {"total": a, "list": [np.ones(2), np.ones(3)]}
+
+
+@pytest.mark.parametrize("file", ["t.csv", "t.npy", "t.parquet"])
+def test_what_a_file_can_not_hold_is_told_with_the_first_step(tmp_path: Path, file: str) -> None:
+    spec = document(
+        y={"run": tree_of_arrays},
+        g={"gather": 0, "of": "dataset"},
+        t={"reduce": "sum", "of": "y", "axis": None},
+    )
+    spec["dataset"] = {"range": 100_000, "batch": 10}
+    spec["outputs"] = {"g": "g.json", "t": file}
+    with pytest.raises(pipedist.OutputError, match=rf"outputs\.t \({file}\): ") as caught:
+        pipedist.run(spec, workers=1, output=tmp_path / "out")
+    assert ".pipedist" not in str(caught.value)
+    assert caught.value.result is None, "it did not run to its end"
+    assert [path.name for path in (tmp_path / "out").iterdir()] == [".pipedist"]
+
+
+def test_an_output_that_fails_at_the_end_costs_no_other_value(tmp_path: Path) -> None:
+    spec = document(
+        g={"gather": 0, "of": "dataset"},
+        t={"reduce": sums, "of": "dataset"},
+        inline={"reduce": "sum", "of": "dataset", "axis": 0},
+    )
+    spec["outputs"] = {"g": "g.json", "t": "t.csv"}
+    out = tmp_path / "out"
+    with pytest.raises(pipedist.OutputError, match=r"outputs\.t \(t\.csv\)") as caught:
+        pipedist.run(spec, workers=1, output=out)
+    result = caught.value.result
+    assert isinstance(result, pipedist.Result)
+    assert (result.ledger.lost, result["inline"]) == (0, 132)
+    assert result.files == {"g": out / "g.json"}
+    assert (out / "g.json").exists()
+    assert not (out / "t.csv").exists()
+    assert set(result["t"]) == {"total", "list"}, "the value itself is there"
+    with pytest.raises(pipedist.OutputError):  # it is no finished run
+        pipedist.run(spec, workers=1, output=out, resume=True)
+
+
+@pytest.mark.parametrize(
+    "stage",
+    [{"reduce": "sum", "axis": None}, {"reduce": "max", "axis": 0}, {"gather": 0}, {"reduce": sums},
+     {"gather": 0, "per": "step"}],
+)  # fmt: skip
+@pytest.mark.parametrize("file", [None, "t.npy", "t.csv"])
+def test_a_forgotten_return_is_named(stage: dict[str, Any], file: str | None, tmp_path: Path) -> None:
+    if stage.get("per") and file == "t.csv":
+        return  # refused before it runs
+    spec = document(f={"run": nothing}, t={"of": "f", **stage})
+    if file:
+        spec["outputs"] = {"t": file}
+    with pytest.raises(
+        pipedist.FoldError, match="stage t: stage f returned None on every call: is a `return` missing"
+    ):
+        pipedist.run(spec, workers=1, output=tmp_path / "out")
+
+
+def forgets(a: Any, b: Any) -> None:
+    del a, b
+
+
+def test_a_combine_function_that_forgets_its_return_is_named() -> None:
+    spec = document(t={"of": "dataset", "reduce": forgets})
+    spec["dataset"] = {"range": 4, "batch": 2}
+    with pytest.raises(
+        pipedist.FoldError, match=r"stage t: the combine function returned None.*`return` missing"
+    ):
+        pipedist.run(spec, workers=1)
+
+
+def a_range(x: Any) -> range:
+    return range(int(x[0]), int(x[0]) + len(x))
+
+
+@pytest.mark.parametrize("file", [None, "t.npy"])
+def test_a_range_is_gathered_as_an_array(file: str | None, tmp_path: Path) -> None:
+    spec = document(f={"run": a_range}, t={"of": "f", "gather": 0})
+    spec["dataset"] = {"range": 9, "batch": 4}
+    if file:
+        spec["outputs"] = {"t": file}
+    result = pipedist.run(spec, workers=1, output=tmp_path / "out")
+    assert (np.load(result.files["t"]) if file else result["t"]).tolist() == list(range(9))
+
+
+def test_what_can_not_be_sent_in_with_is_located() -> None:
+    spec = document(
+        f={"run": "tests.runs.test_results:keyed", "with": {"k": {"a": [object()]}}},
+        t={"of": "f", "gather": 0},
+    )
+    with pytest.raises(TypeError, match="stage f: `with`: can't send an object, at k/a/0"):
+        pipedist.run(spec, workers=1)
+
+
+def keyed(x: Any, k: Any) -> Any:
+    return x
+
+
+def test_no_calls_give_null() -> None:
+    spec = document(f={"run": nothing}, t={"of": "f", "reduce": "sum", "axis": 0})
+    spec["dataset"] = {"range": 0, "batch": 4}
+    assert pipedist.run(spec, workers=1)["t"] is None
+
+
+def test_what_can_not_be_gathered_is_located() -> None:
+    spec = document(f={"run": texts}, t={"of": "f", "gather": 0})
+    with pytest.raises(pipedist.FoldError, match=r"stage t: step 0, replica 0: .*np\.array"):
+        pipedist.run(spec, workers=1)
+
+
+def test_a_missing_value_says_which_are_there() -> None:
+    spec = document(y={"run": f"{F}:double"}, t={"reduce": "sum", "of": "y", "axis": 0})
+    result = pipedist.run(spec, workers=1)
+    assert "y" not in result
+    assert result.get("y") is None
+    with pytest.raises(KeyError) as caught:
+        result["y"]
+    assert str(caught.value).startswith("no value 'y'; there are: t. ")
+    assert "steps" in str(caught.value)
+
+
+@pytest.mark.asyncio
+async def test_arguments_that_make_no_sense(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from pipedist.spec import load
+
+    monkeypatch.chdir(tmp_path)
+    spec = document(t={"reduce": "sum", "of": "dataset", "axis": 0})
+    loaded = load(spec)
+    closed = pipedist.LocalCluster(workers=1)
+    with pytest.raises(pipedist.UsageError, match="not both"):
+        pipedist.open(spec, cluster=closed, workers=2)
+    with pytest.raises(pipedist.UsageError, match="too late"):
+        pipedist.open(loaded, params={"a": 1})
+    for workers in (0, -1, True, "4", 1.5):
+        with pytest.raises(pipedist.UsageError, match="workers: expected an integer"):
+            pipedist.run(spec, workers=workers)  # type: ignore[arg-type]
+        with pytest.raises(pipedist.UsageError, match="workers: expected an integer"):
+            pipedist.LocalCluster(workers=workers)  # type: ignore[arg-type]
+    run = pipedist.open(spec, cluster=closed)
+    for early in (run.results(), anext(run.steps("t"))):
+        with pytest.raises(pipedist.UsageError, match="inside"):
+            await early
+    with pytest.raises(pipedist.UsageError, match="async with LocalCluster"):
+        await run.__aenter__()
+    async with pipedist.LocalCluster(workers=1) as cluster:
+        with pytest.raises(pipedist.UsageError, match="open already"):
+            await cluster.__aenter__()
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.asyncio
+async def test_progress_and_ledger_follow_the_run() -> None:
+    spec = document(
+        y={"run": f"{F}:double"},
+        t={"reduce": "sum", "of": "y", "axis": 0},
+        z={"run": f"{F}:plus", "of": "y", "with": {"amount": "${stages.t}"}},
+    )
+    async with pipedist.LocalCluster(workers=1) as cluster:
+        async with pipedist.open(spec, cluster=cluster) as run:
+            assert run.progress() is None
+            assert run.ledger() == pipedist.Ledger()
+            await run.results()
+            progress = run.progress()
+            assert progress is not None
+            assert (progress.phase, progress.phases, progress.workers_ready) == (1, 2, 1)
+            (count,) = progress.passes
+            assert (count.elements_done, count.elements_total) == (24, 24)
+            assert (count.steps_done, count.steps_total, count.calls_done) == (6, 6, 12)
+        assert cluster.coordinator._passes.handles == {}

@@ -1,0 +1,133 @@
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pipedist.cli.app import app
+from pipedist.cli.simulate_command import EVERYTHING, SimulateOptions, execute, parse_costs
+from pipedist.errors import UsageError
+from pipedist.testing import Faults
+
+FAILING = f"""
+pipedist: 1
+replicas: 3
+code: {Path(__file__).parents[2]}
+dataset: {{range: 60, batch: 6}}
+stages:
+  each: {{run: "tests.testing.replica_functions:fails"}}
+  total: {{reduce: sum, of: each, axis: 0}}
+"""
+
+FORGETFUL = FAILING.replace(":fails", ":HowMany") + "params: {what: x}\n"
+
+
+def test_costs() -> None:
+    assert parse_costs("a=0.05, b=2") == {"a": 0.05, "b": 2.0}
+    assert parse_costs(None) == {}
+
+
+@pytest.mark.parametrize("text", ["a", "a=x", "a=-1", "a=1,a=2", "a=inf", "a=nan"])
+def test_wrong_costs(text: str) -> None:
+    with pytest.raises(UsageError, match="expected STAGE=SECONDS"):
+        parse_costs(text)
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"), [("x", "'x'; there are: drop, "), ("dro", "'drop'? There are: drop, ")]
+)
+def test_an_unknown_fault_is_told_with_those_that_there_are(kind: str, told: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(told)):
+        Faults.parse(f"{kind}=0.1")
+
+
+def test_the_faults_that_are_the_default_can_be_read() -> None:
+    assert str(Faults.parse(EVERYTHING)) == EVERYTHING
+
+
+def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    assert execute(SimulateOptions("specs/total.yaml", seeds=3, faults="crash=0.2")) == 0
+    lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert (lines["seeds"], lines["workers"], lines["violations"]) == ("3", "3", "0")
+    assert lines["faults"].startswith("crash ")
+
+
+def test_a_spec_that_always_fails_fails_its_simulation(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec = tmp_path / "spec.yaml"
+    spec.write_text(FAILING)
+    assert execute(SimulateOptions(str(spec), faults="crash=0.1")) == 1
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert "stage each, step 2, replica 0, worker w0: ValueError: two is bad" in told.err
+    assert "without any fault, on one worker: no seed was played" in told.err
+
+
+def test_one_seed_of_a_spec_that_always_fails_can_be_played(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec = tmp_path / "spec.yaml"
+    spec.write_text(FAILING)
+    assert execute(SimulateOptions(str(spec), seed=1, faults="crash=0.1")) == 1
+    told = capsys.readouterr()
+    assert "violations  0" in told.out
+    assert "ValueError: two is bad" in told.err
+
+
+def test_seeds_and_seed_exclude_each_other(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        app(["simulate", "specs/total.yaml", "--seeds", "3", "--seed", "2"])
+    assert ended.value.code == 2
+    assert "--seeds and --seed exclude each other" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("faults", ["none", "crash=0.05"])
+def test_what_is_told_plays_the_same_again(
+    faults: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec = tmp_path / "a spec.yaml"
+    spec.write_text(FORGETFUL)
+    options = SimulateOptions(str(spec), seed=3, workers=4, faults=faults, sets=("what=[a, b c]",))
+    assert execute(options) == 1
+    first = capsys.readouterr().out
+    (line,) = [line for line in first.splitlines() if line.startswith("  again: ")]
+    _, *arguments = shlex.split(line.removeprefix("  again: "))
+    with pytest.raises(SystemExit) as ended:
+        app(arguments)
+    assert ended.value.code == 1
+    assert capsys.readouterr().out == first
+
+
+KILLED = """
+pipedist: 1
+dataset: {range: 6, batch: 2}
+stages:
+  each: {run: "killed:fn"}
+  total: {reduce: sum, of: each, axis: 0}
+outputs: {total: total.json}
+"""
+
+
+def test_what_one_that_was_killed_left_is_removed_by_the_next_one(tmp_path: Path) -> None:
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    (tmp_path / "killed.yaml").write_text(KILLED)
+
+    def simulate(body: str) -> int:
+        (tmp_path / "killed.py").write_text(f"import os\ndef fn(x):\n    {body}\n    return x\n")
+        command = [sys.executable, "-m", "pipedist", "simulate", "killed.yaml", "--seed", "1"]
+        env = {**os.environ, "TMPDIR": str(scratch)}
+        return subprocess.run(
+            command, cwd=tmp_path, env=env, capture_output=True, check=False, timeout=60
+        ).returncode
+
+    assert simulate("os.kill(os.getpid(), 9)") == -9
+    assert len(list(scratch.iterdir())) == 1
+    assert simulate("pass") == 0
+    assert list(scratch.iterdir()) == []
