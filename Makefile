@@ -1,4 +1,4 @@
-# Everything a newcomer needs: `make demo` and `make test`, with Python 3.11 or newer and make.
+# `make demo` and `make test` need only Python 3.11 or newer and make.
 
 PYTHON ?= python3
 VENV := .venv
@@ -8,19 +8,19 @@ INSTALLED := $(VENV)/.installed
 .DEFAULT_GOAL := help
 
 .PHONY: help
-help:  ## Say what can be made.
+help:  ## List the targets.
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
-# One environment for all: pip runs again only when the project's dependencies change.
+# One environment for all targets; pip runs again only when the dependencies change.
 $(INSTALLED): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
-	  { echo "pipedist needs Python 3.11 or newer; say which: make PYTHON=python3.12 ..."; exit 1; }
+	  { echo "pipedist needs Python 3.11 or newer. Choose one with: make PYTHON=python3.12 ..."; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[examples,parquet,fsspec,test,check]'
 	@touch $@
 
 .PHONY: install
-install: $(INSTALLED)  ## Make the virtual environment in .venv, with everything in it.
+install: $(INSTALLED)  ## Create the virtual environment .venv with all dependencies.
 
 .PHONY: demo
 demo: $(INSTALLED)  ## Run a pipeline over 336,776 real flights on 2 worker processes.
@@ -32,7 +32,7 @@ test: $(INSTALLED)  ## Run the test suite, on two cores.
 	$(BIN)/python -m pytest -q -n 4 --dist worksteal
 
 .PHONY: test-slow
-test-slow: $(INSTALLED)  ## Run the tests that make test leaves out because they take long.
+test-slow: $(INSTALLED)  ## Run the slow tests that make test skips.
 	PIPEDIST_TEST_SLOW=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal -m slow
 
 .PHONY: test-networks
@@ -40,23 +40,23 @@ test-networks: $(INSTALLED)  ## Test runs over several hosts, in network namespa
 	PIPEDIST_TEST_NETWORKS=full PIPEDIST_TEST_SLOW=1 $(BIN)/python -m pytest -q -s tests/networks
 
 .PHONY: test-many
-test-many: $(INSTALLED)  ## Finish a run on 64 worker processes, and say what they cost.
+test-many: $(INSTALLED)  ## Run a pipeline on 64 worker processes, and report their cost.
 	PIPEDIST_TEST_MANY=64 $(BIN)/python -m pytest -q -s tests/runs/test_many_workers.py
 
 .PHONY: test-hosts
 test-hosts: $(INSTALLED)  ## Run the tests of several hosts; some need mount namespaces (unshare -rm).
 	$(BIN)/python -m pytest -q tests/hosts
 
-.PHONY: chaos-scheduler
-chaos-scheduler: $(INSTALLED)  ## Kill three runs at every record of their journals, and resume each (a quarter of an hour); EVERY=19: at each 19th.
+.PHONY: chaos-driver
+chaos-driver: $(INSTALLED)  ## Kill three runs at every record of their journals, and resume each (15 minutes); EVERY=19: at each 19th.
 	$(BIN)/python -m tests.journal.chaos --steps $(or $(STEPS),100) --every $(or $(EVERY),1)
 
 .PHONY: test-memory
-test-memory: $(INSTALLED)  ## Test workers that the kernel kills for want of memory; takes root: sudo make test-memory.
+test-memory: $(INSTALLED)  ## Test workers that the kernel kills when memory runs out; needs root: sudo make test-memory.
 	$(BIN)/python -m pytest -q tests/cluster/launchers/test_out_of_memory.py
 
 .PHONY: chaos-workers
-chaos-workers: $(INSTALLED)  ## Kill, stop and crash workers for a minute: the same bytes, nothing left.
+chaos-workers: $(INSTALLED)  ## Kill, stop and crash workers for a minute: same bytes, no leftovers.
 	$(BIN)/python -m tests.acceptance.worker_chaos $(ARGS)
 
 .PHONY: chaos-signals
@@ -64,28 +64,28 @@ chaos-signals: $(INSTALLED)  ## Interrupt 200 runs at seeded times, and resume e
 	$(BIN)/python -m tests.acceptance.signal_chaos $(ARGS)
 
 .PHONY: fuzz
-fuzz: $(INSTALLED)  ## Damaged messages and specs: the whole bar, or make fuzz SHARE=0.01.
+fuzz: $(INSTALLED)  ## Fuzz messages and specs; a share of it: make fuzz SHARE=0.01.
 	$(BIN)/python -m tests.acceptance.fuzz --share $(or $(SHARE),1) $(ARGS)
 
 .PHONY: rogues
-rogues: $(INSTALLED)  ## Rogue clients of eight kinds and more, beside honest workers.
+rogues: $(INSTALLED)  ## Test rogue clients beside honest workers.
 	PIPEDIST_TEST_SLOW=1 $(BIN)/python -m pytest -q tests/acceptance/test_rogues.py tests/transport/test_rogues.py \
 	  tests/transport/test_shared_memory_rogues.py tests/architecture/test_execution.py
 
 .PHONY: soak
-soak: $(INSTALLED)  ## A million calls: memory and descriptors do not grow (some minutes).
+soak: $(INSTALLED)  ## Run a million calls, and check that memory and descriptors do not grow (minutes).
 	$(BIN)/python -m tests.acceptance.soak $(ARGS)
 
 .PHONY: detection
-detection: $(INSTALLED)  ## Measure how soon a dead, stopped, silent or hanging worker is noticed.
+detection: $(INSTALLED)  ## Measure how soon a dead, stopped, silent or hanging worker is detected.
 	$(BIN)/python -m tests.acceptance.detection $(ARGS)
 
 .PHONY: determinism
-determinism: $(INSTALLED)  ## 1, 2, 4 and 8 workers, 20 shuffled schedules each: the same bytes.
+determinism: $(INSTALLED)  ## Compare the bytes of runs on 1, 2, 4 and 8 workers, with 20 shuffled schedules each.
 	PIPEDIST_TEST_SLOW=1 $(BIN)/python -m pytest -q tests/acceptance/test_schedules.py tests/runs/test_determinism.py
 
 .PHONY: simulate
-simulate: $(INSTALLED)  ## Simulate the scheduler and workers with faults: the whole bar, or make simulate SHARE=0.1.
+simulate: $(INSTALLED)  ## Simulate the scheduler and workers with faults; a share of it: make simulate SHARE=0.1.
 	$(BIN)/python -m pipedist.testing --share $(or $(SHARE),1)
 
 .PHONY: conformance
@@ -102,19 +102,19 @@ types: $(INSTALLED)  ## Check the types (mypy, strict).
 	$(BIN)/mypy
 
 .PHONY: architecture
-architecture: $(INSTALLED)  ## Check that imports go down only.
+architecture: $(INSTALLED)  ## Check layers, import cycles, prose and public docstrings.
 	$(BIN)/python -m pytest -q tests/architecture
 
 .PHONY: check
-check: lint types architecture  ## Style, types, architecture.
+check: lint types architecture  ## Check style, types and architecture.
 
 .PHONY: docs
-docs: $(INSTALLED)  ## Write the parts of docs/ that are generated.
+docs: $(INSTALLED)  ## Write the generated parts of docs/.
 	$(BIN)/python -m pipedist.spec.reference > docs/language.md
 	$(BIN)/python -m pipedist.cli.api_reference > docs/api.md
 
 .PHONY: clean
-clean:  ## Remove what was made.
+clean:  ## Remove everything that make created.
 	rm -rf $(VENV) out build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis examples/flights/data
 
 .PHONY: bench-peers
@@ -130,15 +130,15 @@ bench: $(INSTALLED)  ## Measure pipedist beside its peers: make bench ARGS="--on
 	$(BIN)/python -m benchmarks.run --write-docs $(ARGS)
 
 .PHONY: bench-scheduler
-bench-scheduler: $(INSTALLED)  ## Measure what the scheduler costs a call, with 10 to 10,000 workers.
+bench-scheduler: $(INSTALLED)  ## Measure the scheduler's cost per call, with 10 to 10,000 workers.
 	$(BIN)/python -m benchmarks.scheduler_cost $(ARGS)
 
 .PHONY: bench-test
-bench-test: $(INSTALLED)  ## Run every workload in tiny sizes, for correct results only.
+bench-test: $(INSTALLED)  ## Run every workload in tiny sizes, to check results only.
 	$(BIN)/python -m pytest -q benchmarks/tests
 
 .PHONY: bench-profile
-bench-profile: $(INSTALLED)  ## Show where a call's time goes: make bench-profile ARGS="--only W1".
+bench-profile: $(INSTALLED)  ## Profile the time of a call: make bench-profile ARGS="--only W1".
 	$(BIN)/python -m benchmarks.call_profile $(ARGS)
 
 .PHONY: bench-torch
@@ -156,16 +156,16 @@ test-gpu: $(INSTALLED)  ## Run the tests that need a CUDA device and torch.
 	$(BIN)/python -m pytest -q -m gpu tests
 
 .PHONY: test-torch
-test-torch:  ## Test what takes torch tensors (after make bench-torch).
+test-torch:  ## Run the tests that need torch (after make bench-torch).
 	benchmarks/.venv/bin/python -m pytest -q -m torch tests/collectives tests/values
 
 .PHONY: test-jax
-test-jax: $(INSTALLED)  ## Install jax for the CPU, and test that its arrays are taken (120 MiB).
+test-jax: $(INSTALLED)  ## Install jax for the CPU, and run the tests that need it (120 MiB).
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check jax
 	$(BIN)/python -m pytest -q -m jax tests/values
 
 .PHONY: test-engines
-test-engines:  ## Test the launchers ray and dask with real ones, in .venv-engines (1 GiB).
+test-engines:  ## Test the launchers ray and dask with real clusters, in .venv-engines (1 GiB).
 	@test -x .venv-engines/bin/python || $(PYTHON) -m venv .venv-engines
 	.venv-engines/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[test,ray,dask]'
 	.venv-engines/bin/python -m pytest -q tests/engines

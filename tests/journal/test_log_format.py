@@ -75,7 +75,7 @@ def check_flips(bits: range) -> None:
 
 
 def test_every_bit_flip_gives_the_exact_prefix_or_a_named_error() -> None:
-    check_flips(range(3, 4, 19))  # every 19th bit, of all places in a byte; the others: make chaos-scheduler
+    check_flips(range(3, 4, 19))  # every 19th bit, of all places in a byte; the others: make chaos-driver
 
 
 @pytest.mark.parametrize("where", [0, 1, 50, 98])

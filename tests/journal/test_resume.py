@@ -30,7 +30,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Job:
 def test_a_run_that_is_killed_at_a_record_goes_on_from_there(
     undisturbed: Job, tmp_path: Path, share: float
 ) -> None:
-    """All records of a longer run: make chaos-scheduler."""
+    """All records of a longer run: make chaos-driver."""
     last = undisturbed.history().count
     record = max(1, round(share * last))
     job = kill_and_resume(tmp_path, everything(tmp_path, STEPS), record, MANY.passes, workers=3)
@@ -183,7 +183,7 @@ outputs: {t: t.json}
 
 @pytest.mark.slow
 def test_gangs_and_sources_without_random_access_go_on(tmp_path: Path) -> None:
-    """All records: make chaos-scheduler."""
+    """All records: make chaos-driver."""
     straight = Job(tmp_path / "straight", GANG.spec(tmp_path / "straight", 10))
     assert straight.run(kill_at=NEVER) == 0, straight.told
     record = straight.history().count // 2
@@ -203,7 +203,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Job:
 def test_a_training_goes_on_from_any_record(trained: Job, tmp_path: Path, record: int) -> None:
     """Record 8 is of the first epoch's evaluation: the state must be that of its end.
 
-    All records: make chaos-scheduler.
+    All records: make chaos-driver.
     """
     assert trained.history().count > 20
     spec = TRAINING.spec(tmp_path, 5)
