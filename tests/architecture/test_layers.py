@@ -25,7 +25,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("cluster",),
     ("strategy", "runs"),
     ("testing",),
-    ("cli", "__init__", "__main__"),
+    ("cli", "__init__"),
 )
 """The lowest layer first. Packages of one layer do not import each other."""
 
@@ -58,7 +58,8 @@ def modules() -> dict[str, Path]:
 
 def package_of(name: str) -> str:
     parts = name.split(".")
-    return parts[1] if len(parts) > 1 else "__init__"
+    package = parts[1] if len(parts) > 1 else "__init__"
+    return "cli" if package == "__main__" else package
 
 
 @cache

@@ -65,8 +65,9 @@ def texts(path: Path) -> Iterator[tuple[int, str]]:
 def violations(path: Path) -> Iterator[str]:
     for line, text in texts(path):
         plain = re.sub(r"`[^`]*`", "x", text).lower()
+        joined = re.sub(r"(?<!\n)\n(?!\n)", " ", plain)  # a sentence goes on after the end of a line
         for name, pattern in FOUND.items():
-            for match in pattern.finditer(plain):
+            for match in pattern.finditer(joined):
                 at = line + plain[: match.start()].count("\n")
                 yield f"{path.relative_to(ROOT)}:{at}: {name}: {match.group(0).strip()!r}"
 
