@@ -26,7 +26,7 @@ PATTERNS = {
     "'hangs on'": r"\bhang(?:s|ing)? on\b|\bhung on\b",
     "'mend'": r"\bmend(?:s|ed|ing)?\b",
     "'do again' for repeat": r"\b(?:is|are|be|was|were) done again\b",
-    "a building": r"\b(?:doors?|floors?|houses?|roads?|doorstep)\b(?! ?(?:plan|\())",
+    "a building": r"\b(?:doors?|floors?|houses?|roads?|doorstep)\b(?! ?(?:or ceil|\())",
     "a court": r"\b(?:guilty|innocent|suspects?|courtroom)\b",
     "a staff": r"\b(?:keepers?|crews?|muster|lay(?:s)? off|laid off|expel(?:s|led)?|turn(?:s|ed)? away)\b",
     "'the bar'": r"\bthe bar\b(?! chart)",
