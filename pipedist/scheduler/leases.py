@@ -8,7 +8,14 @@ from msgspec import Struct
 
 from pipedist.scheduler.bisection import Probe
 from pipedist.scheduler.commands import UNKNOWN, Cause
-from pipedist.scheduler.transitions import GangState, WorkerState, next_gang_state, next_worker_state
+from pipedist.scheduler.transitions import (
+    GangEvent,
+    GangState,
+    WorkerEvent,
+    WorkerState,
+    next_gang_state,
+    next_worker_state,
+)
 
 
 @dataclass(slots=True, eq=False)
@@ -64,8 +71,7 @@ class Worker:
     """The cancelled lease that it may still run: it gets no calls until it confirms the cancellation. It holds
     no lease then. 0: not suspended. READY only."""
 
-    def become(self, what: str) -> None:
-        """Take the transition `what`."""
+    def become(self, what: WorkerEvent) -> None:
         self.state = next_worker_state(self.name, self.state, what)
 
 
@@ -112,8 +118,7 @@ class GangAttempt:
     bytes: int = 0
     """Bytes of the stashed results."""
 
-    def become(self, what: str) -> None:
-        """Take the transition `what`."""
+    def become(self, what: GangEvent) -> None:
         self.state = next_gang_state(self.serial, self.state, what)
 
     def came_back(self, lease: int, busy_ns: int, size: int) -> None:

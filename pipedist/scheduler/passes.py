@@ -14,7 +14,7 @@ from pipedist.scheduler.gang_scheduling import GangGroups
 from pipedist.scheduler.leases import GangAttempt
 from pipedist.scheduler.queues import BackoffQueue, RangeSet, Todo, TodoQueue
 from pipedist.scheduler.settings import PassSettings, SchedulerLimits
-from pipedist.scheduler.transitions import PassState, next_pass_state
+from pipedist.scheduler.transitions import PassEvent, PassState, next_pass_state
 
 
 @dataclass(slots=True)
@@ -101,8 +101,7 @@ class Pass:
     def __post_init__(self) -> None:
         self.offered = self.requested = self.visible = self.consumed = self.settings.first_step
 
-    def become(self, what: str) -> None:
-        """Take the transition `what`."""
+    def become(self, what: PassEvent) -> None:
         self.state = next_pass_state(self.id, self.state, what)
 
     @property

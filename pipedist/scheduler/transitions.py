@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
+from typing import Literal
 
 from pipedist.errors import LocalProtocolError
 
@@ -23,7 +24,9 @@ class WorkerState(enum.Enum):
     """Lost, and not replaced by the scheduler."""
 
 
-WORKER_TRANSITIONS: Mapping[tuple[WorkerState, str], WorkerState] = {
+WorkerEvent = Literal["joined", "lost", "lost unmanaged"]
+
+WORKER_TRANSITIONS: Mapping[tuple[WorkerState, WorkerEvent], WorkerState] = {
     (WorkerState.STARTING, "joined"): WorkerState.READY,
     (WorkerState.STARTING, "lost"): WorkerState.STARTING,
     (WorkerState.READY, "lost"): WorkerState.STARTING,
@@ -47,7 +50,9 @@ class PassState(enum.Enum):
     """The failure was reported."""
 
 
-PASS_TRANSITIONS: Mapping[tuple[PassState, str], PassState] = {
+PassEvent = Literal["ended", "call failed", "all visible", "failure reported"]
+
+PASS_TRANSITIONS: Mapping[tuple[PassState, PassEvent], PassState] = {
     (PassState.OPEN, "ended"): PassState.ENDED,
     (PassState.OPEN, "call failed"): PassState.FAILING,
     (PassState.ENDED, "call failed"): PassState.FAILING,
@@ -74,7 +79,9 @@ class GangState(enum.Enum):
     """A member was lost, or the step is of no use any more: no result counts, leases are cancelled."""
 
 
-GANG_TRANSITIONS: Mapping[tuple[GangState, str], GangState] = {
+GangEvent = Literal["call raised", "all reported", "broken up"]
+
+GANG_TRANSITIONS: Mapping[tuple[GangState, GangEvent], GangState] = {
     (GangState.RUNNING, "call raised"): GangState.ENDING,
     (GangState.RUNNING, "all reported"): GangState.COMPLETE,
     (GangState.RUNNING, "broken up"): GangState.BROKEN,
@@ -84,7 +91,7 @@ GANG_TRANSITIONS: Mapping[tuple[GangState, str], GangState] = {
 }
 
 
-def next_worker_state(worker: str, state: WorkerState, what: str) -> WorkerState:
+def next_worker_state(worker: str, state: WorkerState, what: WorkerEvent) -> WorkerState:
     """Return the next state, or raise LocalProtocolError."""
     try:
         return WORKER_TRANSITIONS[state, what]
@@ -92,7 +99,7 @@ def next_worker_state(worker: str, state: WorkerState, what: str) -> WorkerState
         raise LocalProtocolError(f"worker {worker}: {what!r} can't happen while {state.value}") from None
 
 
-def next_pass_state(pass_id: int, state: PassState, what: str) -> PassState:
+def next_pass_state(pass_id: int, state: PassState, what: PassEvent) -> PassState:
     """Return the next state, or raise LocalProtocolError."""
     try:
         return PASS_TRANSITIONS[state, what]
@@ -100,7 +107,7 @@ def next_pass_state(pass_id: int, state: PassState, what: str) -> PassState:
         raise LocalProtocolError(f"pass {pass_id}: {what!r} can't happen while {state.value}") from None
 
 
-def next_gang_state(serial: int, state: GangState, what: str) -> GangState:
+def next_gang_state(serial: int, state: GangState, what: GangEvent) -> GangState:
     """Return the next state, or raise LocalProtocolError."""
     try:
         return GANG_TRANSITIONS[state, what]
