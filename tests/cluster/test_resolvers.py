@@ -13,15 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import pipedist
-from pipedist.cluster.resolvers import (
-    Pod,
-    ResolverError,
-    ResolverStateError,
+from pipedist.cluster.resolvers import ResolverError, ResolverStateError
+from pipedist.cluster.resolvers_environment import (
     SlurmClusterResolver,
     TFConfigClusterResolver,
     expand_hostlist,
     expand_tasks_per_node,
 )
+from pipedist.cluster.resolvers_kubernetes import Pod
 
 WORKERS = {"worker": ["a:1", "b:1"]}
 
@@ -101,7 +100,7 @@ def test_what_tf_config_may_leave_out() -> None:
     assert tf_config({"cluster": WORKERS, "task": {"type": "evaluator", "index": 0}}).task_type == "evaluator"
     nobody = tf_config({"cluster": WORKERS})
     assert (nobody.task_type, nobody.task_id) == (None, None)
-    with pytest.raises(ValueError, match="give task_type and task_id"):
+    with pytest.raises(ValueError, match="pass task_type and task_id"):
         nobody.master()
     alone = tf_config({"cluster": {"worker": ["a:1"]}, "task": {"type": "worker", "index": 0}})
     assert alone.master() == ""
@@ -142,7 +141,7 @@ def test_tf_config_that_makes_no_sense_is_refused_at_once(config: Any, text: str
 
 @pytest.mark.parametrize("text", ["", "{cluster: worker}", '{"cluster": {},}'])
 def test_tf_config_that_is_no_json(text: str) -> None:
-    with pytest.raises(ResolverError, match="TF_CONFIG is no JSON"):
+    with pytest.raises(ResolverError, match="TF_CONFIG is not JSON"):
         TFConfigClusterResolver(environ={"TF_CONFIG": text})
 
 
@@ -349,5 +348,5 @@ def test_kubernetes_asks_each_time() -> None:
 
 def test_kubernetes_without_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "kubernetes", None)
-    with pytest.raises(ImportError, match="or list_pods in its place"):
+    with pytest.raises(ImportError, match="or pass `list_pods`"):
         pipedist.KubernetesClusterResolver()
