@@ -271,7 +271,7 @@ def test_slurm_tasks_are_on_the_hosts_that_slurm_put_them_on() -> None:
         (slurm_environ(rank="5"), {}, ResolverError, "SLURM_PROCID is 5, but the step has 5 tasks"),
         (slurm_environ(count="4"), {}, ResolverStateError, "SLURM_STEP_NUM_TASKS is 4"),
         (slurm_environ(tasks="2(y3)"), {}, ResolverError, "SLURM_STEP_TASKS_PER_NODE: .*'2\\(y3\\)'"),
-        (slurm_environ(tasks="5"), {}, ResolverError, "about 1 nodes, but SLURM_STEP_NODELIST has 3"),
+        (slurm_environ(tasks="5"), {}, ResolverError, "is for 1 nodes, but SLURM_STEP_NODELIST has 3"),
         (slurm_environ(nodes="n[1"), {}, ResolverError, "SLURM_STEP_NODELIST: "),
         (slurm_environ(nodes="n1,n1,n2"), {}, ResolverError, "twice"),
         (slurm_environ(), {"jobs": {"worker": 3}}, ResolverStateError, "3 tasks, but the Slurm step has 5"),

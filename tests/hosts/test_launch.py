@@ -181,7 +181,7 @@ def test_a_job_that_is_started_again_resumes(spec: Path, tmp_path: Path, slurm: 
 def test_what_makes_no_sense_is_said(spec: Path) -> None:
     refused = launch("slurm", spec)
     assert refused.returncode == 2
-    assert "nothing is submitted from here" in refused.stderr
+    assert "does not submit jobs" in refused.stderr
     request = JobRequest("x", 1, 1, 1)
     for time in ("tomorrow", "1:00; rm -rf /", "", "01:00:00\n#SBATCH --x"):
         with pytest.raises(UsageError, match="--time"):
