@@ -18,15 +18,9 @@ if TYPE_CHECKING:
     from pipedist.cluster.base import LocalCluster
     from pipedist.cluster.engine_clusters import DaskCluster, RayCluster
     from pipedist.cluster.remote import ConnectCluster
-    from pipedist.cluster.resolvers import (
-        ClusterResolver,
-        ClusterSpec,
-        KubernetesClusterResolver,
-        SimpleClusterResolver,
-        SlurmClusterResolver,
-        TFConfigClusterResolver,
-        UnionResolver,
-    )
+    from pipedist.cluster.resolvers import ClusterResolver, ClusterSpec, SimpleClusterResolver, UnionResolver
+    from pipedist.cluster.resolvers_environment import SlurmClusterResolver, TFConfigClusterResolver
+    from pipedist.cluster.resolvers_kubernetes import KubernetesClusterResolver
     from pipedist.cluster.tf_config import TaskCluster, open_cluster
     from pipedist.collectives.options import CommunicationOptions
     from pipedist.datasets.element import ArraySpec
@@ -86,12 +80,11 @@ _HOMES = {
     "pipedist.cluster.resolvers": (
         "ClusterResolver",
         "ClusterSpec",
-        "KubernetesClusterResolver",
         "SimpleClusterResolver",
-        "SlurmClusterResolver",
-        "TFConfigClusterResolver",
         "UnionResolver",
     ),
+    "pipedist.cluster.resolvers_environment": ("SlurmClusterResolver", "TFConfigClusterResolver"),
+    "pipedist.cluster.resolvers_kubernetes": ("KubernetesClusterResolver",),
     "pipedist.collectives.options": ("CommunicationOptions",),
     "pipedist.cluster.remote": ("ConnectCluster",),
     "pipedist.datasets.element": ("ArraySpec",),

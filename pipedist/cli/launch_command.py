@@ -16,7 +16,7 @@ class LaunchOptions(Struct, frozen=True):
 
     Args:
         spec: path of the spec, as typed.
-        nodes, workers_per_node, gpus: see `pipedist.cluster.templates.request.Request`.
+        nodes, workers_per_node, gpus: see `pipedist.cluster.templates.JobRequest`.
         prints: print the text; nothing is ever submitted.
     """
 
@@ -34,18 +34,17 @@ def slurm(options: LaunchOptions, *, time: str, port: int | None) -> int:
         SpecError: the spec has mistakes.
         UsageError: the options contradict each other or the spec.
     """
-    from pipedist.cluster.templates.request import Request
-    from pipedist.cluster.templates.slurm import batch_script
+    from pipedist.cluster.templates import JobRequest, slurm_script
     from pipedist.spec import load
 
     _check(options, "sbatch")
-    request = Request.of(
+    request = JobRequest.of(
         load(options.spec),
         nodes=options.nodes,
         workers_per_node=options.workers_per_node,
         gpus=options.gpus,
     )
-    write_out(batch_script(request, os.path.abspath(options.spec), time=time, port=port))
+    write_out(slurm_script(request, os.path.abspath(options.spec), time=time, port=port))
     return 0
 
 
@@ -60,13 +59,12 @@ def kubernetes(
     """
     from ruamel.yaml import YAML
 
-    from pipedist.cluster.templates.kubernetes import jobset, prepare
-    from pipedist.cluster.templates.request import Request
+    from pipedist.cluster.templates import JobRequest, jobset, jobset_commands
     from pipedist.spec import load
 
     _check(options, "kubectl apply -f -")
     spec = load(options.spec)
-    request = Request.of(
+    request = JobRequest.of(
         spec, nodes=options.nodes, workers_per_node=options.workers_per_node, gpus=options.gpus
     )
     manifest = jobset(
@@ -77,7 +75,7 @@ def kubernetes(
         in_image=spec_in_image is not None,
         claim=claim,
     )
-    commands = prepare(request, namespace=namespace, spec=None if spec_in_image else options.spec)
+    commands = jobset_commands(request, namespace=namespace, spec=None if spec_in_image else options.spec)
     text = io.StringIO()
     text.writelines(f"# {line}\n" for line in ("Run once, before applying this manifest:", *commands))
     yaml = YAML(typ="safe")

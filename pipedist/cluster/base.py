@@ -149,7 +149,7 @@ def dial_in(
         dial_in=True,
         boot=boot_id(),
         force=force,
-        tell=print_notice,
+        notify=print_notice,
         rejoin_s=rejoin_s,
         threads=threads,
     )

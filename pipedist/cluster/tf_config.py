@@ -9,7 +9,10 @@ program runs the same code, as with tf.distribute's MultiWorkerMirroredStrategy,
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import stat
+import tempfile
 import threading
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
@@ -20,16 +23,16 @@ import anyio
 import anyio.to_thread
 
 from pipedist.cluster.base import Cluster, checked_count, dial_in, print_notice
-from pipedist.cluster.loopback_keys import is_loopback, loopback_key_file
 from pipedist.cluster.remote import server_keys
-from pipedist.cluster.resolvers import ClusterResolver, TFConfigClusterResolver
+from pipedist.cluster.resolvers import ClusterResolver
+from pipedist.cluster.resolvers_environment import TFConfigClusterResolver
 from pipedist.coordinator import Coordinator
 from pipedist.core.gpus import Supply
 from pipedist.core.types import Tree
 from pipedist.errors import RemoteError, RunCancelled, UsageError
 from pipedist.protocol.codec import decode, encode
 from pipedist.transport.endpoints import parse_endpoint
-from pipedist.transport.keys import read_key_file
+from pipedist.transport.keys import read_key_file, write_key_file
 from pipedist.worker.joining import SILENT_S
 from pipedist.worker.supervisor import Supervisor
 
@@ -38,6 +41,8 @@ KEY_FILE_VARIABLE = "PIPEDIST_KEY_FILE"
 
 _SCHEDULING = ("chief", "master", "worker")
 """Task 0 of the first of these jobs that the cluster has schedules."""
+
+_LOOPBACK_HOSTS = frozenset({"localhost", "127.0.0.1", "::1", "[::1]"})
 
 _JOIN_S = 60.0
 _LEAVE_S = 10.0
@@ -339,3 +344,40 @@ def _key_file_of(given: str | os.PathLike[str] | None, host: str, port: int, add
             f"copy the file to every host, and set `key_file` or {KEY_FILE_VARIABLE}."
         )
     return loopback_key_file(port)
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether only processes of this host can reach an address."""
+    return host in _LOOPBACK_HOSTS or host.startswith("127.")
+
+
+def loopback_key_file(port: int) -> str:
+    """Return the key file of the cluster at a port of this host, which the first program creates.
+
+    Every user of a host can connect to its loopback addresses, so these clusters need keys too. The files are in
+    a folder that only this user can enter.
+
+    Raises:
+        UsageError: the folder of the files belongs to another user, or can't be created.
+    """
+    folder = os.path.join(tempfile.gettempdir(), f"pipedist-keys-{os.geteuid()}")
+    try:
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(folder, 0o700)
+        found = os.lstat(folder)
+    except OSError as error:
+        raise UsageError(f"can't create the folder for keys, {folder}: {error.strerror}") from None
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
+        raise UsageError(
+            f"{folder} is not a folder that only you can enter (mode 0700). Remove it, or set `key_file`."
+        )
+    path = os.path.join(folder, f"{port}.key")
+    if not os.path.exists(path):
+        staged = f"{path}.{os.getpid()}.{os.urandom(4).hex()}"
+        write_key_file(staged)
+        try:
+            with contextlib.suppress(FileExistsError):  # another program was first: its keys are used
+                os.link(staged, path)
+        finally:
+            os.unlink(staged)
+    return path

@@ -1,18 +1,19 @@
 """The only async driver of the scheduler.
 
-Theory of operation: everything happens on one event loop, in `post`. An event (a message
-from a worker, a worker's exit, steps from a feed, a reader that consumed) is handled by the
-scheduler at once, and the commands that come back are carried out in order (`Orders`); nothing is
-ever awaited, sends never block. Payloads stay here: inputs in the feeds, results in `ResultStore`s;
-the scheduler sees their sizes.
+Theory of operation: everything happens on one event loop, in `post`. The scheduler handles an event (a message
+from a worker, a worker's exit, steps from a feed, steps consumed by a reader) at once, and its commands are
+executed in order (`CommandExecutor`); nothing is awaited, and sends never block. Payloads stay here: inputs in
+the feeds, results in `ResultStore`s; the scheduler sees their sizes.
 
-What a worker sends is decoded and checked before the scheduler hears of it (`Reception`). A message
-that breaks the protocol costs its sender the connection, and its calls go elsewhere. Should the
-scheduler or the driver itself raise, every pass ends with that: a defect must not become a hang.
+A message from a worker is decoded and checked before the scheduler handles it (`Inbound`). A message that breaks
+the protocol costs its sender the connection, and its calls are assigned to other workers. If the scheduler or
+the driver itself raises, every pass ends with that error: a defect must not become a hang.
 """
 
 from __future__ import annotations
 
+import asyncio
+import math
 import os
 import sys
 import time
@@ -22,22 +23,15 @@ from contextlib import AsyncExitStack
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from pipedist.coordinator.command_executor import Orders
-from pipedist.coordinator.dispatch import Dispatch
-from pipedist.coordinator.gang_relay import Gangs
-from pipedist.coordinator.inbound import Reception
+from pipedist.coordinator.failures import FailurePolicy
+from pipedist.coordinator.gang_relay import GangRelay, SegmentPool
+from pipedist.coordinator.inbound import Inbound, LogSink, LogSinks, Rejections
 from pipedist.coordinator.launcher import Launcher, WorkerExit
-from pipedist.coordinator.log_sinks import LogSink, LogSinks
-from pipedist.coordinator.pass_handle import Arrival, PassHandle, SetAside
-from pipedist.coordinator.passes import Passes
-from pipedist.coordinator.policy import Policy
-from pipedist.coordinator.program_distribution import Introductions
-from pipedist.coordinator.rejections import Refusals
-from pipedist.coordinator.segments import Segments
-from pipedist.coordinator.state_versions import States
-from pipedist.coordinator.store import Chunk
-from pipedist.coordinator.timer import Timer
-from pipedist.coordinator.worker_pool import Fleet
+from pipedist.coordinator.outbound import CommandExecutor, StateVersions
+from pipedist.coordinator.pass_handle import Arrival, OnQuarantine, PassHandle
+from pipedist.coordinator.passes import OpenPasses
+from pipedist.coordinator.results import Chunk
+from pipedist.coordinator.worker_pool import WorkerPool
 from pipedist.core.types import Tree
 from pipedist.datasets.feeds import Feed
 from pipedist.errors import (
@@ -66,28 +60,27 @@ RouterFactory = Callable[
     ],
     Router,
 ]
-"""Makes a router from (on_message, on_reject, on_lost)."""
+"""Returns a router, given (on_message, on_reject, on_lost)."""
 
 LEAVING_S = 2.0
-"""How long workers that dialled in may take to say Goodbye when the cluster is closed."""
+"""How long dialled-in workers may take to say Goodbye when the cluster is closed."""
 
 
 class Coordinator:
     """Drives the scheduler over one router and one launcher.
 
     Args:
-        router_factory: makes the router, given the callbacks.
-        launcher_factory: makes the launcher, given the router's endpoint; None where all
-            workers dial in.
+        router_factory: returns the router, given the callbacks.
+        launcher_factory: returns the launcher, given the router's endpoint; None if all workers dial in.
         workers: names of the workers that the launcher starts.
         limits: the scheduler's.
         dial_in: whether workers that were not started here may join.
         boot: this host's boot id: workers with the same one can read our files.
         shared_memory: whether workers that were started here may share memory with each other.
-        rejoin_s: how long workers that dialled in wait for another scheduler when this one is gone.
-        force: let workers in whose versions or processors could change bits.
-        threads: BLAS and OpenMP threads that workers have to have; None: any.
-        tell: told, for people, which workers were not let in, or differ.
+        rejoin_s: how long dialled-in workers wait for another scheduler when this one is gone, seconds.
+        force: accept workers whose versions or processors could change bits.
+        threads: BLAS and OpenMP threads that workers must have; None: any.
+        notify: called with a line for the user about each accepted worker that differs.
     """
 
     def __init__(
@@ -103,12 +96,12 @@ class Coordinator:
         rejoin_s: float = 0.0,
         force: bool = False,
         threads: int | None = None,
-        tell: Callable[[str], None] = lambda _text: None,
+        notify: Callable[[str], None] = lambda _text: None,
     ) -> None:
         limits = limits or SchedulerLimits()
         self._router = router_factory(self._on_message, self._on_reject, self._on_lost)
         self._launcher_factory = launcher_factory
-        self._fleet = Fleet(
+        self._pool = WorkerPool(
             self.post,
             cluster_id=os.urandom(8).hex(),
             router=self._router,
@@ -117,46 +110,43 @@ class Coordinator:
             boot=boot,
             heartbeat_timeout_s=limits.heartbeat_timeout_s,
             rejoin_s=rejoin_s,
-            explain=lambda *told: self._passes.explain(*told),
-            on_refuse=self._on_reject,
+            on_death=lambda *death: self._passes.on_death(*death),
+            on_reject=self._on_reject,
             force=force,
             threads=threads,
-            tell=tell,
+            notify=notify,
         )
-        self._refusals = Refusals(tells=dial_in)
+        self._rejections = Rejections(verbose=dial_in)
         self._scheduler = Scheduler(limits)
         pass_of = self._scheduler.pass_of
-        introductions = Introductions(self._fleet)
-        self._passes = Passes(self.post, pass_of, self._fleet, introductions)
-        self._states = States(self._fleet)
-        self._gangs = Gangs(
-            self._fleet,
-            Segments(self._fleet, enabled=shared_memory),
+        self._passes = OpenPasses(self.post, pass_of, self._pool)
+        self._states = StateVersions(self._pool)
+        self._gangs = GangRelay(
+            self._pool,
+            SegmentPool(self._pool, enabled=shared_memory),
             lambda worker, lease: pass_of(worker, lease) is not None,
         )
         self._events: deque[tuple[ev.Event, Chunk | None]] = deque()
         self._pumping = False
         self._closed = False
-        self._outlived = dial_in and rejoin_s > 0
-        """Workers may be there when this process is gone."""
+        self._may_resume = dial_in and rejoin_s > 0
+        """Workers may outlive this process, and rejoin the one that resumes the run."""
         self._log_sinks = LogSinks()
-        self._orders = Orders(
+        self._executor = CommandExecutor(
             self.post,
             self._fail_all,
-            fleet=self._fleet,
-            dispatch=Dispatch(self.post, self._fleet, self._states, self._gangs),
+            self._rejections.count_stale,
+            pool=self._pool,
+            states=self._states,
             gangs=self._gangs,
-            introductions=introductions,
-            refusals=self._refusals,
             passes=self._passes,
         )
-        self._reception = Reception(
+        self._inbound = Inbound(
             self.post,
-            fleet=self._fleet,
+            pool=self._pool,
             gangs=self._gangs,
-            introductions=introductions,
             log_sinks=self._log_sinks,
-            refusals=self._refusals,
+            rejections=self._rejections,
             passes=self._passes,
         )
         self._failed: PipedistError | None = None
@@ -175,8 +165,8 @@ class Coordinator:
             if self._launcher_factory is not None:
                 launcher = self._launcher_factory(self._router.endpoint)
                 launcher.on_exit = self._on_exit
-                self._fleet.launcher = await self._stack.enter_async_context(launcher)
-            for name in self._fleet.names:
+                self._pool.launcher = await self._stack.enter_async_context(launcher)
+            for name in self._pool.names:
                 self.post(ev.WorkerExpected(name))
         except BaseException:
             self._closed = True
@@ -192,30 +182,30 @@ class Coordinator:
     ) -> None:
         self._fail_all(RunCancelled("the cluster was closed"))
         try:
-            await self._fleet.dismiss("the cluster is closed", LEAVING_S)
+            await self._pool.stop_all("the cluster is closed", LEAVING_S)
         finally:
             self._closed = True
             await self._stack.__aexit__(kind, error, trace)
 
     @property
     def endpoint(self) -> str:
-        """Where workers dial in."""
+        """The endpoint at which workers dial in."""
         return self._router.endpoint
 
     @property
     def workers_ready(self) -> int:
         """How many workers have joined and are alive."""
-        return len(self._fleet)
+        return len(self._pool)
 
     @property
     def rejected(self) -> int:
-        """How many messages, results and workers were refused."""
-        return self._refusals.count + self._refusals.stale
+        """How many messages, results and workers were rejected."""
+        return self._rejections.count + self._rejections.stale
 
     @property
     def pids(self) -> dict[str, int]:
         """Process ids of the workers that were started here, by name."""
-        return self._fleet.pids
+        return self._pool.pids
 
     def kill(self, worker: str) -> None:
         """Kill a worker's process with SIGKILL; the scheduler replaces it.
@@ -223,7 +213,7 @@ class Coordinator:
         Raises:
             UsageError: no worker of that name was started here.
         """
-        self._fleet.kill(worker)
+        self._pool.kill(worker)
 
     async def restart(self, worker: str) -> None:
         """Kill a worker's process, and return as soon as the next one has joined.
@@ -232,19 +222,19 @@ class Coordinator:
             UsageError: no worker of that name was started here.
             WorkersLost: workers die before they join.
         """
-        peer = self._fleet.of(worker)
-        self._fleet.kill(worker)
-        await self._fleet.wait_for_next(worker, -1 if peer is None else peer.incarnation)
+        peer = self._pool.of(worker)
+        self._pool.kill(worker)
+        await self._pool.wait_for_next(worker, -1 if peer is None else peer.incarnation)
 
     def cut(self, worker: str) -> None:
-        """Lose the connection to a worker: nothing that it sends is heard any more; it is replaced.
+        """Cut the connection to a worker: its messages are dropped, and it is replaced.
 
         Raises:
             UsageError: no worker of that name has joined.
         """
-        peer = self._fleet.of(worker)
+        peer = self._pool.of(worker)
         if peer is None:
-            raise UsageError(f"no worker {worker!r} has joined; only a connection that is there can be cut")
+            raise UsageError(f"no worker {worker!r} has joined, so it has no connection to cut")
         self._router.drop(peer.identity)
         self._on_lost(peer.identity, "its connection was cut")
 
@@ -255,22 +245,22 @@ class Coordinator:
             WorkersLost: they die before they join.
             RunCancelled: the cluster was closed.
         """
-        await self._fleet.wait_for(count)
+        await self._pool.wait_for(count)
 
     def share(self, tree: Tree) -> None:
-        """Give a tree to every program whose supervisor dials in, now or later.
+        """Send a tree to every program whose supervisor dials in, now or later.
 
         Raises:
-            UnsendableError: it can't be sent; the text names the place.
+            UnsendableError: it can't be serialized; the text names the place.
         """
-        self._fleet.share(encode(tree))
+        self._pool.share(encode(tree))
 
-    def on_supervisor(self, tell: Callable[[str], None]) -> None:
-        """Have `tell` called with the name of each worker whose supervisor is heard."""
-        self._fleet.on_supervisor = tell
+    def on_supervisor(self, callback: Callable[[str], None]) -> None:
+        """Have `callback` called with the name of each worker whose supervisor sends a first heartbeat."""
+        self._pool.on_supervisor = callback
 
     def fail(self, reason: str) -> None:
-        """End every pass with WorkersLost, now and later: no worker is there any more, nor will be."""
+        """End every pass with WorkersLost, now and later: there is no worker, and none will join."""
         self._fail_all(WorkersLost(reason))
 
     # -- passes ----------------------------------------------------------------------------
@@ -285,32 +275,33 @@ class Coordinator:
         quarantine: Collection[str] = (),
         feed: Feed | None = None,
         on_arrival: Arrival | None = None,
-        on_quarantine: SetAside | None = None,
+        on_quarantine: OnQuarantine | None = None,
         stamp: str = "",
     ) -> PassHandle:
-        """Begin a pass.
+        """Open a pass.
 
         Args:
-            name: for errors about calls whose stage is not known.
-            retries: by stage, how often a call that raised there is tried again; 0 for others.
-            quarantine: stages; of calls that failed there for good, the guilty elements are set aside.
-            feed: where its steps come from, executed by `PassHandle.run_feed`; None: from `call_step`.
-            on_arrival: told of results as they arrive.
-            on_quarantine: told of elements that are set aside, before their step is visible.
-            stamp: of the run, the pass and its code: workers keep results until `PassHandle.settle`, and
-                what one has kept under the same stamp and program is not executed again; "": they do not.
+            name: for errors of calls whose stage is unknown.
+            retries: by stage, how often a call that raised there is retried; 0 for other stages.
+            quarantine: stages whose culprits are quarantined when a call has failed there for good.
+            feed: the source of its steps, run by `PassHandle.run_feed`; None: `PassHandle.call_step`.
+            on_arrival: called with results as they arrive.
+            on_quarantine: called with quarantined elements, before their step is visible.
+            stamp: identifies the run, the pass and its code: workers cache results until `PassHandle.settle`,
+                and calls whose results a worker has cached under the same stamp and program are not executed
+                again; "": results are not cached.
 
         Raises:
             WorkersLost: the cluster has failed.
             RunCancelled: the cluster is not open.
-            UnsendableError: the program can't be sent; the text names the place.
+            UnsendableError: the program can't be serialized; the text names the place.
         """
         if self._failed is not None:
             raise self._failed
         if self._timer is None:
             raise RunCancelled("the cluster is not open: use it inside `async with`")
-        stamp = stamp if self._outlived else ""
-        policy = Policy(program, dict(retries or {}), frozenset(quarantine))
+        stamp = stamp if self._may_resume else ""
+        policy = FailurePolicy(program, dict(retries or {}), frozenset(quarantine))
         number = self._passes.last + 1
         handle = PassHandle(
             self.post, number, name, program, settings, policy, feed, on_arrival, on_quarantine, stamp
@@ -323,50 +314,50 @@ class Coordinator:
         return self._states.open_space()
 
     def put_state(self, space: int, version: int, tree: Tree) -> None:
-        """Keep a version of a state; the latest two can be read.
+        """Add a version of a state; the latest two can be read.
 
         Args:
             version: higher than any before.
             tree: the value; its arrays must not change any more.
 
         Raises:
-            UnsendableError: the value can't be sent; the text names the place.
+            UnsendableError: the value can't be serialized; the text names the place.
             LocalProtocolError: the space is not open, or has a version that is not lower.
         """
         self._states.put(space, version, tree)
 
     def drop_space(self, space: int) -> None:
-        """Forget a state, here and in the workers."""
+        """Drop a state, here and in the workers."""
         self._states.drop(space)
 
     def why(self) -> Stall:
-        """Say what everything waits for, call by call."""
-        from pipedist.coordinator.diagnostics import name_all  # seldom asked for
+        """Return what the open passes wait for, call by call."""
+        from pipedist.coordinator.diagnostics import name_all  # few runs need it
 
-        launcher = self._fleet.launcher
+        launcher = self._pool.launcher
         seen = (lambda _worker: None) if launcher is None else launcher.running
         return name_all(self._scheduler.why(time.monotonic()), self._passes.handles, seen)
 
     @property
     def silent_s(self) -> float:
-        """For how long nothing has come back, been offered or been taken, seconds."""
+        """Seconds since a result arrived, or a step was offered or consumed."""
         return self._scheduler.silent_s(time.monotonic())
 
     def add_log_sink(self, sink: LogSink) -> Callable[[], None]:
-        """Tell `sink` every line that replica functions print, of all passes.
+        """Have `sink` called with every line that replica functions print, in all passes.
 
-        While there is no sink, lines go to `sys.stderr`, each led by the call that it comes from.
-        A sink that raises is told nothing more, and the event loop's exception handler is told.
+        While there is no sink, lines go to `sys.stderr`, each with the call that printed it. A sink that raises
+        is removed, and its exception is passed to the event loop's exception handler.
 
         Returns:
-            What ends it; harmless twice.
+            A function that removes the sink; may be called twice.
         """
         return self._log_sinks.add(sink)
 
     # -- the pump --------------------------------------------------------------------------
 
     def post(self, event: ev.Event, chunk: Chunk | None = None) -> None:
-        """Let the scheduler handle an event, now, or after the one that is being handled."""
+        """Have the scheduler handle an event, now, or after the one that is being handled."""
         if self._closed:
             return
         self._events.append((event, chunk))
@@ -377,9 +368,9 @@ class Coordinator:
             while self._events:
                 event, chunk = self._events.popleft()
                 if isinstance(event, ev.PassClosed):
-                    self._passes.forget(event.pass_id)
+                    self._passes.close(event.pass_id)
                 for command in self._scheduler.handle(event, time.monotonic()):
-                    self._orders.carry_out(command, chunk)
+                    self._executor.execute(command, chunk)
         except Exception as error:
             defect = LocalProtocolError(f"a defect of pipedist ended the cluster: {error}")
             defect.__cause__ = error
@@ -392,7 +383,7 @@ class Coordinator:
 
     def _fail_all(self, error: PipedistError) -> None:
         self._failed = self._failed or error
-        self._fleet.fail(self._failed)
+        self._pool.fail(self._failed)
         self._passes.fail(error)
 
     # -- connections -----------------------------------------------------------------------
@@ -401,25 +392,71 @@ class Coordinator:
         if self._closed:
             return
         try:
-            peer = self._fleet.behind(identity)
+            peer = self._pool.of_identity(identity)
             if isinstance(message, msg.Hello):
-                self._reception.greet(identity, message)
+                self._inbound.handle_hello(identity, message)
             elif peer is not None:
-                self._reception.hear(peer, message, frames)
+                self._inbound.handle(peer, message, frames)
             else:
-                self._reception.hear_stranger(identity, message)
+                self._inbound.handle_unregistered(identity, message)
         except RemoteProtocolError as error:
             self._router.drop(identity, f"peer {identity.hex()}: {error}")
             self._on_lost(identity, f"it broke the protocol: {error}")
 
     def _on_exit(self, exit_: WorkerExit) -> None:
         if not self._closed:
-            self._fleet.exited(exit_)
+            self._pool.on_exit(exit_)
 
     def _on_lost(self, identity: bytes, reason: str) -> None:
-        peer = self._fleet.behind(identity)
+        peer = self._pool.of_identity(identity)
         if peer is not None and not self._closed:
-            self._fleet.lose(peer, reason)
+            self._pool.lose(peer, reason)
 
-    def _on_reject(self, reason: str, again: str = "") -> None:
-        self._refusals.note(reason, again)
+    def _on_reject(self, reason: str, repeated: str = "") -> None:
+        self._rejections.add(reason, repeated)
+
+
+class Timer:
+    """One re-armable timer on the running loop.
+
+    Every event moves it, but it seldom fires. So it is re-armed only to fire earlier; a later time is checked
+    when it rings.
+
+    Args:
+        fire: called when the time has come.
+    """
+
+    def __init__(self, fire: Callable[[], None]) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._fire = fire
+        self._handle: asyncio.TimerHandle | None = None
+        self._rings_at = math.inf
+        self._at = math.inf
+
+    def set(self, at: float | None) -> None:
+        """Fire at a time of `time.monotonic`, or never."""
+        self._at = math.inf if at is None else at
+        if self._at < self._rings_at:
+            self._arm()
+
+    def _arm(self) -> None:
+        if self._handle is not None:
+            self._handle.cancel()
+        self._rings_at = self._at
+        self._handle = self._loop.call_later(max(0.0, self._at - time.monotonic()), self._ring)
+
+    def _ring(self) -> None:
+        rung, self._rings_at = self._rings_at, math.inf
+        self._handle = None
+        if self._at <= rung:
+            self._at = math.inf
+            self._fire()
+        elif self._at < math.inf:
+            self._arm()
+
+    def cancel(self) -> None:
+        """Do not fire."""
+        if self._handle is not None:
+            self._handle.cancel()
+            self._handle = None
+        self._rings_at = self._at = math.inf

@@ -1,4 +1,7 @@
-"""What the scheduler says of a run that does not go on, in the words of its spec: stages, steps, replicas."""
+"""What a run waits for, in the terms of its spec: stages, steps, replicas.
+
+The scheduler explains its waits with numbers of passes, leases and calls; this module names them.
+"""
 
 from __future__ import annotations
 
@@ -15,16 +18,16 @@ class Waiting:
     """Calls that wait.
 
     Args:
-        pass_id: of the coordinator.
-        stages: that the calls execute, "a, b".
-        stage: the one whose function runs; "" where nobody knows.
-        step, replica: of the first of them.
-        calls: how many they are; 0: a pass as a whole waits, before that step.
+        pass_id: the coordinator's number of the pass.
+        stages: names of the stages that the calls execute, "a, b".
+        stage: the one whose function runs; "" if unknown.
+        step, replica: those of the first call.
+        calls: how many calls wait; 0: the pass as a whole waits, before that step.
         attempt: how often they were tried before.
-        worker: that has them; "" where none has.
-        for_s: for how long, as far as that is known, seconds.
-        reason: see `pipedist.scheduler.diagnostics.Reason`; readings know some more.
-        text: for what, for people.
+        worker: the worker that they are assigned to; "" if none.
+        for_s: how long they have waited, seconds; None if unknown.
+        reason: a value of `pipedist.scheduler.diagnostics.Reason`, or a more specific one of `pipedist.runs`.
+        text: the reason in detail, for people.
     """
 
     pass_id: int
@@ -40,17 +43,17 @@ class Waiting:
     text: str
 
     def refined(self, reason: str, text: str) -> Waiting:
-        """Return it with what is known better elsewhere."""
+        """Return it with a more specific reason."""
         return replace(self, reason=reason, text=text)
 
 
 @dataclass(frozen=True, slots=True)
 class Stall:
-    """What everything waits for.
+    """All waits of a run.
 
     Args:
-        scheduler: as it says so.
-        waits: the same, with names.
+        scheduler: the scheduler's explanation.
+        waits: the same waits, with names.
     """
 
     scheduler: Explanation
@@ -58,11 +61,11 @@ class Stall:
 
 
 Seen = Callable[[str], tuple[int, ...] | None]
-"""Takes a worker; returns lease, call and stage, from 1, that it executes, as far as that is seen."""
+"""Takes a worker; returns the lease, call and stage (from 1) that it executes; None if unknown."""
 
 
 def name_all(explanation: Explanation, handles: Mapping[int, PassHandle], seen: Seen) -> Stall:
-    """Name what the scheduler has numbered."""
+    """Return an explanation of the scheduler with the names of passes and stages."""
     waits = [_named(x, handles[x.pass_id], seen) for x in explanation.waits if x.pass_id in handles]
     return Stall(explanation, tuple(waits))
 
@@ -83,10 +86,10 @@ def _named(wait: Wait, handle: PassHandle, seen: Seen) -> Waiting:
 
 
 def _stage(wait: Wait, handle: PassHandle, seen: tuple[int, ...] | None) -> tuple[str, str]:
-    """Return the stage in which a call is, "" where nobody knows; and where it is, for people.
+    """Return the stage that a call executes, "" if unknown; and its place, for people.
 
     Args:
-        seen: what its worker executes, as that has noted it.
+        seen: the lease, call and stage that its worker has noted.
     """
     stages = handle.policy.stages
     if len(stages) == 1:
@@ -98,4 +101,4 @@ def _stage(wait: Wait, handle: PassHandle, seen: tuple[int, ...] | None) -> tupl
     if known.call == wait.lo:
         return stage, f"in stage {stage}"
     step, replica = divmod(known.call, handle.settings.replicas)
-    return stage, f"in stage {stage} of step {step}, replica {replica}: what it did before is not sent yet"
+    return stage, f"in stage {stage} of step {step}, replica {replica}: earlier results are not sent yet"

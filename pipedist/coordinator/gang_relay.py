@@ -1,26 +1,108 @@
-"""Gangs under way: their results until all of them are there, and what members say to each other.
+"""Running gangs: their results until all have arrived, and the data that members exchange.
 
-Members on one host share memory (`pipedist.coordinator.segments`). Others meet here: what a member
-brings to an exchange is passed on unread to each of the others, as long as its lease is held. No
-member can go on to its next exchange before all others have brought their part or have ended; so at
-most one part of each is on its way. A member that has brought something, and so may be waiting, is
-told of those that have ended.
+Members on one host share memory: one segment for each group of workers. Others exchange through this process:
+the part that a member contributes is forwarded, undecoded, to each of the others, while its lease is held.
+A member can't begin its next exchange before all others have contributed their part or have ended; so at most
+one part of each member is in flight. A member that has contributed may be waiting, so it is notified of
+members that have ended.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from pipedist.collectives.channel import RETURNED
-from pipedist.coordinator.segments import Segment, Segments
-from pipedist.coordinator.store import Chunk
-from pipedist.coordinator.worker_pool import Fleet
+from pipedist.coordinator.results import Chunk
+from pipedist.coordinator.worker_pool import WorkerPool
 from pipedist.coordinator.worker_registry import Peer
 from pipedist.errors import RemoteProtocolError
 from pipedist.protocol import messages as msg
 from pipedist.protocol.codec import Frame
 from pipedist.scheduler import commands as cmd
+
+if TYPE_CHECKING:
+    from pipedist.collectives.segment import SegmentOwner
+
+SEGMENTS_MAX = 8
+"""Segments that are kept, beside those that gangs are using."""
+
+
+@dataclass(slots=True, eq=False)
+class Segment:
+    """The shared memory of a group of workers, for one of its gangs after the other.
+
+    Args:
+        peers: the group, in order of member.
+        owner: None if no segment could be created.
+    """
+
+    peers: tuple[Peer, ...]
+    owner: SegmentOwner | None
+    serials: set[int] = field(default_factory=set)
+    """Gangs that use it."""
+    aborted: int = 0
+    """The highest serial whose abort is pending; 0: none."""
+
+    @property
+    def where(self) -> str:
+        """The name by which members find it; "" if there is none."""
+        return self.owner.where if self.owner is not None else ""
+
+    def end(self, serial: int, *, aborted: bool) -> None:
+        """Record that a gang has ended.
+
+        Aborting a gang ends all earlier ones too, so the abort waits until those have ended.
+        """
+        self.serials.discard(serial)
+        if aborted:
+            self.aborted = max(self.aborted, serial)
+        if self.aborted and self.owner is not None and all(s > self.aborted for s in self.serials):
+            self.owner.abort(self.aborted)
+            self.aborted = 0
+
+
+class SegmentPool:
+    """Creates segments, keeps the latest ones, and closes those of lost workers.
+
+    Args:
+        pool: the cluster's workers.
+        enabled: whether workers that were started here may share memory.
+    """
+
+    def __init__(self, pool: WorkerPool, *, enabled: bool) -> None:
+        self._pool = pool
+        self._enabled = enabled
+        self._segments: OrderedDict[tuple[int, tuple[bytes, ...]], Segment] = OrderedDict()
+
+    def begin(self, serial: int, peers: Sequence[Peer], replicas: int) -> Segment | None:
+        """Return the segment for a gang; None if its members can't share memory."""
+        if not self._enabled or len(peers) < 2 or not all(map(self._pool.was_started_here, peers)):
+            return None
+        key = (replicas, tuple([peer.identity for peer in peers]))
+        segment = self._segments.get(key)
+        if segment is None:
+            self.close_unused()
+            segment = self._segments[key] = Segment(tuple(peers), _owner(replicas))
+        self._segments.move_to_end(key)
+        segment.serials.add(serial)
+        return segment
+
+    def close_unused(self) -> None:
+        """Close unused segments whose group has lost a worker, or that exceed the limit."""
+        spare = len(self._segments) - SEGMENTS_MAX + 1
+        for key, segment in list(self._segments.items()):
+            lost = any(self._pool.of(peer.worker) is not peer for peer in segment.peers)
+            if not segment.serials and (lost or spare > 0):
+                spare -= 1
+                _close(self._segments.pop(key))
+
+    def close(self) -> None:
+        """Close all."""
+        while self._segments:
+            _close(self._segments.popitem()[1])
 
 
 @dataclass(slots=True, eq=False)
@@ -37,22 +119,22 @@ class _Gang:
     brought: dict[int, int] = field(default_factory=dict)
     """By member, the number of its latest exchange through this process."""
     failed: dict[int, str] = field(default_factory=dict)
-    """By member, what one of its calls raised."""
-    told: set[tuple[int, int]] = field(default_factory=set)
-    """(member, other member whose end it was told)."""
+    """By member, the exception of one of its calls."""
+    notified: set[tuple[int, int]] = field(default_factory=set)
+    """(member, other member of whose end it was notified)."""
 
 
-class Gangs:
-    """The gangs that were sent and are not over.
+class GangRelay:
+    """The gangs that were sent and have not ended.
 
     Args:
-        fleet: speaks with workers.
-        segments: of members on this host.
+        pool: sends messages to workers.
+        segments: shared memory of members on this host.
         is_held: whether a worker holds a lease.
     """
 
-    def __init__(self, fleet: Fleet, segments: Segments, is_held: Callable[[str, int], bool]) -> None:
-        self._fleet = fleet
+    def __init__(self, pool: WorkerPool, segments: SegmentPool, is_held: Callable[[str, int], bool]) -> None:
+        self._pool = pool
         self._segments = segments
         self._is_held = is_held
         self._gangs: dict[int, _Gang] = {}
@@ -61,9 +143,9 @@ class Gangs:
     # -- from beginning to end -------------------------------------------------------------
 
     def begin(self, command: cmd.SendGang) -> str:
-        """Enter a gang, and return where its members' shared memory is found, "" if they have none."""
+        """Add a gang, and return the name of its members' segment; "" if they have none."""
         serial, parts = command.serial, command.parts
-        peers = [peer for part in parts if (peer := self._fleet.of(part.worker)) is not None]
+        peers = [peer for part in parts if (peer := self._pool.of(part.worker)) is not None]
         segment = None
         if len(peers) == len(parts) > 1:
             segment = self._segments.begin(serial, peers, parts[-1].hi - parts[0].lo)
@@ -73,65 +155,66 @@ class Gangs:
         return segment.where if segment is not None else ""
 
     def stash(self, serial: int, chunk: Chunk) -> None:
-        """Keep results of a gang until it is over."""
+        """Store results of a gang until it has ended."""
         gang = self._gangs[serial]
         gang.stash.append(chunk)
         if gang.brought:
-            self._tell_ended(gang)
+            self._notify_of_ended(gang)
 
     def end(self, command: cmd.GangEnded) -> tuple[int, list[Chunk], Sequence[Peer]]:
-        """Forget a gang, and return its pass, those of its results that count, and its members."""
+        """Remove a gang; return its pass, those of its results that count, and its members."""
         gang = self._gangs.pop(command.serial)
         for part in gang.parts:
             del self._by_lease[part.lease]
         if gang.segment is not None:
             gang.segment.end(gang.serial, aborted=command.aborted)
             if command.aborted:
-                self._segments.let_go()
+                self._segments.close_unused()
         return gang.pass_id, gang.stash if command.counts else [], gang.peers
 
     def close(self) -> None:
-        """Let go of all shared memory."""
+        """Close all shared memory."""
         self._segments.close()
 
-    # -- what members say to each other ----------------------------------------------------
+    # -- exchanges between members -----------------------------------------------------------
 
-    def exchange(self, peer: Peer, told: msg.Exchange, frames: Sequence[Frame]) -> bool:
-        """Pass on what a member brings to an exchange; return False if it holds no such lease.
+    def exchange(self, peer: Peer, message: msg.Exchange, frames: Sequence[Frame]) -> bool:
+        """Forward a member's part of an exchange; return False if it holds no such lease.
 
         Raises:
-            RemoteProtocolError: it is not the member's next exchange, or others have not come to the
-                one before.
+            RemoteProtocolError: it is not the member's next exchange, or others have not contributed to the
+                previous one.
         """
-        found = self._by_lease.get(told.lease)
-        if found is None or not self._is_held(peer.worker, told.lease):
+        found = self._by_lease.get(message.lease)
+        if found is None or not self._is_held(peer.worker, message.lease):
             return False
         gang, member = found
         before = gang.brought.get(member, 0)
         waits = [m for m in self._others(gang, member) if gang.brought.get(m, 0) < before]
-        if told.number != before + 1 or waits:
+        if message.number != before + 1 or waits:
             raise RemoteProtocolError(
-                f"exchange {told.number} of lease {told.lease} after {before}, others are at {gang.brought}"
+                f"exchange {message.number} of lease {message.lease} after {before}; the members are at "
+                f"{gang.brought}"
             )
-        gang.brought[member] = told.number
+        gang.brought[member] = message.number
         for other in self._others(gang, member):
             worker, lease, *_ = gang.parts[other]
-            self._fleet.send(worker, msg.Relay(lease, member, told.number, ""), frames)
-        self._tell_ended(gang)
+            self._pool.send(worker, msg.Relay(lease, member, message.number, ""), frames)
+        self._notify_of_ended(gang)
         return True
 
-    def failed(self, told: msg.Failed) -> None:
-        """Take note that a call of a gang raised, before the scheduler hears of it."""
-        found = self._by_lease.get(told.lease)
+    def failed(self, message: msg.Failed) -> None:
+        """Record that a call of a gang raised, before the scheduler handles it."""
+        found = self._by_lease.get(message.lease)
         if found is not None:
             gang, member = found
-            gang.failed.setdefault(member, f"{told.name}: {told.text}")
+            gang.failed.setdefault(member, f"{message.name}: {message.text}")
 
     def reported(self, lease: int) -> None:
-        """Take note that the scheduler has heard of a call that raised."""
+        """Notify waiting members, after the scheduler has handled a call that raised."""
         found = self._by_lease.get(lease)
         if found is not None and found[0].brought:
-            self._tell_ended(found[0])
+            self._notify_of_ended(found[0])
 
     def _others(self, gang: _Gang, member: int) -> list[int]:
         """Return the other members that have not ended."""
@@ -139,15 +222,29 @@ class Gangs:
             m for m, part in enumerate(gang.parts) if m != member and self._is_held(part.worker, part.lease)
         ]
 
-    def _tell_ended(self, gang: _Gang) -> None:
-        """Tell members that may be waiting of those that have ended."""
+    def _notify_of_ended(self, gang: _Gang) -> None:
+        """Notify members that may be waiting of those that have ended."""
         ended = [m for m, part in enumerate(gang.parts) if not self._is_held(part.worker, part.lease)]
         for member in gang.brought:
             if member in ended:
                 continue
             worker, lease, *_ = gang.parts[member]
             for other in ended:
-                if (member, other) not in gang.told:
-                    gang.told.add((member, other))
+                if (member, other) not in gang.notified:
+                    gang.notified.add((member, other))
                     text = gang.failed.get(other, RETURNED)
-                    self._fleet.send(worker, msg.Relay(lease, other, 0, text))
+                    self._pool.send(worker, msg.Relay(lease, other, 0, text))
+
+
+def _owner(replicas: int) -> SegmentOwner | None:
+    from pipedist.collectives.segment import SegmentOwner, SegmentUnavailable  # only gangs need it
+
+    try:
+        return SegmentOwner(replicas)
+    except SegmentUnavailable:  # the members exchange through this process: the same bits, but slower
+        return None
+
+
+def _close(segment: Segment) -> None:
+    if segment.owner is not None:
+        segment.owner.close()

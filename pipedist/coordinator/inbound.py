@@ -1,91 +1,99 @@
-"""What workers say: checked here, before the scheduler hears of it, and only as far as it counts.
+"""Messages from workers: checked, then passed to the scheduler, a gang, a pass or the log sinks.
 
-Whoever speaks is known by its connection, never by what it says. What breaks the protocol raises
-RemoteProtocolError, which costs its sender the connection; what comes for a lease that nobody holds
-any more is the messages' crossing, is counted, and dropped.
+A sender is identified by its connection, never by the content of a message. A message that breaks the protocol
+raises RemoteProtocolError, which costs its sender the connection. A message for a lease that has ended is
+expected, because messages cross on their way: it is counted, and dropped.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Protocol
 
 from msgspec.structs import replace
 
-from pipedist.coordinator.gang_relay import Gangs
-from pipedist.coordinator.log_sinks import LogSinks
-from pipedist.coordinator.passes import Passes
-from pipedist.coordinator.program_distribution import Introductions
-from pipedist.coordinator.rejections import Refusals
-from pipedist.coordinator.store import Chunk, open_chunk
-from pipedist.coordinator.worker_pool import Fleet
+from pipedist.coordinator.gang_relay import GangRelay
+from pipedist.coordinator.passes import OpenPasses
+from pipedist.coordinator.results import Chunk, open_chunk
+from pipedist.coordinator.worker_pool import WorkerPool
 from pipedist.coordinator.worker_registry import Peer
 from pipedist.errors import RemoteProtocolError
 from pipedist.protocol import messages as msg
 from pipedist.scheduler import Event
 from pipedist.scheduler import events as ev
 
+LOGGER = "pipedist.cluster"
+"""The logger of rejections; without a handler its lines go to stderr."""
+
+_REASONS_MAX = 8
+"""Distinct reasons that are logged; after that, the total is logged each time it doubles."""
+
+_REASON_CHARACTERS_MAX = 500
+
 _DIGITS_MAX = 9
-"""Of the number of a gang's member."""
+"""Maximum digits of the number of a gang's member."""
+
+LogSink = Callable[[str, msg.LogLine], None]
+"""Called with each line that a replica function printed: (worker, line)."""
 
 
 class Post(Protocol):
-    """Tells the scheduler what happened."""
+    """Posts an event to the scheduler."""
 
     def __call__(self, event: Event, chunk: Chunk | None = None) -> None:
-        """Have an event handled; `chunk`: the results that it is about."""
+        """Have an event handled; `chunk`: the results that it reports."""
 
 
-class Reception:
-    """Takes in what workers say, and supervisors for them.
+class Inbound:
+    """Handles the messages of workers, and of their supervisors.
 
     Args:
-        post: tells the scheduler.
-        fleet: who is there, and may join.
-        gangs: told what members say to each other.
-        introductions: told who sees which data.
-        log_sinks: told what replica functions print.
-        refusals: counts what does not count.
-        passes: those that are open.
+        post: posts an event to the scheduler.
+        pool: the workers that have joined, and the checks of those that want to.
+        gangs: forwards exchanges between members.
+        log_sinks: get the lines that replica functions print.
+        rejections: counts messages for leases that have ended.
+        passes: the open passes.
     """
 
     def __init__(
         self,
         post: Post,
         *,
-        fleet: Fleet,
-        gangs: Gangs,
-        introductions: Introductions,
+        pool: WorkerPool,
+        gangs: GangRelay,
         log_sinks: LogSinks,
-        refusals: Refusals,
-        passes: Passes,
+        rejections: Rejections,
+        passes: OpenPasses,
     ) -> None:
         self._post = post
-        self._fleet = fleet
+        self._pool = pool
         self._gangs = gangs
-        self._introductions = introductions
         self._log_sinks = log_sinks
-        self._refusals = refusals
+        self._rejections = rejections
         self._passes = passes
 
-    def greet(self, identity: bytes, hello: msg.Hello) -> None:
-        """Let a worker join, if it may; what it has kept is known before it is dealt anything.
+    def handle_hello(self, identity: bytes, hello: msg.Hello) -> None:
+        """Let a worker join, or reject it; its cached results are known before calls are assigned to it.
 
         Raises:
-            RemoteProtocolError: it can't be who it says, or offers nonsense.
+            RemoteProtocolError: its name is not its own, or the message is malformed.
         """
-        self._fleet.check_name(hello)
-        self._passes.offered(hello)
-        self._fleet.greet(identity, hello)
-        peer = self._fleet.of(hello.worker)
+        self._pool.check_name(hello)
+        self._passes.add_cached(hello)
+        self._pool.on_hello(identity, hello)
+        peer = self._pool.of(hello.worker)
         if peer is None or peer.incarnation != hello.incarnation:
-            self._passes.refused(hello)
+            self._passes.forget_cached(hello)
 
-    def hear(self, peer: Peer, message: msg.Message, frames: list[memoryview]) -> None:
-        """Take in what a worker says.
+    def handle(self, peer: Peer, message: msg.Message, frames: list[memoryview]) -> None:
+        """Handle a message of a worker that has joined.
 
         Raises:
-            RemoteProtocolError: it may not say that.
+            RemoteProtocolError: a worker may not send it.
         """
         match message:
             case msg.Results():
@@ -93,61 +101,149 @@ class Reception:
             case msg.Failed():
                 self._on_failed(peer, message)
             case msg.Exchange():
-                self._refusals.stale += not self._gangs.exchange(peer, message, frames)
+                if not self._gangs.exchange(peer, message, frames):
+                    self._rejections.count_stale()
             case msg.Stalled():
                 self._on_stalled(peer, message)
             case msg.Cancelled(lease):
                 self._post(ev.CancelConfirmed(peer.worker, peer.incarnation, lease))
             case msg.DataVisible(pass_id):
                 if pass_id in self._passes.handles:
-                    self._introductions.saw(peer, pass_id)
+                    peer.sees.add(pass_id)
             case msg.LogLine():
-                self._log_sinks.tell(peer.worker, message)
+                self._log_sinks.emit(peer.worker, message)
             case msg.Heartbeat():
                 self._post(ev.HeartbeatReceived(peer.worker, peer.incarnation))
             case msg.Goodbye():
-                self._fleet.left(replace(message, worker=peer.worker, incarnation=peer.incarnation))
+                self._pool.on_goodbye(replace(message, worker=peer.worker, incarnation=peer.incarnation))
             case _:
                 raise RemoteProtocolError(f"a worker may not send {type(message).__name__}")
 
-    def hear_stranger(self, identity: bytes, message: msg.Message) -> None:
-        """Take in what is said by nobody who has joined: for others, only a supervisor may speak.
+    def handle_unregistered(self, identity: bytes, message: msg.Message) -> None:
+        """Handle a message of a connection that has not joined: only a supervisor may send one.
 
         Raises:
-            RemoteProtocolError: it can't be who it says.
+            RemoteProtocolError: its name is not its own.
         """
         match message:
-            case msg.Heartbeat(worker, incarnation) if worker not in self._fleet.names:
-                self._fleet.check_name(message)
-                self._fleet.heard(identity, worker, incarnation)
-            case msg.Goodbye(worker) if worker not in self._fleet.names:
-                self._fleet.check_name(message)
-                self._fleet.left(message)
+            case msg.Heartbeat(worker, incarnation) if worker not in self._pool.names:
+                self._pool.check_name(message)
+                self._pool.on_heartbeat(identity, worker, incarnation)
+            case msg.Goodbye(worker) if worker not in self._pool.names:
+                self._pool.check_name(message)
+                self._pool.on_goodbye(message)
             case _:
-                self._fleet.turn_away(identity)
+                self._pool.reject(identity)
 
-    def _on_results(self, peer: Peer, told: msg.Results, frames: Sequence[memoryview]) -> None:
-        handle = self._passes.of_lease(peer.worker, told.lease)
+    def _on_results(self, peer: Peer, results: msg.Results, frames: Sequence[memoryview]) -> None:
+        lease, lo, hi = results.lease, results.lo, results.hi
+        handle = self._passes.of_lease(peer.worker, lease)
         chunk, size = None, 0
-        if handle is not None:  # otherwise they don't count, and are not worth decoding
-            chunk = open_chunk(told.lo, told.hi, frames, handle.slots, partial=handle.settings.gang)
+        if handle is not None:  # otherwise the scheduler drops them: they need no decoding
+            chunk = open_chunk(lo, hi, frames, handle.slots, partial=handle.settings.gang)
             size = chunk.size
-        who, incarnation = peer.worker, peer.incarnation
-        self._post(ev.CallsDone(who, incarnation, told.lease, told.lo, told.hi, told.busy_ns, size), chunk)
+        self._post(ev.CallsDone(peer.worker, peer.incarnation, lease, lo, hi, results.busy_ns, size), chunk)
 
-    def _on_failed(self, peer: Peer, told: msg.Failed) -> None:
-        handle = self._passes.of_lease(peer.worker, told.lease)
-        who, incarnation = peer.worker, peer.incarnation
-        failed = ev.CallFailed(who, incarnation, told.lease, told.call, aborted=told.aborted)
+    def _on_failed(self, peer: Peer, failed: msg.Failed) -> None:
+        handle = self._passes.of_lease(peer.worker, failed.lease)
+        event = ev.CallFailed(
+            peer.worker, peer.incarnation, failed.lease, failed.call, aborted=failed.aborted
+        )
         if handle is not None:
-            handle.raised[told.call] = told
-            failed = handle.policy.judged(failed, told)
-            self._gangs.failed(told)
-        self._post(failed)
-        self._gangs.reported(told.lease)
+            handle.raised[failed.call] = failed
+            event = handle.policy.apply(event, failed)
+            self._gangs.failed(failed)
+        self._post(event)
+        self._gangs.reported(failed.lease)
 
-    def _on_stalled(self, peer: Peer, told: msg.Stalled) -> None:
-        if not all(member.isdecimal() and len(member) <= _DIGITS_MAX for member in told.members):
-            raise RemoteProtocolError(f"the members {told.members} of a gang")
-        members = tuple(map(int, told.members))
-        self._post(ev.GangStalled(peer.worker, peer.incarnation, told.lease, members, told.text))
+    def _on_stalled(self, peer: Peer, stalled: msg.Stalled) -> None:
+        if not all(member.isdecimal() and len(member) <= _DIGITS_MAX for member in stalled.members):
+            raise RemoteProtocolError(f"malformed members of a gang: {stalled.members}")
+        members = tuple(map(int, stalled.members))
+        self._post(ev.GangStalled(peer.worker, peer.incarnation, stalled.lease, members, stalled.text))
+
+
+class Rejections:
+    """Counts rejected workers and messages, and logs their reasons, at a limited rate.
+
+    Args:
+        verbose: log them; otherwise they are only counted.
+    """
+
+    def __init__(self, *, verbose: bool) -> None:
+        self.count = 0
+        self.stale = 0
+        """Messages for leases that have ended: expected, so not logged."""
+        self._verbose = verbose
+        self._logged: set[str] = set()
+
+    def count_stale(self) -> None:
+        """Count a message for a lease that has ended."""
+        self.stale += 1
+
+    def add(self, reason: str, repeated: str = "") -> None:
+        """Count a rejection, and log it.
+
+        Args:
+            reason: the peer, and why it was rejected; may contain text of a peer.
+            repeated: the part of it that stays the same on a repetition, as for a worker that is restarted
+                again and again, each time with another name; "": all of it.
+        """
+        repeated = repeated or reason
+        self.count += 1
+        is_new = repeated not in self._logged and len(self._logged) < _REASONS_MAX
+        has_doubled = self.count > _REASONS_MAX and self.count.bit_count() == 1
+        if self._verbose and (is_new or has_doubled):
+            import logging  # few runs need it
+
+            if is_new:
+                self._logged.add(repeated)
+            text = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in reason)
+            text = text[:_REASON_CHARACTERS_MAX]
+            logging.getLogger(LOGGER).warning("pipedist: rejected (%d so far): %s", self.count, text)
+
+
+class LogSinks:
+    """Routes the output of replica functions to all sinks, or to `sys.stderr` if there is none."""
+
+    def __init__(self) -> None:
+        self._sinks: dict[int, LogSink] = {}
+        """By number: one function may be added twice."""
+        self._added = 0
+
+    def __len__(self) -> int:
+        return len(self._sinks)
+
+    def add(self, sink: LogSink) -> Callable[[], None]:
+        """Add a sink for all lines from now on.
+
+        Returns:
+            A function that removes it; may be called twice.
+        """
+        self._added += 1
+        number = self._added
+        self._sinks[number] = sink
+
+        def remove() -> None:
+            self._sinks.pop(number, None)
+
+        return remove
+
+    def emit(self, worker: str, line: msg.LogLine) -> None:
+        """Pass a line to every sink; remove a sink that raises."""
+        if not self._sinks:
+            _print_line(worker, line)
+        for number, sink in tuple(self._sinks.items()):
+            try:
+                sink(worker, line)
+            except Exception as error:  # the other sinks still get their line, and the run its results
+                self._sinks.pop(number, None)  # it may have removed itself
+                asyncio.get_running_loop().call_exception_handler(
+                    {"message": f"the log sink {sink!r} raised, and was removed", "exception": error}
+                )
+
+
+def _print_line(worker: str, line: msg.LogLine) -> None:
+    if sys.stderr is not None:
+        with suppress(OSError, ValueError):  # stderr is closed
+            sys.stderr.write(f"[{line.stage} {line.step} {line.replica} {worker}] {line.text}\n")

@@ -1,4 +1,4 @@
-"""The interface of launchers: they start and end worker processes, and report when one has ended."""
+"""The interface of launchers, which start and end worker processes, and report their ends."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ class WorkerExit(Struct, frozen=True):
     """The end of a worker process.
 
     Args:
-        pid: its process id; 0: it did not start.
+        pid: its process id; 0: it was not started.
         code: its exit code, None if a signal ended it.
         signal: the signal that ended it, None if it exited.
-        text: how it ended: "signal 9 (SIGKILL)", "exit code 3".
+        text: how it ended, for people: "signal 9 (SIGKILL)", "exit code 3".
         running: (lease, call, stage) that it was executing (`pipedist.worker.progress.Running`); None: none,
             or unknown.
-        timed_out: it was killed because that call took longer than its limit.
+        timed_out: it was killed because that call exceeded its timeout.
     """
 
     worker: str
@@ -40,7 +40,7 @@ class Launcher(Protocol):
     """
 
     on_exit: Callable[[WorkerExit], None]
-    """Called on the event loop for each worker that has ended, however it did."""
+    """Called on the event loop for each worker that has ended, for any reason."""
 
     @property
     def pids(self) -> Mapping[str, int]:
@@ -50,7 +50,7 @@ class Launcher(Protocol):
     def running(self, worker: str) -> tuple[int, ...] | None:
         """Return what a worker executes now, as `WorkerExit.running`; None: nothing, or unknown.
 
-        Only this call has a cost: the worker notes it anyway.
+        The worker notes it in shared memory in any case; only reading it has a cost.
         """
         ...
 
@@ -70,7 +70,7 @@ class Launcher(Protocol):
         ...
 
     def watch(self, every_s: float | None) -> None:
-        """Kill workers whose calls take longer than their limit (`WorkerExit.timed_out`).
+        """Kill workers whose calls exceed their timeout (`WorkerExit.timed_out`).
 
         Args:
             every_s: how often to check, seconds; None: never.

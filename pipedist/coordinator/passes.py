@@ -1,13 +1,13 @@
-"""The passes that are open, found by number, by the lease of a worker, by the key of what workers kept."""
+"""The open passes, by number, by a worker's lease, and by the key of cached results."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from pipedist.coordinator.cached_results import Offers
+from pipedist.coordinator.failures import DeathOutcome
 from pipedist.coordinator.pass_handle import PassHandle
-from pipedist.coordinator.program_distribution import Introductions
-from pipedist.coordinator.worker_pool import Fate, Fleet
+from pipedist.coordinator.results import CachedResultIndex
+from pipedist.coordinator.worker_pool import WorkerPool
 from pipedist.errors import PipedistError, RunCancelled
 from pipedist.protocol import messages as msg
 from pipedist.scheduler import Event
@@ -15,28 +15,22 @@ from pipedist.scheduler import events as ev
 from pipedist.worker.progress import Running
 
 
-class Passes:
-    """Opens and closes passes, and knows those between.
+class OpenPasses:
+    """Opens, finds and closes passes.
 
     Args:
-        post: tells the scheduler.
+        post: posts an event to the scheduler.
         pass_of: the number of the pass of a lease that a worker holds; None: it holds no such lease.
-        fleet: told whether it is to be looked for calls that take too long.
-        introductions: told of passes that are over.
+        pool: its workers are watched for timeouts while a pass has any.
     """
 
     def __init__(
-        self,
-        post: Callable[[Event], None],
-        pass_of: Callable[[str, int], int | None],
-        fleet: Fleet,
-        introductions: Introductions,
+        self, post: Callable[[Event], None], pass_of: Callable[[str, int], int | None], pool: WorkerPool
     ) -> None:
         self._post = post
         self._pass_of = pass_of
-        self._fleet = fleet
-        self._introductions = introductions
-        self._offers = Offers()
+        self._pool = pool
+        self._cached = CachedResultIndex()
         self.last = 0
         """The number of the latest one."""
         self.handles: dict[int, PassHandle] = {}
@@ -47,49 +41,49 @@ class Passes:
         pass_id = self._pass_of(worker, lease)
         return None if pass_id is None else self.handles.get(pass_id)
 
-    def explain(self, worker: str, running: Running, timed_out: bool) -> Fate | None:
-        """Return what a worker's end means for the call that it ran; see `pipedist.coordinator.worker_pool`."""
+    def on_death(self, worker: str, running: Running, timed_out: bool) -> DeathOutcome | None:
+        """Return the consequence of a worker's death for the call that it ran; see `worker_pool.OnDeath`."""
         handle = self.of_lease(worker, running.lease)
-        return None if handle is None else handle.ended(running, timed_out=timed_out)
+        return None if handle is None else handle.on_death(running, timed_out=timed_out)
 
     # -- from beginning to end -------------------------------------------------------------
 
     def open(self, handle: PassHandle) -> None:
-        """Begin a pass, with what workers have finished of it for a scheduler that is gone."""
+        """Open a pass, and use the results of it that workers have cached."""
         self.last = handle.id
         self.handles[handle.id] = handle
         if handle.policy.is_timed:
-            self._fleet.watch(wanted=True)
+            self._pool.watch(enabled=True)
         self._post(ev.PassOpened(handle.id, handle.settings))
-        for kept in self._offers.of_pass(handle.key, handle.id):
-            self._post(kept)
+        for event in self._cached.of_pass(handle.key, handle.id):
+            self._post(event)
 
-    def forget(self, pass_id: int) -> None:
-        """Let go of a pass, before the scheduler does; one that is not open is no fault."""
+    def close(self, pass_id: int) -> None:
+        """Close a pass, before the scheduler does; does nothing if it is not open."""
         handle = self.handles.pop(pass_id, None)
         if handle is not None:
-            self._introductions.forget(pass_id)
-            handle.closed(RunCancelled(f"{handle.name} was closed"))
+            self._pool.forget_pass(pass_id)
+            handle.on_closed(RunCancelled(f"{handle.name} was closed"))
             if handle.policy.is_timed and not any(x.policy.is_timed for x in self.handles.values()):
-                self._fleet.watch(wanted=False)
+                self._pool.watch(enabled=False)
 
     def fail(self, error: PipedistError) -> None:
         """End every pass with an error."""
         for handle in list(self.handles.values()):
             handle.fail(error)
 
-    # -- what workers offer ----------------------------------------------------------------
+    # -- cached results ----------------------------------------------------------------------
 
-    def offered(self, hello: msg.Hello) -> None:
-        """Take note of what a worker has finished, before it is dealt anything.
+    def add_cached(self, hello: msg.Hello) -> None:
+        """Record the results that a worker has cached, before calls are assigned to it.
 
         Raises:
-            RemoteProtocolError: it is malformed.
+            RemoteProtocolError: the list of them is malformed.
         """
         by_key = {handle.key: handle.id for handle in self.handles.values() if handle.key}
-        for kept in self._offers.take(hello, by_key):
-            self._post(kept)
+        for event in self._cached.add(hello, by_key):
+            self._post(event)
 
-    def refused(self, hello: msg.Hello) -> None:
-        """Forget what was offered by a worker that may not join."""
-        self._offers.forget(hello.worker, hello.incarnation)
+    def forget_cached(self, hello: msg.Hello) -> None:
+        """Forget the cached results of a worker that was rejected."""
+        self._cached.forget(hello.worker, hello.incarnation)

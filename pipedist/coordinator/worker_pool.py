@@ -1,4 +1,4 @@
-"""The workers of a cluster: their processes, where they were started here, and their connections."""
+"""The workers of a cluster: their processes, if they were started here, and their connections."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 
 import anyio
-from msgspec import Struct
 from msgspec.structs import replace
 
-from pipedist.coordinator.admission import differences, refusal
+from pipedist.coordinator.failures import DeathOutcome
 from pipedist.coordinator.launcher import Launcher, WorkerExit
-from pipedist.coordinator.worker_registry import Peer, Roster
+from pipedist.coordinator.worker_registry import Peer, WorkerRegistry, differences, rejection_reason
 from pipedist.errors import LocalProtocolError, PipedistError, RemoteProtocolError, UsageError
 from pipedist.protocol import messages as msg
 from pipedist.protocol.codec import Frame
@@ -23,51 +22,36 @@ from pipedist.worker.names import is_proven
 from pipedist.worker.progress import Running
 
 _WATCH_S = 0.1
-"""How often it is looked for functions of stages that take longer than they may."""
+"""How often to look for calls that exceed their stage's timeout, seconds."""
 
 _HEARTBEATS = 3.2
-"""Heartbeats that a supervisor sends in the time in which it must be heard: the third may be a bit late."""
+"""Heartbeats of a supervisor within the heartbeat timeout: the third one may be a bit late."""
 
-HOLDS_MAX = 1024
-"""Copies of code folders that a worker can say it has."""
+CODE_DIGESTS_MAX = 1024
+"""Copies of code folders that a worker can report."""
 
-
-class Fate(Struct, frozen=True):
-    """What it means for a call that its worker died.
-
-    Args:
-        stage: that ran; "" where nobody knows.
-        retries, quarantine: see `events.WorkerLost`.
-        timed_out: why it was ended, if that stage's function took too long, for people; "": it did not.
-    """
-
-    stage: str
-    retries: int
-    quarantine: bool
-    timed_out: str = ""
+OnDeath = Callable[[str, Running, bool], DeathOutcome | None]
+"""Takes a worker, the call that it ran, and whether that timed out; None: it held no such lease."""
 
 
-Explain = Callable[[str, Running, bool], Fate | None]
-"""Takes a worker, what it ran, and whether that took too long; None: it held no such lease."""
-
-
-class Fleet:
-    """Starts and ends workers, and knows who is behind which connection.
+class WorkerPool:
+    """Starts and ends workers, and maps connections to workers.
 
     Args:
-        post: tells the scheduler.
-        cluster_id: for the welcome.
-        router: speaks with workers.
+        post: posts an event to the scheduler.
+        cluster_id: sent in Welcome.
+        router: sends messages to workers.
         names: the workers that the launcher starts; others dial in.
-        dial_in: whether others may join.
+        dial_in: whether other workers may join.
         boot: this host's boot id: workers with the same one can read our files.
-        heartbeat_timeout_s: how long a supervisor may be silent.
-        rejoin_s: how long workers that dialled in wait for another scheduler when this one is gone.
-        explain: says what a lost worker's end means for the call that it ran; see `Explain`.
-        on_refuse: told who may not join or speak, and why; and what of it is the same if it happens again.
-        force: let workers in that differ in what could change bits.
-        threads: BLAS and OpenMP threads that all have to have, whatever `force` says; None: any.
-        tell: told, for people, who was not let in, or differs.
+        heartbeat_timeout_s: how long a supervisor may be silent, seconds.
+        rejoin_s: how long dialled-in workers wait for another scheduler when this one is gone, seconds.
+        on_death: returns the consequence of a worker's death for the call that it ran; see `OnDeath`.
+        on_reject: called with the reason for each rejected worker or message, and with the part of it that
+            stays the same on a repetition.
+        force: accept workers that differ in ways that could change bits.
+        threads: BLAS and OpenMP threads that all workers must have, whatever `force` is; None: any.
+        notify: called with a line for the user about each accepted worker that differs.
     """
 
     def __init__(
@@ -81,89 +65,94 @@ class Fleet:
         boot: str,
         heartbeat_timeout_s: float,
         rejoin_s: float = 0.0,
-        explain: Explain = lambda _worker, _running, _timed_out: None,
-        on_refuse: Callable[[str, str], None] = lambda _reason, _again: None,
+        on_death: OnDeath = lambda _worker, _running, _timed_out: None,
+        on_reject: Callable[[str, str], None] = lambda _reason, _repeated: None,
         force: bool = False,
         threads: int | None = None,
-        tell: Callable[[str], None] = lambda _text: None,
+        notify: Callable[[str], None] = lambda _text: None,
     ) -> None:
         self.names = tuple(names)
         self.launcher: Launcher | None = None
-        """Starts the workers; None where all dial in, and before it is open."""
+        """Starts the workers; None if all dial in, and before it is open."""
         self._post = post
         self._cluster_id = cluster_id
         self._router = router
-        self._explain = explain
-        self._on_refuse = on_refuse
+        self._on_death = on_death
+        self._on_reject = on_reject
         self._dial_in = dial_in
         self._force = force
         self._threads = threads
-        self._tell = tell
+        self._notify = notify
         self._boot = boot
         self._heartbeat_s = heartbeat_timeout_s / _HEARTBEATS
         self._rejoin_s = rejoin_s
-        self._roster = Roster()
+        self._registry = WorkerRegistry()
         self._started: dict[str, int] = {}
         """The incarnation of each worker whose process was started here and has not ended."""
-        self._expelled: dict[str, int] = {}
-        """The last incarnation that was put out of each worker that dialled in and is not gone."""
+        self._evicted: dict[str, int] = {}
+        """The last evicted incarnation of each dialled-in worker that has not said Goodbye."""
         self._due: dict[str, int] = {}
-        """Incarnations to start when the process before has ended."""
+        """Incarnations to start when the previous process has ended."""
         self._supervisors: dict[str, bytes] = {}
-        """The connection of each supervisor that was heard, by its worker."""
+        """By worker, the connection of its supervisor, known from its first heartbeat."""
         self._shared: list[tuple[msg.Share, Sequence[Frame]]] = []
-        """What every supervisor gets, in order."""
+        """Values that every supervisor gets, in order."""
         self.on_supervisor: Callable[[str], None] = lambda _worker: None
-        """Told of each worker whose supervisor is heard for the first time, or over another connection."""
+        """Called with the worker on a supervisor's first heartbeat over a connection."""
         self._changed = anyio.Event()
         self._error: PipedistError | None = None
 
-    # -- who is there ------------------------------------------------------------------------
+    # -- members -----------------------------------------------------------------------------
 
     def __len__(self) -> int:
         """Return how many workers have joined and are alive."""
-        return len(self._roster)
+        return len(self._registry)
 
-    def behind(self, identity: bytes) -> Peer | None:
-        """Return who speaks through a socket identity."""
-        return self._roster.behind(identity)
+    def of_identity(self, identity: bytes) -> Peer | None:
+        """Return the peer with a socket identity."""
+        return self._registry.of_identity(identity)
 
     @property
     def peers(self) -> Iterator[Peer]:
         """All workers that have joined and are alive."""
-        return iter(self._roster)
+        return iter(self._registry)
 
     def of(self, worker: str) -> Peer | None:
-        """Return who speaks for a worker now."""
-        return self._roster.of(worker)
+        """Return the peer of a worker."""
+        return self._registry.of(worker)
 
-    def is_ours(self, peer: Peer) -> bool:
-        """Return whether a worker's process was started here."""
+    def was_started_here(self, peer: Peer) -> bool:
+        """Return whether a worker's process was started by this cluster's launcher."""
         return peer.worker in self._started and peer.local
 
     def reads(self, worker: str, pass_id: int) -> bool:
         """Return whether a worker reads a pass's data itself: it is on this host, or sees the same files."""
-        peer = self._roster.of(worker)
+        peer = self._registry.of(worker)
         return peer is not None and (peer.local or pass_id in peer.sees)
 
+    def forget_pass(self, pass_id: int) -> None:
+        """Forget which workers see the data of a closed pass."""
+        for peer in self.peers:
+            peer.sees.discard(pass_id)
+
     async def wait_for(self, count: int) -> None:
-        """Return as soon as `count` workers are there.
+        """Return as soon as `count` workers have joined.
 
         Raises:
-            PipedistError: what `fail` was told.
+            PipedistError: the error that `fail` was called with.
         """
-        while len(self._roster) < count:
+        while len(self._registry) < count:
             if self._error is not None:
                 raise self._error
             await self._changed.wait()
 
     async def wait_for_next(self, worker: str, incarnation: int) -> None:
-        """Return as soon as a later incarnation of a worker is there.
+        """Return as soon as a later incarnation of a worker has joined.
 
         Raises:
-            PipedistError: what `fail` was told.
+            PipedistError: the error that `fail` was called with.
         """
-        while (peer := self._roster.of(worker)) is None or peer.incarnation <= incarnation:
+        while (peer := self._registry.of(worker)) is None or peer.incarnation <= incarnation:
             if self._error is not None:
                 raise self._error
             await self._changed.wait()
@@ -180,10 +169,10 @@ class Fleet:
     # -- processes -----------------------------------------------------------------------------
 
     def start(self, worker: str, incarnation: int) -> None:
-        """Start a worker's process, as soon as the one before has ended."""
+        """Start a worker's process, as soon as the previous one has ended."""
         if self.launcher is None:
-            raise LocalProtocolError(f"worker {worker} was to be started by a cluster without a launcher")
-        if worker in self._started:  # it was lost to us, but its process is still there
+            raise LocalProtocolError(f"worker {worker} can't be started: this cluster has no launcher")
+        if worker in self._started:  # its connection is lost, but its process still runs
             self._due[worker] = incarnation
             self.launcher.kill(worker, self._started[worker])
             return
@@ -203,99 +192,104 @@ class Fleet:
         """
         if self.launcher is None or worker not in self.names:
             names = self.names if self.launcher is not None else ()
-            there = f"{names[0]} to {names[-1]}" if names else "none: its workers are started elsewhere"
-            raise UsageError(f"no worker {worker!r} was started here; those that can be killed: {there}")
+            known = f"{names[0]} to {names[-1]}" if names else "none: its workers are started elsewhere"
+            raise UsageError(f"no worker {worker!r} was started here. Workers that can be killed: {known}.")
         self.launcher.kill(worker)
 
-    def exited(self, exit_: WorkerExit) -> None:
-        """Take note that a process is gone."""
+    def on_exit(self, exit_: WorkerExit) -> None:
+        """Report the end of a process to the scheduler, and start the next one if it is due."""
         if self._started.get(exit_.worker) == exit_.incarnation:
             del self._started[exit_.worker]
             due = self._due.pop(exit_.worker, None)
             if due is not None:
                 self.start(exit_.worker, due)
-        peer = self._roster.remove(exit_.worker, exit_.incarnation)
+        peer = self._registry.remove(exit_.worker, exit_.incarnation)
         if peer is not None:
             self._router.drop(peer.identity)
         running = None if exit_.running is None else Running(*exit_.running)
-        self._post_died(exit_.worker, exit_.incarnation, exit_.text, running, exit_.timed_out)
+        self._post_death(exit_.worker, exit_.incarnation, exit_.text, running, exit_.timed_out)
 
-    def _post_died(
+    def _post_death(
         self, worker: str, incarnation: int, cause: str, running: Running | None, timed_out: bool
     ) -> None:
         lost = ev.WorkerLost(worker, incarnation, cause)
         if running is not None:
             lost = replace(lost, running=(running.lease, running.call))
-            fate = self._explain(worker, running, timed_out)
-            if fate is not None:
+            outcome = self._on_death(worker, running, timed_out)
+            if outcome is not None:
                 lost = replace(
                     lost,
-                    cause=fate.timed_out or cause,
-                    stage=fate.stage,
-                    timed_out=bool(fate.timed_out),
-                    retries=fate.retries,
-                    quarantine=fate.quarantine,
+                    cause=outcome.timed_out or cause,
+                    stage=outcome.stage,
+                    timed_out=bool(outcome.timed_out),
+                    retries=outcome.retries,
+                    quarantine=outcome.quarantine,
                 )
         self._post(lost)
 
-    def watch(self, *, wanted: bool) -> None:
-        """Have workers ended whose stages' functions take longer than they may; or not any more."""
-        if self.launcher is not None:  # those that dialled in are watched by their supervisors
-            self.launcher.watch(_WATCH_S if wanted else None)
+    def watch(self, *, enabled: bool) -> None:
+        """Have the launcher kill workers whose calls exceed their stage's timeout, or stop that."""
+        if self.launcher is not None:  # supervisors watch dialled-in workers
+            self.launcher.watch(_WATCH_S if enabled else None)
 
     # -- connections ---------------------------------------------------------------------------
 
     def send(self, worker: str, message: msg.Message, payload: Sequence[Frame] = ()) -> None:
-        """Say something to a worker; one that can't be reached is lost, or will be.
+        """Send a message to a worker; if it is unreachable, it is lost now or soon.
 
-        Whoever watches its process says soon what it died of, and in which call: a death without one is
-        blamed on a guess. A supervisor that can't be reached either falls silent, and that is noticed.
+        The launcher or supervisor of the process soon reports the cause of its death, and the call that it
+        ran; without that report, the culprit could only be guessed. If a supervisor is unreachable too, the
+        heartbeat timeout detects that.
         """
-        peer = self._roster.of(worker)
+        peer = self._registry.of(worker)
         if peer is None or self._router.send(peer.identity, message, payload):
             return
-        if self.launcher is not None and self.is_ours(peer) and self._started[worker] == peer.incarnation:
+        if (
+            self.launcher is not None
+            and self.was_started_here(peer)
+            and self._started[worker] == peer.incarnation
+        ):
             self.launcher.kill(worker, peer.incarnation)
         elif worker not in self._supervisors:
             self.lose(peer, "its connection is gone")
 
-    async def dismiss(self, reason: str, grace_s: float) -> None:
-        """Tell every worker to leave, and give those that dialled in time to say Goodbye.
+    async def stop_all(self, reason: str, grace_s: float) -> None:
+        """Send Stop to every worker, and give those that dialled in time to say Goodbye.
 
-        A connection that is closed with something unread in it may take the last word with it;
-        a launcher waits for its own workers' processes anyway.
+        Closing a connection with unread bytes in it may lose the last message. A launcher waits for the
+        processes of its own workers in any case.
         """
         self._send_stop(reason)
         if self.launcher is None:
             with anyio.move_on_after(grace_s, shield=True):
-                while len(self._roster):
+                while len(self._registry):
                     await self._changed.wait()
-            self._send_stop(reason)  # to who joined meanwhile
+            self._send_stop(reason)  # to workers that have joined meanwhile
 
     def _send_stop(self, reason: str) -> None:
-        for identity in (*(peer.identity for peer in self._roster), *self._supervisors.values()):
+        for identity in (*(peer.identity for peer in self._registry), *self._supervisors.values()):
             self._router.send(identity, msg.Stop(reason))
 
     def share(self, payload: Sequence[Frame]) -> None:
-        """Give something to every supervisor, now or when it is heard."""
+        """Send a value to every supervisor, now or on its first heartbeat."""
         message = msg.Share(len(self._shared) + 1)
         self._shared.append((message, payload))
         for identity in self._supervisors.values():
             self._router.send(identity, message, payload)
 
-    def turn_away(self, identity: bytes, before: int = 0) -> None:
-        """Fence a worker that is no member: its next incarnation may join.
+    def reject(self, identity: bytes, before: int = 0) -> None:
+        """Reject a message of a worker that is not a member; its next incarnation may join.
 
         Args:
-            before: see `messages.Refuse`. A network that comes back brings all heartbeats of the time that it
-                was away, each is answered, and the next incarnation is there by then.
+            before: see `messages.Refuse`. When a network recovers, it delivers all heartbeats of the outage;
+                each one is rejected, and by then the next incarnation may have joined.
         """
         self._router.send(identity, msg.Refuse("this incarnation is not a member", before))
-        text = f"a message from connection {repr(identity)[1:]}, which is no member's"
-        self._on_refuse(text, "a message of no member")
+        text = f"a message from connection {repr(identity)[1:]}, which is not a member"
+        self._on_reject(text, "a message of no member")
 
-    def heard(self, identity: bytes, worker: str, incarnation: int) -> None:
-        """Take note that a supervisor's worker process is there; have it ended if it was put out."""
+    def on_heartbeat(self, identity: bytes, worker: str, incarnation: int) -> None:
+        """Handle a supervisor's heartbeat; if its worker process was evicted, have it ended."""
         if self._supervisors.get(worker) != identity:
             self._supervisors[worker] = identity
             if self._dial_in:
@@ -303,63 +297,68 @@ class Fleet:
             for message, frames in self._shared:
                 self._router.send(identity, message, frames)
             self.on_supervisor(worker)
-        if incarnation <= self._expelled.get(worker, -1):
-            self.turn_away(identity, before=incarnation + 1)
+        if incarnation <= self._evicted.get(worker, -1):
+            self.reject(identity, before=incarnation + 1)
         else:
             self._post(ev.HeartbeatReceived(worker, incarnation))
 
     def lose(self, peer: Peer, cause: str) -> None:
-        """Treat a worker as dead."""
-        self.expel(peer.worker, peer.incarnation, cause)
+        """Evict a worker, and report it to the scheduler as lost."""
+        self.evict(peer.worker, peer.incarnation, cause)
         self._post(ev.WorkerLost(peer.worker, peer.incarnation, cause))
 
-    def expel(self, worker: str, incarnation: int, reason: str) -> None:
-        """End an incarnation of a worker, if it is in; the next one may join."""
-        peer = self._roster.remove(worker, incarnation)
+    def evict(self, worker: str, incarnation: int, reason: str) -> None:
+        """Remove an incarnation of a worker, if it is a member; the next one may join."""
+        peer = self._registry.remove(worker, incarnation)
         if peer is None:
             return
         self._router.send(peer.identity, msg.Refuse(reason))
         if worker not in self.names:
-            self._expelled[worker] = incarnation
+            self._evicted[worker] = incarnation
         if self.launcher is not None and self._started.get(worker) == incarnation:
             self._router.drop(peer.identity)
             self.launcher.kill(worker, incarnation)
 
-    def left(self, told: msg.Goodbye) -> None:
-        """Take note that a worker has said Goodbye, or that its supervisor says it has crashed."""
-        worker, incarnation = told.worker, told.incarnation
-        self._expelled.pop(worker, None)
-        peer = self._roster.remove(worker, incarnation)
+    def on_goodbye(self, goodbye: msg.Goodbye) -> None:
+        """Remove a worker that leaves, or whose supervisor reports that it has crashed."""
+        worker, incarnation = goodbye.worker, goodbye.incarnation
+        self._evicted.pop(worker, None)
+        peer = self._registry.remove(worker, incarnation)
         if peer is not None:
             self._router.drop(peer.identity)
-        if told.crashed:
-            running = Running(told.lease, told.call, told.stage) if told.lease or told.timed_out else None
-            self._post_died(worker, incarnation, told.reason, running, told.timed_out)
+        if goodbye.crashed:
+            is_known = goodbye.lease or goodbye.timed_out
+            running = Running(goodbye.lease, goodbye.call, goodbye.stage) if is_known else None
+            self._post_death(worker, incarnation, goodbye.reason, running, goodbye.timed_out)
         else:
-            self._post(ev.WorkerLost(worker, incarnation, told.reason, graceful=True))
+            self._post(ev.WorkerLost(worker, incarnation, goodbye.reason, graceful=True))
         self._wake()
 
-    def check_name(self, said: msg.Hello | msg.Heartbeat | msg.Goodbye) -> None:
-        """See to it that who dials in speaks in a name of its own: all workers may share one key.
+    def check_name(self, message: msg.Hello | msg.Heartbeat | msg.Goodbye) -> None:
+        """Check that a dialled-in peer uses a name of its own; all workers may share one key.
 
         Raises:
-            RemoteProtocolError: it can't prove it.
+            RemoteProtocolError: the proof is wrong.
         """
-        if self._dial_in and said.worker not in self.names and not is_proven(said.worker, said.proof):
-            raise RemoteProtocolError(f"it speaks as {said.worker!r}, and can't prove that this is its name")
+        if (
+            self._dial_in
+            and message.worker not in self.names
+            and not is_proven(message.worker, message.proof)
+        ):
+            raise RemoteProtocolError(f"it uses the name {message.worker!r} without proof")
 
-    def greet(self, identity: bytes, hello: msg.Hello) -> None:
-        """Let a worker join, or say why it may not.
+    def on_hello(self, identity: bytes, hello: msg.Hello) -> None:
+        """Let a worker join, or reject it with the reason.
 
         Raises:
             RemoteProtocolError: this connection's worker has joined already.
         """
-        known = self._roster.behind(identity)
+        known = self._registry.of_identity(identity)
         if known is not None:
-            raise RemoteProtocolError(f"{known.worker} said Hello twice")
+            raise RemoteProtocolError(f"{known.worker} sent Hello twice")
         managed = hello.worker in self.names
-        current = self._roster.of(hello.worker)
-        reason = refusal(
+        current = self._registry.of(hello.worker)
+        reason = rejection_reason(
             hello,
             started=self._started,
             managed=managed,
@@ -370,22 +369,21 @@ class Fleet:
         notice = "" if reason else differences(hello, managed=managed)
         if notice and not self._force:
             reason = (
-                f"{notice}, so results could differ in their last bits; `pipedist run --force` lets it in"
+                f"{notice}, so results could differ in their last bits; `pipedist run --force` accepts it"
             )
         if reason:
             self._router.send(identity, msg.Refuse(reason))
-            self._on_refuse(f"worker {hello.worker!r} of {hello.host!r}: {reason}", f"{hello.host}: {reason}")
+            self._on_reject(f"worker {hello.worker!r} of {hello.host!r}: {reason}", f"{hello.host}: {reason}")
             return
         if notice:
             notice = f"{notice}, so results may differ in their last bits (--force)"
-            self._tell(f"worker {hello.worker} joins, though {notice}")
-            notice = f"let in, though {notice}"
+            self._notify(f"worker {hello.worker} joins, though {notice}")
+            notice = f"accepted, though {notice}"
         local = hello.boot == self._boot
         if current is not None:
-            self.expel(current.worker, current.incarnation, "a later incarnation has joined")
-        self._roster.add(
-            Peer(identity, hello.worker, hello.incarnation, local, codes=set(hello.code_digests[:HOLDS_MAX]))
-        )
+            self.evict(current.worker, current.incarnation, "a later incarnation has joined")
+        codes = set(hello.code_digests[:CODE_DIGESTS_MAX])
+        self._registry.add(Peer(identity, hello.worker, hello.incarnation, local, codes=codes))
         self._router.send(identity, self._welcome(local=local, notice=notice))
         joined = ev.WorkerJoined(
             hello.worker, hello.incarnation, supervised=not managed, gpus=max(0.0, hello.gpus)

@@ -1,24 +1,28 @@
-"""Which socket identity speaks for which incarnation of which worker."""
+"""The workers that have joined: their connections, what each of them holds, and which may join."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+from pipedist.core import platform_id
+from pipedist.core.platform_id import Platform
+from pipedist.protocol import messages as msg
+
 VERSIONS_KEPT = 2
-"""Of each state, here and in a worker: a step that is executed again may read the one before."""
+"""Versions of each state that are kept, here and in a worker: a retried step may read the previous one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """Who is behind a socket identity.
+    """An incarnation of a worker that has joined, and its connection.
 
     Args:
         local: it shares this host's files.
-        sees: passes whose data files it sees too, as it has said.
-        codes: digests of the code folders that it has copies of.
-        told: code folders that it was told of.
         held: by space, the versions of the state that it holds.
+        sees: passes whose data files it sees too, as it has reported.
+        codes: digests of the code folders that it has copies of.
+        code_folders: code folders for which it was sent a Code message.
     """
 
     identity: bytes
@@ -28,15 +32,15 @@ class Peer:
     held: dict[int, tuple[int, ...]] = field(default_factory=dict, compare=False)
     sees: set[int] = field(default_factory=set, compare=False)
     codes: set[str] = field(default_factory=set, compare=False)
-    told: set[str] = field(default_factory=set, compare=False)
+    code_folders: set[str] = field(default_factory=set, compare=False)
 
     def hold(self, space: int, version: int) -> None:
-        """Enter a version of a state that it holds; it keeps the highest ones."""
+        """Record a version of a state that it holds; it keeps the highest ones."""
         self.held[space] = tuple(sorted({*self.held.get(space, ()), version})[-VERSIONS_KEPT:])
 
 
-class Roster:
-    """The peers that have joined; one incarnation of a worker at a time."""
+class WorkerRegistry:
+    """The peers that have joined; at most one incarnation of each worker."""
 
     def __init__(self) -> None:
         self._by_identity: dict[bytes, Peer] = {}
@@ -49,25 +53,69 @@ class Roster:
         return iter(list(self._by_identity.values()))
 
     def add(self, peer: Peer) -> None:
-        """Enter a peer; neither its identity nor its worker is in."""
+        """Add a peer; neither its identity nor its worker is registered."""
         self._by_identity[peer.identity] = peer
         self._by_worker[peer.worker] = peer
 
-    def behind(self, identity: bytes) -> Peer | None:
-        """Return who speaks through a socket identity."""
+    def of_identity(self, identity: bytes) -> Peer | None:
+        """Return the peer with a socket identity."""
         return self._by_identity.get(identity)
 
     def of(self, worker: str, incarnation: int | None = None) -> Peer | None:
-        """Return the peer of a worker, of this very incarnation if one is given."""
+        """Return the peer of a worker; if an incarnation is given, only that one."""
         peer = self._by_worker.get(worker)
         if peer is None or (incarnation is not None and peer.incarnation != incarnation):
             return None
         return peer
 
     def remove(self, worker: str, incarnation: int) -> Peer | None:
-        """Strike out this incarnation of a worker, if it is in."""
+        """Remove and return this incarnation of a worker, if it is registered."""
         peer = self.of(worker, incarnation)
         if peer is not None:
             del self._by_identity[peer.identity]
             del self._by_worker[worker]
         return peer
+
+
+def rejection_reason(
+    hello: msg.Hello,
+    *,
+    started: Mapping[str, int],
+    managed: bool,
+    dial_in: bool,
+    current: Peer | None,
+    threads: int | None = None,
+) -> str:
+    """Return why a worker may not join, whatever its platform; "" if it may.
+
+    Args:
+        started: the incarnation of each worker that was started here and is alive.
+        managed: the name is one of the workers that are started here.
+        dial_in: whether other workers may join.
+        current: the peer of that name that has joined before, None if there is none.
+        threads: BLAS and OpenMP threads that it must have, because they change bits; None: any.
+    """
+    if managed and started.get(hello.worker) != hello.incarnation:
+        return f"incarnation {hello.incarnation} of {hello.worker} was not started by this cluster"
+    if not managed and not dial_in:
+        return f"this cluster starts its own workers, and {hello.worker!r} is none of them"
+    if current is not None and current.incarnation == hello.incarnation:
+        return f"incarnation {hello.incarnation} of {hello.worker} has joined already"
+    if current is not None and current.incarnation > hello.incarnation:
+        return f"a later incarnation of {hello.worker} has joined: {current.incarnation}"
+    if hello.wire != msg.WIRE_VERSION:
+        return f"it speaks protocol {hello.wire} (the run {msg.WIRE_VERSION})"
+    if threads is not None and hello.threads != threads:
+        return f"it runs with --threads {hello.threads} (the run: threads_per_replica: {threads})"
+    return ""
+
+
+def differences(hello: msg.Hello, *, managed: bool) -> str:
+    """Return how a worker's platform differs such that results' bits could change; "" if it does not.
+
+    Args:
+        managed: it was started here, on the same processor.
+    """
+    theirs = Platform(hello.python, hello.numpy, hello.pipedist, hello.cpu, hello.traits)
+    differing = platform_id.differences(theirs, Platform.here(), called="the run", same_processor=managed)
+    return "it runs " + ", ".join(differing) if differing else ""

@@ -1,7 +1,7 @@
-"""Lists of many like items as columns: one array instead of many small arrays.
+"""Lists of many similar items as columns: one array instead of many small arrays.
 
 The results of a range of calls are a list of dicts of one structure with small values: an array of one
-element, the partial of a reduction. Each value by itself costs a microsecond on each side; stacked, a
+element, the partial of a reduction. Each separate value costs a microsecond on each side; stacked, a
 tenth. A COLUMN holds the n values at one place of the items:
 
 | column | values |
@@ -10,7 +10,7 @@ tenth. A COLUMN holds the n values at one place of the items:
 | `[SCALAR, array]` | NumPy scalars of one dtype |
 | `[DICT, keys, columns]` | dicts of the same keys in the same order |
 | `[LIST, columns]`, `[TUPLE, columns]` | lists or tuples of one length |
-| `[PLAIN, list]` | anything else, as it is |
+| `[PLAIN, list]` | any other values, unchanged |
 
 Values from a column of arrays are views of it, and keep all of it in memory.
 """
@@ -26,35 +26,35 @@ import numpy as np
 from pipedist.protocol.limits import DEPTH_MAX, ELEMENTS_MAX, MIB
 
 ITEMS_MIN: Final = 8
-"""Fewer items are not worth a column."""
+"""Minimum items of a column; for fewer it does not pay."""
 
 STACKED_BYTES_MAX: Final = 512
-"""A larger array costs more to copy than to send, and is not stacked."""
+"""Maximum size of a stacked array; a larger one costs more to copy than to send."""
 
 COLUMN_BYTES_MAX: Final = 1 * MIB
-"""Larger stacks are not made: one value of a stack keeps all of it in memory."""
+"""Maximum size of a stack, because one value of it keeps all of it in memory."""
 
 NODE_BYTES_MIN: Final = 1
-"""Bytes that a message must have for each object that its columns make, so that a few bytes can't make
-millions of objects. The largest, a dict, takes about 200."""
+"""Minimum bytes of a message per object in its columns, so that a few bytes can't create millions of
+objects. The largest, a dict, takes about 200 bytes."""
 
 ARRAY, SCALAR, DICT, LIST, TUPLE, PLAIN = range(6)
 _STACKED_KINDS: Final = "biufc"
 _DEPTH_MAX: Final = 16
-"""Deeper items are seldom alike."""
+"""Maximum depth of an item; deeper ones are seldom similar."""
 
 Column = list[Any]
 
 
 class Unlike(Exception):
-    """The items are not alike, or too small."""
+    """The items are not similar, or too small."""
 
 
 def columns_of(items: list[Any]) -> Column:
     """Return the column of a list's items.
 
     Raises:
-        Unlike: they would not be fewer objects as columns, or too many for their bytes.
+        Unlike: columns would not have fewer objects, or too many for their bytes.
     """
     column = _column(items, _DEPTH_MAX)
     if column[0] == PLAIN or nodes_of(column) * NODE_BYTES_MIN > _item_bytes(column):
@@ -66,7 +66,7 @@ def nodes_of(column: Column) -> int:
     """Return the number of objects of one item, itself included.
 
     Raises:
-        ValueError: it is no column.
+        ValueError: it is not a column.
     """
     nodes, pending = 0, [column]
     while pending:
@@ -82,12 +82,12 @@ def nodes_of(column: Column) -> int:
 
 
 def fits(nodes: int, items: int, size_bytes: int) -> bool:
-    """Return whether a message of this size may make this many objects from columns."""
+    """Return whether a message of this size may have this many objects in columns."""
     return nodes * items * NODE_BYTES_MIN <= size_bytes and nodes * items <= ELEMENTS_MAX
 
 
 def items_of(column: Column, count: int, depth: int = DEPTH_MAX) -> list[Any]:
-    """Return the items of a column; reject one that `columns_of` would not make.
+    """Return the items of a column; reject one that `columns_of` would not return.
 
     Args:
         count: number of items. The caller has checked it with `fits`.
@@ -102,18 +102,18 @@ def items_of(column: Column, count: int, depth: int = DEPTH_MAX) -> list[Any]:
         values = column[1]
         if kind == PLAIN:
             if type(values) is not list or len(values) != count:
-                raise ValueError(f"a column that is no list of {count} values")
+                raise ValueError(f"a column that is not a list of {count} values")
             return values
         is_array = type(values) is np.ndarray and values.dtype.kind in _STACKED_KINDS
         if not is_array or values.shape[:1] != (count,) or (values.ndim > 1) != (kind == ARRAY):
-            raise ValueError(f"a column that is no array of {count} values")
+            raise ValueError(f"a column that is not an array of {count} values")
         return list(values)
     if kind == DICT and len(column) == 3:
         keys, columns = column[1:]
         if type(keys) is not list or not {str, int}.issuperset(map(type, keys)):
             raise ValueError("a column of dicts whose keys are not all str or int")
         if len(set(keys)) != len(keys) or len(columns) != len(keys):
-            raise ValueError("a column of dicts with a key twice, or without values")
+            raise ValueError("a column of dicts with a repeated key, or without values")
         if len(keys) == 1:
             key = keys[0]
             return [{key: value} for value in items_of(columns[0], count, depth - 1)]
@@ -153,7 +153,7 @@ def _dicts(values: Sequence[dict[Any, Any]], depth: int) -> Column:
     if not {str, int}.issuperset(map(type, keys)):  # also rejects True, which equals 1
         return [PLAIN, list(values)]
     if len(keys) == 1:
-        # Cheaper than comparing keys: one of each, and it is there.
+        # Cheaper than comparing keys: each dict has one key, and it is this one.
         if set(map(len, values)) != {1}:
             return [PLAIN, list(values)]
         try:

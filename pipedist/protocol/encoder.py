@@ -1,4 +1,4 @@
-"""The encoder: a tree to frames."""
+"""The encoder, which turns a tree into frames; see `pipedist.protocol.codec`."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ _ADVICE: Final = "send arrays, numbers, str, bytes, None, or dict, list, tuple, 
 
 
 class UnsendableError(PipedistError, TypeError):
-    """A value in a tree has no form on the wire; the text names its type and its path."""
+    """A value in a tree can't be serialized; the text names its type and its path."""
 
 
 def encode(tree: Tree) -> list[Frame]:
     """Turn a tree into frames: a header and the bytes of its larger arrays.
 
     Args:
-        tree: a nest of dict (keys str or int), list, tuple, namedtuple, dataclass; leaves are
+        tree: nested dict (keys str or int), list, tuple, namedtuple, dataclass; leaves are
             arrays (bool, numbers, complex, str, bytes, datetime64, timedelta64, bfloat16),
             NumPy scalars, int, float, complex, bool, str, bytes, slice, range, None.
 
@@ -69,8 +69,8 @@ def encode(tree: Tree) -> list[Frame]:
         must not change before they are sent.
 
     Raises:
-        UnsendableError: a value that does not travel (an object array, a set, a function, ...),
-            a nest deeper than DEPTH_MAX, or a frame beyond the limits.
+        UnsendableError: a value can't be serialized (an object array, a set, a function, ...), the tree
+            is deeper than DEPTH_MAX, or a frame exceeds the limits.
     """
     if type(tree) is list and len(tree) >= ITEMS_MIN:
         frames = _encode_columns(tree)
@@ -97,7 +97,7 @@ def encode(tree: Tree) -> list[Frame]:
 
 
 def _encode_columns(items: list[Any]) -> list[Frame] | None:
-    """Return the frames of a list of like items as columns; None if it is not sent as columns."""
+    """Return the frames of a list of similar items as columns; None if it is not sent as columns."""
     encoder = _Encoder()
     try:
         column = columns_of(items)
@@ -123,7 +123,7 @@ class _Encoder:
         self._shared_number = 0
 
     def pack(self, tree: Tree) -> bytes:
-        # Not kept: it refers to this object, and in a cycle the arrays would outlive their frames.
+        # Not an attribute: it refers to this object, and a cycle would keep the arrays alive.
         packer = msgpack.Packer(
             default=self._translate, strict_types=True, unicode_errors="surrogatepass", buf_size=4 * KIB
         )
@@ -287,8 +287,8 @@ def _unsendable(tree: Tree, error: Exception) -> UnsendableError:
             elif cls not in (dict, list, tuple):
                 _signature(cls)
         except (UnsuitableTree, ValueError, OverflowError) as reason:
-            told = "" if isinstance(node, np.generic) or cls is np.ndarray else conversion_hint(node)
-            advice = "`await` what made it" if inspect.isawaitable(node) else told or _ADVICE
+            hint = "" if isinstance(node, np.generic) or cls is np.ndarray else conversion_hint(node)
+            advice = "`await` it first" if inspect.isawaitable(node) else hint or _ADVICE
             return UnsendableError(f"can't send {reason}, {where}; {advice}")
         if names is not None:
             pending += reversed(

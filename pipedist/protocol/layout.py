@@ -1,4 +1,4 @@
-"""What both ends of the codec share: extension types, thresholds, checks of trees, arrays, classes.
+"""The parts that encoder and decoder share: extension types, thresholds, trees, arrays, classes.
 
 An array's dtype and shape are a PREFIX, little-endian: length of the prefix in units of 16 bytes (u8),
 length of the dtype's text (u8), the text (`<f8`, `<U3`, `<M8[ns]`, `bfloat16`), number of dimensions
@@ -6,7 +6,7 @@ length of the dtype's text (u8), the text (`<f8`, `<U3`, `<M8[ns]`, `bfloat16`),
 
 A namedtuple or dataclass class is a text, `module:qualname(field,field)`. A class that a peer names is
 looked up in the dictionaries of the modules that are already imported (no `__getattr__` runs), and
-instances are made without calling `__init__`: received bytes run no code of their choice.
+instances are created without calling `__init__`: received bytes can't choose the code that runs.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ TUPLE, RECORD, SLICE, RANGE = (msgpack.ExtType(MARK, bytes([kind])) for kind in 
 PLACE: Final = struct.Struct("<IQ")  # frame, offset in bytes
 PAIR: Final = struct.Struct("<dd")
 _SCALARS: Final = frozenset({bool, int, float, complex, str, bytes, type(None)})
-_SMALL_NODES: Final = 48  # fewer than DEPTH_MAX: so few nodes can't be nested too deeply
+_SMALL_NODES: Final = 48  # less than DEPTH_MAX, so a tree of this size can't be too deep
 _LEAVES: Final = _SCALARS | {np.ndarray, slice, range, bytearray, memoryview}
 KEYS: Final = frozenset({str, int})
 COLUMNS: Final = 0xC1
 """First byte of a header that holds columns (`pipedist.protocol.columns`); msgpack never uses it."""
 
 FOREIGN: Final = frozenset({msgpack.ExtType, msgpack.Timestamp})
-"""Types that msgpack writes by itself; in a decoded tree, a mark out of place, or a timestamp."""
+"""Types that msgpack writes itself; in a decoded tree, a misplaced mark, or a timestamp."""
 
 
 # -- trees ------------------------------------------------------------------------------------------
@@ -107,7 +107,7 @@ def _is_small(tree: Tree) -> bool:
 def check_nodes(tree: Tree) -> None:
     """Check depth, number of elements and dict keys, level by level.
 
-    Sets of types keep the scan at C speed: it costs about 20 ns an element.
+    Sets of types keep the scan at C speed: it costs about 20 ns per element.
 
     Raises:
         UnsuitableTree: it is too deep or too large (also if a shared node would be written
@@ -122,7 +122,7 @@ def check_nodes(tree: Tree) -> None:
             return
         types = set(map(type, level))
         if types & FOREIGN:
-            raise UnsuitableTree("a value of the msgpack library, or a mark out of place")
+            raise UnsuitableTree("a value of the msgpack library, or a misplaced mark")
         dicts = [node for node in level if type(node) is dict] if dict in types else []
         if not KEYS.issuperset(set(map(type, chain.from_iterable(dicts)))):
             raise UnsuitableTree("a dict whose keys are not all str or int")
@@ -207,13 +207,13 @@ def parse_array(data: bytes) -> tuple[ArrayDescription, int]:
 
 def _dtype_text(dtype: np.dtype[Any]) -> tuple[bytes, np.dtype[Any] | None]:
     if dtype.names is not None:
-        raise UnsupportedArray("a structured dtype; send a dict with one array a field")
+        raise UnsupportedArray("a structured dtype; send a dict with one array per field")
     if _is_bfloat16(dtype):
         return b"bfloat16", None
     if dtype.itemsize == 0:
         raise UnsupportedArray(f"dtype {dtype.str!r}, whose elements have no bytes")
-    if dtype.kind == "T":  # NumPy has no other byte order of it
-        raise UnsupportedArray(f"dtype {dtype}; make it one of fixed width: numpy.array(texts.tolist())")
+    if dtype.kind == "T":  # NumPy has it in native byte order only
+        raise UnsupportedArray(f"dtype {dtype}; convert it to a fixed width: numpy.array(texts.tolist())")
     little = dtype.newbyteorder("<")
     text = little.str
     if dtype.kind not in "biufcUSmM" or not _DTYPE_TEXT.fullmatch(text):
@@ -263,7 +263,7 @@ def _dtype(text: bytes) -> np.dtype[Any]:
     except (TypeError, ValueError) as error:
         raise UnsupportedArray(f"unknown dtype {name!r}") from error
     if dtype.newbyteorder("<").str != name:
-        raise UnsupportedArray(f"dtype {name!r} is not written the way numpy does")
+        raise UnsupportedArray(f"dtype {name!r} is not in NumPy's form")
     return dtype
 
 
@@ -274,14 +274,14 @@ _CLASS_CACHE_ENTRIES_MAX: Final = 1024
 
 
 class ClassNotFound(ValueError):
-    """A class can't be named, or a name leads to no suitable class."""
+    """A class has no name that other processes can use, or a name has no suitable class."""
 
 
 _class_signatures: dict[type, tuple[str, tuple[str, ...]]] = {}
 
 
 def is_namedtuple(cls: type) -> bool:
-    """Return whether `collections.namedtuple` or `typing.NamedTuple` made `cls`."""
+    """Return whether a class is from `collections.namedtuple` or `typing.NamedTuple`."""
     fields = getattr(cls, "_fields", None)
     return issubclass(cls, tuple) and isinstance(fields, tuple) and all(type(f) is str for f in fields)
 
@@ -346,7 +346,7 @@ def find_class(text: str, *, may_import: bool) -> tuple[type, tuple[str, ...]]:
     for name in qualname.split("."):
         found = vars(found).get(name) if hasattr(found, "__dict__") else None
     if not isinstance(found, type) or not (is_namedtuple(found) or dataclasses.is_dataclass(found)):
-        raise ClassNotFound(f"{module_name}.{qualname} is no namedtuple and no dataclass here")
+        raise ClassNotFound(f"{module_name}.{qualname} is neither a namedtuple nor a dataclass here")
     fields = _field_names(found)
     if field_text != (",".join(fields) or None):
         raise ClassNotFound(
@@ -357,13 +357,15 @@ def find_class(text: str, *, may_import: bool) -> tuple[type, tuple[str, ...]]:
 
 
 def build_instance(cls: type, fields: tuple[str, ...], values: list[Any]) -> Any:
-    """Make an instance of a resolved class from the values of its fields, without `__init__`.
+    """Return an instance of a class with these values of its fields, without calling `__init__`.
 
     Raises:
-        ClassNotFound: the number of values is wrong, or the class refuses them.
+        ClassNotFound: the number of values is wrong, or the class rejects them.
     """
     if len(values) != len(fields):
-        raise ClassNotFound(f"class {cls.__qualname__} has {len(fields)} fields, {len(values)} came")
+        raise ClassNotFound(
+            f"class {cls.__qualname__} has {len(fields)} fields, but {len(values)} were received"
+        )
     if is_namedtuple(cls):
         return tuple.__new__(cls, values)
     try:

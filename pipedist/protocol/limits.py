@@ -1,4 +1,4 @@
-"""Sizes of messages beyond which a peer's bytes are rejected; the same on both ends of a connection."""
+"""Maximum sizes of messages, the same on both ends of a connection; larger ones are rejected."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ STRING_BYTES_MAX = 1 * MIB
 
 
 class MessageLimits(Struct, frozen=True):
-    """What one multi-frame message may hold at most.
+    """Maximum sizes of one multi-frame message.
 
     Args:
         head_bytes_max: bytes of the packed message in the first frame.
-        header_bytes_max: bytes of the payload's header in the first frame, which holds all
-            that is no large array. Decoding it takes at most about 200 times its size in memory.
-        frame_bytes_max: bytes of any other frame, so of one array.
+        header_bytes_max: bytes of the payload's header in the first frame, which holds everything
+            except large arrays. Decoding it takes at most about 200 times its size in memory.
+        frame_bytes_max: bytes of any other frame, and so of one array.
         frames_max: number of frames.
         message_bytes_max: bytes of all frames together.
     """

@@ -7,7 +7,8 @@ because on a socket one more frame costs more than a copy:
 
     [bytes of the head: u32] [number of references: u32] [references] [head] [header]
 
-All integers are little-endian. The other frames of a message are the payload's arrays.
+All integers are little-endian. The other frames of a message are the payload's arrays. Referenced frames are not
+sent: the receiver inserts each one at its place among the payload's frames (`weave`).
 """
 
 from __future__ import annotations
@@ -16,16 +17,17 @@ import re
 import struct
 import typing
 from collections.abc import Sequence
-from typing import Any, Final
+from itertools import pairwise
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
 from pipedist.errors import LocalProtocolError, RemoteProtocolError
 from pipedist.protocol.limits import LIMITS, MessageLimits
 from pipedist.protocol.messages import Message, WireMessage
-from pipedist.protocol.references import ENTRY, Reference, parse
 
 START: Final = struct.Struct("<II")
+ENTRY: Final = struct.Struct("<IIIIQ")
 
 _encode: Final = msgspec.msgpack.Encoder().encode
 _decode: Final = msgspec.msgpack.Decoder(Message).decode
@@ -37,20 +39,38 @@ def _list_start(cls: type[WireMessage]) -> bytes:
 
 
 _STARTS: Final[dict[type[Any], bytes]] = {cls: _list_start(cls) for cls in typing.get_args(Message)}
-"""Each class's first bytes: a list of all fields. msgspec accepts fewer, if those left have defaults."""
+"""Each class's first bytes: a list of all fields. msgspec also accepts fewer, if the others have defaults."""
 
 _START_BYTES_MAX: Final = max(map(len, _STARTS.values()))
 
 
+class Reference(NamedTuple):
+    """A reference to a frame in a slot of shared memory.
+
+    Args:
+        place: its index among the frames of the payload; the header has index 0.
+        segment: the segment's serial.
+        slot: index in the segment.
+        loan: number of the loan.
+        size_bytes: size of the frame.
+    """
+
+    place: int
+    segment: int
+    slot: int
+    loan: int
+    size_bytes: int
+
+
 def pack(message: Message) -> bytes:
-    """Return a message's bytes. Lone surrogates in its texts, which UTF-8 has not, are escaped.
+    """Return a message's bytes. Lone surrogates in its texts, which UTF-8 can't encode, are escaped.
 
     Raises:
-        LocalProtocolError: a field has a value that the receiver would refuse.
+        LocalProtocolError: a field has a value that the receiver would reject.
     """
     cls = type(message)
     if cls not in _STARTS:
-        raise LocalProtocolError(f"{cls.__qualname__} is no message")
+        raise LocalProtocolError(f"{cls.__qualname__} is not a message")
     try:
         head = _encode(message)
         _decode(head)  # msgspec checks fields when it decodes, and only then
@@ -118,7 +138,41 @@ def unseal(first: memoryview, limits: MessageLimits) -> tuple[memoryview, memory
         raise RemoteProtocolError(
             f"a header of {size_bytes - end} bytes, the limit is {limits.header_bytes_max}"
         )
-    return first[begin:end], first[end:], parse(first[START.size : begin]) if count else []
+    return first[begin:end], first[end:], parse_references(first[START.size : begin]) if count else []
+
+
+def parse_references(table: memoryview) -> list[Reference]:
+    """Return the references in a table, whose size is a multiple of that of an entry.
+
+    Raises:
+        RemoteProtocolError: they are not in order, or one has the header's place.
+    """
+    references = list(map(Reference._make, ENTRY.iter_unpack(table)))
+    if references[0].place == 0 or any(a.place >= b.place for a, b in pairwise(references)):
+        raise RemoteProtocolError("references that are not in order")
+    return references
+
+
+def weave(
+    frames: list[memoryview],
+    references: Sequence[Reference],
+    shared: Sequence[memoryview],
+    limits: MessageLimits,
+) -> None:
+    """Insert shared frames at their places among the others.
+
+    Raises:
+        RemoteProtocolError: a place is beyond the end of the payload, or the message exceeds a limit.
+    """
+    for reference, frame in zip(references, shared, strict=True):
+        if reference.place > len(frames):
+            raise RemoteProtocolError(f"a shared frame {reference.place} in a payload of {len(frames)}")
+        frames.insert(reference.place, frame)
+    size_bytes = sum(frame.nbytes for frame in frames)
+    if len(frames) > limits.frames_max or size_bytes > limits.message_bytes_max:
+        raise RemoteProtocolError(
+            f"a message of {len(frames)} frames and {size_bytes} bytes, with shared ones"
+        )
 
 
 def first_frame_bytes_max(limits: MessageLimits) -> int:
@@ -138,6 +192,6 @@ def _plain(value: Any) -> Any:
 
 
 def _located(cls: type[WireMessage], reason: str) -> str:
-    """Put the name of a field into msgspec's text, which has its place in the list."""
+    """Replace a field's index in msgspec's text by its name."""
     names = ("tag", *cls.__struct_fields__)
     return re.sub(r"\$\[(\d+)\]", lambda place: f"{cls.__name__}.{names[int(place[1])]}", reason, count=1)

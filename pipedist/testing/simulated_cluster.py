@@ -21,7 +21,7 @@ from pipedist.cluster.base import Cluster
 from pipedist.coordinator.coordinator import Coordinator
 from pipedist.coordinator.launcher import WorkerExit
 from pipedist.coordinator.pass_handle import PassHandle
-from pipedist.coordinator.store import Chunk
+from pipedist.coordinator.results import Chunk
 from pipedist.core.gpus import Supply
 from pipedist.errors import UsageError
 from pipedist.protocol import messages as msg

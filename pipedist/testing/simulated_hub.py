@@ -11,8 +11,8 @@ import math
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
-from pipedist.coordinator.gang_relay import Gangs
-from pipedist.coordinator.store import Chunk
+from pipedist.coordinator.gang_relay import GangRelay
+from pipedist.coordinator.results import Chunk
 from pipedist.errors import RemoteProtocolError
 from pipedist.protocol import messages as msg
 from pipedist.scheduler import Command, Event, Scheduler, SchedulerLimits
@@ -32,7 +32,7 @@ class _NoSegments:
     def begin(self, *_: object) -> None:
         return None
 
-    def let_go(self) -> None:
+    def close_unused(self) -> None:
         return
 
 
@@ -58,7 +58,7 @@ class SimulatedHub:
         self._put_out: dict[str, int] = {}
         """The last incarnation that was put out of each worker that dialled in."""
         self._tick_at = math.inf
-        self._gangs = Gangs(cast(Any, self), cast(Any, _NoSegments()), self._is_held)
+        self._gangs = GangRelay(cast(Any, self), cast(Any, _NoSegments()), self._is_held)
 
     def _is_held(self, worker: str, lease: int) -> bool:
         return self.scheduler.pass_of(worker, lease) is not None

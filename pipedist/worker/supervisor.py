@@ -35,8 +35,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, replace
 from typing import Any
+
+from msgspec.structs import asdict, replace
 
 from pipedist.core import gpus as accelerators
 from pipedist.core.temp_dirs import ScratchFolder

@@ -18,7 +18,7 @@ import zmq
 from msgspec.structs import replace
 
 import pipedist
-from pipedist.coordinator.rejections import LOGGER
+from pipedist.coordinator.inbound import LOGGER
 from pipedist.errors import RemoteProtocolError
 from pipedist.protocol import messages as msg
 from pipedist.protocol.codec import encode
@@ -56,7 +56,7 @@ class Live:
 
     @property
     def worker(self) -> Any:
-        (peer,) = self.cluster.coordinator._fleet.peers
+        (peer,) = self.cluster.coordinator._pool.peers
         return peer
 
     def dealer(self, keys: ClusterKeys, settings: SocketSettings = SETTINGS) -> Dealer:
@@ -89,14 +89,14 @@ async def live(folder: Path, logs: pytest.LogCaptureFixture) -> AsyncIterator[Li
     async with pipedist.ConnectCluster(key_file=key_file) as cluster:
         coordinator = cluster.coordinator
         heard: set[bytes] = set()
-        reception = coordinator._reception
-        hear = reception.hear
+        inbound = coordinator._inbound
+        handle = inbound.handle
 
-        def hears(peer: Any, message: Any, frames: Any) -> None:
+        def record(peer: Any, message: Any, frames: Any) -> None:
             heard.add(peer.identity)
-            hear(peer, message, frames)
+            handle(peer, message, frames)
 
-        reception.hear = hears  # type: ignore[method-assign]
+        inbound.handle = record  # type: ignore[method-assign]
         worker = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "pipedist", "worker", "--connect", coordinator.endpoint),
             *("--key-file", str(key_file)),

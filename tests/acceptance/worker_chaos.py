@@ -96,7 +96,7 @@ async def disturbed(
             while progress.steps < enough:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
             # Of those that have joined: where too many die before, the run gives up.
-            joined = sorted({peer.worker for peer in cluster.coordinator._fleet.peers} & {*cluster.pids})
+            joined = sorted({peer.worker for peer in cluster.coordinator._pool.peers} & {*cluster.pids})
             if not joined:
                 continue
             worker = random.choice(joined)

@@ -31,7 +31,7 @@ def dealer() -> Dealer:
 
 
 def prints_while_the_socket_is_busy(x: Any, fails: bool) -> Any:
-    """What it prints can't be sent at once: another thread of the worker, as it were, uses the socket."""
+    """Print while the socket is busy, so that the line can't be sent at once."""
     (driver,) = (x for x in gc.get_objects() if isinstance(x, Driver))
     with driver._core:
         print("last words")
@@ -51,21 +51,21 @@ RUBBISH: dict[str, Callable[[Any], Any]] = {
 
 
 def rubbish(x: np.ndarray, folder: str, kind: str) -> np.ndarray:
-    """The results that its worker sends next are rubbish, once."""
+    """Make the next results of its worker malformed, once."""
     if once(folder, kind):
         reports.encode = RUBBISH[kind]
     return x * 2
 
 
 def forbidden(x: np.ndarray, folder: str) -> np.ndarray:
-    """Its worker sends what only a scheduler may send, once."""
+    """Make its worker send a message that only a scheduler may send, once."""
     if once(folder, "bind"):
         dealer().send(msg.Bind(1))
     return x * 2
 
 
 def hello_again(x: np.ndarray, folder: str) -> np.ndarray:
-    """Its worker says Hello under another name, over the connection that it has."""
+    """Make its worker send Hello under another name over its connection."""
     if once(folder, "hello"):
         dealer().send(msg.Hello("w1", 0, os.getpid(), "h", "b", msg.WIRE_VERSION, "3", "1", "1", "c"))
     return x * 2
@@ -78,7 +78,7 @@ def dies_at(x: np.ndarray, folder: str, at: int) -> np.ndarray:
 
 
 def summed(x: Any, folder: str = "") -> Any:
-    """The sum over all replicas; the second one dies before it, once, where there is a folder."""
+    """Return the sum over all replicas; the second one dies before it once, if there is a folder."""
     context = get_replica_context()
     assert context is not None
     if folder and context.replica_id_in_sync_group == 1 and once(folder, "death"):

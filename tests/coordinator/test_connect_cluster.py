@@ -1,4 +1,4 @@
-"""What a run says to whoever is to start its workers."""
+"""The join command that a run prints for its workers."""
 
 from __future__ import annotations
 
@@ -18,20 +18,21 @@ from pipedist.transport.keys import new_keys, write_key_file
     ("listen", "host"),
     [(None, "127.0.0.1"), ("tcp://*:0", os.uname().nodename), ("tcp://0.0.0.0:*", os.uname().nodename)],
 )
-async def test_it_says_how_to_join(
+async def test_it_prints_the_join_command(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], listen: str | None, host: str
 ) -> None:
     key_file = tmp_path / "cluster.key"
     async with ConnectCluster(listen=listen, key_file=key_file) as cluster:
         port = cluster.coordinator.endpoint.rpartition(":")[2]
-    said = capsys.readouterr().err
+    printed = capsys.readouterr().err
     assert (
-        said == f"waiting for workers: pipedist worker --connect tcp://{host}:{port} --key-file {key_file}\n"
+        printed
+        == f"waiting for workers: pipedist worker --connect tcp://{host}:{port} --key-file {key_file}\n"
     )
 
 
 @pytest.mark.asyncio
-async def test_it_names_the_workers_own_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_it_names_the_key_file_for_workers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     keys = new_keys()
     write_key_file(tmp_path / "cluster.key", keys)
     write_key_file(tmp_path / "cluster.worker.key", replace(keys, server=None))
@@ -40,6 +41,6 @@ async def test_it_names_the_workers_own_file(tmp_path: Path, capsys: pytest.Capt
     assert capsys.readouterr().err.endswith(f"--key-file {tmp_path}/cluster.worker.key\n")
 
 
-def test_without_keys_nobody_may_dial_in() -> None:
+def test_a_key_file_is_required() -> None:
     with pytest.raises(UsageError, match="need keys"):
         ConnectCluster(listen="tcp://0.0.0.0:0")

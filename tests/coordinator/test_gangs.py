@@ -11,14 +11,14 @@ from msgspec.structs import replace
 
 import pipedist
 from pipedist.collectives.steps import ATTEMPTS_REMEMBERED
-from pipedist.coordinator.segments import SEGMENTS_MAX, Segment, Segments
-from pipedist.coordinator.worker_pool import Fleet
+from pipedist.coordinator.gang_relay import SEGMENTS_MAX, Segment, SegmentPool
+from pipedist.coordinator.worker_pool import WorkerPool
 from pipedist.errors import LocalProtocolError, WorkerDied
 from pipedist.protocol import messages as msg
 from pipedist.protocol.codec import UnsendableError
 from pipedist.scheduler import SchedulerLimits
 from pipedist.worker.hello import make_hello
-from tests.coordinator.test_fleet import Record
+from tests.coordinator.test_worker_pool import Record
 from tests.coordinator.wire import Wire, gang_pass, named, wired
 
 
@@ -37,8 +37,8 @@ async def test_a_gang_is_sent_to_all_its_members_and_answered_as_a_whole() -> No
     async with wired() as wire:
         wire.join("a", "b")
         step = await begun(gang_pass(wire), [10, 11])
-        assert wire.told("a.0", msg.AssignGang) == [msg.AssignGang(1, 1, 0, 1, 0, 1, 0, 2, "")]
-        assert wire.told("b.0", msg.AssignGang) == [msg.AssignGang(2, 1, 1, 2, 0, 1, 1, 2, "")]
+        assert wire.sent_to("a.0", msg.AssignGang) == [msg.AssignGang(1, 1, 0, 1, 0, 1, 0, 2, "")]
+        assert wire.sent_to("b.0", msg.AssignGang) == [msg.AssignGang(2, 1, 1, 2, 0, 1, 1, 2, "")]
         assert wire.payload("b.0", msg.AssignGang) == [None, None, [11], None]
         wire.done("b.0", "second")
         await asyncio.sleep(0)
@@ -87,7 +87,7 @@ async def test_a_part_that_can_not_be_sent_fails_its_step_and_nothing_of_it_is_s
             await step
         assert caught.value.replica == 1
         assert isinstance(caught.value.__cause__, UnsendableError)
-        assert wire.told("a.0", msg.AssignGang) == []
+        assert wire.sent_to("a.0", msg.AssignGang) == []
         step = await begun(handle, [1, 2])
         wire.done("a.0", 1)
         wire.done("b.0", 2)
@@ -116,8 +116,8 @@ async def test_a_pass_closed_in_the_middle_cancels_its_gang() -> None:
         handle.close()
         with pytest.raises(pipedist.RunCancelled):
             await step
-        assert wire.told("b.0", msg.Cancel) == [msg.Cancel(2)]
-        assert wire.told("a.0", msg.Cancel) == []
+        assert wire.sent_to("b.0", msg.Cancel) == [msg.Cancel(2)]
+        assert wire.sent_to("a.0", msg.Cancel) == []
         assert wire.coordinator._gangs._gangs == {}
 
 
@@ -131,8 +131,8 @@ async def test_what_a_member_brings_is_passed_on_untouched_to_all_others() -> No
         await begun(gang_pass(wire, 3), [1, 2, 3])
         wire.bring("b.0", msg.Exchange(2, 1), b"word", b"\xc1 not msgpack")
         for identity, lease in (("a.0", 1), ("c.0", 3)):
-            assert wire.told(identity, msg.Relay) == [msg.Relay(lease, 1, 1, "")]
-        assert wire.told("b.0", msg.Relay) == []
+            assert wire.sent_to(identity, msg.Relay) == [msg.Relay(lease, 1, 1, "")]
+        assert wire.sent_to("b.0", msg.Relay) == []
         frames = [payload for _, m, payload in wire.sent if isinstance(m, msg.Relay)]
         assert [[bytes(f) for f in payload] for payload in frames] == [[b"word", b"\xc1 not msgpack"]] * 2
 
@@ -200,12 +200,12 @@ async def test_who_may_wait_is_told_once_of_members_that_have_ended(waits_first:
         if waits_first:
             ends()
         text = "returned" if how == "returned" else "ValueError: oh no"
-        notices = [m for m in wire.told("a.0", msg.Relay) if m.number == 0]
+        notices = [m for m in wire.sent_to("a.0", msg.Relay) if m.number == 0]
         assert notices == [msg.Relay(1, 1, 0, text)]
-        assert [m for m in wire.told("c.0", msg.Relay) if m.number == 0] == []
+        assert [m for m in wire.sent_to("c.0", msg.Relay) if m.number == 0] == []
         wire.bring("c.0", msg.Exchange(3, 1), b"x")
-        assert [m for m in wire.told("c.0", msg.Relay) if m.number == 0] == [msg.Relay(3, 1, 0, text)]
-        assert [m for m in wire.told("a.0", msg.Relay) if m.number == 0] == notices
+        assert [m for m in wire.sent_to("c.0", msg.Relay) if m.number == 0] == [msg.Relay(3, 1, 0, text)]
+        assert [m for m in wire.sent_to("a.0", msg.Relay) if m.number == 0] == notices
 
 
 # -- members that do not come --------------------------------------------------------------
@@ -218,7 +218,7 @@ async def test_a_member_that_does_not_come_is_put_out_and_the_gang_restarts() ->
         step = await begun(gang_pass(wire), [1, 2])
         wire.say("a.0", msg.Stalled(1, ("1",), "replica 0 waits at train.py:12"))
         assert "replica 0 waits at train.py:12" in wire.last("b.0", msg.Refuse).reason
-        assert wire.told("a.0", msg.Cancel) == [msg.Cancel(1)]
+        assert wire.sent_to("a.0", msg.Cancel) == [msg.Cancel(1)]
         wire.done("a.0", 1, 2)
         assert await step == [{"v": 1}, {"v": 2}]
 
@@ -249,7 +249,7 @@ async def test_members_that_are_no_numbers_cost_the_connection(member: str) -> N
 
 
 def states_sent(wire: Wire, identity: str) -> list[tuple[int, int]]:
-    return [(m.space, m.version) for m in wire.told(identity, msg.StateVersion)]
+    return [(m.space, m.version) for m in wire.sent_to(identity, msg.StateVersion)]
 
 
 async def run_step(wire: Wire, handle: Any, states: dict[str, Any], *members: str, **how: Any) -> Any:
@@ -339,7 +339,7 @@ async def test_a_dropped_space_is_forgotten_where_it_was_sent() -> None:
         await run_step(wire, handle, {"w": (one, 1)}, "a.0")
         for space in (one, two, one, 99):
             coordinator.drop_space(space)
-        assert wire.told("a.0", msg.DropState) == [msg.DropState(one)]
+        assert wire.sent_to("a.0", msg.DropState) == [msg.DropState(one)]
         with pytest.raises(LocalProtocolError, match="which is not open"):
             coordinator.put_state(one, 2, 7)
 
@@ -365,9 +365,9 @@ async def test_what_makes_no_sense_of_states_is_refused() -> None:
 
 
 @pytest.fixture
-def fleet() -> Fleet:
+def pool() -> WorkerPool:
     record: Any = Record()
-    fleet = Fleet(
+    pool = WorkerPool(
         record.events.append,
         cluster_id="c",
         router=record,
@@ -376,27 +376,27 @@ def fleet() -> Fleet:
         boot=make_hello("w0", 0).boot,
         heartbeat_timeout_s=4.0,
     )
-    fleet.launcher = record
-    for name in fleet.names:
-        fleet.start(name, 0)
-        fleet.greet(f"{name}.0".encode(), make_hello(name, 0))
-    fleet.greet(b"far", make_hello("far", 0))
-    return fleet
+    pool.launcher = record
+    for name in pool.names:
+        pool.start(name, 0)
+        pool.on_hello(f"{name}.0".encode(), make_hello(name, 0))
+    pool.on_hello(b"far", make_hello("far", 0))
+    return pool
 
 
 @pytest.fixture
-def segments(fleet: Fleet) -> Iterator[Segments]:
-    segments = Segments(fleet, enabled=True)
+def segments(pool: WorkerPool) -> Iterator[SegmentPool]:
+    segments = SegmentPool(pool, enabled=True)
     yield segments
     segments.close()
 
 
-def begin(segments: Segments, serial: int, *names: str, replicas: int = 2) -> Segment | None:
-    peers = [segments._fleet.of(name) for name in names]
+def begin(segments: SegmentPool, serial: int, *names: str, replicas: int = 2) -> Segment | None:
+    peers = [segments._pool.of(name) for name in names]
     return segments.begin(serial, [peer for peer in peers if peer is not None], replicas)
 
 
-def test_members_that_were_started_here_share_one_segment_for_all_their_gangs(segments: Segments) -> None:
+def test_members_that_were_started_here_share_one_segment_for_all_their_gangs(segments: SegmentPool) -> None:
     first = begin(segments, 1, "w0", "w1")
     assert first is not None
     assert first.where
@@ -406,33 +406,35 @@ def test_members_that_were_started_here_share_one_segment_for_all_their_gangs(se
     assert begin(segments, 4, "w0", "w1", replicas=3) is not first
 
 
-def test_others_share_none(fleet: Fleet, segments: Segments) -> None:
+def test_others_share_none(pool: WorkerPool, segments: SegmentPool) -> None:
     assert begin(segments, 1, "w0", "far") is None
     assert begin(segments, 2, "w0") is None
-    assert begin(Segments(fleet, enabled=False), 3, "w0", "w1") is None
+    assert begin(SegmentPool(pool, enabled=False), 3, "w0", "w1") is None
 
 
-def test_where_none_can_be_made_members_do_without(segments: Segments) -> None:
+def test_where_none_can_be_made_members_do_without(segments: SegmentPool) -> None:
     segment = begin(segments, 1, "w0", "w1", replicas=10**6)
     assert segment is not None
     assert segment.where == ""
     segment.end(1, aborted=True)
 
 
-def test_a_segment_of_a_lost_worker_goes_when_no_gang_uses_it(fleet: Fleet, segments: Segments) -> None:
+def test_a_segment_of_a_lost_worker_goes_when_no_gang_uses_it(
+    pool: WorkerPool, segments: SegmentPool
+) -> None:
     first = begin(segments, 1, "w0", "w1")
     assert first is not None
     assert first.owner is not None
-    fleet.expel("w1", 0, "it hangs")
-    segments.let_go()
+    pool.evict("w1", 0, "it hangs")
+    segments.close_unused()
     assert first.owner.where, "a gang uses it"
     assert len(segments._segments) == 1
     first.end(1, aborted=True)
-    segments.let_go()
+    segments.close_unused()
     assert len(segments._segments) == 0
 
 
-def test_a_few_segments_are_kept(segments: Segments) -> None:
+def test_a_few_segments_are_kept(segments: SegmentPool) -> None:
     for serial in range(2 * SEGMENTS_MAX):
         segment = begin(segments, serial, "w0", "w1", replicas=2 + serial)
         assert segment is not None

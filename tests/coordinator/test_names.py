@@ -1,4 +1,4 @@
-"""A name belongs to whoever can prove it, also while nobody is connected in it; the key is all workers'."""
+"""A worker name needs a proof, even while no worker of that name is connected; all workers share the key."""
 
 from __future__ import annotations
 
@@ -37,39 +37,37 @@ def test_names_are_never_alike() -> None:
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("said", OTHERS)
+@pytest.mark.parametrize("message", OTHERS)
 async def test_the_name_of_a_living_worker_can_not_be_taken(
-    tmp_path: Path, said: Callable[[str], msg.Message]
+    tmp_path: Path, message: Callable[[str], msg.Message]
 ) -> None:
     async with pipedist.ConnectCluster(key_file=tmp_path / "keys") as cluster:
         coordinator = cluster.coordinator
         coordinator._on_message(b"worker", make_hello(NAME, 0, proof=PROOF), [])
         coordinator._on_message(b"supervisor", msg.Heartbeat(NAME, 0, PROOF), [])
-        honest = coordinator._fleet.of(NAME)
+        honest = coordinator._pool.of(NAME)
         assert honest is not None
         for number, proof in enumerate(["", ROGUE]):
-            coordinator._on_message(b"rogue%d" % number, said(proof), [])
-            assert coordinator._fleet.of(NAME) == honest
-            assert coordinator._fleet._supervisors == {NAME: b"supervisor"}
+            coordinator._on_message(b"rogue%d" % number, message(proof), [])
+            assert coordinator._pool.of(NAME) == honest
+            assert coordinator._pool._supervisors == {NAME: b"supervisor"}
         coordinator._on_message(b"supervisor", msg.Goodbye(NAME, 0, "over", proof=PROOF), [])
         assert coordinator.workers_ready == 0
 
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("has_been_there", [True, False])
-async def test_the_name_of_a_worker_that_is_away_can_not_be_taken(
-    tmp_path: Path, has_been_there: bool
-) -> None:
-    """It has just left; or it is on its way to a scheduler that takes the place of one that died."""
+async def test_the_name_of_an_absent_worker_can_not_be_taken(tmp_path: Path, has_been_there: bool) -> None:
+    """It has just left, or is about to rejoin the driver that resumes the run."""
     async with pipedist.ConnectCluster(key_file=tmp_path / "keys") as cluster:
         coordinator = cluster.coordinator
         if has_been_there:
             coordinator._on_message(b"worker", make_hello(NAME, 0, proof=PROOF), [])
             coordinator._on_message(b"supervisor", msg.Goodbye(NAME, 0, "crash", True, proof=PROOF), [])
-        for number, said in enumerate(OTHERS):
-            coordinator._on_message(b"rogue%d" % number, said(ROGUE), [])
+        for number, message in enumerate(OTHERS):
+            coordinator._on_message(b"rogue%d" % number, message(ROGUE), [])
             assert coordinator.workers_ready == 0
-            assert coordinator._fleet._supervisors == {}
+            assert coordinator._pool._supervisors == {}
         coordinator._on_message(b"next", make_hello(NAME, 1, proof=PROOF), [])
         assert coordinator.workers_ready == 1
         coordinator._on_message(b"supervisor", msg.Goodbye(NAME, 1, "over", proof=PROOF), [])

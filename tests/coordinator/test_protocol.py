@@ -1,4 +1,4 @@
-"""What a worker sends that it may not send costs it its connection, never the run."""
+"""A message that breaks the protocol costs its worker the connection, never the run."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 import pipedist
-from pipedist.coordinator.admission import refusal
-from pipedist.coordinator.worker_registry import Peer
+from pipedist.coordinator.worker_registry import Peer, rejection_reason
 from pipedist.protocol import messages as msg
 from pipedist.worker.hello import make_hello
 from tests.coordinator.functions import RUBBISH
@@ -34,7 +33,7 @@ async def result_of(cluster: pipedist.LocalCluster, spec: dict[str, Any]) -> pip
 
 
 @pytest.mark.asyncio
-async def test_results_that_cannot_be_read_are_computed_elsewhere(tmp_path: Path) -> None:
+async def test_malformed_results_are_computed_by_another_worker(tmp_path: Path) -> None:
     async with pipedist.LocalCluster(workers=2) as cluster:
         for kind in RUBBISH:
             before = cluster.coordinator.rejected
@@ -46,7 +45,7 @@ async def test_results_that_cannot_be_read_are_computed_elsewhere(tmp_path: Path
 
 
 @pytest.mark.asyncio
-async def test_a_worker_that_says_what_it_may_not_is_replaced(tmp_path: Path) -> None:
+async def test_a_worker_that_breaks_the_protocol_is_replaced(tmp_path: Path) -> None:
     async with pipedist.LocalCluster(workers=2) as cluster:
         await cluster.ready()
         for name in ("forbidden", "hello_again"):
@@ -60,23 +59,23 @@ async def test_a_worker_that_says_what_it_may_not_is_replaced(tmp_path: Path) ->
 
 def why(hello: msg.Hello, **given: Any) -> str:
     settings: dict[str, Any] = {"started": {}, "managed": False, "dial_in": True, "current": None}
-    return refusal(hello, **{**settings, **given})
+    return rejection_reason(hello, **{**settings, **given})
 
 
-def test_who_may_join() -> None:
+def test_reasons_to_reject_a_worker() -> None:
     first = make_hello("w0", 1)
     assert why(first) == ""
     assert why(first, managed=True, started={"w0": 1}) == ""
     assert "was not started by this cluster" in why(first, managed=True, started={"w0": 2})
-    assert "knows no 'w0'" in why(first, dial_in=False)
+    assert "'w0' is none of them" in why(first, dial_in=False)
     assert "has joined already" in why(first, current=Peer(b"x", "w0", 1, True))
-    assert "a later one" in why(first, current=Peer(b"x", "w0", 2, True))
+    assert "a later incarnation" in why(first, current=Peer(b"x", "w0", 2, True))
     assert why(first, current=Peer(b"x", "w0", 0, True)) == ""
 
 
 @pytest.mark.asyncio
-async def test_a_stranger_can_not_speak_for_a_worker_of_the_cluster() -> None:
-    """Messages as the router hands them over, of a connection that nobody has joined through."""
+async def test_an_unregistered_connection_can_not_act_as_a_worker() -> None:
+    """Messages as the router passes them on, from a connection that has not joined."""
     async with pipedist.LocalCluster(workers=1) as cluster:
         await cluster.ready()
         coordinator = cluster.coordinator
@@ -101,7 +100,9 @@ async def test_a_stranger_can_not_speak_for_a_worker_of_the_cluster() -> None:
 
 
 @pytest.mark.asyncio
-async def test_one_connection_is_one_worker_and_a_later_life_replaces_an_earlier_one(tmp_path: Path) -> None:
+async def test_one_connection_is_one_worker_and_a_later_incarnation_replaces_the_previous_one(
+    tmp_path: Path,
+) -> None:
     async with pipedist.ConnectCluster(key_file=tmp_path / "keys") as cluster:
         coordinator = cluster.coordinator
 

@@ -1,4 +1,4 @@
-"""The coordinator's timer: it fires in time, and moving it costs nothing."""
+"""The coordinator's timer fires in time, and moving it later re-arms nothing."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from pipedist.coordinator.timer import Timer
+from pipedist.coordinator.coordinator import Timer
 
 
 @pytest.mark.asyncio
@@ -21,7 +21,7 @@ async def test_it_fires_once_and_not_before_its_time() -> None:
 
 
 @pytest.mark.asyncio
-async def test_what_is_moved_later_fires_later_and_what_is_moved_earlier_earlier() -> None:
+async def test_a_moved_timer_fires_at_its_new_time() -> None:
     fired: asyncio.Queue[float] = asyncio.Queue()
     timer = Timer(lambda: fired.put_nowait(time.monotonic()))
     timer.set(time.monotonic() + 0.02)
@@ -34,7 +34,7 @@ async def test_what_is_moved_later_fires_later_and_what_is_moved_earlier_earlier
 
 
 @pytest.mark.asyncio
-async def test_moving_it_later_arms_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_moving_it_later_re_arms_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     loop = asyncio.get_running_loop()
     armed: list[float] = []
     call_later = loop.call_later
@@ -50,7 +50,7 @@ async def test_moving_it_later_arms_nothing(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.asyncio
-async def test_what_is_never_to_fire_does_not() -> None:
+async def test_a_cleared_or_cancelled_timer_does_not_fire() -> None:
     fired: list[None] = []
     timer = Timer(lambda: fired.append(None))
     timer.set(time.monotonic() + 0.01)

@@ -1,4 +1,4 @@
-"""A coordinator without sockets: what it sends is noted down, and the test speaks for the workers."""
+"""A coordinator without sockets: its messages are recorded, and the test sends those of workers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ named = functools.cache(new_name)
 
 
 class Wire:
-    """Stands for the router: see the module's text."""
+    """A router that records the messages which it sends."""
 
     def __init__(self, on_message: Any, _on_reject: Any, _on_lost: Any) -> None:
         self.endpoint = "nowhere"
@@ -55,7 +55,7 @@ class Wire:
     # -- the test's side -------------------------------------------------------------------
 
     def join(self, *workers: str, incarnation: int = 0) -> Wire:
-        """Let workers join, each through a connection of its name and incarnation."""
+        """Join workers, each over a connection named after its name and incarnation."""
         for worker in workers:
             name, proof = named(worker)
             hello = replace(make_hello(name, incarnation, proof=proof), boot="there")
@@ -63,21 +63,21 @@ class Wire:
         return self
 
     def say(self, identity: str, message: msg.Message, tree: Any = None) -> None:
-        """Let a worker say something."""
+        """Send a message as a worker."""
         frames = [] if tree is None else [memoryview(frame) for frame in encode(tree)]
         self._on_message(identity.encode(), message, frames)
 
     def bring(self, identity: str, message: msg.Message, *frames: bytes) -> None:
-        """Let a worker say something with a payload that is nobody's business."""
+        """Send a message as a worker, with a payload that is not decoded."""
         self._on_message(identity.encode(), message, [memoryview(frame) for frame in frames])
 
-    def told(self, identity: str, kind: type[M]) -> list[M]:
-        """Return what a worker was told of one kind."""
+    def sent_to(self, identity: str, kind: type[M]) -> list[M]:
+        """Return the messages of one kind that a worker was sent."""
         return [m for to, m, _ in self.sent if to == identity and isinstance(m, kind)]
 
     def last(self, identity: str, kind: type[M]) -> M:
-        """Return the latest thing of one kind that a worker was told."""
-        return self.told(identity, kind)[-1]
+        """Return the latest message of one kind that a worker was sent."""
+        return self.sent_to(identity, kind)[-1]
 
     def payload(self, identity: str, kind: type[msg.Message]) -> Any:
         """Return the decoded payload of the latest message of one kind."""
@@ -85,13 +85,13 @@ class Wire:
         return decode(frames)
 
     def done(self, identity: str, *values: Any) -> None:
-        """Let a worker finish its latest part of a gang."""
+        """Send the results of a worker's latest part of a gang."""
         part = self.last(identity, msg.AssignGang)
         calls = [{"v": value} for value in values]
         self.say(identity, msg.Results(part.lease, part.lo, part.hi, 10**9), calls)
 
     def failed(self, identity: str, text: str, *, aborted: bool = False) -> None:
-        """Let the first call of a worker's latest part of a gang raise."""
+        """Report that the first call of a worker's latest part of a gang raised."""
         part = self.last(identity, msg.AssignGang)
         self.say(
             identity,
@@ -101,7 +101,7 @@ class Wire:
 
 @asynccontextmanager
 async def wired(limits: SchedulerLimits | None = None) -> AsyncIterator[Wire]:
-    """Open a coordinator; workers join when the test says so."""
+    """Open a coordinator without workers; the test joins them."""
     wires: list[Wire] = []
 
     def make(*callbacks: Any) -> Any:
@@ -114,9 +114,9 @@ async def wired(limits: SchedulerLimits | None = None) -> AsyncIterator[Wire]:
     async with coordinator:
         wires[0].coordinator = coordinator
         yield wires[0]
-        for worker in [peer.worker for peer in coordinator._fleet.peers]:  # nobody is there to say goodbye
-            incarnation = coordinator._fleet.of(worker).incarnation  # type: ignore[union-attr]
-            coordinator._fleet.left(msg.Goodbye(worker, incarnation, "over"))
+        for worker in [peer.worker for peer in coordinator._pool.peers]:  # no process sends Goodbye
+            incarnation = coordinator._pool.of(worker).incarnation  # type: ignore[union-attr]
+            coordinator._pool.on_goodbye(msg.Goodbye(worker, incarnation, "over"))
 
 
 def gang_pass(wire: Wire, replicas: int = 2, **settings: Any) -> PassHandle:

@@ -316,7 +316,7 @@ def test_ctrl_c_in_a_notebook_ends_a_run_that_waits_for_its_engine(tmp_path: Pat
         textwrap.dedent("""
         import asyncio, signal, sys, threading, time, anyio, pipedist
         from pipedist.cluster.engine_clusters import EngineCluster
-        from pipedist.runs import runs
+        from pipedist.runs import run as runs
         from tests.engines.here import HereEngine
         class NoRoom(HereEngine):
             async def start(self, *_):

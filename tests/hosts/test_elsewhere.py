@@ -8,14 +8,16 @@ import uuid
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 import pipedist
-from pipedist.coordinator import program_distribution as introductions
+from pipedist.coordinator.inbound import Inbound
 from pipedist.datasets.sources.paths import is_visible
 from pipedist.plan import compile_plan
+from pipedist.protocol import messages as msg
 from pipedist.spec import load
 from pipedist.transport.keys import write_key_file
 from tests.hosts.dialled import needs_namespaces, worker
@@ -84,13 +86,14 @@ def leftovers(tmp_path: Path) -> list[Path]:
 def seen(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The passes whose data a worker elsewhere has seen."""
     passes: list[int] = []
-    original = introductions.Introductions.saw
+    handle = Inbound.handle
 
-    def saw(self: introductions.Introductions, peer: object, pass_id: int) -> None:
-        passes.append(pass_id)
-        original(self, peer, pass_id)  # type: ignore[arg-type]
+    def record(self: Inbound, peer: Any, message: msg.Message, frames: Any) -> None:
+        if isinstance(message, msg.DataVisible):
+            passes.append(message.pass_id)
+        handle(self, peer, message, frames)
 
-    monkeypatch.setattr(introductions.Introductions, "saw", saw)
+    monkeypatch.setattr(Inbound, "handle", record)
     return passes
 
 

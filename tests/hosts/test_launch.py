@@ -16,8 +16,7 @@ import jsonschema
 import pytest
 from ruamel.yaml import YAML
 
-from pipedist.cluster.templates.request import Request
-from pipedist.cluster.templates.slurm import batch_script
+from pipedist.cluster.templates import JobRequest, slurm_script
 from pipedist.errors import UsageError
 from pipedist.transport.keys import write_key_file
 from tests.ports import free_port
@@ -182,13 +181,13 @@ def test_a_job_that_is_started_again_resumes(spec: Path, tmp_path: Path, slurm: 
 def test_what_makes_no_sense_is_said(spec: Path) -> None:
     refused = launch("slurm", spec)
     assert refused.returncode == 2
-    assert "nothing is submitted from here" in refused.stderr
-    request = Request("x", 1, 1, 1)
+    assert "does not submit jobs" in refused.stderr
+    request = JobRequest("x", 1, 1, 1)
     for time in ("tomorrow", "1:00; rm -rf /", "", "01:00:00\n#SBATCH --x"):
         with pytest.raises(UsageError, match="--time"):
-            batch_script(request, "/s.yaml", time=time)
+            slurm_script(request, "/s.yaml", time=time)
     for time in ("30", "01:00:00", "1-12", "1-12:30:00", "90:30"):
-        assert f"--time={time}\n" in batch_script(request, "/s.yaml", time=time)
+        assert f"--time={time}\n" in slurm_script(request, "/s.yaml", time=time)
     uneven = launch("slurm", spec, "--print", "--gpus", "3", "--workers-per-node", "2")
     assert uneven.returncode == 2
     assert "can't be divided evenly" in uneven.stderr
@@ -242,7 +241,7 @@ def test_a_config_map_has_code_alone(spec: Path) -> None:
     assert f"--from-file={folder}/beside.py" in sources
     assert f"--from-file=my-spec.yaml={named}" in sources
     assert not any("key=" in word or ".key" in word or "package" in word for word in sources), sources
-    assert "# (without package/__init__.py, cluster.key (keys): what is needed, by" in done.stdout
+    assert "# (without package/__init__.py, cluster.key (keys); if one is needed, use" in done.stdout
     assert "- /pipedist/spec/my-spec.yaml\n" in done.stdout
     for number in range(2):
         (folder / f"data{number}").write_bytes(bytes(600_000))

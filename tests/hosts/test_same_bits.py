@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from pipedist.coordinator.admission import differences
+from pipedist.coordinator.worker_registry import differences
 from pipedist.core.platform_id import cpu_traits
 from pipedist.transport.keys import write_key_file
 from pipedist.worker.hello import make_hello
@@ -104,5 +104,5 @@ def test_another_type_of_processor_is_refused_without_force(tmp_path: Path, forc
         run.communicate()
     assert run.returncode == 0, err
     assert json.loads(out)["results"]["total"] == sum(range(40))
-    assert ("joins, though" if force else "pipedist: refused (1 so far): worker ") in err
+    assert ("joins, though" if force else "pipedist: rejected (1 so far): worker ") in err
     assert f"without {feature}" in err

@@ -19,7 +19,7 @@ import pytest
 
 import pipedist
 from pipedist.cluster import tf_config as task_cluster
-from pipedist.cluster.loopback_keys import loopback_key_file
+from pipedist.cluster.tf_config import loopback_key_file
 from pipedist.errors import UsageError, WorkersLost
 from tests.ports import free_port
 
@@ -300,10 +300,10 @@ def test_keys_of_a_loopback_address_are_this_users_alone(
     assert path.read_bytes() == content, "who comes later has the same keys"
     assert [found.name for found in path.parent.iterdir()] == ["5555.key"]
     path.parent.chmod(0o755)
-    with pytest.raises(UsageError, match="not a folder of yours alone"):
+    with pytest.raises(UsageError, match="not a folder that only you can enter"):
         loopback_key_file(5555)
     path.unlink()
     path.parent.rmdir()
     path.parent.symlink_to(tmp_path)
-    with pytest.raises(UsageError, match="not a folder of yours alone"):
+    with pytest.raises(UsageError, match="not a folder that only you can enter"):
         loopback_key_file(5555)

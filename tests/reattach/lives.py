@@ -15,7 +15,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from random import Random
 
-from pipedist.coordinator.cached_results import Offers, key_of
+from pipedist.coordinator.results import CachedResultIndex, key_of
 from pipedist.protocol import messages as msg
 from pipedist.protocol.codec import decode, encode
 from pipedist.scheduler import PassSettings, Scheduler, SchedulerLimits
@@ -119,7 +119,7 @@ class World:
         self._scheduler = self._make(
             SchedulerLimits(bundle_s=self.random.choice((0.01, 2.0)), deaths_max=10**6)
         )
-        self._offers = Offers()
+        self._cached = CachedResultIndex()
         self._passes: dict[str, int] = {}
         self._joined: dict[str, Process] = {}
         self._value: object = None
@@ -158,7 +158,7 @@ class World:
         self._passes[key] = reading.number
         settings = PassSettings(reading.replicas, first_step=reading.durable)
         self._tell(ev.PassOpened(reading.number, settings))
-        for kept in self._offers.of_pass(key, reading.number):
+        for kept in self._cached.of_pass(key, reading.number):
             self._tell(kept)
 
     # -- what may happen next ---------------------------------------------------------------------------
@@ -248,7 +248,7 @@ class World:
         message, value = process.up.popleft()
         name, incarnation = process.name, process.incarnation
         if isinstance(message, msg.Hello):
-            for kept in self._offers.take(message, self._passes):
+            for kept in self._cached.add(message, self._passes):
                 self._tell(kept)
             self._joined[name] = process
             process.down.append(msg.Welcome("c", 1.0, ()))

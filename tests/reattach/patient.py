@@ -1,9 +1,9 @@
-"""`pipedist`, for machines that may be slow: a run that is resumed waits for its workers as long as it takes.
+"""`pipedist`, for slow machines: a run that is resumed waits for its workers as long as it takes.
 
     python -m tests.reattach.patient run SPEC ...
 
-It also says who is there, so that a test need not guess it: "WORKER has joined", and "WORKER is heard of",
-when its supervisor is told how long to wait for another scheduler.
+It also prints events that tests wait for: "WORKER has joined", and "WORKER sent a heartbeat", after which its
+supervisor knows how long to wait for another scheduler.
 """
 
 from __future__ import annotations
@@ -11,27 +11,27 @@ from __future__ import annotations
 import sys
 
 from pipedist.cluster import remote as connect_cluster
-from pipedist.coordinator.worker_pool import Fleet
+from pipedist.coordinator.worker_pool import WorkerPool
 from pipedist.protocol import messages
 from tests.reattach.jobs import PATIENCE_S
 
 
 def main() -> None:
     connect_cluster.GATHER_S = PATIENCE_S
-    greet, heard, known = Fleet.greet, Fleet.heard, set[bytes]()
+    on_hello, on_heartbeat, known = WorkerPool.on_hello, WorkerPool.on_heartbeat, set[bytes]()
 
-    def greet_and_say(self: Fleet, identity: bytes, hello: messages.Hello) -> None:
-        greet(self, identity, hello)
-        if self.behind(identity) is not None:
+    def print_joined(self: WorkerPool, identity: bytes, hello: messages.Hello) -> None:
+        on_hello(self, identity, hello)
+        if self.of_identity(identity) is not None:
             sys.stderr.write(f"{hello.worker} has joined\n")
 
-    def heard_and_said(self: Fleet, identity: bytes, worker: str, incarnation: int) -> None:
-        heard(self, identity, worker, incarnation)
+    def print_heartbeat(self: WorkerPool, identity: bytes, worker: str, incarnation: int) -> None:
+        on_heartbeat(self, identity, worker, incarnation)
         if identity not in known:
             known.add(identity)
-            sys.stderr.write(f"{worker} is heard of\n")
+            sys.stderr.write(f"{worker} sent a heartbeat\n")
 
-    Fleet.greet, Fleet.heard = greet_and_say, heard_and_said  # type: ignore[method-assign]
+    WorkerPool.on_hello, WorkerPool.on_heartbeat = print_joined, print_heartbeat  # type: ignore[method-assign]
     from pipedist.cli.app import main as pipedist
 
     pipedist()

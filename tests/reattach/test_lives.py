@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pipedist.coordinator.cached_results import Offers
+from pipedist.coordinator.results import CachedResultIndex
 from pipedist.errors import PipedistError
 from pipedist.protocol.messages import Hello
 from pipedist.scheduler import Scheduler
@@ -35,13 +35,13 @@ def test_whatever_happens_everything_counts_once_and_nothing_stale_does() -> Non
 
 def _any_key(monkeypatch: pytest.MonkeyPatch) -> None:
     """The coordinator takes what was finished with other code."""
-    take = Offers.take
+    add = CachedResultIndex.add
 
-    def blind(self: Offers, hello: Hello, passes: dict[str, int]) -> list[ev.CallsCached]:
+    def blind(self: CachedResultIndex, hello: Hello, passes: dict[str, int]) -> list[ev.CallsCached]:
         keys = {text.partition(":")[0] for text in hello.cached}
-        return take(self, hello, dict.fromkeys(keys, 1) | passes)
+        return add(self, hello, dict.fromkeys(keys, 1) | passes)
 
-    monkeypatch.setattr(Offers, "take", blind)
+    monkeypatch.setattr(CachedResultIndex, "add", blind)
 
 
 def _any_incarnation(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -102,7 +102,7 @@ def test_a_worker_whose_scheduler_never_comes_back_says_so_and_ends(tmp_path: Pa
         for worker in workers:
             worker.hears("joined cluster")
         until(lambda: len(job.calls()) == 2)
-        run.hears("is heard of", 3)  # each supervisor, too, is told how long to wait
+        run.hears("sent a heartbeat", 3)  # so each supervisor too knows how long to wait
         run.process.kill()
         run.ends()
         for worker in workers:

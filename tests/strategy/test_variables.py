@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import pipedist
-from pipedist.coordinator.worker_pool import Fleet
+from pipedist.coordinator.worker_pool import WorkerPool
 from pipedist.protocol import messages as msg
 from pipedist.values import Mirrored, PerReplica
 from tests.strategy import functions
@@ -81,14 +81,14 @@ async def test_a_worker_that_is_killed_in_mid_step_changes_nothing(workers: int,
 def sent(monkeypatch: pytest.MonkeyPatch) -> list[msg.Message]:
     """States that are sent to workers, and dropped there."""
     found: list[msg.Message] = []
-    send = Fleet.send
+    send = WorkerPool.send
 
-    def noting(self: Fleet, worker: str, message: msg.Message, payload: Any = ()) -> None:
+    def noting(self: WorkerPool, worker: str, message: msg.Message, payload: Any = ()) -> None:
         if isinstance(message, msg.StateVersion | msg.DropState):
             found.append(message)
         send(self, worker, message, payload)
 
-    monkeypatch.setattr(Fleet, "send", noting)
+    monkeypatch.setattr(WorkerPool, "send", noting)
     return found
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipedist.coordinator.worker_pool import Fleet
+from pipedist.coordinator.worker_pool import WorkerPool
 from pipedist.errors import CallError, SpecError, UsageError
 from pipedist.scheduler import Scheduler
 from pipedist.testing import Faults, SimulationFailure, SpecSimulation, simulate
@@ -222,7 +222,7 @@ def test_a_missing_fence_lets_poison_through(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_workers_that_nobody_replaces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Fleet, "exited", lambda self, exit_: None)
+    monkeypatch.setattr(WorkerPool, "on_exit", lambda self, exit_: None)
     assert "did not come to its end" in shows(Faults(crash=0.1), seeds=5)
 
 

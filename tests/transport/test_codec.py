@@ -322,12 +322,12 @@ def record(text: str, *values: Any) -> list[bytes]:
     ("text", "match"),
     [
         ("not_imported_module:X(a)", "not imported here"),
-        ("os:system(a)", "no namedtuple and no dataclass"),
-        ("subprocess:Popen(args)", "no namedtuple and no dataclass"),
-        ("builtins:object()", "no namedtuple and no dataclass"),
-        ("numpy:f2py.main(a)", "no namedtuple and no dataclass"),
+        ("os:system(a)", "neither a namedtuple nor a dataclass"),
+        ("subprocess:Popen(args)", "neither a namedtuple nor a dataclass"),
+        ("builtins:object()", "neither a namedtuple nor a dataclass"),
+        ("numpy:f2py.main(a)", "neither a namedtuple nor a dataclass"),
         (f"{__name__}:Frozen(other)", "at the sender"),
-        (f"{__name__}:Frozen(value)", "1 fields, 2 came"),
+        (f"{__name__}:Frozen(value)", "1 fields, but 2 were received"),
         (f"{__name__}:Frozen", "malformed"),
         ("__import__('os')(a)", "malformed"),
         ("", "malformed"),
@@ -348,7 +348,7 @@ def test_naming_a_module_runs_none_of_its_code(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(RemoteProtocolError, match="not imported"):
         decode(frames)
     assert decode(frames, may_import=True).v == 7
-    with pytest.raises(RemoteProtocolError, match="no namedtuple"):
+    with pytest.raises(RemoteProtocolError, match="neither a namedtuple"):
         decode(record("codec_lazy:Absent(v)", 7))
 
 

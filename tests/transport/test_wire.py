@@ -70,8 +70,8 @@ def test_an_int_is_fine_for_a_float() -> None:
         (Welcome("c", float("inf"), ()), r"Expected `float` .* - at `Welcome.heartbeat_s`"),
         (Welcome("c", 1.0, ["a"]), r"Expected `bytes`, got `str` - at `Welcome.sys_path\[0\]`"),
         (Welcome("c", 1.0, (bytes(1 << 17),)), r"Expected `bytes` of length <= .* - at `Welcome.sys_path"),
-        ("text", "is no message"),
-        ((6, 1, 2, 3, 4, 0, 0), "is no message"),
+        ("text", "is not a message"),
+        ((6, 1, 2, 3, 4, 0, 0), "is not a message"),
     ],
 )
 def test_a_wrong_field_is_our_own_fault(message: Any, match: str) -> None:

@@ -1,1 +1,1 @@
-"""Launchers: what starts and ends worker processes."""
+"""Launchers start and end worker processes: with a fork server on this host, or with Ray or Dask."""

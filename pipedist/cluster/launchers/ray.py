@@ -20,12 +20,12 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AsyncExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import anyio
 from msgspec import Struct
+from msgspec.structs import replace
 
 from pipedist.cluster.launchers.engines import (
     GRACE_S,

@@ -243,7 +243,7 @@ async def main():
         await scheduler.outcomes(1)
 asyncio.run(main())
 """
-    root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    root = str(Path(__file__).parents[3])
     done = subprocess.run(
         [sys.executable, "-c", script],
         cwd=root,

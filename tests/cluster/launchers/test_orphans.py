@@ -17,7 +17,7 @@ import pytest
 from pipedist.transport.endpoints import private_directory_of, remove_private_directory
 from tests.cluster.launchers.processes import wait_gone, wait_state
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 @contextmanager

@@ -19,7 +19,7 @@ import pytest
 
 from pipedist.cluster.launchers.forkserver import OutOfMemoryKills
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 GROUPS = Path("/sys/fs/cgroup")
 MEBIBYTE = 2**20
 LIMIT = 320 * MEBIBYTE

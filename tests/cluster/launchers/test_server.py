@@ -18,7 +18,7 @@ from pipedist.cluster.launchers.local import LocalLauncher
 from pipedist.cluster.launchers.server import Spare, prepare, take
 from tests.cluster.launchers.processes import children_of, wait_gone
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 SPEC = {
     "pipedist": 1,
     "dataset": {"range": 4, "batch": 2},

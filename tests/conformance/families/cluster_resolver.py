@@ -7,18 +7,14 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from pipedist.cluster.resolvers import (
-    ClusterResolver,
-    ClusterSpec,
-    KubernetesClusterResolver,
-    Pod,
-    SimpleClusterResolver,
+from pipedist.cluster.resolvers import ClusterResolver, ClusterSpec, SimpleClusterResolver, UnionResolver
+from pipedist.cluster.resolvers_environment import (
     SlurmClusterResolver,
     TFConfigClusterResolver,
-    UnionResolver,
     expand_hostlist,
     expand_tasks_per_node,
 )
+from pipedist.cluster.resolvers_kubernetes import KubernetesClusterResolver, Pod
 from tests.conformance.cases import Case, Deviation, Json, Outcome, Raised, Skip
 from tests.conformance.session import Session
 

@@ -13,15 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import pipedist
-from pipedist.cluster.resolvers import (
-    Pod,
-    ResolverError,
-    ResolverStateError,
+from pipedist.cluster.resolvers import ResolverError, ResolverStateError
+from pipedist.cluster.resolvers_environment import (
     SlurmClusterResolver,
     TFConfigClusterResolver,
     expand_hostlist,
     expand_tasks_per_node,
 )
+from pipedist.cluster.resolvers_kubernetes import Pod
 
 WORKERS = {"worker": ["a:1", "b:1"]}
 
@@ -101,7 +100,7 @@ def test_what_tf_config_may_leave_out() -> None:
     assert tf_config({"cluster": WORKERS, "task": {"type": "evaluator", "index": 0}}).task_type == "evaluator"
     nobody = tf_config({"cluster": WORKERS})
     assert (nobody.task_type, nobody.task_id) == (None, None)
-    with pytest.raises(ValueError, match="give task_type and task_id"):
+    with pytest.raises(ValueError, match="pass task_type and task_id"):
         nobody.master()
     alone = tf_config({"cluster": {"worker": ["a:1"]}, "task": {"type": "worker", "index": 0}})
     assert alone.master() == ""
@@ -142,7 +141,7 @@ def test_tf_config_that_makes_no_sense_is_refused_at_once(config: Any, text: str
 
 @pytest.mark.parametrize("text", ["", "{cluster: worker}", '{"cluster": {},}'])
 def test_tf_config_that_is_no_json(text: str) -> None:
-    with pytest.raises(ResolverError, match="TF_CONFIG is no JSON"):
+    with pytest.raises(ResolverError, match="TF_CONFIG is not JSON"):
         TFConfigClusterResolver(environ={"TF_CONFIG": text})
 
 
@@ -272,7 +271,7 @@ def test_slurm_tasks_are_on_the_hosts_that_slurm_put_them_on() -> None:
         (slurm_environ(rank="5"), {}, ResolverError, "SLURM_PROCID is 5, but the step has 5 tasks"),
         (slurm_environ(count="4"), {}, ResolverStateError, "SLURM_STEP_NUM_TASKS is 4"),
         (slurm_environ(tasks="2(y3)"), {}, ResolverError, "SLURM_STEP_TASKS_PER_NODE: .*'2\\(y3\\)'"),
-        (slurm_environ(tasks="5"), {}, ResolverError, "about 1 nodes, but SLURM_STEP_NODELIST has 3"),
+        (slurm_environ(tasks="5"), {}, ResolverError, "is for 1 nodes, but SLURM_STEP_NODELIST has 3"),
         (slurm_environ(nodes="n[1"), {}, ResolverError, "SLURM_STEP_NODELIST: "),
         (slurm_environ(nodes="n1,n1,n2"), {}, ResolverError, "twice"),
         (slurm_environ(), {"jobs": {"worker": 3}}, ResolverStateError, "3 tasks, but the Slurm step has 5"),
@@ -349,5 +348,5 @@ def test_kubernetes_asks_each_time() -> None:
 
 def test_kubernetes_without_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "kubernetes", None)
-    with pytest.raises(ImportError, match="or list_pods in its place"):
+    with pytest.raises(ImportError, match="or pass `list_pods`"):
         pipedist.KubernetesClusterResolver()

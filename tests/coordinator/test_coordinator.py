@@ -13,8 +13,7 @@ from msgspec.structs import replace
 
 import pipedist
 from pipedist.coordinator import Coordinator, PassHandle
-from pipedist.coordinator.inbound import Reception
-from pipedist.coordinator.log_sinks import LogSinks
+from pipedist.coordinator.inbound import Inbound, LogSinks
 from pipedist.core.functions import reference
 from pipedist.errors import LocalProtocolError
 from pipedist.protocol import messages as msg
@@ -52,7 +51,7 @@ def spec_of(run: str, n: int = 40, **with_: Any) -> dict[str, Any]:
 
 
 @pytest.mark.asyncio
-async def test_call_step_answers_each_step_by_itself() -> None:
+async def test_call_step_returns_each_step_separately() -> None:
     async with asyncio.timeout(60), pipedist.LocalCluster(workers=2) as cluster:
         handle = opened(cluster.coordinator, functions.fails_for_negative)
         steps = [[i, i + 1] if i % 3 else [i, -i - 1] for i in range(30)]
@@ -87,7 +86,7 @@ async def test_call_step_answers_each_step_by_itself() -> None:
 
 
 @pytest.mark.asyncio
-async def test_a_finished_step_keeps_its_answer_whatever_happens_then() -> None:
+async def test_a_finished_step_keeps_its_result_when_the_pass_fails_later() -> None:
     async with asyncio.timeout(60), pipedist.LocalCluster(workers=1) as cluster:
         handle = opened(cluster.coordinator, functions.scaled)
         waiting = asyncio.ensure_future(handle.call_step([1, 2]))
@@ -98,7 +97,7 @@ async def test_a_finished_step_keeps_its_answer_whatever_happens_then() -> None:
 
 
 @pytest.mark.asyncio
-async def test_what_cannot_be_sent_is_told_at_once() -> None:
+async def test_an_unsendable_value_is_reported_at_once() -> None:
     async with asyncio.timeout(60), pipedist.LocalCluster(workers=1) as cluster:
         with pytest.raises(UnsendableError, match="bad"):
             opened(cluster.coordinator, functions.scaled, bad=object())
@@ -111,7 +110,7 @@ async def test_what_cannot_be_sent_is_told_at_once() -> None:
 
 @pytest.mark.parametrize("shared_memory", [True, False])
 @pytest.mark.asyncio
-async def test_a_gang_meets_over_either_road_and_restarts_when_a_member_dies(
+async def test_a_gang_exchanges_over_either_transport_and_restarts_when_a_member_dies(
     tmp_path: Path, shared_memory: bool
 ) -> None:
     async with (
@@ -137,7 +136,7 @@ async def test_a_death_while_a_pass_is_being_bound(tmp_path: Path) -> None:
             cluster.kill("w0")
             assert np.array_equal((await run.results())["out"], np.arange(40) * 2)
         await cluster.ready()
-        assert cluster.coordinator._fleet._due == {}
+        assert cluster.coordinator._pool._due == {}
         assert len(cluster.pids) == 1
         for wrong in (1, "w1", "x"):
             with pytest.raises(pipedist.UsageError, match=r"no worker 'w?[1x]' .* can be killed: w0 to w0"):
@@ -145,8 +144,8 @@ async def test_a_death_while_a_pass_is_being_bound(tmp_path: Path) -> None:
 
 
 @pytest.mark.asyncio
-async def test_closing_that_is_cancelled_closes_the_road() -> None:
-    """asyncio's own cancellation, as of `asyncio.timeout`, knows nothing of anyio's shields."""
+async def test_a_cancelled_close_still_closes_the_socket() -> None:
+    """asyncio's own cancellation, as of `asyncio.timeout`, ignores anyio's shields."""
     async with wired() as wire:
         closing = asyncio.ensure_future(wire.join("a").coordinator.__aexit__(None, None, None))
         await asyncio.sleep(0)  # it waits for the worker's Goodbye
@@ -157,7 +156,7 @@ async def test_closing_that_is_cancelled_closes_the_road() -> None:
 
 
 @pytest.mark.asyncio
-async def test_everybody_who_waits_for_workers_is_woken() -> None:
+async def test_every_wait_for_workers_is_woken() -> None:
     async with asyncio.timeout(60), pipedist.LocalCluster(workers=2) as cluster:
         waits = [asyncio.ensure_future(cluster.coordinator.wait_ready(n)) for n in (2, 1, 2)]
         never = asyncio.ensure_future(cluster.coordinator.wait_ready(3))
@@ -168,7 +167,7 @@ async def test_everybody_who_waits_for_workers_is_woken() -> None:
 
 
 @pytest.mark.asyncio
-async def test_a_cluster_that_can_not_live_fails_every_run_and_no_later_one_waits() -> None:
+async def test_a_failed_cluster_fails_every_run_and_no_later_one_waits() -> None:
     async with asyncio.timeout(60), pipedist.LocalCluster(workers=2) as cluster:
         await cluster.ready()
         async with (
@@ -205,8 +204,8 @@ async def test_one_of_two_runs_fails_and_the_other_does_not(tmp_path: Path) -> N
 async def test_a_defect_of_the_scheduler_ends_runs_instead_of_hanging_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    told: list[dict[str, Any]] = []
-    asyncio.get_running_loop().set_exception_handler(lambda _loop, context: told.append(context))
+    reported: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _loop, context: reported.append(context))
 
     def defective(self: Scheduler, event: Any) -> None:
         raise ZeroDivisionError("oh no")
@@ -221,52 +220,52 @@ async def test_a_defect_of_the_scheduler_ends_runs_instead_of_hanging_them(
             with pytest.raises(LocalProtocolError, match="a defect of pipedist ended the cluster: oh no"):
                 await run.results()
         monkeypatch.undo()
-    assert any(isinstance(context.get("exception"), ZeroDivisionError) for context in told)
+    assert any(isinstance(context.get("exception"), ZeroDivisionError) for context in reported)
 
 
-def test_a_function_that_is_told_twice_is_told_once_when_one_of_both_has_ended() -> None:
+def test_a_sink_added_twice_gets_lines_once_after_one_is_removed() -> None:
     sinks = LogSinks()
-    heard: list[str] = []
+    handled: list[str] = []
 
     def sink(_worker: str, line: msg.LogLine) -> None:
-        heard.append(line.text)
+        handled.append(line.text)
 
     first, second = sinks.add(sink), sinks.add(sink)
     first()
     first()
-    sinks.tell("w0", msg.LogLine(stage="s", step=0, replica=0, text="once"))
-    assert heard == ["once"]
+    sinks.emit("w0", msg.LogLine(stage="s", step=0, replica=0, text="once"))
+    assert handled == ["once"]
     second()
     assert not sinks
 
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("fails", [False, True])
-async def test_what_a_call_printed_is_told_before_what_it_came_to(
+async def test_the_output_of_a_call_arrives_before_its_result(
     monkeypatch: pytest.MonkeyPatch, fails: bool
 ) -> None:
-    """A run may be over with that, and then nobody listens to lines any more."""
-    heard: list[type[msg.Message]] = []
-    hear = Reception.hear
+    """The result may end the run, and with it the sinks."""
+    handled: list[type[msg.Message]] = []
+    handle = Inbound.handle
 
-    def noted(self: Reception, peer: Any, message: msg.Message, frames: Any) -> None:
-        heard.append(type(message))
-        hear(self, peer, message, frames)
+    def noted(self: Inbound, peer: Any, message: msg.Message, frames: Any) -> None:
+        handled.append(type(message))
+        handle(self, peer, message, frames)
 
-    monkeypatch.setattr(Reception, "hear", noted)
+    monkeypatch.setattr(Inbound, "handle", noted)
     async with asyncio.timeout(60), pipedist.LocalCluster(workers=1) as cluster:
         spec = spec_of("prints_while_the_socket_is_busy", n=1, fails=fails)
         async with pipedist.open(spec, cluster=cluster) as run:
             with pytest.raises(pipedist.CallError) if fails else nullcontext():
                 await run.results()
-    assert heard[:2] == [msg.LogLine, msg.Failed if fails else msg.Results]
+    assert handled[:2] == [msg.LogLine, msg.Failed if fails else msg.Results]
 
 
 @pytest.mark.asyncio
-async def test_a_log_sink_that_raises_is_left_out_and_the_others_hear() -> None:
-    told: list[dict[str, Any]] = []
-    asyncio.get_running_loop().set_exception_handler(lambda _loop, context: told.append(context))
-    heard: list[str] = []
+async def test_a_log_sink_that_raises_is_removed_and_the_others_get_the_line() -> None:
+    reported: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _loop, context: reported.append(context))
+    handled: list[str] = []
 
     def broken(worker: str, line: msg.LogLine) -> None:
         raise RuntimeError("sink")
@@ -275,7 +274,7 @@ async def test_a_log_sink_that_raises_is_left_out_and_the_others_hear() -> None:
         coordinator = cluster.coordinator
         ends = [
             coordinator.add_log_sink(broken),
-            coordinator.add_log_sink(lambda _worker, line: heard.append(line.text)),
+            coordinator.add_log_sink(lambda _worker, line: handled.append(line.text)),
         ]
         spec = {
             "pipedist": 1,
@@ -286,6 +285,6 @@ async def test_a_log_sink_that_raises_is_left_out_and_the_others_hear() -> None:
             await run.results()
         for end in [*ends, *ends]:
             end()
-    assert sorted(heard) == ["seen 0", "seen 1", "seen 2", "seen 3"]
-    assert len(told) == 1
-    assert isinstance(told[0]["exception"], RuntimeError)
+    assert sorted(handled) == ["seen 0", "seen 1", "seen 2", "seen 3"]
+    assert len(reported) == 1
+    assert isinstance(reported[0]["exception"], RuntimeError)

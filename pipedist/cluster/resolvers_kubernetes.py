@@ -1,4 +1,4 @@
-"""The cluster as the pods of a Kubernetes cluster."""
+"""A cluster resolver of the pods of a Kubernetes cluster."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from pipedist.cluster.resolvers.resolvers import (
+from pipedist.cluster.resolvers import (
     ClusterResolver,
     ClusterSpec,
     ResolverStateError,
@@ -20,10 +20,10 @@ LABELS: Final[Mapping[str, Sequence[str]]] = {"worker": ("job-name=tensorflow",)
 
 @dataclass(frozen=True, slots=True)
 class Pod:
-    """What is asked of a pod.
+    """The properties of a pod that the resolver uses.
 
     Args:
-        name: its name.
+        name: name of the pod.
         ip: address of its host.
         phase: "Running", "Pending", ...
     """
@@ -34,23 +34,22 @@ class Pod:
 
 
 ListPods = Callable[[str], Sequence[Pod]]
-"""Returns the pods of all namespaces that a label selector matches."""
+"""Returns the pods of all namespaces that match a label selector."""
 
 
 class KubernetesClusterResolver(ClusterResolver):
-    """Asks for the pods with certain labels (tf.distribute's KubernetesClusterResolver), each time.
+    """A resolver of the pods with certain labels (tf.distribute's KubernetesClusterResolver), queried each time.
 
     Args:
         job_to_label_mapping: job name -> label selectors; empty or None: workers are the pods with
             `job-name=tensorflow`. The pods of a selector are sorted by name.
         tf_server_port: port of every task.
-        rpc_layer: put in front of addresses.
-        list_pods: asks the API server; None: through the package `kubernetes`, with the user's
-            configuration.
+        rpc_layer: prefix of addresses.
+        list_pods: queries the API server; None: with the package `kubernetes` and the user's configuration.
 
     Raises:
-        ImportError: `list_pods` is None, and there is no package `kubernetes`.
-        TypeError: an argument is of the wrong kind.
+        ImportError: `list_pods` is None, and the package `kubernetes` is not installed.
+        TypeError: an argument has the wrong type.
     """
 
     def __init__(
@@ -69,10 +68,10 @@ class KubernetesClusterResolver(ClusterResolver):
         self._labels = {job: tuple(selectors) for job, selectors in labels.items()}
         self._port = number("tf_server_port", tf_server_port, at_least=1)
         self._rpc_layer = text_or_none("rpc_layer", rpc_layer)
-        self._list_pods = _asking() if list_pods is None else list_pods
+        self._list_pods = _api_server() if list_pods is None else list_pods
 
     def cluster_spec(self) -> ClusterSpec:
-        """Return the tasks that there are now.
+        """Return the present tasks.
 
         Raises:
             ResolverStateError: a pod is not running.
@@ -84,7 +83,7 @@ class KubernetesClusterResolver(ClusterResolver):
                 for pod in sorted(self._list_pods(selector), key=lambda pod: pod.name):
                     if pod.phase != "Running":
                         raise ResolverStateError(
-                            f"pod {pod.name!r} ({selector}) is not running, but {pod.phase}: wait for it"
+                            f"pod {pod.name!r} ({selector}) is not running, but {pod.phase}. Wait until it runs."
                         )
                     addresses.append(f"{pod.ip}:{self._port}")
         return ClusterSpec(cluster)
@@ -92,24 +91,24 @@ class KubernetesClusterResolver(ClusterResolver):
     def master(
         self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None
     ) -> str:
-        """Return a task's address; without a task "": which one this process is, is not known."""
+        """Return a task's address; without a task "", because the task of this process is unknown."""
         if task_type is None or task_id is None:
             return ""
         return self._url(self.cluster_spec().task_address(task_type, task_id), rpc_layer)
 
 
-def _asking() -> ListPods:
-    """Return what asks the API server through the package `kubernetes`.
+def _api_server() -> ListPods:
+    """Return a function that queries the API server with the package `kubernetes`.
 
     Raises:
-        ImportError: there is no such package.
+        ImportError: the package is not installed.
     """
     try:
         from kubernetes import client, config  # type: ignore[import-not-found]  # optional, and slow
     except ImportError as error:
         raise ImportError(
-            "KubernetesClusterResolver needs the package `kubernetes` (pip install kubernetes), or "
-            "list_pods in its place"
+            "KubernetesClusterResolver needs the package `kubernetes`. Run `pip install kubernetes`, or pass "
+            "`list_pods`."
         ) from error
 
     def list_pods(selector: str) -> list[Pod]:

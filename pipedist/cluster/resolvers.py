@@ -1,16 +1,16 @@
-"""Cluster descriptions: ClusterSpec, and resolvers from arguments or TF_CONFIG.
+"""Cluster resolvers: the tasks of a cluster, and the task of this process (tf.distribute's).
 
-Nothing here opens a connection. Arguments and variables are checked at construction.
+This module has ClusterSpec and the resolvers that get their values as arguments; `resolvers_environment` has those
+for TF_CONFIG and Slurm, and `resolvers_kubernetes` the one that queries a Kubernetes API server, the only one that
+opens a connection. Arguments and variables are checked at construction.
 """
 
 from __future__ import annotations
 
-import json
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Final, SupportsIndex
+from typing import SupportsIndex
 
 from pipedist.errors import UsageError
 
@@ -19,13 +19,13 @@ class ClusterSpec:
     """A cluster's tasks; immutable.
 
     Args:
-        cluster: job name -> addresses, `host:port`; or -> {task index: address}, where some are missing.
+        cluster: job name -> addresses, `host:port`; or -> {task index: address}, if some tasks are missing.
             Another ClusterSpec is copied. The order of jobs is kept.
 
     Raises:
-        TypeError: it is no mapping, a job's tasks are neither a list nor a mapping, or an address is
-            no text.
-        ValueError: a task index is no int of at least 0.
+        TypeError: it is not a mapping, a job's tasks are neither a list nor a mapping, or an address is
+            not a string.
+        ValueError: a task index is not an int of at least 0.
     """
 
     __slots__ = ("_jobs",)
@@ -49,14 +49,14 @@ class ClusterSpec:
         return list(self._jobs)
 
     def as_dict(self) -> dict[str, list[str] | dict[int, str]]:
-        """Return job -> list of addresses; -> {index: address} where some are missing, or all."""
+        """Return job -> list of addresses; -> {index: address} if some tasks are missing, or all."""
         return {
             job: list(tasks.values()) if tasks and list(tasks) == list(range(len(tasks))) else dict(tasks)
             for job, tasks in self._jobs.items()
         }
 
     def num_tasks(self, job_name: str) -> int:
-        """Return how many tasks a job has.
+        """Return the number of tasks of a job.
 
         Raises:
             ValueError: there is no such job.
@@ -64,7 +64,7 @@ class ClusterSpec:
         return len(self._job(job_name))
 
     def task_indices(self, job_name: str) -> list[int]:
-        """Return the numbers of a job's tasks, in ascending order.
+        """Return the indices of a job's tasks, in ascending order.
 
         Raises:
             ValueError: there is no such job.
@@ -85,7 +85,7 @@ class ClusterSpec:
         return tasks[task_index]
 
     def job_tasks(self, job_name: str) -> list[str | None]:
-        """Return the addresses of a job's tasks; None for a number below the last that is missing.
+        """Return the addresses of a job's tasks; None for each missing index below the last one.
 
         Raises:
             ValueError: there is no such job.
@@ -113,7 +113,7 @@ class ClusterSpec:
 
 def _name(job: object) -> str:
     if not isinstance(job, str):
-        raise TypeError(f"a job's name is {job!r}; expected text")
+        raise TypeError(f"a job's name is {job!r}; expected a string")
     return job
 
 
@@ -125,11 +125,11 @@ def _tasks(job: object, tasks: object) -> dict[int, str]:
     else:
         raise TypeError(
             f"the tasks of job {job!r} are {tasks!r}; expected a list of addresses, or a mapping from "
-            "task numbers to addresses"
+            "task indices to addresses"
         )
     for index, address in numbered.items():
         if not isinstance(address, str):
-            raise TypeError(f"the address of task {index} of job {job!r} is {address!r}; expected text")
+            raise TypeError(f"the address of task {index} of job {job!r} is {address!r}; expected a string")
     return dict(sorted(numbered.items()))
 
 
@@ -145,17 +145,17 @@ def _listed(items: Sequence[object]) -> str:
 
 
 class ResolverError(UsageError, ValueError):
-    """What a resolver was told, or found in the environment, is malformed: the text names it."""
+    """An argument or environment variable of a resolver is malformed; the text names it."""
 
 
 class ResolverStateError(UsageError, RuntimeError):
-    """What a resolver needs is not there, or not yet: a variable, a running pod, tasks or GPUs enough."""
+    """A resource of a resolver is missing (yet): a variable, a running pod, enough tasks or GPUs."""
 
 
 class ClusterResolver(ABC):
-    """Knows the tasks of a cluster, and which of them this process is.
+    """The tasks of a cluster, and the task of this process (tf.distribute.cluster_resolver.ClusterResolver).
 
-    What a kind of resolver knows beyond the tasks' addresses it sets when it is made; the rest stays unknown.
+    A subclass sets the attributes that it knows at construction; the others stay unknown.
     """
 
     _task_type: str | None = None
@@ -166,7 +166,7 @@ class ClusterResolver(ABC):
 
     @abstractmethod
     def cluster_spec(self) -> ClusterSpec:
-        """Return the tasks of the cluster, as they are now."""
+        """Return the present tasks of the cluster."""
 
     @abstractmethod
     def master(
@@ -175,11 +175,11 @@ class ClusterResolver(ABC):
         """Return the address of a task.
 
         Args:
-            task_type, task_id: which one; None: the resolver's own choice.
-            rpc_layer: put in front: "grpc" gives `grpc://HOST:PORT`; "": nothing; None: the resolver's.
+            task_type, task_id: the task; None: the resolver's default.
+            rpc_layer: the prefix: "grpc" gives `grpc://HOST:PORT`; "": no prefix; None: the resolver's.
 
         Returns:
-            The address; nothing behind the layer where the resolver knows of no master, as in tf.distribute.
+            The address; an empty one if the resolver knows no master, as in tf.distribute.
 
         Raises:
             ValueError: there is no such task.
@@ -192,29 +192,29 @@ class ClusterResolver(ABC):
 
     @property
     def task_id(self) -> int | None:
-        """The number of this process in its job; None: unknown."""
+        """The index of this process in its job; None: unknown."""
         return self._task_id
 
     @property
     def environment(self) -> str | None:
-        """Where the cluster runs, as it was told; "" or None: unknown."""
+        """The environment in which the cluster runs, as given; "" or None: unknown."""
         return self._environment
 
     @property
     def rpc_layer(self) -> str | None:
-        """What `master` puts in front of addresses; None: nothing."""
+        """The prefix of the addresses that `master` returns; None: no prefix."""
         return self._rpc_layer
 
     def num_accelerators(self, task_type: str | None = None, task_id: int | None = None) -> dict[str, int]:
-        """Return kind of accelerator -> how many a task has, as far as the resolver was told.
+        """Return kind of accelerator -> number per task, as far as known.
 
         Args:
-            task_type, task_id: which one; all tasks have the same.
+            task_type, task_id: ignored; all tasks have the same number.
         """
         return dict(self._num_accelerators)
 
     def _url(self, address: str, rpc_layer: str | None) -> str:
-        """Return an address, behind the layer that `master` was told, or its own."""
+        """Return an address with the prefix that `master` was given, or with the resolver's."""
         layer = self._rpc_layer if rpc_layer is None else rpc_layer
         return f"{layer}://{address}" if layer else address
 
@@ -223,21 +223,21 @@ class ClusterResolver(ABC):
 
 
 def text_or_none(name: str, value: object) -> str | None:
-    """Return an argument that is text, or None.
+    """Return an argument that is a string or None.
 
     Raises:
-        TypeError: it is something else.
+        TypeError: it is neither.
     """
     if value is not None and not isinstance(value, str):
-        raise TypeError(f"{name} is {value!r}; expected text")
+        raise TypeError(f"{name} is {value!r}; expected a string")
     return value
 
 
 def number_or_none(name: str, value: object, *, at_least: int = 0) -> int | None:
-    """Return an argument that is an int, or None.
+    """Return an argument that is an int or None.
 
     Raises:
-        TypeError: it is something else; bool counts as no int.
+        TypeError: it is neither; a bool is not accepted.
         ResolverError: it is smaller than `at_least`.
     """
     return None if value is None else number(name, value, at_least=at_least)
@@ -247,7 +247,7 @@ def number(name: str, value: object, *, at_least: int = 0) -> int:
     """Return an argument that is an int.
 
     Raises:
-        TypeError: it is something else; bool counts as no int.
+        TypeError: it is not; a bool is not accepted.
         ResolverError: it is smaller than `at_least`.
     """
     if isinstance(value, bool) or not isinstance(value, SupportsIndex):
@@ -258,10 +258,10 @@ def number(name: str, value: object, *, at_least: int = 0) -> int:
 
 
 def accelerators(value: Mapping[str, int] | None) -> dict[str, int]:
-    """Return an argument that says how many accelerators of each kind there are.
+    """Return an argument that maps kinds of accelerators to their numbers.
 
     Raises:
-        TypeError: it is no mapping, or a number is no int.
+        TypeError: it is not a mapping, or a number is not an int.
         ResolverError: a number is negative.
     """
     if value is None:
@@ -272,18 +272,18 @@ def accelerators(value: Mapping[str, int] | None) -> dict[str, int]:
 
 
 class SimpleClusterResolver(ClusterResolver):
-    """Knows what it is told (tf.distribute's SimpleClusterResolver).
+    """A resolver of given values (tf.distribute's SimpleClusterResolver).
 
     Args:
         cluster_spec: the tasks.
-        master: what `master()` returns.
-        task_type, task_id: which task this process is; of no effect on `master()`.
-        environment: where the cluster runs.
-        num_accelerators: of each task: {"GPU": 4}.
-        rpc_layer: put in front of addresses.
+        master: the address that `master()` returns.
+        task_type, task_id: the task of this process; they do not affect `master()`.
+        environment: the environment in which the cluster runs.
+        num_accelerators: accelerators of each task: {"GPU": 4}.
+        rpc_layer: prefix of addresses.
 
     Raises:
-        TypeError: `cluster_spec` is no ClusterSpec, or an argument is of the wrong kind.
+        TypeError: an argument has the wrong type.
         ResolverError: a number is negative.
     """
 
@@ -316,7 +316,7 @@ class SimpleClusterResolver(ClusterResolver):
     def master(
         self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None
     ) -> str:
-        """Return a task's address; without a task, what was given as `master`."""
+        """Return a task's address; without a task, the given `master`."""
         address = self._master
         if task_type is not None and task_id is not None:
             address = self._cluster_spec.task_address(task_type, task_id)
@@ -326,19 +326,18 @@ class SimpleClusterResolver(ClusterResolver):
 class UnionResolver(ClusterResolver):
     """Several clusters as one (tf.distribute's UnionResolver).
 
-    The tasks of a job that several have follow each other, in order of the resolvers; an address that a
-    job has already is not taken twice. Where a resolver numbers its tasks itself, with gaps, all
-    numbers of that job are kept, and must differ. `environment`, accelerators and `master()` are the
-    first resolver's.
+    If several resolvers have a job, its tasks are concatenated in order of the resolvers, and a repeated address
+    is skipped. If a resolver gives task indices with gaps, all indices of that job are kept, and must differ.
+    `environment`, accelerators and `master()` are those of the first resolver.
 
     Args:
         resolvers: at least one.
-        task_type, task_id: which task this process is; None: what the first resolver says.
-        rpc_layer: put in front of the addresses of tasks; None: nothing, whatever the first resolver's is.
+        task_type, task_id: the task of this process; None: that of the first resolver.
+        rpc_layer: prefix of the addresses of tasks; None: no prefix, whatever that of the first resolver is.
 
     Raises:
         ValueError: there is no resolver.
-        TypeError: one of them is none, or an argument is of the wrong kind.
+        TypeError: one of them is not a resolver, or an argument has the wrong type.
     """
 
     def __init__(
@@ -359,10 +358,10 @@ class UnionResolver(ClusterResolver):
         self._rpc_layer = text_or_none("rpc_layer", rpc_layer)
 
     def cluster_spec(self) -> ClusterSpec:
-        """Return the tasks of all.
+        """Return the tasks of all clusters.
 
         Raises:
-            KeyError: two resolvers that number their tasks themselves use a number twice.
+            KeyError: two resolvers with task indices give one index two addresses.
         """
         clusters = [resolver.cluster_spec() for resolver in self._resolvers]
         parts = [cluster.as_dict() for cluster in clusters]
@@ -390,168 +389,24 @@ class UnionResolver(ClusterResolver):
 
     @property
     def task_type(self) -> str | None:
-        """The job of this process; where it was not given, as the first resolver says."""
+        """The job of this process; if not given, that of the first resolver."""
         return self._resolvers[0].task_type if self._task_type is None else self._task_type
 
     @property
     def task_id(self) -> int | None:
-        """The number of this process in its job; where it was not given, as the first resolver says."""
+        """The index of this process in its job; if not given, that of the first resolver."""
         return self._resolvers[0].task_id if self._task_id is None else self._task_id
 
     @property
     def rpc_layer(self) -> str | None:
-        """What was given; else the first resolver's, which `master` puts in front of that resolver's only."""
+        """The given prefix; otherwise the first resolver's, which only that resolver's master gets."""
         return self._resolvers[0].rpc_layer if self._rpc_layer is None else self._rpc_layer
 
     @property
     def environment(self) -> str | None:
-        """Where the first cluster runs."""
+        """The environment of the first cluster."""
         return self._resolvers[0].environment
 
     def num_accelerators(self, task_type: str | None = None, task_id: int | None = None) -> dict[str, int]:
-        """Return the first resolver's."""
+        """Return the accelerators of the first resolver."""
         return self._resolvers[0].num_accelerators(task_type, task_id)
-
-
-VARIABLE: Final = "TF_CONFIG"
-
-_OUTSIDE: Final = "evaluator"
-"""A task of this type need not be one of the cluster."""
-
-
-class TFConfigClusterResolver(ClusterResolver):
-    """Reads TF_CONFIG (tf.distribute's TFConfigClusterResolver), once, and checks all of it.
-
-        {"cluster": {"worker": ["host1:2222", "host2:2222"]}, "task": {"type": "worker", "index": 0}}
-
-    A variable that is not set describes a cluster without tasks.
-
-    Args:
-        task_type, task_id, rpc_layer: in place of what the variable says.
-        environment: where the cluster runs; what the variable says of it does not count, as in
-            tf.distribute.
-        environ: the environment; None: that of the process.
-
-    Raises:
-        ResolverError: TF_CONFIG is not what it should be, or its task is none of the cluster's; the text
-            names the variable, the key and what is wrong. (tf.distribute finds out when it is used.)
-        TypeError: an argument is of the wrong kind.
-    """
-
-    def __init__(
-        self,
-        task_type: str | None = None,
-        task_id: int | None = None,
-        rpc_layer: str | None = None,
-        environment: str | None = None,
-        *,
-        environ: Mapping[str, str] | None = None,
-    ) -> None:
-        config = _parsed((os.environ if environ is None else environ).get(VARIABLE))
-        task = _object(config.get("task", {}), "task")
-        self._environment = text_or_none("environment", environment)
-        self._cluster_spec = _cluster_spec(config.get("cluster", {}))
-        self._master = _text(config.get("session_master"), "session_master")
-        self._rpc_layer = text_or_none("rpc_layer", rpc_layer)
-        if self._rpc_layer is None:
-            self._rpc_layer = _text(config.get("rpc_layer"), "rpc_layer")
-        self._task_type = text_or_none("task_type", task_type)
-        if self._task_type is None:
-            self._task_type = _text(task.get("type"), "task.type")
-        self._task_id = number_or_none("task_id", task_id)
-        if self._task_id is None:
-            self._task_id = _index(task.get("index"))
-        if self._cluster_spec:
-            self._check_task()
-
-    def _check_task(self) -> None:
-        kind, index, cluster = self._task_type, self._task_id, self._cluster_spec
-        if kind is None and index is None:
-            return
-        if kind is None or index is None:
-            missing = "type" if kind is None else "index"
-            raise ResolverError(f"{VARIABLE}: the task has no {missing}; expected `task: {{type, index}}`")
-        if kind not in cluster.jobs:
-            if kind != _OUTSIDE:
-                raise ResolverError(
-                    f"{VARIABLE}: the task's type is {kind!r}, but the cluster's jobs are "
-                    f"{', '.join(cluster.jobs)}"
-                )
-        elif index not in cluster.task_indices(kind):
-            raise ResolverError(
-                f"{VARIABLE}: the task's index is {index}, but job {kind!r} has {cluster.num_tasks(kind)} "
-                "tasks, counted from 0"
-            )
-
-    def cluster_spec(self) -> ClusterSpec:
-        """Return the tasks."""
-        return self._cluster_spec
-
-    def master(
-        self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None
-    ) -> str:
-        """Return a task's address, this process's own one by default.
-
-        Returns:
-            TF_CONFIG's `session_master`, whatever is asked for, if it has one; "" in a cluster of at
-            most one task, which is this process.
-
-        Raises:
-            ValueError: there is no such task.
-        """
-        if self._master is not None:
-            return self._master
-        cluster = self._cluster_spec
-        if not cluster.jobs or (len(cluster.jobs) == 1 and len(cluster.job_tasks(cluster.jobs[0])) == 1):
-            return ""  # task 1 alone is not: there is a task 0, elsewhere
-        kind = self._task_type if task_type is None else task_type
-        index = self._task_id if task_id is None else task_id
-        if kind is None or index is None:
-            raise ValueError(
-                f"{VARIABLE} does not say which task this process is: give task_type and task_id"
-            )
-        return self._url(cluster.task_address(kind, index), rpc_layer)
-
-
-def _parsed(text: str | None) -> dict[str, Any]:
-    if text is None:
-        return {}
-    try:
-        config = json.loads(text)
-    except ValueError as error:
-        raise ResolverError(f"{VARIABLE} is no JSON: {error}; it is {text[:80]!r}") from None
-    return _object(config, "")
-
-
-def _object(value: object, key: str) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        place = f"{VARIABLE}: {key}" if key else VARIABLE
-        raise ResolverError(f"{place} is {value!r}; expected a JSON object")
-    return value
-
-
-def _cluster_spec(cluster: object) -> ClusterSpec:
-    jobs = _object(cluster, "cluster")
-    try:
-        spec = ClusterSpec(jobs)
-    except (TypeError, ValueError) as error:
-        raise ResolverError(f"{VARIABLE}: {error}") from None
-    for job in spec.jobs:
-        if spec.num_tasks(job) == 0:
-            raise ResolverError(f"{VARIABLE}: job {job!r} has no tasks; leave it out")
-    return spec
-
-
-def _text(value: object, key: str) -> str | None:
-    if value is not None and not isinstance(value, str):
-        raise ResolverError(f"{VARIABLE}: {key} is {value!r}; expected text")
-    return value
-
-
-def _index(value: object) -> int | None:
-    if value is None:
-        return None
-    text = value if isinstance(value, str) else "" if isinstance(value, bool) else str(value)
-    if not isinstance(value, int | str) or not text.isdecimal():
-        raise ResolverError(f"{VARIABLE}: task.index is {value!r}; expected an int >= 0")
-    return int(text)

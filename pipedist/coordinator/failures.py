@@ -1,0 +1,138 @@
+"""Failed calls: the stage that failed, the retries that remain, and the error that the user sees."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from pipedist.core.remote_errors import rebuild_exception
+from pipedist.errors import CallError, NonDeterministicError, WorkerDied
+from pipedist.protocol import messages as msg
+from pipedist.protocol.program import Program, StageProgram
+from pipedist.scheduler import events as ev
+from pipedist.scheduler.commands import Failure
+from pipedist.worker.progress import Running
+
+
+class DeathOutcome(Struct, frozen=True):
+    """The consequence of a worker's death for the call that it ran.
+
+    Args:
+        stage: the stage that ran; "" if unknown.
+        retries, quarantine: see `events.WorkerLost`.
+        timed_out: the reason for users, if the stage's function exceeded its timeout; "": it did not.
+    """
+
+    stage: str
+    retries: int
+    quarantine: bool
+    timed_out: str = ""
+
+
+class FailurePolicy:
+    """Retries and quarantine of the calls of one pass.
+
+    Args:
+        program: the pass's program.
+        retries: by stage, how often a call that raised there is retried.
+        quarantine: stages whose culprits are quarantined when a call has failed there for good.
+    """
+
+    def __init__(self, program: Program, retries: Mapping[str, int], quarantine: frozenset[str]) -> None:
+        self._stages = program.stages
+        self._retries = retries
+        self._quarantine = quarantine
+
+    @property
+    def stages(self) -> tuple[str, ...]:
+        """The stages of a call, in order of execution."""
+        return tuple(stage.name for stage in self._stages)
+
+    def stage_of(self, running: Running) -> str:
+        """Return the name of the stage that runs; "" if unknown."""
+        stage = self._stage(running)
+        return "" if stage is None else stage.name
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether a stage has a timeout."""
+        return any(stage.timeout_s is not None for stage in self._stages)
+
+    def apply(self, event: ev.CallFailed, failed: msg.Failed) -> ev.CallFailed:
+        """Return the event for a call that raised, with the stage's retries and quarantine."""
+        return replace(
+            event,
+            retries=self._retries.get(failed.stage, 0) if failed.retryable else 0,
+            quarantine=failed.stage in self._quarantine and not _is_non_deterministic(failed),
+            stage=failed.stage,
+            text=f"{failed.name}: {failed.text}" if failed.text else failed.name,
+        )
+
+    def timed_out(self, running: Running) -> msg.Failed | None:
+        """Return a call's timeout as if its function had raised it; None: the stage has no timeout."""
+        stage = self._stage(running)
+        if stage is None or stage.timeout_s is None:
+            return None
+        text = f"timed out after {stage.timeout_s:g} s"
+        cls = TimeoutError
+        return msg.Failed(
+            running.lease, running.call, stage.name, cls.__module__, cls.__name__, text, "", True
+        )
+
+    def on_death(self, running: Running, failed: msg.Failed | None) -> DeathOutcome:
+        """Return the consequence of a worker's death for the call that it ran.
+
+        Args:
+            failed: the result of `timed_out`, if the call took too long.
+        """
+        stage = self._stage(running)
+        if stage is None:
+            return DeathOutcome("", 0, False)
+        text = "" if failed is None else f"{failed.name}: {failed.text}"
+        return DeathOutcome(
+            stage.name, self._retries.get(stage.name, 0), stage.name in self._quarantine, text
+        )
+
+    def _stage(self, running: Running) -> StageProgram | None:
+        """Return the stage that ran; None: the index, which a peer has sent, is out of range."""
+        place = running.stage - 1
+        return self._stages[place] if 0 <= place < len(self._stages) else None
+
+
+def _is_non_deterministic(failed: msg.Failed) -> bool:
+    """Return whether a call failed because its two executions differ: its elements are not the cause."""
+    cls = NonDeterministicError
+    return (failed.module, failed.name) == (cls.__module__, cls.__name__)
+
+
+def call_error(failure: Failure, raised: Mapping[int, msg.Failed], *, name: str, replicas: int) -> CallError:
+    """Return the error of a call that failed for good.
+
+    Args:
+        failure: the scheduler's report.
+        raised: the latest exception of each call that raised.
+        name: the pass's name, used if the stage is unknown because the worker died.
+        replicas: R.
+    """
+    step, replica = divmod(failure.call, replicas)
+    cause: BaseException
+    if failure.cause is None:
+        failed = raised[failure.call]
+        cause = rebuild_exception(failed.module, failed.name, failed.text)
+        name, text, trace = failed.stage or name, f"{failed.name}: {failed.text}", failed.traceback
+    else:
+        cause = WorkerDied(failure.worker, failure.cause)
+        text, trace = f"WorkerDied: {failure.cause}", ""
+    error = CallError(
+        stage=name,
+        step=step,
+        replica=replica,
+        worker=failure.worker,
+        attempts=failure.attempts,
+        cause=text,
+        remote_traceback=trace,
+    )
+    error.__cause__ = cause
+    return error

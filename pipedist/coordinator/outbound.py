@@ -1,0 +1,312 @@
+"""The scheduler's commands, executed one after the other on workers and passes.
+
+Nothing here waits, and sends never block. Before a lease, a worker is sent what it needs once: the pass's program,
+the user's code if it is on another host, and the versions of the states that the lease reads.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+
+from pipedist.coordinator.failures import call_error
+from pipedist.coordinator.gang_relay import GangRelay
+from pipedist.coordinator.pass_handle import PassHandle
+from pipedist.coordinator.passes import OpenPasses
+from pipedist.coordinator.results import Chunk
+from pipedist.coordinator.worker_pool import WorkerPool
+from pipedist.coordinator.worker_registry import VERSIONS_KEPT, Peer
+from pipedist.core.types import Tree
+from pipedist.datasets.feeds import ElementRanges
+from pipedist.errors import LocalProtocolError, PipedistError, WorkersLost
+from pipedist.protocol import messages as msg
+from pipedist.protocol.code_archive import CodeSnapshot, CodeTooLarge, take
+from pipedist.protocol.codec import Frame, encode
+from pipedist.scheduler import Event
+from pipedist.scheduler import commands as cmd
+from pipedist.scheduler import events as ev
+
+
+class CommandExecutor:
+    """Executes the scheduler's commands.
+
+    Args:
+        post: posts an event to the scheduler.
+        fail: ends every pass with an error.
+        count_stale: called for results that arrive after their lease has ended.
+        pool: starts, evicts and contacts workers.
+        states: the versions of states that leases read.
+        gangs: the running gangs.
+        passes: the open passes.
+    """
+
+    def __init__(
+        self,
+        post: Callable[[Event], None],
+        fail: Callable[[PipedistError], None],
+        count_stale: Callable[[], None],
+        *,
+        pool: WorkerPool,
+        states: StateVersions,
+        gangs: GangRelay,
+        passes: OpenPasses,
+    ) -> None:
+        self._post = post
+        self._fail = fail
+        self._count_stale = count_stale
+        self._pool = pool
+        self._leases = LeaseSender(post, pool, states, gangs)
+        self._programs = ProgramDistributor(pool)
+        self._gangs = gangs
+        self._handles = passes.handles
+
+    def execute(self, command: cmd.Command, chunk: Chunk | None) -> None:
+        """Execute one command.
+
+        Args:
+            chunk: the results that came with the event that caused it.
+
+        Raises:
+            LocalProtocolError: the command is unknown.
+        """
+        match command:
+            case cmd.StashResults(serial):
+                if chunk is not None:
+                    self._gangs.stash(serial, chunk)
+            case cmd.GangEnded():
+                pass_id, stash, peers = self._gangs.end(command)
+                if stash:
+                    self._handles[pass_id].gang_arrived(stash, peers)
+            case cmd.AcceptResults(pass_id):
+                if chunk is not None:
+                    self._handles[pass_id].arrived(chunk)
+            case cmd.StepsReady(pass_id, first, last):
+                self._handles[pass_id].ready(first, last)
+            case cmd.SendGang(pass_id=pass_id):
+                self._leases.send_gang(self._handles[pass_id], command)
+            case cmd.SendAssign(pass_id=pass_id):
+                self._leases.send(self._handles[pass_id], command)
+            case cmd.RequestSteps(pass_id, count):
+                self._handles[pass_id].want(count)
+            case cmd.SendBind(worker, pass_id):
+                self._programs.bind(worker, self._handles[pass_id])
+            case cmd.SendRecall(worker, lease, pass_id, lo, hi):
+                self._pool.send(worker, msg.Recall(lease, pass_id, lo, hi))
+            case cmd.SendCommitted(worker, pass_id, before):
+                self._pool.send(worker, msg.Committed(pass_id, before))
+            case cmd.SendUnbind(worker, pass_id):
+                self._pool.send(worker, msg.Unbind(pass_id))
+            case cmd.SendCancel(worker, lease):
+                self._pool.send(worker, msg.Cancel(lease))
+            case cmd.StepFailed(pass_id, step, failures):
+                handle = self._handles[pass_id]
+                replicas = handle.settings.replicas
+                error = call_error(failures[0], handle.raised, name=handle.name, replicas=replicas)
+                handle.step_failed(step, error)
+            case cmd.SizeCall(pass_id, call):
+                self._post(ev.CallSized(pass_id, call, self._handles[pass_id].separable(call)))
+            case cmd.CallsQuarantined(pass_id):
+                self._handles[pass_id].on_quarantined(command)
+            case cmd.PassComplete(pass_id):
+                self._handles[pass_id].completed()
+            case cmd.PassDrained(pass_id):
+                self._handles[pass_id].on_drained()
+            case cmd.StartWorker(worker, incarnation):
+                self._pool.start(worker, incarnation)
+            case cmd.EvictWorker(worker, incarnation, reason):
+                self._pool.evict(worker, incarnation, reason)
+            case cmd.ClusterFailed(reason):
+                self._fail(WorkersLost(reason))
+            case cmd.DropResults():
+                self._count_stale()
+            case _:
+                raise LocalProtocolError(f"the coordinator knows no command {command!r}")
+
+
+class LeaseSender:
+    """Sends leases with the inputs of their calls, and the states that they read before.
+
+    Args:
+        post: posts an event to the scheduler.
+        pool: sends messages to workers.
+        states: the versions of states that leases read.
+        gangs: gets each gang before it is sent.
+    """
+
+    def __init__(
+        self, post: Callable[[Event], None], pool: WorkerPool, states: StateVersions, gangs: GangRelay
+    ) -> None:
+        self._post = post
+        self._pool = pool
+        self._states = states
+        self._gangs = gangs
+
+    def send(self, handle: PassHandle, command: cmd.SendAssign) -> None:
+        """Send a range of calls to its worker."""
+        worker, lease, lo, hi = command.worker, command.lease, command.lo, command.hi
+        payload = self._payload(handle, worker, lease, lo, hi, command.elements)
+        if payload is not None:
+            sent = sum(end - start for start, end in command.elements)
+            head = msg.Assign(lease, command.pass_id, lo, hi, command.attempt, sent)
+            self._pool.send(worker, head, payload)
+
+    def send_gang(self, handle: PassHandle, command: cmd.SendGang) -> None:
+        """Send each member of a gang its calls; if those of one can't be sent, send none."""
+        segment = self._gangs.begin(command)
+        payloads: list[list[Frame]] = []
+        for worker, lease, lo, hi in command.parts:
+            payload = self._payload(handle, worker, lease, lo, hi)
+            if payload is None:
+                return
+            payloads.append(payload)
+        members = len(payloads)
+        for member, (worker, lease, lo, hi) in enumerate(command.parts):
+            head = msg.AssignGang(
+                lease, command.pass_id, lo, hi, command.attempt, command.serial, member, members, segment
+            )
+            self._pool.send(worker, head, payloads[member])
+
+    def _payload(
+        self, handle: PassHandle, worker: str, lease: int, lo: int, hi: int, elements: ElementRanges = ()
+    ) -> list[Frame] | None:
+        """Return the payload for calls [lo, hi), and send the states that they read.
+
+        If that fails, the pass fails if it has a feed; otherwise the steps of these calls fail.
+
+        Args:
+            elements: positions of the elements that are sent, for a single call; none: all elements.
+        """
+        try:
+            shards = handle.shards(lo, hi, local=self._pool.reads(worker, handle.id), elements=elements)
+            payload = encode([shards.ids, shards.locations, shards.values, shards.states])
+            if shards.states:
+                self._states.send(worker, shards.states)
+        except Exception as error:  # reading the user's data may raise anything
+            if handle.has_feed:
+                handle.fail(error)
+                self._post(ev.PassClosed(handle.id))
+            else:
+                handle.not_sent(lo, hi, lease, error)
+                self._post(ev.LeaseNotSent(lease))
+            return None
+        return payload
+
+
+class ProgramDistributor:
+    """Sends programs to workers, and the user's code folders to workers on other hosts.
+
+    A snapshot of a folder is taken when the first worker on another host needs it, once per cluster: files
+    that are written to the folder later, such as outputs, are not part of it.
+
+    Args:
+        pool: sends messages to workers.
+    """
+
+    def __init__(self, pool: WorkerPool) -> None:
+        self._pool = pool
+        self._snapshots: dict[str, tuple[CodeSnapshot | None, str, Sequence[Frame]]] = {}
+        """By folder: its snapshot (None: not sent), a text for users, and the payload."""
+
+    def bind(self, worker: str, handle: PassHandle) -> None:
+        """Send a worker the program of a pass, and the code before it."""
+        peer = self._pool.of(worker)
+        if peer is None:
+            return
+        if not peer.local:
+            for folder in handle.code:
+                if folder not in peer.code_folders:
+                    peer.code_folders.add(folder)
+                    self._send_code(peer, folder)
+        self._pool.send(worker, msg.Bind(handle.id, handle.key, not peer.local), handle.program_frames)
+
+    def _send_code(self, peer: Peer, folder: str) -> None:
+        if folder not in self._snapshots:
+            self._snapshots[folder] = _snapshot_of(folder)
+        snapshot, text, payload = self._snapshots[folder]
+        if snapshot is None:
+            self._pool.send(peer.worker, msg.Code(os.fsencode(folder), "", text))
+            return
+        held = snapshot.digest in peer.codes
+        peer.codes.add(snapshot.digest)
+        self._pool.send(
+            peer.worker, msg.Code(os.fsencode(folder), snapshot.digest, text), () if held else payload
+        )
+
+
+def _snapshot_of(folder: str) -> tuple[CodeSnapshot | None, str, Sequence[Frame]]:
+    try:
+        snapshot = take(folder)
+    except CodeTooLarge as error:
+        return None, str(error), ()
+    except OSError as error:
+        return None, f"{folder}, which can't be read: {error}", ()
+    return snapshot, snapshot.text, encode(snapshot.to_tree())
+
+
+class StateVersions:
+    """The latest versions of every state; each is sent to a worker at most once.
+
+    The versions that a worker holds are recorded in its `Peer`, and so forgotten when the worker is lost.
+
+    Args:
+        pool: sends messages to workers.
+    """
+
+    def __init__(self, pool: WorkerPool) -> None:
+        self._pool = pool
+        self._last_space = 0
+        self._spaces: dict[int, dict[int, list[Frame]]] = {}
+        """The encoded versions of each space, the oldest first."""
+
+    def open_space(self) -> int:
+        """Return the number of a new state, which has no version yet."""
+        self._last_space += 1
+        self._spaces[self._last_space] = {}
+        return self._last_space
+
+    def put(self, space: int, version: int, tree: Tree) -> None:
+        """Add a version; only the latest VERSIONS_KEPT are kept.
+
+        Args:
+            tree: its arrays must not change any more.
+
+        Raises:
+            UnsendableError: the tree can't be serialized; the text names the place.
+            LocalProtocolError: the space is not open, or has a version that is not lower.
+        """
+        versions = self._spaces.get(space)
+        if versions is None or any(version <= previous for previous in versions):
+            kept = "is not open" if versions is None else f"has the versions {list(versions)}"
+            raise LocalProtocolError(f"version {version} of state {space}, which {kept}")
+        versions[version] = encode(tree)
+        if len(versions) > VERSIONS_KEPT:
+            del versions[next(iter(versions))]
+
+    def drop(self, space: int) -> None:
+        """Drop a state, here and in the workers; does nothing if it is not open."""
+        if self._spaces.pop(space, None) is None:
+            return
+        for peer in self._pool.peers:
+            if peer.held.pop(space, None) is not None:
+                self._pool.send(peer.worker, msg.DropState(space))
+
+    def send(self, worker: str, states: Mapping[str, Sequence[int]]) -> None:
+        """Send a worker the versions that a lease reads, except those that it holds.
+
+        Args:
+            states: name -> [space, version].
+
+        Raises:
+            LocalProtocolError: a version is not kept here.
+        """
+        for name, (space, version) in states.items():
+            frames = self._spaces.get(space, {}).get(version)
+            if frames is None:
+                raise LocalProtocolError(
+                    f"state {name!r} is read in version {version} of space {space}, which is not kept: "
+                    f"only {list(self._spaces.get(space, {}))} are"
+                )
+            peer = self._pool.of(worker)
+            if peer is not None and version not in peer.held.get(space, ()):
+                peer.hold(space, version)
+                self._pool.send(worker, msg.StateVersion(space, version), frames)

@@ -1,0 +1,178 @@
+"""Results of calls: decoded, stored until they are consumed, and found again in workers' caches.
+
+A dialled-in worker caches results under a key (`key_of`), which is the same only for the same pass of the same
+run with the same program and code. Cached results whose key no open pass has are ignored.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from msgspec import Struct
+
+from pipedist.core.types import Tree
+from pipedist.errors import RemoteProtocolError
+from pipedist.protocol import messages as msg
+from pipedist.protocol.codec import Frame, decode
+from pipedist.scheduler import events as ev
+
+Slots = dict[str, Tree]
+"""The result of one call: slot name -> tree."""
+
+CALL_BYTES = 512
+"""Estimated memory of one call's decoded result beyond its bytes: a dict, its leaves, their objects."""
+
+_CACHED = re.compile(r"([0-9a-f]{32}):([0-9]{1,18})-([0-9]{1,18})", re.ASCII)
+
+_Ranges = tuple[tuple[int, int], ...]
+
+
+class Chunk(Struct, frozen=True):
+    """The results of calls [lo, hi), from one message.
+
+    Args:
+        calls: one entry per call; arrays are views of the received frames.
+        size: bytes that they hold, for the limit on unread results.
+    """
+
+    lo: int
+    hi: int
+    calls: list[Slots]
+    size: int
+
+
+def open_chunk(
+    lo: int, hi: int, frames: Sequence[Frame], slots: frozenset[str], *, partial: bool = False
+) -> Chunk:
+    """Decode and check the results in a message.
+
+    They are decoded before they are accepted: malformed results cost the sender its connection, and its
+    calls are assigned to other workers.
+
+    Args:
+        slots: slots that the pass's program has each call send back.
+        partial: a call may lack some of them: in a gang, stages are not called with empty shards.
+
+    Raises:
+        RemoteProtocolError: the payload is malformed, or not one entry per call with these slots.
+    """
+    calls = decode(frames)
+    if type(calls) is not list or len(calls) != hi - lo:
+        raise RemoteProtocolError(f"the results of calls [{lo}, {hi}) do not have one entry per call")
+    for call in calls:
+        if type(call) is not dict or not (call.keys() == slots or (partial and call.keys() <= slots)):
+            raise RemoteProtocolError(
+                f"a result of calls [{lo}, {hi}) does not have the slots that its program emits: "
+                f"{', '.join(sorted(slots)) or 'none'}"
+            )
+    size = CALL_BYTES * len(calls) + sum(memoryview(frame).nbytes for frame in frames)
+    return Chunk(lo, hi, calls, size)
+
+
+class ResultStore:
+    """The results of one pass that are not consumed yet."""
+
+    def __init__(self) -> None:
+        self._results: dict[int, Slots] = {}
+        self._sizes: dict[int, int] = {}
+        """Bytes of each chunk, under its last call, with which they are released."""
+
+    @property
+    def bytes_mean(self) -> float:
+        """Mean bytes of the results of one call."""
+        return sum(self._sizes.values()) / max(1, len(self._results))
+
+    def put(self, chunk: Chunk) -> None:
+        """Store a chunk; none of its calls is stored yet."""
+        self._results.update(zip(range(chunk.lo, chunk.hi), chunk.calls, strict=True))
+        self._sizes[chunk.hi - 1] = chunk.size
+
+    def take(self, first: int, last: int, replicas: int) -> tuple[list[list[Slots]], int]:
+        """Remove and return the results of steps [first, last).
+
+        Returns:
+            For each step its results in replica order, without calls that were not made (empty
+            shards) or failed; and the bytes that are released.
+        """
+        pop, lo, hi = self._results.pop, first * replicas, last * replicas
+        if replicas == 1:  # as many lists as calls: the inner loop would be most of the cost
+            steps = [[] if (slots := pop(call, None)) is None else [slots] for call in range(lo, hi)]
+        else:
+            steps = [
+                [slots for call in range(at, at + replicas) if (slots := pop(call, None)) is not None]
+                for at in range(lo, hi, replicas)
+            ]
+        done = [call for call in self._sizes if lo <= call < hi]
+        return steps, sum(self._sizes.pop(call) for call in done)
+
+    def clear(self) -> None:
+        """Remove all results."""
+        self._results.clear()
+        self._sizes.clear()
+
+
+def key_of(stamp: str, program: Sequence[Frame]) -> str:
+    """Return the key under which workers cache the results of a pass.
+
+    Args:
+        stamp: identifies the run, the pass and its code.
+        program: the pass's program, as it is sent.
+    """
+    digest = hashlib.sha256(stamp.encode())
+    for frame in program:
+        digest.update(memoryview(frame).nbytes.to_bytes(8, "little"))
+        digest.update(frame)
+    return digest.hexdigest()[:32]
+
+
+class CachedResultIndex:
+    """The calls whose results each worker has cached, as of its latest Hello."""
+
+    def __init__(self) -> None:
+        self._workers: dict[str, tuple[int, Mapping[str, _Ranges]]] = {}
+
+    def add(self, hello: msg.Hello, passes: Mapping[str, int]) -> list[ev.CallsCached]:
+        """Record a worker's cached results; return the events for passes that are open.
+
+        Args:
+            passes: numbers of the open passes, by key.
+
+        Raises:
+            RemoteProtocolError: the list of cached results is malformed.
+        """
+        cached = _parse_cached(hello.cached)
+        self._workers.pop(hello.worker, None)
+        if not cached:
+            return []
+        self._workers[hello.worker] = (hello.incarnation, cached)
+        return [
+            ev.CallsCached(hello.worker, hello.incarnation, passes[key], ranges)
+            for key, ranges in cached.items()
+            if key in passes
+        ]
+
+    def of_pass(self, key: str, pass_id: int) -> Iterator[ev.CallsCached]:
+        """Yield the events for a pass that opens now."""
+        for worker, (incarnation, cached) in list(self._workers.items()):
+            if key and key in cached:
+                yield ev.CallsCached(worker, incarnation, pass_id, cached[key])
+
+    def forget(self, worker: str, incarnation: int) -> None:
+        """Forget the cached results of a worker that was rejected."""
+        if worker in self._workers and self._workers[worker][0] == incarnation:
+            del self._workers[worker]
+
+
+def _parse_cached(texts: Iterable[str]) -> dict[str, _Ranges]:
+    cached: dict[str, list[tuple[int, int]]] = {}
+    for count, text in enumerate(texts):
+        found = _CACHED.fullmatch(text)
+        if found is None or count >= msg.CACHED_RANGES_MAX:
+            raise RemoteProtocolError(f"malformed cached results: {text[:80]!r}, or too many ranges")
+        key, lo, hi = found[1], int(found[2]), int(found[3])
+        if lo >= hi:
+            raise RemoteProtocolError(f"malformed cached results: calls [{lo}, {hi})")
+        cached.setdefault(key, []).append((lo, hi))
+    return {key: tuple(sorted(ranges)) for key, ranges in cached.items()}
