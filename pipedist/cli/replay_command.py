@@ -68,7 +68,7 @@ def execute(options: ReplayOptions) -> int:
 
 
 def _execute(options: ReplayOptions) -> int:
-    from pipedist.runs.call_keys import CallKey
+    from pipedist.runs.programs import CallKey
     from pipedist.runs.replay import open_replay, threads_of
 
     key, folder = CallKey.of(options.call), Path(options.run)

@@ -286,7 +286,7 @@ def _replays(listed: Path) -> list[str]:
     import json
     from itertools import islice
 
-    from pipedist.runs.call_keys import CallKey
+    from pipedist.runs.programs import CallKey
 
     commands = []
     with listed.open("rb") as lines:

@@ -27,7 +27,7 @@ _SLICE_S, _SLICE_BYTES = 1e6, 2**62
 """A slice that nothing exceeds."""
 
 
-class LoneCall(Struct, frozen=True):
+class CallReplay(Struct, frozen=True):
     """What is executed.
 
     Args:
@@ -70,7 +70,7 @@ class Replayed(Struct, frozen=True):
     culprit: int = 0
 
 
-class _Witness(PassExecutor):
+class _RecordingExecutor(PassExecutor):
     """Keeps the exceptions that its calls raised."""
 
     def __init__(self, program: Program) -> None:
@@ -92,31 +92,31 @@ class _Witness(PassExecutor):
             raise
 
 
-def execute(lone: LoneCall) -> Replayed:
+def execute(replay: CallReplay) -> Replayed:
     """Execute a call, and of a gang its whole step."""
     with ExitStack() as stack:
-        executor = _Witness(from_frames(_received(to_frames(lone.program))))
+        executor = _RecordingExecutor(from_frames(_received(to_frames(replay.program))))
         stack.callback(executor.close)
-        told = lone.shards
+        told = replay.shards
         fields = [told.ids, told.locations, told.values, told.states]
         shards = Shards(*load_tree(_received(encode(fields)), "the arguments of this call"))
-        executor.use(shards.states or {}, lone.states)
-        outcomes, failures = _run(executor, shards, lone, stack)
+        executor.use(shards.states or {}, replay.states)
+        outcomes, failures = _run(executor, shards, replay, stack)
         for number in [n for n in outcomes if not failures]:
-            sent = {slot: value for slot, value in outcomes[number].items() if slot in lone.emitted}
+            sent = {slot: value for slot, value in outcomes[number].items() if slot in replay.emitted}
             if (failure := executor.unsendable(number, sent)) is not None:
                 failures[number] = failure
         if failures:
-            own = failures.get(lone.number)
+            own = failures.get(replay.number)
             guilty = own
             if own is None or own.aborted:
                 guilty = next(
                     (f for f in failures.values() if not f.aborted), own or next(iter(failures.values()))
                 )
             assert guilty is not None  # one of those that are there
-            replica = guilty.call % lone.program.replicas
+            replica = guilty.call % replay.program.replicas
             return Replayed(False, None, guilty, executor.errors.get(guilty.call), replica)
-        return _value(lone, outcomes[lone.number])
+        return _value(replay, outcomes[replay.number])
 
 
 def _received(frames: list[Frame]) -> list[memoryview]:
@@ -125,27 +125,27 @@ def _received(frames: list[Frame]) -> list[memoryview]:
 
 
 def _run(
-    executor: _Witness, shards: Shards, lone: LoneCall, stack: ExitStack
+    executor: _RecordingExecutor, shards: Shards, replay: CallReplay, stack: ExitStack
 ) -> tuple[dict[int, Outcome], dict[int, CallFailure]]:
     loop = PersistentLoop()
     stack.callback(loop.close)
     run: Any = None
-    if lone.program.gang:
-        run = _gang_run(executor, loop, shards, lone, stack)
+    if replay.program.gang:
+        run = _gang_run(executor, loop, shards, replay, stack)
     else:
-        run = RangeRun(executor, loop, shards, lone.lo, lone.hi, _ignore)
+        run = RangeRun(executor, loop, shards, replay.lo, replay.hi, _ignore)
     outcomes: dict[int, Outcome] = {}
     failures: dict[int, CallFailure] = {}
-    while len(outcomes) + len(failures) < lone.hi - lone.lo:
+    while len(outcomes) + len(failures) < replay.hi - replay.lo:
         try:
             failure = run.advance(_SLICE_S, _SLICE_BYTES)
         except KeyboardInterrupt as interrupt:  # Ctrl-C, while an async function waits for something
             loop.run(_end_tasks())
-            call = executor.waiting.get(lone.number)
+            call = executor.waiting.get(replay.number)
             if call is None:
                 raise
-            where = executor.errors[lone.number].__traceback__
-            return {}, {lone.number: executor.failure(call, interrupt.with_traceback(where))}
+            where = executor.errors[replay.number].__traceback__
+            return {}, {replay.number: executor.failure(call, interrupt.with_traceback(where))}
         taken = run.take()
         outcomes.update(enumerate(taken.outcomes, taken.lo))
         if failure is not None:
@@ -161,16 +161,16 @@ async def _end_tasks() -> None:
 
 
 def _gang_run(
-    executor: _Witness, loop: PersistentLoop, shards: Shards, lone: LoneCall, stack: ExitStack
+    executor: _RecordingExecutor, loop: PersistentLoop, shards: Shards, replay: CallReplay, stack: ExitStack
 ) -> Any:
     """Return the run of a gang that has one member: all replicas are threads of this process."""
     from pipedist.protocol.messages import AssignGang
     from pipedist.worker.gang_setup import Gangs
     from pipedist.worker.relay_channel import Inbox
 
-    gangs = Gangs(_Nobody(), loop)
+    gangs = Gangs(_NullScheduler(), loop)
     stack.callback(gangs.close)
-    assigned = AssignGang(0, 0, lone.lo, lone.hi, 0, 0, 0, 1, "")
+    assigned = AssignGang(0, 0, replay.lo, replay.hi, 0, 0, 0, 1, "")
     return gangs.new_run(
         assigned, executor, shards, Inbox(), bound=None, begin=_ignore, on_success=_do_nothing
     )
@@ -184,7 +184,7 @@ def _do_nothing() -> None:
     """Nothing is kept for a step that follows."""
 
 
-class _Nobody:
+class _NullScheduler:
     """Stands for the scheduler, whom a gang of one member has nothing to tell."""
 
     def bring(self, lease: int, number: int, payload: Sequence[Frame]) -> None:
@@ -200,13 +200,13 @@ class _Nobody:
         raise CollectiveTimeoutError(text)
 
 
-def _value(lone: LoneCall, outcome: Outcome) -> Replayed:
-    slot = lone.slot
+def _value(replay: CallReplay, outcome: Outcome) -> Replayed:
+    slot = replay.slot
     if slot not in outcome:
         return Replayed(False)
     value = outcome[slot]
-    if isinstance(lone.stage, ReduceSpec) and lone.stage.op is not None:
-        value = reduction_of(lone.stage).finish(value)
+    if isinstance(replay.stage, ReduceSpec) and replay.stage.op is not None:
+        value = reduction_of(replay.stage).finish(value)
     return Replayed(True, value)
 
 
@@ -221,7 +221,7 @@ def first_value(plan: Plan, name: str) -> Tree:
         return planned.value
     program = msgspec.structs.replace(init_program(plan, name, planned.init), gang=False)
     shards = Shards(values=[((), dict(planned.arguments))])
-    made = execute(LoneCall(plan.spec.stages[name], NEW, program, frozenset([NEW]), 0, 1, 0, shards, {}))
+    made = execute(CallReplay(plan.spec.stages[name], NEW, program, frozenset([NEW]), 0, 1, 0, shards, {}))
     if made.failure is not None:
         raise PipedistError(
             f"the first value of state {name} can't be made: {made.failure.text}"

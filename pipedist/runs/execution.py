@@ -16,13 +16,14 @@ from pipedist.coordinator.pass_handle import PassCounts
 from pipedist.core.types import Tree
 from pipedist.errors import JournalError, LocalProtocolError, OutputError, RunDrained
 from pipedist.plan import PassPlan, Plan
-from pipedist.runs.pass_execution import Reading
-from pipedist.runs.pass_inputs import READING, STATE, read_later, restore_pass, sink_of
-from pipedist.runs.quarantine import PassQuarantine, Quarantine
+from pipedist.runs.pass_execution import PassExecution
+from pipedist.runs.pass_feeds import Spool
+from pipedist.runs.pass_folds import read_later, restore_pass, sink_of
+from pipedist.runs.pass_journal import PASS_STATE, STATE
+from pipedist.runs.quarantine import PassQuarantine, RunQuarantine
 from pipedist.runs.result import Ledger, Progress, StageCount
-from pipedist.runs.spool import Spool
 from pipedist.runs.subscription import Subscription
-from pipedist.runs.training import Training
+from pipedist.runs.training import Trainer
 from pipedist.spec import GatherSpec
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ class Execution:
         self._journal = journal
         self._counts: dict[PassPlan, _Counted] = {}
         self._quarantines: dict[PassPlan, PassQuarantine] = {}
-        self._readings: dict[PassPlan, Reading] = {}
+        self._executions: dict[PassPlan, PassExecution] = {}
         self._files_kept: set[str] = set()
         """Of the journal: what a run of another spec may take over."""
         self._phase = 0
@@ -105,18 +106,18 @@ class Execution:
     async def _run_phase(self, phase: tuple[PassPlan, ...], stack: ExitStack) -> None:
         failed: list[Exception] = []
 
-        async def guarded(reading: Reading) -> None:
+        async def guarded(execution: PassExecution) -> None:
             try:
-                await reading.run()
+                await execution.run()
             except Exception as error:
                 failed.append(_unwrapped(error))
                 if not isinstance(failed[-1], RunDrained):  # else the others may finish what runs of them
                     tasks.cancel_scope.cancel()
             finally:
-                if reading.is_complete and self._journal is not None:
-                    reading.let_others_end()  # workers keep its results until the phase is durable
+                if execution.is_complete and self._journal is not None:
+                    execution.let_others_end()  # workers keep its results until the phase is durable
                 else:
-                    reading.leave()
+                    execution.leave()
 
         journal = self._journal
         durables = {} if journal is None else {p: journal.of(p, self._plan.spec.replicas) for p in phase}
@@ -131,19 +132,19 @@ class Execution:
                 self._spools[name] = stack.enter_context(closing(Spool(name, log)))
         with ExitStack() as opened:
             training = await self._begin_training(phase, opened, durables)
-            readings = [self._open(pass_, training, opened, durables.get(pass_)) for pass_ in phase]
+            executions = [self._open(pass_, training, opened, durables.get(pass_)) for pass_ in phase]
             if training is not None:
-                held_out = [r for p, r in zip(phase, readings, strict=True) if p.follows]
-                self._readings[next(p for p in phase if p.updates)].evaluated_by = held_out
-            for reading in readings:
-                await reading.begin()
+                held_out = [r for p, r in zip(phase, executions, strict=True) if p.follows]
+                self._executions[next(p for p in phase if p.updates)].evaluated_by = held_out
+            for execution in executions:
+                await execution.begin()
             try:
                 async with anyio.create_task_group() as tasks:
-                    for reading in readings:
-                        tasks.start_soon(guarded, reading, name=f"pass {reading.name}")
+                    for execution in executions:
+                        tasks.start_soon(guarded, execution, name=f"pass {execution.name}")
             finally:
-                if not all(reading.is_complete for reading in readings):
-                    await self._flush(readings)
+                if not all(execution.is_complete for execution in executions):
+                    await self._flush(executions)
             if failed:
                 raise min(failed, key=lambda error: isinstance(error, RunDrained))
             if training is not None:
@@ -152,7 +153,7 @@ class Execution:
                 if self._subscription is not None:
                     await self._subscription.passed(self._subscription.mark)
                 texts = {name: str(error) for name, error in self.unwritten.items()}
-                taken = [reading.complete_snapshot() for reading in readings]
+                taken = [execution.complete_snapshot() for execution in executions]
                 await journal.commit(taken, phase=self._phase, unwritten=texts)
 
     async def _restore(self, pass_: PassPlan, durable: PassJournal) -> None:
@@ -171,12 +172,12 @@ class Execution:
         )
         self._files_kept |= durable.files
         quarantine = PassQuarantine(pass_.dataset, "", None, self._plan.spec.replicas)
-        quarantine.restore(durable.part(READING)["quarantine"])
+        quarantine.restore(durable.part(PASS_STATE)["quarantine"])
         self._quarantines[pass_] = quarantine
         counts = PassCounts(0, durable.elements, durable.elements, durable.steps)
         self._counts[pass_] = _Complete(counts, durable.steps)
 
-    async def _flush(self, readings: Sequence[Reading]) -> None:
+    async def _flush(self, executions: Sequence[PassExecution]) -> None:
         """The phase ends with an error: what was taken until then need not be done again."""
         if self._journal is None:
             return
@@ -184,13 +185,13 @@ class Execution:
             anyio.move_on_after(FLUSH_S_MAX, shield=True),
             suppress(JournalError),
         ):  # the error is told anyway
-            taken = [last for reading in readings if (last := reading.last_snapshot()) is not None]
+            taken = [last for execution in executions if (last := execution.last_snapshot()) is not None]
             if taken:
                 await self._journal.commit(taken)
 
     async def _begin_training(
         self, phase: tuple[PassPlan, ...], stack: ExitStack, durables: Mapping[PassPlan, PassJournal]
-    ) -> Training | None:
+    ) -> Trainer | None:
         feeding = next((pass_ for pass_ in phase if pass_.updates), None)
         if feeding is None:
             return None
@@ -200,7 +201,7 @@ class Execution:
             if sink is not None:
                 sinks[name] = sink
                 stack.callback(sink.abort)  # which does nothing to a finished one
-        training = Training(self._plan, feeding, self._coordinator, sinks)
+        training = Trainer(self._plan, feeding, self._coordinator, sinks)
         stack.callback(training.states.close)
         durable = durables[feeding].parts(STATE) if feeding in durables else {}
         latest = {name: (version, value) for name, (value, version) in durable.items()}
@@ -210,14 +211,14 @@ class Execution:
     def _open(
         self,
         pass_: PassPlan,
-        training: Training | None,
+        training: Trainer | None,
         stack: ExitStack,
         durable: PassJournal | None,
-    ) -> Reading:
+    ) -> PassExecution:
         subscription = self._subscription
         feeding = self._plan.training
         ended = feeding is not None and pass_.dataset == feeding.dataset and pass_.phase > feeding.phase
-        reading = self._readings[pass_] = Reading(
+        execution = self._executions[pass_] = PassExecution(
             self._plan,
             pass_,
             self._coordinator,
@@ -232,19 +233,19 @@ class Execution:
             journal=self._journal,
             durable=durable,
         )
-        stack.callback(reading.leave)
-        self._counts[pass_] = reading.handle
-        self._quarantines[pass_] = reading.quarantine
+        stack.callback(execution.leave)
+        self._counts[pass_] = execution.handle
+        self._quarantines[pass_] = execution.quarantine
         if self._draining:
-            reading.handle.hold()
-        return reading
+            execution.handle.hold()
+        return execution
 
     def drain(self) -> None:
         """Issue nothing more; `run` raises RunDrained when the running calls are finished."""
         if not self._draining:
             self._draining = True
-            for reading in self._readings.values():
-                reading.handle.hold()
+            for execution in self._executions.values():
+                execution.handle.hold()
 
     def _trained_steps(self) -> int | None:
         """Return how many steps the dataset that feeds updates had; it has ended."""
@@ -270,9 +271,9 @@ class Execution:
                 results[name] = self._values[name]
         return results
 
-    def quarantine(self) -> Quarantine:
+    def quarantine(self) -> RunQuarantine:
         """Return what was set aside until now, in the plan's order."""
-        return Quarantine([self._quarantines[p] for p in self._plan.passes if p in self._quarantines])
+        return RunQuarantine([self._quarantines[p] for p in self._plan.passes if p in self._quarantines])
 
     def ledger(self) -> Ledger:
         """Return where every element went until now."""
@@ -282,7 +283,7 @@ class Execution:
             handles = [self._counts.get(pass_) for pass_ in passes]
             issued = max((h.counts.elements_offered for h in handles if h is not None), default=0)
             elements += issued
-            # a reading that is complete may have had fewer steps than another: its dataset ended early
+            # an execution that is complete may have had fewer steps than another: its dataset ended early
             committed += (
                 min(
                     (issued if _is_complete(h) else h.counts.elements_visible if h is not None else 0)
@@ -310,24 +311,24 @@ class Execution:
         Raises:
             LocalProtocolError: one is not: a defect, which must not pass as a result.
         """
-        for pass_, reading in self._readings.items():
-            counts = reading.handle.counts
-            offered = (reading.handle.steps_total, counts.elements_offered)
+        for pass_, execution in self._executions.items():
+            counts = execution.handle.counts
+            offered = (execution.handle.steps_total, counts.elements_offered)
             shown = (counts.steps_visible, counts.elements_visible)
-            if not offered == shown == (reading.steps, reading.elements):
+            if not offered == shown == (execution.steps, execution.elements):
                 raise LocalProtocolError(
                     f"pass {pass_.name} does not add up: of (steps, elements) {offered} were issued, {shown} "
-                    f"came back, {(reading.steps, reading.elements)} are in its results"
+                    f"came back, {(execution.steps, execution.elements)} are in its results"
                 )
         ledger = self.ledger()
         if ledger.lost or ledger.elements != ledger.committed + ledger.quarantined + ledger.lost:
             raise LocalProtocolError(f"the ledger of a run that came to its end does not add up: {ledger}")
 
     def waits(self) -> tuple[Stall, list[Waiting]]:
-        """Return what everything waits for: as the scheduler sees it, and as the readings know it better."""
+        """Return what everything waits for: as the scheduler sees it, and as the executions know it better."""
         stall = self._coordinator.why()
-        readings = {reading.handle.id: reading for reading in self._readings.values()}
-        known = [readings[w.pass_id].refined(w) if w.pass_id in readings else w for w in stall.waits]
+        executions = {execution.handle.id: execution for execution in self._executions.values()}
+        known = [executions[w.pass_id].refined(w) if w.pass_id in executions else w for w in stall.waits]
         return stall, known
 
     @property

@@ -12,10 +12,13 @@ small, and a log of what grows with the run.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
+import anyio
+import anyio.abc
 import anyio.to_thread
 import numpy as np
 
@@ -313,3 +316,156 @@ class ReduceFold(Fold):
         self._fits = True
         with suppress(OverflowError):  # a sum may come back into the range of its dtype
             self._sink.check(self._reduction.finish(first))
+
+
+BLOCK_STEPS = 16
+"""Nodes that one fold call folds; a power of two, so that a block is a node of the fixed tree."""
+
+FoldCall = Callable[[list[list[Tree]]], Awaitable[Tree]]
+"""Folds groups on a worker: each inner list by the fixed tree, then their nodes."""
+
+
+class CombineFold(Fold):
+    """A `combine` function, which runs on workers.
+
+    Args:
+        call: executes one fold call.
+        calls_max: fold calls of this stage that may run at one time.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        per: Per,
+        call: FoldCall,
+        sink: Sink | None,
+        *,
+        keep: bool = True,
+        calls_max: int,
+        log: RecordLog | None = None,
+    ) -> None:
+        super().__init__(name, per, sink, keep=keep, log=log)
+        self._call = call
+        self._room = anyio.CapacityLimiter(calls_max)
+        self._levels: list[_Level] = []
+        self._running = 0
+        self._idle = anyio.Event()
+        self._tasks: anyio.abc.TaskGroup | None = None
+
+    def attach(self, tasks: anyio.abc.TaskGroup) -> None:
+        """Give the task group in which fold calls run."""
+        self._tasks = tasks
+
+    async def step_value(self, parts: Sequence[Tree]) -> Tree:
+        """Return the value of one step by itself, None if it made no call."""
+        node = await self._fold([list(parts)])
+        return node[0] if node else None
+
+    async def _take(self, steps: Sequence[Sequence[Tree]]) -> None:
+        for parts in steps:
+            await self._put(0, list(parts))
+
+    async def _put(self, level: int, group: list[Tree]) -> None:
+        """Append a node's group to a level; a full block is folded into a node of the next level."""
+        if level == len(self._levels):
+            self._levels.append(_Level())
+        here = self._levels[level]
+        here.groups.append(group)
+        if len(here.groups) == BLOCK_STEPS:
+            groups, here.groups = here.groups, []
+            place = here.blocks
+            here.blocks += 1
+            here.folding[place] = groups
+            await self._fold_later(level, place, groups)
+
+    async def _fold_later(self, level: int, place: int, groups: list[list[Tree]]) -> None:
+        if self._tasks is None:
+            raise RuntimeError("attach() comes before the first step")
+        borrower = object()
+        await self._room.acquire_on_behalf_of(borrower)
+        if self._running == 0:
+            self._idle = anyio.Event()
+        self._running += 1
+
+        async def run() -> None:
+            try:
+                node = await self._fold(groups)
+            finally:
+                self._room.release_on_behalf_of(borrower)
+            here = self._levels[level]
+            del here.folding[place]
+            here.folded[place] = node
+            await self._promote(level)
+            self._running -= 1
+            if self._running == 0:
+                self._idle.set()
+
+        self._tasks.start_soon(run, name=f"fold of {self.name}")
+
+    async def _promote(self, level: int) -> None:
+        """Move folded blocks to the next level, in order."""
+        here = self._levels[level]
+        while here.promoted in here.folded:
+            node = here.folded.pop(here.promoted)
+            here.promoted += 1
+            await self._put(level + 1, node)
+
+    def _scope_state(self) -> dict[str, Tree]:
+        return {
+            "levels": [
+                [
+                    here.groups,
+                    here.blocks,
+                    here.promoted,
+                    list(here.folded.items()),
+                    list(here.folding.items()),
+                ]
+                for here in self._levels
+            ]
+        }
+
+    async def _restore_scope(self, state: dict[str, Tree]) -> None:
+        for groups, blocks, promoted, folded, folding in state["levels"]:
+            self._levels.append(_Level(groups, blocks, promoted, dict(folded), dict(folding)))
+        for number, here in enumerate(list(self._levels)):
+            for place, groups in list(here.folding.items()):
+                await self._fold_later(number, place, groups)
+            await self._promote(number)
+
+    async def _fold(self, groups: list[list[Tree]]) -> list[Tree]:
+        """Return the node of some groups, as a group of one, or of none."""
+        made = [g for g in groups if g]
+        if sum(len(g) for g in made) <= 1:
+            return made[0] if made else []
+        return [await self._call(groups)]
+
+    async def _scope_value(self) -> Tree:
+        while self._running:
+            await self._idle.wait()
+        node: list[Tree] | None = None
+        for level in self._levels:
+            groups = level.groups + ([] if node is None else [node])
+            node = await self._fold(groups) if groups else node
+        self._levels = []
+        if node and node[0] is None:
+            raise ValueError("the combine function returned None at last: is a `return` missing?")
+        return node[0] if node else None
+
+
+@dataclass(slots=True)
+class _Level:
+    """One level of the tree of blocks.
+
+    Args:
+        groups: nodes of the block that is not full.
+        blocks: full blocks so far.
+        promoted: blocks whose nodes were moved to the next level.
+        folded: nodes of folded blocks that wait for an earlier one.
+        folding: full blocks that are not folded.
+    """
+
+    groups: list[list[Tree]] = field(default_factory=list)
+    blocks: int = 0
+    promoted: int = 0
+    folded: dict[int, list[Tree]] = field(default_factory=dict)
+    folding: dict[int, list[list[Tree]]] = field(default_factory=dict)

@@ -19,24 +19,23 @@ from pipedist.coordinator import Arrival, Batch, Chunk, Coordinator, PassHandle,
 from pipedist.core.types import Tree
 from pipedist.errors import OutputError
 from pipedist.plan import PassPlan, Plan
-from pipedist.runs.gated_feed import GatedFeed
+from pipedist.runs.pass_feeds import GatedFeed, Spool, feed_of
 from pipedist.runs.pass_folds import PassFolds
-from pipedist.runs.pass_inputs import READING, STATE, feed_of, speculation_of
+from pipedist.runs.pass_journal import PASS_STATE, STATE
 from pipedist.runs.programs import parts_of, pass_program, quarantine_of, retries_of, slot_of
 from pipedist.runs.quarantine import PassQuarantine
-from pipedist.runs.spool import Spool
+from pipedist.runs.state_history import StateHistory
 from pipedist.runs.subscription import Part, Step, Subscription
-from pipedist.runs.training import Lane, Training
-from pipedist.runs.versions import Versions
+from pipedist.runs.training import Trainer, TrainingParticipant
 from pipedist.scheduler import PassSettings
 
 if TYPE_CHECKING:
     from pipedist.coordinator.diagnostics import Waiting
     from pipedist.outputs import RunFolder
-    from pipedist.runs.pass_journal import PassJournal, RunJournal, Taken, Versioned
+    from pipedist.runs.pass_journal import PassJournal, PendingSnapshot, RunJournal, Versioned
 
 
-class Reading:
+class PassExecution:
     """One pass while it is executed.
 
     Args:
@@ -68,7 +67,7 @@ class Reading:
         unwritten: MutableMapping[str, OutputError],
         spools: Mapping[str, Spool],
         read_later: frozenset[str],
-        training: Training | None,
+        training: Trainer | None,
         steps_max: int | None,
         journal: RunJournal | None,
         durable: PassJournal | None,
@@ -81,7 +80,7 @@ class Reading:
         self._replicas = plan.spec.replicas
         self._feed = feed_of(plan, pass_, spools)
         self._training = training if pass_.updates else None
-        self._versions: Versions | None = None
+        self._versions: StateHistory | None = None
         """Of the states, for who looks at a call again."""
         self._journal = journal
         self._durable = durable
@@ -96,12 +95,12 @@ class Reading:
         self._is_complete = False
         self._took = anyio.Event()
         """Something was taken since the latest snapshot."""
-        self.evaluated_by: list[Reading] = []
+        self.evaluated_by: list[PassExecution] = []
         """Readings of held-out data: what they have taken is durable before what comes after it is."""
-        self._lane: Lane | None = None
+        self._participant: TrainingParticipant | None = None
         if training is not None:
-            self._lane = training.lane(pass_, self._feed)
-            self._feed = self._lane.feed
+            self._participant = training.participant(pass_, self._feed)
+            self._feed = self._participant.feed
         elif steps_max is not None:
             self._feed = GatedFeed(self._feed, "run", steps_max=steps_max)
         self._spools = {name: spools[name] for name in pass_.kept}
@@ -137,7 +136,7 @@ class Reading:
             streamed = ", ".join(subscription.stages)
             text = f"whoever streams {streamed} has {subscription.waiting} items to take"
             return wait.refined("subscriber", text)
-        if self._lane is not None and not self._between:
+        if self._participant is not None and not self._between:
             return wait.refined("state", f"{wait.text}: states are updated with what came back before them")
         stages = ", ".join(self._folds.names) or "after them"
         return wait.refined("fold", f"{wait.text} by the stages {stages}")
@@ -174,7 +173,7 @@ class Reading:
 
         Not of what takes turns: a resumed run's states may be other ones, until they are durable.
         """
-        if self._durable is None or self._pass.gang or self._lane is not None:
+        if self._durable is None or self._pass.gang or self._participant is not None:
             return ""
         return self._durable.stamp
 
@@ -188,14 +187,14 @@ class Reading:
         if self._durable is None:
             return
         if self._training is not None:
-            self._versions = Versions(self._durable)
+            self._versions = StateHistory(self._durable)
         for name, spool in self._spools.items():
             spool.restore(self._durable.places(name))
         if self.steps:
-            self.quarantine.restore(self._durable.part(READING)["quarantine"])
+            self.quarantine.restore(self._durable.part(PASS_STATE)["quarantine"])
             await self._feed.begin_at(self.steps)
-            if self._lane is not None:
-                self._lane.restore(self._durable.part(READING)["lane"])
+            if self._participant is not None:
+                self._participant.restore(self._durable.part(PASS_STATE)["training"])
 
     async def run(self) -> None:
         """Read to the end.
@@ -208,20 +207,22 @@ class Reading:
             RunDrained: the pass was held before its end.
             ExceptionGroup: of any of these.
         """
-        lane = self._lane
+        participant = self._participant
         with ExitStack() as stack:
             self._folds.open(stack)
             async with anyio.create_task_group() as tasks:
-                left = None if self._durable is None or not self.steps else self._durable.part(READING)
+                left = None if self._durable is None or not self.steps else self._durable.part(PASS_STATE)
                 await self._folds.begin(tasks, None if left is None else left["folds"])
-                if lane is not None:
-                    self._folds.watch(lane.watched)
+                if participant is not None:
+                    self._folds.watch(participant.watched)
                 tasks.start_soon(self.handle.run_feed, name=f"feed of {self._pass.name}")
                 await self._read(tasks)
                 self._between = False
-                await self._folds.finish(self._plan.epochs(self._pass) if lane is None else lane.epochs)
-                if lane is not None:
-                    await lane.finished(self._folds.take_fresh(lane.watched))
+                await self._folds.finish(
+                    self._plan.epochs(self._pass) if participant is None else participant.epochs
+                )
+                if participant is not None:
+                    await participant.finished(self._folds.take_fresh(participant.watched))
             for spool in self._spools.values():
                 await anyio.to_thread.run_sync(spool.finish)
             await self._folds.write()
@@ -250,7 +251,7 @@ class Reading:
 
     # -- what is durable ---------------------------------------------------------------------------
 
-    async def _next_snapshot(self, durable: PassJournal) -> Taken:
+    async def _next_snapshot(self, durable: PassJournal) -> PendingSnapshot:
         """Return a snapshot as soon as something was taken that whoever streams it has seen."""
         await self._took.wait()
         async with self._taking:
@@ -265,7 +266,7 @@ class Reading:
                 await self._journal.reached(held_out._durable, steps)
         return taken
 
-    def last_snapshot(self) -> Taken | None:
+    def last_snapshot(self) -> PendingSnapshot | None:
         """Return what is not durable of what was taken; None: there is nothing, or it is not whole."""
         if self._durable is None or not self._between or self.steps == self._durable.steps_committed:
             return None
@@ -275,20 +276,20 @@ class Reading:
             return None
         return self._snapshot(self._durable)
 
-    def complete_snapshot(self) -> Taken:
+    def complete_snapshot(self) -> PendingSnapshot:
         """Return what the pass has come to at its end."""
         if self._durable is None or not self._is_complete:
             raise RuntimeError(f"pass {self._pass.name} is not complete, or has no journal")
         return self._snapshot(self._durable)
 
-    def _snapshot(self, durable: PassJournal) -> Taken:
+    def _snapshot(self, durable: PassJournal) -> PendingSnapshot:
         version = 2 * self.steps + self._is_complete
         parts: dict[str, Versioned] = {
-            READING: (
+            PASS_STATE: (
                 version,
                 {
                     "folds": self._folds.state(),
-                    "lane": None if self._lane is None else self._lane.state(),
+                    "training": None if self._participant is None else self._participant.state(),
                     "quarantine": self.quarantine.state(self.steps),
                 },
             )
@@ -334,8 +335,8 @@ class Reading:
             for step, slots in enumerate(steps, first):
                 values = {name: await self._folds.step_value(name, slots) for name in subscription.stages}
                 subscription.put(Step(step, epoch, values), step_bytes)
-        if self._lane is not None:
-            await self._take_turns(self._lane, first + len(steps) - 1, epoch)
+        if self._participant is not None:
+            await self._take_turns(self._participant, first + len(steps) - 1, epoch)
         if subscription is not None:
             await subscription.room()
 
@@ -348,12 +349,12 @@ class Reading:
                 elements = self._feed.elements(step, step + 1)
                 spool.append(parts, ids, elements=elements, epoch=epoch, holes=holes)
 
-    async def _take_turns(self, lane: Lane, last: int, epoch: int) -> None:
+    async def _take_turns(self, participant: TrainingParticipant, last: int, epoch: int) -> None:
         """Say that steps up to `last` are taken; others take their turns meanwhile."""
-        ends = await lane.feed.ends_epoch(last)
+        ends = await participant.feed.ends_epoch(last)
         if ends:
             await self._folds.end_epoch(epoch)
-        await lane.took(last, epoch, self._folds.take_fresh(lane.watched), ends=ends)
+        await participant.took(last, epoch, self._folds.take_fresh(participant.watched), ends=ends)
         if self._training is not None and self._versions is not None:
             self._versions.add(self._training.states.latest(), steps=self.steps, epochs=epoch + ends)
 
@@ -364,8 +365,8 @@ class Reading:
 
     def let_others_end(self) -> None:
         """End its part in a training."""
-        if self._lane is not None:
-            self._lane.leave()
+        if self._participant is not None:
+            self._participant.leave()
 
 
 def _announcer(subscription: Subscription | None, replicas: int) -> Arrival | None:
@@ -383,3 +384,9 @@ def _announcer(subscription: Subscription | None, replicas: int) -> Arrival | No
                     subscription.put(Part(name, step, replica, values[slot]), size)
 
     return announce
+
+
+def speculation_of(plan: Plan) -> float:
+    """Return how many times as long as others a call must take to get a second attempt; 0: none does."""
+    times = plan.spec.cluster.speculation
+    return 0.0 if isinstance(times, str) else float(times)

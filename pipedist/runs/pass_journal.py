@@ -11,6 +11,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import anyio
 import anyio.to_thread
@@ -22,6 +23,9 @@ from pipedist.journal.log_format import LogEntry, RecordLog, packed, read_log, u
 from pipedist.journal.writer import Journal, PassSnapshot, file_name
 from pipedist.plan import PassPlan
 from pipedist.protocol.codec import decode, encode
+
+if TYPE_CHECKING:
+    pass
 
 COMMIT_S = 0.5
 """A pass is committed at most so often..."""
@@ -76,7 +80,11 @@ class RunJournal:
         return PassJournal(self._journal, key, replicas, before or PassHistory(), stamp)
 
     async def commit(
-        self, taken: Sequence[Taken], *, phase: int | None = None, unwritten: Mapping[str, str] | None = None
+        self,
+        taken: Sequence[PendingSnapshot],
+        *,
+        phase: int | None = None,
+        unwritten: Mapping[str, str] | None = None,
     ) -> None:
         """Return when snapshots are durable.
 
@@ -109,7 +117,7 @@ class RunJournal:
         while pass_.steps_committed < steps:
             await self._changed.wait()
 
-    async def keep_up(self, take: Callable[[], Awaitable[Taken]]) -> None:
+    async def keep_up(self, take: Callable[[], Awaitable[PendingSnapshot]]) -> None:
         """Commit a pass again and again, until it is cancelled.
 
         Args:
@@ -272,7 +280,7 @@ class PassJournal:
         quarantined: Mapping[int, int],
         complete: bool = False,
         dropped: Sequence[str] = (),
-    ) -> Taken:
+    ) -> PendingSnapshot:
         """Return what the pass has come to since what was committed of it last.
 
         Args:
@@ -306,9 +314,9 @@ class PassJournal:
             dropped=gone,
             quarantined=tuple(each for each in quarantined.items() if first <= each[1] < steps),
         )
-        return Taken(self, snapshot, (steps, elements), versions)
+        return PendingSnapshot(self, snapshot, (steps, elements), versions)
 
-    def committed(self, taken: Taken) -> None:
+    def committed(self, taken: PendingSnapshot) -> None:
         """Take note that a snapshot is durable; only the latest one may be."""
         self._committed = taken.until
         self._versions.update(taken.versions)
@@ -320,7 +328,7 @@ def _tell_nobody(_steps: int) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
+class PendingSnapshot:
     """A snapshot on its way to the disk.
 
     Args:
@@ -334,3 +342,10 @@ class Taken:
     snapshot: PassSnapshot
     until: tuple[int, int]
     versions: Mapping[str, int]
+
+
+PASS_STATE = "reading"
+"""The part of a pass's snapshot that has its folds and its place in a training."""
+
+STATE = "state."
+"""Parts that are states begin so."""

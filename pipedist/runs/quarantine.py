@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from pipedist.core.types import Tree
 from pipedist.datasets.feeds import Feed
 from pipedist.errors import LocalProtocolError
-from pipedist.runs.call_keys import CallKey
+from pipedist.runs.programs import CallKey
 from pipedist.scheduler.commands import CallsQuarantined, Cause
 
 FILE = "quarantine.jsonl"
@@ -33,7 +33,7 @@ INPUT_CHARS_MAX = 65_536
 """Of what one element is, as JSON."""
 
 
-class SetAside(Struct, frozen=True):
+class QuarantinedElement(Struct, frozen=True):
     """One element that a stage can't process.
 
     Args:
@@ -86,7 +86,7 @@ _Place = tuple[int, ...]
 """Step, replica and element of one that is set aside: the order in which they are listed."""
 
 
-def _place(each: SetAside) -> _Place:
+def _place(each: QuarantinedElement) -> _Place:
     return each.step, each.replica, each.element
 
 
@@ -105,7 +105,7 @@ class PassQuarantine:
         self._stage = stage
         self._feed = feed
         self._replicas = replicas
-        self._by_step: dict[int, list[SetAside]] = {}
+        self._by_step: dict[int, list[QuarantinedElement]] = {}
         self._left_out: dict[int, NDArray[np.int64] | None] = {}
         """By call of a step that is not taken: the positions that are left out; None: all of them."""
         self._told: list[_Place] = []
@@ -114,7 +114,7 @@ class PassQuarantine:
     def __bool__(self) -> bool:
         return bool(self._by_step)
 
-    def __iter__(self) -> Iterator[SetAside]:
+    def __iter__(self) -> Iterator[QuarantinedElement]:
         """Yield what was set aside, by step, replica and element."""
         for step in sorted(self._by_step):
             yield from sorted(self._by_step[step], key=_place)
@@ -145,7 +145,9 @@ class PassQuarantine:
             cause = causes[place]
             text, note = inputs.get(place, ("", _NOT_TOLD))
             stage = cause.stage or self._stage
-            found.append(SetAside(int(ids[place]), stage, cause.text, step, replica, text, note, alone))
+            found.append(
+                QuarantinedElement(int(ids[place]), stage, cause.text, step, replica, text, note, alone)
+            )
         if inputs:
             self._told = sorted([*self._told, *((step, replica, int(ids[place])) for place in inputs)])
             self._forget_last()
@@ -195,7 +197,7 @@ class PassQuarantine:
     def restore(self, state: Iterable[Sequence[Any]]) -> None:
         """Take up what `state` returned."""
         for fields in state:
-            each = SetAside(*fields)
+            each = QuarantinedElement(*fields)
             self._by_step.setdefault(each.step, []).append(each)
         self._told = [_place(each) for each in islice(self, INPUTS_MAX)]
 
@@ -242,7 +244,7 @@ def _row(value: Tree, at: int) -> Tree:
     return value[at]
 
 
-class Quarantine:
+class RunQuarantine:
     """What a run sets aside.
 
     Args:
@@ -252,7 +254,7 @@ class Quarantine:
     def __init__(self, of: Sequence[PassQuarantine]) -> None:
         self._of = of
 
-    def __iter__(self) -> Iterator[tuple[str, SetAside]]:
+    def __iter__(self) -> Iterator[tuple[str, QuarantinedElement]]:
         """Yield what was set aside, with its dataset."""
         return ((of.dataset, each) for of in self._of for each in of)
 

@@ -21,23 +21,21 @@ from pipedist.core.types import Tree
 from pipedist.datasets.feeds import Feed
 from pipedist.datasets.sources import SourceError
 from pipedist.errors import JournalError, OutputError, UsageError
-from pipedist.journal.differences import differences
 from pipedist.journal.history import Header, History, PassHistory, read_history
 from pipedist.journal.log_format import DISK, FIRST, RecordLog
 from pipedist.journal.writer import Journal, file_name
 from pipedist.outputs.run_record import PRIVATE, read_record
 from pipedist.plan import PassPlan, Plan, compile_plan
 from pipedist.protocol.program import Shards
-from pipedist.runs.call_keys import CallKey, pass_of
-from pipedist.runs.call_replay import LoneCall, Replayed, execute, first_value
-from pipedist.runs.kept_states import states_of
-from pipedist.runs.pass_inputs import READING, feed_of, read_later, restore_pass
-from pipedist.runs.pass_journal import PassJournal, key_of
-from pipedist.runs.programs import pass_program, slot_of
-from pipedist.runs.quarantine import SetAside
-from pipedist.runs.resume import changes, header_of, listed, platform_changes
-from pipedist.runs.spec_source import Origin
-from pipedist.runs.spool import Spool
+from pipedist.runs.call_replay import CallReplay, Replayed, execute, first_value
+from pipedist.runs.identity import SpecSource, differences, listed
+from pipedist.runs.pass_feeds import Spool, feed_of
+from pipedist.runs.pass_folds import read_later, restore_pass
+from pipedist.runs.pass_journal import PASS_STATE, PassJournal, key_of
+from pipedist.runs.programs import CallKey, pass_of, pass_program, slot_of
+from pipedist.runs.quarantine import QuarantinedElement
+from pipedist.runs.resume import changes, header_of, platform_changes
+from pipedist.runs.state_history import states_of
 
 
 class Replay(Struct, frozen=True):
@@ -61,7 +59,7 @@ class Replay(Struct, frozen=True):
     left_out: tuple[int, ...]
     states: Mapping[str, int]
     notes: tuple[str, ...]
-    call: LoneCall
+    call: CallReplay
 
     def execute(self) -> Replayed:
         """Execute it, in this thread, which must not run an event loop."""
@@ -95,7 +93,7 @@ def open_replay(folder: Path, key: CallKey, elements: Sequence[int] = ()) -> Ite
     history = _history(folder)
     header = history.header
     with ExitStack() as stack:
-        plan = compile_plan(Origin(header.source, tuple(header.sets), header.params).load(), workers=1)
+        plan = compile_plan(SpecSource(header.source, tuple(header.sets), header.params).load(), workers=1)
         stack.callback(plan.close)
         now = header_of(plan, header.run)
         if changed := changes(header, now):
@@ -204,7 +202,7 @@ class _Lookup:
             shards = replace(shards, states=places)
         shown = (key.stage,) if key.stage in pass_.runs else ()
         lo = key.step * plan.spec.replicas + (0 if pass_.gang else key.replica)
-        call = LoneCall(
+        call = CallReplay(
             stage=plan.spec.stages[key.stage],
             slot=slot_of(key.stage, plan.spec.stages[key.stage]),
             program=pass_program(plan, pass_, feed.reader, values, shown),
@@ -273,8 +271,8 @@ class _Lookup:
                 )
             first = key.step * replicas
             return feed.shards(first, first + replicas, local=True), tuple(ids), ()
-        found = kept.part(READING) or {"quarantine": []}
-        aside = [SetAside(*fields) for fields in found["quarantine"]]
+        found = kept.part(PASS_STATE) or {"quarantine": []}
+        aside = [QuarantinedElement(*fields) for fields in found["quarantine"]]
         out = {each.element for each in aside if (each.step, each.replica) == (key.step, key.replica)}
         if elements:
             if missing := [e for e in elements if e not in ids]:

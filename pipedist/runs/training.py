@@ -16,14 +16,18 @@ from typing import TYPE_CHECKING
 
 import anyio
 import anyio.to_thread
+import numpy as np
 
-from pipedist.coordinator import Coordinator
+from pipedist.coordinator import Coordinator, PassHandle
 from pipedist.core.types import Tree
 from pipedist.datasets.feeds import Feed
-from pipedist.errors import OutputError, RunDrained
+from pipedist.errors import FoldError, OutputError, RunDrained
 from pipedist.plan import PassPlan, Plan
-from pipedist.runs.gated_feed import GatedFeed
-from pipedist.runs.states import States
+from pipedist.protocol.program import Program
+from pipedist.runs.pass_feeds import GatedFeed
+from pipedist.runs.programs import ENDS, NEW, init_program, update_program
+from pipedist.scheduler import PassSettings
+from pipedist.spec import StateRef, UpdateSpec, references
 
 if TYPE_CHECKING:
     from pipedist.outputs import Sink
@@ -32,7 +36,7 @@ Fresh = Mapping[str, Sequence[Tree]]
 """New values of stages, by name, in order."""
 
 
-class Lane(ABC):
+class TrainingParticipant(ABC):
     """How one reading takes part in a training.
 
     Args:
@@ -65,7 +69,7 @@ class Lane(ABC):
 
     @abstractmethod
     def restore(self, state: Tree) -> None:
-        """Go on where a lane of the same pass was when it gave its state."""
+        """Go on where a participant of the same pass was when it gave its state."""
 
     @abstractmethod
     async def finished(self, fresh: Fresh) -> None:
@@ -76,7 +80,7 @@ class Lane(ABC):
         """Take note that the reading is over, whatever the reason: nobody waits for it any more."""
 
 
-class Training:
+class Trainer:
     """The training of one phase.
 
     Args:
@@ -94,10 +98,10 @@ class Training:
         self._sinks = dict(sinks)
         self._unchecked = set(sinks)
         """Of these it is not known whether their values fit their files."""
-        self._held_out: list[HeldOutLane] = []
-        self.states = States(plan, coordinator, pass_.updates)
+        self._held_out: list[HeldOutParticipant] = []
+        self.states = TrainingStates(plan, coordinator, pass_.updates)
 
-    def lane(self, pass_: PassPlan, feed: Feed) -> Lane:
+    def participant(self, pass_: PassPlan, feed: Feed) -> TrainingParticipant:
         """Return how a pass takes part; to be called for every pass, before any is read.
 
         Args:
@@ -109,12 +113,12 @@ class Training:
             return self.states.read(names)
 
         if pass_.follows:
-            lane = HeldOutLane(GatedFeed(feed, "epoch", read, first_epoch=-1), frozenset())
-            self._held_out.append(lane)
-            return lane
+            participant = HeldOutParticipant(GatedFeed(feed, "epoch", read, first_epoch=-1), frozenset())
+            self._held_out.append(participant)
+            return participant
         sources = frozenset(self._plan.spec.stages[name].of for name in pass_.updates)
         gated = GatedFeed(feed, self._plan.rhythm(pass_), read if names else None)
-        return FeedingLane(gated, sources, self, self._plan.epochs(pass_))
+        return FeedingParticipant(gated, sources, self, self._plan.epochs(pass_))
 
     def per_of(self, source: str) -> str:
         """Return how often a stage that feeds updates has a value."""
@@ -153,15 +157,15 @@ class Training:
         Raises:
             RunDrained: one of them is over already: the run was drained.
         """
-        for lane in self._held_out:
-            await lane.begin(epoch)
-        for lane in self._held_out:
-            await lane.wait()
+        for participant in self._held_out:
+            await participant.begin(epoch)
+        for participant in self._held_out:
+            await participant.wait()
 
     def end(self) -> None:
         """Let the held-out passes end: there are no more epochs."""
-        for lane in self._held_out:
-            lane.feed.end()
+        for participant in self._held_out:
+            participant.feed.end()
 
     async def deliver(self, unwritten: dict[str, OutputError]) -> dict[str, Tree]:
         """Write the states that have files, and return the values of all.
@@ -178,7 +182,7 @@ class Training:
         return {name: self.states.value(name) for name in self._pass.updates}
 
 
-class FeedingLane(Lane):
+class FeedingParticipant(TrainingParticipant):
     """The reading whose steps feed the updates.
 
     Args:
@@ -186,7 +190,7 @@ class FeedingLane(Lane):
         epochs_max: how often its dataset is read, if no `until` ends it.
     """
 
-    def __init__(self, feed: GatedFeed, watched: frozenset[str], training: Training, epochs_max: int) -> None:
+    def __init__(self, feed: GatedFeed, watched: frozenset[str], training: Trainer, epochs_max: int) -> None:
         super().__init__(feed, watched)
         self._training = training
         self._epochs = epochs_max
@@ -220,7 +224,7 @@ class FeedingLane(Lane):
         self.feed.end()
 
     def state(self) -> Tree:
-        """As `Lane`."""
+        """As `TrainingParticipant`."""
         return {
             "epochs": self._epochs,
             "evaluated": self._evaluated,
@@ -229,7 +233,7 @@ class FeedingLane(Lane):
         }
 
     def restore(self, state: Tree) -> None:
-        """As `Lane`."""
+        """As `TrainingParticipant`."""
         self._evaluated = state["evaluated"]
         if state["over"]:
             self._end(state["epochs"])
@@ -262,7 +266,7 @@ class FeedingLane(Lane):
         self._training.end()
 
 
-class HeldOutLane(Lane):
+class HeldOutParticipant(TrainingParticipant):
     """A reading that follows the epochs of the feeding one."""
 
     def __init__(self, feed: GatedFeed, watched: frozenset[str]) -> None:
@@ -277,11 +281,11 @@ class HeldOutLane(Lane):
         return self._epochs
 
     def state(self) -> Tree:
-        """As `Lane`."""
+        """As `TrainingParticipant`."""
         return {"epochs": self._epochs}
 
     def restore(self, state: Tree) -> None:
-        """As `Lane`; its epoch is let in by the feeding reading, which comes to it again."""
+        """As `TrainingParticipant`; its epoch is let in by the feeding reading, which comes to it again."""
         self._epochs = state["epochs"]
 
     async def begin(self, epoch: int) -> None:
@@ -314,3 +318,154 @@ class HeldOutLane(Lane):
         """Whoever waits need not."""
         self._left = True
         self._done.set()
+
+
+Version = tuple[int, Tree]
+"""A state's version and its value."""
+
+
+class TrainingStates:
+    """The states of one training.
+
+    Args:
+        plan: what it belongs to.
+        coordinator: of the cluster that executes it.
+        names: the updates, in the order in which they are applied.
+    """
+
+    def __init__(self, plan: Plan, coordinator: Coordinator, names: Sequence[str]) -> None:
+        self._plan = plan
+        self._coordinator = coordinator
+        self._names = tuple(names)
+        self._values: dict[str, Tree] = {}
+        self._versions: dict[str, int] = {}
+        self._spaces: dict[str, int] = {}
+        self._handles: dict[str, PassHandle] = {}
+        self._reads: dict[str, tuple[str, ...]] = {}
+        """The states that an update's call gets."""
+
+    async def begin(self, values: Mapping[str, Tree], durable: Mapping[str, Version]) -> None:
+        """Make the first version of every state, or take up the latest durable ones.
+
+        Args:
+            values: the finished values of earlier phases.
+            durable: by name; empty where the training has not begun.
+
+        Raises:
+            CallError: a function that makes one failed.
+            WorkersLost: no worker can be kept alive.
+            UnsendableError: an argument can't be sent.
+        """
+        for name in self._names:
+            stage = self._plan.spec.stages[name]
+            with_ = stage.with_ if isinstance(stage, UpdateSpec) else {}
+            others = [ref.name for ref in references(with_) if isinstance(ref, StateRef)]
+            self._reads[name] = tuple(dict.fromkeys([name, *others]))
+            self._spaces[name] = self._coordinator.open_space()
+            self._handles[name] = self._open(update_program(self._plan, name, values), name)
+        for name in self._names:
+            version, value = durable[name] if name in durable else (0, await self._first(name))
+            self._put(name, value, version)
+
+    def _open(self, program: Program, name: str) -> PassHandle:
+        settings = PassSettings(1, ordered=False, fail_fast=False, pulled=False, priority=0, gang=True)
+        return self._coordinator.open_pass(program, name=name, settings=settings)
+
+    async def _first(self, name: str) -> Tree:
+        planned = self._plan.states[name]
+        if planned.init is None:
+            return planned.value
+        handle = self._open(init_program(self._plan, name, planned.init), name)
+        try:
+            (slots,) = await handle.call_step([((), dict(planned.arguments))])
+        finally:
+            handle.close()
+        return slots[NEW]
+
+    def _put(self, name: str, value: Tree, version: int) -> None:
+        self._coordinator.put_state(self._spaces[name], version, value)
+        self._values[name], self._versions[name] = value, version
+
+    def value(self, name: str) -> Tree:
+        """Return the latest value of a state."""
+        return self._values[name]
+
+    def latest(self) -> dict[str, Version]:
+        """Return the latest version of every state."""
+        return {name: (self._versions[name], self._values[name]) for name in self._names}
+
+    def read(self, names: Sequence[str]) -> dict[str, list[int]]:
+        """Return where workers find the latest values of states: name -> [space, version]."""
+        return {name: [self._spaces[name], self._versions[name]] for name in names}
+
+    async def update(self, values: Mapping[str, Tree]) -> bool:
+        """Apply updates that take place at the same time.
+
+        One that reads another's state comes after it; others are applied side by side.
+
+        Args:
+            values: what each update gets, by its name.
+
+        Returns:
+            Whether an `until` holds.
+
+        Raises:
+            CallError: a function failed; where several did, that of the first update in order.
+            FoldError: an update returned None, or an `until` something else than True or False.
+            WorkersLost: no worker can be kept alive.
+        """
+        ends = False
+        waiting = [name for name in self._names if name in values]
+        while waiting:
+            ready = [n for n in waiting if not {*self._reads[n]} & {*waiting} - {n}]
+            ends = any(await self._side_by_side(ready, values)) or ends
+            waiting = [name for name in waiting if name not in ready]
+        return ends
+
+    async def _side_by_side(self, names: Sequence[str], values: Mapping[str, Tree]) -> list[bool]:
+        if len(names) == 1:
+            return [await self._apply(names[0], values[names[0]])]
+        done: dict[str, bool] = {}
+        failed: dict[str, Exception] = {}
+
+        async def apply(name: str) -> None:
+            try:
+                done[name] = await self._apply(name, values[name])
+            except Exception as error:
+                failed[name] = error
+
+        async with anyio.create_task_group() as tasks:
+            for name in names:
+                tasks.start_soon(apply, name, name=f"update of {name}")
+        for name in names:
+            if name in failed:
+                raise failed[name]
+        return [done[name] for name in names]
+
+    async def _apply(self, name: str, value: Tree) -> bool:
+        (slots,) = await self._handles[name].call_step([value], self.read(self._reads[name]))
+        if slots[NEW] is None and self._values[name] is not None:
+            raise FoldError(name, "the update returned None: is a `return` missing?")
+        ends = _truth(slots[ENDS], name) if ENDS in slots else False
+        self._put(name, slots[NEW], self._versions[name] + 1)
+        return ends
+
+    def close(self) -> None:
+        """Forget the states, here and in the workers; the values stay."""
+        for handle in self._handles.values():
+            handle.close()
+        for space in self._spaces.values():
+            self._coordinator.drop_space(space)
+
+
+def _truth(found: Tree, name: str) -> bool:
+    """Return what an `until` says; a number is refused, which is true wherever it isn't 0."""
+    if isinstance(found, (bool, np.bool_)):
+        return bool(found)
+    if isinstance(found, np.ndarray) and found.dtype == bool and found.size == 1:
+        return bool(found.item())
+    kind = f"{found!r:.60} of type {type(found).__name__}"
+    if isinstance(found, np.ndarray):
+        kind = f"an array of {found.dtype}, shape {list(found.shape)}"
+    hint = "is a `return` missing?" if found is None else "compare it, as in `return change < 1e-6`"
+    raise FoldError(name, f"`until` returned {kind}, not True or False: {hint}")

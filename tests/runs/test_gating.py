@@ -13,7 +13,7 @@ from pipedist.core.types import Tree
 from pipedist.datasets.division import Division
 from pipedist.datasets.feeds import Feed, IndexedFeed, SequentialFeed, StepBatch
 from pipedist.datasets.sources import Source
-from pipedist.runs.gated_feed import GatedFeed
+from pipedist.runs.pass_feeds import GatedFeed
 
 
 class Blocks(Source):

@@ -16,9 +16,9 @@ import pipedist
 from pipedist.errors import CallError, JournalError, UsageError
 from pipedist.journal.audit import audit
 from pipedist.outputs.run_record import PRIVATE
-from pipedist.runs import versions
-from pipedist.runs.call_keys import CallKey
+from pipedist.runs import state_history
 from pipedist.runs.call_replay import Replayed
+from pipedist.runs.programs import CallKey
 from pipedist.runs.replay import Replay, open_replay
 from pipedist.worker.boot import environment
 
@@ -376,7 +376,7 @@ def test_held_out_data_is_read_with_the_state_of_its_epoch(trained: Path) -> Non
 
 
 def test_what_is_kept_of_versions_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(versions, "PART_BYTES_MAX", 200)  # of two entries or three
+    monkeypatch.setattr(state_history, "PART_BYTES_MAX", 200)  # of two entries or three
     out = tmp_path / "out"
     pipedist.run(written(tmp_path, TRAINING), workers=2, output=out)
     logs = [path.name for path in (out / PRIVATE / "journal").iterdir() if ".versions." in path.name]
@@ -387,18 +387,18 @@ def test_what_is_kept_of_versions_is_bounded(tmp_path: Path, monkeypatch: pytest
 
 
 def test_a_version_that_is_large_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(versions, "VERSION_BYTES_MAX", 10)
+    monkeypatch.setattr(state_history, "VERSION_BYTES_MAX", 10)
     out = tmp_path / "out"
     pipedist.run(written(tmp_path, TRAINING), workers=2, output=out)
     assert again(out, "d/5/1")[0].states == {"w": 12}
     assert "which is not kept: the journal has version 12. " in refused(out, "g/11/0")
 
 
-@pytest.mark.parametrize("part_bytes_max", [200, versions.PART_BYTES_MAX])
+@pytest.mark.parametrize("part_bytes_max", [200, state_history.PART_BYTES_MAX])
 def test_versions_go_on_in_a_run_that_is_resumed(
     tmp_path: Path, part_bytes_max: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(versions, "PART_BYTES_MAX", part_bytes_max)
+    monkeypatch.setattr(state_history, "PART_BYTES_MAX", part_bytes_max)
     out, limit = tmp_path / "out", tmp_path / "limit"
     spec = TRAINING.replace("fails_at: -1", f"fails_at: -1, limit: {limit}").replace(
         f'"{F}:moved", of: m,', f'"{F}:moved_so_far", of: m, with: {{limit: "${{params.limit}}"}},'
