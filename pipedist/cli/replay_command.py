@@ -185,7 +185,7 @@ def _print_document(replay: Replay, outcome: Replayed) -> None:
         "replica": key.replica,
         "epoch": replay.epoch,
         "elements": list(replay.elements),
-        "left_out": list(replay.left_out),
+        "left_out": list(replay.skipped),
         "states": dict(replay.states),
         "notes": list(replay.notes),
     }

@@ -1,4 +1,4 @@
-"""What a pass is made of: the feed that it reads, its folds, their files and logs."""
+"""Feeds of passes: from a dataset, from values that an earlier phase kept on disk, and gated by states."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pipedist.datasets.feeds import ElementRanges, Feed, IndexedFeed, Sequential
 from pipedist.errors import FoldError, OutputError, PipedistError
 from pipedist.journal.log_format import EMPTY, LogEntry, RecordLog
 from pipedist.plan import PassPlan, Plan
-from pipedist.plan.model import Rhythm
+from pipedist.plan.model import Granularity
 from pipedist.protocol.codec import decode
 from pipedist.protocol.program import ReaderConfig, Shards
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def feed_of(plan: Plan, pass_: PassPlan, spools: Mapping[str, Spool]) -> Feed:
-    """Return what a pass reads."""
+    """Return the feed of a pass."""
     spec = plan.spec
     dataset = spec.datasets[pass_.dataset]
     if pass_.root != pass_.dataset:
@@ -51,14 +51,14 @@ def feed_of(plan: Plan, pass_: PassPlan, spools: Mapping[str, Spool]) -> Feed:
 
 
 class Spool:
-    """The committed values of one run stage, step by step, in a log.
+    """The committed values of one run stage, step by step, in a log on disk.
 
-    In memory there are a few numbers a step.
+    Memory holds only a few numbers for each step.
 
     Args:
-        stage: whose values these are, for errors.
-        log: the journal's, which survives the process. None: a temporary file of no name: whatever
-            kills the process, nothing is left on disk.
+        stage: name of the stage, for errors.
+        log: a log of the journal, which survives the process. None: a temporary file without a name, which
+            disappears with the process.
     """
 
     def __init__(self, stage: str, log: RecordLog | None = None) -> None:
@@ -66,23 +66,23 @@ class Spool:
         self._is_temporary = log is None
         self._log = log if log is not None else self._temporary()
         self._starts = array("q")
-        """Where the frames of each step begin."""
+        """File offset of the frames of each step."""
         self._frames = array("q", [0])
-        """Number of the first frame of each step, in `_sizes`."""
+        """Index of the first frame of each step in `_sizes`."""
         self._sizes = array("q")
         """Bytes of each frame."""
-        self._holes: dict[int, tuple[int, ...]] = {}
-        """By step, shards without a value."""
+        self._skipped: dict[int, tuple[int, ...]] = {}
+        """Shards without a value, by step."""
         self._parts = array("l")
         self._bytes = array("q", [0])
-        """Bytes of the frames before each step, and in all."""
+        """Bytes of the frames before each step, and in total."""
         self._elements = array("q", [0])
-        """Elements before each step, and in all."""
+        """Elements before each step, and in total."""
         self._epochs = array("l")
         self._latest: tuple[int, list[Tree], list[Tree]] = (-1, [], [])
 
     def _temporary(self) -> RecordLog:
-        import tempfile  # few specs keep values
+        import tempfile  # rarely needed
 
         with tempfile.TemporaryFile(prefix="pipedist-") as file:
             return RecordLog(os.dup(file.fileno()), EMPTY, self._unwritable)
@@ -98,32 +98,32 @@ class Spool:
         *,
         elements: int,
         epoch: int,
-        holes: Sequence[int] = (),
+        skipped: Sequence[int] = (),
     ) -> None:
-        """Keep the values of the next step.
+        """Append the values of the next step.
 
         Args:
-            parts: those of the shards that are not empty, and maybe of empty ones behind them.
+            parts: values of the shards that are not empty, possibly followed by those of empty shards.
             ids: the element ids of the shards that are not empty.
-            holes: those of them that have no value: all of it was set aside.
+            skipped: the replicas among them without a value, because their whole shard was quarantined.
 
         Raises:
             OutputError, JournalError: the disk is full, or fails.
         """
         values = list(parts)
-        for hole in holes:
+        for hole in skipped:
             values.insert(hole, None)
-        self._index(self._log.append([list(ids), values], [len(ids), elements, epoch, *holes]))
+        self._index(self._log.append([list(ids), values], [len(ids), elements, epoch, *skipped]))
 
     def restore(self, entries: Iterable[LogEntry]) -> None:
-        """Take up the steps that the log has already."""
+        """Index the steps that the log already has."""
         for entry in entries:
             self._index(entry)
 
     def _index(self, entry: LogEntry) -> None:
-        parts, elements, epoch, *holes = entry.meta
-        if holes:
-            self._holes[len(self._parts)] = tuple(holes)
+        parts, elements, epoch, *skipped = entry.meta
+        if skipped:
+            self._skipped[len(self._parts)] = tuple(skipped)
         self._sizes.extend(entry.sizes)
         self._frames.append(len(self._sizes))
         self._starts.append(entry.at)
@@ -133,7 +133,7 @@ class Spool:
         self._epochs.append(epoch)
 
     def finish(self) -> None:
-        """Take note that there are no more steps: they may be read now.
+        """Flush the log after the last step, so that it can be read.
 
         Raises:
             OutputError, JournalError: the disk is full, or fails.
@@ -144,12 +144,12 @@ class Spool:
         import tempfile
 
         return OutputError(
-            f"can't keep the values of stage {self.stage} for a later phase in {tempfile.gettempdir()} "
+            f"can't store the values of stage {self.stage} for a later phase in {tempfile.gettempdir()} "
             f"(TMPDIR): {error.strerror or error}"
         )
 
     def read(self, step: int) -> tuple[list[Tree], list[Tree]]:
-        """Return the element ids and the values of a step's parts, as they were given."""
+        """Return the element ids and the values of a step's shards."""
         if self._latest[0] != step:
             sizes = self._sizes[self._frames[step] : self._frames[step + 1]]
             starts = accumulate(sizes, initial=self._starts[step])
@@ -159,12 +159,12 @@ class Spool:
         return self._latest[1], self._latest[2]
 
     def parts(self, step: int) -> int:
-        """Return the number of shards of a step that are not empty."""
+        """Return the number of non-empty shards of a step."""
         return self._parts[step]
 
-    def holes(self, step: int) -> tuple[int, ...]:
-        """Return which of these shards have no value."""
-        return self._holes.get(step, ())
+    def skipped(self, step: int) -> tuple[int, ...]:
+        """Return the replicas among these shards that have no value."""
+        return self._skipped.get(step, ())
 
     def bytes(self, first: int, last: int) -> int:
         """Return the size of steps [first, last)."""
@@ -179,18 +179,18 @@ class Spool:
         return self._epochs[step]
 
     def close(self) -> None:
-        """Let a temporary file go; the journal closes its own."""
+        """Close a temporary file; a log of the journal is closed by the journal."""
         self._latest = (-1, [], [])
         if self._is_temporary:
             self.close_log()
 
     def close_log(self) -> None:
-        """Close the file, whosoever it is."""
+        """Close the log, even if it belongs to the journal."""
         self._log.close()
 
 
 class SpoolFeed(Feed):
-    """Feeds the values of a run of an earlier phase, in the same steps and shards."""
+    """Feeds the values that a run stage of an earlier phase made, in the same steps and shards."""
 
     def __init__(self, spool: Spool, replicas: int, batch: int) -> None:
         self._spool = spool
@@ -207,47 +207,47 @@ class SpoolFeed(Feed):
         """Return the next steps."""
         spool, first = self._spool, self._next
         self._next = min(len(spool), first + count)
-        offers = []
+        batches = []
         kinds = groupby(
             range(first, self._next),
-            key=lambda step: (spool.parts(step), spool.epoch(step), spool.holes(step)),
+            key=lambda step: (spool.parts(step), spool.epoch(step), spool.skipped(step)),
         )
-        for (parts, _, holes), same in kinds:
+        for (parts, _, skipped), same in kinds:
             last = first + len(list(same))
             elements, size = spool.elements(first, last), spool.bytes(first, last)
-            offers.append(StepBatch(first, last, parts, elements, size, holes))
+            batches.append(StepBatch(first, last, parts, elements, size, skipped))
             first = last
-        return offers
+        return batches
 
     def shards(self, lo: int, hi: int, *, local: bool) -> Shards:
         """Return the kept values of calls [lo, hi).
 
         Raises:
-            FoldError: an empty shard has none, because the stage was not called with it.
+            FoldError: a shard has no value, because the stage was not called with it.
         """
         ids: list[Tree] = []
         values = []
         for call in range(lo, hi):
             step, part = divmod(call, self._replicas)
             step_ids, step_values = self._spool.read(step)
-            if part in self._spool.holes(step):
+            if part in self._spool.skipped(step):
                 raise FoldError(
                     self._spool.stage,
-                    f"step {step} has no value for replica {part}, whose shard was set aside, to join a "
-                    "collective with: put both stages into one phase",
+                    f"step {step} has no value for replica {part}, because its shard was quarantined, so the "
+                    "replica can't join a collective. Put both stages into one phase",
                 )
             if part >= len(step_values):
                 raise FoldError(
                     self._spool.stage,
-                    f"step {step} has no shard for replica {part}, so there is no value for it to join a "
-                    "collective with: add `collectives: true` here too, or `drop_remainder: true`",
+                    f"step {step} has no shard for replica {part}, so the replica has no value to join a "
+                    "collective with. Add `collectives: true` here too, or `drop_remainder: true`",
                 )
             ids.append(step_ids[part] if part < len(step_ids) else range(0))
             values.append(step_values[part])
         return Shards(ids=ids, values=values)
 
     def release(self, before: int) -> None:
-        """Nothing is held here."""
+        """Do nothing: the values are on disk."""
 
     def elements(self, first: int, last: int) -> int:
         """Return the number of elements of steps [first, last)."""
@@ -263,44 +263,44 @@ class SpoolFeed(Feed):
 
 
 StatesRead = Callable[[], dict[str, list[int]]]
-"""Returns name -> [space, version] of each state that a call reads which is issued now."""
+"""Returns name -> [space, version] of each state that a call issued now reads."""
 
 
 class GatedFeed(Feed):
-    """Holds a feed's steps back until they are let in.
+    """Holds the steps of a feed back until `admit` allows them.
 
     Args:
-        feed: whose steps these are.
-        rhythm: what is let in at a time.
-        states: what the calls read.
-        first_epoch: the first one that is let in from the beginning; -1: none is, and who lets them in says
-            when it ends, also where there is no data (any more).
-        steps_max: it ends here, whatever the feed has; None: where the feed does.
+        feed: the feed to gate.
+        granularity: whether `admit` counts steps or epochs; "run": all steps are admitted.
+        states: returns the states that calls read.
+        first_epoch: the last epoch that is admitted from the beginning; -1: none is, and only `end` ends the
+            feed, even if there is no more data.
+        steps_max: maximum number of steps; None: as many as the feed has.
     """
 
     def __init__(
         self,
         feed: Feed,
-        rhythm: Rhythm,
+        granularity: Granularity,
         states: StatesRead | None = None,
         *,
         first_epoch: int = 0,
         steps_max: int | None = None,
     ) -> None:
         self._feed = feed
-        self._rhythm = rhythm
+        self._granularity = granularity
         self._states = states
         self._steps_max = steps_max
         self._step = 0
-        """By step: this one and those before it are let in."""
+        """With granularity "step": steps up to this one are admitted."""
         self._epoch = first_epoch
-        """By epoch: this one and those before it are let in."""
+        """With granularity "epoch": epochs up to this one are admitted."""
         self._ends_with_data = first_epoch >= 0
         self._ended = False
         self._ahead: deque[StepBatch] = deque()
-        """Read from the feed, and not let in."""
+        """Read from the feed, but not admitted."""
         self._next = 0
-        """Steps before this one were handed out."""
+        """Steps before this one were returned by `pull`."""
         self._reading = anyio.Lock()
         self._changed = anyio.Event()
 
@@ -324,15 +324,15 @@ class GatedFeed(Feed):
         await self._feed.begin_at(step)
         self._next = step
 
-    # -- for who lets steps in -------------------------------------------------------------------
+    # -- the gate -------------------------------------------------------------------------------
 
-    def let(self, *, step: int, epoch: int) -> None:
-        """Let in the steps up to `step`, or those of the epochs up to `epoch`, as the rhythm is."""
+    def admit(self, *, step: int, epoch: int) -> None:
+        """Admit the steps up to `step`, or the epochs up to `epoch`, depending on the granularity."""
         self._step, self._epoch = step, epoch
         self._wake()
 
     def end(self) -> None:
-        """Let in nothing more: what was handed out was all."""
+        """End the feed after the steps that were already returned."""
         self._ended = True
         self._wake()
 
@@ -342,29 +342,29 @@ class GatedFeed(Feed):
 
     @property
     def held_back(self) -> str:
-        """What the next steps wait for, for people; "" where they wait for nothing but their data."""
-        if not self._ahead or self._is_let_in(self._ahead[0].first):
+        """Why the next steps are held back; "" if they only wait for their data."""
+        if not self._ahead or self._is_admitted(self._ahead[0].first):
             return ""
         first = self._ahead[0].first
-        if self._rhythm == "step":
-            return f"step {first} reads the states that the updates after step {self._step} make"
-        return f"step {first} is read when epoch {self._feed.epoch(first)} has been trained"
+        if self._granularity == "step":
+            return f"step {first} reads the states that are updated after step {self._step}"
+        return f"step {first} is read after epoch {self._feed.epoch(first)} of the training"
 
     async def next_epoch(self) -> int | None:
-        """Return the epoch of the first step that was not handed out; None: there is none.
+        """Return the epoch of the next step that `pull` will return, None if there is none.
 
         Raises:
-            Exception: whatever reading the data raises.
+            Exception: an error of reading the data.
         """
         async with self._reading:
             await self._look_ahead(1)
             return self._feed.epoch(self._ahead[0].first) if self._ahead else None
 
     async def ends_epoch(self, step: int) -> bool:
-        """Return whether a step, handed out and not released, is the last of its epoch.
+        """Return whether a step, pulled and not released, is the last of its epoch.
 
         Raises:
-            Exception: whatever reading the data raises.
+            Exception: an error of reading the data.
         """
         async with self._reading:
             if step + 1 == self._next:
@@ -375,15 +375,15 @@ class GatedFeed(Feed):
     # -- a feed ----------------------------------------------------------------------------------
 
     async def pull(self, count: int) -> list[StepBatch]:
-        """Return the next steps as soon as they are let in."""
+        """Wait until the next steps are admitted, and return them."""
         while not self._ended:
-            changed = self._changed  # of now: what is let in while the data is read must not be missed
+            changed = self._changed  # fetched first, so that no `admit` during the read is missed
             async with self._reading:
-                await self._look_ahead(1 if self._rhythm == "step" else count)
+                await self._look_ahead(1 if self._granularity == "step" else count)
             if not self._ended and not self._ahead and self._ends_with_data:
                 self.end()
-            elif not self._ended and (offers := self._let_in(count)):
-                return offers
+            elif not self._ended and (batches := self._take_admitted(count)):
+                return batches
             else:
                 await changed.wait()
         return []
@@ -394,20 +394,20 @@ class GatedFeed(Feed):
         if not self._ahead and count > 0:
             self._ahead += await self._feed.pull(count)
 
-    def _let_in(self, count: int) -> list[StepBatch]:
-        offers = []
-        while self._ahead and count > 0 and self._is_let_in(self._ahead[0].first):
-            offer = self._ahead.popleft()
-            if offer.last - offer.first > count:
-                offer, rest = self._cut(offer, offer.first + count)
+    def _take_admitted(self, count: int) -> list[StepBatch]:
+        batches = []
+        while self._ahead and count > 0 and self._is_admitted(self._ahead[0].first):
+            steps = self._ahead.popleft()
+            if steps.last - steps.first > count:
+                steps, rest = self._cut(steps, steps.first + count)
                 self._ahead.appendleft(rest)
-            count -= offer.last - offer.first
-            self._next = offer.last
-            offers.append(offer)
-        return offers
+            count -= steps.last - steps.first
+            self._next = steps.last
+            batches.append(steps)
+        return batches
 
-    def _is_let_in(self, step: int) -> bool:
-        match self._rhythm:
+    def _is_admitted(self, step: int) -> bool:
+        match self._granularity:
             case "step":
                 return step <= self._step
             case "epoch":
@@ -415,30 +415,30 @@ class GatedFeed(Feed):
             case _:
                 return True
 
-    def _cut(self, offer: StepBatch, at: int) -> tuple[StepBatch, StepBatch]:
-        elements = self._feed.elements(offer.first, at)
-        size = offer.bytes * (at - offer.first) // (offer.last - offer.first)
+    def _cut(self, steps: StepBatch, at: int) -> tuple[StepBatch, StepBatch]:
+        elements = self._feed.elements(steps.first, at)
+        size = steps.bytes * (at - steps.first) // (steps.last - steps.first)
         return (
-            replace(offer, last=at, elements=elements, bytes=size),
-            replace(offer, first=at, elements=offer.elements - elements, bytes=offer.bytes - size),
+            replace(steps, last=at, elements=elements, bytes=size),
+            replace(steps, first=at, elements=steps.elements - elements, bytes=steps.bytes - size),
         )
 
     def shards(self, lo: int, hi: int, *, local: bool) -> Shards:
-        """Return what is sent for calls [lo, hi), with the states that they read."""
+        """Return the shards of calls [lo, hi), with the states that they read."""
         shards = self._feed.shards(lo, hi, local=local)
         return shards if self._states is None else replace(shards, states=self._states())
 
     def separable(self, call: int) -> int:
-        """Return how many elements of a call `some` can send without the others."""
+        """Return the number of elements of a call that `some` can send separately."""
         return self._feed.separable(call)
 
     def some(self, call: int, elements: ElementRanges, *, local: bool) -> Shards:
-        """Return what is sent for some elements of a call, with the states that it reads."""
+        """Return a shard with some elements of a call, with the states that it reads."""
         shards = self._feed.some(call, elements, local=local)
         return shards if self._states is None else replace(shards, states=self._states())
 
     def release(self, before: int) -> None:
-        """Let go of everything for steps before `before`."""
+        """Release the data of steps before `before`."""
         self._feed.release(before)
 
     def elements(self, first: int, last: int) -> int:

@@ -1,9 +1,10 @@
-"""The versions of a training's states, one after the other, for who looks at a call of it again.
+"""Keeps earlier versions of a training's states, and finds the version that a call read.
 
-To go on, a run needs the latest version alone. Which one an earlier call read is known from its place, so
-whoever executes that call again (`pipedist replay`) needs that one. They are kept in a log of the journal,
-as far as they are small, and in two parts, of which the older is dropped when the newer is full: so there
-are always the last ones, and what they take does not grow with the run.
+To resume, a run needs only the latest version of each state. To execute an earlier call again, `pipedist replay`
+needs the version that the call read, which follows from the call's place in the training: the number of steps or
+epochs that were applied before it. Small versions are therefore kept in a log of the journal. The log has two
+parts, and the older one is dropped when the newer one is full, so its size does not grow with the run. The first
+version needs no journal, because `init` makes it again.
 """
 
 from __future__ import annotations
@@ -24,20 +25,20 @@ if TYPE_CHECKING:
     from pipedist.runs.pass_journal import PassJournal
 
 LOG: Final = "versions."
-"""Logs with versions are called so, and by a number."""
+"""Prefix of the names of the logs; a number follows."""
 
 VERSION_BYTES_MAX: Final = 2**16
-"""A larger value is not kept: writing it with each step would cost too much."""
+"""Larger values are not kept, because writing them with each step would cost too much."""
 
 PART_BYTES_MAX: Final = 2**25
-"""A part of the log that is longer is full; there are two at most."""
+"""Size at which a part of the log is full; there are at most two parts."""
 
 
 class StateHistory:
-    """Keeps the versions of states as they come.
+    """Logs the versions of states.
 
     Args:
-        durable: of the pass that feeds the updates.
+        durable: the journal's part of the pass that feeds the updates.
     """
 
     def __init__(self, durable: PassJournal) -> None:
@@ -48,11 +49,11 @@ class StateHistory:
         self._known: dict[str, int] = {}
 
     def add(self, latest: Mapping[str, tuple[int, Tree]], *, steps: int, epochs: int) -> None:
-        """Keep those that are new.
+        """Log the versions that are new.
 
         Args:
             latest: version and value of each state.
-            steps, epochs: that are applied in them.
+            steps, epochs: number of steps and epochs applied in them.
 
         Raises:
             JournalError: the log can't be written.
@@ -69,17 +70,17 @@ class StateHistory:
                 self._log = self._durable.log(f"{LOG}{self._parts[-1]}")
 
     def dropped(self) -> list[str]:
-        """Return the logs that nobody needs any more, and that are still there."""
+        """Return the open logs that are no longer needed."""
         return [name for number in self._parts[:-2] if self._durable.is_open(name := f"{LOG}{number}")]
 
 
 class FoundVersion(Struct, frozen=True):
-    """What there is of the versions of one state.
+    """The result of looking for a version of a state.
 
     Args:
-        is_there: the one that was wanted.
-        version, value: of it; version 0 has no value here: it is made anew.
-        versions: all that there are.
+        is_there: whether the version is kept.
+        version, value: the version and its value; version 0 has no value, because `init` makes it again.
+        versions: all versions that are kept.
     """
 
     is_there: bool
@@ -89,12 +90,12 @@ class FoundVersion(Struct, frozen=True):
 
 
 def find(durable: PassJournal, name: str, per: str, wanted: int) -> FoundVersion:
-    """Return the version of a state that a call read.
+    """Return the version of a state after a number of steps or epochs.
 
     Args:
-        durable: of the pass that feeds the updates.
-        per: how often the state changes: step, epoch.
-        wanted: so many steps or epochs were applied, of those that are durable.
+        durable: the journal's part of the pass that feeds the updates.
+        per: whether the state changes with each step or each epoch.
+        wanted: number of steps or epochs applied.
 
     Raises:
         JournalError: the log is damaged.
@@ -105,13 +106,13 @@ def find(durable: PassJournal, name: str, per: str, wanted: int) -> FoundVersion
     versions: list[int] = []
     for number in numbers:
         for entry, tree in durable.entries(f"{LOG}{number}"):
-            whose, its_version, steps, epochs, its_fits = entry.meta
-            if whose != name:
+            state, entry_version, steps, epochs, entry_fits = entry.meta
+            if state != name:
                 continue
-            if its_fits:
-                versions.append(its_version)
+            if entry_fits:
+                versions.append(entry_version)
             if (steps if per == "step" else epochs) <= wanted:
-                known, version, value, fits = True, its_version, tree, its_fits
+                known, version, value, fits = True, entry_version, tree, entry_fits
     return FoundVersion(known and fits, version, value, tuple(dict.fromkeys(versions)))
 
 
@@ -120,12 +121,12 @@ def _numbers(durable: PassJournal) -> list[int]:
 
 
 class Applied(Struct, frozen=True):
-    """How much of a training was applied at some moment.
+    """The progress of a training's updates at some moment.
 
     Args:
-        steps: so many; None: nobody knows.
-        epochs: so many.
-        run: all of it.
+        steps: number of steps applied; None: unknown.
+        epochs: number of epochs applied.
+        run: whether the updates of the whole run are applied.
     """
 
     steps: int | None
@@ -133,17 +134,17 @@ class Applied(Struct, frozen=True):
     run: bool
 
     def count(self, per: str) -> int | None:
-        """Return how often a state was changed until then that changes once a run, epoch or step."""
+        """Return the number of changes of a state that changes once a step, epoch or run."""
         return self.steps if per == "step" else self.epochs if per == "epoch" else int(self.run)
 
 
 def before_call(plan: Plan, pass_: PassPlan, step: int, epoch: int, now: Applied) -> Applied:
-    """Return what was applied when a call was issued.
+    """Return the updates that were applied when a call was issued.
 
     Args:
-        pass_: of the call; it feeds updates, or is evaluated after each epoch.
-        epoch: of its step.
-        now: what the journal has.
+        pass_: the pass of the call, which feeds updates or is evaluated after each epoch.
+        epoch: the epoch of the call's step.
+        now: the updates applied in the journal.
     """
     if not pass_.follows:
         return Applied(step, epoch, False)
@@ -154,28 +155,30 @@ def before_call(plan: Plan, pass_: PassPlan, step: int, epoch: int, now: Applied
 
 
 def in_journal(training: PassJournal) -> Applied:
-    """Return what is applied in the states that are durable."""
+    """Return the updates applied in the durable states."""
     found = training.part(PASS_STATE)
     if found is None:
         return Applied(0, 0, False)
     position = found["training"]
     ended = training.is_complete or position["over"]
-    return Applied(training.steps, position["epochs"] if ended else position["let"][1], training.is_complete)
+    return Applied(
+        training.steps, position["epochs"] if ended else position["admitted"][1], training.is_complete
+    )
 
 
 def states_of(
     plan: Plan, pass_: PassPlan, key: CallKey, epoch: int, training: PassJournal
 ) -> dict[str, tuple[int, Tree] | None]:
-    """Return version and value of each state that a call read; None: its first one, which is made anew.
+    """Return version and value of each state that a call read; None for the first version.
 
     Args:
-        pass_: of the call.
-        epoch: of its step.
-        training: what is durable of the pass that feeds the updates.
+        pass_: the pass of the call.
+        epoch: the epoch of the call's step.
+        training: the journal's part of the pass that feeds the updates.
 
     Raises:
-        UsageError: the journal has another version.
-        JournalError: it is damaged.
+        UsageError: the journal does not have the version.
+        JournalError: the journal is damaged.
     """
     now = in_journal(training)
     then = before_call(plan, pass_, key.step, epoch, now)
@@ -197,7 +200,7 @@ def states_of(
 def _earlier(
     key: CallKey, name: str, per: str, wanted: int | None, kept: int | None, training: PassJournal
 ) -> tuple[int, Tree] | None:
-    """Return an earlier version of a state, and its value; None: its first one."""
+    """Return an earlier version of a state and its value; None for the first version."""
     latest = training.parts(STATE).get(name)
     among = FoundVersion(False) if wanted is None else find(training, name, per, wanted)
     if among.is_there and wanted is not None and kept is not None and wanted < kept:
@@ -207,15 +210,15 @@ def _earlier(
     often = f"one a{'n' * (per == 'epoch')} {per}"
     raise UsageError(
         f"call {key} read {read} of state {name} ({often}), which is not kept: the journal has "
-        f"{_shown(versions)}. It keeps the latest one, and of those before it the last "
-        f"{PART_BYTES_MAX // 2**20} MiB, without any above {VERSION_BYTES_MAX // 2**10} KiB; of a run that "
-        "was killed, as far as it was committed. A run has the version that a call read as its latest if it "
-        "ends there: run it again with another --output, and have the function raise at this step"
+        f"{_ranges(versions)}. It keeps the latest committed version, and of the earlier ones the last "
+        f"{PART_BYTES_MAX // 2**20} MiB, without versions above {VERSION_BYTES_MAX // 2**10} KiB. To replay "
+        "this call, run the spec again with another --output and let the function raise at this step: the "
+        "version is then the latest one"
     )
 
 
-def _shown(versions: Sequence[int]) -> str:
-    """Return versions as ranges, for people."""
+def _ranges(versions: Sequence[int]) -> str:
+    """Return versions as ranges, for an error message."""
     spans: list[list[int]] = []
     for version in versions:
         if spans and spans[-1][1] == version - 1:

@@ -157,7 +157,7 @@ def test_a_run_without_journal_or_file_is_refused(tmp_path: Path) -> None:
         "outputs": {"rows": "rows.npy"},
     }
     pipedist.run(document, workers=1, output=tmp_path / "out")
-    assert "was no file" in refused(tmp_path / "out", "rows/0/0")
+    assert "did not come from a file" in refused(tmp_path / "out", "rows/0/0")
     (tmp_path / "out/.pipedist/journal/journal").unlink()
     assert "there is no journal" in refused(tmp_path / "out", "rows/0/0")
 
@@ -193,7 +193,7 @@ def test_the_error_of_a_call_names_the_command_and_the_command_finds_it(tmp_path
     error = caught.value
     key = f"y/{error.step}/{error.replica}"
     assert error.replay == f"pipedist replay {out} --call {key}"
-    assert str(error).endswith(f"\nexecute this call again, alone: {error.replay}")
+    assert str(error).endswith(f"\nTo execute only this call again: {error.replay}")
     replay, made = again(out, key)
     assert 17 in replay.elements
     assert made.failure is not None
@@ -203,7 +203,7 @@ def test_the_error_of_a_call_names_the_command_and_the_command_finds_it(tmp_path
     assert "the run did not come to call z/0/0: y, before it, is not complete" in refused(out, "z/0/0")
 
 
-def test_elements_that_were_set_aside_are_left_out_and_can_be_had_alone(tmp_path: Path) -> None:
+def test_quarantined_elements_are_skipped_and_can_be_replayed_alone(tmp_path: Path) -> None:
     out = tmp_path / "out"
     result = pipedist.run(
         written(tmp_path, NOISY, "quarantine"), workers=2, output=out, params={"bad": [17, 20]}
@@ -215,7 +215,7 @@ def test_elements_that_were_set_aside_are_left_out_and_can_be_had_alone(tmp_path
         key = f"y/{line['step']}/{line['replica']}"
         assert (line["call"], line["alone"]) == (key, True)
         replay, made = again(out, key)
-        assert line["element"] in replay.left_out
+        assert line["element"] in replay.skipped
         assert line["element"] not in replay.elements
         row = rows[line["step"]]
         at = row["ids"].index(replay.elements[0])
