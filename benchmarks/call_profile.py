@@ -49,7 +49,7 @@ PARTS = {
     "pipedist.coordinator.pass_handle:PassHandle.arrived": "results: keep",
     "pipedist.coordinator.results:ResultStore.take": "results: take",
     "async pipedist.datasets.feeds:IndexedFeed.pull": "feed: steps",
-    "async pipedist.runs.pass_execution:Reading._take": "pipeline: a step",
+    "async pipedist.runs.pass_execution:PassExecution._take": "pipeline: a step",
     "async pipedist.runs.folds:Fold.add": "folds",
     "async pipedist.runs.folds:Fold.finish": "folds",
     "pipedist.runs.subscription:Subscription.put": "stream to the user",

@@ -166,7 +166,7 @@ class CallError(PipedistError):
 
     def __str__(self) -> str:
         text = super().__str__()
-        return f"{text}\nexecute this call again, alone: {self.replay}" if self.replay else text
+        return f"{text}\nTo execute only this call again: {self.replay}" if self.replay else text
 
 
 class NonDeterministicError(PipedistError):

@@ -50,9 +50,9 @@ def print_plan(
     import json
 
     from pipedist.cluster.base import usable_cores
+    from pipedist.cluster.factory import cluster_for
     from pipedist.outputs import encoding
     from pipedist.plan import compile_plan
-    from pipedist.runs.clusters import cluster_for
     from pipedist.spec import load, with_cluster
 
     spec = load(path, sets=sets)

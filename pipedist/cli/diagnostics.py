@@ -127,8 +127,7 @@ def explain_run(run: str, *, as_json: bool) -> int:
         UsageError: there is no run in the folder, or it does not reply.
     """
     from pipedist.outputs.run_record import LIVE, PRIVATE, read_record
-    from pipedist.runs.diagnostics import VERSION, lines
-    from pipedist.runs.status_socket import ask
+    from pipedist.runs.diagnostics import VERSION, lines, query_status
 
     path = Path(run)
     record = read_record(path, path)
@@ -137,7 +136,7 @@ def explain_run(run: str, *, as_json: bool) -> int:
             f"there is no run in {path}. RUN is the output folder of a run, such as out/NAME. A run without "
             "outputs has none: use kill -USR1 PID, and read its standard error"
         )
-    reply = ask(path / PRIVATE / LIVE, REPLY_S)
+    reply = query_status(path / PRIVATE / LIVE, REPLY_S)
     if reply is not None:
         try:
             status: dict[str, Any] = json.loads(reply)

@@ -68,7 +68,7 @@ def execute(options: ReplayOptions) -> int:
 
 
 def _execute(options: ReplayOptions) -> int:
-    from pipedist.runs.call_keys import CallKey
+    from pipedist.runs.programs import CallKey
     from pipedist.runs.replay import open_replay, threads_of
 
     key, folder = CallKey.of(options.call), Path(options.run)
@@ -185,7 +185,7 @@ def _print_document(replay: Replay, outcome: Replayed) -> None:
         "replica": key.replica,
         "epoch": replay.epoch,
         "elements": list(replay.elements),
-        "left_out": list(replay.left_out),
+        "left_out": list(replay.skipped),
         "states": dict(replay.states),
         "notes": list(replay.notes),
     }

@@ -275,7 +275,7 @@ def _quarantine_text(result: Result, *, replays: bool) -> str:
     for place, entry in enumerate(entries[:QUARANTINED_SHOWN]):
         lines.append(f"  element {entry['element']}, stage {entry['stage']}: {entry['cause']}")
         if place < len(again):
-            lines.append(f"    again: {again[place]}")
+            lines.append(f"    to replay: {again[place]}")
     if len(entries) > QUARANTINED_SHOWN:
         lines.append("  ...")
     return "\n".join(lines) + "\n"
@@ -286,7 +286,7 @@ def _replays(listed: Path) -> list[str]:
     import json
     from itertools import islice
 
-    from pipedist.runs.call_keys import CallKey
+    from pipedist.runs.programs import CallKey
 
     commands = []
     with listed.open("rb") as lines:

@@ -13,7 +13,7 @@ empty. Batch boundaries are kept. Then the policy assigns the chunks:
 | AUTO | as FILE if every source reads files, at least W of them, and nothing is enumerated; else as DATA |
 
 R consecutive chunks of a pipeline are one step of its replicas. The assignment is tf.distribute's; under
-OFF, FILE and HINT its sizes are floor or ceil and cross batch boundaries, here one rule holds for all.
+OFF, FILE and HINT its sizes are rounded down or up and cross batch boundaries, here one rule holds for all.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ def batch_sizes_for_worker(
     """Return the cycle of batch sizes of a pipeline that gives global steps of `global_batch` rows.
 
     For input functions whose pipelines read independent streams. With N = W * R replicas, the N sizes
-    are floor or ceil of global_batch / N, and pipeline w starts R * w entries after pipeline 0, so the
+    are global_batch / N, rounded down or up, and pipeline w starts R * w entries after pipeline 0, so the
     sizes of each step have the sum `global_batch`
     (tf.data.experimental.distribute.batch_sizes_for_worker).
 

@@ -47,7 +47,7 @@ class Audit(Struct, frozen=True):
             if self.history.torn:
                 lines.append(f"  {self.history.torn:,} bytes of an incomplete last record: not counted")
         lines += [f"WRONG: {problem}" for problem in self.problems]
-        lines.append("it does not add up" if self.problems else "it adds up")
+        lines.append("the journal is inconsistent" if self.problems else "the journal is consistent")
         return lines
 
 
@@ -67,17 +67,17 @@ def audit(folder: Path, *, finished: bool = False, ledger: Mapping[str, int] | N
     except JournalError as error:
         return Audit(None, (str(error),))
     if history is None:
-        return Audit(None, ("the journal has no whole record",))
+        return Audit(None, ("the journal has no complete record",))
     problems = list(history.problems)
     if finished and history.ended is None:
         problems.append(
-            f"the run is finished, and its journal ends at offset {history.size} without a record of "
+            f"the run is finished, but its journal ends at offset {history.size} without a record of "
             "the end: records were removed"
         )
     if finished and history.torn:
         problems.append(
-            f"the run is finished, and {history.torn} bytes follow the journal's last good record"
+            f"the run is finished, but {history.torn} bytes follow the journal's last good record"
         )
     if ledger is not None and dict(ledger) != history.ledger():
-        problems.append(f"the results have {dict(ledger)}, and the journal's calls give {history.ledger()}")
+        problems.append(f"the results have {dict(ledger)}, but the journal's calls give {history.ledger()}")
     return Audit(history, tuple(problems))

@@ -238,11 +238,11 @@ class History:
     def _end(self, ledger: Mapping[str, int], place: str) -> None:
         self.ended = dict(ledger)
         if ledger["elements"] != ledger["committed"] + ledger["quarantined"] + ledger["lost"]:
-            self.problems.append(f"{place}: the ledger does not add up: {_text(ledger)}")
+            self.problems.append(f"{place}: the ledger is inconsistent: {_text(ledger)}")
         found = self.ledger()
         if found != self.ended:
             self.problems.append(
-                f"{place}: the ledger has {_text(ledger)}, and the journal's calls give {_text(found)}"
+                f"{place}: the ledger has {_text(ledger)}, but the journal's calls give {_text(found)}"
             )
 
 

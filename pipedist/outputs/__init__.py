@@ -1,5 +1,8 @@
 """The results of a run: a JSON document, files in six formats, and the folder that holds them.
 
+Entry points: `open_folder` for the output folder of a run, `open_sink` for a file in it, and `run_document` for the
+results document. All of it runs in the driver process; commands such as `pipedist audit` read the folder later.
+
 | module | content |
 |---|---|
 | `document` | the document that reports how a run ended |

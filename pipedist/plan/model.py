@@ -13,7 +13,7 @@ from pipedist.datasets.division import Division
 from pipedist.datasets.sources import Source
 from pipedist.spec import CollectivesSpec, RunSpec, Spec, StateRef, references
 
-Rhythm = Literal["step", "epoch", "run"]
+Granularity = Literal["step", "epoch", "run"]
 """How often something changes, or how much of a reading may begin at a time."""
 
 DEFAULT_COLLECTIVES: Final = CollectivesSpec(implementation="auto", timeout_s=None, bytes_per_pack=0)
@@ -74,7 +74,7 @@ class StatePlan(Struct, frozen=True):
         until: the function that says when the epochs end; None where none does.
     """
 
-    per: Rhythm
+    per: Granularity
     init: FunctionRef | None
     arguments: Mapping[str, Tree]
     value: Tree
@@ -134,7 +134,7 @@ class Plan(Struct, frozen=True):
         ]
         return tuple(dict.fromkeys(found))
 
-    def rhythm(self, pass_: PassPlan) -> Rhythm:
+    def granularity(self, pass_: PassPlan) -> Granularity:
         """Return how much of a pass may begin before the updates that it feeds are applied.
 
         A step or an epoch at a time, if a stage reads a state that changes so often, or an `until` is

@@ -10,7 +10,7 @@ import numpy as np
 from pipedist.core.types import FunctionRef, Tree
 from pipedist.errors import Problem
 from pipedist.plan.callables import Callables, CallSignature
-from pipedist.plan.model import Rhythm, StatePlan
+from pipedist.plan.model import Granularity, StatePlan
 from pipedist.spec import GatherSpec, InitFile, InitFunction, InitLiteral, ReduceSpec, Spec, UpdateSpec
 
 
@@ -61,7 +61,7 @@ def plan_states(
                         )
                     )
         source = spec.stages[stage.of]
-        per: Rhythm = source.per if isinstance(source, ReduceSpec | GatherSpec) else "run"
+        per: Granularity = source.per if isinstance(source, ReduceSpec | GatherSpec) else "run"
         states[name] = StatePlan(per, init, arguments, value, until)
     return states
 

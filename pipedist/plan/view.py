@@ -121,8 +121,8 @@ def _pass_lines(plan: Plan, pass_: PassPlan) -> list[str]:
     again = "" if pass_.root == pass_.dataset else f" (the kept values of {pass_.root})"
     once = f" once after each epoch of {pass_.follows}" if pass_.follows else ""
     turns = ""
-    if pass_.updates and (rhythm := plan.rhythm(pass_)) != "run":
-        turns = f", one {rhythm} at a time: each waits for the updates before it"
+    if pass_.updates and (granularity := plan.granularity(pass_)) != "run":
+        turns = f", one {granularity} at a time: each waits for the updates before it"
     lines = [f"reads {pass_.dataset}{again}{once}{turns}"]
     if pass_.gang:
         lines.append(f"  {_gang(plan, pass_)}")

@@ -1,11 +1,19 @@
-"""Pipelines: a spec in, an async stream of results out.
+"""Open and run a spec: from a document to an async stream of results.
 
-| module | what it decides |
+The entry points are `open` and `run` in `api`, `open_replay` in `replay`, and `document` and `query_status`
+in `diagnostics`. All of this code runs in the driver process (a replay runs in the process of its command);
+worker processes import none of it.
+
+| module | content |
 |---|---|
-| `doors` | `open` and `run`; imports the rest after the fork server is on its way |
-| `own_thread` | work in a thread that its caller waits for, and ends with Ctrl-C |
-| `runs` | a run as the user sees it, between `open` and its results |
-| `execution` | phases and passes, carried out |
-| `training`, `states`, `gating` | readings that take turns through states |
-| `result`, `subscription` | what the user reads |
+| `api` | `open` and `run`: start the fork server, then import the rest |
+| `run`, `result`, `subscription` | the run as the user sees it: its lifetime, results and streams |
+| `execution`, `pass_execution` | phases one after the other; one pass step by step |
+| `programs`, `pass_feeds` | the inputs of a pass: its program for workers, its feed |
+| `folds`, `gather_fold`, `pass_folds` | reductions and gathers, in step order |
+| `training`, `state_history` | states, their updates, and the versions that are kept for replays |
+| `quarantine` | elements that are set aside |
+| `identity`, `pass_journal`, `resume` | what a run can go on from, and what is written for that |
+| `replay`, `call_replay` | one call executed again |
+| `diagnostics` | what a run waits for, and the socket that reports it |
 """

@@ -1,15 +1,18 @@
-"""The doors of the embedded API: `open` for async code, `run` for everything else."""
+"""Entry points of the embedded API: `open` for async code, `run` for synchronous code.
+
+Both start the fork server first and import the rest of pipedist afterwards, so that the two load in parallel.
+For the same reason this module imports nothing heavy.
+"""
 
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+import threading
+from typing import TYPE_CHECKING, TypeVar
 
 from pipedist.cluster.launchers.server import Spare, prepare
-from pipedist.core.import_guard import reject_during_import
-from pipedist.runs.sync_bridge import in_own_thread
+from pipedist.core.import_guard import caller_is_waiting, reject_during_import
 
-# A run needs half of pipedist: its fork server is started first, so that both load at the same time.
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
 
@@ -39,27 +42,28 @@ def open(
     Args:
         spec: a path, or the same document as a dict, in which a function may be a callable and a
             source may be `{"arrays": tree}`.
-        cluster: an open cluster to run on; or one of its own instead of the spec's, "NAME" or "NAME:ADDRESS"
-            ("ray", "dask:tcp://10.0.0.1:8786"); None: one of its own, as the spec says.
-        workers: number of worker processes of its own cluster; None: as the spec says.
+        cluster: an open cluster to run on; or the launcher of a new one, "NAME" or "NAME:ADDRESS" ("ray",
+            "dask:tcp://10.0.0.1:8786"), which replaces the spec's; None: a new one, as the spec declares.
+        workers: number of worker processes of a new cluster; None: as the spec declares.
         params: values for the spec's `params`.
         sets: the same as texts, "NAME=VALUE", as on the command line.
         output: folder for the outputs; None: `out/NAME`, if the spec has outputs.
-        resume: continue the run in the folder that was interrupted, was killed, or failed: what is in its
-            journal is not done again. Streams begin with the first step that their subscriber may not
-            have finished. Of a finished run of the same spec: give its result, and run nothing. "reuse":
-            also where the spec, its inputs or its modules have changed; what hangs on that is done again.
+        resume: continue the run in the folder that was interrupted, was killed, or failed; calls in its
+            journal are not executed again. Streams begin with the first step that their subscriber may not
+            have finished. If the run in the folder is finished, return its results and execute nothing.
+            "reuse": continue even if the spec, its inputs or its modules have changed, and execute the
+            passes that depend on the changes again.
         restart: discard an unfinished run in the folder, and begin again.
-        verify: execute every call twice; one that gives two different results fails the run.
-        on_log: called with a worker's name and a line (`stage`, `step`, `replica`, `text`) that a replica
-            function printed or logged, inside the event loop.
-        force: let workers in that dial in and run other versions, or have another type of processor, and
-            resume a run that was begun so.
+        verify: execute every call twice, and fail the run if the two results differ.
+        on_log: called inside the event loop with a worker's name and a line (`stage`, `step`, `replica`,
+            `text`) that a replica function printed or logged.
+        force: accept workers that run other versions or have another type of processor, and resume a run
+            that was started with those.
 
     Raises:
         SpecError: the document has mistakes; all of them are listed.
-        PlanError: it can't be carried out here (on entering).
-        UsageError: arguments that make no sense, or the output folder is in use (on entering).
+        PlanError: the spec can't be executed here (raised on entering).
+        UsageError: the arguments contradict each other, or the output folder is in use (raised on entering).
     """
     reject_during_import("pipedist.open")
     spare = _head_start(spec) if cluster in (None, "local") else Spare()
@@ -98,9 +102,11 @@ def run(
     on_log: LogSink | None = None,
     force: bool = False,
 ) -> Result:
-    """Run a spec to its end and return the results; works inside a running event loop too.
+    """Run a spec to its end and return the results.
 
-    Args: as `open`.
+    It can also be called inside a running event loop, which it blocks until the run has ended.
+
+    Args: as for `open`.
 
     Raises: as `open` and `Run.results`.
     """
@@ -128,7 +134,7 @@ def run(
 
 
 def _head_start(spec: SpecLike) -> Spare:
-    """Start the fork server that a run will want, unless it is clear that nothing will run."""
+    """Start the fork server of a run; start none if the spec file does not exist."""
     if isinstance(spec, str | os.PathLike) and not os.path.exists(spec):
         return Spare()
     return prepare()
@@ -145,7 +151,7 @@ def _in_event_loop() -> bool:
 
 
 def _in_thread(main: Callable[[], Awaitable[Result]]) -> Result:
-    """Run on an event loop in a thread of its own: the caller's loop is busy with the caller."""
+    """Run on an event loop in a new thread, because the caller blocks its own loop."""
     import asyncio
     import contextlib
 
@@ -156,7 +162,7 @@ def _in_thread(main: Callable[[], Awaitable[Result]]) -> Result:
     is_interrupted = False
 
     async def watched() -> None:
-        # A scope, and no task: asyncio's own cancellation would get through the shields of what closes.
+        # Cancel a scope, not the task: asyncio's own cancellation would break the shields of clean-up code.
         with anyio.CancelScope() as scope:
             loop = asyncio.get_running_loop()
             cancels.append(lambda: loop.call_soon_threadsafe(scope.cancel))
@@ -168,8 +174,84 @@ def _in_thread(main: Callable[[], Awaitable[Result]]) -> Result:
         nonlocal is_interrupted
         is_interrupted = True
         for cancel in cancels:
-            with contextlib.suppress(RuntimeError):  # the loop may be closed already
+            with contextlib.suppress(RuntimeError):  # if the loop is closed already
                 cancel()
 
     in_own_thread(lambda: anyio.run(watched), interrupt, "pipedist-run")
     return outcome[0]
+
+
+T = TypeVar("T")
+
+TURN_S = 0.5
+"""Longest delay of a Ctrl-C that did not interrupt the wait."""
+
+
+def in_own_thread(
+    work: Callable[[], T], interrupt: Callable[[], object], name: str, *, daemon: bool = False
+) -> T:
+    """Call a function in a new thread, and wait until it returns.
+
+    Args:
+        work: the function.
+        interrupt: called when the wait is interrupted, for example by Ctrl-C, possibly before `work` has
+            begun; it must make `work` return soon.
+        name: name of the thread.
+        daemon: whether the process may end before the thread, after a second Ctrl-C.
+
+    Raises:
+        BaseException: the error of `work`; or the one that interrupted the wait, after `work` has returned.
+    """
+    _take_cancellation()
+    outcome: list[T] = []
+    failure: list[BaseException] = []
+    interrupted, over = threading.Event(), threading.Event()
+
+    def carry_out() -> None:
+        caller_is_waiting.set(True)
+        try:
+            if not interrupted.is_set():
+                outcome.append(work())
+        except BaseException as error:
+            failure.append(error)
+        finally:
+            over.set()
+
+    def wait() -> None:
+        # Not `join`: after an interrupt, Python 3.11 considers the thread ended. Wait in intervals, because a
+        # signal that arrives just before the wait, or in another thread, doesn't interrupt it.
+        while not over.wait(TURN_S):
+            if not interrupted.is_set():
+                _take_cancellation()
+
+    thread = threading.Thread(target=carry_out, name=name, daemon=daemon)
+    try:
+        thread.start()
+        wait()
+    except BaseException:  # Ctrl-C: the work must not outlive its caller
+        interrupted.set()
+        interrupt()
+        if (
+            thread.ident is not None
+        ):  # None: interrupted before the thread started, so `work` will not be called
+            wait()
+        raise
+    thread.join()
+    if failure:
+        raise failure[0]
+    return outcome[0]
+
+
+def _take_cancellation() -> None:
+    """Raise CancelledError if the caller's task has been cancelled.
+
+    The caller blocks its loop, so the only cancellation that can be pending is asyncio's reaction to Ctrl-C.
+    """
+    import asyncio  # imported late: this module is imported before the fork server is started
+
+    try:
+        task = asyncio.current_task()
+    except RuntimeError:  # no loop is running
+        return
+    if getattr(task, "_must_cancel", False):
+        raise asyncio.CancelledError

@@ -1,4 +1,4 @@
-"""Executes one call as a worker does, in this process, and keeps its exception alive."""
+"""Executes one call in this process, as a worker does, and keeps its exception with its traceback."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from pipedist.worker.ranges import RangeRun, cancelled
 from pipedist.worker.shards import LeaseShards
 
 _SLICE_S, _SLICE_BYTES = 1e6, 2**62
-"""A slice that nothing exceeds."""
+"""Limits of a slice that no call exceeds."""
 
 
-class LoneCall(Struct, frozen=True):
-    """What is executed.
+class CallReplay(Struct, frozen=True):
+    """The program and inputs of a call to execute.
 
     Args:
-        stage: whose value is asked for.
-        slot: where that is.
-        program: of the pass; it emits that value too.
-        emitted: the slots that the call sends back to its run.
+        stage: the stage whose value is wanted.
+        slot: the slot of that value.
+        program: the program of the pass, which also emits that slot.
+        emitted: the slots that the call sends back in the run.
         lo, hi: the calls: one, or all of a gang's step.
-        number: the one that is asked for.
-        shards: of calls [lo, hi).
+        number: the number of the wanted call.
+        shards: the shards of calls [lo, hi).
         states: value of each state that they read.
     """
 
@@ -53,14 +53,14 @@ class LoneCall(Struct, frozen=True):
 
 
 class Replayed(Struct, frozen=True):
-    """What came of a call.
+    """The outcome of a replayed call.
 
     Args:
-        has_value: the stage was called; in a gang, not every stage is with an empty shard.
-        value: what the stage returned; of a reduce, the call's part of it.
-        failure: as a worker tells it; None: the call returned.
-        error: the exception, with its traceback; None where there is none to be had.
-        culprit: the replica that failed: the call's own, or one of its gang's.
+        has_value: whether the stage was called; in a gang, some stages skip empty shards.
+        value: the value that the stage returned; for a reduce, the call's part.
+        failure: the failure as a worker reports it; None: the call returned.
+        error: the exception with its traceback, None if it is not available.
+        culprit: the replica that failed: the call's own, or another one of its gang.
     """
 
     has_value: bool
@@ -70,8 +70,8 @@ class Replayed(Struct, frozen=True):
     culprit: int = 0
 
 
-class _Witness(PassExecutor):
-    """Keeps the exceptions that its calls raised."""
+class _RecordingExecutor(PassExecutor):
+    """An executor that keeps the exceptions of its calls."""
 
     def __init__(self, program: Program) -> None:
         super().__init__(program, program.threads)
@@ -79,12 +79,12 @@ class _Witness(PassExecutor):
         self.waiting: dict[int, Call] = {}
 
     def failure(self, call: Call, error: BaseException, *, aborted: bool = False) -> CallFailure:
-        """As `PassExecutor`."""
+        """Report a failure, as `PassExecutor`, and keep its exception."""
         self.errors[call.number] = error
         return super().failure(call, error, aborted=aborted)
 
     async def run_among_others(self, call: Call, shards: LeaseShards) -> Result:
-        """As `PassExecutor`; keeps where a call that was waiting has been cancelled."""
+        """Execute a call, as `PassExecutor`, and keep the place where it was cancelled."""
         try:
             return await super().run_among_others(call, shards)
         except BaseException as error:
@@ -92,60 +92,60 @@ class _Witness(PassExecutor):
             raise
 
 
-def execute(lone: LoneCall) -> Replayed:
-    """Execute a call, and of a gang its whole step."""
+def execute(replay: CallReplay) -> Replayed:
+    """Execute a call; for a gang, execute the whole step."""
     with ExitStack() as stack:
-        executor = _Witness(from_frames(_received(to_frames(lone.program))))
+        executor = _RecordingExecutor(from_frames(_received(to_frames(replay.program))))
         stack.callback(executor.close)
-        told = lone.shards
-        fields = [told.ids, told.locations, told.values, told.states]
+        sent = replay.shards
+        fields = [sent.ids, sent.locations, sent.values, sent.states]
         shards = Shards(*load_tree(_received(encode(fields)), "the arguments of this call"))
-        executor.use(shards.states or {}, lone.states)
-        outcomes, failures = _run(executor, shards, lone, stack)
+        executor.use(shards.states or {}, replay.states)
+        outcomes, failures = _run(executor, shards, replay, stack)
         for number in [n for n in outcomes if not failures]:
-            sent = {slot: value for slot, value in outcomes[number].items() if slot in lone.emitted}
-            if (failure := executor.unsendable(number, sent)) is not None:
+            emitted = {slot: value for slot, value in outcomes[number].items() if slot in replay.emitted}
+            if (failure := executor.unsendable(number, emitted)) is not None:
                 failures[number] = failure
         if failures:
-            own = failures.get(lone.number)
-            guilty = own
+            own = failures.get(replay.number)
+            reported = own
             if own is None or own.aborted:
-                guilty = next(
+                reported = next(
                     (f for f in failures.values() if not f.aborted), own or next(iter(failures.values()))
                 )
-            assert guilty is not None  # one of those that are there
-            replica = guilty.call % lone.program.replicas
-            return Replayed(False, None, guilty, executor.errors.get(guilty.call), replica)
-        return _value(lone, outcomes[lone.number])
+            assert reported is not None  # `failures` is not empty
+            replica = reported.call % replay.program.replicas
+            return Replayed(False, None, reported, executor.errors.get(reported.call), replica)
+        return _value(replay, outcomes[replay.number])
 
 
 def _received(frames: list[Frame]) -> list[memoryview]:
-    """Return frames as they come out of a socket: read-only."""
+    """Return frames as a socket returns them: read-only."""
     return [memoryview(frame).toreadonly() for frame in frames]
 
 
 def _run(
-    executor: _Witness, shards: Shards, lone: LoneCall, stack: ExitStack
+    executor: _RecordingExecutor, shards: Shards, replay: CallReplay, stack: ExitStack
 ) -> tuple[dict[int, Outcome], dict[int, CallFailure]]:
     loop = PersistentLoop()
     stack.callback(loop.close)
     run: Any = None
-    if lone.program.gang:
-        run = _gang_run(executor, loop, shards, lone, stack)
+    if replay.program.gang:
+        run = _gang_run(executor, loop, shards, replay, stack)
     else:
-        run = RangeRun(executor, loop, shards, lone.lo, lone.hi, _ignore)
+        run = RangeRun(executor, loop, shards, replay.lo, replay.hi, _ignore)
     outcomes: dict[int, Outcome] = {}
     failures: dict[int, CallFailure] = {}
-    while len(outcomes) + len(failures) < lone.hi - lone.lo:
+    while len(outcomes) + len(failures) < replay.hi - replay.lo:
         try:
             failure = run.advance(_SLICE_S, _SLICE_BYTES)
-        except KeyboardInterrupt as interrupt:  # Ctrl-C, while an async function waits for something
+        except KeyboardInterrupt as interrupt:  # Ctrl-C while an async function is waiting
             loop.run(_end_tasks())
-            call = executor.waiting.get(lone.number)
+            call = executor.waiting.get(replay.number)
             if call is None:
                 raise
-            where = executor.errors[lone.number].__traceback__
-            return {}, {lone.number: executor.failure(call, interrupt.with_traceback(where))}
+            where = executor.errors[replay.number].__traceback__
+            return {}, {replay.number: executor.failure(call, interrupt.with_traceback(where))}
         taken = run.take()
         outcomes.update(enumerate(taken.outcomes, taken.lo))
         if failure is not None:
@@ -155,58 +155,58 @@ def _run(
 
 
 async def _end_tasks() -> None:
-    import asyncio  # loaded already: there are async functions
+    import asyncio  # already loaded if there are async functions
 
     await cancelled([task for task in asyncio.all_tasks() if task is not asyncio.current_task()])
 
 
 def _gang_run(
-    executor: _Witness, loop: PersistentLoop, shards: Shards, lone: LoneCall, stack: ExitStack
+    executor: _RecordingExecutor, loop: PersistentLoop, shards: Shards, replay: CallReplay, stack: ExitStack
 ) -> Any:
-    """Return the run of a gang that has one member: all replicas are threads of this process."""
+    """Return the run of a gang with one member: all replicas are threads of this process."""
     from pipedist.protocol.messages import AssignGang
     from pipedist.worker.gang_setup import Gangs
     from pipedist.worker.relay_channel import Inbox
 
-    gangs = Gangs(_Nobody(), loop)
+    gangs = Gangs(_NullScheduler(), loop)
     stack.callback(gangs.close)
-    assigned = AssignGang(0, 0, lone.lo, lone.hi, 0, 0, 0, 1, "")
+    assigned = AssignGang(0, 0, replay.lo, replay.hi, 0, 0, 0, 1, "")
     return gangs.new_run(
         assigned, executor, shards, Inbox(), bound=None, begin=_ignore, on_success=_do_nothing
     )
 
 
 def _ignore(_call: int) -> None:
-    """Nobody wants to know which call runs."""
+    """Ignore which call runs."""
 
 
 def _do_nothing() -> None:
-    """Nothing is kept for a step that follows."""
+    """Keep nothing for later steps."""
 
 
-class _Nobody:
-    """Stands for the scheduler, whom a gang of one member has nothing to tell."""
+class _NullScheduler:
+    """A null object in place of the scheduler, for a gang with one member."""
 
     def bring(self, lease: int, number: int, payload: Sequence[Frame]) -> None:
-        """There are no others."""
-        raise LocalProtocolError("a gang of one member brings nothing")
+        """Raise: there are no other members."""
+        raise LocalProtocolError("a gang of one member sends no data")
 
     def listen(self, lease: int, timeout_s: float) -> None:
-        """There are no others."""
-        raise LocalProtocolError("a gang of one member waits for nobody")
+        """Raise: there are no other members."""
+        raise LocalProtocolError("a gang of one member does not wait for data")
 
     def miss(self, lease: int, members: tuple[int, ...], text: str) -> None:
-        """A collective has waited too long for a replica: that is what its call fails with."""
+        """Raise the timeout of a collective that has waited too long for a replica."""
         raise CollectiveTimeoutError(text)
 
 
-def _value(lone: LoneCall, outcome: Outcome) -> Replayed:
-    slot = lone.slot
+def _value(replay: CallReplay, outcome: Outcome) -> Replayed:
+    slot = replay.slot
     if slot not in outcome:
         return Replayed(False)
     value = outcome[slot]
-    if isinstance(lone.stage, ReduceSpec) and lone.stage.op is not None:
-        value = reduction_of(lone.stage).finish(value)
+    if isinstance(replay.stage, ReduceSpec) and replay.stage.op is not None:
+        value = reduction_of(replay.stage).finish(value)
     return Replayed(True, value)
 
 
@@ -214,16 +214,16 @@ def first_value(plan: Plan, name: str) -> Tree:
     """Return the first version of a state.
 
     Raises:
-        PipedistError: the function that makes it failed.
+        PipedistError: its `init` function failed.
     """
     planned = plan.states[name]
     if planned.init is None:
         return planned.value
     program = msgspec.structs.replace(init_program(plan, name, planned.init), gang=False)
     shards = Shards(values=[((), dict(planned.arguments))])
-    made = execute(LoneCall(plan.spec.stages[name], NEW, program, frozenset([NEW]), 0, 1, 0, shards, {}))
+    made = execute(CallReplay(plan.spec.stages[name], NEW, program, frozenset([NEW]), 0, 1, 0, shards, {}))
     if made.failure is not None:
         raise PipedistError(
-            f"the first value of state {name} can't be made: {made.failure.text}"
+            f"can't make the first value of state {name}: {made.failure.text}"
         ) from made.error
     return made.value

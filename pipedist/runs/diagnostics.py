@@ -1,46 +1,65 @@
-"""What a run waits for, as one document: for `Run.why`, for people, and for `pipedist why`."""
+"""Reports what a run waits for, as a document and as text; serves the document on a socket.
+
+`Run.why` returns the document, and `pipedist why` reads it from another process, through a unix socket in a private
+folder (mode 0700) in the run's output folder. Only users with access to the folder can connect. The run sends the
+document to each connection and reads nothing from it. The folder is removed when the run ends. If the run is
+killed, the folder stays until the next run replaces it, and connections to its socket are refused.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import os
+import shutil
+import socket
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pipedist.errors import UsageError
 from pipedist.runs.result import Progress
 
 if TYPE_CHECKING:
     from pipedist.runs.execution import Execution
 
 VERSION = 1
-"""Of the document."""
+"""Version of the document."""
+
+STATUS_BYTES_MAX = 16 * 2**20
+_SOCKET_NAME = "why"
+_BACKLOG_MAX = 16
 
 Document = dict[str, Any]
-"""Plain JSON values; docs/stalls.md says which."""
+"""Plain JSON values; docs/stalls.md describes them."""
 
 
 def document(run: str, name: str, state: str, execution: Execution | None) -> Document:
     """Return what a run waits for.
 
     Args:
-        run, name: its id, and its name.
+        run, name: id and name of the run.
         state: "starting", "running", "ending" (its steps are done, its files are not) or "ended".
-        execution: None where it has not begun.
+        execution: None if the run has not begun, or has ended.
     """
-    said: Document = {"pipedist_why": VERSION, "run": run, "name": name, "state": state}
+    head: Document = {"pipedist_why": VERSION, "run": run, "name": name, "state": state}
     if execution is None:
-        return said
+        return head
     stall, waits = execution.waits()
     progress = execution.progress()
-    told = [_told(asdict(wait)) for wait in waits]
+    entries = [_entry(asdict(wait)) for wait in waits]
     committing_s = execution.committing_s
     if committing_s is not None:
-        text = "the disk has not confirmed what the journal was given"
-        told.append({"reason": "journal", "for_s": round(committing_s, 3), "text": text})
-    if state == "running" and not told:
-        told.append(
-            {"reason": "outputs", "for_s": None, "text": "no call is left: values and files are completed"}
+        text = "the disk has not confirmed a commit of the journal"
+        entries.append({"reason": "journal", "for_s": round(committing_s, 3), "text": text})
+    if state == "running" and not entries:
+        entries.append(
+            {"reason": "outputs", "for_s": None, "text": "all calls are done: values and files are completed"}
         )
     scheduler = stall.scheduler
-    return said | {
+    return head | {
         "phase": progress.phase + 1,
         "phases": progress.phases,
         "elapsed_s": round(progress.elapsed_s, 3),
@@ -52,11 +71,11 @@ def document(run: str, name: str, state: str, execution: Execution | None) -> Do
             "suspended": list(scheduler.suspended),
             "starting": list(scheduler.starting),
         },
-        "waits": told,
+        "waits": entries,
     }
 
 
-def _told(wait: dict[str, Any]) -> dict[str, Any]:
+def _entry(wait: dict[str, Any]) -> dict[str, Any]:
     del wait["pass_id"]
     if wait["reason"] != "running":
         del wait["stage"]
@@ -71,27 +90,28 @@ def _counted(progress: Progress, place: int) -> dict[str, Any]:
     return {"stages": count.name, "dataset": count.dataset, **steps, "calls_done": count.calls_done}
 
 
-def lines(said: Document) -> list[str]:
-    """Return a document for people."""
-    if "waits" not in said:
-        return [f"run {said['run']} of {said['name']}: {said['state']}"]
-    workers = said["workers"]
-    head = (
-        f"run {said['run']} of {said['name']}: {said['state']} for {_seconds(said['elapsed_s'])}, phase "
-        f"{said['phase']} of {said['phases']}; nothing has moved for {_seconds(said['silent_s'])}"
+def lines(report: Document) -> list[str]:
+    """Return a document as lines of text."""
+    head = f"run {report['run']} of {report['name']}: {report['state']}"
+    if "waits" not in report:
+        return [head]
+    workers = report["workers"]
+    head += (
+        f" for {_seconds(report['elapsed_s'])}, phase {report['phase']} of {report['phases']}; "
+        f"no progress for {_seconds(report['silent_s'])}"
     )
-    there = f"  workers: {workers['ready']} ready, {workers['busy']} of them busy"
-    for what, names in (("starting", workers["starting"]), ("laid off", workers["suspended"])):
+    summary = f"  workers: {workers['ready']} ready, {workers['busy']} of them busy"
+    for what, names in (("starting", workers["starting"]), ("suspended", workers["suspended"])):
         if names:
-            there += f"; {what}: {', '.join(names)}"
-    return [head, there, *(f"  {_line(wait)}" for wait in said["waits"])]
+            summary += f"; {what}: {', '.join(names)}"
+    return [head, summary, *(f"  {_line(wait)}" for wait in report["waits"])]
 
 
 def _line(wait: Document) -> str:
     reason, text = wait["reason"], wait["text"]
-    lasting = "" if wait["for_s"] is None else f" for {_seconds(wait['for_s'])}"
+    duration = "" if wait["for_s"] is None else f" for {_seconds(wait['for_s'])}"
     if "step" not in wait:
-        return f"waits for {reason}{lasting}: {text}"
+        return f"waits for {reason}{duration}: {text}"
     where = f"{wait['stages']}: step {wait['step']}, replica {wait['replica']}"
     if wait["calls"] > 1:
         more = wait["calls"] - 1
@@ -99,9 +119,124 @@ def _line(wait: Document) -> str:
     if wait["attempt"]:
         where += f", attempt {wait['attempt'] + 1}"
     at = f" on {wait['worker']}" if wait["worker"] else ""
-    what = f"{reason}{at}{lasting}" if reason in ("running", "queued") else f"waits for {reason}{at}{lasting}"
-    return f"{where}: {what}{'; ' if text else ''}{text}"
+    verb = "" if reason in ("running", "queued") else "waits for "
+    return f"{where}: {verb}{reason}{at}{duration}{'; ' if text else ''}{text}"
 
 
 def _seconds(seconds: float) -> str:
     return f"{seconds:,.1f} s"
+
+
+class _StatusProtocol(asyncio.Protocol):
+    """Sends the status to each connection, and closes it."""
+
+    def __init__(
+        self, status: Callable[[], bytes], connections: set[asyncio.Transport], over: asyncio.Event
+    ) -> None:
+        self._status = status
+        self._open = connections
+        self._over = over
+        self._transport: asyncio.Transport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        if not isinstance(transport, asyncio.Transport):
+            raise TypeError("a connection that can't be written to")
+        if self._over.is_set():  # the connection was accepted during shutdown
+            transport.abort()
+            return
+        self._transport = transport
+        self._open.add(transport)
+        transport.write(self._status())
+        transport.close()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._transport is not None:
+            self._open.discard(self._transport)
+
+
+@contextlib.asynccontextmanager
+async def serve_status(folder: Path, status: Callable[[], bytes]) -> AsyncIterator[bool]:
+    """Serve the status of a run on a socket while this context is open.
+
+    Args:
+        folder: created here, and removed at the end; the caller holds the run's lock.
+        status: returns the bytes to send.
+
+    Yields:
+        Whether the socket exists; False on a file system without sockets.
+    """
+    connections: set[asyncio.Transport] = set()
+    over = asyncio.Event()
+    server: asyncio.Server | None = None
+    try:
+        with contextlib.suppress(OSError):  # the run works without the socket
+            _make(folder)
+            with _socket_path(folder) as path, socket.socket(socket.AF_UNIX) as listening:
+                listening.bind(path)
+                server = await asyncio.get_running_loop().create_unix_server(
+                    lambda: _StatusProtocol(status, connections, over),
+                    sock=listening.dup(),
+                    backlog=_BACKLOG_MAX,
+                )
+        yield server is not None
+    finally:
+        over.set()
+        if server is not None:
+            server.close()
+        for transport in list(connections):
+            transport.abort()
+        with contextlib.suppress(OSError):
+            _remove(folder)
+
+
+def query_status(folder: Path, timeout_s: float) -> bytes | None:
+    """Return the status that a run sends; None if no run is listening.
+
+    Args:
+        folder: the folder of the socket.
+
+    Raises:
+        UsageError: the run does not answer, or access is denied.
+    """
+    status = bytearray()
+    try:
+        with _socket_path(folder) as path, socket.socket(socket.AF_UNIX) as client:
+            client.settimeout(timeout_s)
+            client.connect(path)
+            while part := client.recv(2**16):
+                status += part
+                if len(status) > STATUS_BYTES_MAX:
+                    raise UsageError(f"{folder}: the run's status is longer than {STATUS_BYTES_MAX} bytes")
+    except (TimeoutError, BlockingIOError):
+        raise UsageError(
+            f"the run in {folder.parent.parent} is alive, but has not answered within {timeout_s:g} s. Its "
+            "driver process is busy, perhaps in a dataset function that blocks"
+        ) from None
+    except PermissionError:
+        raise UsageError(f"can't connect to the run: {folder} belongs to another user") from None
+    except OSError:  # there is no socket, or no process listens on it
+        return None
+    return bytes(status) or None
+
+
+@contextlib.contextmanager
+def _socket_path(folder: Path) -> Iterator[str]:
+    """Yield a short path of the socket, because the length of socket paths is limited."""
+    if not sys.platform.startswith("linux"):
+        yield str(folder / _SOCKET_NAME)
+        return
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{fd}/{_SOCKET_NAME}"
+    finally:
+        os.close(fd)
+
+
+def _make(folder: Path) -> None:
+    _remove(folder)
+    folder.mkdir(mode=0o700)
+
+
+def _remove(folder: Path) -> None:
+    if folder.is_symlink() or folder.exists():
+        shutil.rmtree(folder)

@@ -1,4 +1,4 @@
-"""Executes a plan: phase after phase, the passes of a phase side by side."""
+"""Executes a plan: its phases one after the other, the passes of a phase concurrently."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from pipedist.coordinator.pass_handle import PassCounts
 from pipedist.core.types import Tree
 from pipedist.errors import JournalError, LocalProtocolError, OutputError, RunDrained
 from pipedist.plan import PassPlan, Plan
-from pipedist.runs.pass_execution import Reading
-from pipedist.runs.pass_inputs import READING, STATE, read_later, restore_pass, sink_of
-from pipedist.runs.quarantine import PassQuarantine, Quarantine
+from pipedist.runs.pass_execution import PassExecution
+from pipedist.runs.pass_feeds import Spool
+from pipedist.runs.pass_folds import read_later, restore_pass, sink_of
+from pipedist.runs.pass_journal import PASS_STATE, STATE
+from pipedist.runs.quarantine import PassQuarantine, RunQuarantine
 from pipedist.runs.result import Ledger, Progress, StageCount
-from pipedist.runs.spool import Spool
 from pipedist.runs.subscription import Subscription
-from pipedist.runs.training import Training
+from pipedist.runs.training import Trainer
 from pipedist.spec import GatherSpec
 
 if TYPE_CHECKING:
@@ -31,18 +32,18 @@ if TYPE_CHECKING:
     from pipedist.runs.pass_journal import PassJournal, RunJournal
 
 FLUSH_S_MAX = 5.0
-"""How long the end of a run that failed may take to make durable what it has."""
+"""Longest time, in seconds, that a failed run spends on its last commit."""
 
 
 class Execution:
     """One run of a plan.
 
     Args:
-        plan: what to execute.
-        coordinator: of the cluster that executes it.
-        folder: where files go, None for a run without outputs.
-        subscription: what the user streams, None for nothing.
-        journal: what is durable of the run, and where more of it goes; None for a run without a folder.
+        plan: the plan to execute.
+        coordinator: coordinator of the cluster that executes it.
+        folder: the output folder, None for a run without outputs.
+        subscription: the stream that the user reads, None if there is none.
+        journal: the journal of the run, None for a run without a folder.
     """
 
     def __init__(
@@ -54,21 +55,21 @@ class Execution:
         journal: RunJournal | None = None,
     ) -> None:
         self.timings: dict[str, float] = {}
-        """Seconds that each phase took."""
+        """Duration of each phase, in seconds."""
         self._plan = plan
         self._coordinator = coordinator
         self._folder = folder
         self._subscription = subscription
         self.unwritten: dict[str, OutputError] = {}
-        """Why an output has no file, of values that were finished but for their files."""
+        """Why an output file could not be written, by stage; its value is complete."""
         self._values: dict[str, Tree] = {}
         self._spools: dict[str, Spool] = {}
         self._journal = journal
         self._counts: dict[PassPlan, _Counted] = {}
         self._quarantines: dict[PassPlan, PassQuarantine] = {}
-        self._readings: dict[PassPlan, Reading] = {}
+        self._executions: dict[PassPlan, PassExecution] = {}
         self._files_kept: set[str] = set()
-        """Of the journal: what a run of another spec may take over."""
+        """Journal files that are kept after the run, for `--resume=reuse`."""
         self._phase = 0
         self._began = time.monotonic()
         self._draining = False
@@ -83,7 +84,7 @@ class Execution:
             OutputError: a file can't be written.
             WorkersLost: no worker can be kept alive.
             RunDrained: the run was drained before its end.
-            JournalError: what is durable can't be read, or more of it can't be written.
+            JournalError: the journal can't be read or written.
         """
         if self._journal is not None:
             texts = self._journal.unwritten
@@ -91,7 +92,7 @@ class Execution:
         with ExitStack() as stack:
             for number, phase in enumerate(self._plan.phases):
                 if self._draining:
-                    raise RunDrained("the run was stopped between two phases")
+                    raise RunDrained("the run was drained between two phases")
                 self._phase = number
                 start = time.monotonic()
                 await self._run_phase(phase, stack)
@@ -105,18 +106,20 @@ class Execution:
     async def _run_phase(self, phase: tuple[PassPlan, ...], stack: ExitStack) -> None:
         failed: list[Exception] = []
 
-        async def guarded(reading: Reading) -> None:
+        async def guarded(execution: PassExecution) -> None:
             try:
-                await reading.run()
+                await execution.run()
             except Exception as error:
                 failed.append(_unwrapped(error))
-                if not isinstance(failed[-1], RunDrained):  # else the others may finish what runs of them
+                if not isinstance(
+                    failed[-1], RunDrained
+                ):  # a drained pass leaves the others to finish their running calls
                     tasks.cancel_scope.cancel()
             finally:
-                if reading.is_complete and self._journal is not None:
-                    reading.let_others_end()  # workers keep its results until the phase is durable
+                if execution.is_complete and self._journal is not None:
+                    execution.leave_training()  # workers keep its results until the phase is durable
                 else:
-                    reading.leave()
+                    execution.leave()
 
         journal = self._journal
         durables = {} if journal is None else {p: journal.of(p, self._plan.spec.replicas) for p in phase}
@@ -131,19 +134,21 @@ class Execution:
                 self._spools[name] = stack.enter_context(closing(Spool(name, log)))
         with ExitStack() as opened:
             training = await self._begin_training(phase, opened, durables)
-            readings = [self._open(pass_, training, opened, durables.get(pass_)) for pass_ in phase]
+            executions = [self._open(pass_, training, opened, durables.get(pass_)) for pass_ in phase]
             if training is not None:
-                held_out = [r for p, r in zip(phase, readings, strict=True) if p.follows]
-                self._readings[next(p for p in phase if p.updates)].evaluated_by = held_out
-            for reading in readings:
-                await reading.begin()
+                held_out = [r for p, r in zip(phase, executions, strict=True) if p.follows]
+                self._executions[next(p for p in phase if p.updates)].evaluated_by = held_out
+            for execution in executions:
+                await execution.begin()
             try:
                 async with anyio.create_task_group() as tasks:
-                    for reading in readings:
-                        tasks.start_soon(guarded, reading, name=f"pass {reading.name}")
+                    for execution in executions:
+                        tasks.start_soon(guarded, execution, name=f"pass {execution.name}")
             finally:
-                if not all(reading.is_complete for reading in readings):
-                    await self._flush(readings)
+                # after an internal error, the state of the passes can't be trusted
+                is_internal = any(isinstance(error, LocalProtocolError) for error in failed)
+                if not is_internal and not all(execution.is_complete for execution in executions):
+                    await self._flush(executions)
             if failed:
                 raise min(failed, key=lambda error: isinstance(error, RunDrained))
             if training is not None:
@@ -152,11 +157,11 @@ class Execution:
                 if self._subscription is not None:
                     await self._subscription.passed(self._subscription.mark)
                 texts = {name: str(error) for name, error in self.unwritten.items()}
-                taken = [reading.complete_snapshot() for reading in readings]
+                taken = [execution.complete_snapshot() for execution in executions]
                 await journal.commit(taken, phase=self._phase, unwritten=texts)
 
     async def _restore(self, pass_: PassPlan, durable: PassJournal) -> None:
-        """Bring back a pass that was complete before."""
+        """Restore a pass that an earlier process completed."""
         if self._folder is None:
             raise LocalProtocolError("a run without a folder has no journal")
         await restore_pass(
@@ -171,26 +176,26 @@ class Execution:
         )
         self._files_kept |= durable.files
         quarantine = PassQuarantine(pass_.dataset, "", None, self._plan.spec.replicas)
-        quarantine.restore(durable.part(READING)["quarantine"])
+        quarantine.restore(durable.part(PASS_STATE)["quarantine"])
         self._quarantines[pass_] = quarantine
         counts = PassCounts(0, durable.elements, durable.elements, durable.steps)
         self._counts[pass_] = _Complete(counts, durable.steps)
 
-    async def _flush(self, readings: Sequence[Reading]) -> None:
-        """The phase ends with an error: what was taken until then need not be done again."""
+    async def _flush(self, executions: Sequence[PassExecution]) -> None:
+        """Commit the steps that were taken before the phase failed, so that a resume can skip them."""
         if self._journal is None:
             return
         with (
             anyio.move_on_after(FLUSH_S_MAX, shield=True),
             suppress(JournalError),
-        ):  # the error is told anyway
-            taken = [last for reading in readings if (last := reading.last_snapshot()) is not None]
+        ):  # the error of the run is reported anyway
+            taken = [last for execution in executions if (last := execution.last_snapshot()) is not None]
             if taken:
                 await self._journal.commit(taken)
 
     async def _begin_training(
         self, phase: tuple[PassPlan, ...], stack: ExitStack, durables: Mapping[PassPlan, PassJournal]
-    ) -> Training | None:
+    ) -> Trainer | None:
         feeding = next((pass_ for pass_ in phase if pass_.updates), None)
         if feeding is None:
             return None
@@ -199,8 +204,8 @@ class Execution:
             sink = sink_of(self._plan, self._folder, name)
             if sink is not None:
                 sinks[name] = sink
-                stack.callback(sink.abort)  # which does nothing to a finished one
-        training = Training(self._plan, feeding, self._coordinator, sinks)
+                stack.callback(sink.abort)  # does nothing if the sink is finished
+        training = Trainer(self._plan, feeding, self._coordinator, sinks)
         stack.callback(training.states.close)
         durable = durables[feeding].parts(STATE) if feeding in durables else {}
         latest = {name: (version, value) for name, (value, version) in durable.items()}
@@ -210,14 +215,14 @@ class Execution:
     def _open(
         self,
         pass_: PassPlan,
-        training: Training | None,
+        training: Trainer | None,
         stack: ExitStack,
         durable: PassJournal | None,
-    ) -> Reading:
+    ) -> PassExecution:
         subscription = self._subscription
         feeding = self._plan.training
         ended = feeding is not None and pass_.dataset == feeding.dataset and pass_.phase > feeding.phase
-        reading = self._readings[pass_] = Reading(
+        execution = self._executions[pass_] = PassExecution(
             self._plan,
             pass_,
             self._coordinator,
@@ -232,32 +237,32 @@ class Execution:
             journal=self._journal,
             durable=durable,
         )
-        stack.callback(reading.leave)
-        self._counts[pass_] = reading.handle
-        self._quarantines[pass_] = reading.quarantine
+        stack.callback(execution.leave)
+        self._counts[pass_] = execution.handle
+        self._quarantines[pass_] = execution.quarantine
         if self._draining:
-            reading.handle.hold()
-        return reading
+            execution.handle.hold()
+        return execution
 
     def drain(self) -> None:
-        """Issue nothing more; `run` raises RunDrained when the running calls are finished."""
+        """Stop issuing calls; `run` raises RunDrained when the running calls are finished."""
         if not self._draining:
             self._draining = True
-            for reading in self._readings.values():
-                reading.handle.hold()
+            for execution in self._executions.values():
+                execution.handle.hold()
 
     def _trained_steps(self) -> int | None:
-        """Return how many steps the dataset that feeds updates had; it has ended."""
+        """Return the number of steps of the dataset that feeds updates, after its training has ended."""
         feeding = self._plan.training
         return None if feeding is None else self._counts[feeding].counts.steps_visible
 
-    # -- what came of it -------------------------------------------------------------------------
+    # -- results, progress -----------------------------------------------------------------------
 
     def results(self) -> dict[str, Tree]:
         """Return the finished value of each reduce and gather, in the spec's order.
 
-        Of one that is in its file, value by value or piece by piece, it is the path, also where a
-        later phase had it in memory.
+        A gather that has an output file is returned as the path of the file, even if a later phase kept its
+        value in memory.
         """
         results = {}
         for name, stage in self._plan.spec.stages.items():
@@ -270,19 +275,19 @@ class Execution:
                 results[name] = self._values[name]
         return results
 
-    def quarantine(self) -> Quarantine:
-        """Return what was set aside until now, in the plan's order."""
-        return Quarantine([self._quarantines[p] for p in self._plan.passes if p in self._quarantines])
+    def quarantine(self) -> RunQuarantine:
+        """Return the elements quarantined so far, in the plan's order."""
+        return RunQuarantine([self._quarantines[p] for p in self._plan.passes if p in self._quarantines])
 
     def ledger(self) -> Ledger:
-        """Return where every element went until now."""
+        """Return how many elements are committed, quarantined and lost so far."""
         elements = committed = quarantined = 0
         for dataset in self._plan.spec.datasets:
             passes = [p for p in self._plan.passes if p.dataset == dataset]
             handles = [self._counts.get(pass_) for pass_ in passes]
             issued = max((h.counts.elements_offered for h in handles if h is not None), default=0)
             elements += issued
-            # a reading that is complete may have had fewer steps than another: its dataset ended early
+            # a complete pass may have had fewer steps than another of its dataset, which then ended early
             committed += (
                 min(
                     (issued if _is_complete(h) else h.counts.elements_visible if h is not None else 0)
@@ -291,53 +296,55 @@ class Execution:
                 if handles
                 else 0
             )
-            aside: dict[int, int] = {}
+            quarantined_steps: dict[int, int] = {}
             for pass_ in passes:
                 if pass_ in self._quarantines:
-                    aside |= self._quarantines[pass_].steps()
-            if aside:
-                shown = min(
+                    quarantined_steps |= self._quarantines[pass_].steps()
+            if quarantined_steps:
+                visible = min(
                     math.inf if _is_complete(h) else h.counts.steps_visible if h is not None else 0
                     for h in handles
                 )
-                committed -= sum(1 for step in aside.values() if step < shown)
-                quarantined += len(aside)
+                committed -= sum(1 for step in quarantined_steps.values() if step < visible)
+                quarantined += len(quarantined_steps)
         return Ledger(elements, committed, quarantined, elements - committed - quarantined)
 
     def _settle(self) -> None:
-        """Check at the end of a run that every element is accounted for, counted twice.
+        """Check at the end of the run that two independent counts account for every element.
 
         Raises:
-            LocalProtocolError: one is not: a defect, which must not pass as a result.
+            LocalProtocolError: they differ. This is a defect, and the run must not return a result.
         """
-        for pass_, reading in self._readings.items():
-            counts = reading.handle.counts
-            offered = (reading.handle.steps_total, counts.elements_offered)
-            shown = (counts.steps_visible, counts.elements_visible)
-            if not offered == shown == (reading.steps, reading.elements):
+        for pass_, execution in self._executions.items():
+            counts = execution.handle.counts
+            offered = (execution.handle.steps_total, counts.elements_offered)
+            visible = (counts.steps_visible, counts.elements_visible)
+            if not offered == visible == (execution.steps, execution.elements):
                 raise LocalProtocolError(
-                    f"pass {pass_.name} does not add up: of (steps, elements) {offered} were issued, {shown} "
-                    f"came back, {(reading.steps, reading.elements)} are in its results"
+                    f"internal error: the counts of pass {pass_.name} differ: (steps, elements) issued "
+                    f"{offered}, returned {visible}, in its results {(execution.steps, execution.elements)}"
                 )
         ledger = self.ledger()
         if ledger.lost or ledger.elements != ledger.committed + ledger.quarantined + ledger.lost:
-            raise LocalProtocolError(f"the ledger of a run that came to its end does not add up: {ledger}")
+            raise LocalProtocolError(
+                f"internal error: the ledger of a finished run is inconsistent: {ledger}"
+            )
 
     def waits(self) -> tuple[Stall, list[Waiting]]:
-        """Return what everything waits for: as the scheduler sees it, and as the readings know it better."""
+        """Return the scheduler's view of what calls wait for, and the same refined by the passes."""
         stall = self._coordinator.why()
-        readings = {reading.handle.id: reading for reading in self._readings.values()}
-        known = [readings[w.pass_id].refined(w) if w.pass_id in readings else w for w in stall.waits]
+        executions = {execution.handle.id: execution for execution in self._executions.values()}
+        known = [executions[w.pass_id].refined(w) if w.pass_id in executions else w for w in stall.waits]
         return stall, known
 
     @property
     def committing_s(self) -> float | None:
-        """For how long the journal has been waiting for the disk, seconds; None: it is not."""
+        """Seconds for which a journal commit has been waiting for the disk; None if none is."""
         since = None if self._journal is None else self._journal.committing_since
         return None if since is None else time.monotonic() - since
 
     def progress(self) -> Progress:
-        """Return how far the run is."""
+        """Return the progress of the current phase."""
         passes = []
         for pass_ in self._plan.phases[self._phase] if self._plan.phases else ():
             handle = self._counts.get(pass_)
@@ -370,11 +377,11 @@ class Execution:
 
 
 class _Counted(Protocol):
-    """A pass, as far as it is counted."""
+    """The counts of a pass."""
 
     @property
     def counts(self) -> PassCounts:
-        """How far it is."""
+        """Steps, elements and calls so far."""
 
     @property
     def steps_total(self) -> int | None:
@@ -382,7 +389,7 @@ class _Counted(Protocol):
 
 
 class _Complete(Struct, frozen=True):
-    """A pass that was complete before the run was taken up."""
+    """A pass that an earlier process completed."""
 
     counts: PassCounts
     steps_total: int
@@ -393,7 +400,7 @@ def _is_complete(handle: _Counted | None) -> bool:
 
 
 def _unwrapped(error: Exception) -> Exception:
-    """Return the one error inside a task group's."""
+    """Return the first error inside a task group's error."""
     while isinstance(error, ExceptionGroup):
         error = error.exceptions[0]
     return error

@@ -1,21 +1,26 @@
-"""Folds: how the components of a stage become its value, in step order, whatever arrived first.
+"""Folds: turn the components of a stage into its value, in step order, independent of arrival order.
 
-A fold takes the parts of each step, in step order, and gives one value a scope: the run, an
-epoch, or a step (`per`). The parts of a step are those of its calls in replica order; empty
-shards make no call and are those of the last replicas, so part r is replica r's. Built-in ops
-fold partials here, with NumPy; a `combine` function is `pipedist.runs.combining`'s.
+A fold takes the parts of each step, in step order, and makes one value for each scope (`per`): the run, an
+epoch, or a step. The parts of a step are the results of its calls in replica order. Empty shards make no call
+and belong to the last replicas, so part r is always replica r's.
 
-What a fold has taken can be made durable at any moment between two steps: as its `state`, which is
-small, and a log of what grows with the run.
+Built-in ops fold partials here, with NumPy. A `combine` function is user code, so it runs on workers, in blocks
+of steps; the blocks are nodes of the fixed tree: node(0, n) over steps of node(0, R) over replicas.
+
+The progress of a fold can be made durable between any two steps, as its `state`, which is small, and a log of
+the values that grow with the run.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
+import anyio
+import anyio.abc
 import anyio.to_thread
 import numpy as np
 
@@ -31,7 +36,7 @@ if TYPE_CHECKING:
 Per = Literal["run", "epoch", "step"]
 
 THREAD_BYTES = 1 << 20
-"""A piece larger than this is written in a thread, so that the loop stays responsive."""
+"""Larger pieces are written in a thread, so that the event loop stays responsive."""
 
 
 class Fold(ABC):
@@ -39,10 +44,10 @@ class Fold(ABC):
 
     Args:
         name: the stage.
-        per: what gets a value of its own.
-        sink: where values go; None: they are kept.
-        keep: keep the values, though there may be a sink: a later phase reads them.
-        log: where values are noted that `restore` can't make of the state; None: there is no journal.
+        per: the scope of a value.
+        sink: receives the values; None: the values are only kept.
+        keep: keep the values even if there is a sink, because a later phase reads them.
+        log: receives the values that `restore` can't derive from the state; None: there is no journal.
     """
 
     def __init__(
@@ -53,23 +58,23 @@ class Fold(ABC):
         self._unlogged: list[Tree] = []
         self._is_finished = False
         self.kept = keep
-        """Whether `result` holds the values; otherwise they are only in the sink."""
+        """Whether `result` has the values; if not, they are only in the sink."""
         self._values: list[Tree] = []
         self._per = per
         self._sink = sink
         self._epoch = 0
-        """The epoch that is open; those before it have their values."""
+        """The current epoch; earlier epochs have their values."""
         self._fresh: list[Tree] | None = None
-        """Values that `take_fresh` has not taken; None: nobody does."""
+        """Values for `take_fresh`; None: `watch` was not called."""
         self._nothing = 0
-        """Components so far, while all of them are None; -1 from the first other one."""
+        """Number of components, as long as all of them are None; -1 after the first other one."""
 
     async def add(self, epoch: int, steps: Sequence[Sequence[Tree]]) -> None:
         """Take the parts of the next steps, all of one epoch.
 
         Raises:
             ValueError: the components do not fit together.
-            TypeError: a component is of a kind that can't be folded.
+            TypeError: a component has a type that can't be folded.
             OverflowError: an integer result does not fit its dtype.
             CallError: a `combine` function failed.
             OutputError: the file can't be written.
@@ -88,16 +93,16 @@ class Fold(ABC):
         await self._note()
 
     def watch(self) -> None:
-        """Keep new values for `take_fresh`, from now on."""
+        """Keep new values for `take_fresh` from now on."""
         self._fresh = []
 
     def take_fresh(self) -> list[Tree]:
-        """Return the values since the last time, in order."""
+        """Return the values since the previous call, in order."""
         fresh, self._fresh = self._fresh or [], []
         return fresh
 
     async def end_epoch(self, epoch: int) -> None:
-        """Take note that the epoch, to which all steps since the last one belong, is over.
+        """End an epoch, to which all steps since the previous end belong.
 
         Raises:
             As `add`.
@@ -107,7 +112,10 @@ class Fold(ABC):
             await self._note()
 
     async def finish(self, epochs: int) -> None:
-        """Take note that there are no more steps, of so many epochs in all.
+        """Complete the values after the last step.
+
+        Args:
+            epochs: number of epochs.
 
         Raises:
             As `add`.
@@ -119,27 +127,28 @@ class Fold(ABC):
         self._is_finished = True
         await self._note()
 
-    # -- what is durable of it ---------------------------------------------------------------------
+    # -- snapshots --------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Tree]:
-        """Return what the steps so far have left behind, but for what is in the log."""
+        """Return the state of the fold, without the values in its log."""
         state = {"epoch": self._epoch, "nothing": self._nothing, "finished": self._is_finished}
         if self._is_finished and self._per == "run" and self._notes_values:
             return {**state, "value": self._values[0]}
         return {**state, **self._scope_state()}
 
     async def restore(self, state: dict[str, Tree], entries: Iterable[tuple[Tree, Tree]]) -> None:
-        """Go on where a fold of the same stage was when it gave its state, which a sink gets to see too.
+        """Continue from the `state` of a fold of the same stage, and write its values to the sink again.
 
         Args:
-            entries: those of the log at that time: what was said of them, and what is in them.
+            entries: metadata and values of the log's entries at that time.
 
         Raises:
-            As `add`, of values that were taken before; JournalError: the log is damaged.
+            As `add`, for the restored values.
+            JournalError: the log is damaged.
         """
         log, self._log = self._log, None
-        for said, values in entries:
-            await self._replay(said, values)
+        for meta, values in entries:
+            await self._replay(meta, values)
         if self._per == "run" and "value" in state:
             self._values = [state["value"]]
         elif not self._notes_values:
@@ -153,9 +162,9 @@ class Fold(ABC):
         self._log = log
 
     _notes_values = True
-    """Whether the log has the values themselves, rather than what they are made of."""
+    """Whether the log has the values; if not, it has their components."""
 
-    async def _replay(self, said: Tree, values: Tree) -> None:
+    async def _replay(self, meta: Tree, values: Tree) -> None:
         for value in values:
             if self.kept:
                 self._values.append(value)
@@ -168,17 +177,17 @@ class Fold(ABC):
 
     @abstractmethod
     def _scope_state(self) -> dict[str, Tree]:
-        """Return what the current scope's steps have left behind."""
+        """Return the state of the current scope."""
 
     @abstractmethod
     async def _restore_scope(self, state: dict[str, Tree]) -> None:
-        """Go on with a scope."""
+        """Restore the state of the current scope."""
 
     # ------------------------------------------------------------------------------------------------
 
     @property
     def of_nothing(self) -> bool:
-        """Whether there were components, and every one of them was None."""
+        """Whether there were components, and all of them were None."""
         return self._nothing > 0
 
     def _is_none(self, part: Tree) -> bool:
@@ -186,7 +195,7 @@ class Fold(ABC):
 
     @property
     def result(self) -> Tree:
-        """The stage's value: one, or a list of them in order."""
+        """The stage's value, or the list of its values in order."""
         if self._per == "run":
             return self._values[0] if self._values else None
         return self._values
@@ -212,31 +221,31 @@ class Fold(ABC):
 
     @abstractmethod
     async def _take(self, steps: Sequence[Sequence[Tree]]) -> None:
-        """Take the parts of steps into the current scope."""
+        """Add the parts of steps to the current scope."""
 
     @abstractmethod
     async def _scope_value(self) -> Tree:
-        """Return the current scope's value, and begin a new scope."""
+        """Return the value of the current scope, and begin a new scope."""
 
 
 async def write(sink: Sink, value: Tree) -> None:
-    """Append to a sink; a large value in a thread."""
+    """Append to a sink; in a thread if the value is large."""
     if array_bytes(value) > THREAD_BYTES:
         await anyio.to_thread.run_sync(sink.append, value)
     else:
         sink.append(value)
 
 
-async def note(log: RecordLog, values: list[Tree], said: Tree = None) -> None:
-    """Append to a log; large values in a thread."""
+async def note(log: RecordLog, values: list[Tree], meta: Tree = None) -> None:
+    """Append to a log; in a thread if the values are large."""
     if array_bytes(values) > THREAD_BYTES:
-        await anyio.to_thread.run_sync(log.append, values, said)
+        await anyio.to_thread.run_sync(log.append, values, meta)
     else:
-        log.append(values, said)
+        log.append(values, meta)
 
 
 def array_bytes(value: Tree) -> int:
-    """Return the bytes of a tree's arrays."""
+    """Return the total size of a tree's arrays, in bytes."""
     if isinstance(value, np.ndarray):
         return value.nbytes
     if type(value) is list and set(map(type, value)) == {np.ndarray}:
@@ -245,10 +254,10 @@ def array_bytes(value: Tree) -> int:
 
 
 class ValueFold(Fold):
-    """A fold that is finished, and brought back."""
+    """A finished fold, restored from the journal."""
 
     async def _take(self, steps: Sequence[Sequence[Tree]]) -> None:
-        raise RuntimeError(f"stage {self.name} has all its steps")
+        raise RuntimeError(f"the fold of stage {self.name} is finished")
 
     async def _scope_value(self) -> Tree:
         return None
@@ -257,11 +266,11 @@ class ValueFold(Fold):
         return {}
 
     async def _restore_scope(self, state: dict[str, Tree]) -> None:
-        """Its values are all that there is."""
+        """Do nothing: a finished fold has only values."""
 
 
 class ReduceFold(Fold):
-    """A built-in op; its parts are partials, made on the workers."""
+    """The fold of a built-in op, over partials made by the workers."""
 
     def __init__(
         self,
@@ -276,7 +285,7 @@ class ReduceFold(Fold):
         super().__init__(name, per, sink, keep=keep, log=log)
         self._reduction = reduction
         self._fits = sink is None
-        """Whether a value like that of the first call is known to fit its file."""
+        """Whether a value like the first call's has been checked against the file format."""
         self._begin()
 
     def _is_none(self, part: Partial) -> bool:
@@ -306,10 +315,163 @@ class ReduceFold(Fold):
         self._steps.restore(state["nodes"])
 
     def _check_first(self, steps: Sequence[Sequence[Partial]]) -> None:
-        """Tell at once what a file can't hold: a call's own value is like the final one."""
+        """Check early whether the file can hold the value: a call's own value resembles the final one."""
         first = next((part for parts in steps for part in parts), None)
         if first is None or self._sink is None:
             return
         self._fits = True
-        with suppress(OverflowError):  # a sum may come back into the range of its dtype
+        with suppress(OverflowError):  # later components may bring a sum back into the range of its dtype
             self._sink.check(self._reduction.finish(first))
+
+
+BLOCK_STEPS = 16
+"""Number of nodes for one fold call; a power of two, so that a block is a node of the fixed tree."""
+
+FoldCall = Callable[[list[list[Tree]]], Awaitable[Tree]]
+"""Folds groups on a worker: each inner list by the fixed tree, then the resulting nodes."""
+
+
+class CombineFold(Fold):
+    """The fold of a `combine` function, which runs on workers.
+
+    Args:
+        call: executes one fold call.
+        calls_max: maximum number of concurrent fold calls.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        per: Per,
+        call: FoldCall,
+        sink: Sink | None,
+        *,
+        keep: bool = True,
+        calls_max: int,
+        log: RecordLog | None = None,
+    ) -> None:
+        super().__init__(name, per, sink, keep=keep, log=log)
+        self._call = call
+        self._room = anyio.CapacityLimiter(calls_max)
+        self._levels: list[_Level] = []
+        self._running = 0
+        self._idle = anyio.Event()
+        self._tasks: anyio.abc.TaskGroup | None = None
+
+    def attach(self, tasks: anyio.abc.TaskGroup) -> None:
+        """Set the task group in which fold calls run."""
+        self._tasks = tasks
+
+    async def step_value(self, parts: Sequence[Tree]) -> Tree:
+        """Return the value of a single step, None if it made no call."""
+        node = await self._fold([list(parts)])
+        return node[0] if node else None
+
+    async def _take(self, steps: Sequence[Sequence[Tree]]) -> None:
+        for parts in steps:
+            await self._put(0, list(parts))
+
+    async def _put(self, level: int, group: list[Tree]) -> None:
+        """Append a node's group to a level; fold a full block into a node of the next level."""
+        if level == len(self._levels):
+            self._levels.append(_Level())
+        here = self._levels[level]
+        here.groups.append(group)
+        if len(here.groups) == BLOCK_STEPS:
+            groups, here.groups = here.groups, []
+            place = here.blocks
+            here.blocks += 1
+            here.folding[place] = groups
+            await self._fold_later(level, place, groups)
+
+    async def _fold_later(self, level: int, place: int, groups: list[list[Tree]]) -> None:
+        if self._tasks is None:
+            raise RuntimeError("attach() must be called before the first step")
+        borrower = object()
+        await self._room.acquire_on_behalf_of(borrower)
+        if self._running == 0:
+            self._idle = anyio.Event()
+        self._running += 1
+
+        async def run() -> None:
+            try:
+                node = await self._fold(groups)
+            finally:
+                self._room.release_on_behalf_of(borrower)
+            here = self._levels[level]
+            del here.folding[place]
+            here.folded[place] = node
+            await self._promote(level)
+            self._running -= 1
+            if self._running == 0:
+                self._idle.set()
+
+        self._tasks.start_soon(run, name=f"fold of {self.name}")
+
+    async def _promote(self, level: int) -> None:
+        """Move folded blocks to the next level, in order."""
+        here = self._levels[level]
+        while here.promoted in here.folded:
+            node = here.folded.pop(here.promoted)
+            here.promoted += 1
+            await self._put(level + 1, node)
+
+    def _scope_state(self) -> dict[str, Tree]:
+        return {
+            "levels": [
+                [
+                    here.groups,
+                    here.blocks,
+                    here.promoted,
+                    list(here.folded.items()),
+                    list(here.folding.items()),
+                ]
+                for here in self._levels
+            ]
+        }
+
+    async def _restore_scope(self, state: dict[str, Tree]) -> None:
+        for groups, blocks, promoted, folded, folding in state["levels"]:
+            self._levels.append(_Level(groups, blocks, promoted, dict(folded), dict(folding)))
+        for number, here in enumerate(list(self._levels)):
+            for place, groups in list(here.folding.items()):
+                await self._fold_later(number, place, groups)
+            await self._promote(number)
+
+    async def _fold(self, groups: list[list[Tree]]) -> list[Tree]:
+        """Return the node of some groups, as a group of one or zero nodes."""
+        made = [g for g in groups if g]
+        if sum(len(g) for g in made) <= 1:
+            return made[0] if made else []
+        return [await self._call(groups)]
+
+    async def _scope_value(self) -> Tree:
+        while self._running:
+            await self._idle.wait()
+        node: list[Tree] | None = None
+        for level in self._levels:
+            groups = level.groups + ([] if node is None else [node])
+            node = await self._fold(groups) if groups else node
+        self._levels = []
+        if node and node[0] is None:
+            raise ValueError("the combine function returned None for the last fold: is a `return` missing?")
+        return node[0] if node else None
+
+
+@dataclass(slots=True)
+class _Level:
+    """One level of the tree of blocks.
+
+    Args:
+        groups: nodes of the incomplete block.
+        blocks: number of full blocks so far.
+        promoted: number of blocks whose nodes were moved to the next level.
+        folded: nodes of folded blocks that wait for an earlier block.
+        folding: full blocks that are not folded yet.
+    """
+
+    groups: list[list[Tree]] = field(default_factory=list)
+    blocks: int = 0
+    promoted: int = 0
+    folded: dict[int, list[Tree]] = field(default_factory=dict)
+    folding: dict[int, list[list[Tree]]] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""The fold of a gather stage: components end to end, kept or written as they come."""
+"""The fold of a gather stage: concatenates components, and keeps them or writes them to a file."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ if TYPE_CHECKING:
 
 TINY_PARTS = 1024
 TINY_BYTES = 1024
-"""So many parts, of about so few bytes each, are put end to end before there are more of them."""
+"""TINY_PARTS parts are concatenated at once if they have at most TINY_BYTES bytes on average."""
 
 BLOCK_PART_BYTES_MAX = 512
-"""Parts of at most so many bytes go into the file together, where they come together and are alike. A row
-of them is small then, so no format's blocks, which end after so many rows or bytes, depend on it."""
+"""Adjacent parts of one kind are written together if each has at most this many bytes. Their rows are small,
+so the blocks of file formats, which end after a number of rows or bytes, do not depend on it."""
 
 
 class GatherFold(Fold):
-    """Components end to end. With a sink and one value a run, they stream into the file.
+    """Concatenates components; with a sink and `per: run`, streams them into the file.
 
-    Its log has the components: they are gathered anew.
+    Its log has the components, which are gathered again on a resume.
     """
 
     _notes_values = False
@@ -50,23 +50,23 @@ class GatherFold(Fold):
         self._axis = axis
         self._streams = sink is not None and per == "run"
         self._parts: list[Tree] = []
-        """What is kept; blocks of tiny parts are one part already."""
+        """Kept parts; blocks of tiny parts are already concatenated."""
         self._whole = 0
-        """How many of them are such blocks, at the front."""
+        """Number of parts at the front that need no concatenation."""
         self._head: list[Tree] = []
-        """The scope's first component, in shape alone: the others must fit behind it."""
+        """An outline (shape and dtype) of the scope's first component, which the others must match."""
         self._fitting: set[object] = set()
-        """Kinds of components that do."""
+        """Kinds of components that match it."""
         self._steps = 0
 
     async def add(self, epoch: int, steps: Sequence[Sequence[Tree]]) -> None:
-        """As `Fold.add`."""
+        """Take the parts of the next steps, as `Fold.add`, and log them."""
         await super().add(epoch, steps)
         if self._log is not None:
             await note(self._log, [p for parts in steps for p in parts], [epoch, [len(p) for p in steps]])
 
-    async def _replay(self, said: Tree, values: Tree) -> None:
-        epoch, counts = said
+    async def _replay(self, meta: Tree, values: Tree) -> None:
+        epoch, counts = meta
         ends = [0, *accumulate(counts)]
         await self.add(epoch, [values[a:b] for a, b in pairwise(ends)])
 
@@ -74,7 +74,7 @@ class GatherFold(Fold):
         return {}
 
     async def _restore_scope(self, state: dict[str, Tree]) -> None:
-        """The log has brought everything back."""
+        """Do nothing: the log restores everything."""
 
     async def _take(self, steps: Sequence[Sequence[Tree]]) -> None:
         first, self._steps = self._steps, self._steps + len(steps)
@@ -94,12 +94,12 @@ class GatherFold(Fold):
                 self._compact()
 
     def _check(self, first: int, steps: Sequence[Sequence[Tree]], made: Sequence[Tree]) -> None:
-        """Tell at once, and where, what does not fit; whatever comes together with what.
+        """Check that components fit, so that the error names step and replica, however they are batched.
 
         Raises:
-            ValueError, TypeError: a component can't be gathered, or not behind the scope's first one.
+            ValueError, TypeError: a component can't be gathered, or does not match the scope's first one.
         """
-        unlike = {_look(part): part for part in made}  # most are alike, and looking costs little
+        unlike = {_look(part): part for part in made}  # most are alike, and this check is cheap
         kinds = {_fit(part, self._axis) for part in unlike.values()}
         if None not in kinds and kinds <= self._fitting:
             return
@@ -112,9 +112,9 @@ class GatherFold(Fold):
         self._fitting |= kinds - {None}
 
     def _blocks(self, parts: Sequence[Tree]) -> Iterator[tuple[int, Tree]]:
-        """Yield what is written at once, behind the place of its first part: tiny parts together.
+        """Yield (index of its first part, block) for each write; tiny parts form one block.
 
-        A part that is None is left out, as `gather` does it.
+        A part that is None is skipped, as in `gather`.
         """
         if len(parts) > 1 and _is_one_kind(parts, self._axis):
             yield 0, self._together(parts)
@@ -128,7 +128,7 @@ class GatherFold(Fold):
                 yield places[0], self._together([parts[place] for place in places])
 
     def _located(self, first: int, steps: Sequence[Sequence[Tree]], error: Exception) -> str:
-        """Return the text of an error with the component that does not fit, alone or behind the first."""
+        """Return the text of an error, with step and replica of the component that does not fit."""
         seen = list(self._head)
         for step, parts in enumerate(steps, first):
             for replica, part in enumerate(parts):
@@ -139,12 +139,12 @@ class GatherFold(Fold):
                     except (TypeError, ValueError) as fault:
                         hint = ""
                         if isinstance(part, list | tuple):
-                            hint = "; a list is a tree of values: return np.array(...) of it for one array"
+                            hint = "; a list is a tree of values: to return one array, use np.array(...)"
                         return f"step {step}, replica {replica}: {fault}{hint}"
         return str(error)
 
     def _compact(self) -> None:
-        """Put tiny parts end to end: a million of them cost more than what is in them."""
+        """Concatenate tiny parts, because a million small arrays cost more memory than their data."""
         tiny = self._parts[self._whole :]
         if sum(map(array_bytes, tiny)) <= TINY_BYTES * len(tiny):
             self._parts[self._whole :] = [self._together(tiny)]
@@ -154,7 +154,7 @@ class GatherFold(Fold):
         if not parts:
             return None
         if {type(part) for part in parts} == {np.ndarray} and len({part.dtype for part in parts}) == 1:
-            with suppress(ValueError):  # they don't fit: `gather` says why
+            with suppress(ValueError):  # if they don't fit, `gather` raises an error with the reason
                 return np.concatenate(parts, axis=self._axis)
         return gather(PerReplica(parts), self._axis, len(parts))
 
@@ -169,7 +169,7 @@ class GatherFold(Fold):
 
 
 def _look(part: Tree) -> object:
-    """Return what is the same for parts of which one need be looked at closely, while they are alive."""
+    """Return a cheap key that is equal only for parts of the same kind, while they are alive."""
     if type(part) is np.ndarray:
         return part.dtype, part.shape
     if type(part) is dict and {np.ndarray}.issuperset(map(type, part.values())):
@@ -178,7 +178,7 @@ def _look(part: Tree) -> object:
 
 
 def _fit(part: Tree, axis: int) -> object:
-    """Return what parts that fit together have in common, at least; None: each must be tried."""
+    """Return a key that is equal for parts that fit together; None: they must be tried."""
     leaves, structure = ([part], None) if type(part) is np.ndarray else trees.flatten(part)
     if not all(type(leaf) is np.ndarray and -leaf.ndim <= axis < leaf.ndim for leaf in leaves):
         return None
@@ -188,13 +188,13 @@ def _fit(part: Tree, axis: int) -> object:
 
 
 def _outline(leaf: Any) -> np.ndarray[Any, np.dtype[Any]]:
-    """Return an array of the same shape that takes no memory."""
-    array = np.asarray(leaf)  # a range is one here, too
+    """Return an array of the same shape and dtype that takes no memory."""
+    array = np.asarray(leaf)  # a range counts as an array too
     return np.broadcast_to(np.zeros((), array.dtype), array.shape)
 
 
 def _is_one_kind(parts: Sequence[Tree], axis: int) -> bool:
-    """Tell of tiny arrays of one dtype and shape, as most are, at the cost of three sets."""
+    """Return whether all parts are tiny arrays of one dtype and shape; a fast path for the usual case."""
     return (
         set(map(type, parts)) == {np.ndarray}
         and _kind(parts[0], axis) is not None
@@ -204,7 +204,7 @@ def _is_one_kind(parts: Sequence[Tree], axis: int) -> bool:
 
 
 def _kind(part: Tree, axis: int) -> object:
-    """Return what tiny parts that may be written together have in common; None: it is written alone."""
+    """Return a key that is equal for tiny parts that may be written together; None: write it alone."""
     if type(part) is np.ndarray:
         return _kind_of_array(part, axis) if part.nbytes <= BLOCK_PART_BYTES_MAX else None
     leaves, structure = trees.flatten(part)
@@ -225,7 +225,7 @@ def _kind_of_array(array: np.ndarray[tuple[int, ...], np.dtype[Any]], axis: int)
 
 
 def _place_of(steps: Sequence[Sequence[Tree]], place: int) -> tuple[int, int]:
-    """Return step and replica of the part that has so many parts before it."""
+    """Return step and replica of the part at an index."""
     for step, parts in enumerate(steps):
         if place < len(parts):
             return step, place

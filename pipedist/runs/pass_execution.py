@@ -1,7 +1,7 @@
-"""Executes one pass of a plan: its dataset is read once, and everything of it is folded, kept, streamed.
+"""Executes one pass of a plan: reads its dataset once, and folds, keeps and streams the results.
 
-Every step goes to the pass's folds (`pipedist.runs.pass_folds`), its spools and its subscriber, in
-order; between two steps is when a snapshot of it may be taken, and when others take their turns.
+Every step goes, in order, to the pass's folds (`pipedist.runs.pass_folds`), its spools and its subscriber.
+Snapshots are taken between two steps; so are the updates of a training.
 """
 
 from __future__ import annotations
@@ -19,41 +19,40 @@ from pipedist.coordinator import Arrival, Batch, Chunk, Coordinator, PassHandle,
 from pipedist.core.types import Tree
 from pipedist.errors import OutputError
 from pipedist.plan import PassPlan, Plan
-from pipedist.runs.gated_feed import GatedFeed
+from pipedist.runs.pass_feeds import GatedFeed, Spool, feed_of
 from pipedist.runs.pass_folds import PassFolds
-from pipedist.runs.pass_inputs import READING, STATE, feed_of, speculation_of
+from pipedist.runs.pass_journal import PASS_STATE, STATE
 from pipedist.runs.programs import parts_of, pass_program, quarantine_of, retries_of, slot_of
 from pipedist.runs.quarantine import PassQuarantine
-from pipedist.runs.spool import Spool
+from pipedist.runs.state_history import StateHistory
 from pipedist.runs.subscription import Part, Step, Subscription
-from pipedist.runs.training import Lane, Training
-from pipedist.runs.versions import Versions
+from pipedist.runs.training import Trainer, TrainingParticipant
 from pipedist.scheduler import PassSettings
 
 if TYPE_CHECKING:
     from pipedist.coordinator.diagnostics import Waiting
     from pipedist.outputs import RunFolder
-    from pipedist.runs.pass_journal import PassJournal, RunJournal, Taken, Versioned
+    from pipedist.runs.pass_journal import PassJournal, PendingSnapshot, RunJournal, Versioned
 
 
-class Reading:
-    """One pass while it is executed.
+class PassExecution:
+    """The execution of one pass.
 
     Args:
-        plan: what it belongs to.
-        pass_: what to execute.
-        coordinator: of the cluster that executes it.
-        folder: where files go, None for a run without outputs.
-        subscription: what the user streams of this pass, None for nothing.
-        values: finished values by stage, of earlier phases; this pass adds its own. Of one that
-            only its file holds, the path.
-        unwritten: why an output has no file, though the run goes on; this pass adds its own.
-        spools: the kept values of runs, of earlier phases; this pass adds its own, open.
-        read_later: reduce and gather stages whose values a later phase reads, or an update.
-        training: that the pass takes part in; None: it is read by itself.
-        steps_max: the reading ends there; None: with its dataset.
-        journal: of the run; None: it has none.
-        durable: what is durable of the pass; None: there is no journal.
+        plan: the run's plan.
+        pass_: the pass to execute.
+        coordinator: coordinator of the cluster that executes it.
+        folder: the output folder, None for a run without outputs.
+        subscription: the stream of this pass that the user reads, None if there is none.
+        values: finished values of earlier phases, by stage; this pass adds its own. A value that is only in
+            its file is the file's path.
+        unwritten: why an output file could not be written, by stage; this pass adds its own.
+        spools: the kept values of run stages, of earlier phases and (open) of this pass.
+        read_later: reduce and gather stages whose values a later phase or an update reads.
+        training: the training that the pass is part of, None if it is independent.
+        steps_max: number of steps to read; None: the whole dataset.
+        journal: the journal of the run, None if it has none.
+        durable: the pass's part of the journal, None if there is none.
     """
 
     def __init__(
@@ -68,7 +67,7 @@ class Reading:
         unwritten: MutableMapping[str, OutputError],
         spools: Mapping[str, Spool],
         read_later: frozenset[str],
-        training: Training | None,
+        training: Trainer | None,
         steps_max: int | None,
         journal: RunJournal | None,
         durable: PassJournal | None,
@@ -81,27 +80,27 @@ class Reading:
         self._replicas = plan.spec.replicas
         self._feed = feed_of(plan, pass_, spools)
         self._training = training if pass_.updates else None
-        self._versions: Versions | None = None
-        """Of the states, for who looks at a call again."""
+        self._state_history: StateHistory | None = None
+        """Versions of the states, for replays of calls."""
         self._journal = journal
         self._durable = durable
         self.steps = 0 if durable is None else durable.steps
-        """Steps [0, steps) are taken."""
+        """Steps [0, steps) have been taken: folded, kept and streamed."""
         self.elements = 0 if durable is None else durable.elements
-        """Of these steps."""
+        """Elements of these steps."""
         self._taking = anyio.Lock(fast_acquire=True)
         """Held while steps are taken."""
         self._between = False
-        """What was taken is whole: nothing is being taken, and no error left it in the middle of a step."""
+        """No step is partly taken, so a snapshot is consistent."""
         self._is_complete = False
         self._took = anyio.Event()
-        """Something was taken since the latest snapshot."""
-        self.evaluated_by: list[Reading] = []
-        """Readings of held-out data: what they have taken is durable before what comes after it is."""
-        self._lane: Lane | None = None
+        """Set if steps were taken since the latest snapshot."""
+        self.evaluated_by: list[PassExecution] = []
+        """Passes over held-out data: their steps are committed before later steps of this pass."""
+        self._participant: TrainingParticipant | None = None
         if training is not None:
-            self._lane = training.lane(pass_, self._feed)
-            self._feed = self._lane.feed
+            self._participant = training.participant(pass_, self._feed)
+            self._feed = self._participant.feed
         elif steps_max is not None:
             self._feed = GatedFeed(self._feed, "run", steps_max=steps_max)
         self._spools = {name: spools[name] for name in pass_.kept}
@@ -112,22 +111,22 @@ class Reading:
         self.quarantine = PassQuarantine(
             pass_.dataset, next(iter(pass_.runs), ""), self._feed, self._replicas
         )
-        """What it sets aside."""
+        """The quarantined elements of the pass."""
         self.handle = self._open()
-        """The pass at the coordinator; whoever made the reading calls `leave`."""
+        """The pass at the coordinator; the owner of this object closes it with `leave`."""
 
     @property
     def is_complete(self) -> bool:
-        """Whether it has come to its end."""
+        """Whether all steps are taken and all values complete."""
         return self._is_complete
 
     @property
     def name(self) -> str:
-        """The pass, for people."""
+        """The name of the pass in messages."""
         return self._pass.name
 
     def refined(self, wait: Waiting) -> Waiting:
-        """Return what the pass waits for, where it knows better than the scheduler."""
+        """Return a more precise description of a wait, if the pass knows one."""
         subscription = self._subscription
         if wait.reason == "data" and isinstance(self._feed, GatedFeed) and self._feed.held_back:
             return wait.refined("state", self._feed.held_back)
@@ -135,12 +134,13 @@ class Reading:
             return wait
         if subscription is not None and subscription.is_full:
             streamed = ", ".join(subscription.stages)
-            text = f"whoever streams {streamed} has {subscription.waiting} items to take"
+            text = f"the reader of the stream of {streamed} has not taken {subscription.waiting} items"
             return wait.refined("subscriber", text)
-        if self._lane is not None and not self._between:
-            return wait.refined("state", f"{wait.text}: states are updated with what came back before them")
-        stages = ", ".join(self._folds.names) or "after them"
-        return wait.refined("fold", f"{wait.text} by the stages {stages}")
+        if self._participant is not None and not self._between:
+            return wait.refined("state", f"{wait.text}: states are being updated with the steps before them")
+        stages = ", ".join(self._folds.names)
+        by = f" by the stages {stages}" if stages else ""
+        return wait.refined("fold", f"{wait.text}{by}")
 
     def _open(self) -> PassHandle:
         streamed = () if self._subscription is None else self._subscription.stages
@@ -170,58 +170,60 @@ class Reading:
         return handle
 
     def _stamp(self) -> str:
-        """Return under what workers keep results of this pass for a run that is resumed, "": they do not.
+        """Return the stamp under which workers keep results for a resumed run; "": they keep none.
 
-        Not of what takes turns: a resumed run's states may be other ones, until they are durable.
+        They keep none in a training, because a resumed run may have other states.
         """
-        if self._durable is None or self._pass.gang or self._lane is not None:
+        if self._durable is None or self._pass.gang or self._participant is not None:
             return ""
         return self._durable.stamp
 
     async def begin(self) -> None:
-        """Go to the first step that is not done; before any reading of the phase runs.
+        """Go to the first step that is not committed; call it before any pass of the phase runs.
 
         Raises:
-            JournalError: what was left is damaged.
-            Exception: whatever reading the data raises.
+            JournalError: the journal is damaged.
+            Exception: an error of reading the data.
         """
         if self._durable is None:
             return
         if self._training is not None:
-            self._versions = Versions(self._durable)
+            self._state_history = StateHistory(self._durable)
         for name, spool in self._spools.items():
             spool.restore(self._durable.places(name))
         if self.steps:
-            self.quarantine.restore(self._durable.part(READING)["quarantine"])
+            self.quarantine.restore(self._durable.part(PASS_STATE)["quarantine"])
             await self._feed.begin_at(self.steps)
-            if self._lane is not None:
-                self._lane.restore(self._durable.part(READING)["lane"])
+            if self._participant is not None:
+                self._participant.restore(self._durable.part(PASS_STATE)["training"])
 
     async def run(self) -> None:
-        """Read to the end.
+        """Execute the pass to its end.
 
         Raises:
             CallError: a call failed for good.
             FoldError: components do not fit together.
             OutputError: a file can't be written.
             WorkersLost: no worker can be kept alive.
-            RunDrained: the pass was held before its end.
-            ExceptionGroup: of any of these.
+            RunDrained: the pass was drained before its end.
+            ExceptionGroup: a group of these.
         """
-        lane = self._lane
+        participant = self._participant
         with ExitStack() as stack:
             self._folds.open(stack)
             async with anyio.create_task_group() as tasks:
-                left = None if self._durable is None or not self.steps else self._durable.part(READING)
-                await self._folds.begin(tasks, None if left is None else left["folds"])
-                if lane is not None:
-                    self._folds.watch(lane.watched)
+                saved = None if self._durable is None or not self.steps else self._durable.part(PASS_STATE)
+                await self._folds.begin(tasks, None if saved is None else saved["folds"])
+                if participant is not None:
+                    self._folds.watch(participant.watched)
                 tasks.start_soon(self.handle.run_feed, name=f"feed of {self._pass.name}")
                 await self._read(tasks)
                 self._between = False
-                await self._folds.finish(self._plan.epochs(self._pass) if lane is None else lane.epochs)
-                if lane is not None:
-                    await lane.finished(self._folds.take_fresh(lane.watched))
+                await self._folds.finish(
+                    self._plan.epochs(self._pass) if participant is None else participant.epochs
+                )
+                if participant is not None:
+                    await participant.on_finished(self._folds.take_fresh(participant.watched))
             for spool in self._spools.values():
                 await anyio.to_thread.run_sync(spool.finish)
             await self._folds.write()
@@ -229,16 +231,18 @@ class Reading:
         self._between = self._is_complete = True
 
     async def _read(self, tasks: anyio.abc.TaskGroup) -> None:
-        """Take all steps; commit them again and again, and at the end."""
-        keeping = anyio.CancelScope()
+        """Take all steps, and commit them periodically."""
+        committing = anyio.CancelScope()
 
-        async def keep_up(journal: RunJournal, durable: PassJournal) -> None:
-            with keeping:
-                await journal.keep_up(lambda: self._next_snapshot(durable))
+        async def commit_periodically(journal: RunJournal, durable: PassJournal) -> None:
+            with committing:
+                await journal.commit_periodically(lambda: self._next_snapshot(durable))
 
         self._between = True
         if self._journal is not None and self._durable is not None:
-            tasks.start_soon(keep_up, self._journal, self._durable, name=f"journal of {self._pass.name}")
+            tasks.start_soon(
+                commit_periodically, self._journal, self._durable, name=f"journal of {self._pass.name}"
+            )
         async for batch in self.handle.batches():
             async with self._taking:
                 self._between = False
@@ -246,12 +250,12 @@ class Reading:
                     await self._take(first, epoch, steps, batch.bytes // len(batch.steps))
                 self._between = True
             self._took.set()
-        keeping.cancel()
+        committing.cancel()
 
-    # -- what is durable ---------------------------------------------------------------------------
+    # -- snapshots --------------------------------------------------------------------------------
 
-    async def _next_snapshot(self, durable: PassJournal) -> Taken:
-        """Return a snapshot as soon as something was taken that whoever streams it has seen."""
+    async def _next_snapshot(self, durable: PassJournal) -> PendingSnapshot:
+        """Return a snapshot as soon as steps were taken and the subscriber has seen them."""
         await self._took.wait()
         async with self._taking:
             self._took = anyio.Event()
@@ -265,8 +269,8 @@ class Reading:
                 await self._journal.reached(held_out._durable, steps)
         return taken
 
-    def last_snapshot(self) -> Taken | None:
-        """Return what is not durable of what was taken; None: there is nothing, or it is not whole."""
+    def last_snapshot(self) -> PendingSnapshot | None:
+        """Return a snapshot of steps that are not committed; None if there are none, or one is partly taken."""
         if self._durable is None or not self._between or self.steps == self._durable.steps_committed:
             return None
         if not all(held_out._between for held_out in self.evaluated_by):
@@ -275,20 +279,20 @@ class Reading:
             return None
         return self._snapshot(self._durable)
 
-    def complete_snapshot(self) -> Taken:
-        """Return what the pass has come to at its end."""
+    def complete_snapshot(self) -> PendingSnapshot:
+        """Return the snapshot of the complete pass."""
         if self._durable is None or not self._is_complete:
-            raise RuntimeError(f"pass {self._pass.name} is not complete, or has no journal")
+            raise RuntimeError(f"pass {self._pass.name} is incomplete or has no journal")
         return self._snapshot(self._durable)
 
-    def _snapshot(self, durable: PassJournal) -> Taken:
+    def _snapshot(self, durable: PassJournal) -> PendingSnapshot:
         version = 2 * self.steps + self._is_complete
         parts: dict[str, Versioned] = {
-            READING: (
+            PASS_STATE: (
                 version,
                 {
                     "folds": self._folds.state(),
-                    "lane": None if self._lane is None else self._lane.state(),
+                    "training": None if self._participant is None else self._participant.state(),
                     "quarantine": self.quarantine.state(self.steps),
                 },
             )
@@ -297,8 +301,8 @@ class Reading:
             for name, (number, value) in self._training.states.latest().items():
                 parts[STATE + name] = (number, [value, number])
         dropped: list[str] = []
-        if self._versions is not None:
-            dropped += self._versions.dropped()
+        if self._state_history is not None:
+            dropped += self._state_history.dropped()
         if self._is_complete:
             dropped += self._folds.logs_over()
         return durable.snapshot(
@@ -313,7 +317,7 @@ class Reading:
     # -- step by step --------------------------------------------------------------------------------
 
     def _segments(self, batch: Batch) -> Iterator[tuple[int, int, list[list[Slots]]]]:
-        """Yield (first step, epoch, steps): each of one epoch; for who streams steps, each of one step."""
+        """Yield (first step, epoch, steps), each of one epoch; if steps are streamed, each of one step."""
         streams = self._subscription is not None and self._subscription.kind == "steps"
         first, last = batch.first, batch.first + len(batch.steps)
         while first < last:
@@ -334,42 +338,42 @@ class Reading:
             for step, slots in enumerate(steps, first):
                 values = {name: await self._folds.step_value(name, slots) for name in subscription.stages}
                 subscription.put(Step(step, epoch, values), step_bytes)
-        if self._lane is not None:
-            await self._take_turns(self._lane, first + len(steps) - 1, epoch)
+        if self._participant is not None:
+            await self._notify_training(self._participant, first + len(steps) - 1, epoch)
         if subscription is not None:
             await subscription.room()
 
     def _keep(self, first: int, epoch: int, steps: list[list[Slots]]) -> None:
-        """Append to the spools."""
+        """Append steps to the spools."""
         places = [self.quarantine.ids(step) for step in range(first, first + len(steps))]
         for name, spool in self._spools.items():
             for step, parts in enumerate(parts_of(self._kept_slots[name], steps), first):
-                ids, holes = places[step - first]
+                ids, skipped = places[step - first]
                 elements = self._feed.elements(step, step + 1)
-                spool.append(parts, ids, elements=elements, epoch=epoch, holes=holes)
+                spool.append(parts, ids, elements=elements, epoch=epoch, skipped=skipped)
 
-    async def _take_turns(self, lane: Lane, last: int, epoch: int) -> None:
-        """Say that steps up to `last` are taken; others take their turns meanwhile."""
-        ends = await lane.feed.ends_epoch(last)
+    async def _notify_training(self, participant: TrainingParticipant, last: int, epoch: int) -> None:
+        """Report taken steps to the training, which then updates states and evaluates."""
+        ends = await participant.feed.ends_epoch(last)
         if ends:
             await self._folds.end_epoch(epoch)
-        await lane.took(last, epoch, self._folds.take_fresh(lane.watched), ends=ends)
-        if self._training is not None and self._versions is not None:
-            self._versions.add(self._training.states.latest(), steps=self.steps, epochs=epoch + ends)
+        await participant.on_taken(last, epoch, self._folds.take_fresh(participant.watched), ends=ends)
+        if self._training is not None and self._state_history is not None:
+            self._state_history.add(self._training.states.latest(), steps=self.steps, epochs=epoch + ends)
 
     def leave(self) -> None:
         """End the pass at the coordinator, and its part in a training."""
         self.handle.close()
-        self.let_others_end()
+        self.leave_training()
 
-    def let_others_end(self) -> None:
-        """End its part in a training."""
-        if self._lane is not None:
-            self._lane.leave()
+    def leave_training(self) -> None:
+        """End its part in the training, so that the other passes need not wait for it."""
+        if self._participant is not None:
+            self._participant.leave()
 
 
 def _announcer(subscription: Subscription | None, replicas: int) -> Arrival | None:
-    """Return what puts the results of calls into a stream as they arrive."""
+    """Return a callback that puts results of calls into the stream as they arrive."""
     if subscription is None or subscription.kind != "parts":
         return None
     slots = [(name, slot_of(name, stage)) for name, stage in subscription.streamed.items()]
@@ -379,7 +383,13 @@ def _announcer(subscription: Subscription | None, replicas: int) -> Arrival | No
         for call, values in enumerate(chunk.calls, chunk.lo):
             step, replica = divmod(call, replicas)
             for name, slot in slots:
-                if slot in values:  # else its shard is empty
+                if slot in values:  # not the case for an empty shard
                     subscription.put(Part(name, step, replica, values[slot]), size)
 
     return announce
+
+
+def speculation_of(plan: Plan) -> float:
+    """Return the multiple of the usual duration after which a call gets a second attempt; 0: never."""
+    times = plan.spec.cluster.speculation
+    return 0.0 if isinstance(times, str) else float(times)

@@ -1,10 +1,11 @@
-"""The folds of one pass: what its steps are handed to, up to finished values and their files."""
+"""The folds of one pass, from its first step to finished values and their files."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, NoReturn
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn, Protocol
 
 import anyio.abc
 import anyio.to_thread
@@ -14,38 +15,39 @@ from pipedist.core.types import Tree
 from pipedist.errors import CallError, FoldError, OutputError
 from pipedist.plan import PassPlan, Plan
 from pipedist.reduction.batched import step_partial
-from pipedist.runs.combining import CombineFold, FoldCall
-from pipedist.runs.folds import Fold, ReduceFold
+from pipedist.runs.folds import CombineFold, Fold, FoldCall, ReduceFold, ValueFold
 from pipedist.runs.gather_fold import GatherFold
-from pipedist.runs.pass_inputs import grows, keeps, sink_of
+from pipedist.runs.pass_feeds import Spool
+from pipedist.runs.pass_journal import PASS_STATE, STATE
 from pipedist.runs.programs import COMBINED, combine_program, parts_of, reduction_of, slot_of
 from pipedist.scheduler import PassSettings
-from pipedist.spec import GatherSpec, ReduceSpec, RunSpec
+from pipedist.spec import GatherSpec, ReduceSpec, RunSpec, StageRef, UpdateSpec, references
 from pipedist.values import PerReplica, gather
 
 if TYPE_CHECKING:
     from pipedist.journal.log_format import RecordLog
     from pipedist.outputs import RunFolder, Sink
+    from pipedist.outputs.tables import Table
     from pipedist.runs.pass_journal import PassJournal
 
 FOLD_CALLS_MAX = 16
-"""Fold calls of one stage that run at one time."""
+"""Maximum number of concurrent fold calls of one stage."""
 
 _MISFITS = (TypeError, ValueError, OverflowError, OutputError)
-"""What a fold raises where components do not fit together, or into its file."""
+"""Errors of a fold whose components do not fit together, or do not fit into its file."""
 
 
 class PassFolds:
-    """The reduce and gather stages of one pass, by name; none is there before `open`.
+    """The folds of the reduce and gather stages of one pass; `open` creates them.
 
     Args:
-        plan: what the pass belongs to.
-        pass_: whose folds they are.
-        coordinator: of the cluster that executes `combine` functions.
-        folder: where files go, None for a run without outputs.
-        read_later: stages whose values a later phase reads, or an update.
-        unwritten: why an output has no file, though the run goes on; these add their own.
-        durable: what is durable of the pass; None: there is no journal.
+        plan: the run's plan.
+        pass_: the pass.
+        coordinator: coordinator of the cluster that executes `combine` functions.
+        folder: the output folder, None for a run without outputs.
+        read_later: stages whose values a later phase or an update reads.
+        unwritten: why an output file could not be written, by stage; the folds add their own.
+        durable: the pass's part of the journal, None if there is none.
     """
 
     def __init__(
@@ -81,7 +83,7 @@ class PassFolds:
         """Open every fold and its file.
 
         Args:
-            stack: what it is closed with; a file that is not finished by then is given up.
+            stack: closes them; a file that is not finished by then is discarded.
 
         Raises:
             OutputError: a file can't be written.
@@ -90,7 +92,7 @@ class PassFolds:
             sink = sink_of(self._plan, self._folder, name)
             if sink is not None:
                 self._sinks[name] = sink
-                stack.callback(sink.abort)  # which does nothing to a finished one
+                stack.callback(sink.abort)  # does nothing if the sink is finished
             self._folds[name] = self._fold(name, sink, stack)
 
     def _fold(self, name: str, sink: Sink | None, stack: ExitStack) -> Fold:
@@ -128,14 +130,14 @@ class PassFolds:
         return call
 
     async def begin(self, tasks: anyio.abc.TaskGroup, states: Mapping[str, Tree] | None) -> None:
-        """Be ready for the first step.
+        """Prepare for the first step, or restore a snapshot.
 
         Args:
-            tasks: where fold calls run.
-            states: what `state` returned at the snapshot with which the pass goes on; None: it begins.
+            tasks: the task group in which fold calls run.
+            states: the `state` in the snapshot from which the pass continues; None: the pass begins.
 
         Raises:
-            JournalError: what was left is damaged.
+            JournalError: the journal is damaged.
         """
         for fold in self._folds.values():
             if isinstance(fold, CombineFold):
@@ -149,7 +151,7 @@ class PassFolds:
     # -- step by step ------------------------------------------------------------------------------
 
     async def add(self, epoch: int, steps: Sequence[Sequence[Slots]]) -> None:
-        """Take what the calls of the next steps sent back, all of one epoch.
+        """Take the results of the next steps, all of one epoch.
 
         Raises:
             FoldError: components do not fit together.
@@ -160,10 +162,10 @@ class PassFolds:
             try:
                 await fold.add(epoch, parts_of(self._slots[name], steps))
             except _MISFITS as error:
-                self._blame(name, error)
+                self._raise(name, error)
 
     async def end_epoch(self, epoch: int) -> None:
-        """Take note that an epoch, to which all steps since the last one belong, is over.
+        """End an epoch, to which all steps since the previous end belong.
 
         Raises:
             As `add`.
@@ -172,19 +174,19 @@ class PassFolds:
             try:
                 await fold.end_epoch(epoch)
             except _MISFITS as error:
-                self._blame(name, error)
+                self._raise(name, error)
 
     def watch(self, names: frozenset[str]) -> None:
-        """Keep new values of some stages for `take_fresh`, from now on."""
+        """Keep new values of some stages for `take_fresh` from now on."""
         for name in names:
             self._folds[name].watch()
 
     def take_fresh(self, names: frozenset[str]) -> dict[str, list[Tree]]:
-        """Return the values of some stages since the last time, in order."""
+        """Return the values of some stages since the previous call, in order."""
         return {name: self._folds[name].take_fresh() for name in names}
 
     async def step_value(self, name: str, slots: list[Slots]) -> Tree:
-        """Return what one step is worth by itself to a stage of the pass, for a subscriber.
+        """Return the value of a stage for a single step, for a subscriber.
 
         Raises:
             CallError: a `combine` function failed.
@@ -200,13 +202,13 @@ class PassFolds:
         if isinstance(fold, CombineFold):
             return await fold.step_value(parts)
         if not isinstance(stage, ReduceSpec):
-            raise TypeError(f"stage {name} has no value a step")
+            raise TypeError(f"stage {name} has no value for a step")
         reduction = reduction_of(stage)
         return reduction.finish(step_partial(reduction, parts))
 
-    def _blame(self, name: str, error: Exception) -> NoReturn:
-        """Raise a stage's error: what does not fit together is the stage's."""
-        if self._folds[name].of_nothing:  # so far, and it ends here
+    def _raise(self, name: str, error: Exception) -> NoReturn:
+        """Raise an error of a fold as the error of its stage."""
+        if self._folds[name].of_nothing:
             raise FoldError(name, self._no_value(name)) from error
         if isinstance(error, OutputError):
             raise error
@@ -216,23 +218,26 @@ class PassFolds:
         of = self._plan.spec.stages[name].of
         return f"stage {of} returned None on every call: is a `return` missing?"
 
-    # -- what is durable ---------------------------------------------------------------------------
+    # -- snapshots --------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Tree]:
-        """Return what the steps so far have left behind, but for what is in the logs."""
+        """Return the state of the folds, without the values in their logs."""
         return {name: fold.state() for name, fold in self._folds.items()}
 
     def logs_over(self) -> list[str]:
-        """Return the logs that nobody needs when the pass is complete: their values are in files."""
+        """Return the logs that a complete pass no longer needs, because their values are in files."""
         return [name for name, fold in self._folds.items() if grows(self._plan, name) and not fold.kept]
 
     # -- the end -----------------------------------------------------------------------------------
 
     async def finish(self, epochs: int) -> None:
-        """Take note that there are no more steps, of so many epochs in all.
+        """Complete all values after the last step.
+
+        Args:
+            epochs: number of epochs.
 
         Raises:
-            FoldError: components do not fit together, or there was none in any of them.
+            FoldError: components do not fit together, or all of them were None.
             CallError: a `combine` function failed.
         """
         for name, fold in self._folds.items():
@@ -240,7 +245,7 @@ class PassFolds:
                 try:
                     await fold.finish(epochs)
                 except _MISFITS as error:
-                    self._blame(name, error)
+                    self._raise(name, error)
             if fold.of_nothing:
                 raise FoldError(name, self._no_value(name))
 
@@ -253,16 +258,121 @@ class PassFolds:
 
     @contextmanager
     def _file_of(self, name: str) -> Iterator[None]:
-        """At the end of a pass: one file that can't be completed costs no other value."""
+        """Record a file that can't be completed, so that the other values and files are not lost."""
         try:
             yield
         except OutputError as error:
             self._unwritten[name] = error
 
     def deliver(self, values: MutableMapping[str, Tree]) -> None:
-        """Add the finished values by stage; of one that only its file holds, the path."""
+        """Add the finished values by stage; a value that is only in its file is the file's path."""
         for name, fold in self._folds.items():
             if fold.kept or self._folder is None:
                 values[name] = fold.result
             elif name not in self._unwritten:
                 values[name] = self._folder.final(self._plan.spec.outputs[name])
+
+
+def sink_of(plan: Plan, folder: RunFolder | None, name: str) -> Sink | None:
+    """Return the sink of a stage's value, None if it has no file."""
+    output = plan.spec.outputs.get(name)
+    if output is None or folder is None:
+        return None
+    from pipedist.outputs import open_sink  # only runs with files need it
+
+    stage = plan.spec.stages[name]
+    return open_sink(
+        folder.staged(output),
+        shape="run" if getattr(stage, "per", "run") == "run" else "per",
+        gather=isinstance(stage, GatherSpec),
+        axis=stage.gather if isinstance(stage, GatherSpec) else 0,
+        label=f"outputs.{name} ({output})",
+        table=_table(plan, name),
+    )
+
+
+def _table(plan: Plan, name: str) -> Table | None:
+    """Return the table of a stage's value, if its `combine` function defines one."""
+    stage = plan.spec.stages[name]
+    if not isinstance(stage, ReduceSpec) or stage.combine is None or stage.per != "run":
+        return None
+    from pipedist.core.functions import load  # only runs with files need it
+    from pipedist.outputs.tables import table_of
+
+    ref = plan.functions[name]
+    return table_of(load(ref, [str(plan.spec.code)]) if ref.name else stage.combine)
+
+
+class Files(Protocol):
+    """Locates the files of outputs."""
+
+    def final(self, output: str) -> Path:
+        """Return the absolute path of an output."""
+
+
+def read_later(plan: Plan) -> frozenset[str]:
+    """Return the stages whose values a later phase or an update reads."""
+    return frozenset(
+        ref.name
+        for stage in plan.spec.stages.values()
+        if isinstance(stage, RunSpec | UpdateSpec)
+        for ref in references(stage.with_)
+        if isinstance(ref, StageRef)
+    ) | {stage.of for stage in plan.spec.stages.values() if isinstance(stage, UpdateSpec)}
+
+
+def keeps(plan: Plan, folder: Files | None, read_later: frozenset[str], name: str) -> bool:
+    """Return whether a reduce or gather stage keeps its values, besides writing them to a file."""
+    if folder is None or name not in plan.spec.outputs:
+        return True
+    stage = plan.spec.stages[name]
+    return name in read_later if isinstance(stage, GatherSpec) else getattr(stage, "per", "run") == "run"
+
+
+def grows(plan: Plan, name: str) -> bool:
+    """Return whether the state of a fold grows with the run, so that it is kept in a log."""
+    stage = plan.spec.stages[name]
+    return isinstance(stage, GatherSpec) or getattr(stage, "per", "run") != "run"
+
+
+async def restore_pass(
+    plan: Plan,
+    pass_: PassPlan,
+    durable: PassJournal,
+    folder: Files,
+    read_later: frozenset[str],
+    values: MutableMapping[str, Tree],
+    spools: MutableMapping[str, Spool],
+    unwritten: Mapping[str, OutputError],
+) -> None:
+    """Restore the values of a complete pass.
+
+    Args:
+        values, spools: receive the values.
+        unwritten: stages whose output files could not be written.
+
+    Raises:
+        JournalError: the journal is damaged.
+    """
+    found = durable.part(PASS_STATE)
+    for name in pass_.folds:
+        if keeps(plan, folder, read_later, name):
+            fold = _finished_fold(plan, name)
+            entries = durable.entries(name) if grows(plan, name) else ()
+            await fold.restore(found["folds"][name], ((entry.meta, tree) for entry, tree in entries))
+            values[name] = fold.result
+        elif name not in unwritten:
+            values[name] = folder.final(plan.spec.outputs[name])
+    for name in pass_.kept:
+        spools[name] = spool = Spool(name, durable.log(name))
+        spool.restore(durable.places(name))
+    values.update((name, value[0]) for name, value in durable.parts(STATE).items())
+
+
+def _finished_fold(plan: Plan, name: str) -> Fold:
+    stage = plan.spec.stages[name]
+    if isinstance(stage, GatherSpec):
+        return GatherFold(name, stage.per, stage.gather, None)
+    if not isinstance(stage, ReduceSpec):
+        raise TypeError(f"stage {name} is neither a reduce nor a gather")
+    return ValueFold(name, stage.per, None)

@@ -1,8 +1,7 @@
-"""What of a run is durable, pass by pass: what is given to the journal, and when; what it brings back.
+"""Commits the progress of passes to the journal, and restores it.
 
-A pass is committed as a SNAPSHOT between two steps: steps [0, n) are taken, and this is what they left
-behind in its folds, files and states. Everything that follows depends on it alone, so that whoever goes
-on from a snapshot gets the same bits.
+A pass is committed as a snapshot between two steps: the folds, files and states after steps [0, n). All later
+results depend on the snapshot alone, so a run that continues from it gets the same bits.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import anyio
 import anyio.to_thread
@@ -23,28 +23,31 @@ from pipedist.journal.writer import Journal, PassSnapshot, file_name
 from pipedist.plan import PassPlan
 from pipedist.protocol.codec import decode, encode
 
+if TYPE_CHECKING:
+    pass
+
 COMMIT_S = 0.5
-"""A pass is committed at most so often..."""
+"""Shortest time between two commits of a pass..."""
 
 COST_SHARE = 0.05
-"""... and less often where that takes more than this share of the time."""
+"""... which is extended if commits would take more than this share of the time."""
 
 Versioned = tuple[int, Tree]
-"""A value, and a number that changes whenever it does."""
+"""A version number, and the value of that version."""
 
 
 def key_of(pass_: PassPlan) -> str:
-    """Return what a pass is called in the journal."""
+    """Return the key of a pass in the journal."""
     return f"{pass_.phase}/{pass_.root}"
 
 
 class RunJournal:
-    """The journal of a run.
+    """The journal of a run, by pass.
 
     Args:
-        journal: where it is written.
-        history: what was there; None: the run begins.
-        stamp: the same for all processes of a run, as long as its code does not change.
+        journal: the writer.
+        history: the committed progress of earlier processes; None: the run begins.
+        stamp: equal for all processes of a run as long as its code does not change.
     """
 
     def __init__(self, journal: Journal, history: History | None, stamp: str) -> None:
@@ -52,40 +55,44 @@ class RunJournal:
         self._history = history
         self._stamp = stamp
         self._changed = anyio.Event()
-        """Something was committed."""
+        """Set with each commit."""
         self.holds_steps = history is not None and any(each.steps for each in history.passes.values())
-        """Steps are durable: a run that goes on has less to do than one that begins."""
+        """Whether steps are committed, so that a resumed run can skip them."""
         self.committing_since: float | None = None
-        """When the disk was last asked for something that is not durable yet."""
+        """Start of the commit in progress, None if there is none."""
 
     @property
     def is_resumed(self) -> bool:
-        """Whether another process has begun the run."""
+        """Whether an earlier process began the run."""
         return self._history is not None
 
     @property
     def unwritten(self) -> Mapping[str, str]:
-        """Why an output of a phase that is complete has no file, by stage."""
+        """Why an output file of a complete phase could not be written, by stage."""
         return self._history.unwritten if self._history is not None else {}
 
     def of(self, pass_: PassPlan, replicas: int) -> PassJournal:
-        """Return what is durable of a pass, and where more of it goes."""
+        """Return a pass's part of the journal."""
         key = key_of(pass_)
         before = self._history.passes.get(key) if self._history is not None else None
         stamp = f"{self._stamp} {key}"
         return PassJournal(self._journal, key, replicas, before or PassHistory(), stamp)
 
     async def commit(
-        self, taken: Sequence[Taken], *, phase: int | None = None, unwritten: Mapping[str, str] | None = None
+        self,
+        taken: Sequence[PendingSnapshot],
+        *,
+        phase: int | None = None,
+        unwritten: Mapping[str, str] | None = None,
     ) -> None:
-        """Return when snapshots are durable.
+        """Write snapshots, and return when they are durable.
 
         Args:
-            phase: the phase that is complete with them; None: none is.
-            unwritten: why an output of it has no file, by stage.
+            phase: the phase that they complete, None if they complete none.
+            unwritten: why an output file of the phase could not be written, by stage.
 
         Raises:
-            JournalError: they can't be made so.
+            JournalError: they can't be written.
         """
 
         def write() -> None:
@@ -105,18 +112,18 @@ class RunJournal:
         self._changed = anyio.Event()
 
     async def reached(self, pass_: PassJournal, steps: int) -> None:
-        """Return as soon as steps [0, steps) of a pass are durable."""
+        """Wait until steps [0, steps) of a pass are durable."""
         while pass_.steps_committed < steps:
             await self._changed.wait()
 
-    async def keep_up(self, take: Callable[[], Awaitable[Taken]]) -> None:
-        """Commit a pass again and again, until it is cancelled.
+    async def commit_periodically(self, take: Callable[[], Awaitable[PendingSnapshot]]) -> None:
+        """Commit a pass periodically, until it is cancelled.
 
         Args:
-            take: returns the next snapshot, as soon as there is one.
+            take: waits for the next snapshot, and returns it.
 
         Raises:
-            JournalError: it can't be committed.
+            JournalError: a snapshot can't be written.
         """
         while True:
             taken = await take()
@@ -126,10 +133,10 @@ class RunJournal:
             await anyio.sleep(max(COMMIT_S, took / COST_SHARE))
 
     async def end(self, ledger: Mapping[str, int], kept: set[str]) -> None:
-        """Say that the run is over, and let go of what no other run can use.
+        """Record the end of the run, and delete the files that later runs can't use.
 
         Args:
-            kept: files that one can.
+            kept: files that are not deleted.
         """
 
         def write() -> None:
@@ -140,64 +147,64 @@ class RunJournal:
 
 
 class PassJournal:
-    """What is durable of one pass.
+    """One pass's part of the journal.
 
     Args:
-        journal: where it is written.
-        key: what the pass is called there.
-        replicas: call number = step * replicas + replica.
-        before: what an earlier process has left.
-        stamp: of the run, the pass and its code.
+        journal: the writer.
+        key: the key of the pass.
+        replicas: number of replicas; call number = step * replicas + replica.
+        before: the progress committed by earlier processes.
+        stamp: identifies the run, the pass and its code.
     """
 
     def __init__(
         self, journal: Journal, key: str, replicas: int, before: PassHistory, stamp: str = ""
     ) -> None:
         self.stamp = stamp
-        """The same for all processes of a run, as long as its code does not change."""
-        self.on_committed: Callable[[int], None] = _tell_nobody
-        """Told, on the event loop, before which step everything is durable."""
+        """Equal for all processes of a run as long as its code does not change."""
+        self.on_committed: Callable[[int], None] = _ignore
+        """Called on the event loop after each commit, with the number of durable steps."""
         self._journal = journal
         self._key = key
         self._replicas = replicas
         self._before = before
         self._logs: dict[str, RecordLog] = {}
         self._committed = (before.steps, before.elements)
-        """What is durable: steps, and their elements."""
+        """Durable steps, and their elements."""
         self._versions: dict[str, int] = {}
 
     @property
     def steps(self) -> int:
-        """Steps before this one are done."""
+        """Number of steps that earlier processes committed."""
         return self._before.steps
 
     @property
     def elements(self) -> int:
-        """How many elements they have."""
+        """Number of elements of these steps."""
         return self._before.elements
 
     @property
     def is_complete(self) -> bool:
-        """Whether there are no more steps."""
+        """Whether earlier processes completed the pass."""
         return self._before.complete
 
     @property
     def files(self) -> set[str]:
-        """The files that hold what was left."""
+        """The files with the committed progress."""
         return self._before.files()
 
     @property
     def steps_committed(self) -> int:
-        """Steps before this one are durable."""
+        """Number of steps that are durable now."""
         return self._committed[0]
 
-    # -- what is there ---------------------------------------------------------------------------
+    # -- reading ---------------------------------------------------------------------------------
 
     def part(self, name: str) -> Tree:
-        """Return a value that was replaced as a whole; None: there is none.
+        """Return a part of the latest snapshot, None if it has none of that name.
 
         Raises:
-            JournalError: it is damaged.
+            JournalError: the journal is damaged.
         """
         part = self._before.parts.get(name)
         if part is None:
@@ -205,32 +212,34 @@ class PassJournal:
         if part.inline is not None:
             return unpacked(part.inline)
         if part.end is None:
-            raise JournalError(f"part {name} of pass {self._key} is nowhere")
+            raise JournalError(
+                f"the journal has neither a value nor a file for part {name} of pass {self._key}"
+            )
         entries = list(read_log(self._path(part.file), part.end))
         return decode(entries[0][1])
 
     def parts(self, prefix: str) -> dict[str, Tree]:
-        """Return the parts whose names begin so, by the rest of their names."""
+        """Return the parts whose names begin with a prefix, by the rest of their names."""
         names = [name for name in self._before.parts if name.startswith(prefix)]
         return {name.removeprefix(prefix): self.part(name) for name in names}
 
     def logs(self, prefix: str) -> list[str]:
-        """Return the logs that are durable and whose names begin so."""
+        """Return the names of durable logs that begin with a prefix."""
         begin = file_name(self._key, prefix)
-        ours = file_name(self._key, "")
-        return [f.removeprefix(ours).removesuffix(".log") for f in self._before.logs if f.startswith(begin)]
+        own = file_name(self._key, "")
+        return [f.removeprefix(own).removesuffix(".log") for f in self._before.logs if f.startswith(begin)]
 
     def entries(self, name: str) -> Iterator[tuple[LogEntry, Tree]]:
-        """Yield the entries of a log that are durable, and what is in them.
+        """Yield the durable entries of a log, and their values.
 
         Raises:
-            JournalError: it is damaged, or is not there though steps are committed.
+            JournalError: the log is damaged, or is missing although steps are committed.
         """
         for entry, frames in self._raw(name):
             yield entry, decode(frames)
 
     def places(self, name: str) -> Iterator[LogEntry]:
-        """Yield the same without what is in them; it is checked all the same."""
+        """Yield the durable entries of a log without their values, which are checked nevertheless."""
         for entry, _ in self._raw(name):
             yield entry
 
@@ -241,16 +250,16 @@ class PassJournal:
         elif self._before.steps:
             raise JournalError(
                 f"the journal in {self._journal.folder} has {self._before.steps:,} steps of pass "
-                f"{self._key}, and says nothing of {file}, which holds what they gave"
+                f"{self._key}, but no record of {file}, which holds their results. Use --restart to discard it"
             )
 
     def _path(self, file: str) -> Path:
         return self._journal.folder / file
 
-    # -- what comes ------------------------------------------------------------------------------
+    # -- writing ---------------------------------------------------------------------------------
 
     def log(self, name: str) -> RecordLog:
-        """Open a file that grows, behind what is durable of it.
+        """Open a log to append to it, after its durable entries.
 
         Raises:
             JournalError: it can't be opened.
@@ -260,7 +269,7 @@ class PassJournal:
         return log
 
     def is_open(self, name: str) -> bool:
-        """Whether a log was opened, and is not dropped for good."""
+        """Return whether a log is open, and not dropped."""
         return f"{file_name(self._key, name)}.log" in self._logs
 
     def snapshot(
@@ -272,16 +281,16 @@ class PassJournal:
         quarantined: Mapping[int, int],
         complete: bool = False,
         dropped: Sequence[str] = (),
-    ) -> Taken:
-        """Return what the pass has come to since what was committed of it last.
+    ) -> PendingSnapshot:
+        """Return a snapshot with the changes since the latest commit.
 
         Args:
             steps: steps [0, steps) are taken.
-            elements: of them all.
-            parts: values that are replaced as a whole.
-            quarantined: the step of each element that is set aside.
-            complete: there are no more steps, and its values are complete.
-            dropped: logs that nobody needs any more.
+            elements: number of elements of these steps.
+            parts: values that replace earlier ones.
+            quarantined: the step of each quarantined element.
+            complete: whether the pass is complete.
+            dropped: logs that are no longer needed.
 
         Raises:
             JournalError: a log can't be written.
@@ -306,31 +315,38 @@ class PassJournal:
             dropped=gone,
             quarantined=tuple(each for each in quarantined.items() if first <= each[1] < steps),
         )
-        return Taken(self, snapshot, (steps, elements), versions)
+        return PendingSnapshot(self, snapshot, (steps, elements), versions)
 
-    def committed(self, taken: Taken) -> None:
-        """Take note that a snapshot is durable; only the latest one may be."""
+    def committed(self, taken: PendingSnapshot) -> None:
+        """Record that the latest snapshot is durable."""
         self._committed = taken.until
         self._versions.update(taken.versions)
         self._logs = {file: log for file, log in self._logs.items() if file not in taken.snapshot.dropped}
 
 
-def _tell_nobody(_steps: int) -> None:
+def _ignore(_steps: int) -> None:
     return
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
-    """A snapshot on its way to the disk.
+class PendingSnapshot:
+    """A snapshot that is not durable yet.
 
     Args:
-        pass_: whose it is.
-        snapshot: what is written.
-        until: the steps taken, and their elements.
-        versions: of all parts that the pass has then.
+        pass_: the pass.
+        snapshot: its changes.
+        until: number of steps taken, and of their elements.
+        versions: version of each part of the pass.
     """
 
     pass_: PassJournal
     snapshot: PassSnapshot
     until: tuple[int, int]
     versions: Mapping[str, int]
+
+
+PASS_STATE = "reading"
+"""Snapshot key for fold state, training position and quarantined elements."""
+
+STATE = "state."
+"""Prefix of the snapshot keys of states."""

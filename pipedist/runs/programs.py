@@ -1,11 +1,20 @@
-"""What workers are told about the passes of a plan: programs, the slots of their results, retries."""
+"""Programs that workers execute for the passes of a plan; retries; and the names of calls.
+
+People name a call by its key, `STAGE/STEP/REPLICA`, as in `pipedist replay`.
+"""
 
 from __future__ import annotations
 
+import os
+import shlex
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from msgspec import Struct
 
 from pipedist.coordinator import Slots
 from pipedist.core.types import FunctionRef, Tree
+from pipedist.errors import CallError, UsageError
 from pipedist.plan import DEFAULT_COLLECTIVES, PassPlan, Plan
 from pipedist.protocol.program import OWN_STATE, Emit, Program, ReaderConfig, StageProgram, StateValue
 from pipedist.reduction.tree import Reduction
@@ -20,20 +29,20 @@ from pipedist.spec import (
 )
 
 _VALUE = "="
-"""Marks the slot of a stage's whole value; no stage's name contains it."""
+"""Prefix of the slot of a stage's whole value; stage names can't contain it."""
 
 COMBINED = "value"
-"""The slot of what a fold call sends back."""
+"""The slot of the value that a fold call returns."""
 
 NEW = "new"
-"""The slot of the state that an update, or what makes the first one, sends back."""
+"""The slot of the state that an update or an `init` function returns."""
 
 ENDS = "ends"
-"""The slot of what `until` returned."""
+"""The slot of the value that `until` returned."""
 
 
 def slot_of(name: str, stage: StageSpec) -> str:
-    """Return the slot in which a stage's parts come: partials have their own, values share one."""
+    """Return the slot of a stage's parts: partials have their own, values share one."""
     if isinstance(stage, RunSpec):
         return _VALUE + name
     if isinstance(stage, ReduceSpec) and stage.op is not None:
@@ -42,10 +51,10 @@ def slot_of(name: str, stage: StageSpec) -> str:
 
 
 def parts_of(slot: str, steps: Sequence[Sequence[Slots]]) -> list[list[Tree]]:
-    """Return what the calls of some steps sent back in a slot.
+    """Return the parts in a slot, for each step.
 
-    In a gang, empty shards are called too: what stages without collectives give is absent there. Empty
-    shards are those of the last replicas, so part r is replica r's.
+    In a gang, empty shards are called too, but stages without collectives have no value there. Empty shards
+    belong to the last replicas, so part r is always replica r's.
     """
     return [[slots[slot] for slots in step if slot in slots] for step in steps]
 
@@ -58,12 +67,12 @@ def reduction_of(stage: ReduceSpec) -> Reduction:
 def pass_program(
     plan: Plan, pass_: PassPlan, reader: ReaderConfig, values: Mapping[str, Tree], streamed: Sequence[str]
 ) -> Program:
-    """Return what is executed on each shard of a pass.
+    """Return the program that is executed on each shard of a pass.
 
     Args:
-        reader: how its shards are found.
-        values: the finished values of earlier phases, and the states that don't change any more.
-        streamed: stages that are sent back because somebody streams them.
+        reader: how workers read its shards.
+        values: the finished values of earlier phases, and the final states.
+        streamed: stages whose values are sent back because they are streamed.
     """
     spec = plan.spec
     index = {name: place for place, name in enumerate(pass_.runs)}
@@ -95,7 +104,7 @@ def pass_program(
         else:
             whole.add(stage.of)
     emits += [Emit(_VALUE + name, index[name]) for name in sorted(whole)]
-    said = next(iter(pass_.communication(spec).values()), DEFAULT_COLLECTIVES)
+    collectives = next(iter(pass_.communication(spec).values()), DEFAULT_COLLECTIVES)
     return Program(
         seed=spec.seed,
         replicas=spec.replicas,
@@ -106,12 +115,12 @@ def pass_program(
         threads=spec.threads_per_replica,
         verify=plan.verify,
         gang=pass_.gang,
-        communication=(said.bytes_per_pack, said.timeout_s, said.implementation),
+        communication=(collectives.bytes_per_pack, collectives.timeout_s, collectives.implementation),
     )
 
 
 def arguments(with_: Mapping[str, Tree], values: Mapping[str, Tree]) -> dict[str, Tree]:
-    """Return the arguments of a stage: finished values, and places for those that still change."""
+    """Return the arguments of a stage: finished values, and references to states that still change."""
 
     def value_of(ref: StageRef | StateRef) -> Tree:
         return (
@@ -136,19 +145,19 @@ def combine_program(plan: Plan, name: str) -> Program:
 
 
 def init_program(plan: Plan, name: str, init: FunctionRef) -> Program:
-    """Return the program of the function that makes a state's first value."""
+    """Return the program of the `init` function of a state."""
     return _alone(plan, (StageProgram(name, init, -1, {}, "apply"),), (Emit(NEW, 0),))
 
 
 def update_program(plan: Plan, name: str, values: Mapping[str, Tree]) -> Program:
-    """Return the program of an update: a call makes a state of a state and a value.
+    """Return the program of an update: a call maps a state and a value to the next state.
 
     Args:
         values: the finished values of earlier phases.
     """
     stage = plan.spec.stages[name]
     if not isinstance(stage, UpdateSpec):
-        raise TypeError(f"stage {name} is no update")
+        raise TypeError(f"stage {name} is not an update")
     own = {OWN_STATE: StateValue(name)}
     kwargs = {**own, **arguments(stage.with_, values)}
     stages = [StageProgram(name, plan.functions[name], -1, kwargs, "update")]
@@ -161,7 +170,7 @@ def update_program(plan: Plan, name: str, values: Mapping[str, Tree]) -> Program
 
 
 def _alone(plan: Plan, stages: tuple[StageProgram, ...], emits: tuple[Emit, ...]) -> Program:
-    """Return a program whose steps are one call each, at once: so that each can read states of its own."""
+    """Return a program with one call a step, each of which can read its own versions of states."""
     return Program(
         seed=plan.spec.seed,
         replicas=1,
@@ -176,9 +185,9 @@ def _alone(plan: Plan, stages: tuple[StageProgram, ...], emits: tuple[Emit, ...]
 
 
 def retries_of(plan: Plan, pass_: PassPlan) -> dict[str, int]:
-    """Return how often a call is tried again, by the stage that raised.
+    """Return the number of retries of a call, by the stage that raised.
 
-    "" stands for what comes before the first stage, reading the shard: it serves all of them.
+    "" stands for reading the shard, which precedes the first stage and serves all of them.
     """
     stages = {name: plan.spec.stages[name] for name in pass_.runs}
     retries = {name: stage.retries for name, stage in stages.items() if isinstance(stage, RunSpec)}
@@ -186,6 +195,74 @@ def retries_of(plan: Plan, pass_: PassPlan) -> dict[str, int]:
 
 
 def quarantine_of(plan: Plan, pass_: PassPlan) -> frozenset[str]:
-    """Return the stages whose failures cost the guilty elements, and not the run."""
+    """Return the stages whose failures quarantine the culprits instead of failing the run."""
     stages = {name: plan.spec.stages[name] for name in pass_.runs}
     return frozenset(n for n, s in stages.items() if isinstance(s, RunSpec) and s.on_error == "quarantine")
+
+
+class CallKey(Struct, frozen=True):
+    """The name of a call: a stage of its pass, its step and its replica."""
+
+    stage: str
+    step: int
+    replica: int
+
+    @classmethod
+    def of(cls, text: str) -> CallKey:
+        """Parse a key.
+
+        Raises:
+            UsageError: the text is not a key.
+        """
+        stage, _, rest = text.partition("/")
+        step, _, replica = rest.partition("/")
+        if not (stage and _is_number(step) and _is_number(replica)):
+            raise UsageError(f"{text!r} is not a call: expected STAGE/STEP/REPLICA, for example delays/12/3")
+        return cls(stage, int(step), int(replica))
+
+    def __str__(self) -> str:
+        return f"{self.stage}/{self.step}/{self.replica}"
+
+    def command(self, run: Path, element: int | None = None) -> str:
+        """Return the command line that executes the call again.
+
+        Args:
+            run: the output folder.
+            element: the only element of the call to use; None: all.
+        """
+        relative = os.path.relpath(run)
+        folder = str(run) if relative.startswith("..") else relative
+        one = "" if element is None else f" --element {element}"
+        return f"pipedist replay {shlex.quote(folder)} --call {shlex.quote(str(self))}{one}"
+
+
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) <= 18
+
+
+def pass_of(plan: Plan, stage: str) -> PassPlan | None:
+    """Return the pass whose calls execute a stage, None if there is none.
+
+    Calls execute run stages, and make the parts of reduces and gathers. A `combine` function has calls of its
+    own, which do not belong to a step of the dataset.
+    """
+    for pass_ in plan.passes:
+        if stage in pass_.runs:
+            return pass_
+        spec = plan.spec.stages.get(stage)
+        if stage in pass_.folds and not (isinstance(spec, ReduceSpec) and spec.combine is not None):
+            return pass_
+    return None
+
+
+def replay_of(plan: Plan, error: CallError, run: Path) -> str:
+    """Return the command that executes a failed call again, or "".
+
+    Args:
+        run: the output folder.
+    """
+    # if a worker died, its stage is unknown, and the error names the pass
+    named = next((p.runs[0] for p in plan.passes if p.runs and p.name == error.stage), error.stage)
+    if pass_of(plan, named) is None:
+        return ""
+    return CallKey(named, error.step, error.replica).command(run)

@@ -1,7 +1,7 @@
-"""The elements that a run sets aside: which, why, and what they are.
+"""The quarantine of a run: which elements a stage can't process, why, and their inputs.
 
-An element is set aside once for each pass in which a stage can't process it. What is listed of a
-pass is taken up to a step: what a snapshot has, and what the results are made of, go together.
+An element is quarantined once for each pass in which a stage can't process it. A snapshot of a pass lists the
+elements of its steps only, so the quarantine always matches the results.
 """
 
 from __future__ import annotations
@@ -20,30 +20,30 @@ from numpy.typing import NDArray
 from pipedist.core.types import Tree
 from pipedist.datasets.feeds import Feed
 from pipedist.errors import LocalProtocolError
-from pipedist.runs.call_keys import CallKey
+from pipedist.runs.programs import CallKey
 from pipedist.scheduler.commands import CallsQuarantined, Cause
 
 FILE = "quarantine.jsonl"
-"""Of the output folder."""
+"""Name of the file in the output folder."""
 
 INPUTS_MAX = 1000
-"""Elements of one pass that are listed with what they are, the first ones; of others it is told why not."""
+"""Number of quarantined elements of a pass recorded with their input; later ones are recorded without it."""
 
 INPUT_CHARS_MAX = 65_536
-"""Of what one element is, as JSON."""
+"""Longest recorded input of an element, as JSON."""
 
 
-class SetAside(Struct, frozen=True):
+class QuarantinedElement(Struct, frozen=True):
     """One element that a stage can't process.
 
     Args:
         element: its id.
-        stage: that fails, as far as that is known.
-        cause: an exception, or how the worker died, for people.
-        step, replica: of its call.
-        input: what the element is, as JSON text; "" where that can't be told.
-        note: why it can't.
-        alone: it fails by itself; False: its shard was set aside as a whole.
+        stage: the stage that fails, or the first stage of the pass if that is unknown.
+        cause: the exception, or how the worker died, as text.
+        step, replica: step and replica of its call.
+        input: the element as JSON; "" if it is not available.
+        note: why the input is not available.
+        alone: whether the element fails by itself; False: its whole shard was quarantined.
     """
 
     element: int
@@ -56,16 +56,16 @@ class SetAside(Struct, frozen=True):
     alone: bool = True
 
     def entry(self) -> dict[str, Any]:
-        """Return what the results document says of it."""
+        """Return its entry in the results document."""
         return {"element": self.element, "stage": self.stage, "cause": self.cause}
 
     def line(self, dataset: str) -> str:
-        """Return its line of the file, without a line end: the same wherever the file is.
+        """Return its line of the file, without a line end; it does not depend on the file's location.
 
         Args:
-            dataset: whose element it is.
+            dataset: name of the dataset.
         """
-        import json  # only where something is set aside
+        import json  # rarely needed
 
         head = {
             "dataset": dataset,
@@ -80,24 +80,24 @@ class SetAside(Struct, frozen=True):
         return f'{json.dumps(head, ensure_ascii=False)[:-1]}, "input": {self.input}}}'
 
 
-_NOT_TOLD = f"only the first {INPUTS_MAX} are listed with their input"
+_NO_INPUT = f"only the first {INPUTS_MAX} are listed with their input"
 
 _Place = tuple[int, ...]
-"""Step, replica and element of one that is set aside: the order in which they are listed."""
+"""Step, replica and element id: the order in which quarantined elements are listed."""
 
 
-def _place(each: SetAside) -> _Place:
+def _place(each: QuarantinedElement) -> _Place:
     return each.step, each.replica, each.element
 
 
 class PassQuarantine:
-    """What one pass sets aside.
+    """The quarantined elements of one pass.
 
     Args:
-        dataset: that it reads.
-        stage: whose fault it is where nobody knows.
-        feed: of the pass; None: it was complete before.
-        replicas: R.
+        dataset: name of the dataset that the pass reads.
+        stage: the stage that is named if the failing stage is unknown.
+        feed: the feed of the pass; None: an earlier process completed the pass.
+        replicas: number of replicas.
     """
 
     def __init__(self, dataset: str, stage: str, feed: Feed | None, replicas: int) -> None:
@@ -105,32 +105,32 @@ class PassQuarantine:
         self._stage = stage
         self._feed = feed
         self._replicas = replicas
-        self._by_step: dict[int, list[SetAside]] = {}
-        self._left_out: dict[int, NDArray[np.int64] | None] = {}
-        """By call of a step that is not taken: the positions that are left out; None: all of them."""
-        self._told: list[_Place] = []
-        """Of the elements that are listed with what they are, in order."""
+        self._by_step: dict[int, list[QuarantinedElement]] = {}
+        self._removed: dict[int, NDArray[np.int64] | None] = {}
+        """Positions removed from the shards of steps that are not taken, by call; None: all."""
+        self._with_input: list[_Place] = []
+        """Places of the elements that are listed with their input, in order."""
 
     def __bool__(self) -> bool:
         return bool(self._by_step)
 
-    def __iter__(self) -> Iterator[SetAside]:
-        """Yield what was set aside, by step, replica and element."""
+    def __iter__(self) -> Iterator[QuarantinedElement]:
+        """Yield the elements by step, replica and id."""
         for step in sorted(self._by_step):
             yield from sorted(self._by_step[step], key=_place)
 
     def add(self, command: CallsQuarantined) -> None:
-        """Set elements of calls aside; their step is pulled, and not released."""
+        """Quarantine elements of calls, whose step is pulled and not released."""
         feed = self._feed
         if feed is None:
-            raise LocalProtocolError("elements were set aside of a pass that was complete")
+            raise LocalProtocolError("elements were quarantined in a pass that was already complete")
         for call in range(command.lo, command.hi):
             step, replica = divmod(call, self._replicas)
             shards = feed.ids(step)
             ids = shards[replica] if replica < len(shards) else range(0)
             whole = command.whole
             causes = dict(command.culprits) if whole is None else dict.fromkeys(range(len(ids)), whole)
-            self._left_out[call] = np.array(sorted(causes), np.int64) if command.remains else None
+            self._removed[call] = np.array(sorted(causes), np.int64) if command.remains else None
             self._list(feed, call, ids, causes, alone=whole is None)
 
     def _list(
@@ -138,54 +138,58 @@ class PassQuarantine:
     ) -> None:
         step, replica = divmod(call, self._replicas)
         places = sorted(causes, key=lambda place: int(ids[place]))
-        room = INPUTS_MAX - bisect_left(self._told, (step, replica))
+        room = INPUTS_MAX - bisect_left(self._with_input, (step, replica))
         inputs = _inputs(feed, call, sorted(places[:room]))
         found = self._by_step.setdefault(step, [])
         for place in places:
             cause = causes[place]
-            text, note = inputs.get(place, ("", _NOT_TOLD))
+            text, note = inputs.get(place, ("", _NO_INPUT))
             stage = cause.stage or self._stage
-            found.append(SetAside(int(ids[place]), stage, cause.text, step, replica, text, note, alone))
+            found.append(
+                QuarantinedElement(int(ids[place]), stage, cause.text, step, replica, text, note, alone)
+            )
         if inputs:
-            self._told = sorted([*self._told, *((step, replica, int(ids[place])) for place in inputs)])
-            self._forget_last()
+            self._with_input = sorted(
+                [*self._with_input, *((step, replica, int(ids[place])) for place in inputs)]
+            )
+            self._drop_later_inputs()
 
-    def _forget_last(self) -> None:
-        """Whatever came first: only the first elements in order are listed with what they are."""
-        gone, self._told = set(self._told[INPUTS_MAX:]), self._told[:INPUTS_MAX]
+    def _drop_later_inputs(self) -> None:
+        """Drop the inputs of all but the first elements in order, so that arrival order has no effect."""
+        gone, self._with_input = set(self._with_input[INPUTS_MAX:]), self._with_input[:INPUTS_MAX]
         for step in {step for step, *_ in gone}:
             self._by_step[step] = [
-                replace(each, input="", note=_NOT_TOLD) if _place(each) in gone else each
+                replace(each, input="", note=_NO_INPUT) if _place(each) in gone else each
                 for each in self._by_step[step]
             ]
 
     def ids(self, step: int) -> tuple[list[Tree], tuple[int, ...]]:
-        """Return the ids of each shard that is not empty, without those set aside; and which have no value.
+        """Return the ids of each non-empty shard, without quarantined ones, and the replicas without a value.
 
         Args:
-            step: pulled and not released; asked for once.
+            step: a step that is pulled and not released; call this once for each step.
         """
         if self._feed is None:
-            raise LocalProtocolError("the ids of a pass that was complete are with its values")
+            raise LocalProtocolError("a pass that was already complete has its ids in its spools")
         ids = self._feed.ids(step)
-        holes: list[int] = []
+        skipped: list[int] = []
         for replica in range(len(ids)):
             call = step * self._replicas + replica
-            if call in self._left_out:
-                out = self._left_out.pop(call)
-                if out is None:
-                    holes.append(replica)
+            if call in self._removed:
+                removed = self._removed.pop(call)
+                if removed is None:
+                    skipped.append(replica)
                     ids[replica] = range(0)
                 else:
-                    ids[replica] = np.delete(np.asarray(ids[replica], np.int64), out)
-        return ids, tuple(holes)
+                    ids[replica] = np.delete(np.asarray(ids[replica], np.int64), removed)
+        return ids, tuple(skipped)
 
     def steps(self) -> dict[int, int]:
-        """Return the step of each element that is set aside."""
+        """Return the step of each quarantined element."""
         return {each.element: step for step, found in self._by_step.items() for each in found}
 
     def state(self, steps: int) -> list[list[Any]]:
-        """Return what was set aside of steps before `steps`; of later ones it is found again."""
+        """Return the elements of steps before `steps`; later ones are found again on a resume."""
         return [
             [x.element, x.stage, x.cause, x.step, x.replica, x.input, x.note, x.alone]
             for x in self
@@ -193,27 +197,27 @@ class PassQuarantine:
         ]
 
     def restore(self, state: Iterable[Sequence[Any]]) -> None:
-        """Take up what `state` returned."""
+        """Restore what `state` returned."""
         for fields in state:
-            each = SetAside(*fields)
+            each = QuarantinedElement(*fields)
             self._by_step.setdefault(each.step, []).append(each)
-        self._told = [_place(each) for each in islice(self, INPUTS_MAX)]
+        self._with_input = [_place(each) for each in islice(self, INPUTS_MAX)]
 
 
 def _inputs(feed: Feed, call: int, places: Sequence[int]) -> dict[int, tuple[str, str]]:
-    """Return what some elements of a call are, as JSON, or why that can't be told, by position."""
+    """Return (JSON, note) for some elements of a call, by position; one of the two is empty."""
     if not places:
         return {}
     if not feed.separable(call):
-        note = "it is the value of an earlier stage, whose elements can't be told apart"
+        note = "it is the value of an earlier stage, which can't be split into elements"
         return dict.fromkeys(places, ("", note))
-    from pipedist.outputs.encoding import dumps  # only where something is set aside
+    from pipedist.outputs.encoding import dumps  # rarely needed
 
     found: dict[int, tuple[str, str]] = {}
     try:
         (value,) = _values(feed, call, places)
         rows = [_row(value, at) for at in range(len(places))]
-    except Exception as error:  # reading the user's data may raise anything: that may be why it is here
+    except Exception as error:  # reading user data may raise anything, which may be why the element failed
         if len(places) == 1:
             return {places[0]: ("", f"it can't be read: {error}")}
         for place in places:
@@ -222,7 +226,7 @@ def _inputs(feed: Feed, call: int, places: Sequence[int]) -> dict[int, tuple[str
     for place, row in zip(places, rows, strict=True):
         try:
             text = dumps(row)
-        except Exception as error:  # a value without a JSON form is none of the user's faults
+        except Exception as error:  # not every value has a JSON form
             found[place] = ("", f"it has no JSON form: {error}")
             continue
         long = len(text) > INPUT_CHARS_MAX
@@ -236,37 +240,37 @@ def _values(feed: Feed, call: int, places: Sequence[int]) -> Sequence[Tree]:
 
 
 def _row(value: Tree, at: int) -> Tree:
-    """Return one element of a shard: of columns, a cell each."""
+    """Return one element of a shard; for columns, one cell of each."""
     if isinstance(value, dict):
         return {name: _row(column, at) for name, column in value.items()}
     return value[at]
 
 
-class Quarantine:
-    """What a run sets aside.
+class RunQuarantine:
+    """The quarantined elements of a run.
 
     Args:
-        of: one for each pass, in the plan's order.
+        of: the quarantine of each pass, in the plan's order.
     """
 
     def __init__(self, of: Sequence[PassQuarantine]) -> None:
         self._of = of
 
-    def __iter__(self) -> Iterator[tuple[str, SetAside]]:
-        """Yield what was set aside, with its dataset."""
+    def __iter__(self) -> Iterator[tuple[str, QuarantinedElement]]:
+        """Yield (dataset, element)."""
         return ((of.dataset, each) for of in self._of for each in of)
 
     def __bool__(self) -> bool:
         return any(self._of)
 
     def write(self, path: Path) -> None:
-        """Write the list, a line each.
+        """Write the file, with one line for each element.
 
         Raises:
             OutputError: the disk is full, or fails.
         """
         from pipedist.core.files import replace_file
-        from pipedist.outputs.run_record import writing  # only runs that quarantine elements need it
+        from pipedist.outputs.run_record import writing  # rarely needed
 
         lines = "".join(f"{each.line(dataset)}\n" for dataset, each in self)
         with writing(FILE):

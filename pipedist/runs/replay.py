@@ -1,9 +1,9 @@
-"""Executes one call of a run again, alone, in this process, with the inputs that it had.
+"""Finds a call of a run and its inputs, to execute it again, alone, in this process.
 
-Everything but the call itself comes from the run's folder: the spec by its path, which must mean the same
-still; what earlier phases made, and states, from the journal, which is only read. What executes is what a
-worker executes: the pass's program over the same road (`pipedist.worker`), of a gang all replicas of the
-step, as the threads of one member. A stage's `timeout_s`, and deaths of the process, are nobody's here.
+All inputs come from the run's folder: the journal has the path of the spec, which must not have changed, the results
+of earlier phases, and the states. Nothing in the folder is written. The call is executed by the code of the workers
+(`pipedist.worker`); for a gang, all replicas of the step run as threads of this process. A stage's `timeout_s` is
+not enforced, and the death of the process is not handled.
 """
 
 from __future__ import annotations
@@ -21,23 +21,21 @@ from pipedist.core.types import Tree
 from pipedist.datasets.feeds import Feed
 from pipedist.datasets.sources import SourceError
 from pipedist.errors import JournalError, OutputError, UsageError
-from pipedist.journal.differences import differences
 from pipedist.journal.history import Header, History, PassHistory, read_history
 from pipedist.journal.log_format import DISK, FIRST, RecordLog
 from pipedist.journal.writer import Journal, file_name
 from pipedist.outputs.run_record import PRIVATE, read_record
 from pipedist.plan import PassPlan, Plan, compile_plan
 from pipedist.protocol.program import Shards
-from pipedist.runs.call_keys import CallKey, pass_of
-from pipedist.runs.call_replay import LoneCall, Replayed, execute, first_value
-from pipedist.runs.kept_states import states_of
-from pipedist.runs.pass_inputs import READING, feed_of, read_later, restore_pass
-from pipedist.runs.pass_journal import PassJournal, key_of
-from pipedist.runs.programs import pass_program, slot_of
-from pipedist.runs.quarantine import SetAside
-from pipedist.runs.resume import changes, header_of, listed, platform_changes
-from pipedist.runs.spec_source import Origin
-from pipedist.runs.spool import Spool
+from pipedist.runs.call_replay import CallReplay, Replayed, execute, first_value
+from pipedist.runs.identity import SpecSource, differences, listed
+from pipedist.runs.pass_feeds import Spool, feed_of
+from pipedist.runs.pass_folds import read_later, restore_pass
+from pipedist.runs.pass_journal import PASS_STATE, PassJournal, key_of
+from pipedist.runs.programs import CallKey, pass_of, pass_program, slot_of
+from pipedist.runs.quarantine import QuarantinedElement
+from pipedist.runs.resume import changes, header_of, platform_changes
+from pipedist.runs.state_history import states_of
 
 
 class Replay(Struct, frozen=True):
@@ -45,34 +43,34 @@ class Replay(Struct, frozen=True):
 
     Args:
         run: id of its run.
-        key: which call.
-        epoch: of its step.
-        elements: ids of what it works on.
-        left_out: ids of its elements that are set aside, and left out.
+        key: name of the call.
+        epoch: epoch of its step.
+        elements: ids of the elements to process.
+        skipped: ids of its quarantined elements, which are skipped.
         states: version of each state that it reads.
-        notes: what else there is to know, a line each.
-        call: what is executed.
+        notes: messages for the user, one line each.
+        call: the program and inputs to execute.
     """
 
     run: str
     key: CallKey
     epoch: int
     elements: tuple[int, ...]
-    left_out: tuple[int, ...]
+    skipped: tuple[int, ...]
     states: Mapping[str, int]
     notes: tuple[str, ...]
-    call: LoneCall
+    call: CallReplay
 
     def execute(self) -> Replayed:
-        """Execute it, in this thread, which must not run an event loop."""
+        """Execute the call in this thread, which must not run an event loop."""
         return execute(self.call)
 
 
 def threads_of(folder: Path) -> int:
-    """Return the BLAS and OpenMP threads that a process needs to execute calls of a run.
+    """Return the number of BLAS and OpenMP threads for calls of a run.
 
     Raises:
-        UsageError: there is no run in the folder, or it has no journal.
+        UsageError: the folder has no run, or the run has no journal.
         JournalError: its journal is damaged.
     """
     return int(_history(folder).header.spec["threads_per_replica"])
@@ -80,27 +78,27 @@ def threads_of(folder: Path) -> int:
 
 @contextmanager
 def open_replay(folder: Path, key: CallKey, elements: Sequence[int] = ()) -> Iterator[Replay]:
-    """Find a call of a run, and all that it works on. Nothing in the folder is changed.
+    """Find a call of a run and its inputs, without changing the folder.
 
     Args:
         folder: the run's output folder.
-        key: which call.
-        elements: ids of elements of the call, to be executed without its others; empty: as it was committed.
+        key: name of the call.
+        elements: ids of the only elements of the call to process; empty: as it was committed.
 
     Raises:
-        UsageError: there is no such run or call, it can't be had any more, or something has changed.
+        UsageError: there is no such run or call, an input is not available, or something has changed.
         SpecError: the spec has mistakes now.
         JournalError: the journal is damaged.
     """
     history = _history(folder)
     header = history.header
     with ExitStack() as stack:
-        plan = compile_plan(Origin(header.source, tuple(header.sets), header.params).load(), workers=1)
+        plan = compile_plan(SpecSource(header.source, tuple(header.sets), header.params).load(), workers=1)
         stack.callback(plan.close)
         now = header_of(plan, header.run)
         if changed := changes(header, now):
             raise UsageError(
-                f"call {key} of the run {header.run} can't be executed again, because something has changed "
+                f"call {key} of the run {header.run} can't be replayed, because something has changed "
                 f"(there {header.digest[:12]}, now {now.digest[:12]}):{listed(changed)}"
             )
         lookup = _Lookup(plan, folder, history, key, stack)
@@ -109,34 +107,36 @@ def open_replay(folder: Path, key: CallKey, elements: Sequence[int] = ()) -> Ite
 
 def _history(folder: Path) -> History:
     if read_record(folder, folder) is None:
-        raise UsageError(f"there is no run in {folder}: RUN is the output folder of one, as out/NAME")
+        raise UsageError(
+            f"there is no run in {folder}: pass the output folder of a run, for example out/NAME"
+        )
     history = read_history(folder / PRIVATE / "journal")
     if history is None:
         raise UsageError(
-            f"the journal in {folder} has no whole record: the run was killed before its first step"
+            f"the journal in {folder} has no complete record: the run was killed before its first step"
         )
     if history.problems:
-        raise JournalError(f"the journal in {folder} does not add up:\n  " + "\n  ".join(history.problems))
+        raise JournalError(f"the journal in {folder} is inconsistent:\n  " + "\n  ".join(history.problems))
     return history
 
 
 def _code_changed(there: Header, now: Header) -> list[str]:
     modules = [line.partition(":")[0] for line in differences(there.code, now.code)]
     return [
-        *([f"changed since the run began: module {', '.join(modules)}"] if modules else []),
-        *(f"the run began with {line}" for line in platform_changes(there)),
+        *([f"module {', '.join(modules)} has changed since the run"] if modules else []),
+        *(f"the run used {line}" for line in platform_changes(there)),
     ]
 
 
-class _KeptPass(PassJournal):
-    """What is durable of a pass, to be read: nothing is written, whatever else uses the folder."""
+class _ReadOnlyPassJournal(PassJournal):
+    """A pass's part of a journal, opened for reading only, because a run may use the folder."""
 
     def __init__(self, folder: Path, key: str, replicas: int, before: PassHistory) -> None:
         unopened = Journal(folder / PRIVATE / "journal", -1, 0, FIRST, DISK)
         super().__init__(unopened, key, replicas, before)
 
     def log(self, name: str) -> RecordLog:
-        """Open a file that grew, as far as it is durable."""
+        """Open the durable part of a log."""
         file = f"{file_name(self._key, name)}.log"
         end = self._before.logs.get(file)
         if end is None:
@@ -154,25 +154,25 @@ def _unreadable(error: OSError) -> JournalError:
     )
 
 
-class _Files(Struct, frozen=True):
+class _OutputFiles(Struct, frozen=True):
     """The output files of a run."""
 
     folder: Path
 
     def final(self, output: str) -> Path:
-        """Return where the file of an output is, absolute."""
+        """Return the absolute path of an output."""
         return (self.folder / output).absolute()
 
 
 class _Lookup:
-    """Finds a call, and all that it works on.
+    """Finds a call and its inputs.
 
     Args:
-        plan: of its run.
-        folder: of the run.
-        history: of the run.
-        key: which call.
-        stack: closes what is opened.
+        plan: the run's plan.
+        folder: the run's output folder.
+        history: the history in the run's journal.
+        key: name of the call.
+        stack: closes the files that are opened.
     """
 
     def __init__(self, plan: Plan, folder: Path, history: History, key: CallKey, stack: ExitStack) -> None:
@@ -183,28 +183,28 @@ class _Lookup:
         self._stack = stack
         self._pass = _pass(plan, key)
 
-    def _kept(self, pass_: PassPlan) -> _KeptPass:
+    def _journal(self, pass_: PassPlan) -> _ReadOnlyPassJournal:
         before = self._history.passes.get(key_of(pass_), PassHistory())
-        return _KeptPass(self._folder, key_of(pass_), self._plan.spec.replicas, before)
+        return _ReadOnlyPassJournal(self._folder, key_of(pass_), self._plan.spec.replicas, before)
 
     async def find(self, elements: tuple[int, ...], notes: list[str]) -> Replay:
         """Return the call."""
         plan, key, pass_ = self._plan, self._key, self._pass
-        kept = self._kept(pass_)
-        if kept.is_complete and key.step >= kept.steps:
-            raise _no_such_step(key, pass_, kept.steps)
-        values, spools = await self._earlier()
+        journal = self._journal(pass_)
+        if journal.is_complete and key.step >= journal.steps:
+            raise _no_such_step(key, pass_, journal.steps)
+        values, spools = await self._restore_earlier_phases()
         feed = feed_of(plan, pass_, spools)
-        await self._go_to(feed)
+        await self._go_to_step(feed)
         epoch = feed.epoch(key.step)
-        shards, chosen, left_out = self._shards(feed, kept, elements, notes)
+        shards, chosen, skipped = self._shards(feed, journal, elements, notes)
         states = self._states(epoch)
         if states:
             places = {name: [number, states[name][0]] for number, name in enumerate(states)}
             shards = replace(shards, states=places)
         shown = (key.stage,) if key.stage in pass_.runs else ()
         lo = key.step * plan.spec.replicas + (0 if pass_.gang else key.replica)
-        call = LoneCall(
+        call = CallReplay(
             stage=plan.spec.stages[key.stage],
             slot=slot_of(key.stage, plan.spec.stages[key.stage]),
             program=pass_program(plan, pass_, feed.reader, values, shown),
@@ -216,52 +216,52 @@ class _Lookup:
             states={name: value for name, (_, value) in states.items()},
         )
         versions = {name: version for name, (version, _) in states.items()}
-        return Replay(self._history.header.run, key, epoch, chosen, left_out, versions, tuple(notes), call)
+        return Replay(self._history.header.run, key, epoch, chosen, skipped, versions, tuple(notes), call)
 
-    async def _earlier(self) -> tuple[dict[str, Tree], dict[str, Spool]]:
-        """Return what earlier phases made: finished values, and kept ones."""
+    async def _restore_earlier_phases(self) -> tuple[dict[str, Tree], dict[str, Spool]]:
+        """Return the finished values and the kept values of earlier phases."""
         values: dict[str, Tree] = {}
         spools: dict[str, Spool] = {}
         unwritten = {name: OutputError(text) for name, text in self._history.unwritten.items()}
         for earlier in self._plan.passes:
             if earlier.phase >= self._pass.phase:
                 continue
-            kept = self._kept(earlier)
-            if not kept.is_complete:
+            journal = self._journal(earlier)
+            if not journal.is_complete:
                 raise UsageError(
-                    f"the run did not come to call {self._key}: {earlier.name}, before it, is not complete"
+                    f"the run did not reach call {self._key}: the earlier pass {earlier.name} is incomplete"
                 )
             made: dict[str, Spool] = {}
             later = read_later(self._plan)
             await restore_pass(
-                self._plan, earlier, kept, _Files(self._folder), later, values, made, unwritten
+                self._plan, earlier, journal, _OutputFiles(self._folder), later, values, made, unwritten
             )
             for name, spool in made.items():
                 spools[name] = spool
                 self._stack.callback(spool.close_log)
         return values, spools
 
-    async def _go_to(self, feed: Feed) -> None:
-        """Read a feed as far as the call's step."""
+    async def _go_to_step(self, feed: Feed) -> None:
+        """Read a feed up to the call's step."""
         key, pass_ = self._key, self._pass
         try:
             await feed.begin_at(key.step)
-            offers = await feed.pull(1)
+            batches = await feed.pull(1)
         except SourceError as error:
             raise UsageError(f"there is no call {key}: {error}") from error
-        if not offers:
+        if not batches:
             raise _no_such_step(key, pass_, feed.steps_total)
         if pass_.gang:
             return
-        if key.replica >= offers[0].parts or key.replica in offers[0].skipped_replicas:
+        if key.replica >= batches[0].parts or key.replica in batches[0].skipped_replicas:
             raise UsageError(
-                f"there is no call {key}: of step {key.step} the shard of replica {key.replica} is empty"
+                f"there is no call {key}: the shard of replica {key.replica} in step {key.step} is empty"
             )
 
     def _shards(
-        self, feed: Feed, kept: PassJournal, elements: tuple[int, ...], notes: list[str]
+        self, feed: Feed, journal: PassJournal, elements: tuple[int, ...], notes: list[str]
     ) -> tuple[Shards, tuple[int, ...], tuple[int, ...]]:
-        """Return what the call works on, the ids of that, and those that are left out."""
+        """Return the shards of the call, the ids of their elements, and the ids of skipped elements."""
         key, replicas = self._key, self._plan.spec.replicas
         shards = feed.ids(key.step)
         ids = [int(i) for i in shards[key.replica]] if key.replica < len(shards) else []
@@ -269,42 +269,44 @@ class _Lookup:
         if self._pass.gang:
             if elements:
                 raise UsageError(
-                    "the replicas of a gang's step can't do without elements: leave out --element"
+                    "a call of a gang can't be executed with some of its elements only: remove --element"
                 )
             first = key.step * replicas
             return feed.shards(first, first + replicas, local=True), tuple(ids), ()
-        found = kept.part(READING) or {"quarantine": []}
-        aside = [SetAside(*fields) for fields in found["quarantine"]]
-        out = {each.element for each in aside if (each.step, each.replica) == (key.step, key.replica)}
+        found = journal.part(PASS_STATE) or {"quarantine": []}
+        quarantined = [QuarantinedElement(*fields) for fields in found["quarantine"]]
+        skipped = {x.element for x in quarantined if (x.step, x.replica) == (key.step, key.replica)}
         if elements:
             if missing := [e for e in elements if e not in ids]:
                 raise UsageError(
-                    f"element {missing[0]} is not of call {key}, whose elements are {_shown(ids)}"
+                    f"element {missing[0]} does not belong to call {key}, whose elements are {_ranges(ids)}"
                 )
-            out = {*ids}.difference(elements)
-        elif out and out.issuperset(ids):
+            skipped = {*ids}.difference(elements)
+        elif skipped and skipped.issuperset(ids):
             notes.append(
-                "the shard was set aside as a whole, so the call has no result: executed with all of it"
+                "the whole shard was quarantined, so the call has no result in the run; it is executed with "
+                "all of its elements"
             )
-            out = set()
-        elif out:
+            skipped = set()
+        elif skipped:
             notes.append(
-                f"without elements that were set aside: {_shown(sorted(out))}; --element ID has one alone"
+                f"quarantined elements are skipped: {_ranges(sorted(skipped))}. To execute one of them "
+                "alone, use --element ID"
             )
-        if not out:
+        if not skipped:
             return feed.shards(call, call + 1, local=True), tuple(ids), ()
         if not feed.separable(call):
-            raise UsageError("values of an earlier phase can't be told apart: leave out --element")
-        places = [(at, at + 1) for at, element in enumerate(ids) if element not in out]
-        chosen = tuple(element for element in ids if element not in out)
-        return feed.some(call, places, local=True), chosen, () if elements else tuple(sorted(out))
+            raise UsageError("values of an earlier phase can't be split into elements: remove --element")
+        places = [(at, at + 1) for at, element in enumerate(ids) if element not in skipped]
+        chosen = tuple(element for element in ids if element not in skipped)
+        return feed.some(call, places, local=True), chosen, () if elements else tuple(sorted(skipped))
 
     def _states(self, epoch: int) -> dict[str, tuple[int, Tree]]:
         """Return version and value of each state that the call read."""
         training = self._plan.training
         if training is None or not self._plan.states_read(self._pass):
             return {}
-        found = states_of(self._plan, self._pass, self._key, epoch, self._kept(training))
+        found = states_of(self._plan, self._pass, self._key, epoch, self._journal(training))
         return {name: at or (0, first_value(self._plan, name)) for name, at in found.items()}
 
 
@@ -313,22 +315,22 @@ def _pass(plan: Plan, key: CallKey) -> PassPlan:
     if found is None:
         if key.stage in plan.spec.stages:
             raise UsageError(
-                f"stage {key.stage} can't be executed again: calls of updates and combine functions are not "
-                "on shards; their inputs are the results of others, which can be"
+                f"calls of stage {key.stage} can't be replayed: updates and combine functions don't work on "
+                "shards. Replay the calls that make their inputs instead"
             )
         names = ", ".join(name for pass_ in plan.passes for name in (*pass_.runs, *pass_.folds))
-        raise UsageError(f"there is no call {key}: the spec has no stage {key.stage}; it has {names}")
+        raise UsageError(f"there is no call {key}: the spec has no stage {key.stage}; its stages are {names}")
     if key.replica >= plan.spec.replicas:
-        raise UsageError(f"there is no call {key}: replicas are counted from 0 to {plan.spec.replicas - 1}")
+        raise UsageError(f"there is no call {key}: replicas are numbered from 0 to {plan.spec.replicas - 1}")
     return found
 
 
 def _no_such_step(key: CallKey, pass_: PassPlan, steps: int | None) -> UsageError:
-    has = "has ended before" if steps is None else f"has {steps} step{'s' * (steps != 1)}, counted from 0"
+    has = "ends earlier" if steps is None else f"has {steps} step{'s' * (steps != 1)}, numbered from 0"
     return UsageError(f"there is no call {key}: {pass_.root} {has}")
 
 
-def _shown(ids: Sequence[int]) -> str:
+def _ranges(ids: Sequence[int]) -> str:
     if len(ids) > 1 and ids[-1] - ids[0] == len(ids) - 1:
         return f"{ids[0]} to {ids[-1]}"
     return ", ".join(map(str, ids[:10])) + (", ..." if len(ids) > 10 else "")

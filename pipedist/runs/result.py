@@ -1,24 +1,30 @@
-"""What a run gives back: results, ledger, progress."""
+"""Results, ledger and progress of a run; and the results of a finished run, read from its folder."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pipedist.core.types import Tree
+from pipedist.runs.identity import listed
+from pipedist.runs.quarantine import FILE as QUARANTINE
+from pipedist.spec import RunSpec, Spec
+
+if TYPE_CHECKING:
+    from pipedist.outputs import FinishedRun
 
 
 @dataclass(frozen=True, slots=True)
 class Ledger:
-    """Where every element went; elements = committed + quarantined + lost.
+    """Counts of elements: elements = committed + quarantined + lost.
 
     Args:
         elements: distinct ids issued, over all datasets.
-        committed: done in every stage that reads them.
-        quarantined: set aside, in any stage.
-        lost: the rest; 0 for a run that finished.
+        committed: processed by every stage that reads them.
+        quarantined: set aside in any stage.
+        lost: all others; 0 for a finished run.
     """
 
     elements: int = 0
@@ -27,7 +33,7 @@ class Ledger:
     lost: int = 0
 
     def to_json(self) -> dict[str, int]:
-        """Return the ledger as it stands in the results document."""
+        """Return the ledger in the form of the results document."""
         return {
             "elements": self.elements,
             "committed": self.committed,
@@ -38,14 +44,14 @@ class Ledger:
 
 @dataclass(frozen=True, slots=True)
 class StageCount:
-    """How far one pass is.
+    """Progress of one pass.
 
     Args:
         name: the stages that its calls execute.
-        dataset: whose elements they are.
-        elements_done, elements_total: visible, and in all (None: not known yet).
+        dataset: name of the dataset that it reads.
+        elements_done, elements_total: elements of completed steps, and in total (None: not known yet).
         steps_done, steps_total: the same in steps.
-        calls_done: calls that came back.
+        calls_done: calls that have returned.
     """
 
     name: str
@@ -59,13 +65,13 @@ class StageCount:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a run is.
+    """Progress of a run.
 
     Args:
-        passes: those of the current phase.
-        phase, phases: the current one, from 0, and their number.
+        passes: the passes of the current phase.
+        phase, phases: the index of the current phase, from 0, and the number of phases.
         workers_ready: workers that have joined and are alive.
-        elapsed_s: since the first phase began.
+        elapsed_s: seconds since the first phase began.
     """
 
     passes: tuple[StageCount, ...]
@@ -76,7 +82,7 @@ class Progress:
 
 
 class NoSuchValue(KeyError):
-    """A result has no value of that name; a KeyError whose text is readable."""
+    """Raised if a result has no value of a name; a KeyError with a readable text."""
 
     def __str__(self) -> str:
         return str(self.args[0])
@@ -86,20 +92,20 @@ class NoSuchValue(KeyError):
 class Result(Mapping[str, Tree]):
     """The finished values of a run, by stage: a read-only mapping.
 
-    A reduce or gather stage has one value, or a list of them (`per: step`, `per: epoch`). A
-    gather that was streamed into a file is given as the file's path.
+    A reduce or gather stage has one value, or a list of them (`per: step`, `per: epoch`). The value of a
+    gather that was streamed into a file is the file's path.
 
     Args:
         name: the spec's name.
         run_id: the run's id.
         by_stage: the values.
-        files: the files written, by stage, absolute.
-        ledger: where every element went.
+        files: absolute paths of the written files, by stage.
+        ledger: counts of elements.
         timings: seconds, by part of the run.
-        notice: what the user should know about the output folder, or "".
-        restored: the document of a run that was finished before, and was not run again.
-        quarantined: of each element that was set aside its id, the stage that can't process it, and why.
-        quarantine_file: where they are listed with what they are, or None.
+        notice: a message about the output folder for the user, or "".
+        restored: the document of a finished run, if this one was not executed again.
+        quarantined: id, failing stage and cause of each quarantined element.
+        quarantine_file: the file that lists them with their inputs, or None.
     """
 
     name: str
@@ -115,14 +121,14 @@ class Result(Mapping[str, Tree]):
 
     @property
     def document(self) -> Any:
-        """The results document, as `pipedist run --json` prints it; made anew at each look.
+        """The results document, as `pipedist run --json` prints it; built at each access.
 
         Raises:
             OutputError: a value has no JSON form.
         """
         if self.restored is not None:
             return self.restored
-        from pipedist.outputs.document import run_document  # few ask for it
+        from pipedist.outputs.document import run_document  # rarely needed
 
         return run_document(
             run_id=self.run_id,
@@ -138,13 +144,13 @@ class Result(Mapping[str, Tree]):
         """Return a stage's value.
 
         Raises:
-            KeyError: it has none; the text says which stages have.
+            KeyError: the stage has none; the text lists the stages that have one.
         """
         try:
             return self.by_stage[stage]
         except KeyError:
             raise NoSuchValue(
-                f"no value {stage!r}; there are: {', '.join(self.by_stage) or 'none'}. A run stage has no "
+                f"no value {stage!r}; available: {', '.join(self.by_stage) or 'none'}. A run stage has no "
                 "single value: stream it with `async for step in run.steps(NAME)`, or gather it"
             ) from None
 
@@ -153,3 +159,34 @@ class Result(Mapping[str, Tree]):
 
     def __len__(self) -> int:
         return len(self.by_stage)
+
+
+def files_of(spec: Spec) -> list[str]:
+    """Return the names of all files that a run may write into its folder."""
+    stages = spec.stages.values()
+    sets_aside = any(isinstance(stage, RunSpec) and stage.on_error == "quarantine" for stage in stages)
+    return [*spec.outputs.values(), *([QUARANTINE] if sets_aside else [])]
+
+
+def restored(spec: Spec, finished: FinishedRun) -> Result:
+    """Return the result of a finished run, from its document."""
+    document: Any = finished.document
+    notice = f"the run in {finished.path} is finished: these are its results, nothing was executed"
+    if finished.since:
+        notice += (
+            f". Something has changed since then:{listed(finished.since)}\n"
+            "  To execute the affected passes again, use --resume=reuse; to execute everything again, --restart"
+        )
+    files = {n: finished.files[o] for n, o in spec.outputs.items() if o in finished.files}
+    return Result(
+        name=document["name"],
+        run_id=document["run"],
+        by_stage={n: files.get(n, value) for n, value in document["results"].items()},
+        files=files,
+        ledger=Ledger(**document["ledger"]),
+        timings=document["timings"],
+        quarantined=document.get("quarantined", []),
+        quarantine_file=finished.files.get(QUARANTINE),
+        notice=notice,
+        restored=document,
+    )

@@ -1,10 +1,10 @@
-"""Which runs may go on from a journal, and with how much of it.
+"""Decides whether a run can continue from a journal, and with which of its passes.
 
-A run goes on from its journal if nothing that decides its results has changed: the spec (by value), the
-files that it reads (by size and modification time), the platform (which may differ with `force`). Modules
-of functions are compared too, but a function that was mended is no reason to refuse: it is said. With
-"reuse", a run of another spec goes on with those passes of whose definition and inputs nothing has changed,
-modules included.
+A run continues from its journal if nothing that decides its results has changed: the spec (by value), its
+input files (by size and modification time), and the platform (which may differ with `force`). Changed modules
+of functions are reported, but do not prevent it, so that a function can be fixed and its run resumed. With
+"reuse", a run continues with the passes of another spec's run whose definition, inputs and modules are
+unchanged.
 """
 
 from __future__ import annotations
@@ -22,32 +22,27 @@ from pipedist.core import platform_id
 from pipedist.core.platform_id import Platform
 from pipedist.datasets.sources.paths import expand
 from pipedist.errors import JournalError, UsageError
-from pipedist.journal.differences import differences
 from pipedist.journal.history import FORMAT, Header, History, PassHistory, read_history
 from pipedist.journal.writer import Journal, file_name
 from pipedist.plan import PassPlan, Plan
 from pipedist.plan.phases import links_of
-from pipedist.runs.identity import digest_of, meaning
-from pipedist.runs.pass_inputs import grows, keeps, read_later
+from pipedist.runs.identity import NO_SOURCE, SpecSource, differences, digest_of, listed, meaning
+from pipedist.runs.pass_folds import grows, keeps, read_later
 from pipedist.runs.pass_journal import RunJournal, key_of
-from pipedist.runs.spec_source import NOWHERE, Origin
 from pipedist.spec import InitFile, UpdateSpec
 
 if TYPE_CHECKING:
     from pipedist.outputs import RunFolder
 
-LINES_MAX = 12
-"""Differences that are shown."""
-
 
 @dataclass(frozen=True, slots=True)
-class Opened:
-    """A run's journal, and what the user should know about it.
+class OpenedJournal:
+    """The open journal of a run.
 
     Args:
-        journal: to be closed.
-        run: the same, as the run sees it.
-        notice: "" or what is resumed.
+        journal: the journal; the caller closes it.
+        run: the same journal, by pass.
+        notice: a message for the user about what is resumed, or "".
     """
 
     journal: Journal
@@ -63,75 +58,78 @@ def open_journal(
     *,
     reuse: bool,
     force: bool = False,
-    origin: Origin = NOWHERE,
-) -> Opened:
+    source: SpecSource = NO_SOURCE,
+) -> OpenedJournal:
     """Open the journal of a run in its folder.
 
     Args:
-        plan: of the run.
-        folder: open, and locked.
-        run_id: of the run, if it is a new one.
-        outputs: every file that the run may leave in its folder, as for `open_folder`.
-        reuse: go on with what did not change, where something has.
-        force: go on also where versions or the type of processor have changed.
-        origin: how its spec is loaded again.
+        plan: the run's plan.
+        folder: the output folder, open and locked.
+        run_id: the id of the run, if it is a new one.
+        outputs: all files that the run may write into its folder, as for `open_folder`.
+        reuse: if something has changed, continue with the passes that it does not affect.
+        force: continue even if versions or the type of processor have changed.
+        source: where the spec came from.
 
     Raises:
-        UsageError: the run that is there can't go on, because something has changed.
+        UsageError: the run in the folder can't continue, because something has changed.
         JournalError: its journal is damaged, or can't be written.
     """
     history = read_history(folder.journal) if folder.found else None
-    if history is None:  # nothing was there, or it was killed before its first record
+    if history is None:  # no run, or one that was killed before its first record
         if folder.found == "other":
             folder.take_over(run_id, digest_of(meaning(plan.spec)), outputs, ())
-        header = header_of(plan, folder.run_id, origin)
+        header = header_of(plan, folder.run_id, source)
         journal = Journal.create(folder.journal, header)
-        return Opened(journal, RunJournal(journal, None, _stamp(header)))
+        return OpenedJournal(journal, RunJournal(journal, None, _stamp(header)))
     if history.problems:
         raise JournalError(
-            f"the journal in {folder.journal} does not add up, so nothing is resumed:\n  "
+            f"the journal in {folder.journal} is inconsistent, so the run can't be resumed:\n  "
             + "\n  ".join(history.problems)
+            + "\nUse --restart to discard the run"
         )
-    now = header_of(plan, folder.run_id, origin)
+    now = header_of(plan, folder.run_id, source)
     changed, moved = changes(history.header, now), platform_changes(history.header)
-    goes_on = not changed and folder.found == "unfinished"
-    gone = _gone(plan, folder, history) if goes_on else None
-    if goes_on and not gone and (force or not moved):
+    can_continue = not changed and folder.found == "unfinished"
+    gone = _gone(plan, folder, history) if can_continue else None
+    if can_continue and not gone and (force or not moved):
         journal = Journal.reopen(folder.journal, history)
-        return Opened(journal, RunJournal(journal, history, _stamp(now)), _resumed(history, now, moved))
+        return OpenedJournal(
+            journal, RunJournal(journal, history, _stamp(now)), _resumed(history, now, moved)
+        )
     if gone and not reuse:
         raise UsageError(
-            f"{gone}, of the unfinished run {history.header.run}, is not there any more: --resume=reuse "
-            "makes it again, and --restart everything"
+            f"{gone}, an output of the unfinished run {history.header.run}, does not exist any more. "
+            "Use --resume=reuse to make it again, or --restart to discard the run"
         )
     if not changed and not reuse:
         raise UsageError(
-            f"the run {history.header.run} in {folder.path} was begun on another platform, so "
-            f"the same bits are not certain:{listed(moved)}\n"
-            "  --force goes on all the same, --restart discards the run"
+            f"the run {history.header.run} in {folder.path} was started on another platform, so "
+            f"its results may not be bit-identical:{listed(moved)}\n"
+            "  To continue it here, use --force; to discard it, --restart"
         )
     if not reuse:
         raise UsageError(
             f"the run {history.header.run} in {folder.path} can't be resumed, because something has changed "
             f"(there {history.header.digest[:12]}, now {now.digest[:12]}):{listed(changed)}\n"
-            "  --resume=reuse goes on with what did not change, --restart discards the run"
+            "  To continue with the unchanged passes, use --resume=reuse; to discard the run, --restart"
         )
-    return _reused(plan, folder, run_id, outputs, history, origin, () if force else moved)
+    return _reused(plan, folder, run_id, outputs, history, source, () if force else moved)
 
 
 def changes(there: Header, now: Header) -> list[str]:
-    """Return what differs between two runs that decides their results, their code apart, as lines."""
-    return [*differences(there.spec, now.spec), *_inputs_changed(there, now)]
+    """Return the differences between two runs that affect their results, except code, as lines."""
+    return [*differences(there.spec, now.spec), *_changed_inputs(there, now)]
 
 
 def platform_changes(there: Header) -> list[str]:
-    """Return in what this process's platform differs from that of a run, as phrases."""
+    """Return the differences between this process's platform and that of a run, as phrases."""
     began = Platform(**{**there.platform, "traits": tuple(there.platform["traits"])})
     return platform_id.differences(began, Platform.here(), called="now")
 
 
 def explain(plan: Plan, journal: Path) -> str:
-    """Return what differs between a plan's spec and that of a journal, as lines; "" if it can't be said."""
+    """Return the differences between a plan's spec and a journal's, as lines; "" without a journal."""
     try:
         history = read_history(journal)
     except (UsageError, JournalError):
@@ -140,7 +138,7 @@ def explain(plan: Plan, journal: Path) -> str:
 
 
 def since(plan: Plan, journal: Path) -> list[str]:
-    """Return what a plan finds changed since the run of its spec in a journal: inputs, modules, platform."""
+    """Return the inputs, modules and platform traits that changed since the run of a journal."""
     try:
         history = read_history(journal)
     except (UsageError, JournalError):
@@ -150,17 +148,10 @@ def since(plan: Plan, journal: Path) -> list[str]:
     now, there = header_of(plan, ""), history.header
     modules = [name for name in now.code if there.code.get(name) != now.code[name]]
     return [
-        *_inputs_changed(there, now),
+        *_changed_inputs(there, now),
         *(f"module {name} has changed" for name in modules),
-        *(f"it ran with {line}" for line in platform_changes(there)),
+        *(f"the run used {line}" for line in platform_changes(there)),
     ]
-
-
-def listed(lines: Iterable[str]) -> str:
-    """Return lines, indented; not too many of them."""
-    shown = list(lines)
-    rest = [f"... and {len(shown) - LINES_MAX} more"] if len(shown) > LINES_MAX else []
-    return "".join(f"\n    {line}" for line in shown[:LINES_MAX] + rest)
 
 
 def _resumed(history: History, now: Header, moved: Sequence[str]) -> str:
@@ -170,26 +161,26 @@ def _resumed(history: History, now: Header, moved: Sequence[str]) -> str:
         + f" step{'s' * (found.complete or found.steps != 1)}"
         for key, found in history.passes.items()
     )
-    notice = f"resuming the run {history.header.run}; done before: {done or 'nothing'}"
+    notice = f"resuming the run {history.header.run}; committed steps: {done or 'none'}"
     if history.torn:
-        notice += f" ({history.torn:,} bytes of a record that was not finished were dropped)"
+        notice += f" (dropped {history.torn:,} bytes of an incomplete record)"
     if changed := list(differences(history.header.code, now.code)):
         modules = ", ".join(line.partition(":")[0] for line in changed)
-        notice += f"\nchanged since then: module {modules}; what was done before is kept as it is"
+        notice += f"\nmodule {modules} has changed; committed steps are kept as they are"
     if moved:
-        notice += f"\nbegun with {', '.join(moved)}; what was done before is kept as it is"
+        notice += f"\nthe run was started with {', '.join(moved)}; committed steps are kept as they are"
     return notice
 
 
 def _stamp(now: Header) -> str:
-    """Return what a call's result is as good as new under: this run, with the code as it is now."""
+    """Return a digest of the run, its platform and its code: equal if kept results are still valid."""
     return digest_of({"run": now.run, "platform": dict(now.platform), "code": dict(now.code)})
 
 
-# -- what a run is made of ---------------------------------------------------------------------------
+# -- the header of a run -----------------------------------------------------------------------------
 
 
-def header_of(plan: Plan, run_id: str, origin: Origin = NOWHERE) -> Header:
+def header_of(plan: Plan, run_id: str, source: SpecSource = NO_SOURCE) -> Header:
     """Return the first record of a run's journal."""
     meant = meaning(plan.spec)
     return Header(
@@ -204,9 +195,9 @@ def header_of(plan: Plan, run_id: str, origin: Origin = NOWHERE) -> Header:
         replicas=plan.spec.replicas,
         platform=asdict(Platform.here()),
         passes={key_of(pass_): _described(plan, pass_) for pass_ in plan.passes},
-        source=origin.source,
-        sets=origin.sets,
-        params=origin.params,
+        source=source.source,
+        sets=source.sets,
+        params=source.params,
     )
 
 
@@ -222,7 +213,7 @@ def _inputs(plan: Plan) -> Iterator[tuple[str, dict[str, list[int]]]]:
             yield f"stages.{name}", {file.path: [file.size_bytes, file.mtime_ns]}
 
 
-def _inputs_changed(there: Header, now: Header, names: Iterable[str] | None = None) -> Iterator[str]:
+def _changed_inputs(there: Header, now: Header, names: Iterable[str] | None = None) -> Iterator[str]:
     for name in dict.fromkeys((*there.inputs, *now.inputs)) if names is None else names:
         for line in differences(there.inputs.get(name, {}), now.inputs.get(name, {})):
             path, _, what = line.rpartition(": ")
@@ -234,7 +225,7 @@ def _sizes(what: str) -> str:
 
 
 def _code(plan: Plan) -> dict[str, str]:
-    """Return the SHA-256 of the files of the modules that functions come from."""
+    """Return the SHA-256 of the files of the modules that define functions."""
     import hashlib
 
     code = {}
@@ -262,7 +253,7 @@ def _modules(plan: Plan) -> dict[str, list[str]]:
 
 
 def _modules_of(function: str) -> list[str]:
-    """Return the module that a function is named in, and the one that it is from: packages hand on names."""
+    """Return the module that names a function and the one that defines it; re-exports differ."""
     module, _, path = function.partition(":")
     found: Any = sys.modules.get(module)
     for part in path.split("."):
@@ -271,14 +262,14 @@ def _modules_of(function: str) -> list[str]:
 
 
 def _described(plan: Plan, pass_: PassPlan) -> dict[str, Any]:
-    """Return what the journal says of a pass; `needs` are the places in the spec that decide its values."""
+    """Return the journal's description of a pass; `needs` are the paths in the spec that affect it."""
     spec, links, training = plan.spec, links_of(plan.spec), plan.training
     turns = [p for p in plan.passes if p.updates or p.follows]
-    together = turns if pass_ in turns else [pass_]  # they are complete together, or not at all
+    together = turns if pass_ in turns else [pass_]  # passes of a training complete together
     needs: dict[str, None] = dict.fromkeys(("replicas", "seed", "threads_per_replica"))
     waiting = [name for p in together for name in (p.root, *p.runs, *p.folds, *p.updates)]
     own = set(waiting)
-    # the updates decide how many epochs there are: of what takes turns, and of their dataset from then on
+    # updates decide the number of epochs: of the passes of a training, and of later reads of its dataset
     counted = {name for p in turns for name in (*p.runs, *p.folds)}
     if training is not None and pass_.dataset == training.dataset and pass_.phase > training.phase:
         waiting += training.updates
@@ -316,23 +307,23 @@ def _reused(
     run_id: str,
     outputs: Sequence[str],
     history: History,
-    origin: Origin,
+    source: SpecSource,
     moved: Sequence[str],
-) -> Opened:
-    """Begin a run with those passes of another one that have not changed; none if it has `moved`."""
-    header = header_of(plan, run_id, origin)
+) -> OpenedJournal:
+    """Begin a run with the unchanged passes of an earlier one; with none if the platform has changed."""
+    header = header_of(plan, run_id, source)
     taken: dict[str, PassHistory] = {}
     lines = []
-    for pass_, why in _made_again(plan, folder, history, header, moved).items():
+    for pass_, why in _changed_passes(plan, folder, history, header, moved).items():
         found = history.passes.get(key_of(pass_))
         if why or found is None:
-            because = listed(why or ["the run before did not come to it"])
-            lines.append(f"again: {pass_.name}, because{because}")
+            because = listed(why or ["the earlier run did not reach it"])
+            lines.append(f"executing again: {pass_.name}, because{because}")
         else:
             taken[key_of(pass_)] = found
             steps = "all" if found.complete else f"the first {found.steps:,}"
             lines.append(
-                f"reused: {steps} steps of {pass_.name}: its definition and its inputs did not change"
+                f"reusing {steps} steps of {pass_.name}: its definition and its inputs are unchanged"
             )
     files = plan.spec.outputs
     kept = [
@@ -346,42 +337,44 @@ def _reused(
     folder.take_over(run_id, header.digest, outputs, kept)
     again = read_history(folder.journal)
     if again is None:
-        raise JournalError(f"the journal in {folder.journal} was written, and can't be read")
+        raise JournalError(f"the journal in {folder.journal} can't be read back after it was written")
     journal = Journal.reopen(folder.journal, again)
     journal.keep(name for found in taken.values() for name in found.files())
-    return Opened(journal, RunJournal(journal, again, _stamp(header)), "\n".join(lines))
+    return OpenedJournal(journal, RunJournal(journal, again, _stamp(header)), "\n".join(lines))
 
 
-def _made_again(
+def _changed_passes(
     plan: Plan, folder: RunFolder, history: History, now: Header, moved: Sequence[str]
 ) -> dict[PassPlan, list[str]]:
-    """Return of each pass why what is durable of one like it can't be reused; nothing where it can."""
+    """Return for each pass the reasons why its committed steps can't be reused; empty if they can."""
     why = {}
     for pass_ in plan.passes:
         found = history.passes.get(key_of(pass_))
-        why[pass_] = _changed(history, now, key_of(pass_)) or [f"it ran with {line}" for line in moved]
+        why[pass_] = _changed(history, now, key_of(pass_)) or [f"the run used {line}" for line in moved]
         if not why[pass_] and found is not None and (missing := _missing(plan, pass_, folder, found)):
             why[pass_] = [missing]
     turns = [pass_ for pass_ in plan.passes if pass_.updates or pass_.follows]
     for first in [pass_ for pass_ in turns if why[pass_]][:1]:
         for pass_ in turns:
-            why[pass_] = why[pass_] or [f"it takes turns with {first.name}, which is made again"]
+            why[pass_] = why[pass_] or [
+                f"it is part of the training of {first.name}, which is executed again"
+            ]
     return why
 
 
 def _changed(history: History, now: Header, key: str) -> list[str]:
-    """Return what has changed of all that decides the values of a pass.
+    """Return the changes that affect the values of a pass.
 
-    One of another phase is another one: its logs are called after it.
+    A pass in another phase counts as another pass, because its logs are named by phase.
     """
     there, wanted = history.header, now.passes[key]
-    said = there.passes.get(key)
-    if said is None or said["shape"] != wanted["shape"]:
-        return ["the run before had no pass of these stages in this phase"]
+    before = there.passes.get(key)
+    if before is None or before["shape"] != wanted["shape"]:
+        return ["the earlier run had no pass of these stages in this phase"]
     why: list[str] = []
-    for path in dict.fromkeys((*said["needs"], *wanted["needs"])):
+    for path in dict.fromkeys((*before["needs"], *wanted["needs"])):
         why += differences(_at(there.spec, path), _at(now.spec, path), path)
-    why += _inputs_changed(there, now, wanted["needs"])
+    why += _changed_inputs(there, now, wanted["needs"])
     changed = [m for m in wanted["modules"] if there.code.get(m) != now.code.get(m)]
     return why + [f"module {module} has changed" for module in changed]
 
@@ -393,26 +386,26 @@ def _at(document: Mapping[str, Any], path: str) -> Any:
 
 
 def _missing(plan: Plan, pass_: PassPlan, folder: RunFolder, found: PassHistory) -> str:
-    """Return what of a pass is not there, or not any more, or ""."""
+    """Return why the files of a pass can't be reused, or ""."""
     for name in found.files():
         if not (folder.journal / name).is_file():
-            return f"{name} is not as the run left it"
+            return f"the journal file {name} is missing"
     if not found.complete:
         return ""
     later = read_later(plan)
     for name in (*pass_.folds, *pass_.updates):
         output = plan.spec.outputs.get(name)
         if output is not None and not folder.has(output):
-            return f"{output} is not as the run left it"
+            return f"the output {output} is missing or was changed"
     for name in pass_.folds:
         log = f"{file_name(key_of(pass_), name)}.log"
         if grows(plan, name) and keeps(plan, folder, later, name) and log not in found.logs:
-            return f"a later phase reads {name}, which the run before kept in its file alone"
+            return f"a later phase now reads {name}, which the earlier run stored only in its output file"
     return ""
 
 
 def _gone(plan: Plan, folder: RunFolder, history: History) -> Path | None:
-    """Return the first output of a complete pass that is not there any more."""
+    """Return the first output of a complete pass that is missing or was changed."""
     for pass_ in plan.passes:
         found = history.passes.get(key_of(pass_))
         if found is not None and found.complete:

@@ -19,6 +19,7 @@ import anyio.abc
 import anyio.to_thread
 
 from pipedist.cluster.base import Cluster, checked_count, usable_cores
+from pipedist.cluster.factory import cluster_for
 from pipedist.cluster.launchers.server import Spare
 from pipedist.coordinator import LogSink
 from pipedist.core.misuse_hints import AsyncOnly
@@ -26,12 +27,10 @@ from pipedist.core.types import Tree
 from pipedist.errors import CallError, JournalError, LocalProtocolError, OutputError, RunCancelled, UsageError
 from pipedist.plan import Plan, compile_plan
 from pipedist.protocol import messages as msg
-from pipedist.runs.call_keys import replay_of
-from pipedist.runs.clusters import cluster_for
 from pipedist.runs.execution import Execution
-from pipedist.runs.finished import files_of, restored
+from pipedist.runs.programs import replay_of
 from pipedist.runs.quarantine import FILE as QUARANTINE
-from pipedist.runs.result import Ledger, Progress, Result
+from pipedist.runs.result import Ledger, Progress, Result, files_of, restored
 from pipedist.runs.subscription import Part, Step, Stream, Subscription
 from pipedist.spec import Spec, load, with_cluster
 
@@ -45,16 +44,16 @@ SpecLike = str | os.PathLike[str] | Mapping[str, Any] | Spec
 
 
 Resume = bool | Literal["reuse"]
-"""Continue the run in the folder; "reuse": as far as nothing has changed."""
+"""True: continue the run in the folder; "reuse": continue with the passes that have not changed."""
 
 
 class Run(AsyncOnly):
-    """A run, inside `async with pipedist.open(...)`.
+    """A run, used inside `async with pipedist.open(...)`.
 
-    It begins with the first of `steps`, `as_completed` and `results`. Leaving the context before its
-    end cancels it.
+    It begins with the first of `steps`, `as_completed` and `results`. Leaving the context before the run has
+    ended cancels it.
 
-    Args: as `open`; and a `spare` fork server for the cluster of its own, started ahead of time.
+    Args: as for `open`; `spare` is a fork server that was started ahead of time for a new cluster.
     """
 
     def __init__(
@@ -76,13 +75,15 @@ class Run(AsyncOnly):
         self.id = os.urandom(8).hex()
         self._began = time.monotonic()
         if isinstance(spec, Spec) and (params or sets):
-            raise UsageError("`params` and `sets` come too late for a spec that was loaded already")
+            raise UsageError(
+                "`params` and `sets` can't be applied to a spec that is already loaded: pass them to `load`"
+            )
         self._spec = spec if isinstance(spec, Spec) else load(spec, params=params, sets=sets)
         self._given: tuple[SpecLike, Mapping[str, Tree] | None, Sequence[str]] = (spec, params, sets)
         if isinstance(cluster, str):
             self._spec, cluster = with_cluster(self._spec, cluster), None
         if cluster is not None and workers is not None:
-            raise UsageError("say `cluster` or `workers`, not both: a cluster has its workers")
+            raise UsageError("pass `cluster` or `workers`, not both: an open cluster has its own workers")
         self._given_cluster = cluster
         self._workers = workers
         self._output = None if output is None else Path(output)
@@ -104,21 +105,21 @@ class Run(AsyncOnly):
         self._journal: RunJournal | None = None
         self._journal_notice = ""
         self._can_replay = False
-        """Calls of it can be executed again, from its folder alone."""
-        self._earlier: FinishedRun | None = None
-        """A run that was finished in the folder before, and is not run again."""
+        """The spec can be loaded again, so `pipedist replay` can execute calls of this run."""
+        self._finished_run: FinishedRun | None = None
+        """The finished run found in the folder; its results are returned, and nothing is executed."""
         self._cluster: Cluster | None = None
         self._plan: Plan | None = None
 
     @cached_property
     def _main_scope(self) -> anyio.CancelScope:
-        """What is cancelled with the run; it can be made where an event loop runs, as the run need not."""
+        """Cancelled with the run; created on first use, because it needs an event loop."""
         return anyio.CancelScope()
 
     # -- lifetime ------------------------------------------------------------------------------
 
     def compile(self) -> None:
-        """Import what the spec names, and plan what will be executed; `async with` does it where you don't.
+        """Import the modules that the spec names, and plan the run; `async with` calls it if you don't.
 
         Raises:
             SpecError: the spec can't be executed.
@@ -134,7 +135,7 @@ class Run(AsyncOnly):
 
     async def __aenter__(self) -> Run:
         if self._tasks is not None:
-            raise UsageError("a run is entered once: make another one with `pipedist.open`")
+            raise UsageError("a run can be entered only once: create another one with `pipedist.open`")
         await self._stack.__aenter__()
         self._stack.callback(self._spare.end)
         try:
@@ -144,13 +145,13 @@ class Run(AsyncOnly):
             if cluster is None:
                 cluster = cluster_for(self.plan, force=self._force)
             self._open_folder()
-            if self._earlier is None:
+            if self._finished_run is None:
                 await self._open_cluster(cluster)
-            self._spare.end()  # it was taken, or nobody will
+            self._spare.end()  # if the cluster did not take it, it is not needed
             if self._folder is not None:
-                from pipedist.runs.status_socket import answering  # as the folder
+                from pipedist.runs.diagnostics import serve_status  # only runs with a folder need it
 
-                await self._stack.enter_async_context(answering(self._folder.live, self._answer))
+                await self._stack.enter_async_context(serve_status(self._folder.live, self._answer))
             self._tasks = await self._stack.enter_async_context(anyio.create_task_group())
         except BaseException as error:
             await self._stack.__aexit__(type(error), error, error.__traceback__)
@@ -164,10 +165,10 @@ class Run(AsyncOnly):
         trace: TracebackType | None,
     ) -> None:
         if not self._finished.is_set():
-            self._end(RunCancelled("the run was left before its end"))
+            self._end(RunCancelled("the context of the run was left before the run ended"))
         if self._tasks is not None:
             self._tasks.cancel_scope.cancel()
-        if not isinstance(error, asyncio.CancelledError):  # the user's own error leaves as it came
+        if not isinstance(error, asyncio.CancelledError):  # so that the user's own error is raised as it is
             kind = error = trace = None
         await self._stack.__aexit__(kind, error, trace)
 
@@ -176,7 +177,7 @@ class Run(AsyncOnly):
         return usable_cores() if wanted == "auto" else checked_count(wanted)
 
     def _path(self) -> Path | None:
-        """Return where the run writes, None if it writes nothing."""
+        """Return the output folder, None if the run writes nothing."""
         if self._output is None and not (self._spec.outputs or self._resume or self._restart):
             return None
         return Path("out") / self._spec.name if self._output is None else self._output
@@ -186,9 +187,8 @@ class Run(AsyncOnly):
         if path is None:
             return
         from pipedist.outputs import FinishedRun, open_folder  # most embedded runs write no files
-        from pipedist.runs.identity import digest
+        from pipedist.runs.identity import SpecSource, digest
         from pipedist.runs.resume import explain, open_journal, since
-        from pipedist.runs.spec_source import Origin
 
         outputs = files_of(self._spec)
         opened = open_folder(
@@ -202,35 +202,35 @@ class Run(AsyncOnly):
             since=lambda folder: since(self.plan, folder),
         )
         if isinstance(opened, FinishedRun):
-            self._earlier = opened
+            self._finished_run = opened
             return
         self._folder = self._stack.enter_context(opened)
-        origin = Origin.of(*self._given)
-        self._can_replay = bool(origin.source)
+        source = SpecSource.of(*self._given)
+        self._can_replay = bool(source.source)
         reuse = self._resume == "reuse"
         journal = open_journal(
-            self.plan, opened, self.id, outputs, reuse=reuse, force=self._force, origin=origin
+            self.plan, opened, self.id, outputs, reuse=reuse, force=self._force, source=source
         )
         self._stack.callback(journal.journal.close)
         self._journal, self._journal_notice = journal.run, journal.notice
-        self.id = opened.run_id  # a run that is resumed stays the run that it is
+        self.id = opened.run_id  # a resumed run keeps its id
 
     async def _open_cluster(self, cluster: Cluster) -> None:
         if cluster is not self._given_cluster:
             try:
                 await self._stack.enter_async_context(cluster)
             except Exception:
-                if self._folder is not None and not self.resumable:  # nothing was done: nothing to continue
+                if self._folder is not None and not self.resumable:  # no step is committed
                     with contextlib.suppress(OutputError):
                         self._folder.fail(resumable=False)
                 raise
         self._cluster = cluster
         coordinator = cluster.coordinator  # raises if the given cluster is not open
         if self._on_log is not None:
-            self._stack.callback(coordinator.add_log_sink(self._hear))
+            self._stack.callback(coordinator.add_log_sink(self._on_log_line))
 
-    def _hear(self, worker: str, line: msg.LogLine) -> None:
-        """Pass a line on; if the user's function raises, that is how the run ends."""
+    def _on_log_line(self, worker: str, line: msg.LogLine) -> None:
+        """Pass a line to the user's function; if it raises, end the run with its error."""
         try:
             if self._on_log is not None and not self._finished.is_set():
                 self._on_log(worker, line)
@@ -238,7 +238,7 @@ class Run(AsyncOnly):
             self._end(error)
             self._main_scope.cancel()
 
-    # -- what the user reads ---------------------------------------------------------------------
+    # -- state and results ------------------------------------------------------------------------
 
     @property
     def name(self) -> str:
@@ -252,36 +252,36 @@ class Run(AsyncOnly):
 
     @property
     def plan(self) -> Plan:
-        """What will be executed."""
+        """The plan: phases of passes."""
         if self._plan is None:
             raise UsageError("a run is used inside `async with pipedist.open(...)`")
         return self._plan
 
     @property
     def notice(self) -> str:
-        """What the user should know about the output folder, or ""."""
+        """A message about the output folder for the user, or ""."""
         return self._journal_notice or ("" if self._folder is None else self._folder.notice)
 
     @property
     def resumable(self) -> bool:
-        """Whether steps of it are kept in its folder, which need not be done again with `resume`."""
+        """Whether its folder has committed steps, which `resume` will not execute again."""
         return self._journal is not None and self._journal.holds_steps
 
     def ledger(self) -> Ledger:
-        """Return where every element went until now."""
+        """Return how many elements are committed, quarantined and lost so far."""
         return Ledger() if self._execution is None else self._execution.ledger()
 
     def progress(self) -> Progress | None:
-        """Return how far the run is, None before it begins."""
+        """Return the run's progress, None before it begins."""
         return None if self._execution is None else self._execution.progress()
 
     def why(self) -> Document:
-        """Return what the run waits for: which calls, where, for what; docs/stalls.md explains it.
+        """Return what the run waits for: which calls, on which worker, and why; see docs/stalls.md.
 
         Returns:
-            Plain JSON values. Looking changes nothing, and may be done at any time.
+            Plain JSON values. It can be called at any time, and does not change the run.
         """
-        from pipedist.runs.diagnostics import document  # seldom asked for
+        from pipedist.runs.diagnostics import document  # rarely needed
 
         state = "ended" if self._finished.is_set() else "running" if self._execution else "starting"
         return document(self.id, self.name, state, None if state == "ended" else self._execution)
@@ -291,7 +291,7 @@ class Run(AsyncOnly):
 
     @property
     def silent_s(self) -> float:
-        """For how long nothing has come back, been read or been taken, seconds; 0 before it begins."""
+        """Seconds without any progress: no call returned, nothing was read or taken; 0 before it begins."""
         if self._execution is None or self._cluster is None:
             return 0.0
         return self._cluster.coordinator.silent_s
@@ -300,34 +300,34 @@ class Run(AsyncOnly):
         """Stream the steps in order; a slow reader makes the run wait.
 
         Args:
-            stages: run, reduce or gather stages that are made in one reading of one dataset.
+            stages: run, reduce or gather stages of one pass, that is one read of one dataset.
 
         Returns:
             An async iterator of the steps; `step[NAME]` of a reduce or gather is this step's own value.
-            A wait for the next one that is cancelled loses nothing; `aclose` leaves the stream.
+            Cancelling a wait for the next step loses no step; `aclose` ends the stream.
 
         Raises:
-            UsageError: the stages don't belong together, the run has begun already, or it was
-                finished before and is not run again.
+            UsageError: the stages belong to different passes, the run has begun already, or the folder
+                has a finished run, which is not executed again.
             CallError: a call failed for good; the steps before it were yielded.
             FoldError, OutputError, WorkersLost, RunCancelled: as `results`.
         """
         return Stream(lambda: self._subscribe("steps", stages), self._raise_error)
 
     def as_completed(self, *stages: str) -> Stream[Part]:
-        """Stream the values of run stages, one a replica and step, in order of arrival.
+        """Stream the values of run stages, one for each replica and step, in order of arrival.
 
         A slow reader makes the run wait.
 
         Args:
-            stages: run stages that are made in one reading of one dataset.
+            stages: run stages of one pass, that is one read of one dataset.
 
         Returns:
-            An async iterator of the parts, as `steps` returns it.
+            An async iterator of the parts, as for `steps`.
 
         Raises:
-            UsageError: a stage is no run, they don't belong together, the run has begun already, or it
-                was finished before and is not run again.
+            UsageError: a stage is not a run stage, the stages belong to different passes, the run has begun
+                already, or the folder has a finished run, which is not executed again.
             CallError: a call failed for good.
             FoldError, OutputError, WorkersLost, RunCancelled: as `results`.
         """
@@ -337,11 +337,11 @@ class Run(AsyncOnly):
         if self._finished.is_set():
             self._raise_error()
         if self._has_begun:
-            raise UsageError("the run has begun: open one stream, before `results`")
-        if self._earlier is not None:
+            raise UsageError("the run has already begun: open one stream, and before calling `results`")
+        if self._finished_run is not None:
             raise UsageError(
-                f"this run was finished before, in {self._earlier.path}: `results` shows what it gave, and "
-                "nothing is streamed again; without `resume` it runs anew"
+                f"the run in {self._finished_run.path} is finished, so there is nothing to stream: call "
+                "`results` for its results, or open it without `resume` to execute it again"
             )
         self._subscription = Subscription(kind, stages, self.plan)
         self._start()
@@ -357,12 +357,12 @@ class Run(AsyncOnly):
         Raises:
             CallError: a call failed for good.
             FoldError: components do not fit together.
-            OutputError: a file can't be written, or can't hold its value. If that came out only at
-                the end of the run, its `result` has every other value and file.
+            OutputError: a file can't be written, or can't hold its value. If the error occurred at the end
+                of the run, its `result` has every other value and file.
             WorkersLost: no worker can be kept alive.
-            RunDrained: it was drained before its end.
-            RunCancelled: it was cancelled, or left.
-            Exception: what the dataset's own iterator, or `on_log`, raised.
+            RunDrained: the run was drained before its end.
+            RunCancelled: the run was cancelled, or its context was left.
+            Exception: an error of the dataset's own iterator, or of `on_log`.
         """
         self._start()
         if self._subscription is not None:
@@ -370,13 +370,13 @@ class Run(AsyncOnly):
         await self._finished.wait()
         self._raise_error()
         if self._result is None:
-            raise LocalProtocolError("the run has ended without result or error")
+            raise LocalProtocolError("the run ended with neither a result nor an error")
         return self._result
 
     # -- stopping --------------------------------------------------------------------------------
 
     def drain(self) -> None:
-        """Issue nothing more; running calls have `cluster.grace_s`, then the run is cancelled."""
+        """Stop issuing calls; running calls have `cluster.grace_s`, then the run is cancelled."""
         if self._finished.is_set():
             return
         if self._execution is None or self._tasks is None:
@@ -392,12 +392,12 @@ class Run(AsyncOnly):
             self.cancel()
 
     def cancel(self) -> None:
-        """End the run at once."""
+        """End the run immediately."""
         if not self._finished.is_set():
             self._end(RunCancelled("the run was cancelled"))
         self._main_scope.cancel()
 
-    # -- inside ----------------------------------------------------------------------------------
+    # -- execution -------------------------------------------------------------------------------
 
     def _start(self) -> None:
         if self._has_begun or self._finished.is_set():
@@ -405,8 +405,8 @@ class Run(AsyncOnly):
         if self._tasks is None:
             raise UsageError("a run is used inside `async with pipedist.open(...)`")
         self._has_begun = True
-        if self._earlier is not None:
-            self._result = restored(self._spec, self._earlier)
+        if self._finished_run is not None:
+            self._result = restored(self._spec, self._finished_run)
             self._end(None)
             return
         self._tasks.start_soon(self._main, name=f"run {self.name}")
@@ -422,14 +422,14 @@ class Run(AsyncOnly):
                 if self._journal is not None and self._journal.is_resumed:
                     await self._cluster.gather()
                 await self._execution.run()
-                self._result = await self._made(self._execution, folder)
+                self._result = await self._make_result(self._execution, folder)
         except Exception as error:
             if isinstance(error, CallError) and folder is not None and self._can_replay:
                 error.replay = replay_of(self.plan, error, folder.path)
             self._end(error)
-            # a journal that can't be written ends the run, and leaves it to be resumed
+            # after a journal error the run stays unfinished, so that it can be resumed
             if folder is not None and not isinstance(error, RunCancelled | JournalError):
-                with contextlib.suppress(OutputError):  # then it counts as unfinished
+                with contextlib.suppress(OutputError):  # the run then stays unfinished
                     folder.fail(resumable=self.resumable)
         else:
             self._end(None)
@@ -440,7 +440,7 @@ class Run(AsyncOnly):
         if self._subscription is not None:
             self._subscription.end()
 
-    async def _made(self, execution: Execution, folder: RunFolder | None) -> Result:
+    async def _make_result(self, execution: Execution, folder: RunFolder | None) -> Result:
         timings = {**execution.timings, "total": time.monotonic() - self._began}
         failed = execution.unwritten
         files = {}

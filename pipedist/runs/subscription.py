@@ -1,4 +1,4 @@
-"""Streams of a run: what `steps` and `as_completed` hand to the user, holding the valve."""
+"""Streams of a run, as `steps` and `as_completed` return them, with backpressure."""
 
 from __future__ import annotations
 
@@ -18,24 +18,23 @@ from pipedist.plan import PassPlan, Plan
 from pipedist.spec import RunSpec
 
 ITEMS_MAX = 64
-"""Items that wait for a slow subscriber; then the pass waits too."""
+"""Number of items that can wait for a slow subscriber before the pass waits too."""
 
 ITEM_BYTES_MAX = 64 * 2**20
-"""Their bytes, unless a single item has more."""
+"""Total size of these items, unless a single item is larger."""
 
 
 class Step(Struct, frozen=True):
     """One step of a run, in step order.
 
-    `step[NAME]` is a PerReplica for a run stage (None in the place of an empty shard), and for a
-    reduce or gather THIS STEP's own value (None where the step made no call), whatever the
-    stage's `per`: the value that `per: step` would give. The value over the whole run or epoch
-    is in `Run.results`.
+    `step[NAME]` is a PerReplica for a run stage (None for an empty shard). For a reduce or gather it is the value
+    of this step alone (None if the step made no call), whatever the stage's `per`: the value that `per: step`
+    would give. The value over the whole run or epoch is in `Run.results`.
 
     Args:
         index: the step's number, over all epochs.
         epoch: its epoch.
-        values: the values of the stages that are streamed, by name.
+        values: the values of the streamed stages, by name.
     """
 
     index: int
@@ -43,7 +42,7 @@ class Step(Struct, frozen=True):
     values: Mapping[str, Tree]
 
     def __getitem__(self, stage: str) -> Tree:
-        """Return a stage's value of this step, see the class.
+        """Return a stage's value for this step; see the class.
 
         Raises:
             KeyError: the stage is not streamed.
@@ -58,7 +57,7 @@ class Part(Struct, frozen=True):
         stage: the run stage.
         step: the step's number, over all epochs.
         replica: its replica id.
-        value: what the function returned.
+        value: the value that the function returned.
     """
 
     stage: str
@@ -72,11 +71,11 @@ class Subscription:
 
     Args:
         kind: whole steps in order, or parts as they arrive.
-        stages: what is subscribed.
-        plan: of the run.
+        stages: the stages to stream.
+        plan: the run's plan.
 
     Raises:
-        UsageError: there is no such stage, or they are not made in one pass.
+        UsageError: there is no such stage, or the stages belong to different passes.
     """
 
     def __init__(self, kind: Literal["steps", "parts"], stages: Sequence[str], plan: Plan) -> None:
@@ -86,24 +85,24 @@ class Subscription:
         self.streamed = {name: plan.spec.stages[name] for name in self.stages}
         for name, stage in self.streamed.items():
             if kind == "parts" and not isinstance(stage, RunSpec):
-                raise UsageError(f"{name!r} has no value per replica: `steps` streams it")
+                raise UsageError(f"stage {name!r} has no value per replica: stream it with `steps`")
         self._items: deque[tuple[Step | Part, int]] = deque()
         self._bytes = 0
         self._changed: anyio.Event | None = None
-        """What somebody waits for; None while nobody does."""
+        """Set with the next change; None if no task waits for one."""
         self._ended = False
         self._left = False
         self._released = False
         self._given = 0
-        """Items that were taken, and asked beyond."""
+        """Number of items that the subscriber has finished: it has asked for the next one."""
         self.mark = 0
-        """Items that were put in so far."""
+        """Number of items put in so far."""
 
     def put(self, item: Step | Part, size: int) -> None:
-        """Add an item; dropped if nobody reads any more.
+        """Add an item; drop it if the subscriber has left.
 
         Args:
-            size: its bytes.
+            size: its size in bytes.
         """
         if self._left:
             return
@@ -120,40 +119,40 @@ class Subscription:
 
     @property
     def waiting(self) -> int:
-        """How many items nobody has taken."""
+        """Number of items that are not taken."""
         return len(self._items)
 
     async def room(self) -> None:
-        """Return as soon as there is room for an item."""
+        """Wait until there is room for an item."""
         while self.is_full:
             await self._change()
 
     def has_passed(self, mark: int) -> bool:
-        """Return whether the subscriber has asked for more than the first `mark` items, or for the results.
+        """Return whether the subscriber has finished the first `mark` items, or asked for the results.
 
-        One that has left is not known to have seen what waits here: a run that is resumed streams it.
+        A subscriber that has left may not have seen the waiting items, so a resumed run streams them again.
         """
         return self._released or self._given >= mark
 
     async def passed(self, mark: int) -> None:
-        """Return as soon as `has_passed`."""
+        """Wait until `has_passed`."""
         while not self.has_passed(mark):
             await self._change()
 
     def release(self) -> None:
-        """Nobody reads any more, and nobody will when the run is resumed."""
+        """End the stream for good: a resumed run does not repeat it either."""
         self._released = True
         self.leave()
 
     def leave(self) -> None:
-        """Nobody reads any more: the run need not wait."""
+        """End the stream, so that the run does not wait for the subscriber."""
         self._left = True
         self._items.clear()
         self._bytes = 0
         self._wake()
 
     def end(self) -> None:
-        """There is no more to come."""
+        """Mark the end of the items."""
         self._ended = True
         self._wake()
 
@@ -186,14 +185,14 @@ Item = TypeVar("Item", Step, Part)
 
 
 class Stream(AsyncIterableOnly, Generic[Item]):
-    """Items as they are made: what `Run.steps` and `Run.as_completed` return.
+    """A stream of items, as `Run.steps` and `Run.as_completed` return it.
 
-    A call that is cancelled while it waits loses nothing: the next one gets the item. `aclose` it, or
-    forget it, and the run need not wait for it any more.
+    If a wait for an item is cancelled, the next wait gets the item. The run stops waiting for a stream that is
+    closed with `aclose` or garbage collected.
 
     Args:
-        begin: begins the run; called with the first item that is asked for.
-        end: called when there are no more items; raises what the run has ended with.
+        begin: begins the run; called when the first item is requested.
+        end: called after the last item; raises the error of the run, if it has one.
     """
 
     def __init__(self, begin: Callable[[], Subscription], end: Callable[[], None]) -> None:
@@ -210,13 +209,15 @@ class Stream(AsyncIterableOnly, Generic[Item]):
 
         Raises:
             StopAsyncIteration: there is none.
-            RuntimeError: another task waits for one: it is not known then which of them was seen.
+            RuntimeError: another task is waiting for an item.
             Exception: as `Run.steps`.
         """
         if self._is_over:
             raise StopAsyncIteration
         if self._is_taking:
-            raise RuntimeError("two tasks wait for one stream of a run: read it in one, and pass items on")
+            raise RuntimeError(
+                "two tasks are waiting for one stream of a run: read it in one task, and pass the items on"
+            )
         if self._subscription is None:
             self._subscription = self._begin()
             self._loop = asyncio.get_running_loop()
@@ -229,32 +230,34 @@ class Stream(AsyncIterableOnly, Generic[Item]):
             await self.aclose()
             self._end()
             raise StopAsyncIteration
-        return item  # type: ignore[no-any-return]  # which kind it is the subscription decides
+        return item  # type: ignore[no-any-return]  # the subscription decides which kind it is
 
     async def aclose(self) -> None:
-        """Leave it: there are no more items, and the run goes on without."""
+        """Close the stream; the run continues without it."""
         self._is_over = True
         if self._subscription is not None:
             self._subscription.leave()
 
     def __del__(self) -> None:
         if self._subscription is not None and not self._is_over:
-            with suppress(RuntimeError):  # the loop is closed, and the run with it
+            with suppress(RuntimeError):  # if the loop is closed, the run has ended
                 self._loop.call_soon_threadsafe(self._subscription.leave)
 
 
 def _pass_of(plan: Plan, stages: Sequence[str]) -> PassPlan:
-    """Return the pass in which all of `stages` get their values."""
+    """Return the pass that makes the values of all `stages`."""
     homes = {name: p for p in plan.passes for name in (*p.runs, *p.folds)}
     for name in stages:
         if name in plan.states:
-            raise UsageError(f"{name!r} is a state: its last value is in `results`; stream what feeds it")
+            raise UsageError(
+                f"stage {name!r} is a state: its final value is in `results`. Stream the stage that feeds it"
+            )
         if name not in homes:
-            raise UsageError(f"there is no stage {name!r} to stream; there are: {', '.join(homes)}")
+            raise UsageError(f"there is no stage {name!r} to stream; available: {', '.join(homes)}")
         if homes[name] != homes[stages[0]]:
             raise UsageError(
-                f"stages {stages[0]!r} and {name!r} are not made in one reading of one dataset: "
-                "a stream follows one; open a second run for the other"
+                f"stages {stages[0]!r} and {name!r} belong to different passes, and a stream follows one pass: "
+                "open a second run for the other stage"
             )
     if not stages:
         raise UsageError("name at least one stage to stream")

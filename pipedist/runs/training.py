@@ -1,11 +1,16 @@
-"""A training: the readings of one phase that take turns through the states that they change and read.
+"""Trains: updates states from the results of one pass, and evaluates held-out passes after each epoch.
 
-The feeding pass is read step by step. After each of its steps the updates of that step are applied,
-after each epoch those of the epoch, then the held-out passes read their datasets once; and only then
-is let in what comes next. Where nothing in the feeding pass reads a state that changes so often, and
-no `until` may end it, its steps are let in ahead: what they give is still taken in order.
+The updates of a step are applied after that step of the feeding pass, the updates of an epoch after that epoch.
+Then the held-out passes read their datasets once. Only then does the feeding pass begin the next steps. If
+nothing in the feeding pass reads a state that changes that often, and no `until` may end it, its steps are
+issued ahead, but their results are still taken in order.
 
-Each reading that takes part has a LANE: it gates its feed, and is told what the reading has taken.
+Each pass of a training has a `TrainingParticipant`, which gates its feed and is notified of taken steps.
+
+Update functions, `init` functions and `until` are user code, so they run on workers, with one call for each
+change. The new value comes back with the call's result, so each change is committed exactly once, whichever
+worker made it and however often it was retried. Each worker receives a version once, with the first lease that
+reads it.
 """
 
 from __future__ import annotations
@@ -16,14 +21,18 @@ from typing import TYPE_CHECKING
 
 import anyio
 import anyio.to_thread
+import numpy as np
 
-from pipedist.coordinator import Coordinator
+from pipedist.coordinator import Coordinator, PassHandle
 from pipedist.core.types import Tree
 from pipedist.datasets.feeds import Feed
-from pipedist.errors import OutputError, RunDrained
+from pipedist.errors import FoldError, OutputError, RunDrained
 from pipedist.plan import PassPlan, Plan
-from pipedist.runs.gated_feed import GatedFeed
-from pipedist.runs.states import States
+from pipedist.protocol.program import Program
+from pipedist.runs.pass_feeds import GatedFeed
+from pipedist.runs.programs import ENDS, NEW, init_program, update_program
+from pipedist.scheduler import PassSettings
+from pipedist.spec import StateRef, UpdateSpec, references
 
 if TYPE_CHECKING:
     from pipedist.outputs import Sink
@@ -32,12 +41,12 @@ Fresh = Mapping[str, Sequence[Tree]]
 """New values of stages, by name, in order."""
 
 
-class Lane(ABC):
-    """How one reading takes part in a training.
+class TrainingParticipant(ABC):
+    """A pass's part in a training.
 
     Args:
-        feed: its own, gated.
-        watched: the reduce and gather stages whose values it is told.
+        feed: the feed of the pass, gated.
+        watched: the reduce and gather stages whose values the participant needs.
     """
 
     def __init__(self, feed: GatedFeed, watched: frozenset[str]) -> None:
@@ -50,40 +59,40 @@ class Lane(ABC):
         """How many epochs there were, when no more steps come."""
 
     @abstractmethod
-    async def took(self, step: int, epoch: int, fresh: Fresh, *, ends: bool) -> None:
-        """Take note that the reading has taken the steps up to `step`.
+    async def on_taken(self, step: int, epoch: int, fresh: Fresh, *, ends: bool) -> None:
+        """Handle that the pass has taken the steps up to `step`.
 
         Args:
-            epoch: that the step belongs to.
+            epoch: the epoch of the step.
             fresh: the new values of `watched` stages.
-            ends: it was the last step of the epoch.
+            ends: whether it was the last step of the epoch.
         """
 
     @abstractmethod
     def state(self) -> Tree:
-        """Return where the reading is, between two steps."""
+        """Return the participant's position, between two steps."""
 
     @abstractmethod
     def restore(self, state: Tree) -> None:
-        """Go on where a lane of the same pass was when it gave its state."""
+        """Continue from the `state` of a participant of the same pass."""
 
     @abstractmethod
-    async def finished(self, fresh: Fresh) -> None:
-        """Take note that there are no more steps, and these are the last values."""
+    async def on_finished(self, fresh: Fresh) -> None:
+        """Handle the end of the pass, with the last values."""
 
     @abstractmethod
     def leave(self) -> None:
-        """Take note that the reading is over, whatever the reason: nobody waits for it any more."""
+        """Leave the training, for whatever reason, so that no other pass waits for this one."""
 
 
-class Training:
+class Trainer:
     """The training of one phase.
 
     Args:
-        plan: what it belongs to.
+        plan: the run's plan.
         pass_: the pass whose steps feed the updates.
-        coordinator: of the cluster that executes it.
-        sinks: where the last values of states go, by the update's name.
+        coordinator: coordinator of the cluster that executes it.
+        sinks: sinks of the final values of states, by the update's name.
     """
 
     def __init__(
@@ -93,15 +102,15 @@ class Training:
         self._pass = pass_
         self._sinks = dict(sinks)
         self._unchecked = set(sinks)
-        """Of these it is not known whether their values fit their files."""
-        self._held_out: list[HeldOutLane] = []
-        self.states = States(plan, coordinator, pass_.updates)
+        """States whose values have not yet been checked against their file format."""
+        self._held_out: list[HeldOutParticipant] = []
+        self.states = TrainingStates(plan, coordinator, pass_.updates)
 
-    def lane(self, pass_: PassPlan, feed: Feed) -> Lane:
-        """Return how a pass takes part; to be called for every pass, before any is read.
+    def participant(self, pass_: PassPlan, feed: Feed) -> TrainingParticipant:
+        """Return the participant of a pass; call it for every pass before any of them runs.
 
         Args:
-            feed: the pass's own.
+            feed: the feed of the pass.
         """
         names = self._plan.states_read(pass_)
 
@@ -109,15 +118,15 @@ class Training:
             return self.states.read(names)
 
         if pass_.follows:
-            lane = HeldOutLane(GatedFeed(feed, "epoch", read, first_epoch=-1), frozenset())
-            self._held_out.append(lane)
-            return lane
+            participant = HeldOutParticipant(GatedFeed(feed, "epoch", read, first_epoch=-1), frozenset())
+            self._held_out.append(participant)
+            return participant
         sources = frozenset(self._plan.spec.stages[name].of for name in pass_.updates)
-        gated = GatedFeed(feed, self._plan.rhythm(pass_), read if names else None)
-        return FeedingLane(gated, sources, self, self._plan.epochs(pass_))
+        gated = GatedFeed(feed, self._plan.granularity(pass_), read if names else None)
+        return FeedingParticipant(gated, sources, self, self._plan.epochs(pass_))
 
     def per_of(self, source: str) -> str:
-        """Return how often a stage that feeds updates has a value."""
+        """Return the scope (step, epoch or run) of a stage that feeds updates."""
         return next(
             self._plan.states[name].per
             for name in self._pass.updates
@@ -128,7 +137,7 @@ class Training:
         """Apply the updates of one step, epoch or run.
 
         Args:
-            values: of the stages that feed them; None, of no calls, changes nothing.
+            values: values of the stages that feed them; None, if there were no calls, changes nothing.
 
         Returns:
             Whether an `until` holds.
@@ -148,26 +157,26 @@ class Training:
         return ends
 
     async def evaluate(self, epoch: int) -> None:
-        """Let the held-out passes read their datasets once.
+        """Read the datasets of the held-out passes once.
 
         Raises:
-            RunDrained: one of them is over already: the run was drained.
+            RunDrained: one of them has ended, because the run was drained.
         """
-        for lane in self._held_out:
-            await lane.begin(epoch)
-        for lane in self._held_out:
-            await lane.wait()
+        for participant in self._held_out:
+            await participant.begin(epoch)
+        for participant in self._held_out:
+            await participant.wait()
 
     def end(self) -> None:
-        """Let the held-out passes end: there are no more epochs."""
-        for lane in self._held_out:
-            lane.feed.end()
+        """End the held-out passes after the last epoch."""
+        for participant in self._held_out:
+            participant.feed.end()
 
     async def deliver(self, unwritten: dict[str, OutputError]) -> dict[str, Tree]:
         """Write the states that have files, and return the values of all.
 
         Args:
-            unwritten: why an output has no file is noted here, by the update's name.
+            unwritten: receives the error of each file that could not be written, by the update's name.
         """
         for name, sink in self._sinks.items():
             try:
@@ -178,32 +187,32 @@ class Training:
         return {name: self.states.value(name) for name in self._pass.updates}
 
 
-class FeedingLane(Lane):
-    """The reading whose steps feed the updates.
+class FeedingParticipant(TrainingParticipant):
+    """The pass whose steps feed the updates.
 
     Args:
-        training: that it is part of.
-        epochs_max: how often its dataset is read, if no `until` ends it.
+        training: the training that it is part of.
+        epochs_max: number of epochs, if no `until` ends it earlier.
     """
 
-    def __init__(self, feed: GatedFeed, watched: frozenset[str], training: Training, epochs_max: int) -> None:
+    def __init__(self, feed: GatedFeed, watched: frozenset[str], training: Trainer, epochs_max: int) -> None:
         super().__init__(feed, watched)
         self._training = training
         self._epochs = epochs_max
         self._evaluated = 0
-        """Epochs before this one have been evaluated."""
-        self._let = (0, 0)
-        """The step and the epoch up to which steps are let in, as the rhythm is."""
+        """Number of epochs that have been evaluated."""
+        self._admitted = (0, 0)
+        """The step and the epoch up to which steps are admitted."""
         self._over = False
-        """An `until` holds."""
+        """Whether an `until` holds."""
 
     @property
     def epochs(self) -> int:
         """How many epochs there were, when no more steps come."""
         return self._epochs
 
-    async def took(self, step: int, epoch: int, fresh: Fresh, *, ends: bool) -> None:
-        """Apply the updates of the steps, and of the epoch if it is over; let in what comes next."""
+    async def on_taken(self, step: int, epoch: int, fresh: Fresh, *, ends: bool) -> None:
+        """Apply the updates of the steps, and of the epoch at its end; admit the next steps."""
         over = await self._updated(fresh, "step")
         if ends:
             over = await self._updated(fresh, "epoch") or over
@@ -212,33 +221,33 @@ class FeedingLane(Lane):
             return
         if ends and epoch + 1 < self._epochs and await self.feed.next_epoch() is not None:
             await self._evaluate_before(epoch + 1)
-        self._let = (step + 1, epoch + 1 if ends else epoch)
-        self.feed.let(step=self._let[0], epoch=self._let[1])
+        self._admitted = (step + 1, epoch + 1 if ends else epoch)
+        self.feed.admit(step=self._admitted[0], epoch=self._admitted[1])
 
     def _end(self, epochs: int) -> None:
         self._epochs, self._over = epochs, True
         self.feed.end()
 
     def state(self) -> Tree:
-        """As `Lane`."""
+        """As `TrainingParticipant`."""
         return {
             "epochs": self._epochs,
             "evaluated": self._evaluated,
-            "let": list(self._let),
+            "admitted": list(self._admitted),
             "over": self._over,
         }
 
     def restore(self, state: Tree) -> None:
-        """As `Lane`."""
+        """As `TrainingParticipant`."""
         self._evaluated = state["evaluated"]
         if state["over"]:
             self._end(state["epochs"])
         else:
-            self._let = (state["let"][0], state["let"][1])
-            self.feed.let(step=self._let[0], epoch=self._let[1])
+            self._admitted = (state["admitted"][0], state["admitted"][1])
+            self.feed.admit(step=self._admitted[0], epoch=self._admitted[1])
 
     async def _updated(self, fresh: Fresh, per: str) -> bool:
-        """Apply the updates of some steps or epochs, one after the other; return whether an `until` holds."""
+        """Apply the updates of some steps or epochs in order; return whether an `until` holds."""
         series = {name: fresh[name] for name in fresh if self._training.per_of(name) == per}
         over = False
         for place in range(max(map(len, series.values()), default=0)):
@@ -250,7 +259,7 @@ class FeedingLane(Lane):
             await self._training.evaluate(self._evaluated)
             self._evaluated += 1
 
-    async def finished(self, fresh: Fresh) -> None:
+    async def on_finished(self, fresh: Fresh) -> None:
         """Apply the last updates, and evaluate the last epoch."""
         for per in ("epoch", "run"):
             await self._updated(fresh, per)
@@ -258,12 +267,12 @@ class FeedingLane(Lane):
         self._training.end()
 
     def leave(self) -> None:
-        """Let the held-out passes end."""
+        """End the held-out passes."""
         self._training.end()
 
 
-class HeldOutLane(Lane):
-    """A reading that follows the epochs of the feeding one."""
+class HeldOutParticipant(TrainingParticipant):
+    """A pass that reads its dataset once after each epoch of the feeding pass."""
 
     def __init__(self, feed: GatedFeed, watched: frozenset[str]) -> None:
         super().__init__(feed, watched)
@@ -277,40 +286,191 @@ class HeldOutLane(Lane):
         return self._epochs
 
     def state(self) -> Tree:
-        """As `Lane`."""
+        """As `TrainingParticipant`."""
         return {"epochs": self._epochs}
 
     def restore(self, state: Tree) -> None:
-        """As `Lane`; its epoch is let in by the feeding reading, which comes to it again."""
+        """As `TrainingParticipant`; the feeding pass admits its epoch again."""
         self._epochs = state["epochs"]
 
     async def begin(self, epoch: int) -> None:
-        """Let in the steps of an epoch."""
+        """Admit the steps of an epoch."""
         self._epochs = epoch + 1
         self._done = anyio.Event()
         if self._left or await self.feed.next_epoch() != epoch:
-            self._done.set()  # there are none
-        self.feed.let(step=0, epoch=epoch)
+            self._done.set()  # it has no steps
+        self.feed.admit(step=0, epoch=epoch)
 
     async def wait(self) -> None:
-        """Return as soon as the steps of the epoch are taken.
+        """Wait until the steps of the epoch are taken.
 
         Raises:
-            RunDrained: the reading ended before.
+            RunDrained: the pass ended before.
         """
         await self._done.wait()
         if self._left:
-            raise RunDrained("the run was stopped while held-out data was read")
+            raise RunDrained("the run was drained while it read held-out data")
 
-    async def took(self, step: int, epoch: int, fresh: Fresh, *, ends: bool) -> None:
-        """Take note of the end of an epoch."""
+    async def on_taken(self, step: int, epoch: int, fresh: Fresh, *, ends: bool) -> None:
+        """Record the end of an epoch."""
         if ends:
             self._done.set()
 
-    async def finished(self, fresh: Fresh) -> None:
-        """Nothing hangs on it: the training has ended before."""
+    async def on_finished(self, fresh: Fresh) -> None:
+        """Do nothing: the training has already ended."""
 
     def leave(self) -> None:
-        """Whoever waits need not."""
+        """End all waits for the pass."""
         self._left = True
         self._done.set()
+
+
+Version = tuple[int, Tree]
+"""A state's version and its value."""
+
+
+class TrainingStates:
+    """The states of one training, and the calls that change them.
+
+    Args:
+        plan: the run's plan.
+        coordinator: coordinator of the cluster that executes it.
+        names: the updates, in the order in which they are applied.
+    """
+
+    def __init__(self, plan: Plan, coordinator: Coordinator, names: Sequence[str]) -> None:
+        self._plan = plan
+        self._coordinator = coordinator
+        self._names = tuple(names)
+        self._values: dict[str, Tree] = {}
+        self._versions: dict[str, int] = {}
+        self._spaces: dict[str, int] = {}
+        self._handles: dict[str, PassHandle] = {}
+        self._reads: dict[str, tuple[str, ...]] = {}
+        """The states that the calls of an update read."""
+
+    async def begin(self, values: Mapping[str, Tree], durable: Mapping[str, Version]) -> None:
+        """Create the first version of every state, or restore the latest durable ones.
+
+        Args:
+            values: the finished values of earlier phases.
+            durable: the durable versions by name; empty if the training has not begun.
+
+        Raises:
+            CallError: an `init` function failed.
+            WorkersLost: no worker can be kept alive.
+            UnsendableError: an argument can't be sent.
+        """
+        for name in self._names:
+            stage = self._plan.spec.stages[name]
+            with_ = stage.with_ if isinstance(stage, UpdateSpec) else {}
+            others = [ref.name for ref in references(with_) if isinstance(ref, StateRef)]
+            self._reads[name] = tuple(dict.fromkeys([name, *others]))
+            self._spaces[name] = self._coordinator.open_space()
+            self._handles[name] = self._open(update_program(self._plan, name, values), name)
+        for name in self._names:
+            version, value = durable[name] if name in durable else (0, await self._first(name))
+            self._put(name, value, version)
+
+    def _open(self, program: Program, name: str) -> PassHandle:
+        settings = PassSettings(1, ordered=False, fail_fast=False, pulled=False, priority=0, gang=True)
+        return self._coordinator.open_pass(program, name=name, settings=settings)
+
+    async def _first(self, name: str) -> Tree:
+        planned = self._plan.states[name]
+        if planned.init is None:
+            return planned.value
+        handle = self._open(init_program(self._plan, name, planned.init), name)
+        try:
+            (slots,) = await handle.call_step([((), dict(planned.arguments))])
+        finally:
+            handle.close()
+        return slots[NEW]
+
+    def _put(self, name: str, value: Tree, version: int) -> None:
+        self._coordinator.put_state(self._spaces[name], version, value)
+        self._values[name], self._versions[name] = value, version
+
+    def value(self, name: str) -> Tree:
+        """Return the latest value of a state."""
+        return self._values[name]
+
+    def latest(self) -> dict[str, Version]:
+        """Return the latest version of every state."""
+        return {name: (self._versions[name], self._values[name]) for name in self._names}
+
+    def read(self, names: Sequence[str]) -> dict[str, list[int]]:
+        """Return references to the latest versions of states: name -> [space, version]."""
+        return {name: [self._spaces[name], self._versions[name]] for name in names}
+
+    async def update(self, values: Mapping[str, Tree]) -> bool:
+        """Apply the updates of one moment.
+
+        An update that reads another's state is applied after it; independent updates run concurrently.
+
+        Args:
+            values: the value that feeds each update, by the update's name.
+
+        Returns:
+            Whether an `until` holds.
+
+        Raises:
+            CallError: a function failed; if several did, the error of the first update in order.
+            FoldError: an update returned None, or an `until` returned neither True nor False.
+            WorkersLost: no worker can be kept alive.
+        """
+        ends = False
+        waiting = [name for name in self._names if name in values]
+        while waiting:
+            ready = [n for n in waiting if not {*self._reads[n]} & {*waiting} - {n}]
+            ends = any(await self._update_concurrently(ready, values)) or ends
+            waiting = [name for name in waiting if name not in ready]
+        return ends
+
+    async def _update_concurrently(self, names: Sequence[str], values: Mapping[str, Tree]) -> list[bool]:
+        if len(names) == 1:
+            return [await self._apply(names[0], values[names[0]])]
+        done: dict[str, bool] = {}
+        failed: dict[str, Exception] = {}
+
+        async def apply(name: str) -> None:
+            try:
+                done[name] = await self._apply(name, values[name])
+            except Exception as error:
+                failed[name] = error
+
+        async with anyio.create_task_group() as tasks:
+            for name in names:
+                tasks.start_soon(apply, name, name=f"update of {name}")
+        for name in names:
+            if name in failed:
+                raise failed[name]
+        return [done[name] for name in names]
+
+    async def _apply(self, name: str, value: Tree) -> bool:
+        (slots,) = await self._handles[name].call_step([value], self.read(self._reads[name]))
+        if slots[NEW] is None and self._values[name] is not None:
+            raise FoldError(name, "the update returned None: is a `return` missing?")
+        ends = _truth(slots[ENDS], name) if ENDS in slots else False
+        self._put(name, slots[NEW], self._versions[name] + 1)
+        return ends
+
+    def close(self) -> None:
+        """Drop the states in the coordinator and the workers; the values stay available here."""
+        for handle in self._handles.values():
+            handle.close()
+        for space in self._spaces.values():
+            self._coordinator.drop_space(space)
+
+
+def _truth(found: Tree, name: str) -> bool:
+    """Return the result of an `until`; a number is rejected, because every number but 0 is true."""
+    if isinstance(found, (bool, np.bool_)):
+        return bool(found)
+    if isinstance(found, np.ndarray) and found.dtype == bool and found.size == 1:
+        return bool(found.item())
+    kind = f"{found!r:.60} of type {type(found).__name__}"
+    if isinstance(found, np.ndarray):
+        kind = f"an array of {found.dtype}, shape {list(found.shape)}"
+    hint = "is a `return` missing?" if found is None else "compare it, as in `return change < 1e-6`"
+    raise FoldError(name, f"`until` returned {kind}, not True or False: {hint}")

@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 import pipedist
 from pipedist.errors import UsageError
-from pipedist.runs.sync_bridge import TURN_S
+from pipedist.runs.api import TURN_S
 from pipedist.worker import forks
 
 _PACKAGE = os.path.dirname(pipedist.__file__) + os.sep

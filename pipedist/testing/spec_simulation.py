@@ -24,9 +24,9 @@ from pipedist.core.import_guard import reject_during_import
 from pipedist.core.temp_dirs import ScratchFolder
 from pipedist.core.types import Tree
 from pipedist.errors import PipedistError, UsageError
+from pipedist.runs.api import in_own_thread
 from pipedist.runs.result import Result
 from pipedist.runs.run import Run, SpecLike
-from pipedist.runs.sync_bridge import in_own_thread
 from pipedist.spec import RunSpec, Spec, load
 from pipedist.spec.interpolation import read_setting
 from pipedist.testing.faults import Faults

@@ -127,7 +127,7 @@ def test_a_finished_run_is_shown_again_by_resume_and_replaced_without(
     again = pipedist("run", "squares.yaml", "--json", "--resume")
     assert again.returncode == 0, again.stderr
     assert json.loads(again.stdout) == first
-    assert "finished before" in again.stderr
+    assert "is finished: these are its results" in again.stderr
     table = pipedist("run", "squares.yaml", "--resume")
     assert table.returncode == 0, table.stderr
     assert "285" in table.stdout

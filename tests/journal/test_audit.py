@@ -1,4 +1,4 @@
-"""`pipedist audit`: what adds up, and every kind of tampering by its name."""
+"""`pipedist audit` accepts a consistent journal and names every kind of tampering."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_finished_run_adds_up(finished: Path) -> None:
     assert code == 0
     assert "77 elements = 77 committed + 0 quarantined + 0 lost; the run has ended" in told
     assert told.count("complete; calls [0, 40) in 20 steps, 77 elements") == 2
-    assert told.endswith("it adds up\n")
+    assert told.endswith("the journal is consistent\n")
 
 
 def test_tampering_is_named(finished: Path) -> None:
@@ -71,13 +71,13 @@ def test_tampering_is_named(finished: Path) -> None:
             (good[: last.offset], "records were removed"),
             (good[:-3], "without a record of the end"),
             (good + b"more", "4 bytes follow"),
-            (b"", "no whole record"),
+            (b"", "no complete record"),
         ):
             path.write_bytes(bad)
             code, told = audit(finished)
             assert code == 1, text
             assert text in told
-            assert "it does not add up" in told
+            assert "the journal is inconsistent" in told
         path.write_bytes(good)
         results = finished / ".pipedist" / "results.json"
         document = results.read_text()
@@ -117,5 +117,5 @@ def test_a_ledger_that_does_not_add_up_is_a_defect_and_no_result(
             self.counts.elements_visible += by
 
     monkeypatch.setattr(PassHandle, "ready", miscounted)
-    with pytest.raises(LocalProtocolError, match="does not add up"):
+    with pytest.raises(LocalProtocolError, match="internal error: the counts of pass"):
         pipedist.run({**SPEC, "outputs": {}}, workers=1)

@@ -13,8 +13,7 @@ from pipedist.errors import JournalError
 from pipedist.journal.log_format import LogEnd, RecordLog, read_log
 from pipedist.protocol.codec import decode, encode
 from pipedist.reduction.tree import FoldTree, Reduction
-from pipedist.runs.combining import CombineFold
-from pipedist.runs.folds import Fold, Per, ReduceFold
+from pipedist.runs.folds import CombineFold, Fold, Per, ReduceFold
 from pipedist.runs.gather_fold import GatherFold
 
 SUM = Reduction.of("sum", 0)

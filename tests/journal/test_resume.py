@@ -51,7 +51,7 @@ def test_a_run_that_is_killed_again_and_again_comes_to_its_end(undisturbed: Job,
     assert job.history().epoch == 3
     assert job.outcome() == undisturbed.outcome()
     assert job.run("--resume") == 0  # it is finished: shown again
-    assert "was finished before" in job.told
+    assert "is finished: these are its results" in job.told
     assert job.outcome() == undisturbed.outcome()
 
 
@@ -91,7 +91,10 @@ def test_a_file_that_is_gone_or_other_bytes_in_a_log_are_errors(undisturbed: Job
     rows = tmp_path / "out" / ".pipedist" / "new" / "rows.npz"
     rows.unlink()
     assert job.run("--resume") == 2
-    assert f"{rows}, of the unfinished run {job.history().header.run}, is not there any more" in job.told
+    assert (
+        f"{rows}, an output of the unfinished run {job.history().header.run}, does not exist any more"
+        in job.told
+    )
     assert job.run("--resume=reuse") == 0, job.told
     assert "rows.npz is not as the run left it" in job.told
     assert job.outcome() == undisturbed.outcome()
@@ -142,13 +145,13 @@ def test_another_platform_is_refused_without_force(tmp_path: Path, monkeypatch: 
     first = job.history().header.run
     monkeypatch.setenv("OPENBLAS_CORETYPE", "Haswell")
     assert job.run("--resume") == 2
-    assert f"the run {first} in {job.folder}/out was begun on another platform" in job.told
+    assert f"the run {first} in {job.folder}/out was started on another platform" in job.told
     assert "without OPENBLAS_CORETYPE=Haswell (now: " in job.told
     assert "--force goes on all the same" in job.told
     assert job.run("--resume", "--force") == 0, job.told
     assert job.document["run"] == first
     assert "without OPENBLAS_CORETYPE=Haswell (now: " in job.told
-    assert job.calls()["numbers", 2, 1] == 1, "what was done before is kept"
+    assert job.calls()["numbers", 2, 1] == 1, "committed steps are kept"
 
     monkeypatch.setenv("OPENBLAS_CORETYPE", "Zen")
     assert job.run("--resume") == 0
@@ -177,7 +180,7 @@ outputs: {t: t.json}
         "def f(x, ctx):\n    assert ctx.step >= 9, 'done again'\n    return x * 2\n"
     )
     assert job.run("--resume") == 0, job.told
-    assert "changed since then: module mine" in job.told
+    assert "module mine has changed" in job.told
     assert (tmp_path / "out" / "t.json").read_text() == f"{2 * sum(range(100))}\n"
 
 

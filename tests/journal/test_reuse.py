@@ -61,9 +61,7 @@ def test_a_change_of_the_second_phase_keeps_the_first(fresh: Job, tmp_path: Path
 
     assert job.run("--resume=reuse") == 0, job.told
     if end == "killed in phase 1":
-        assert (
-            "reused: the first 3 steps of numbers: its definition and its inputs did not change" in job.told
-        )
+        assert "reusing the first 3 steps of numbers: its definition and its inputs are unchanged" in job.told
         assert job.calls()["numbers", 2, 1] == 1
     else:
         assert "reused: all steps of numbers" in job.told
@@ -164,7 +162,7 @@ def test_a_training_is_reused_as_a_whole_or_not_at_all(tmp_path: Path) -> None:
     before = loss.read_bytes()
     loss.unlink()
     assert job.run("--resume=reuse") == 0, job.told
-    assert "it takes turns with errors, which is made again" in job.told
+    assert "it is part of the training of errors, which is executed again" in job.told
     assert loss.read_bytes() == before
 
 
@@ -182,7 +180,7 @@ outputs: {t: t.json}
     job = Job(tmp_path, spec)
     assert job.run() == 0, job.told
     assert job.run("--resume") == 0
-    assert "finished before" in job.told
+    assert "is finished: these are its results" in job.told
     assert "changed" not in job.told
     if what == "module":
         (tmp_path / "mine.py").write_text("def f(x):\n    return x['n'] * 3.0\n")

@@ -231,7 +231,7 @@ def test_a_write_that_the_kernel_cuts_short_goes_on(tmp_path: Path, monkeypatch:
     assert decode(frames)[1] == "text"
 
 
-# -- what does not add up ------------------------------------------------------------------------------
+# -- inconsistencies -----------------------------------------------------------------------------------
 
 
 def rewritten(folder: Path, change: Any) -> History:
@@ -260,7 +260,7 @@ def rewritten(folder: Path, change: Any) -> History:
         (lambda said: said.pop(2), r"calls give 12 elements"),
         (lambda said: said.append(said[2]), r"follows the end"),
         (lambda said: said[1]["passes"][0].update(complete=True), r"continues after it was complete"),
-        (lambda said: said[3]["ledger"].update(lost=1), r"the ledger does not add up"),
+        (lambda said: said[3]["ledger"].update(lost=1), r"the ledger is inconsistent"),
         (lambda said: said[2].update(kind="odd"), r"unknown kind of record 'odd'"),
         (lambda said: said.insert(2, {"kind": "resumed", "epoch": 2}), r"epoch of a resumed run is 2"),
     ],

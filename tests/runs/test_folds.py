@@ -18,10 +18,9 @@ from pipedist.errors import OutputError
 from pipedist.outputs import open_sink
 from pipedist.reduction.tree import FoldTree, Reduction
 from pipedist.runs import gather_fold
-from pipedist.runs.combining import CombineFold
-from pipedist.runs.folds import Per, ReduceFold
+from pipedist.runs.folds import CombineFold, Per, ReduceFold
 from pipedist.runs.gather_fold import GatherFold
-from pipedist.runs.spool import Spool, SpoolFeed
+from pipedist.runs.pass_feeds import Spool, SpoolFeed
 
 
 def tree(groups: Sequence[Sequence[Any]]) -> Any:

@@ -13,7 +13,7 @@ from pipedist.core.types import Tree
 from pipedist.datasets.division import Division
 from pipedist.datasets.feeds import Feed, IndexedFeed, SequentialFeed, StepBatch
 from pipedist.datasets.sources import Source
-from pipedist.runs.gated_feed import GatedFeed
+from pipedist.runs.pass_feeds import GatedFeed
 
 
 class Blocks(Source):
@@ -74,7 +74,7 @@ async def test_one_step_at_a_time(make) -> None:  # type: ignore[no-untyped-def]
         assert steps(await feed.pull(10)) == [step]
         assert step == 5 or await blocked(feed)
         ends.append(await feed.ends_epoch(step))
-        feed.let(step=step + 1, epoch=0)
+        feed.admit(step=step + 1, epoch=0)
     assert ends == [False, False, True] * 2
     assert await feed.pull(10) == []
     assert feed.steps_total == 6
@@ -94,7 +94,7 @@ async def test_one_epoch_at_a_time(make) -> None:  # type: ignore[no-untyped-def
     assert await blocked(feed)
     for epoch in range(2):
         assert await feed.next_epoch() == epoch
-        feed.let(step=0, epoch=epoch)
+        feed.admit(step=0, epoch=epoch)
         found: list[int] = []
         while len(found) < 3:
             found += steps(await feed.pull(2))

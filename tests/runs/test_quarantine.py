@@ -369,7 +369,7 @@ def test_the_command_line_says_so_and_exits_with_3(
     assert [x["element"] for x in json.loads(out)["quarantined"]] == [4, 9]
     assert "element 4, stage v: ValueError: negative" in err
     folder = shlex.quote(str(tmp_path / "out"))
-    assert f"again: pipedist replay {folder} --call v/0/0 --element 4\n" in err
+    assert f"to replay: pipedist replay {folder} --call v/0/0 --element 4\n" in err
     assert "quarantine.jsonl" in err
     again = execute(RunOptions(str(spec), workers=1, output=str(tmp_path / "out"), resume=True))
     assert again == 3, "of a run that is finished already, too"

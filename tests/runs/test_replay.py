@@ -16,9 +16,9 @@ import pipedist
 from pipedist.errors import CallError, JournalError, UsageError
 from pipedist.journal.audit import audit
 from pipedist.outputs.run_record import PRIVATE
-from pipedist.runs import versions
-from pipedist.runs.call_keys import CallKey
+from pipedist.runs import state_history
 from pipedist.runs.call_replay import Replayed
+from pipedist.runs.programs import CallKey
 from pipedist.runs.replay import Replay, open_replay
 from pipedist.worker.boot import environment
 
@@ -157,7 +157,7 @@ def test_a_run_without_journal_or_file_is_refused(tmp_path: Path) -> None:
         "outputs": {"rows": "rows.npy"},
     }
     pipedist.run(document, workers=1, output=tmp_path / "out")
-    assert "was no file" in refused(tmp_path / "out", "rows/0/0")
+    assert "did not come from a file" in refused(tmp_path / "out", "rows/0/0")
     (tmp_path / "out/.pipedist/journal/journal").unlink()
     assert "there is no journal" in refused(tmp_path / "out", "rows/0/0")
 
@@ -193,7 +193,7 @@ def test_the_error_of_a_call_names_the_command_and_the_command_finds_it(tmp_path
     error = caught.value
     key = f"y/{error.step}/{error.replica}"
     assert error.replay == f"pipedist replay {out} --call {key}"
-    assert str(error).endswith(f"\nexecute this call again, alone: {error.replay}")
+    assert str(error).endswith(f"\nTo execute only this call again: {error.replay}")
     replay, made = again(out, key)
     assert 17 in replay.elements
     assert made.failure is not None
@@ -203,7 +203,7 @@ def test_the_error_of_a_call_names_the_command_and_the_command_finds_it(tmp_path
     assert "the run did not come to call z/0/0: y, before it, is not complete" in refused(out, "z/0/0")
 
 
-def test_elements_that_were_set_aside_are_left_out_and_can_be_had_alone(tmp_path: Path) -> None:
+def test_quarantined_elements_are_skipped_and_can_be_replayed_alone(tmp_path: Path) -> None:
     out = tmp_path / "out"
     result = pipedist.run(
         written(tmp_path, NOISY, "quarantine"), workers=2, output=out, params={"bad": [17, 20]}
@@ -215,7 +215,7 @@ def test_elements_that_were_set_aside_are_left_out_and_can_be_had_alone(tmp_path
         key = f"y/{line['step']}/{line['replica']}"
         assert (line["call"], line["alone"]) == (key, True)
         replay, made = again(out, key)
-        assert line["element"] in replay.left_out
+        assert line["element"] in replay.skipped
         assert line["element"] not in replay.elements
         row = rows[line["step"]]
         at = row["ids"].index(replay.elements[0])
@@ -376,7 +376,7 @@ def test_held_out_data_is_read_with_the_state_of_its_epoch(trained: Path) -> Non
 
 
 def test_what_is_kept_of_versions_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(versions, "PART_BYTES_MAX", 200)  # of two entries or three
+    monkeypatch.setattr(state_history, "PART_BYTES_MAX", 200)  # of two entries or three
     out = tmp_path / "out"
     pipedist.run(written(tmp_path, TRAINING), workers=2, output=out)
     logs = [path.name for path in (out / PRIVATE / "journal").iterdir() if ".versions." in path.name]
@@ -387,18 +387,18 @@ def test_what_is_kept_of_versions_is_bounded(tmp_path: Path, monkeypatch: pytest
 
 
 def test_a_version_that_is_large_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(versions, "VERSION_BYTES_MAX", 10)
+    monkeypatch.setattr(state_history, "VERSION_BYTES_MAX", 10)
     out = tmp_path / "out"
     pipedist.run(written(tmp_path, TRAINING), workers=2, output=out)
     assert again(out, "d/5/1")[0].states == {"w": 12}
     assert "which is not kept: the journal has version 12. " in refused(out, "g/11/0")
 
 
-@pytest.mark.parametrize("part_bytes_max", [200, versions.PART_BYTES_MAX])
+@pytest.mark.parametrize("part_bytes_max", [200, state_history.PART_BYTES_MAX])
 def test_versions_go_on_in_a_run_that_is_resumed(
     tmp_path: Path, part_bytes_max: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(versions, "PART_BYTES_MAX", part_bytes_max)
+    monkeypatch.setattr(state_history, "PART_BYTES_MAX", part_bytes_max)
     out, limit = tmp_path / "out", tmp_path / "limit"
     spec = TRAINING.replace("fails_at: -1", f"fails_at: -1, limit: {limit}").replace(
         f'"{F}:moved", of: m,', f'"{F}:moved_so_far", of: m, with: {{limit: "${{params.limit}}"}},'

@@ -249,7 +249,7 @@ def test_a_missing_value_says_which_are_there() -> None:
     assert result.get("y") is None
     with pytest.raises(KeyError) as caught:
         result["y"]
-    assert str(caught.value).startswith("no value 'y'; there are: t. ")
+    assert str(caught.value).startswith("no value 'y'; available: t. ")
     assert "steps" in str(caught.value)
 
 

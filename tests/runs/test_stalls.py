@@ -24,9 +24,8 @@ from pipedist.cluster.launchers.local import LocalLauncher
 from pipedist.coordinator.diagnostics import name_all
 from pipedist.errors import UsageError
 from pipedist.outputs.run_record import LIVE, PRIVATE
-from pipedist.runs.diagnostics import document, lines
+from pipedist.runs.diagnostics import _StatusProtocol, document, lines, query_status, serve_status
 from pipedist.runs.pass_journal import RunJournal
-from pipedist.runs.status_socket import _Answering, answering, ask
 from pipedist.scheduler import PassSettings
 from pipedist.scheduler.diagnostics import Explanation, Reason, Wait
 from pipedist.worker.progress import Running, seen
@@ -74,7 +73,7 @@ async def test_a_call_that_does_not_return(tmp_path: Path) -> None:
             assert [(w["stages"], w["calls"]) for w in of("running", waits)] == [("y", 1)] * 2
             assert {w["worker"] for w in of("running", waits)} == {"w0", "w1"}
             live = tmp_path / "out" / PRIVATE / LIVE
-            told = await anyio.to_thread.run_sync(ask, live, PATIENCE_S)
+            told = await anyio.to_thread.run_sync(query_status, live, PATIENCE_S)
             assert told is not None
             said = json.loads(told)
             assert (said["run"], said["state"], said["phases"]) == (run.id, "running", 1)
@@ -212,8 +211,8 @@ async def test_the_journal_and_the_outputs_are_named(tmp_path: Path) -> None:
 
 
 async def asked(folder: Path, answer: Callable[[], bytes], then: Callable[[], Awaitable[None]]) -> None:
-    async with answering(folder, answer) as can_ask:
-        assert can_ask
+    async with serve_status(folder, answer) as is_served:
+        assert is_served
         await then()
 
 
@@ -225,10 +224,10 @@ async def test_a_long_path_and_a_long_answer(tmp_path: Path) -> None:
 
     async def twice() -> None:
         for _ in range(2):
-            assert await anyio.to_thread.run_sync(ask, folder, PATIENCE_S) == answer
+            assert await anyio.to_thread.run_sync(query_status, folder, PATIENCE_S) == answer
 
     await asked(folder, lambda: answer, twice)
-    assert ask(folder, 1.0) is None
+    assert query_status(folder, 1.0) is None
 
 
 @pytest.mark.asyncio
@@ -237,10 +236,10 @@ async def test_what_a_killed_run_has_left_is_replaced(tmp_path: Path) -> None:
     folder.mkdir()
     with socket.socket(socket.AF_UNIX) as dead:
         dead.bind(str(folder / "why"))
-    assert ask(folder, 1.0) is None, "nobody listens"
+    assert query_status(folder, 1.0) is None, "nobody listens"
 
     async def once() -> None:
-        assert await anyio.to_thread.run_sync(ask, folder, PATIENCE_S) == b"here"
+        assert await anyio.to_thread.run_sync(query_status, folder, PATIENCE_S) == b"here"
 
     await asked(folder, lambda: b"here", once)
     assert not folder.exists()
@@ -266,7 +265,7 @@ async def test_who_comes_in_the_moment_of_the_end_keeps_nobody() -> None:
     ours, theirs = socket.socketpair()
     with theirs:
         loop = asyncio.get_running_loop()
-        factory = partial(_Answering, lambda: b"z" * 10_000_000, set(), over)
+        factory = partial(_StatusProtocol, lambda: b"z" * 10_000_000, set(), over)
         await loop.connect_accepted_socket(factory, ours)
         assert await anyio.to_thread.run_sync(theirs.recv, 1) == b""
 
@@ -275,8 +274,8 @@ async def test_who_comes_in_the_moment_of_the_end_keeps_nobody() -> None:
 async def test_a_link_in_the_place_of_the_folder_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "live").symlink_to("elsewhere")
-    async with answering(tmp_path / "live", lambda: b"") as can_ask:
-        assert not can_ask
+    async with serve_status(tmp_path / "live", lambda: b"") as is_served:
+        assert not is_served
     assert os.listdir(tmp_path / "elsewhere") == []
 
 
@@ -287,4 +286,4 @@ def test_a_run_that_does_not_answer_is_told(tmp_path: Path) -> None:
         busy.bind(str(folder / "why"))
         busy.listen()
         with pytest.raises(UsageError, match="is alive, and has not answered within"):
-            ask(folder, 0.1)
+            query_status(folder, 0.1)

@@ -226,7 +226,7 @@ async def test_streams_that_make_no_sense(tmp_path: Path) -> None:
         async with pipedist.open(filed, cluster=cluster, output=tmp_path / "o") as run:
             await run.results()
         async with pipedist.open(filed, cluster=cluster, output=tmp_path / "o", resume=True) as run:
-            with pytest.raises(pipedist.UsageError, match="finished before"):
+            with pytest.raises(pipedist.UsageError, match="is finished, so there is nothing to stream"):
                 await anext(run.steps("t"))
             assert (await run.results()).notice
 
@@ -303,12 +303,12 @@ async def test_a_run_that_was_left_before_it_began_says_so() -> None:
     async with pipedist.LocalCluster(workers=1) as cluster:
         run = pipedist.open(TOTAL, cluster=cluster)
         async with run:
-            with pytest.raises(pipedist.UsageError, match="a run is entered once"):
+            with pytest.raises(pipedist.UsageError, match="a run can be entered only once"):
                 await run.__aenter__()
         for late in (run.results(), anext(run.steps("t"))):
-            with pytest.raises(pipedist.RunCancelled, match="left before its end"):
+            with pytest.raises(pipedist.RunCancelled, match="left before the run ended"):
                 await late
-        with pytest.raises(pipedist.UsageError, match="a run is entered once"):
+        with pytest.raises(pipedist.UsageError, match="a run can be entered only once"):
             await run.__aenter__()
         await still_works(cluster)
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from pipedist.errors import CallError
-from pipedist.runs.sync_bridge import in_own_thread
+from pipedist.runs.api import in_own_thread
 from pipedist.testing import SpecSimulation, simulate
 from tests.testing import replica_functions as fn
 from tests.testing.test_spec_simulation import spec_of

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pipedist.journal.differences import differences
+from pipedist.runs.identity import differences
 
 
 @pytest.mark.parametrize(("there", "now"), [(1, 1.0), (True, 1), (0, False), (0.0, -0.0), ("1", 1)])

@@ -1,4 +1,4 @@
-"""From what a plan says of its cluster to the cluster."""
+"""Makes the cluster that a plan's spec declares."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from pipedist.plan import Plan
 
 
 def cluster_for(plan: Plan, *, force: bool = False) -> Cluster:
-    """Return the cluster that a spec asks for, not yet open.
+    """Return the cluster that a spec declares, not yet open.
 
     Args:
-        force: let workers in that differ in versions or processor type.
+        force: accept workers that differ in versions or processor type.
 
     Raises:
-        UsageError: what its launcher needs is not installed.
+        UsageError: a package that its launcher needs is not installed.
     """
     wanted, workers, gpus = plan.spec.cluster, plan.workers, plan.gpus_needed
     threads = plan.spec.threads_per_replica

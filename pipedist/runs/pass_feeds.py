@@ -1,0 +1,454 @@
+"""Feeds of passes: from a dataset, from values that an earlier phase kept on disk, and gated by states."""
+
+from __future__ import annotations
+
+import os
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import accumulate, groupby
+from typing import TYPE_CHECKING
+
+import anyio
+from msgspec.structs import replace
+
+from pipedist.core.types import Tree
+from pipedist.datasets.feeds import ElementRanges, Feed, IndexedFeed, SequentialFeed, StepBatch
+from pipedist.errors import FoldError, OutputError, PipedistError
+from pipedist.journal.log_format import EMPTY, LogEntry, RecordLog
+from pipedist.plan import PassPlan, Plan
+from pipedist.plan.model import Granularity
+from pipedist.protocol.codec import decode
+from pipedist.protocol.program import ReaderConfig, Shards
+
+if TYPE_CHECKING:
+    pass
+
+
+def feed_of(plan: Plan, pass_: PassPlan, spools: Mapping[str, Spool]) -> Feed:
+    """Return the feed of a pass."""
+    spec = plan.spec
+    dataset = spec.datasets[pass_.dataset]
+    if pass_.root != pass_.dataset:
+        return SpoolFeed(spools[pass_.root], spec.replicas, dataset.batch)
+    source = plan.sources[pass_.dataset]
+    division = plan.division(pass_.dataset)
+    if division is None:
+        return SequentialFeed(
+            source,
+            batch=dataset.batch,
+            replicas=spec.replicas,
+            drop_remainder=dataset.drop_remainder,
+            epochs=plan.epochs(pass_),
+        )
+    return IndexedFeed(
+        source,
+        pass_.dataset,
+        division,
+        epochs=plan.epochs(pass_),
+        shuffle_seed=spec.seed if dataset.shuffle else None,
+    )
+
+
+class Spool:
+    """The committed values of one run stage, step by step, in a log on disk.
+
+    Memory holds only a few numbers for each step.
+
+    Args:
+        stage: name of the stage, for errors.
+        log: a log of the journal, which survives the process. None: a temporary file without a name, which
+            disappears with the process.
+    """
+
+    def __init__(self, stage: str, log: RecordLog | None = None) -> None:
+        self.stage = stage
+        self._is_temporary = log is None
+        self._log = log if log is not None else self._temporary()
+        self._starts = array("q")
+        """File offset of the frames of each step."""
+        self._frames = array("q", [0])
+        """Index of the first frame of each step in `_sizes`."""
+        self._sizes = array("q")
+        """Bytes of each frame."""
+        self._skipped: dict[int, tuple[int, ...]] = {}
+        """Shards without a value, by step."""
+        self._parts = array("l")
+        self._bytes = array("q", [0])
+        """Bytes of the frames before each step, and in total."""
+        self._elements = array("q", [0])
+        """Elements before each step, and in total."""
+        self._epochs = array("l")
+        self._latest: tuple[int, list[Tree], list[Tree]] = (-1, [], [])
+
+    def _temporary(self) -> RecordLog:
+        import tempfile  # rarely needed
+
+        with tempfile.TemporaryFile(prefix="pipedist-") as file:
+            return RecordLog(os.dup(file.fileno()), EMPTY, self._unwritable)
+
+    def __len__(self) -> int:
+        """Return the number of steps."""
+        return len(self._parts)
+
+    def append(
+        self,
+        parts: Sequence[Tree],
+        ids: Sequence[Tree],
+        *,
+        elements: int,
+        epoch: int,
+        skipped: Sequence[int] = (),
+    ) -> None:
+        """Append the values of the next step.
+
+        Args:
+            parts: values of the shards that are not empty, possibly followed by those of empty shards.
+            ids: the element ids of the shards that are not empty.
+            skipped: the replicas among them without a value, because their whole shard was quarantined.
+
+        Raises:
+            OutputError, JournalError: the disk is full, or fails.
+        """
+        values = list(parts)
+        for hole in skipped:
+            values.insert(hole, None)
+        self._index(self._log.append([list(ids), values], [len(ids), elements, epoch, *skipped]))
+
+    def restore(self, entries: Iterable[LogEntry]) -> None:
+        """Index the steps that the log already has."""
+        for entry in entries:
+            self._index(entry)
+
+    def _index(self, entry: LogEntry) -> None:
+        parts, elements, epoch, *skipped = entry.meta
+        if skipped:
+            self._skipped[len(self._parts)] = tuple(skipped)
+        self._sizes.extend(entry.sizes)
+        self._frames.append(len(self._sizes))
+        self._starts.append(entry.at)
+        self._bytes.append(self._bytes[-1] + sum(entry.sizes))
+        self._parts.append(parts)
+        self._elements.append(self._elements[-1] + elements)
+        self._epochs.append(epoch)
+
+    def finish(self) -> None:
+        """Flush the log after the last step, so that it can be read.
+
+        Raises:
+            OutputError, JournalError: the disk is full, or fails.
+        """
+        self._log.flush()
+
+    def _unwritable(self, error: OSError) -> PipedistError:
+        import tempfile
+
+        return OutputError(
+            f"can't store the values of stage {self.stage} for a later phase in {tempfile.gettempdir()} "
+            f"(TMPDIR): {error.strerror or error}"
+        )
+
+    def read(self, step: int) -> tuple[list[Tree], list[Tree]]:
+        """Return the element ids and the values of a step's shards."""
+        if self._latest[0] != step:
+            sizes = self._sizes[self._frames[step] : self._frames[step + 1]]
+            starts = accumulate(sizes, initial=self._starts[step])
+            fd = self._log.fd
+            ids, parts = decode([os.pread(fd, n, at) for n, at in zip(sizes, starts, strict=False)])
+            self._latest = (step, ids, parts)
+        return self._latest[1], self._latest[2]
+
+    def parts(self, step: int) -> int:
+        """Return the number of non-empty shards of a step."""
+        return self._parts[step]
+
+    def skipped(self, step: int) -> tuple[int, ...]:
+        """Return the replicas among these shards that have no value."""
+        return self._skipped.get(step, ())
+
+    def bytes(self, first: int, last: int) -> int:
+        """Return the size of steps [first, last)."""
+        return self._bytes[last] - self._bytes[first]
+
+    def elements(self, first: int, last: int) -> int:
+        """Return the number of elements of steps [first, last)."""
+        return self._elements[last] - self._elements[first]
+
+    def epoch(self, step: int) -> int:
+        """Return the epoch of a step."""
+        return self._epochs[step]
+
+    def close(self) -> None:
+        """Close a temporary file; a log of the journal is closed by the journal."""
+        self._latest = (-1, [], [])
+        if self._is_temporary:
+            self.close_log()
+
+    def close_log(self) -> None:
+        """Close the log, even if it belongs to the journal."""
+        self._log.close()
+
+
+class SpoolFeed(Feed):
+    """Feeds the values that a run stage of an earlier phase made, in the same steps and shards."""
+
+    def __init__(self, spool: Spool, replicas: int, batch: int) -> None:
+        self._spool = spool
+        self._replicas = replicas
+        self._next = 0
+        self.steps_total: int | None = len(spool)
+        self.reader = ReaderConfig(None, batch, -1, False)
+
+    async def begin_at(self, step: int) -> None:
+        """Pass over the steps before `step`."""
+        self._next = step
+
+    async def pull(self, count: int) -> list[StepBatch]:
+        """Return the next steps."""
+        spool, first = self._spool, self._next
+        self._next = min(len(spool), first + count)
+        batches = []
+        kinds = groupby(
+            range(first, self._next),
+            key=lambda step: (spool.parts(step), spool.epoch(step), spool.skipped(step)),
+        )
+        for (parts, _, skipped), same in kinds:
+            last = first + len(list(same))
+            elements, size = spool.elements(first, last), spool.bytes(first, last)
+            batches.append(StepBatch(first, last, parts, elements, size, skipped))
+            first = last
+        return batches
+
+    def shards(self, lo: int, hi: int, *, local: bool) -> Shards:
+        """Return the kept values of calls [lo, hi).
+
+        Raises:
+            FoldError: a shard has no value, because the stage was not called with it.
+        """
+        ids: list[Tree] = []
+        values = []
+        for call in range(lo, hi):
+            step, part = divmod(call, self._replicas)
+            step_ids, step_values = self._spool.read(step)
+            if part in self._spool.skipped(step):
+                raise FoldError(
+                    self._spool.stage,
+                    f"step {step} has no value for replica {part}, because its shard was quarantined, so the "
+                    "replica can't join a collective. Put both stages into one phase",
+                )
+            if part >= len(step_values):
+                raise FoldError(
+                    self._spool.stage,
+                    f"step {step} has no shard for replica {part}, so the replica has no value to join a "
+                    "collective with. Add `collectives: true` here too, or `drop_remainder: true`",
+                )
+            ids.append(step_ids[part] if part < len(step_ids) else range(0))
+            values.append(step_values[part])
+        return Shards(ids=ids, values=values)
+
+    def release(self, before: int) -> None:
+        """Do nothing: the values are on disk."""
+
+    def elements(self, first: int, last: int) -> int:
+        """Return the number of elements of steps [first, last)."""
+        return self._spool.elements(first, last)
+
+    def epoch(self, step: int) -> int:
+        """Return the epoch of a step."""
+        return self._spool.epoch(step)
+
+    def ids(self, step: int) -> list[Tree]:
+        """Return the element ids of each shard that is not empty."""
+        return list(self._spool.read(step)[0])
+
+
+StatesRead = Callable[[], dict[str, list[int]]]
+"""Returns name -> [space, version] of each state that a call issued now reads."""
+
+
+class GatedFeed(Feed):
+    """Holds the steps of a feed back until `admit` allows them.
+
+    Args:
+        feed: the feed to gate.
+        granularity: whether `admit` counts steps or epochs; "run": all steps are admitted.
+        states: returns the states that calls read.
+        first_epoch: the last epoch that is admitted from the beginning; -1: none is, and only `end` ends the
+            feed, even if there is no more data.
+        steps_max: maximum number of steps; None: as many as the feed has.
+    """
+
+    def __init__(
+        self,
+        feed: Feed,
+        granularity: Granularity,
+        states: StatesRead | None = None,
+        *,
+        first_epoch: int = 0,
+        steps_max: int | None = None,
+    ) -> None:
+        self._feed = feed
+        self._granularity = granularity
+        self._states = states
+        self._steps_max = steps_max
+        self._step = 0
+        """With granularity "step": steps up to this one are admitted."""
+        self._epoch = first_epoch
+        """With granularity "epoch": epochs up to this one are admitted."""
+        self._ends_with_data = first_epoch >= 0
+        self._ended = False
+        self._ahead: deque[StepBatch] = deque()
+        """Read from the feed, but not admitted."""
+        self._next = 0
+        """Steps before this one were returned by `pull`."""
+        self._reading = anyio.Lock()
+        self._changed = anyio.Event()
+
+    @property
+    def reader(self) -> ReaderConfig:  # type: ignore[override]
+        """How a worker finds a shard."""
+        return self._feed.reader
+
+    @property
+    def steps_total(self) -> int | None:  # type: ignore[override]
+        """Number of steps, None where it is not known yet."""
+        total = self._feed.steps_total
+        if self._ended:
+            return self._next
+        if total is None or self._steps_max is None:
+            return total
+        return min(total, self._steps_max)
+
+    async def begin_at(self, step: int) -> None:
+        """Pass over the steps before `step`."""
+        await self._feed.begin_at(step)
+        self._next = step
+
+    # -- the gate -------------------------------------------------------------------------------
+
+    def admit(self, *, step: int, epoch: int) -> None:
+        """Admit the steps up to `step`, or the epochs up to `epoch`, depending on the granularity."""
+        self._step, self._epoch = step, epoch
+        self._wake()
+
+    def end(self) -> None:
+        """End the feed after the steps that were already returned."""
+        self._ended = True
+        self._wake()
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = anyio.Event()
+
+    @property
+    def held_back(self) -> str:
+        """Why the next steps are held back; "" if they only wait for their data."""
+        if not self._ahead or self._is_admitted(self._ahead[0].first):
+            return ""
+        first = self._ahead[0].first
+        if self._granularity == "step":
+            return f"step {first} reads the states that are updated after step {self._step}"
+        return f"step {first} is read after epoch {self._feed.epoch(first)} of the training"
+
+    async def next_epoch(self) -> int | None:
+        """Return the epoch of the next step that `pull` will return, None if there is none.
+
+        Raises:
+            Exception: an error of reading the data.
+        """
+        async with self._reading:
+            await self._look_ahead(1)
+            return self._feed.epoch(self._ahead[0].first) if self._ahead else None
+
+    async def ends_epoch(self, step: int) -> bool:
+        """Return whether a step, pulled and not released, is the last of its epoch.
+
+        Raises:
+            Exception: an error of reading the data.
+        """
+        async with self._reading:
+            if step + 1 == self._next:
+                await self._look_ahead(1)
+            there_is_more = step + 1 < self._next or len(self._ahead) > 0
+            return not there_is_more or self._feed.epoch(step + 1) != self._feed.epoch(step)
+
+    # -- a feed ----------------------------------------------------------------------------------
+
+    async def pull(self, count: int) -> list[StepBatch]:
+        """Wait until the next steps are admitted, and return them."""
+        while not self._ended:
+            changed = self._changed  # fetched first, so that no `admit` during the read is missed
+            async with self._reading:
+                await self._look_ahead(1 if self._granularity == "step" else count)
+            if not self._ended and not self._ahead and self._ends_with_data:
+                self.end()
+            elif not self._ended and (batches := self._take_admitted(count)):
+                return batches
+            else:
+                await changed.wait()
+        return []
+
+    async def _look_ahead(self, count: int) -> None:
+        if self._steps_max is not None:
+            count = min(count, self._steps_max - self._next)
+        if not self._ahead and count > 0:
+            self._ahead += await self._feed.pull(count)
+
+    def _take_admitted(self, count: int) -> list[StepBatch]:
+        batches = []
+        while self._ahead and count > 0 and self._is_admitted(self._ahead[0].first):
+            steps = self._ahead.popleft()
+            if steps.last - steps.first > count:
+                steps, rest = self._cut(steps, steps.first + count)
+                self._ahead.appendleft(rest)
+            count -= steps.last - steps.first
+            self._next = steps.last
+            batches.append(steps)
+        return batches
+
+    def _is_admitted(self, step: int) -> bool:
+        match self._granularity:
+            case "step":
+                return step <= self._step
+            case "epoch":
+                return self._feed.epoch(step) <= self._epoch
+            case _:
+                return True
+
+    def _cut(self, steps: StepBatch, at: int) -> tuple[StepBatch, StepBatch]:
+        elements = self._feed.elements(steps.first, at)
+        size = steps.bytes * (at - steps.first) // (steps.last - steps.first)
+        return (
+            replace(steps, last=at, elements=elements, bytes=size),
+            replace(steps, first=at, elements=steps.elements - elements, bytes=steps.bytes - size),
+        )
+
+    def shards(self, lo: int, hi: int, *, local: bool) -> Shards:
+        """Return the shards of calls [lo, hi), with the states that they read."""
+        shards = self._feed.shards(lo, hi, local=local)
+        return shards if self._states is None else replace(shards, states=self._states())
+
+    def separable(self, call: int) -> int:
+        """Return the number of elements of a call that `some` can send separately."""
+        return self._feed.separable(call)
+
+    def some(self, call: int, elements: ElementRanges, *, local: bool) -> Shards:
+        """Return a shard with some elements of a call, with the states that it reads."""
+        shards = self._feed.some(call, elements, local=local)
+        return shards if self._states is None else replace(shards, states=self._states())
+
+    def release(self, before: int) -> None:
+        """Release the data of steps before `before`."""
+        self._feed.release(before)
+
+    def elements(self, first: int, last: int) -> int:
+        """Return the number of elements of steps [first, last), pulled and not released."""
+        return self._feed.elements(first, last)
+
+    def epoch(self, step: int) -> int:
+        """Return the epoch of such a step."""
+        return self._feed.epoch(step)
+
+    def ids(self, step: int) -> list[Tree]:
+        """Return the element ids of each shard of such a step."""
+        return self._feed.ids(step)

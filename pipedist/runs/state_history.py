@@ -1,0 +1,231 @@
+"""Keeps earlier versions of a training's states, and finds the version that a call read.
+
+To resume, a run needs only the latest version of each state. To execute an earlier call again, `pipedist replay`
+needs the version that the call read, which follows from the call's place in the training: the number of steps or
+epochs that were applied before it. Small versions are therefore kept in a log of the journal. The log has two
+parts, and the older one is dropped when the newer one is full, so its size does not grow with the run. The first
+version needs no journal, because `init` makes it again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Final
+
+from msgspec import Struct
+
+from pipedist.core.types import Tree
+from pipedist.errors import UsageError
+from pipedist.plan import PassPlan, Plan
+from pipedist.protocol.codec import encode
+from pipedist.runs.pass_journal import PASS_STATE, STATE
+from pipedist.runs.programs import CallKey
+
+if TYPE_CHECKING:
+    from pipedist.runs.pass_journal import PassJournal
+
+LOG: Final = "versions."
+"""Prefix of the names of the logs; a number follows."""
+
+VERSION_BYTES_MAX: Final = 2**16
+"""Larger values are not kept, because writing them with each step would cost too much."""
+
+PART_BYTES_MAX: Final = 2**25
+"""Size at which a part of the log is full; there are at most two parts."""
+
+
+class StateHistory:
+    """Logs the versions of states.
+
+    Args:
+        durable: the journal's part of the pass that feeds the updates.
+    """
+
+    def __init__(self, durable: PassJournal) -> None:
+        self._durable = durable
+        self._parts = _numbers(durable) or [0]
+        for number in self._parts:
+            self._log = durable.log(f"{LOG}{number}")
+        self._known: dict[str, int] = {}
+
+    def add(self, latest: Mapping[str, tuple[int, Tree]], *, steps: int, epochs: int) -> None:
+        """Log the versions that are new.
+
+        Args:
+            latest: version and value of each state.
+            steps, epochs: number of steps and epochs applied in them.
+
+        Raises:
+            JournalError: the log can't be written.
+        """
+        for name, (version, value) in latest.items():
+            if self._known.get(name, 0) == version:
+                continue
+            self._known[name] = version
+            frames = encode(value)
+            fits = sum(memoryview(frame).nbytes for frame in frames) <= VERSION_BYTES_MAX
+            entry = self._log.put(frames if fits else encode(None), [name, version, steps, epochs, fits])
+            if entry.at + sum(entry.sizes) > PART_BYTES_MAX:
+                self._parts.append(self._parts[-1] + 1)
+                self._log = self._durable.log(f"{LOG}{self._parts[-1]}")
+
+    def dropped(self) -> list[str]:
+        """Return the open logs that are no longer needed."""
+        return [name for number in self._parts[:-2] if self._durable.is_open(name := f"{LOG}{number}")]
+
+
+class FoundVersion(Struct, frozen=True):
+    """The result of looking for a version of a state.
+
+    Args:
+        is_there: whether the version is kept.
+        version, value: the version and its value; version 0 has no value, because `init` makes it again.
+        versions: all versions that are kept.
+    """
+
+    is_there: bool
+    version: int = 0
+    value: Tree = None
+    versions: tuple[int, ...] = ()
+
+
+def find(durable: PassJournal, name: str, per: str, wanted: int) -> FoundVersion:
+    """Return the version of a state after a number of steps or epochs.
+
+    Args:
+        durable: the journal's part of the pass that feeds the updates.
+        per: whether the state changes with each step or each epoch.
+        wanted: number of steps or epochs applied.
+
+    Raises:
+        JournalError: the log is damaged.
+    """
+    numbers = _numbers(durable)
+    known = numbers[:1] == [0]
+    version, value, fits = 0, None, True
+    versions: list[int] = []
+    for number in numbers:
+        for entry, tree in durable.entries(f"{LOG}{number}"):
+            state, entry_version, steps, epochs, entry_fits = entry.meta
+            if state != name:
+                continue
+            if entry_fits:
+                versions.append(entry_version)
+            if (steps if per == "step" else epochs) <= wanted:
+                known, version, value, fits = True, entry_version, tree, entry_fits
+    return FoundVersion(known and fits, version, value, tuple(dict.fromkeys(versions)))
+
+
+def _numbers(durable: PassJournal) -> list[int]:
+    return sorted(int(name.removeprefix(LOG)) for name in durable.logs(LOG))
+
+
+class Applied(Struct, frozen=True):
+    """The progress of a training's updates at some moment.
+
+    Args:
+        steps: number of steps applied; None: unknown.
+        epochs: number of epochs applied.
+        run: whether the updates of the whole run are applied.
+    """
+
+    steps: int | None
+    epochs: int
+    run: bool
+
+    def count(self, per: str) -> int | None:
+        """Return the number of changes of a state that changes once a step, epoch or run."""
+        return self.steps if per == "step" else self.epochs if per == "epoch" else int(self.run)
+
+
+def before_call(plan: Plan, pass_: PassPlan, step: int, epoch: int, now: Applied) -> Applied:
+    """Return the updates that were applied when a call was issued.
+
+    Args:
+        pass_: the pass of the call, which feeds updates or is evaluated after each epoch.
+        epoch: the epoch of the call's step.
+        now: the updates applied in the journal.
+    """
+    if not pass_.follows:
+        return Applied(step, epoch, False)
+    is_last = now.run and epoch + 1 == now.epochs
+    division = plan.division(pass_.follows)
+    steps = None if division is None else (epoch + 1) * division.steps_per_epoch
+    return Applied(now.steps if is_last else steps, epoch + 1, is_last)
+
+
+def in_journal(training: PassJournal) -> Applied:
+    """Return the updates applied in the durable states."""
+    found = training.part(PASS_STATE)
+    if found is None:
+        return Applied(0, 0, False)
+    position = found["training"]
+    ended = training.is_complete or position["over"]
+    return Applied(
+        training.steps, position["epochs"] if ended else position["admitted"][1], training.is_complete
+    )
+
+
+def states_of(
+    plan: Plan, pass_: PassPlan, key: CallKey, epoch: int, training: PassJournal
+) -> dict[str, tuple[int, Tree] | None]:
+    """Return version and value of each state that a call read; None for the first version.
+
+    Args:
+        pass_: the pass of the call.
+        epoch: the epoch of the call's step.
+        training: the journal's part of the pass that feeds the updates.
+
+    Raises:
+        UsageError: the journal does not have the version.
+        JournalError: the journal is damaged.
+    """
+    now = in_journal(training)
+    then = before_call(plan, pass_, key.step, epoch, now)
+    durable = training.parts(STATE)
+    found: dict[str, tuple[int, Tree] | None] = {}
+    for name in plan.states_read(pass_):
+        per = plan.states[name].per
+        wanted, kept = then.count(per), now.count(per)
+        if wanted == 0:
+            found[name] = None
+        elif wanted == kept and name in durable:
+            value, version = durable[name]
+            found[name] = (version, value)
+        else:
+            found[name] = _earlier(key, name, per, wanted, kept, training)
+    return found
+
+
+def _earlier(
+    key: CallKey, name: str, per: str, wanted: int | None, kept: int | None, training: PassJournal
+) -> tuple[int, Tree] | None:
+    """Return an earlier version of a state and its value; None for the first version."""
+    latest = training.parts(STATE).get(name)
+    among = FoundVersion(False) if wanted is None else find(training, name, per, wanted)
+    if among.is_there and wanted is not None and kept is not None and wanted < kept:
+        return (among.version, among.value) if among.version else None
+    versions = sorted({*among.versions, *(() if latest is None else (latest[1],))})
+    read = "an earlier or later version" if wanted is None else f"version {wanted}"
+    often = f"one a{'n' * (per == 'epoch')} {per}"
+    raise UsageError(
+        f"call {key} read {read} of state {name} ({often}), which is not kept: the journal has "
+        f"{_ranges(versions)}. It keeps the latest committed version, and of the earlier ones the last "
+        f"{PART_BYTES_MAX // 2**20} MiB, without versions above {VERSION_BYTES_MAX // 2**10} KiB. To replay "
+        "this call, run the spec again with another --output and let the function raise at this step: the "
+        "version is then the latest one"
+    )
+
+
+def _ranges(versions: Sequence[int]) -> str:
+    """Return versions as ranges, for an error message."""
+    spans: list[list[int]] = []
+    for version in versions:
+        if spans and spans[-1][1] == version - 1:
+            spans[-1][1] = version
+        else:
+            spans.append([version, version])
+    shown = [str(lo) if lo == hi else f"{lo} to {hi}" for lo, hi in spans]
+    few = shown if len(shown) <= 10 else [*shown[:5], "...", *shown[-4:]]
+    noun = "version" if len(versions) == 1 else "versions"
+    return f"{noun} {', '.join(few)}" if few else "none"
