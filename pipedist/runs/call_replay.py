@@ -13,15 +13,13 @@ from pipedist.core.types import Tree
 from pipedist.errors import CollectiveTimeoutError, LocalProtocolError, PipedistError
 from pipedist.plan import Plan
 from pipedist.protocol.codec import Frame, encode
-from pipedist.protocol.program import Program, Shards
+from pipedist.protocol.program import Program, Shards, from_frames, load_tree, to_frames
 from pipedist.runs.programs import NEW, init_program, reduction_of
 from pipedist.spec import ReduceSpec, StageSpec
-from pipedist.worker.binding import from_frames, load_tree, to_frames
 from pipedist.worker.execution import Call, Outcome, PassExecutor, Result
 from pipedist.worker.failures import CallFailure
-from pipedist.worker.loops import PersistentLoop
-from pipedist.worker.ranges import RangeRun, cancelled
-from pipedist.worker.shards import LeaseShards
+from pipedist.worker.inputs import LeaseShards
+from pipedist.worker.lease_run import LeaseRun, PersistentLoop, cancel_tasks
 
 _SLICE_S, _SLICE_BYTES = 1e6, 2**62
 """A slice that nothing exceeds."""
@@ -133,7 +131,7 @@ def _run(
     if lone.program.gang:
         run = _gang_run(executor, loop, shards, lone, stack)
     else:
-        run = RangeRun(executor, loop, shards, lone.lo, lone.hi, _ignore)
+        run = LeaseRun(executor, loop, shards, lone.lo, lone.hi, _ignore)
     outcomes: dict[int, Outcome] = {}
     failures: dict[int, CallFailure] = {}
     while len(outcomes) + len(failures) < lone.hi - lone.lo:
@@ -157,7 +155,7 @@ def _run(
 async def _end_tasks() -> None:
     import asyncio  # loaded already: there are async functions
 
-    await cancelled([task for task in asyncio.all_tasks() if task is not asyncio.current_task()])
+    await cancel_tasks([task for task in asyncio.all_tasks() if task is not asyncio.current_task()])
 
 
 def _gang_run(
@@ -165,14 +163,14 @@ def _gang_run(
 ) -> Any:
     """Return the run of a gang that has one member: all replicas are threads of this process."""
     from pipedist.protocol.messages import AssignGang
-    from pipedist.worker.gang_setup import Gangs
-    from pipedist.worker.relay_channel import Inbox
+    from pipedist.worker.gangs import GangRunFactory
+    from pipedist.worker.relay_channel import RelayBuffer
 
-    gangs = Gangs(_Nobody(), loop)
+    gangs = GangRunFactory(_Nobody(), loop)
     stack.callback(gangs.close)
     assigned = AssignGang(0, 0, lone.lo, lone.hi, 0, 0, 0, 1, "")
     return gangs.new_run(
-        assigned, executor, shards, Inbox(), bound=None, begin=_ignore, on_success=_do_nothing
+        assigned, executor, shards, RelayBuffer(), bound=None, begin=_ignore, on_success=_do_nothing
     )
 
 
@@ -187,7 +185,7 @@ def _do_nothing() -> None:
 class _Nobody:
     """Stands for the scheduler, whom a gang of one member has nothing to tell."""
 
-    def bring(self, lease: int, number: int, payload: Sequence[Frame]) -> None:
+    def contribute(self, lease: int, number: int, payload: Sequence[Frame]) -> None:
         """There are no others."""
         raise LocalProtocolError("a gang of one member brings nothing")
 
@@ -195,7 +193,7 @@ class _Nobody:
         """There are no others."""
         raise LocalProtocolError("a gang of one member waits for nobody")
 
-    def miss(self, lease: int, members: tuple[int, ...], text: str) -> None:
+    def report_stalled(self, lease: int, members: tuple[int, ...], text: str) -> None:
         """A collective has waited too long for a replica: that is what its call fails with."""
         raise CollectiveTimeoutError(text)
 

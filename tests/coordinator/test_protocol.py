@@ -13,7 +13,7 @@ import pipedist
 from pipedist.coordinator.admission import refusal
 from pipedist.coordinator.worker_registry import Peer
 from pipedist.protocol import messages as msg
-from pipedist.worker.hello import make_hello
+from pipedist.worker.process_setup import make_hello
 from tests.coordinator.functions import RUBBISH
 from tests.coordinator.wire import named
 
