@@ -31,16 +31,16 @@ PARTS = {
     "pipedist.transport.dealer:Dealer.send": "dealer: send",
     "pipedist.transport.dealer:Dealer.poll": "dealer: poll",
     "pipedist.worker.machine:WorkerMachine.handle": "machine",
-    "pipedist.worker.binding:decode": "codec: decode",
-    "pipedist.worker.reports:encode": "codec: encode",
+    "pipedist.protocol.program:decode": "codec: decode",
+    "pipedist.worker.result_cache:encode": "codec: encode",
     "pipedist.transport.dealer:unpack": "codec: message heads",
     "pipedist.transport.dealer:pack": "codec: message heads",
-    "pipedist.worker.shards:LeaseShards.find": "find shard",
-    "pipedist.worker.execution:own": "make results own",
-    "pipedist.worker.execution:guard": "make results own",
+    "pipedist.worker.inputs:LeaseShards.find": "find shard",
+    "pipedist.worker.execution:take_ownership": "make results own",
+    "pipedist.worker.execution:as_readonly": "make results own",
     "pipedist.reduction.tree:Reduction.partial": "partial of a reduction",
     "pipedist.worker.stages:Stage.call": "function",
-    "pipedist.worker.ranges:RangeRun.advance": "execution, the rest",
+    "pipedist.worker.lease_run:LeaseRun.advance": "execution, the rest",
     "pipedist.worker.driver:Driver._execute": "driver, the rest",
 }
 
@@ -72,7 +72,7 @@ def same(rows: Any) -> Any:
 
 def _begin() -> None:
     folder = os.environ[FOLDER]
-    from pipedist.worker.driver import _CARRY_OUT, Driver  # the table holds functions, not names
+    from pipedist.worker.driver import _COMMANDS, Driver  # the table holds functions, not names
 
     spans = Spans()
     spans.install(PARTS)
@@ -89,7 +89,7 @@ def _begin() -> None:
         (Path(folder) / f"{os.getpid()}.json").write_text(json.dumps(record))
         leave(driver, command)
 
-    table: dict[type, Callable[..., None]] = _CARRY_OUT
+    table: dict[type, Callable[..., None]] = _COMMANDS
     for kind, function in table.items():
         if function is leave:
             table[kind] = leaving

@@ -73,8 +73,8 @@ if TYPE_CHECKING:
     from pipedist.strategy.remote_value import ClosureCancelled, RemoteValue
     from pipedist.values import Mirrored, PerReplica, ReduceOp
     from pipedist.worker.context import ReplicaContext, get_replica_context
-    from pipedist.worker.sharded_variable import ShardedVariable
-    from pipedist.worker.variable_rules import VariableAggregation, VariableSynchronization
+    from pipedist.worker.variables.access import ShardedVariable
+    from pipedist.worker.variables.rules import VariableAggregation, VariableSynchronization
 
 _HOMES = {
     "pipedist.cluster.resolvers": (
@@ -140,8 +140,8 @@ _HOMES = {
     "pipedist.cluster.tf_config": ("TaskCluster", "open_cluster"),
     "pipedist.values": ("Mirrored", "PerReplica", "ReduceOp"),
     "pipedist.worker.context": ("ReplicaContext", "get_replica_context"),
-    "pipedist.worker.sharded_variable": ("ShardedVariable",),
-    "pipedist.worker.variable_rules": ("VariableAggregation", "VariableSynchronization"),
+    "pipedist.worker.variables.access": ("ShardedVariable",),
+    "pipedist.worker.variables.rules": ("VariableAggregation", "VariableSynchronization"),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 

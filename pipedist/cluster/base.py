@@ -133,7 +133,7 @@ def dial_in(
     """
     from pipedist.coordinator import Coordinator
     from pipedist.transport.router import Router
-    from pipedist.worker.hello import boot_id
+    from pipedist.worker.process_setup import boot_id
 
     return Coordinator(
         router_factory=lambda on_message, on_reject, on_lost: Router(
@@ -204,7 +204,7 @@ class LocalCluster(Cluster):
         from pipedist.coordinator import Coordinator
         from pipedist.transport.endpoints import ipc_endpoint, private_directory
         from pipedist.transport.router import Router
-        from pipedist.worker.hello import boot_id
+        from pipedist.worker.process_setup import boot_id
 
         endpoint = ipc_endpoint(stack.enter_context(private_directory()))
         return Coordinator(

@@ -33,7 +33,7 @@ from pipedist.errors import RemoteError, RunCancelled, UsageError
 from pipedist.protocol.codec import decode, encode
 from pipedist.transport.endpoints import parse_endpoint
 from pipedist.transport.keys import read_key_file, write_key_file
-from pipedist.worker.joining import SILENT_S
+from pipedist.worker.identity import SILENT_S
 from pipedist.worker.supervisor import Supervisor
 
 KEY_FILE_VARIABLE = "PIPEDIST_KEY_FILE"

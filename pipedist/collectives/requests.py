@@ -1,12 +1,19 @@
-"""Requests: the collective that a replica calls, its arguments, and the place of the call."""
+"""Requests: the collective that a replica calls, its arguments, and the place of the call.
+
+A coroutine that is not awaited does nothing. A collective would be skipped, and an assignment lost, in all replicas
+alike, and only a wrong result would show it. So an async function that returns without awaiting its collectives
+fails (`UnawaitedCollectives`).
+"""
 
 from __future__ import annotations
 
+import inspect
 import os.path
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from types import CodeType
+from typing import Any
 
 from pipedist.collectives.options import CommunicationOptions
 from pipedist.core.types import Tree
@@ -123,3 +130,48 @@ def merge_call(
     return CollectiveRequest(
         MERGE_CALL, where, (args, kwargs), function=function, label=label, options=options
     )
+
+
+class UnawaitedCollectives:
+    """The collectives that one replica's async function has requested, but not begun to await."""
+
+    __slots__ = ("_open",)
+
+    def __init__(self) -> None:
+        self._open: list[tuple[Coroutine[Any, Any, Any], CollectiveRequest]] = []
+
+    def add(
+        self, request: CollectiveRequest, collective: Coroutine[Any, Any, Any]
+    ) -> Coroutine[Any, Any, Any]:
+        """Record a collective that must be awaited, and return it."""
+        self._open = [each for each in self._open if _is_new(each[0])]  # limits its length
+        self._open.append((collective, request))
+        return collective
+
+    def check(self) -> None:
+        """Check, after the function has returned, that it has awaited all of them.
+
+        Raises:
+            RuntimeError: it did not await one; the text names it and the place of the call.
+        """
+        skipped = self.drop()
+        if skipped:
+            request = skipped[0]
+            raise RuntimeError(
+                f"{request.label or request.kind}, at {request.where}, was not awaited, so it had no effect: "
+                "write `await` before it"
+            )
+
+    def drop(self) -> list[CollectiveRequest]:
+        """Forget all of them; return those that were not awaited."""
+        skipped = []
+        for collective, request in self._open:
+            if _is_new(collective):
+                collective.close()  # Python would warn about it, with an internal name
+                skipped.append(request)
+        self._open = []
+        return skipped
+
+
+def _is_new(collective: Coroutine[Any, Any, Any]) -> bool:
+    return inspect.getcoroutinestate(collective) == inspect.CORO_CREATED

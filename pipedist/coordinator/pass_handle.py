@@ -24,11 +24,10 @@ from pipedist.datasets.feeds import ElementRanges, Feed
 from pipedist.errors import CallError, LocalProtocolError, RunCancelled, RunDrained
 from pipedist.protocol import messages as msg
 from pipedist.protocol.codec import Frame
-from pipedist.protocol.program import Program, Shards
+from pipedist.protocol.program import Program, Shards, to_frames
 from pipedist.scheduler import Event, PassSettings
 from pipedist.scheduler import events as ev
 from pipedist.scheduler.commands import CallsQuarantined
-from pipedist.worker.binding import to_frames
 from pipedist.worker.progress import Running
 
 BATCH_STEPS_MAX = 256

@@ -18,7 +18,7 @@ from pipedist.protocol.codec import Frame
 from pipedist.scheduler import Event
 from pipedist.scheduler import events as ev
 from pipedist.transport.router import Router
-from pipedist.worker.names import is_proven
+from pipedist.worker.identity import is_proven
 from pipedist.worker.progress import Running
 
 _WATCH_S = 0.1

@@ -12,6 +12,13 @@ links, modes or times. Files that do not look like code are skipped, and the sna
 | files larger than `FILE_BYTES_MAX` | data; listed by name |
 | files with keys of a cluster | secrets; listed by name |
 | links out of the folder, links to folders, unreadable files | listed by name |
+
+
+Copies of the scheduler's code folders, in a worker on another host.
+
+Where the scheduler's folder is here too, with the same digest (a shared file system), it is used itself.
+Otherwise its files are unpacked in a private folder, which is called by their digest: the next
+incarnation of the worker finds them there. The folder belongs to the supervisor, who removes it.
 """
 
 from __future__ import annotations
@@ -23,8 +30,12 @@ from collections.abc import Iterator, Sequence
 
 from msgspec import Struct
 
+from pipedist.core import functions
+from pipedist.core.temp_dirs import ScratchFolder
 from pipedist.core.types import Tree
 from pipedist.errors import PipedistError, RemoteProtocolError
+from pipedist.protocol.codec import decode
+from pipedist.protocol.messages import Code
 
 FILE_BYTES_MAX = 1 << 20
 """Larger files are considered data, and skipped."""
@@ -250,3 +261,97 @@ def remove(folder: str) -> None:
     import shutil  # slow to import, and most workers receive no code
 
     shutil.rmtree(folder, ignore_errors=True)
+
+
+class CodeStore:
+    """The local copies of the driver's code folders, in a worker on another host.
+
+    If the driver's folder exists here with the same digest (a shared file system), it is used itself. Otherwise
+    its files are unpacked into a private folder, which is named by their digest: the next incarnation of the
+    worker finds them there. The folder belongs to the supervisor, which removes it.
+
+    Args:
+        root: folder for the copies, private to this user; "": a temporary one, which `close` removes.
+        worker: the worker's name, for errors.
+    """
+
+    def __init__(self, root: str, worker: str) -> None:
+        self._root = root
+        self._temporary: ScratchFolder | None = None
+        self._worker = worker
+        self._local: dict[str, str] = {}
+        """The driver's folder -> the folder here."""
+        self._descriptions: dict[str, str] = {}
+        """The driver's folder -> its description for errors."""
+
+    def add(self, code: Code, frames: Sequence[memoryview]) -> None:
+        """Add a folder of the driver, and unpack its files if they were sent.
+
+        Raises:
+            RemoteProtocolError: the files are malformed, or neither sent nor here.
+        """
+        folder = os.fsdecode(code.folder)
+        if not code.digest:
+            self._local[folder], self._descriptions[folder] = folder, code.text
+            return
+        if not is_digest(code.digest) or not os.path.isabs(folder):
+            raise RemoteProtocolError(f"code of {folder!r} with the digest {code.digest!r}")
+        if _has(folder, code.digest):
+            self._local[folder] = folder
+            self._descriptions[folder] = f"{folder}, which is identical here"
+            return
+        try:
+            place = os.path.join(self._folder(), code.digest)
+            if not os.path.isdir(place):
+                if not frames:
+                    raise RemoteProtocolError(f"code {code.digest} was not sent, and is not here")
+                unpack(decode(frames), code.digest, place)
+        except OSError as error:
+            self._local[folder] = folder
+            self._descriptions[folder] = f"{folder}, but it can't be unpacked here: {error}"
+            return
+        self._local[folder] = place
+        self._descriptions[folder] = f"{folder} ({code.text})"
+
+    def local_folder(self, folder: str) -> str:
+        """Return the folder here that replaces a folder of the driver."""
+        return self._local.get(folder, folder)
+
+    def announce(self) -> None:
+        """Add the name of this worker, and the code that it was sent, to errors about functions."""
+        sent = "; ".join(self._descriptions.values()) or "no code folder"
+        functions.set_process_note(f"this is worker {self._worker}, on another host, which was sent: {sent}")
+
+    def close(self) -> None:
+        """Remove the temporary folder."""
+        if self._temporary is not None:
+            self._temporary.close()
+
+    def _folder(self) -> str:
+        if not self._root:
+            self._temporary = ScratchFolder("code")
+            self._root = self._temporary.path
+        return self._root
+
+
+def stored_digests(root: str) -> tuple[str, ...]:
+    """Return the digests of the copies in a folder."""
+    return tuple(_digests(root)) if root else ()
+
+
+def _digests(root: str) -> Iterator[str]:
+    try:
+        names = sorted(os.listdir(root))
+    except OSError:
+        return
+    yield from (name for name in names if is_digest(name))
+
+
+def _has(folder: str, digest: str) -> bool:
+    """Return whether the driver's folder exists here, with the same files."""
+    if not os.path.isdir(folder):
+        return False
+    try:
+        return take(folder).digest == digest
+    except (OSError, CodeTooLarge):
+        return False

@@ -66,7 +66,7 @@ class Hello(WireMessage, frozen=True, tag=1):
         gpus: number of GPUs it owns, for one call at a time; a fraction if workers share one.
         traits: what numeric libraries choose their code by: architecture, vendor, processor features.
         code_digests: digests of the code folders that its supervisor has copies of.
-        proof: that the name is its own, if another process started it (`pipedist.worker.names`). The
+        proof: that the name is its own, if another process started it (`pipedist.worker.identity`). The
             same in messages before the connection has joined: Heartbeat, Goodbye.
         threads: BLAS and OpenMP threads of its process.
     """

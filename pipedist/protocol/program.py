@@ -4,19 +4,26 @@ A PASS is one read of one dataset in one phase of a spec: on each shard, all run
 dataset are executed back to back, in one call, in one worker. So an intermediate value never travels,
 and a call is repeated as a whole. The number of a call in its pass is `step * replicas + replica`.
 
-A program is sent as a payload (`to_tree`, `from_tree`): the user's `with` values as trees of arrays,
-functions by name (or, if they have none, by value with cloudpickle, scheduler to worker only).
+A program is sent as the payload of Bind (`to_frames`, `from_frames`): the user's `with` values as trees of arrays,
+functions by name (or, if they have none, by value with cloudpickle, scheduler to worker only). The first frame
+is the list of the spec's code folders alone: the worker adds them to its import path before it decodes the rest,
+because the class of a `with` value may be defined in one of them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from msgspec import Struct, convert
-from msgspec.structs import astuple
+from msgspec.structs import astuple, replace
 
+from pipedist.core import functions
 from pipedist.core.types import FunctionRef, Tree
+from pipedist.errors import PipedistError, RemoteProtocolError
+from pipedist.protocol.codec import Frame, UnsendableError, decode, encode
+from pipedist.protocol.layout import ClassNotFound
 
 OWN_STATE = ""
 """The name of the changed state among an update's arguments; no other argument has it."""
@@ -68,7 +75,7 @@ class Emit(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     Args:
         slot: name under which the coordinator finds it.
         of: index of the stage whose value it is; -1: the shard itself; -2: the values that the call
-            assigned to variables (`pipedist.worker.variables`), missing if there are none.
+            assigned to variables (`pipedist.worker.variables.replica`), missing if there are none.
         op: "" for the value itself; else the reduce op whose PARTIAL of the value is sent
             (`pipedist.reduction.tree.Reduction(op, axis).partial(value)`), so that rows do not travel.
         axis: the reduction's axis: None, or a tuple of ints.
@@ -165,3 +172,60 @@ def _to_lists(value: object) -> Tree:
     if isinstance(value, Struct):
         value = astuple(value)
     return [_to_lists(item) for item in value] if type(value) is tuple else value
+
+
+class Unloadable(PipedistError):
+    """The class of a value that was sent to this worker is missing here, or differs."""
+
+
+def to_frames(program: Program) -> list[Frame]:
+    """Return the payload of Bind for a program.
+
+    Raises:
+        UnsendableError: a value of a stage's `with` cannot be sent; the text has its path.
+    """
+    try:
+        return [*encode(list(program.code)), *encode(to_tree(program))]
+    except UnsendableError:
+        for stage in program.stages:
+            try:
+                encode(stage.kwargs)
+            except UnsendableError as error:
+                raise UnsendableError(f"stage {stage.name}: `with`: {error}") from None
+        raise
+
+
+def from_frames(frames: Sequence[memoryview], local_folder: Callable[[str], str] = str) -> Program:
+    """Return the program that `to_frames` wrote, and add its code folders to the import path.
+
+    Args:
+        local_folder: returns the folder here that replaces a code folder of the driver.
+
+    Raises:
+        Unloadable: the class of a value cannot be imported here; the text names class and module.
+        RemoteProtocolError: the payload is malformed.
+    """
+    code = tuple(map(local_folder, decode(frames[:1])))
+    functions.append_code(code)
+    return replace(from_tree(load_tree(frames[1:], "the arguments of this pass")), code=code)
+
+
+def load_tree(frames: Sequence[memoryview], what: str) -> Tree:
+    """Decode a tree that this worker's own scheduler sent, and import the modules of its classes.
+
+    Args:
+        what: name of the tree in an error.
+
+    Raises:
+        Unloadable: the class of a value cannot be imported here; the text names class and module.
+        RemoteProtocolError: the payload is malformed.
+    """
+    try:
+        return decode(frames, may_import=True)
+    except RemoteProtocolError as error:
+        if not isinstance(error.__cause__, ClassNotFound):
+            raise
+        raise Unloadable(
+            f"{what} cannot be rebuilt in the worker: {error.__cause__}; define the class in a module "
+            "that workers can import"
+        ) from error

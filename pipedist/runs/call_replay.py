@@ -13,15 +13,13 @@ from pipedist.core.types import Tree
 from pipedist.errors import CollectiveTimeoutError, LocalProtocolError, PipedistError
 from pipedist.plan import Plan
 from pipedist.protocol.codec import Frame, encode
-from pipedist.protocol.program import Program, Shards
+from pipedist.protocol.program import Program, Shards, from_frames, load_tree, to_frames
 from pipedist.runs.programs import NEW, init_program, reduction_of
 from pipedist.spec import ReduceSpec, StageSpec
-from pipedist.worker.binding import from_frames, load_tree, to_frames
 from pipedist.worker.execution import Call, Outcome, PassExecutor, Result
 from pipedist.worker.failures import CallFailure
-from pipedist.worker.loops import PersistentLoop
-from pipedist.worker.ranges import RangeRun, cancelled
-from pipedist.worker.shards import LeaseShards
+from pipedist.worker.inputs import LeaseShards
+from pipedist.worker.lease_run import LeaseRun, PersistentLoop, cancel_tasks
 
 _SLICE_S, _SLICE_BYTES = 1e6, 2**62
 """Limits of a slice that no call exceeds."""
@@ -133,7 +131,7 @@ def _run(
     if replay.program.gang:
         run = _gang_run(executor, loop, shards, replay, stack)
     else:
-        run = RangeRun(executor, loop, shards, replay.lo, replay.hi, _ignore)
+        run = LeaseRun(executor, loop, shards, replay.lo, replay.hi, _ignore)
     outcomes: dict[int, Outcome] = {}
     failures: dict[int, CallFailure] = {}
     while len(outcomes) + len(failures) < replay.hi - replay.lo:
@@ -157,7 +155,7 @@ def _run(
 async def _end_tasks() -> None:
     import asyncio  # already loaded if there are async functions
 
-    await cancelled([task for task in asyncio.all_tasks() if task is not asyncio.current_task()])
+    await cancel_tasks([task for task in asyncio.all_tasks() if task is not asyncio.current_task()])
 
 
 def _gang_run(
@@ -165,14 +163,14 @@ def _gang_run(
 ) -> Any:
     """Return the run of a gang with one member: all replicas are threads of this process."""
     from pipedist.protocol.messages import AssignGang
-    from pipedist.worker.gang_setup import Gangs
-    from pipedist.worker.relay_channel import Inbox
+    from pipedist.worker.gangs import GangRunFactory
+    from pipedist.worker.relay_channel import RelayBuffer
 
-    gangs = Gangs(_NullScheduler(), loop)
+    gangs = GangRunFactory(_NullScheduler(), loop)
     stack.callback(gangs.close)
     assigned = AssignGang(0, 0, replay.lo, replay.hi, 0, 0, 0, 1, "")
     return gangs.new_run(
-        assigned, executor, shards, Inbox(), bound=None, begin=_ignore, on_success=_do_nothing
+        assigned, executor, shards, RelayBuffer(), bound=None, begin=_ignore, on_success=_do_nothing
     )
 
 
@@ -187,7 +185,7 @@ def _do_nothing() -> None:
 class _NullScheduler:
     """A null object in place of the scheduler, for a gang with one member."""
 
-    def bring(self, lease: int, number: int, payload: Sequence[Frame]) -> None:
+    def contribute(self, lease: int, number: int, payload: Sequence[Frame]) -> None:
         """Raise: there are no other members."""
         raise LocalProtocolError("a gang of one member sends no data")
 
@@ -195,7 +193,7 @@ class _NullScheduler:
         """Raise: there are no other members."""
         raise LocalProtocolError("a gang of one member does not wait for data")
 
-    def miss(self, lease: int, members: tuple[int, ...], text: str) -> None:
+    def report_stalled(self, lease: int, members: tuple[int, ...], text: str) -> None:
         """Raise the timeout of a collective that has waited too long for a replica."""
         raise CollectiveTimeoutError(text)
 

@@ -23,8 +23,8 @@ from pipedist.strategy.context import require_cross_replica, scope_of
 from pipedist.strategy.inputs import InputStrategy
 from pipedist.strategy.variables import Variable
 from pipedist.values import Mirrored, PerReplica, ReduceOp
-from pipedist.worker.context import ReplicaStrategy
-from pipedist.worker.variable_access import component as component_of
+from pipedist.worker.strategy_views import ReplicaStrategy
+from pipedist.worker.variables.access import component as component_of
 
 _INLINE_BYTES_MAX: Final = 2**20
 """Larger values are combined in a thread: the loop that feeds the workers must not stand still."""

@@ -17,8 +17,8 @@ from pipedist.strategy.context import NotForReplicas
 from pipedist.strategy.parameters import CommitOrder, ParameterVariable, capturing
 from pipedist.strategy.per_worker import AS_ARGUMENT, PerWorkerDataset, PerWorkerIterator
 from pipedist.strategy.remote_value import RemoteValue
-from pipedist.worker.closures import VariablePlaceholder, closure_of
-from pipedist.worker.sharded_variable import ShardedVariable
+from pipedist.worker.variables.access import ShardedVariable
+from pipedist.worker.variables.closures import VariablePlaceholder, closure_of
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """(args, kwargs)"""

@@ -16,9 +16,9 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
-from pipedist.worker.context import ReplicaStrategy, get_replica_context
-from pipedist.worker.merging import MergeStrategy
-from pipedist.worker.merging import current_strategy as _merging
+from pipedist.worker.context import get_replica_context
+from pipedist.worker.strategy_views import MergeStrategy, ReplicaStrategy
+from pipedist.worker.strategy_views import current_strategy as _merging
 
 if TYPE_CHECKING:
     from pipedist.strategy.base import BaseStrategy

@@ -8,16 +8,15 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Final
 
 from pipedist.collectives.gang import LocalGang
-from pipedist.collectives.requests import CollectiveRequest
+from pipedist.collectives.requests import CollectiveRequest, UnawaitedCollectives
 from pipedist.core import functions
 from pipedist.core.types import Tree
 from pipedist.errors import CallError
 from pipedist.strategy.base import BaseStrategy
 from pipedist.strategy.context import default_running
 from pipedist.strategy.references import require_callable
-from pipedist.worker.array_isolation import guard
+from pipedist.worker.array_isolation import as_readonly
 from pipedist.worker.context import ReplicaContext, current
-from pipedist.worker.unawaited import Owed
 
 
 class DefaultStrategy(BaseStrategy):
@@ -43,7 +42,7 @@ class DefaultStrategy(BaseStrategy):
     ) -> Tree:
         """Call `fn` here and now; as `Strategy.run`, but what it returns stays as it is."""
         require_callable(fn)
-        [(own_args, own_kwargs)] = guard(self._arguments(args, kwargs))
+        [(own_args, own_kwargs)] = as_readonly(self._arguments(args, kwargs))
         label = getattr(fn, "__qualname__", type(fn).__qualname__)
         alone = _Alone(inspect.iscoroutinefunction(fn))
         context = ReplicaContext(
@@ -64,7 +63,7 @@ class DefaultStrategy(BaseStrategy):
                 result = fn(*own_args, **own_kwargs)
                 if inspect.isawaitable(result):
                     result = await result
-                    alone.owed.settle()
+                    alone.unawaited.check()
         except Exception as error:
             raise CallError(
                 stage=label,
@@ -77,7 +76,7 @@ class DefaultStrategy(BaseStrategy):
             ) from error
         finally:
             current.reset(token)
-            alone.owed.drop()
+            alone.unawaited.drop()
         return result
 
     def __repr__(self) -> str:
@@ -93,12 +92,12 @@ class _Alone:
 
     def __init__(self, is_async: bool) -> None:
         self.is_async = is_async
-        self.owed = Owed()
-        """What its async function has not awaited yet."""
+        self.unawaited = UnawaitedCollectives()
+        """Collectives that its async function has requested, but not awaited."""
 
     def call(self, request: CollectiveRequest) -> Any:
         """Make a collective: its result, or what awaits it."""
-        return self.owed.add(request, self._later(request)) if self.is_async else self._result(request)
+        return self.unawaited.add(request, self._later(request)) if self.is_async else self._result(request)
 
     def _result(self, request: CollectiveRequest) -> Tree:
         gang = LocalGang(replicas=1, local=range(1))

@@ -16,8 +16,8 @@ from pipedist.strategy.parameters import CommitOrder, ParameterVariable
 from pipedist.strategy.partitioners import shard_sizes
 from pipedist.strategy.per_worker import ReplicatedDataset
 from pipedist.strategy.replicated import Cluster, Strategy
-from pipedist.worker.sharded_variable import ShardedVariable
-from pipedist.worker.variable_rules import Array, declare, first_value
+from pipedist.worker.variables.access import ShardedVariable
+from pipedist.worker.variables.rules import Array, declare, first_value
 
 if TYPE_CHECKING:
     from pipedist.strategy.cluster_coordinator import ClusterCoordinator

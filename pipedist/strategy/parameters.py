@@ -16,9 +16,9 @@ from typing import Any
 
 from pipedist.core.types import Tree
 from pipedist.strategy.context import NotForReplicas, require_outside
-from pipedist.worker.closures import Change, ClosureVariable, Sent
-from pipedist.worker.variable_access import AnyVariable, update_copies
-from pipedist.worker.variable_rules import Array, How, Traits, operand_of, updated
+from pipedist.worker.variables.access import AnyVariable, update_copies
+from pipedist.worker.variables.closures import Change, ClosureVariable, SentVariable
+from pipedist.worker.variables.rules import Array, How, Traits, operand_of, updated
 
 
 class CommitOrder:
@@ -46,7 +46,7 @@ class ParameterVariable(AnyVariable):
 
     Outside of closures it reads as its value now, and is assigned at once, which returns None: `join`
     first, where the order matters. In a closure, that takes it as an argument or captures it, it is a
-    `pipedist.worker.closures.ClosureVariable`.
+    `pipedist.worker.variables.closures.ClosureVariable`.
 
     Args:
         turns: the strategy's.
@@ -116,10 +116,10 @@ class ParameterVariable(AnyVariable):
         """Whether it is a variable of the strategy whose turns these are."""
         return self._turns is turns
 
-    def as_of(self, version: int) -> Sent:
+    def as_of(self, version: int) -> SentVariable:
         """Return what a closure gets that reads a version."""
         value = next(value for since, value in reversed(self._versions) if since <= version)
-        return Sent(self._traits.to_wire(), value)
+        return SentVariable(self._traits.to_wire(), value)
 
     def after(self, value: Array, how: How, operand: Array) -> Array:
         """Return what a value becomes by a closure's change.

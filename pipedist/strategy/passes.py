@@ -12,7 +12,7 @@ from pipedist.collectives.options import CommunicationOptions
 from pipedist.core.types import FunctionRef
 from pipedist.protocol.program import Emit, Program, StageProgram
 from pipedist.scheduler import PassSettings
-from pipedist.worker import variables
+from pipedist.worker.variables import replica as variables
 
 if TYPE_CHECKING:
     from pipedist.coordinator import Coordinator, PassHandle

@@ -20,8 +20,9 @@ from pipedist.core.types import Tree
 from pipedist.errors import RemoteProtocolError
 from pipedist.protocol.program import StateValue
 from pipedist.strategy.context import NotForReplicas, current_strategy, require_outside
-from pipedist.worker.variable_access import AnyVariable, update_copies
-from pipedist.worker.variable_rules import (
+from pipedist.worker.variables.access import AnyVariable, update_copies
+from pipedist.worker.variables.replica import SLOT, ReplicaVariable, state_name, to_state
+from pipedist.worker.variables.rules import (
     Array,
     How,
     Traits,
@@ -35,7 +36,6 @@ from pipedist.worker.variable_rules import (
     read_copies,
     updated,
 )
-from pipedist.worker.variables import SLOT, ReplicaVariable, state_name, to_state
 
 if TYPE_CHECKING:
     from pipedist.coordinator import Coordinator

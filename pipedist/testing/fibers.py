@@ -17,7 +17,7 @@ from collections.abc import Callable
 import pipedist
 from pipedist.errors import UsageError
 from pipedist.runs.api import TURN_S
-from pipedist.worker import forks
+from pipedist.worker import process_setup
 
 _PACKAGE = os.path.dirname(pipedist.__file__) + os.sep
 
@@ -38,7 +38,7 @@ def leave_in_copy() -> None:
     """Let this copy of the process, just forked, wait for no simulation; its function's end is its own."""
     if _current.get() is not None:
         _current.set(None)
-        forks.is_copy = True
+        process_setup.is_copy = True
 
 
 class Fiber:

@@ -36,7 +36,7 @@ from pipedist.testing.network import FaultyNetwork
 from pipedist.testing.simulated_process import SLOW_TIMES
 from pipedist.testing.simulated_worker import Received, SimulatedWorker, frozen
 from pipedist.testing.virtual_loop import VirtualLoop
-from pipedist.worker.hello import boot_id
+from pipedist.worker.process_setup import boot_id
 from pipedist.worker.progress import Running
 
 STARTUP_S = 0.05

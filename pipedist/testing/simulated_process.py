@@ -15,9 +15,8 @@ from pipedist.errors import RemoteProtocolError
 from pipedist.protocol.messages import Hello, Message
 from pipedist.testing.simulated_gangs import GangAssignment, raised
 from pipedist.worker import commands as wcmd
-from pipedist.worker.events import CallsFinished, Event, SliceEnded, Started, TimePassed
+from pipedist.worker.events import CallsFinished, Event, SliceEnded, Started, TimePassed, WorkerState
 from pipedist.worker.machine import WorkerMachine
-from pipedist.worker.states import State
 
 if TYPE_CHECKING:
     from pipedist.testing.simulation import Simulation
@@ -84,7 +83,7 @@ class SimulatedProcess:
             self._world.time.at(deadline, self._tick)
 
     def _tick(self) -> None:
-        if self.alive and self.machine.state is State.JOINING:
+        if self.alive and self.machine.state is WorkerState.JOINING:
             self.handle(TimePassed())
 
     # -- the machine ---------------------------------------------------------------------------

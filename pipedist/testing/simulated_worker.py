@@ -22,10 +22,10 @@ from pipedist.testing.network import Connection
 from pipedist.testing.simulated_process import PAUSE_S
 from pipedist.worker.commands import Ending
 from pipedist.worker.driver import Driver
-from pipedist.worker.hello import make_hello
-from pipedist.worker.limits import Limits
+from pipedist.worker.lease_queue import WorkerLimits
 from pipedist.worker.machine import WorkerMachine
-from pipedist.worker.progress import Progress, Running
+from pipedist.worker.process_setup import make_hello
+from pipedist.worker.progress import CallProgress, Running
 
 if TYPE_CHECKING:
     from pipedist.testing.simulated_cluster import SimulatedWorkers
@@ -53,7 +53,7 @@ class SimulatedWorker:
         self.worker = worker
         self.incarnation = incarnation
         self.identity = f"{worker}.{incarnation}".encode()
-        self.machine = WorkerMachine(make_hello(worker, incarnation, gpus=GPUS_MAX), Limits())
+        self.machine = WorkerMachine(make_hello(worker, incarnation, gpus=GPUS_MAX), WorkerLimits())
         self.running: Running | None = None
         """What it executes."""
         self.alive = True
@@ -83,7 +83,7 @@ class SimulatedWorker:
             self,
             self.machine,
             threads=self._cluster.threads,
-            join_s=Limits().join_s,
+            join_s=WorkerLimits().join_s,
             progress=SimulatedProgress(self),
             die=_die,
         )
@@ -225,7 +225,7 @@ class SimulatedDriver(Driver):
 
     def report_finished(self) -> None:
         """Report what is finished, while a call takes long."""
-        with self._core:
+        with self._lock:
             if self._run is not None and self._slice is not None:
                 self._reports.finished(self._slice.lease, self._run)
 
@@ -234,7 +234,7 @@ class SimulatedDriver(Driver):
         return self._slice.pass_id if self._slice is not None else 0
 
 
-class SimulatedProgress(Progress):
+class SimulatedProgress(CallProgress):
     """Where the driver notes down that a call begins: then its time passes."""
 
     def __init__(self, worker: SimulatedWorker) -> None:

@@ -34,7 +34,7 @@ GLANCE_S = 1e-5
 class FiberSelector(selectors.DefaultSelector):
     """Of the event loops in simulated workers: waits in virtual time.
 
-    Stands in for the selector of `pipedist.worker.loops`, and for asyncio's own.
+    Stands in for the selector of `pipedist.worker.lease_run`, and for asyncio's own.
     """
 
     outside: Callable[[], Any] = staticmethod(nullcontext)
@@ -172,7 +172,7 @@ def virtual_clock(loop: VirtualLoop) -> Iterator[None]:
         _clock = None
         stack.close()
 
-    from pipedist.worker import loops
+    from pipedist.worker import lease_run
 
     _clock = _Clock(loop)
     stack = ExitStack()
@@ -187,7 +187,7 @@ def virtual_clock(loop: VirtualLoop) -> Iterator[None]:
         (asyncio.SelectorEventLoop, "__init__", begin_loop),
         (asyncio.SelectorEventLoop, "run_in_executor", run_in_executor),
         (anyio.to_thread, "run_sync", in_place),
-        (loops, "_Selector", FiberSelector),
+        (lease_run, "_Selector", FiberSelector),
     ):
         stack.enter_context(mock.patch.object(place, name, stand_in))
     try:

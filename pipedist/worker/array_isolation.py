@@ -1,10 +1,9 @@
-"""What happens to a value between user functions, and on its way out of the process.
+"""Isolation of values between user functions, and on their way out of the process.
 
-`guard` protects a value that a function is about to receive: arrays are C-contiguous and
-read-only, containers are the function's own. `own` protects a result that waits to be sent:
-nothing that user code still holds can change it any more. Without it, a function that returns
-one reused buffer would give results that depend on how calls are bundled. Arrays of other libraries
-become NumPy's there (`pipedist.core.dlpack`).
+`as_readonly` protects a value that a function is about to receive: arrays are C-contiguous and read-only, containers
+belong to the function. `take_ownership` protects a result that waits to be sent: nothing that user code still holds
+can change it. Without it, a function that returns one reused buffer would give results that depend on how calls are
+bundled. It converts arrays of other libraries to NumPy (`pipedist.core.dlpack`).
 """
 
 from __future__ import annotations
@@ -18,32 +17,32 @@ from pipedist.core.types import Tree
 from pipedist.protocol.encoder import UnsendableError
 
 _COPIED_BYTES = 512
-"""To copy so small an array takes less time than to find out whether it must be."""
+"""Copying an array of this size takes less time than to decide whether it must be copied."""
 
 _IMMUTABLE = (int, float, str, bool, bytes, complex, type(None))
 
 
-def guard(value: Tree) -> Tree:
-    """Return `value` for a function to read: own containers, read-only C-contiguous arrays."""
+def as_readonly(value: Tree) -> Tree:
+    """Return `value` in new containers, with read-only C-contiguous arrays."""
     if type(value) in _IMMUTABLE:
         return value
     return trees.tree_map(_read_only, value)
 
 
-def own(box: list[Tree]) -> tuple[Tree, int]:
-    """Return a value that nobody else can change, and its size in bytes.
+def take_ownership(box: list[Tree]) -> tuple[Tree, int]:
+    """Return a value that no other code can change, and its size in bytes.
 
-    An array of some size is copied only if somebody else holds it, or memory that it is a view of.
+    A larger array is copied only if there is another reference to it, or to the memory that it is a view of.
 
     Args:
-        box: a list that holds the value, and is emptied: so that the caller's reference does
-            not count as somebody else's.
+        box: a list that holds the value, and is emptied, so that the caller's reference does not count as
+            another one.
 
     Returns:
-        The same tree in own containers, and the approximate number of bytes that it takes.
+        The same tree in new containers, and its approximate size in bytes.
 
     Raises:
-        UnsendableError: another library's array that NumPy can't have; the text has its path.
+        UnsendableError: NumPy cannot convert an array of another library; the text has its path.
     """
     value = box.pop()
     kind = type(value)
@@ -58,17 +57,17 @@ def own(box: list[Tree]) -> tuple[Tree, int]:
     for index in range(len(leaves)):
         kind = type(leaves[index])
         is_shared = kind is np.ndarray and not _is_exclusive(leaves, index)
-        if is_shared or issubclass(kind, np.memmap):  # a file's memory is whoever's has the file
+        if is_shared or issubclass(kind, np.memmap):  # other processes may change a file's memory
             leaves[index] = np.array(leaves[index], order="C", copy=True)
         elif kind in (bytearray, memoryview):
             leaves[index] = bytes(leaves[index])
         elif dlpack.is_foreign(kind):
-            leaves[index] = _taken(leaves[index], treedef, index)
+            leaves[index] = _to_numpy(leaves[index], treedef, index)
         size += _size(leaves[index])
     return leaves[0] if treedef is None else trees.unflatten(treedef, leaves), size
 
 
-def _taken(leaf: trees.Leaf, treedef: trees.Treedef | None, index: int) -> trees.Leaf:
+def _to_numpy(leaf: trees.Leaf, treedef: trees.Treedef | None, index: int) -> trees.Leaf:
     try:
         return np.array(dlpack.to_numpy(leaf), order="C", copy=True)
     except dlpack.ForeignArrayError as error:
@@ -94,7 +93,7 @@ def _base_references(leaves: list[trees.Leaf], index: int) -> int:
 
 
 def _is_exclusive(leaves: list[trees.Leaf], index: int) -> bool:
-    """Whether the list holds the only way to the array's memory, in C order."""
+    """Return whether the list has the only reference to the array's memory, which is in C order."""
     if _references(leaves, index) > _ALONE or not leaves[index].flags.c_contiguous:
         return False
     if leaves[index].base is None:
@@ -114,7 +113,7 @@ def _size(leaf: trees.Leaf) -> int:
     return 16
 
 
-# How many references an object has that only a list holds depends on the interpreter's version
-# (what a call itself adds to the count), so it is measured on the very code that asks.
+# The reference count of an object that only a list holds depends on the version of the interpreter (a call
+# itself may add to the count), so it is measured with the same code that checks it.
 _ALONE = _references([np.empty(1)], 0)
 _BASE_ALONE = _base_references([np.empty(2).reshape(1, 2)], 0)

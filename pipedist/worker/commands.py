@@ -1,4 +1,4 @@
-"""Outputs of a worker's state machine. The driver executes each one, in order, and decides nothing."""
+"""Outputs of the worker's state machine. The driver executes them in order, and makes no decisions."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from pipedist.protocol.messages import AssignGang, Code, Exchange, Message, Rela
 
 
 class Ending(enum.Enum):
-    """Why a worker leaves."""
+    """The reason for which a worker leaves."""
 
-    STOPPED = "the scheduler told it to"
-    REFUSED = "the scheduler did not let it in"
-    UNFIT = "what was assigned needs another process; a new incarnation may join"
-    FENCED = "the scheduler put it out; a new incarnation may join"
-    UNANSWERED = "the scheduler did not answer"
+    STOPPED = "stopped by the scheduler"
+    REFUSED = "rejected by the scheduler"
+    UNFIT = "the assignment needs a new process; the next incarnation may join"
+    FENCED = "evicted by the scheduler; the next incarnation may join"
+    UNANSWERED = "the scheduler did not reply"
 
 
 class Send(Struct, frozen=True):
-    """Send a message that has no payload."""
+    """Send a message without payload."""
 
     message: Message
 
 
 class SendResults(Struct, frozen=True):
-    """Send a message with the results that were reported with it.
+    """Send a message with the results that the driver has just reported.
 
     Args:
-        cache_pass: the pass under whose key the results are cached first; 0: they are not cached.
+        cache_pass: the pass under whose key the results are cached first; 0: no caching.
     """
 
     message: Results
@@ -37,23 +37,23 @@ class SendResults(Struct, frozen=True):
 
 
 class SendExchange(Struct, frozen=True):
-    """Send a message with the contribution of a gang lease's replicas to a collective."""
+    """Send a message with the replicas' contribution to a collective."""
 
     message: Exchange
 
 
 class Join(Struct, frozen=True):
-    """Apply the settings of the scheduler's Welcome."""
+    """Apply the settings in the scheduler's Welcome."""
 
     welcome: Welcome
 
 
 class OpenPass(Struct, frozen=True):
-    """Keep the program that came with the message.
+    """Store the program that came with the message.
 
     Args:
         key: cache results of the pass under this key until they are durable; "": do not cache them.
-        elsewhere: the scheduler's files are not this host's: check which are here (`events.DataFound`).
+        elsewhere: the scheduler runs on another host: check for the data files here (`events.DataFound`).
     """
 
     pass_id: int
@@ -62,7 +62,7 @@ class OpenPass(Struct, frozen=True):
 
 
 class StoreCode(Struct, frozen=True):
-    """Store the files that came with the message (`pipedist.worker.code_store`)."""
+    """Store the files that came with the message (`pipedist.protocol.code_archive.CodeStore`)."""
 
     code: Code
 
@@ -77,7 +77,7 @@ class StoreLease(Struct, frozen=True):
     """Store the shards that came with the message.
 
     Args:
-        gang: the assignment, if the lease is a member's part of a gang.
+        gang: the assignment, if the lease is one member's part of a gang.
     """
 
     lease: int
@@ -104,7 +104,7 @@ class StoreRelay(Struct, frozen=True):
 
 
 class StoreState(Struct, frozen=True):
-    """Store the value that came with the message (`pipedist.worker.state_store`)."""
+    """Store the value that came with the message (`pipedist.worker.inputs.StateStore`)."""
 
     space: int
     version: int
@@ -117,19 +117,19 @@ class ReleaseState(Struct, frozen=True):
 
 
 class DropLease(Struct, frozen=True):
-    """Drop a lease: its shards, contributions relayed for it, and its Execute, if there is one."""
+    """Drop a lease: its shards, the contributions relayed for it, and its Execute, if any."""
 
     lease: int
 
 
 class Execute(Struct, frozen=True):
-    """Execute a slice of a lease: from its first call that is not reported, at most up to `hi`.
+    """Execute a slice of a lease: from its first unreported call, at most up to `hi`.
 
-    The slice begins when no message is left to handle, and ends with `SliceEnded`.
+    The slice begins when all received messages are handled, and ends with `SliceEnded`.
 
     Args:
-        slice_s: begin no call after this time, seconds.
-        slice_bytes: begin no call after results of this size.
+        slice_s: start no call after this time, seconds.
+        slice_bytes: start no call once results of this size are waiting.
     """
 
     lease: int

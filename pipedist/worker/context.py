@@ -6,7 +6,9 @@ whose `numpy.random.SeedSequence` has the entropy
     [seed, int.from_bytes(sha256(stage name)[:8], "big"), step, replica]
 
 so it depends on nothing else: not on the worker, the attempt, or the calls before.
-"""
+
+
+The body of a merge_call: cross-replica context, in the worker of replica 0."""
 
 from __future__ import annotations
 
@@ -14,17 +16,24 @@ import hashlib
 import inspect
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pipedist.core.types import Tree
-from pipedist.worker import forks
+from pipedist.worker import process_setup
+from pipedist.worker.strategy_views import (
+    MergeStrategy,
+    ReplicaStrategy,
+    VariablesOfReplica,
+    current_strategy,
+)
 
 if TYPE_CHECKING:
     from numpy.random import Generator
@@ -32,21 +41,9 @@ if TYPE_CHECKING:
     from pipedist.collectives.options import CommunicationOptions
     from pipedist.collectives.requests import CallSite, CollectiveRequest
     from pipedist.values import ReduceOp
-    from pipedist.worker.variables import ReplicaVariables
+
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-
-_CROSS_REPLICA = {
-    "run": "call the other function directly, or make it a stage of its own",
-    "reduce": "return the value, and reduce what Strategy.run returns (in a spec: a `reduce` stage)",
-    "gather": "return the value, and gather what Strategy.run returns (in a spec: a `gather` stage)",
-    "local_results": "a replica function sees its own component only",
-    "distribute_dataset": "make the dataset outside and pass its elements as arguments",
-    "distribute_datasets_from_function": "make the dataset outside and pass its elements as arguments",
-    "distribute_values_from_function": "make the values outside and pass them as arguments",
-    "scope": "open the scope outside",
-}
-"""Methods of Strategy that need all replicas, and what to do in a replica function instead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,33 +68,6 @@ def set_task(text: str) -> None:
     global _task
     role, slash, index = text.rpartition("/")
     _task = ClusterTask(role, int(index)) if slash else None
-
-
-class ReplicaStrategy:
-    """Stands for the strategy inside a replica function (tf.distribute: `ctx.strategy`).
-
-    It knows how many replicas there are. Methods that need all replicas raise RuntimeError.
-    """
-
-    __slots__ = ("num_replicas_in_sync",)
-
-    def __init__(self, num_replicas_in_sync: int) -> None:
-        self.num_replicas_in_sync = num_replicas_in_sync
-
-    def __getattr__(self, name: str) -> Callable[..., NoReturn]:
-        if name not in _CROSS_REPLICA:
-            raise AttributeError(f"the strategy has no attribute {name!r} inside a replica function")
-
-        def refuse(*_args: object, **_kwargs: object) -> NoReturn:
-            # Misuse of an argument, so to say: what is distributed belongs outside (tf.distribute
-            # accepts it); the others are calls at the wrong moment.
-            error = ValueError if name.startswith("distribute_") else RuntimeError
-            raise error(
-                f"Strategy.{name} requires cross-replica context, but was called in a replica "
-                f"function: {_CROSS_REPLICA[name]}"
-            )
-
-        return refuse
 
 
 class Collectives(Protocol):
@@ -171,7 +141,7 @@ class ReplicaContext:
         self._seed = seed
         self._collectives = collectives
         self._rng: Generator | None = None
-        self.variables: ReplicaVariables | None = None
+        self.variables: VariablesOfReplica | None = None
 
     @property
     def elements(self) -> NDArray[np.int64] | None:
@@ -312,8 +282,6 @@ class ReplicaContext:
                 RemoteError where such a one can't be made of its text.
             CollectiveMismatchError, CollectiveTimeoutError: as for `all_reduce`.
         """
-        from pipedist.worker.merging import merging
-
         if not callable(fn):
             raise TypeError(f"merge_call needs a function, not {fn!r} of type {type(fn).__name__}")
         if inspect.iscoroutinefunction(fn):
@@ -325,7 +293,8 @@ class ReplicaContext:
         given, named = tuple(args), dict(kwargs or {})
         if self.variables is not None:
             fn, given, named = self.variables.merge(fn, given, named)
-        request = _requests().merge_call(merging(fn, self.num_replicas_in_sync), given, named, None, _place())
+        body = _in_cross_replica_context(fn, self.num_replicas_in_sync)
+        request = _requests().merge_call(body, given, named, None, _place())
         result = self._call(request)
         if self.variables is None:
             return result
@@ -348,7 +317,7 @@ class ReplicaContext:
                 "a collective needs every replica of the step at once: add `collectives: true` to stage "
                 f"{self.stage} (a closure of ClusterCoordinator.schedule runs alone, and meets nobody)"
             )
-        if forks.is_copy:
+        if process_setup.is_copy:
             raise RuntimeError(
                 f"{request.kind} was called in a copy of the worker, which a function has made (os.fork, "
                 "multiprocessing): it would answer for its parent; call it there"
@@ -362,7 +331,7 @@ class ReplicaContext:
         )
 
 
-async def _merged(result: Any, variables: ReplicaVariables) -> Tree:
+async def _merged(result: Any, variables: VariablesOfReplica) -> Tree:
     return variables.merged(await result)
 
 
@@ -400,3 +369,29 @@ def get_replica_context() -> ReplicaContext | None:
     None also answers the question "am I in a replica function?".
     """
     return current.get()
+
+
+def _in_cross_replica_context(fn: Callable[..., Tree], replicas: int) -> Callable[..., Tree]:
+    """Return `fn` as it is called once for all replicas: in cross-replica context, the strategy first."""
+
+    def body(*args: Any, **kwargs: Any) -> Tree:
+        strategy, ctx = MergeStrategy(replicas), current.get()
+        try:
+            with _cross_replica(strategy):
+                return fn(strategy, *args, **kwargs)
+        finally:
+            if process_setup.is_copy:
+                process_setup.end_copy("" if ctx is None else ctx.stage)
+
+    body.__qualname__ = str(getattr(fn, "__qualname__", None) or type(fn).__qualname__)  # its label in errors
+    return body
+
+
+@contextmanager
+def _cross_replica(strategy: MergeStrategy) -> Iterator[None]:
+    context, own = current.set(None), current_strategy.set(strategy)
+    try:
+        yield
+    finally:
+        current_strategy.reset(own)
+        current.reset(context)

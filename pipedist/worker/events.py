@@ -1,18 +1,40 @@
-"""Inputs of a worker's state machine besides the scheduler's messages. Ids, sizes and times only."""
+"""Inputs, states and transition table of the worker's state machine. Ids, sizes and times only.
+
+An event is a message from the scheduler, or one of the classes below, which the worker's driver sends.
+`TRANSITIONS` is the whole protocol: an event that the table does not list for the current state is an error.
+"""
 
 from __future__ import annotations
 
+import enum
+
 from msgspec import Struct
 
-from pipedist.protocol.messages import Message
+from pipedist.protocol.messages import (
+    Assign,
+    AssignGang,
+    Bind,
+    Cancel,
+    Code,
+    Committed,
+    DropState,
+    Message,
+    Recall,
+    Refuse,
+    Relay,
+    StateVersion,
+    Stop,
+    Unbind,
+    Welcome,
+)
 
 
 class Started(Struct, frozen=True):
-    """The process is up and connected."""
+    """The process has started and connected."""
 
 
 class DataFound(Struct, frozen=True):
-    """The worker sees the same data files of a pass as the scheduler."""
+    """This host has the very data files that a pass reads."""
 
     pass_id: int
 
@@ -27,7 +49,7 @@ class CallsFinished(Struct, frozen=True):
 
 
 class CallRaised(Struct, frozen=True):
-    """A call of the executing lease raised, or its result can't be sent; see `messages.Failed`."""
+    """A call of the executing lease raised, or its result cannot be sent; see `messages.Failed`."""
 
     lease: int
     call: int
@@ -48,7 +70,7 @@ class CollectiveReached(Struct, frozen=True):
 
 
 class CollectiveOverdue(Struct, frozen=True):
-    """A collective of the executing lease has waited for its `timeout_s`; see `messages.Stalled`."""
+    """A collective of the executing lease has exceeded its `timeout_s`; see `messages.Stalled`."""
 
     lease: int
     members: tuple[str, ...]
@@ -56,19 +78,19 @@ class CollectiveOverdue(Struct, frozen=True):
 
 
 class RestartNeeded(Struct, frozen=True):
-    """An assignment needs another process than this one."""
+    """An assignment needs a new process."""
 
     reason: str
 
 
 class LeaveRequested(Struct, frozen=True):
-    """The worker's launcher or supervisor ends it; finished calls are reported first."""
+    """The launcher or supervisor ends the worker; finished calls are reported first."""
 
     reason: str
 
 
 class SliceEnded(Struct, frozen=True):
-    """The driver is done with an Execute, and has reported all calls that finished."""
+    """The driver has ended an Execute, and has reported all of its finished calls."""
 
     lease: int
 
@@ -90,3 +112,68 @@ Event = (
     | SliceEnded
     | TimePassed
 )
+
+
+class WorkerState(enum.Enum):
+    """The state of a worker; see the diagram in `pipedist.worker.machine`."""
+
+    JOINING = "joining"
+    READY = "ready"
+    EXECUTING = "executing"
+    STOPPING = "stopping"
+
+
+TRANSITIONS: dict[WorkerState, dict[type, frozenset[WorkerState]]] = {
+    WorkerState.JOINING: {
+        Started: frozenset({WorkerState.JOINING}),
+        TimePassed: frozenset({WorkerState.JOINING, WorkerState.STOPPING}),
+        Welcome: frozenset({WorkerState.READY}),
+        Refuse: frozenset({WorkerState.STOPPING}),
+        Stop: frozenset({WorkerState.STOPPING}),
+        LeaveRequested: frozenset({WorkerState.STOPPING}),
+    },
+    WorkerState.READY: {
+        TimePassed: frozenset({WorkerState.READY}),
+        Code: frozenset({WorkerState.READY}),
+        Bind: frozenset({WorkerState.READY}),
+        DataFound: frozenset({WorkerState.READY}),
+        Unbind: frozenset({WorkerState.READY}),
+        Assign: frozenset({WorkerState.EXECUTING}),
+        Recall: frozenset({WorkerState.EXECUTING}),
+        Committed: frozenset({WorkerState.READY}),
+        LeaveRequested: frozenset({WorkerState.STOPPING}),
+        AssignGang: frozenset({WorkerState.EXECUTING}),
+        StateVersion: frozenset({WorkerState.READY}),
+        DropState: frozenset({WorkerState.READY}),
+        Relay: frozenset({WorkerState.READY}),
+        Cancel: frozenset({WorkerState.READY}),
+        Refuse: frozenset({WorkerState.STOPPING}),
+        Stop: frozenset({WorkerState.STOPPING}),
+    },
+    WorkerState.EXECUTING: {
+        TimePassed: frozenset({WorkerState.EXECUTING}),
+        Code: frozenset({WorkerState.EXECUTING}),
+        Bind: frozenset({WorkerState.EXECUTING}),
+        DataFound: frozenset({WorkerState.EXECUTING}),
+        Unbind: frozenset({WorkerState.EXECUTING, WorkerState.READY}),
+        Assign: frozenset({WorkerState.EXECUTING}),
+        Recall: frozenset({WorkerState.EXECUTING}),
+        Committed: frozenset({WorkerState.EXECUTING}),
+        LeaveRequested: frozenset({WorkerState.STOPPING}),
+        AssignGang: frozenset({WorkerState.EXECUTING}),
+        StateVersion: frozenset({WorkerState.EXECUTING}),
+        DropState: frozenset({WorkerState.EXECUTING}),
+        Relay: frozenset({WorkerState.EXECUTING}),
+        Cancel: frozenset({WorkerState.EXECUTING, WorkerState.READY}),
+        CallsFinished: frozenset({WorkerState.EXECUTING}),
+        CallRaised: frozenset({WorkerState.EXECUTING}),
+        CollectiveReached: frozenset({WorkerState.EXECUTING}),
+        CollectiveOverdue: frozenset({WorkerState.EXECUTING}),
+        SliceEnded: frozenset({WorkerState.EXECUTING, WorkerState.READY}),
+        Refuse: frozenset({WorkerState.STOPPING}),
+        Stop: frozenset({WorkerState.STOPPING}),
+        RestartNeeded: frozenset({WorkerState.STOPPING}),
+    },
+    WorkerState.STOPPING: {},
+}
+"""Events that each state accepts, and the states that may follow."""

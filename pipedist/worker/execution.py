@@ -1,36 +1,44 @@
 """Executing calls: a pass's program, applied to one shard at a time.
 
 Every call runs the program's stages in order and collects what it emits; how the calls of a lease
-follow each other is `pipedist.worker.ranges`'s, and `pipedist.worker.gang_run`'s where they belong to
+follow each other is `pipedist.worker.lease_run`'s, and `pipedist.worker.gangs`'s where they belong to
 a gang. There, a shard may be empty: only stages that call collectives are called with it, and what the
 others would have given is absent from the outcome.
+
+
+Whether two executions of a call gave the same: what `--verify` compares.
+
+A value is compared leaf by leaf, by digests of the bytes that would be sent. Leaves that can't be sent (of a
+value that never leaves the worker) are not compared: what differs in them shows in what is made of them.
 """
 
 from __future__ import annotations
 
+import hashlib
 import sys
 from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pipedist.core import dlpack
+from msgspec import Struct
+
+from pipedist.core import dlpack, trees
 from pipedist.core.types import Tree
-from pipedist.errors import PipedistError
+from pipedist.errors import NonDeterministicError, PipedistError
 from pipedist.protocol.codec import UnsendableError, encode
 from pipedist.protocol.program import Emit, Program
 from pipedist.reduction.tree import Reduction
-from pipedist.worker import failures, forks
-from pipedist.worker.array_isolation import guard, own
+from pipedist.worker import failures, process_setup
+from pipedist.worker.array_isolation import as_readonly, take_ownership
 from pipedist.worker.context import Collectives, ReplicaContext, current
 from pipedist.worker.failures import CallFailure
-from pipedist.worker.output import importer
-from pipedist.worker.progress import Progress, StageClock, Stepped
-from pipedist.worker.shards import LeaseShards, Shard, ShardFinder
+from pipedist.worker.inputs import LeaseShards, Shard, ShardFinder, States
+from pipedist.worker.log_forwarding import importer
+from pipedist.worker.progress import CallProgress, StageClock, Stepped
 from pipedist.worker.stages import Stage
-from pipedist.worker.state_store import States
 
 if TYPE_CHECKING:
-    from pipedist.worker.variables import ReplicaVariables
-    from pipedist.worker.verification import Digests
+    from pipedist.worker.variables.replica import ReplicaVariables
+
 
 Outcome = dict[str, Tree]
 """What one call sends back: {slot: tree}."""
@@ -39,7 +47,7 @@ Result = tuple[Outcome, int]
 """An outcome, and its size in bytes."""
 
 
-class Seat(NamedTuple):
+class GangCallContext(NamedTuple):
     """What a call in a gang has, and others have not.
 
     Args:
@@ -59,19 +67,19 @@ class Call:
     Args:
         number: its number in the pass.
         stage: the stage that it is in; the first one while its shard is looked for.
-        seat: its replica's in a gang; None outside of one.
+        gang: its replica's in a gang; None outside of one.
         permanent: an error here and now will come again on every attempt.
         reading: its shard is looked for.
         in_user_code: it is in a stage's function.
     """
 
-    __slots__ = ("in_user_code", "number", "permanent", "reading", "replica", "seat", "stage", "step")
+    __slots__ = ("gang", "in_user_code", "number", "permanent", "reading", "replica", "stage", "step")
 
-    def __init__(self, number: int, replicas: int, stage: str, seat: Seat | None = None) -> None:
+    def __init__(self, number: int, replicas: int, stage: str, gang: GangCallContext | None = None) -> None:
         self.number = number
         self.step, self.replica = divmod(number, replicas)
         self.stage = stage
-        self.seat = seat
+        self.gang = gang
         self.permanent = False
         self.reading = False
         self.in_user_code = False
@@ -86,7 +94,7 @@ class PassExecutor:
         clock: where it is noted which stage runs.
     """
 
-    def __init__(self, program: Program, threads: int, clock: StageClock = Progress.clock) -> None:
+    def __init__(self, program: Program, threads: int, clock: StageClock = CallProgress.clock) -> None:
         self.program = program
         self.clock = clock
         self._threads = threads
@@ -115,9 +123,9 @@ class PassExecutor:
     def _stage_name(self, emit: Emit) -> str:
         return self._stages[emit.of].name if emit.of >= 0 else self.first_stage
 
-    def call(self, number: int, seat: Seat | None = None) -> Call:
+    def call(self, number: int, gang: GangCallContext | None = None) -> Call:
         """Return a call that has not begun."""
-        return Call(number, self.program.replicas, self.first_stage, seat)
+        return Call(number, self.program.replicas, self.first_stage, gang)
 
     def use(self, states: States, values: Mapping[str, Tree]) -> None:
         """Take over the states that the next lease reads.
@@ -162,7 +170,7 @@ class PassExecutor:
             The outcome, which nobody else can change, and its size in bytes.
         """
         shard = self._find(call, shards)
-        empty = call.seat is not None and shards.is_empty(shard)
+        empty = call.gang is not None and shards.is_empty(shard)
         values = self._values(call, shard, empty, wait)
         if self.program.verify:
             first = self._digests(values)
@@ -187,10 +195,10 @@ class PassExecutor:
                 if hasattr(type(result), "__await__"):
                     result = wait(result)
                 values.append(self._end(call, result))
-                del result  # or `own` would see it as somebody else's
+                del result  # or `take_ownership` would see it as somebody else's
             finally:
-                if forks.is_copy:
-                    forks.end_copy(stage.name)
+                if process_setup.is_copy:
+                    process_setup.end_copy(stage.name)
                 if stage.limit_ns:
                     self.clock.stop(call.number)
                 current.reset(token)
@@ -219,8 +227,8 @@ class PassExecutor:
                 values.append(self._end(call, result))
                 del result
             finally:
-                if forks.is_copy:
-                    forks.end_copy(stage.name)
+                if process_setup.is_copy:
+                    process_setup.end_copy(stage.name)
                 if stage.limit_ns:
                     self.clock.stop(call.number)
                 current.reset(token)
@@ -228,13 +236,13 @@ class PassExecutor:
 
     def _digests(self, values: list[Tree]) -> list[Digests]:
         """Return the digests of what each stage gave."""
-        from pipedist.worker.verification import digests_of  # few runs are verified
+        from pipedist.worker.execution import digests_of  # few runs are verified
 
         return [digests_of(None if value is _ABSENT else value) for value in values]
 
     def _check_same(self, call: Call, first: list[Digests], values: list[Tree]) -> None:
         """Compare what each stage gave with what it gave the first time."""
-        from pipedist.worker.verification import check_same  # loaded already
+        from pipedist.worker.execution import check_same  # loaded already
 
         call.permanent = True
         for stage, before, now in zip(self._stages, first, self._digests(values), strict=True):
@@ -259,7 +267,7 @@ class PassExecutor:
             call.permanent = True
             self._load(stage, call)
             call.permanent = False
-        seat = call.seat
+        gang = call.gang
         ctx = ReplicaContext(
             call.replica,
             self.program.replicas,
@@ -268,46 +276,46 @@ class PassExecutor:
             stage.name,
             shard.elements,
             self.program.seed,
-            seat.meet(stage.is_async) if seat is not None and stage.collectives else None,
+            gang.meet(stage.is_async) if gang is not None and stage.collectives else None,
         )
         ctx.device = stage.device
-        if seat is not None:
-            ctx.device = seat.device or stage.device
-            ctx.variables = seat.variables
+        if gang is not None:
+            ctx.device = gang.device or stage.device
+            ctx.variables = gang.variables
         return ctx
 
     def _begin(self, stage: Stage, call: Call, shard: Shard, values: list[Tree], ctx: ReplicaContext) -> Any:
         """Call a stage's function in its context; return its result, or what must be awaited for it."""
         call.in_user_code = True
-        owner = 0 if call.seat is None else call.replica
+        owner = 0 if call.gang is None else call.replica
         if stage.is_class:
             stage.make_instance(owner)
         if stage.of >= 0:
-            value = guard(values[stage.of])
+            value = as_readonly(values[stage.of])
         else:
-            value = guard(shard.value) if self._shard_is_shared else shard.value
+            value = as_readonly(shard.value) if self._shard_is_shared else shard.value
         if stage.limit_ns:
             self.clock.start(call.number, len(values) + 1, stage.limit_ns)
         return stage.call(value, ctx, owner)
 
     def _end(self, call: Call, result: Tree) -> Tree:
         call.in_user_code = False
-        if call.seat is None or call.seat.variables is None:
+        if call.gang is None or call.gang.variables is None:
             return result
-        from pipedist.worker.variable_access import plain  # loaded already: there are variables
+        from pipedist.worker.variables.access import plain  # loaded already: there are variables
 
         return plain(result)
 
     def _emit(self, call: Call, shard: Tree, values: list[Tree], empty: bool) -> Result:
         """Collect what the call sends back. Empties `values`, so that fresh arrays need no copy."""
         call.permanent = True
-        seat = call.seat
-        if self._sole is not None and not empty and (seat is None or seat.variables is None):
+        gang = call.gang
+        if self._sole is not None and not empty and (gang is None or gang.variables is None):
             of = self._sole.of
             call.stage = self._stages[of].name
             box = [values[of]]
             values.clear()
-            value, size = own(box)
+            value, size = take_ownership(box)
             return {self._sole.slot: value}, size
         outcome: Outcome = dict.fromkeys(self._slots)
         size = 0
@@ -317,7 +325,7 @@ class PassExecutor:
             if value is _ABSENT:
                 del outcome[emit.slot]
                 continue
-            outcome[emit.slot], bytes_ = own([reduction.partial(dlpack.to_host(value))])
+            outcome[emit.slot], bytes_ = take_ownership([reduction.partial(dlpack.to_host(value))])
             del value
             size += bytes_
         owned: dict[int, Tree] = {}
@@ -333,15 +341,15 @@ class PassExecutor:
             if of not in owned:
                 box = [values[of]]
                 values[of] = None
-                owned[of], bytes_ = own(box)
+                owned[of], bytes_ = take_ownership(box)
                 size += bytes_
             outcome[emit.slot] = owned[of]
-        if seat is not None and seat.variables is not None:
-            size += self._emit_assigned(seat.variables, outcome)
+        if gang is not None and gang.variables is not None:
+            size += self._emit_assigned(gang.variables, outcome)
         return outcome, size
 
     def _emit_assigned(self, side: ReplicaVariables, outcome: Outcome) -> int:
-        from pipedist.worker.variables import size_of
+        from pipedist.worker.variables.replica import size_of
 
         assigned = side.assigned()
         if assigned is None:
@@ -398,3 +406,62 @@ def _is_plain(error: BaseException) -> bool:
     """Whether it is an error, and no wish to end the process."""
     asyncio = sys.modules.get("asyncio")  # without it nobody raises its CancelledError
     return isinstance(error, Exception) or (asyncio is not None and isinstance(error, asyncio.CancelledError))
+
+
+_DIGEST_BYTES = 16
+
+
+class Digests(Struct, frozen=True):
+    """What a value was.
+
+    Args:
+        leaves: digest of each leaf, by its path; "" of a bare one.
+        structure: of the tree around them.
+    """
+
+    leaves: Mapping[str, bytes]
+    structure: str
+
+
+def digests_of(value: Tree) -> Digests:
+    """Return the digests of a value as it is now: whoever holds it may change it later."""
+    leaves, structure = trees.flatten(value)
+    paths = trees.treedef_paths(structure)
+    found = ((path, _digest(leaf)) for path, leaf in zip(paths, leaves, strict=True))
+    return Digests({path: digest for path, digest in found if digest is not None}, trees.describe(structure))
+
+
+def _digest(leaf: trees.Leaf) -> bytes | None:
+    try:
+        frames = encode(take_ownership([leaf])[0])
+    except UnsendableError:
+        return None
+    digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+    for frame in frames:
+        digest.update(frame)
+    return digest.digest()
+
+
+def check_same(first: Digests, second: Digests) -> None:
+    """Compare two executions of a stage's function on one shard.
+
+    Raises:
+        NonDeterministicError: they differ; it names the first place, in the order of paths.
+    """
+    before, now = first.leaves, second.leaves
+    for path in dict.fromkeys((*before, *now)):
+        if before.get(path) != now.get(path):
+            place = f"at {path!r} in its value" if path else "in its value"
+            one = path not in before or path not in now
+            raise NonDeterministicError(_text(f"{place}{', which one of them has not' if one else ''}"))
+    if first.structure != second.structure:
+        raise NonDeterministicError(_text(f"{first.structure} and then {second.structure}"))
+
+
+def _text(where: str) -> str:
+    return (
+        f"two executions of this call gave different results, {where}: the function is not deterministic in "
+        "(shard, with, ctx), so another run may give other results. Usual causes: clocks; random numbers "
+        "that are not of ctx.rng; what one call leaves behind for the next, in globals or in an instance; "
+        "the order of a set; threads"
+    )

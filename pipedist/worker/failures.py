@@ -25,7 +25,7 @@ TRACEBACK_CHARS_MAX = 65_536
 """The longest formatted traceback."""
 
 _FOLDER = os.path.dirname(os.path.abspath(__file__))
-_CALLERS = frozenset(os.path.join(_FOLDER, name) for name in ("execution.py", "ranges.py", "stages.py"))
+_CALLERS = frozenset(os.path.join(_FOLDER, name) for name in ("execution.py", "lease_run.py", "stages.py"))
 """The files whose frames call the user's code."""
 
 _ENDS: dict[type[BaseException], Callable[[BaseException], str]] = {

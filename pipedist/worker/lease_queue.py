@@ -1,8 +1,8 @@
-"""The leases that a worker was assigned: the one that executes, those that wait, what of each is reported.
+"""The leases of a worker: the one that executes, those that wait, and the next unreported call of each.
 
-Part of the worker's machine, and as free of I/O. The machine decides what the worker does; here stands in
-which order, and what may be said of a lease at all: by the scheduler (RemoteProtocolError), or by the
-driver (LocalProtocolError).
+Part of the worker's state machine, and sans-I/O like it. The machine decides the actions; the queue keeps the
+order, and rejects statements about leases that are impossible, from the scheduler (RemoteProtocolError) or
+from the driver (LocalProtocolError).
 """
 
 from __future__ import annotations
@@ -11,20 +11,44 @@ from collections import OrderedDict
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from msgspec import Struct
+
 from pipedist.errors import LocalProtocolError, RemoteProtocolError
-from pipedist.worker.limits import Limits
+from pipedist.protocol.messages import CACHED_RANGES_MAX
+
+
+class WorkerLimits(Struct, frozen=True):
+    """The limits of a worker.
+
+    Args:
+        join_s: maximum time until the scheduler replies to Hello, seconds.
+        flush_s: maximum time until a finished call is reported, seconds.
+        flush_bytes: maximum size of results that wait to be reported.
+        leases_queued_max: maximum number of leases that wait behind the executing one.
+        recalls_queued_max: maximum number of recalls that wait besides; equal to the ranges that a worker offers.
+        passes_max: maximum number of passes bound at a time.
+        states_max: maximum number of states with stored values.
+    """
+
+    join_s: float = 30.0
+    flush_s: float = 0.02
+    flush_bytes: int = 4 * 2**20
+    leases_queued_max: int = 64
+    recalls_queued_max: int = CACHED_RANGES_MAX
+    passes_max: int = 1024
+    states_max: int = 4096
 
 
 @dataclass(slots=True)
-class Lease:
-    """An assigned range.
+class AssignedLease:
+    """An assigned range of calls.
 
     Args:
-        next: its first call that is not reported.
-        members: of its gang; 0 where it is of none.
-        collectives: those that it has brought its part to.
-        recalled: its results were kept, and are reported without executing anything.
-        kept: what it reports is kept until it is durable.
+        next: the first call that is not reported.
+        members: size of its gang; 0: no gang.
+        collectives: the number of collectives that it has contributed to.
+        recalled: its results are in the cache, and are reported without executing anything.
+        cached: its results are cached until they are durable.
     """
 
     id: int
@@ -34,29 +58,29 @@ class Lease:
     members: int = 0
     collectives: int = 0
     recalled: bool = False
-    kept: bool = False
+    cached: bool = False
 
 
-class Agenda:
-    """Which lease executes, and which wait, in order of arrival.
+class LeaseQueue:
+    """The executing lease, and the waiting ones in order of arrival.
 
     Args:
-        limits: how many may wait.
+        limits: the maximum number of waiting leases.
     """
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: WorkerLimits) -> None:
         self._limits = limits
-        self.active: Lease | None = None
-        """The lease that executes; where it is None, none waits either."""
-        self._waiting: OrderedDict[int, Lease] = OrderedDict()
+        self.active: AssignedLease | None = None
+        """The executing lease; while it is None, no lease waits."""
+        self._waiting: OrderedDict[int, AssignedLease] = OrderedDict()
 
-    # -- what the scheduler says -----------------------------------------------------
+    # -- events from the scheduler ---------------------------------------------------
 
-    def take(self, lease: Lease) -> bool:
-        """Take in a lease; return whether it is the one that executes.
+    def add(self, lease: AssignedLease) -> bool:
+        """Add a lease; return whether it executes at once.
 
         Raises:
-            RemoteProtocolError: it has no calls, was assigned before, or too many wait.
+            RemoteProtocolError: the lease has no calls, was assigned before, or too many leases wait.
         """
         if not 0 <= lease.next < lease.hi:
             raise RemoteProtocolError(f"lease {lease.id} has the calls [{lease.next}, {lease.hi})")
@@ -71,18 +95,18 @@ class Agenda:
         self._waiting[lease.id] = lease
         return False
 
-    def find(self, lease_id: int) -> Lease | None:
+    def find(self, lease_id: int) -> AssignedLease | None:
         """Return a lease that executes or waits; None: it is over."""
         if self.active is not None and self.active.id == lease_id:
             return self.active
         return self._waiting.get(lease_id)
 
     def withdraw(self, lease_id: int) -> bool:
-        """Drop a lease that waits; return whether there is one."""
+        """Drop a waiting lease; return False if it does not wait."""
         return self._waiting.pop(lease_id, None) is not None
 
     def withdraw_pass(self, pass_id: int) -> list[int]:
-        """Drop the leases of a pass that wait; return which."""
+        """Drop the waiting leases of a pass; return their ids."""
         gone = [lease.id for lease in self._waiting.values() if lease.pass_id == pass_id]
         for lease_id in gone:
             del self._waiting[lease_id]
@@ -93,32 +117,32 @@ class Agenda:
         self.active = None
         self._waiting.clear()
 
-    # -- what the driver says --------------------------------------------------------
+    # -- events from the driver ------------------------------------------------------
 
-    def next(self) -> Lease | None:
-        """Go on to the lease that waits longest, and return it; the active one is over."""
+    def next(self) -> AssignedLease | None:
+        """End the active lease; activate and return the one that has waited longest."""
         self.active = self._waiting.popitem(last=False)[1] if self._waiting else None
         return self.active
 
-    def report(self, lease_id: int, lo: int, hi: int) -> Lease:
-        """Take note that calls [lo, hi) of the lease that executes are over, and return it.
+    def report(self, lease_id: int, lo: int, hi: int) -> AssignedLease:
+        """Record that calls [lo, hi) of the executing lease are over; return the lease.
 
         Raises:
-            LocalProtocolError: they are not the next ones of it.
+            LocalProtocolError: they are not its next calls.
         """
         lease = self.active
         if lease is None or lease.id != lease_id:
             raise LocalProtocolError(f"calls of lease {lease_id} were reported, but {lease} executes")
         if not lease.next == lo < hi <= lease.hi:
-            raise LocalProtocolError(f"calls [{lo}, {hi}) were reported of {lease}")
+            raise LocalProtocolError(f"calls [{lo}, {hi}) of {lease} were reported")
         lease.next = hi
         return lease
 
-    def gang(self, lease_id: int) -> Lease:
-        """Return the lease that executes, of which something was said that only a gang's can do.
+    def gang_lease(self, lease_id: int) -> AssignedLease:
+        """Return the executing lease, which must belong to a gang.
 
         Raises:
-            LocalProtocolError: it is not that one, or of no gang.
+            LocalProtocolError: another lease executes, or this one belongs to no gang.
         """
         lease = self.active
         if lease is None or lease.id != lease_id or not lease.members:
@@ -128,14 +152,14 @@ class Agenda:
     # -- checks ----------------------------------------------------------------------
 
     def broken_invariant(self, passes: Collection[int]) -> str:
-        """Return an invariant that does not hold, "" if all do; put into words only then.
+        """Return the first invariant that does not hold; "" if all hold.
 
         Args:
-            passes: those that are bound.
+            passes: the bound passes.
         """
         active = self.active
         if self._waiting and active is None:
-            return "leases wait only while one executes"
+            return "leases wait, but none executes"
         if len(self._waiting) > self._limits.leases_queued_max + self._limits.recalls_queued_max:
             return "too many leases wait"
         if active is not None:
@@ -144,9 +168,9 @@ class Agenda:
             if active.id in self._waiting:
                 return f"{active} waits and executes"
             if active.collectives and not active.members:
-                return f"{active} is of no gang, but has collectives"
+                return f"{active} belongs to no gang, but has collectives"
             if active.pass_id not in passes:
-                return f"{active} is of no bound pass"
+                return f"{active} belongs to no bound pass"
         for lease in self._waiting.values():
             if lease.pass_id not in passes:
                 return f"{lease} waits, but its pass is not bound"

@@ -1,4 +1,4 @@
-"""What a worker holds of passes, leases and states, and how a lease becomes a run."""
+"""The passes, leases and states that a worker holds, and the start of a lease's execution."""
 
 from __future__ import annotations
 
@@ -7,63 +7,60 @@ from typing import TYPE_CHECKING
 
 from pipedist.errors import PipedistError, ProtocolError
 from pipedist.protocol.messages import AssignGang, Relay
-from pipedist.protocol.program import ReaderConfig, Shards
-from pipedist.worker.binding import Unloadable, from_frames, load_tree
+from pipedist.protocol.program import ReaderConfig, Shards, Unloadable, from_frames, load_tree
 from pipedist.worker.commands import Execute
 from pipedist.worker.execution import PassExecutor
-from pipedist.worker.loops import PersistentLoop
+from pipedist.worker.inputs import StateStore
+from pipedist.worker.lease_run import LeaseRun, PersistentLoop, RejectedLeaseRun
 from pipedist.worker.progress import StageClock
-from pipedist.worker.ranges import RangeRun, RefusedRange
-from pipedist.worker.state_store import StateStore
 
 if TYPE_CHECKING:
-    from pipedist.worker.code_store import CodeStore
-    from pipedist.worker.gang_run import GangRun
-    from pipedist.worker.gang_setup import Gangs, Scheduler
-    from pipedist.worker.relay_channel import Inbox
-    from pipedist.worker.variables import BoundVariables
+    from pipedist.protocol.code_archive import CodeStore
+    from pipedist.worker.gangs import GangClient, GangRun, GangRunFactory
+    from pipedist.worker.relay_channel import RelayBuffer
+    from pipedist.worker.variables.replica import BoundVariables
 
-    Run = RangeRun | RefusedRange | GangRun
+    Run = LeaseRun | RejectedLeaseRun | GangRun
 
 
 class Leases:
-    """Keeps what the machine says is to be kept.
+    """Stores what the machine's commands name, and makes the run of a lease.
 
     Args:
-        scheduler: whom gangs talk to.
+        client: the connection of gangs to the scheduler.
         threads: BLAS and OpenMP threads of this process.
-        clock: where it is noted which stage runs.
-        code: what stands here for the scheduler's code folders.
+        clock: records the running stage.
+        code: local copies of the scheduler's code folders.
     """
 
-    def __init__(self, scheduler: Scheduler, threads: int, clock: StageClock, code: CodeStore) -> None:
-        self._scheduler = scheduler
+    def __init__(self, client: GangClient, threads: int, clock: StageClock, code: CodeStore) -> None:
+        self._client = client
         self._threads = threads
         self._clock = clock
         self._code = code
         self._loop = PersistentLoop()
         self._passes: dict[int, PassExecutor | Unloadable] = {}
-        """What executes each bound pass, or why nothing can."""
+        """The executor of each bound pass, or the error for which it has none."""
         self._readers: dict[int, ReaderConfig | None] = {}
-        """How the shards of each of them are found."""
+        """How the shards of each bound pass are read."""
         self._payloads: dict[int, Sequence[memoryview]] = {}
         """Shards of leases that have not begun."""
-        self._members: dict[int, tuple[AssignGang, Inbox]] = {}
-        """Leases that are of a gang, until they are dropped: their place, and what others bring."""
-        self._gangs: Gangs | None = None
-        """Made when the first gang needs it."""
+        self._members: dict[int, tuple[AssignGang, RelayBuffer]] = {}
+        """Gang leases until they are dropped: the assignment, and the contributions of other members."""
+        self._gangs: GangRunFactory | None = None
+        """Made for the first gang."""
         self.states = StateStore()
 
     def open_pass(self, pass_id: int, frames: Sequence[memoryview], *, elsewhere: bool = False) -> None:
-        """Keep a program; one that can't be loaded is told by each of its calls.
+        """Store a program. If it cannot be loaded, each of its calls fails with the error.
 
         Args:
-            elsewhere: the scheduler's files are not this host's.
+            elsewhere: the scheduler runs on another host.
         """
         if elsewhere:
             self._code.announce()
         try:
-            program = from_frames(frames, self._code.place)
+            program = from_frames(frames, self._code.local_folder)
             self._passes[pass_id] = PassExecutor(program, self._threads, self._clock)
         except Unloadable as error:
             self._passes[pass_id] = error
@@ -71,76 +68,76 @@ class Leases:
         self._readers[pass_id] = program.reader
 
     def sees_data(self, pass_id: int) -> bool:
-        """Whether this host has the very files that a pass reads."""
+        """Return whether this host has the very files that a pass reads."""
         reader = self._readers.get(pass_id)
         if reader is None or reader.source is None:
             return False
-        from pipedist.datasets.sources.paths import is_visible  # only where hosts differ
+        from pipedist.datasets.sources.paths import is_visible  # needed only if hosts differ
 
         return is_visible(reader.source)
 
     def drop_pass(self, pass_id: int) -> None:
-        """Let go of a pass."""
+        """Drop a pass, and close its executor."""
         self._readers.pop(pass_id, None)
         executor = self._passes.pop(pass_id)
         if isinstance(executor, PassExecutor):
             executor.close()
 
-    def keep(self, lease: int, frames: Sequence[memoryview], gang: AssignGang | None) -> None:
-        """Keep the shards of a lease, and its place in a gang."""
+    def store(self, lease: int, frames: Sequence[memoryview], gang: AssignGang | None) -> None:
+        """Store the shards of a lease, and its assignment if it belongs to a gang."""
         self._payloads[lease] = frames
         if gang is not None:
-            from pipedist.worker.relay_channel import Inbox  # most workers see no gang
+            from pipedist.worker.relay_channel import RelayBuffer  # most workers run no gangs
 
-            self._members[lease] = (gang, Inbox())
+            self._members[lease] = (gang, RelayBuffer())
 
-    def keep_relay(self, relay: Relay, frames: Sequence[memoryview]) -> None:
-        """Keep what another member of a lease's gang brought."""
+    def store_relay(self, relay: Relay, frames: Sequence[memoryview]) -> None:
+        """Store the contribution of another member of a lease's gang."""
         self._members[relay.lease][1].put(relay, frames)
 
     def drop(self, lease: int) -> bool:
-        """Let go of a lease; return whether it had not begun."""
+        """Drop a lease; return False if it has begun."""
         self._members.pop(lease, None)
         return self._payloads.pop(lease, None) is not None
 
-    def is_gangs(self, lease: int) -> bool:
-        """Whether a lease is of a gang, and has not been dropped."""
+    def is_gang_lease(self, lease: int) -> bool:
+        """Return whether a lease belongs to a gang, and has not been dropped."""
         return lease in self._members
 
     def begin(self, slice_: Execute, begin: Callable[[int], None]) -> Run:
-        """Return the run of a lease, whose first slice is to be executed.
+        """Return the run of a lease whose first slice is about to execute.
 
         Args:
-            begin: told the number of each call before it runs.
+            begin: called with the number of each call before it runs.
 
         Raises:
-            RemoteProtocolError: what the scheduler sent makes no sense.
+            RemoteProtocolError: the scheduler sent something malformed.
         """
         frames = self._payloads.pop(slice_.lease)
         executor = self._passes[slice_.pass_id]
         if isinstance(executor, Unloadable):
-            return RefusedRange(executor, "", slice_.lo)
+            return RejectedLeaseRun(executor, "", slice_.lo)
         begin(slice_.lo)  # decoding may import a user's module, which may end the process
         try:
             shards = Shards(*load_tree(frames, "the arguments of this call"))
             bound = self._use_states(executor, shards)
             if slice_.lease not in self._members:
-                return RangeRun(executor, self._loop, shards, slice_.lo, slice_.hi, begin)
+                return LeaseRun(executor, self._loop, shards, slice_.lo, slice_.hi, begin)
             return self._begin_gang(slice_.lease, executor, shards, bound, begin)
         except ProtocolError:
             raise
         except PipedistError as error:
-            return RefusedRange(error, executor.first_stage, slice_.lo)
+            return RejectedLeaseRun(error, executor.first_stage, slice_.lo)
 
     def _use_states(self, executor: PassExecutor, shards: Shards) -> BoundVariables | None:
-        """Give the pass's stages the states that a lease reads; return the variables among them."""
+        """Pass the states that a lease reads to the stages; return the variables among them."""
         states = shards.states or {}
         values = self.states.values(states)
         bound = None
         if states:
-            from pipedist.worker import variables  # most passes read no state
+            from pipedist.worker.variables.replica import bind  # most passes read no state
 
-            bound = variables.bind(states, values)
+            bound = bind(states, values)
             if bound is not None:
                 values |= bound.proxies
         executor.use(states, values)
@@ -155,21 +152,21 @@ class Leases:
         begin: Callable[[int], None],
     ) -> GangRun:
         if self._gangs is None:
-            from pipedist.worker.gang_setup import Gangs
+            from pipedist.worker.gangs import GangRunFactory
 
-            self._gangs = Gangs(self._scheduler, self._loop)
+            self._gangs = GangRunFactory(self._client, self._loop)
 
-        def keep_produced() -> None:
+        def store_produced() -> None:
             if bound is not None:
                 for space, version, value in bound.produced():
-                    self.states.keep(space, version, value)
+                    self.states.put(space, version, value)
 
-        assigned, inbox = self._members[lease]
+        assigned, buffer = self._members[lease]
         return self._gangs.new_run(
-            assigned, executor, shards, inbox, bound=bound, begin=begin, on_success=keep_produced
+            assigned, executor, shards, buffer, bound=bound, begin=begin, on_success=store_produced
         )
 
     def close(self) -> None:
-        """Let go of threads and mapped memory; the process ends."""
+        """Close threads and mapped memory; the process ends."""
         if self._gangs is not None:
             self._gangs.close()

@@ -1,8 +1,8 @@
 """A worker process, from its first line to its exit code.
 
-A process ends in one of these ways, and its exit code says which: see `ExitCode`. Whatever user
-code does to end it (`sys.exit`, `os._exit`, a crash) ends it with that code or signal; that it was user
-code is seen by what the process has not noted (`Progress.is_over`), as any code may be a user's.
+The exit code is the reason for the end of the process: see `ExitCode`. If user code ends the process (`sys.exit`,
+`os._exit`, a crash), its own code or signal is kept; `CallProgress.is_over` distinguishes the two, because user code
+may use any exit code.
 """
 
 from __future__ import annotations
@@ -18,47 +18,51 @@ from typing import Any
 
 from pipedist.core.gpus import VISIBLE
 from pipedist.errors import ProtocolError, UsageError
+from pipedist.protocol.code_archive import CodeStore, stored_digests
 from pipedist.transport.dealer import ConnectionLost, Dealer
 from pipedist.transport.endpoints import parse_endpoint
-from pipedist.worker import forks
-from pipedist.worker.code_store import CodeStore, held
+from pipedist.worker import process_setup
 from pipedist.worker.commands import Ending
 from pipedist.worker.context import set_task
 from pipedist.worker.driver import Driver
-from pipedist.worker.heap import keep_freed_pages
-from pipedist.worker.hello import make_hello
-from pipedist.worker.kernel import WORKER_NAME, die_with, set_process_name
-from pipedist.worker.limits import Limits
+from pipedist.worker.lease_queue import WorkerLimits
 from pipedist.worker.machine import WorkerMachine
-from pipedist.worker.progress import Progress
-from pipedist.worker.result_cache import KeptResults
-from pipedist.worker.settings import WorkerSettings
+from pipedist.worker.process_setup import (
+    WORKER_NAME,
+    WorkerSettings,
+    die_with,
+    keep_freed_pages,
+    make_hello,
+    set_process_name,
+)
+from pipedist.worker.progress import CallProgress
+from pipedist.worker.result_cache import ResultCache
 
 LINGER_S = 2.0
-"""How long the last messages may take to leave."""
+"""Maximum time to send the last messages."""
 
 PROBE_S = 1.0
-"""How long it is tried to find out why nobody has answered."""
+"""Maximum time to diagnose why no scheduler has replied."""
 
 
 class ExitCode(enum.IntEnum):
-    """How a worker process ended, where user code did not end it."""
+    """The exit code of a worker process, unless user code ended it."""
 
     STOPPED = 0
     CONNECTION_LOST = 68
-    """The scheduler is gone, or lets this connection down; the next incarnation may join (EX_NOHOST)."""
+    """The connection to the scheduler was lost; the next incarnation may join (sysexits: EX_NOHOST)."""
     USAGE = 64
-    """The endpoint or the key file can't be used (EX_USAGE)."""
+    """The endpoint or the key file cannot be used (EX_USAGE)."""
     UNANSWERED = 69
-    """No scheduler answered (sysexits: EX_UNAVAILABLE)."""
+    """No scheduler replied (EX_UNAVAILABLE)."""
     DEFECT = 70
     """An error in pipedist; its traceback is on stderr (EX_SOFTWARE)."""
     FENCED = 75
-    """Put out, or not fit for what was assigned; the next incarnation may join (EX_TEMPFAIL)."""
+    """Evicted, or a new process is needed; the next incarnation may join (EX_TEMPFAIL)."""
     PROTOCOL = 76
-    """The scheduler broke the protocol, or refused the handshake (EX_PROTOCOL)."""
+    """The scheduler broke the protocol, or rejected the handshake (EX_PROTOCOL)."""
     REFUSED = 77
-    """Not let in (EX_NOPERM)."""
+    """Rejected by the scheduler (EX_NOPERM)."""
 
 
 _EXIT_CODES = {
@@ -72,30 +76,32 @@ _EXIT_CODES = {
 
 def run_process(
     settings: WorkerSettings,
-    progress: Progress | None = None,
-    kept_file: int | None = None,
+    progress: CallProgress | None = None,
+    cache_file: int | None = None,
     proof: str = "",
 ) -> int:
-    """Be a worker until the scheduler says stop; return the process's exit code.
+    """Run a worker until the scheduler stops it; return the exit code.
+
+    Only for a process without other tasks: it takes over signals, sys.stdout and sys.stderr. It never raises;
+    errors are printed to stderr.
 
     Args:
-        kept_file: descriptor of memory through which an incarnation hands its kept results on to the next;
-            None: there is none, or nobody will ask for them. SIGTERM is then the scheduler's to answer;
-            otherwise the process ends when what it runs is over.
-        proof: that its name is its own (`pipedist.worker.names`); "" where the scheduler started it.
-
-    Only for a process that does nothing else: signals, sys.stdout and sys.stderr become the
-    worker's. Never raises; what goes wrong is printed to stderr.
+        settings: of the worker.
+        progress: records the running call; None: not recorded.
+        cache_file: descriptor of the memory through which an incarnation passes its cached results to the next.
+            With it, the process ends after SIGTERM as soon as its calls are over; None: the results are
+            dropped, and the scheduler handles SIGTERM.
+        proof: proof of the worker's name (`pipedist.worker.identity`); "" if the scheduler started it.
     """
     set_process_name(WORKER_NAME)
     keep_freed_pages()
     set_task(settings.task)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's Ctrl-C is the scheduler's to answer
-    forks.answer(forks.pass_over)  # a terminal that is closed, `timeout`, `systemctl stop` signal it too
-    forks.watch()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the scheduler handles the terminal's Ctrl-C
+    process_setup.handle_signals(process_setup.do_nothing)  # also sent by `timeout`, or a closed terminal
+    process_setup.detect_copies()
     label = f"pipedist worker {settings.worker}"
     try:
-        return _work(settings, progress or Progress(), label, kept_file, proof)
+        return _work(settings, progress or CallProgress(), label, cache_file, proof)
     except SystemExit as error:
         _print_to_stderr(f"{label} ends: a task of a replica function called sys.exit({error.code!r})\n")
         return (error.code or 0) & 0xFF if error.code is None or isinstance(error.code, int) else 1
@@ -109,42 +115,44 @@ def run_process(
         _print_to_stderr(f"{label} ends: a task of a replica function raised KeyboardInterrupt\n")
         return 128 + signal.SIGINT
     except Exception:
-        _print_to_stderr(f"{label} ends because of a defect in pipedist\n{traceback.format_exc()}")
+        _print_to_stderr(f"{label} ends because of a bug in pipedist\n{traceback.format_exc()}")
         return ExitCode.DEFECT
     except BaseException as error:
         _print_to_stderr(f"{label} ends: user code raised {type(error).__name__}: {error}\n")
         return 1
 
 
-def _work(settings: WorkerSettings, progress: Progress, label: str, kept_file: int | None, proof: str) -> int:
-    if settings.visible is not None:  # before anything that reads it is loaded
+def _work(
+    settings: WorkerSettings, progress: CallProgress, label: str, cache_file: int | None, proof: str
+) -> int:
+    if settings.visible is not None:  # before a library reads it
         os.environ[VISIBLE] = settings.visible
     keys = None
     if settings.key_file:
-        from pipedist.transport.keys import read_key_file  # most workers are local, and need none
+        from pipedist.transport.keys import read_key_file  # most workers are local, and have none
 
         keys = read_key_file(settings.key_file).client
     identity = f"{settings.worker}.{settings.incarnation}.{os.urandom(8).hex()}".encode()
     dealer = Dealer(settings.endpoint, identity=identity, keys=keys)
-    kept = KeptResults()
-    if kept_file is not None:
-        kept.load(kept_file)
+    cache = ResultCache()
+    if cache_file is not None:
+        cache.load(cache_file)
     protocol = WorkerMachine(
         make_hello(
             settings.worker,
             settings.incarnation,
-            kept.offers(),
+            cache.offers(),
             settings.gpus,
-            held(settings.code_root),
+            stored_digests(settings.code_root),
             proof,
             settings.threads,
         ),
-        Limits(join_s=settings.join_s),
+        WorkerLimits(join_s=settings.join_s),
     )
     code = CodeStore(settings.code_root, settings.worker)
 
-    def tell(text: str) -> None:
-        if settings.tells:
+    def report(text: str) -> None:
+        if settings.verbose:
             _print_to_stderr(f"{label} at {settings.endpoint}: {text}\n")
 
     try:
@@ -155,35 +163,35 @@ def _work(settings: WorkerSettings, progress: Progress, label: str, kept_file: i
             join_s=settings.join_s,
             progress=progress,
             die=_die,
-            tell=tell,
-            doubt=lambda: _unknown_host(settings.endpoint),
-            kept=kept,
+            report=report,
+            diagnose=lambda: _unknown_host(settings.endpoint),
+            cache=cache,
             code=code,
         )
         driver.output.install()
-        if kept_file is not None:
-            signal.signal(signal.SIGTERM, lambda _number, _frame: driver.leave("it was told to leave"))
+        if cache_file is not None:
+            signal.signal(signal.SIGTERM, lambda _number, _frame: driver.leave("SIGTERM"))
         ending, reason = driver.run()
-    except ConnectionLost:  # also while it joins: who was there may come back
-        _hand_on(kept, kept_file, tell)
+    except ConnectionLost:  # also while joining: the scheduler may come back
+        _save(cache, cache_file, report)
         raise
     finally:
         dealer.close(LINGER_S)
         code.close()
     if ending in (Ending.FENCED, Ending.UNFIT):
-        _hand_on(kept, kept_file, tell)
+        _save(cache, cache_file, report)
     if ending is Ending.UNANSWERED:
         reason += _why_unanswered(settings.endpoint)
-    if ending is Ending.UNANSWERED and len(kept):
-        reason += f"; {len(kept)} finished calls that were kept for a scheduler are given up"
+    if ending is Ending.UNANSWERED and len(cache):
+        reason += f"; {len(cache)} cached results are dropped"
     if ending is not Ending.STOPPED:
         _print_to_stderr(f"{label}: {ending.value} ({settings.endpoint}): {reason}\n")
     return _EXIT_CODES[ending]
 
 
 def _unknown_host(endpoint: str) -> str:
-    """Return that an endpoint's host has no address, "" if it has one; it may get one later."""
-    import socket  # seldom needed
+    """Return that the endpoint's host has no address, or "". It may get an address later."""
+    import socket  # rarely needed
 
     parsed = parse_endpoint(endpoint, bind=False, has_keys=True)
     try:
@@ -195,8 +203,8 @@ def _unknown_host(endpoint: str) -> str:
 
 
 def _why_unanswered(endpoint: str) -> str:
-    """Return what else is to be said where nobody has answered: how far one gets; "" if nothing is known."""
-    import socket  # seldom needed
+    """Return the result of a connection attempt, for the report that no scheduler has replied; "" if unknown."""
+    import socket  # rarely needed
 
     parsed = parse_endpoint(endpoint, bind=False, has_keys=True)
     if not parsed.is_tcp:
@@ -206,28 +214,28 @@ def _why_unanswered(endpoint: str) -> str:
     try:
         socket.create_connection((parsed.host, parsed.port), timeout=PROBE_S).close()
     except ConnectionRefusedError:
-        return "; nothing listens there: is the run there, and is this its port?"
+        return "; no process listens there. Check that the run has started, and that this is its port"
     except TimeoutError:
-        return "; nothing comes back from there: is a firewall in between, or is the address another host's?"
+        return "; the connection timed out. Check the address, and the firewalls in between"
     except OSError as error:
-        return f"; there is no way to it: {error.strerror}"
-    return "; something listens there that does not speak as a run of pipedist does"
+        return f"; it cannot be reached: {error.strerror}"
+    return "; the process that listens there is not a run of pipedist"
 
 
-def _hand_on(kept: KeptResults, file: int | None, tell: Callable[[str], None]) -> None:
-    """Leave what is kept to the next incarnation."""
-    if file is None or not len(kept):
+def _save(cache: ResultCache, file: int | None, report: Callable[[str], None]) -> None:
+    """Pass the cached results to the next incarnation."""
+    if file is None or not len(cache):
         return
     try:
-        kept.save(file)
-    except OSError as error:  # they are done again
-        tell(f"{len(kept)} finished calls can't be kept: {error}")
+        cache.save(file)
+    except OSError as error:  # these calls will be re-executed
+        report(f"{len(cache)} finished calls cannot be kept: {error}")
     else:
-        tell(f"{len(kept)} finished calls are kept for whoever goes on with the run")
+        report(f"{len(cache)} finished calls are kept for the resumed run")
 
 
 def _die(text: str) -> None:
-    _print_to_stderr(f"a worker ends because of a defect in pipedist\n{text}")
+    _print_to_stderr(f"a worker ends because of a bug in pipedist\n{text}")
     os._exit(ExitCode.DEFECT)
 
 
@@ -235,7 +243,7 @@ def _print_to_stderr(text: str) -> None:
     stream = sys.__stderr__
     if stream is None:
         return
-    with contextlib.suppress(OSError):  # nobody reads it any more: no reason to end
+    with contextlib.suppress(OSError):  # its reader is gone: no reason to end
         stream.write(text)
         stream.flush()
 
@@ -244,17 +252,17 @@ def main(arguments: Mapping[str, Any]) -> None:
     """Run the worker process of a supervisor, then exit.
 
     Args:
-        arguments: `parent`, the supervisor's process id; `progress`, `kept`, `proof` and `code`, see
+        arguments: `parent`, the supervisor's process id; `progress`, `cache`, `proof` and `code`, see
             `pipedist.worker.supervisor.WorkerProcess`; `settings`, the fields of `WorkerSettings`.
     """
     die_with(int(arguments["parent"]))
     sys.path.extend(arguments["code"])  # a copy of the spec's modules comes after what is installed
     os.dup2(2, 1)  # what user code writes to descriptor 1 must not mix with the supervisor's output
     settings = WorkerSettings(**arguments["settings"])
-    with open(int(arguments["proof"]), "rb") as memory:  # closed at once: user code does not inherit it
+    with open(int(arguments["proof"]), "rb") as memory:  # closed at once: user code must not inherit it
         proof = os.pread(memory.fileno(), os.fstat(memory.fileno()).st_size, 0).decode()
-    progress = Progress(int(arguments["progress"]))
-    code = run_process(settings, progress, int(arguments["kept"]), proof)
+    progress = CallProgress(int(arguments["progress"]))
+    code = run_process(settings, progress, int(arguments["cache"]), proof)
     for stream in (sys.__stdout__, sys.__stderr__):
         if stream is not None:
             with contextlib.suppress(OSError):  # its reader is gone

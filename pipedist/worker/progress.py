@@ -39,7 +39,7 @@ class Running(NamedTuple):
 _RUNNING = struct.Struct("3q")
 
 
-def seen(data: bytes) -> Running | None:
+def unpack_running(data: bytes) -> Running | None:
     """Return what a worker executed when somebody else read its memory; None: nothing, or nobody can say.
 
     It may have gone on between two numbers, so whoever needs it compares the lease with what he knows.
@@ -50,7 +50,7 @@ def seen(data: bytes) -> Running | None:
     return None if _IDLE in running[:2] else running
 
 
-NOBODY = Running(0, 0, 0)
+NO_CALL = Running(0, 0, 0)
 """Says that a worker's end is no call's fault; no lease has the number 0."""
 
 
@@ -96,7 +96,7 @@ class StageClock:
         """Note that it has let go of the thread."""
 
 
-class Progress:
+class CallProgress:
     """Some int64 in shared memory.
 
     Made before the fork, it is shared by parent and child; made of a file, by all who have it open.
@@ -182,7 +182,7 @@ class Progress:
         self._memory.close()
 
 
-def end_of(progress: Progress, overdue: Overdue | None) -> tuple[Running | None, bool]:
+def end_of(progress: CallProgress, overdue: Overdue | None) -> tuple[Running | None, bool]:
     """Return what a process that is gone was executing, and whether that is what it was ended for.
 
     Args:
@@ -192,7 +192,7 @@ def end_of(progress: Progress, overdue: Overdue | None) -> tuple[Running | None,
         return progress.read(), False
     if progress.is_still(overdue):
         return overdue.running, True
-    return NOBODY, False  # it was over just then
+    return NO_CALL, False  # it was over just then
 
 
 class _Timed:

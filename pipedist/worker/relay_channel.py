@@ -1,9 +1,9 @@
-"""The way to the other members of a gang through the scheduler's process, which passes parts on unread.
+"""The channel to other members of a gang that the driver process relays.
 
-Rules: `pipedist.collectives.channel`. One `Exchange` message an exchange: its payload is the word, then
-the frames. The other members' parts come as `Relay` messages, which the worker's driver puts into the
-lease's `Inbox`, also while the lease waits for its turn or another exchange is going on. A member that
-has ended is told by a Relay with number 0.
+Rules: `pipedist.collectives.channel`. One `Exchange` message is sent for each exchange: its payload is the word, then
+the frames. The parts of other members arrive as `Relay` messages, which the worker's driver puts into the lease's
+`RelayBuffer`, also while the lease waits in the queue, or another exchange is under way. A Relay with number 0
+reports that a member has ended.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from pipedist.protocol.codec import Frame
 from pipedist.protocol.messages import Relay
 
 
-class Inbox:
-    """What other members have brought for one lease, and not been asked for."""
+class RelayBuffer:
+    """Parts of other members for one lease that no exchange has used yet."""
 
     def __init__(self) -> None:
         self._parts: dict[int, dict[int, Sequence[memoryview]]] = {}
         """Number of an exchange -> member -> its word and frames."""
         self._ended: dict[int, str] = {}
-        """Members that bring nothing more, and how they ended."""
+        """Members that have ended -> the reason."""
 
     def put(self, relay: Relay, frames: Sequence[memoryview]) -> None:
-        """Keep a part, or that a member has ended.
+        """Store a part, or the end of a member.
 
         Raises:
-            RemoteProtocolError: a part that has no word, or came twice.
+            RemoteProtocolError: the part has no word, or was sent twice.
         """
         if not relay.number:
             self._ended[relay.member] = relay.text
@@ -48,16 +48,16 @@ class Inbox:
         parts = self._parts.setdefault(relay.number, {})
         if relay.member in parts or not frames or frames[0].nbytes != WORD_BYTES:
             raise RemoteProtocolError(
-                f"member {relay.member} brings a malformed part of exchange {relay.number}, or a second one"
+                f"member {relay.member} sent a malformed or second part of exchange {relay.number}"
             )
         parts[relay.member] = frames
 
     def missing(self, number: int, members: Sequence[int]) -> tuple[int, ...]:
-        """Return those of the members that have not brought a part, and may still do so.
+        """Return the members that have not sent a part, and still may.
 
         Raises:
-            GangAborted: one of them has failed without it. One that failed afterwards does no harm: so
-                which replicas find a mismatch, and fail with it, does not depend on who is first.
+            GangAborted: a member has failed before its part. A later failure is ignored, so that the replicas
+                which find a mismatch, and fail with it, do not depend on timing.
         """
         parts = self._parts.get(number, {})
         missing = tuple(m for m in members if m not in parts and self._ended.get(m) != RETURNED)
@@ -67,14 +67,14 @@ class Inbox:
         return missing
 
     def take(self, number: int) -> dict[int, Sequence[memoryview]]:
-        """Return the parts of an exchange, by member, and forget them."""
+        """Remove and return the parts of an exchange, by member."""
         return self._parts.pop(number, {})
 
 
-class Hub(Protocol):
-    """What the channel needs of the worker's driver, from whichever thread of the gang."""
+class RelayClient(Protocol):
+    """The methods of the worker's driver that the channel calls, from any thread of the gang."""
 
-    def bring(self, lease: int, number: int, payload: Sequence[Frame]) -> None:
+    def contribute(self, lease: int, number: int, payload: Sequence[Frame]) -> None:
         """Send a part.
 
         Raises:
@@ -82,44 +82,46 @@ class Hub(Protocol):
         """
 
     def listen(self, lease: int, timeout_s: float) -> None:
-        """Handle what the scheduler says; return when that is done, or after some time.
+        """Handle received messages; return when that is done, or after some time.
 
         Raises:
             GangAborted: the lease is over, or the worker leaves.
         """
 
 
-class HubChannel:
-    """A `pipedist.collectives.channel.Channel` through the scheduler.
+class RelayChannel:
+    """A `pipedist.collectives.channel.Channel` through the driver process.
 
     Args:
-        hub: sends and listens.
-        lease: this member's.
-        inbox: of the lease.
-        member, members: which one this is, of how many.
+        client: sends and receives.
+        lease: this member's lease.
+        buffer: of the lease.
+        member, members: the number of this member, and of all.
     """
 
-    def __init__(self, hub: Hub, lease: int, inbox: Inbox, member: int, members: int) -> None:
+    def __init__(
+        self, client: RelayClient, lease: int, buffer: RelayBuffer, member: int, members: int
+    ) -> None:
         self.member = member
         self.members = members
         self.group = ""
-        """What is set up among these processes is not kept: the hub does not know who they are."""
-        self._hub = hub
+        """Empty: nothing that these processes set up is kept for other gangs, as their identities are unknown."""
+        self._client = client
         self._lease = lease
-        self._inbox = inbox
+        self._buffer = buffer
         self._others = tuple(m for m in range(members) if m != member)
 
     def exchange(self, number: int, word: bytes, frames: Sequence[Frame], policy: StallPolicy) -> Exchanged:
-        """Bring a part, and wait for those of the others; see the protocol."""
-        self._hub.bring(self._lease, number, [word, *frames])
+        """Send a part, and wait for those of the others; see the protocol."""
+        self._client.contribute(self._lease, number, [word, *frames])
         waits_until = time.monotonic() + policy.timeout_s
-        while self._inbox.missing(number, self._others):
-            left_s = waits_until - time.monotonic()
-            self._hub.listen(self._lease, max(0.0, left_s))  # also when it is late: they may have come
-            if left_s <= 0 and (missing := self._inbox.missing(number, self._others)):
+        while self._buffer.missing(number, self._others):
+            rest_s = waits_until - time.monotonic()
+            self._client.listen(self._lease, max(0.0, rest_s))  # also if it is late: parts may have arrived
+            if rest_s <= 0 and (missing := self._buffer.missing(number, self._others)):
                 policy.on_stalled(missing)
                 waits_until = time.monotonic() + policy.timeout_s
-        parts = self._inbox.take(number)
+        parts = self._buffer.take(number)
         words: list[bytes | MemberEnded] = [
             word if m == self.member else bytes(parts[m][0]) if m in parts else ENDED
             for m in range(self.members)
@@ -132,7 +134,7 @@ class HubChannel:
         )
 
     def ended(self, *, returned: bool) -> None:
-        """Nothing: the scheduler knows it from the results."""
+        """Do nothing: the results report the end to the scheduler."""
 
     def close(self) -> None:
-        """Nothing is held: parts go with the lease."""
+        """Do nothing: the parts are dropped with the lease."""

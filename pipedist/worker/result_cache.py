@@ -1,38 +1,46 @@
-"""Finished calls that a worker keeps until they are durable, also beyond its own end.
+"""Reports of finished calls to the machine, and the cache of results that are not durable yet.
 
-A result that was sent may be lost: its scheduler can be killed before the journal has it. So results of
-a pass that can be resumed stay here until the scheduler says `Settled`. When the connection is lost, or
-the process is put out, they are written into memory that its supervisor holds (`save`); the next
-incarnation, a new process with the code as it is then, takes them over (`load`) and offers them in its
-Hello. Which of them are as good as new is the scheduler's decision, by their key; what it wants it
-recalls, call by call or many at a time.
+A result that was sent can still be lost: the driver process may be killed before its journal holds it. So results
+of a pass that can be resumed are cached here until the scheduler sends `Committed`. When the connection is lost,
+or the worker is evicted, the cache is written into memory that the supervisor holds (`save`); the next incarnation,
+a new process with the code as it is then, reads it (`load`) and offers the calls in its Hello. The scheduler
+decides by their key which results are still valid, and recalls these, one or many at a time.
 
-What is full keeps nothing more: the oldest results are those that are waited for, in step order.
+When the cache is full, new results are dropped; the oldest are needed first, because they are used in step order.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import msgpack
 from msgspec import Struct
 
 from pipedist.core.record_format import frames_of, pack, whole_records
 from pipedist.errors import RemoteProtocolError
-from pipedist.protocol.codec import Frame, decode, encode
-from pipedist.protocol.messages import CACHED_RANGES_MAX
+from pipedist.protocol.codec import Frame, UnsendableError, decode, encode
+from pipedist.protocol.messages import CACHED_RANGES_MAX, Results
+from pipedist.worker.commands import Execute
+from pipedist.worker.events import CallRaised, CallsFinished, Event
+from pipedist.worker.execution import Outcome, PassExecutor
+from pipedist.worker.failures import CallFailure
+from pipedist.worker.lease_run import RejectedLeaseRun
 
-KEPT_BYTES_MAX = 256 * 2**20
-"""Results that a worker keeps."""
+if TYPE_CHECKING:
+    from pipedist.worker.leases import Run
+
+CACHED_BYTES_MAX = 256 * 2**20
+"""Maximum size of the results that a worker caches."""
 
 
-class KeptCalls(Struct, frozen=True):
+class CachedCalls(Struct, frozen=True):
     """The results of calls [lo, hi), as they were sent.
 
     Args:
-        busy_ns: the time that executing them took, nanoseconds.
+        busy_ns: execution time of the calls, nanoseconds.
         frames: the payload of their Results message.
     """
 
@@ -43,80 +51,79 @@ class KeptCalls(Struct, frozen=True):
 
     @property
     def size_bytes(self) -> int:
-        """What it takes to keep them."""
+        """The size of the frames."""
         return sum(memoryview(frame).nbytes for frame in self.frames)
 
-    def part(self, lo: int, hi: int) -> KeptCalls:
-        """Return calls [lo, hi) of them."""
+    def part(self, lo: int, hi: int) -> CachedCalls:
+        """Return calls [lo, hi) of these."""
         if (lo, hi) == (self.lo, self.hi):
             return self
-        # Ours, and never a peer's: importing what defines a dataclass in them is no risk.
+        # may_import is safe: these bytes were written by this worker, not by a peer.
         calls = decode(self.frames, may_import=True)
         share = self.busy_ns * (hi - lo) // (self.hi - self.lo)
-        return KeptCalls(lo, hi, share, encode(calls[lo - self.lo : hi - self.lo]))
+        return CachedCalls(lo, hi, share, encode(calls[lo - self.lo : hi - self.lo]))
 
 
-class KeptResults:
-    """The results that one worker keeps.
+class ResultCache:
+    """The cached results of one worker.
 
     Args:
-        bytes_max: of all of them.
+        bytes_max: their maximum total size.
     """
 
-    def __init__(self, bytes_max: int = KEPT_BYTES_MAX) -> None:
+    def __init__(self, bytes_max: int = CACHED_BYTES_MAX) -> None:
         self._bytes_max = bytes_max
         self._size_bytes = 0
-        self._passes: dict[str, list[KeptCalls]] = {}
-        """By key, in the order in which they were finished."""
+        self._passes: dict[str, list[CachedCalls]] = {}
+        """By key, in the order in which they finished."""
 
     def __len__(self) -> int:
-        """Return how many calls are kept."""
-        return sum(each.hi - each.lo for kept in self._passes.values() for each in kept)
+        """Return the number of cached calls."""
+        return sum(each.hi - each.lo for cached in self._passes.values() for each in cached)
 
-    def add(self, key: str, calls: KeptCalls) -> None:
-        """Keep the results of some calls, if there is room."""
+    def add(self, key: str, calls: CachedCalls) -> None:
+        """Cache the results of some calls, unless the cache is full."""
         size = calls.size_bytes
         if self._size_bytes + size > self._bytes_max:
             return
         self._size_bytes += size
         self._passes.setdefault(key, []).append(calls)
 
-    def settle(self, key: str, before: int) -> None:
-        """Let go of calls below `before`; they are durable."""
-        kept = self._passes.get(key, [])
-        left = [each for each in kept if each.hi > before]
-        if len(left) < len(kept):
-            self._size_bytes -= sum(each.size_bytes for each in kept if each.hi <= before)
-            self._passes[key] = left
+    def release(self, key: str, before: int) -> None:
+        """Drop calls below `before`: they are durable."""
+        cached = self._passes.get(key, [])
+        rest = [each for each in cached if each.hi > before]
+        if len(rest) < len(cached):
+            self._size_bytes -= sum(each.size_bytes for each in cached if each.hi <= before)
+            self._passes[key] = rest
 
     def drop(self, key: str) -> None:
-        """Let go of everything under a key."""
+        """Drop everything under a key."""
         self._size_bytes -= sum(each.size_bytes for each in self._passes.pop(key, ()))
 
     def offers(self) -> tuple[str, ...]:
-        """Return what there is, for Hello; not more ranges than it may have, the largest ones."""
+        """Return the cached ranges for Hello, "key:lo-hi"; the largest ones if there are too many."""
         found = []
-        for key, kept in self._passes.items():
-            for lo, hi in _merged((each.lo, each.hi) for each in kept):
+        for key, cached in self._passes.items():
+            for lo, hi in _merged((each.lo, each.hi) for each in cached):
                 found.append((lo - hi, key, lo, hi))
         return tuple(f"{key}:{lo}-{hi}" for _, key, lo, hi in sorted(found)[:CACHED_RANGES_MAX])
 
-    def recalled(self, key: str, lo: int, hi: int) -> Iterator[KeptCalls]:
+    def recalled(self, key: str, lo: int, hi: int) -> Iterator[CachedCalls]:
         """Yield the results of calls [lo, hi), in order.
 
         Raises:
-            RemoteProtocolError: they were not all offered.
+            RemoteProtocolError: some of them are not cached.
         """
-        kept = sorted(self._passes.get(key, []), key=lambda each: each.lo)
-        for each in kept:
-            if lo < hi and each.lo <= lo < each.hi:
-                until = min(hi, each.hi)
+        for each in sorted(self._passes.get(key, ()), key=lambda each: each.lo):
+            until = min(each.hi, hi)
+            if each.lo <= lo < until:
                 yield each.part(lo, until)
                 lo = until
         if lo < hi:
-            raise RemoteProtocolError(f"calls [{lo}, {hi}) were recalled, but are not kept")
+            raise RemoteProtocolError(f"calls [{lo}, {hi}) were recalled, but are not cached")
 
-    # -- from one incarnation to the next --------------------------------------------------------
+    # -- from one incarnation to the next ------------------------------------------------
 
     def save(self, file: int) -> None:
         """Write everything to a file, as records: key, calls and time, then the frames.
@@ -125,24 +132,24 @@ class KeptResults:
             file: its descriptor.
 
         Raises:
-            OSError: there is no room.
+            OSError: there is no space.
         """
         os.ftruncate(file, 0)
         at = 0
-        for key, kept in self._passes.items():
-            for each in kept:
+        for key, cached in self._passes.items():
+            for each in cached:
                 about = msgpack.packb([key, each.lo, each.hi, each.busy_ns])
                 for buffer in pack([about, *each.frames]):
                     at = _write(file, memoryview(buffer).cast("B"), at)
 
     def load(self, file: int) -> None:
-        """Add the whole records that an earlier incarnation wrote, and empty the file."""
+        """Add the complete records that an earlier incarnation wrote, and empty the file."""
         if size := os.fstat(file).st_size:
             with mmap.mmap(file, size, access=mmap.ACCESS_READ) as data, memoryview(data) as view:
                 for head in whole_records(view):
                     about, *frames = map(bytes, frames_of(view, head))
                     key, lo, hi, busy_ns = msgpack.unpackb(about)
-                    self.add(key, KeptCalls(lo, hi, busy_ns, frames))
+                    self.add(key, CachedCalls(lo, hi, busy_ns, frames))
         os.ftruncate(file, 0)
 
 
@@ -158,9 +165,106 @@ def _merged(ranges: Iterator[tuple[int, int]]) -> list[tuple[int, int]]:
 
 def _write(file: int, data: bytes | memoryview, at: int) -> int:
     """Write all of it; return where it ends."""
-    left = memoryview(data)
-    while left:
-        count = os.pwrite(file, left, at)
+    rest = memoryview(data)
+    while rest:
+        count = os.pwrite(file, rest, at)
         at += count
-        left = left[count:]
+        rest = rest[count:]
     return at
+
+
+class ResultReporter:
+    """Reports calls to the machine; the caller holds the machine's lock.
+
+    The machine sees which calls are over, and decides which message is sent; their results stay here until then.
+
+    Args:
+        handle: passes an event to the machine, and executes its commands.
+        cache: holds results until they are durable.
+    """
+
+    def __init__(self, handle: Callable[[Event], None], cache: ResultCache) -> None:
+        self._handle = handle
+        self._cache = cache
+        self._keys: dict[int, str] = {}
+        """Keys of the bound passes whose results are cached."""
+        self.payload: Sequence[Frame] = ()
+        """The results that are being reported."""
+        self.recalls: set[int] = set()
+        """Leases whose results are cached already."""
+
+    # -- executed calls ------------------------------------------------------------------
+
+    def finished(self, lease: int, run: Run) -> None:
+        """Report the finished calls of a run that are not reported yet."""
+        lo, outcomes, busy_ns = run.take()
+        if not outcomes or isinstance(run, RejectedLeaseRun):
+            return
+        hi = lo + len(outcomes)
+        try:
+            self.payload = encode(outcomes)
+        except UnsendableError:
+            for call, outcome in enumerate(outcomes, lo):
+                self._finished_one(lease, run.executor, call, outcome, busy_ns if call == lo else 0)
+        else:
+            self._handle(CallsFinished(lease, lo, hi, busy_ns))
+        self.payload = ()
+
+    def _finished_one(
+        self, lease: int, executor: PassExecutor, call: int, outcome: Outcome, busy_ns: int
+    ) -> None:
+        failure = executor.unsendable(call, outcome)
+        if failure is not None:
+            self.failed(lease, failure)
+            return
+        self.payload = encode([outcome])
+        self._handle(CallsFinished(lease, call, call + 1, busy_ns))
+
+    def failed(self, lease: int, failure: CallFailure) -> None:
+        """Report a call that raised, or whose result cannot be sent."""
+        self._handle(
+            CallRaised(
+                lease,
+                failure.call,
+                failure.stage,
+                failure.module,
+                failure.name,
+                failure.text,
+                failure.traceback,
+                failure.retryable,
+                failure.aborted,
+            )
+        )
+
+    # -- cached calls --------------------------------------------------------------------
+
+    def open_pass(self, pass_id: int, key: str) -> None:
+        """Cache the results of a pass from now on, under a key; "": do not."""
+        if key:
+            self._keys[pass_id] = key
+
+    def drop_pass(self, pass_id: int) -> None:
+        """Drop the cached results of a pass."""
+        key = self._keys.pop(pass_id, "")
+        if key:
+            self._cache.drop(key)
+
+    def store(self, pass_id: int, results: Results) -> None:
+        """Cache the results that are being reported."""
+        calls = CachedCalls(results.lo, results.hi, results.busy_ns, self.payload)
+        self._cache.add(self._keys[pass_id], calls)
+
+    def release(self, pass_id: int, before: int) -> None:
+        """Drop calls of a pass below `before`: they are durable."""
+        self._cache.release(self._keys[pass_id], before)
+
+    def recalled(self, slice_: Execute) -> None:
+        """Report the cached calls of a recalled lease.
+
+        Raises:
+            RemoteProtocolError: some of them are not cached.
+        """
+        for calls in self._cache.recalled(self._keys[slice_.pass_id], slice_.lo, slice_.hi):
+            self.payload = calls.frames
+            self._handle(CallsFinished(slice_.lease, calls.lo, calls.hi, calls.busy_ns))
+        self.payload = ()

@@ -1,4 +1,4 @@
-"""One stage of a pass in this process: its function, loaded once, and how it is called."""
+"""One stage of a pass in this process: its function, which is loaded once, and the ways to call it."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from pipedist.core.types import Tree
 from pipedist.errors import RemoteProtocolError
 from pipedist.protocol.program import OWN_STATE, StageProgram
 from pipedist.reduction.tree import FoldTree
-from pipedist.worker.array_isolation import guard
+from pipedist.worker.array_isolation import as_readonly
 from pipedist.worker.context import ReplicaContext
 from pipedist.worker.devices import CPU, GPU
-from pipedist.worker.state_store import States, filled, names_in
+from pipedist.worker.inputs import States, fill_states, state_names
 
 
 class Stage:
@@ -31,34 +31,34 @@ class Stage:
         self.collectives = program.collectives
         self.device = GPU if program.gpus else CPU
         self.limit_ns = 0 if program.timeout_s is None else max(1, int(program.timeout_s * 1e9))
-        """How long a call of the function may take; 0: as long as it needs."""
+        """Maximum time of one call of the function, nanoseconds; 0: no limit."""
         self._program = program
         self._code = code
         self._error: Exception | None = None
-        self._reads = sorted(names_in(program.kwargs)) if program.kwargs else []
+        self._reads = sorted(state_names(program.kwargs)) if program.kwargs else []
         """The states in the stage's arguments."""
         self._read: list[tuple[int, int]] = []
-        """Space and version of each of them, that `_kwargs` is filled with."""
+        """Space and version of each state that `_kwargs` contains."""
         self._values: Mapping[str, Tree] = {}
-        """Of the states that the calls read."""
+        """The values of the states that the calls read, by name."""
         self._kwargs = _Kwargs({} if self._reads else program.kwargs)
         self._fn: Callable[..., Any] | None = None
         self._instances: dict[int, Callable[..., Any]] = {}
-        """By replica in a gang, else one, under 0."""
+        """In a gang, one for each replica; else one, under 0."""
         self._wants_ctx = False
         self.is_loaded = False
-        """The function is found, and can be called."""
+        """Whether the function was found, and can be called."""
         self.is_class = False
-        """Calls go to an instance, which serves one call at a time."""
+        """Whether calls go to an instance, which serves one call at a time."""
         self.is_async = False
-        """Calls return something to await."""
+        """Whether calls return an awaitable."""
 
     def load(self) -> None:
-        """Find the function; once, later calls repeat what came of it.
+        """Find the function. Later calls repeat the outcome of the first.
 
         Raises:
-            FunctionNotFound: if there is none.
-            TypeError: if it can't be called the way the stage calls it.
+            FunctionNotFound: there is no such function.
+            TypeError: the stage cannot call it.
         """
         if self._error is not None:
             raise self._error.with_traceback(None)
@@ -86,7 +86,7 @@ class Stage:
         self.is_loaded = True
 
     def use(self, states: States, values: Mapping[str, Tree]) -> None:
-        """Take over the states that the next lease reads; other versions make another instance.
+        """Set the states that the next lease reads; for other versions, a new instance is made.
 
         Args:
             states: their versions.
@@ -102,15 +102,15 @@ class Stage:
             raise RemoteProtocolError(f"stage {self.name} reads {missing}, which its lease does not name")
         read = [(states[name][0], states[name][1]) for name in self._reads]
         if read != self._read:
-            self._kwargs = _Kwargs(filled(self._program.kwargs, values))
+            self._kwargs = _Kwargs(fill_states(self._program.kwargs, values))
             self._instances.clear()
             self._read = read
 
     def make_instance(self, owner: int = 0) -> None:
-        """Construct an instance, where the stage's function is a class and there is none yet.
+        """Construct an instance, if the stage's function is a class and has none yet.
 
         Args:
-            owner: whose it is: in a gang each replica has its own, as their calls overlap.
+            owner: the owner of the instance: in a gang each replica has its own, as their calls overlap.
         """
         if self.is_class and owner not in self._instances:
             assert self._fn is not None  # load() came first
@@ -120,7 +120,7 @@ class Stage:
         """Call the function, after `load` and `make_instance`.
 
         Returns:
-            What it returned; something to await, where it is async.
+            Its result; an awaitable if it is async.
         """
         fn = self._instances[owner] if self.is_class else self._fn
         assert fn is not None  # load() came first
@@ -134,7 +134,7 @@ class Stage:
             return _fold(fn, value, kwargs)
         if form == "update":
             return fn(kwargs.pop(OWN_STATE), value, **kwargs)
-        args, own = guard(filled(value, self._values)) if self._values else value
+        args, own = as_readonly(fill_states(value, self._values)) if self._values else value
         kwargs = {**kwargs, **own}
         if self._wants_ctx and "ctx" not in kwargs:
             kwargs["ctx"] = ctx
@@ -142,15 +142,15 @@ class Stage:
 
 
 class _Kwargs:
-    """A stage's `with`, as each call gets it: no call sees what another one did to a container."""
+    """A stage's `with`. Each call gets its own containers, so no call sees the changes of another."""
 
     def __init__(self, kwargs: Mapping[str, Tree]) -> None:
-        self._kwargs = {name: guard(value) for name, value in kwargs.items()}
+        self._kwargs = {name: as_readonly(value) for name, value in kwargs.items()}
         self._nested = any(isinstance(v, (dict, list)) or _is_nest(v) for v in self._kwargs.values())
 
     def fresh(self) -> dict[str, Tree]:
         if self._nested:
-            return {name: guard(value) for name, value in self._kwargs.items()}
+            return {name: as_readonly(value) for name, value in self._kwargs.items()}
         return dict(self._kwargs)
 
 
@@ -159,7 +159,7 @@ def _is_nest(value: Tree) -> bool:
 
 
 def _fold(fn: Callable[..., Tree], groups: Sequence[Sequence[Tree]], kwargs: dict[str, Tree]) -> Tree:
-    """Fold groups by `fn(a, b)` in the fixed tree: each group's components, then the groups' nodes."""
+    """Fold groups by `fn(a, b)` in the fixed tree: first each group's components, then the results."""
 
     def combine(a: Tree, b: Tree) -> Tree:
         return fn(a, b, **kwargs)

@@ -47,11 +47,10 @@ from pipedist.transport.dealer import ConnectionLost, Dealer
 from pipedist.transport.keys import ClientKeys, read_key_file
 from pipedist.worker import boot
 from pipedist.worker.boot import describe_exit
-from pipedist.worker.forks import answer
-from pipedist.worker.names import new_name
+from pipedist.worker.identity import new_name
 from pipedist.worker.process import ExitCode
-from pipedist.worker.progress import Overdue, Progress, end_of
-from pipedist.worker.settings import WorkerSettings
+from pipedist.worker.process_setup import WorkerSettings, handle_signals
+from pipedist.worker.progress import CallProgress, Overdue, end_of
 
 HEARTBEAT_S = 1.0
 """Interval of heartbeats, until the scheduler sets another one."""
@@ -126,7 +125,7 @@ def run_worker(
         leave_s=leave_s,
         gpus=len(accelerators.named()),
     )
-    before = answer(lambda _number, _frame: supervisor.leave())
+    before = handle_signals(lambda _number, _frame: supervisor.leave())
     try:
         return supervisor.run()
     finally:
@@ -153,7 +152,7 @@ def main(arguments: Mapping[str, Any]) -> None:
             inherited=(keys,),
             code=tuple(arguments["code"]),
         )
-        answer(lambda _number, _frame: supervisor.leave(at_once=True))
+        handle_signals(lambda _number, _frame: supervisor.leave(at_once=True))
         threading.Thread(
             target=_leave_with_parent, args=(int(arguments["parent"]), supervisor), daemon=True
         ).start()
@@ -233,7 +232,7 @@ class Supervisor:
         """Memory in which the worker process notes what it executes."""
         self._proof_file = -1
         """Memory with the proof of the worker's name: command lines are visible to others."""
-        self._kept_file = -1
+        self._cache_file = -1
         """Memory through which a worker process hands finished results on to the next one."""
         self._rejoin_s: float | None = None
         """How long to wait for another scheduler when one is gone; None: there was none."""
@@ -245,7 +244,7 @@ class Supervisor:
         """Worker processes in a row that ended soon."""
         self._leave_until: float | None = None
         """When the worker process is killed that is to leave; None: it is not to leave."""
-        self._progress = Progress()
+        self._progress = CallProgress()
         self._overdue: Overdue | None = None
         """The call for which the worker process was killed, because it took too long."""
         self._code_root: ScratchFolder | None = None
@@ -265,9 +264,9 @@ class Supervisor:
         try:
             self._code_root = ScratchFolder("code")
             self._progress_file = os.memfd_create("pipedist-progress")
-            os.ftruncate(self._progress_file, Progress.BYTES)
-            self._progress = Progress(self._progress_file)
-            self._kept_file = os.memfd_create("pipedist-kept")
+            os.ftruncate(self._progress_file, CallProgress.BYTES)
+            self._progress = CallProgress(self._progress_file)
+            self._cache_file = os.memfd_create("pipedist-cache")
             self._proof_file = os.memfd_create("pipedist-proof")
             os.write(self._proof_file, self._proof.encode())
             self._dealer = self._connect()  # a bad endpoint is reported before anything starts
@@ -307,7 +306,7 @@ class Supervisor:
             if self._code_root is not None:
                 self._code_root.close()
             self._progress.close()
-            for file in (self._progress_file, self._kept_file, self._proof_file):
+            for file in (self._progress_file, self._cache_file, self._proof_file):
                 if file >= 0:
                     os.close(file)
 
@@ -338,7 +337,7 @@ class Supervisor:
             key_file=self._key_file,
             threads=self._threads,
             join_s=self._join_within_s(),
-            tells=True,
+            verbose=True,
             gpus=float(self._gpus),
             code_root="" if self._code_root is None else self._code_root.path,
             task=self._task,
@@ -348,7 +347,7 @@ class Supervisor:
         return WorkerProcess(
             settings,
             progress=self._progress_file,
-            kept=self._kept_file,
+            cache=self._cache_file,
             proof=self._proof_file,
             code=self._code,
             inherited=self._inherited,
@@ -521,7 +520,7 @@ class WorkerProcess:
     Args:
         settings: of the worker.
         progress: descriptor of the memory in which it notes what it executes.
-        kept: descriptor of the memory through which finished results go to the next process.
+        cache: descriptor of the memory through which finished results go to the next process.
         proof: descriptor of the memory with the proof of its name.
         code: folders that are appended to its `sys.path`.
         inherited: further descriptors that it inherits.
@@ -532,7 +531,7 @@ class WorkerProcess:
         settings: WorkerSettings,
         *,
         progress: int,
-        kept: int,
+        cache: int,
         proof: int,
         code: tuple[str, ...] = (),
         inherited: tuple[int, ...] = (),
@@ -540,7 +539,7 @@ class WorkerProcess:
         arguments = {
             "parent": os.getpid(),
             "progress": progress,
-            "kept": kept,
+            "cache": cache,
             "proof": proof,
             "code": code,
             "settings": asdict(settings),
@@ -553,7 +552,7 @@ class WorkerProcess:
             boot.command("pipedist.worker.process", arguments),
             env=boot.environment(settings.threads),
             stdin=subprocess.DEVNULL,
-            pass_fds=(progress, kept, proof, *inherited),
+            pass_fds=(progress, cache, proof, *inherited),
         )
 
     @property

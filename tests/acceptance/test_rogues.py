@@ -25,8 +25,8 @@ from pipedist.protocol.codec import encode
 from pipedist.transport.config import SETTINGS, SocketSettings
 from pipedist.transport.dealer import ConnectionLost, Dealer
 from pipedist.transport.keys import ClusterKeys, new_keys, read_key_file
-from pipedist.worker.hello import make_hello
-from pipedist.worker.names import new_name
+from pipedist.worker.identity import new_name
+from pipedist.worker.process_setup import make_hello
 from tests.transport.sockets import WAIT_S, blocking, first_frame, identity, other_keys
 from tests.transport.test_rogues import raw
 

@@ -31,7 +31,13 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 
 LEVEL = {package: level for level, packages in enumerate(LAYERS) for package in packages}
 
-SANS_IO = ("scheduler", "worker/machine.py", "worker/lease_queue.py", "worker/limits.py", "worker/states.py")
+SANS_IO = (
+    "scheduler",
+    "worker/machine.py",
+    "worker/lease_queue.py",
+    "worker/events.py",
+    "worker/commands.py",
+)
 """Decisions: no I/O, no clock, no randomness, no arrays."""
 
 FORBIDDEN_IN_SANS_IO = {

@@ -13,7 +13,7 @@ from pipedist import get_replica_context
 from pipedist.protocol import messages as msg
 from pipedist.protocol.codec import encode
 from pipedist.transport.dealer import Dealer
-from pipedist.worker import reports
+from pipedist.worker import result_cache
 from pipedist.worker.driver import Driver
 
 
@@ -33,7 +33,7 @@ def dealer() -> Dealer:
 def prints_while_the_socket_is_busy(x: Any, fails: bool) -> Any:
     """Print while the socket is busy, so that the line can't be sent at once."""
     (driver,) = (x for x in gc.get_objects() if isinstance(x, Driver))
-    with driver._core:
+    with driver._lock:
         print("last words")
     if fails:
         raise ValueError("no")
@@ -53,7 +53,7 @@ RUBBISH: dict[str, Callable[[Any], Any]] = {
 def rubbish(x: np.ndarray, folder: str, kind: str) -> np.ndarray:
     """Make the next results of its worker malformed, once."""
     if once(folder, kind):
-        reports.encode = RUBBISH[kind]
+        result_cache.encode = RUBBISH[kind]
     return x * 2
 
 

@@ -17,7 +17,7 @@ from pipedist.errors import LocalProtocolError, WorkerDied
 from pipedist.protocol import messages as msg
 from pipedist.protocol.codec import UnsendableError
 from pipedist.scheduler import SchedulerLimits
-from pipedist.worker.hello import make_hello
+from pipedist.worker.process_setup import make_hello
 from tests.coordinator.test_worker_pool import Record
 from tests.coordinator.wire import Wire, gang_pass, named, wired
 

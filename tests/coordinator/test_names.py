@@ -9,8 +9,8 @@ import pytest
 
 import pipedist
 from pipedist.protocol import messages as msg
-from pipedist.worker.hello import make_hello
-from pipedist.worker.names import is_proven, new_name
+from pipedist.worker.identity import is_proven, new_name
+from pipedist.worker.process_setup import make_hello
 
 NAME, PROOF = new_name("vm:17")
 ROGUE = new_name("vm:17")[1]

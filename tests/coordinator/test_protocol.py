@@ -12,7 +12,7 @@ import pytest
 import pipedist
 from pipedist.coordinator.worker_registry import Peer, rejection_reason
 from pipedist.protocol import messages as msg
-from pipedist.worker.hello import make_hello
+from pipedist.worker.process_setup import make_hello
 from tests.coordinator.functions import RUBBISH
 from tests.coordinator.wire import named
 

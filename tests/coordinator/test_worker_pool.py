@@ -14,7 +14,7 @@ from pipedist.coordinator.worker_pool import WorkerPool
 from pipedist.protocol import messages as msg
 from pipedist.scheduler import Event
 from pipedist.scheduler import events as ev
-from pipedist.worker.hello import make_hello
+from pipedist.worker.process_setup import make_hello
 
 
 class Record:

@@ -16,8 +16,8 @@ from pipedist.protocol import messages as msg
 from pipedist.protocol.codec import Frame, decode, encode
 from pipedist.protocol.program import Emit, Program, StageProgram
 from pipedist.scheduler import PassSettings, SchedulerLimits
-from pipedist.worker.hello import make_hello
-from pipedist.worker.names import new_name
+from pipedist.worker.identity import new_name
+from pipedist.worker.process_setup import make_hello
 
 M = TypeVar("M", bound=msg.Message)
 

@@ -9,10 +9,9 @@ import pytest
 
 from pipedist.errors import RemoteProtocolError
 from pipedist.protocol import code_archive
-from pipedist.protocol.code_archive import CodeTooLarge, digest_of, take, unpack
+from pipedist.protocol.code_archive import CodeStore, CodeTooLarge, digest_of, stored_digests, take, unpack
 from pipedist.protocol.messages import Code
 from pipedist.transport.keys import write_key_file
-from pipedist.worker.code_store import CodeStore, held
 
 
 @pytest.fixture
@@ -113,10 +112,10 @@ def test_a_digest_is_no_path(tmp_path: Path) -> None:
     store = CodeStore(str(tmp_path), "w")
     for digest in ("../../etc", "a" * 31, "A" * 32):
         with pytest.raises(RemoteProtocolError, match="with the digest"):
-            store.keep(Code(b"/somewhere", digest, ""), [])
-    with pytest.raises(RemoteProtocolError, match="was to be here"):
-        store.keep(Code(b"/somewhere", "a" * 32, ""), [])
+            store.add(Code(b"/somewhere", digest, ""), [])
+    with pytest.raises(RemoteProtocolError, match="was not sent, and is not here"):
+        store.add(Code(b"/somewhere", "a" * 32, ""), [])
     (tmp_path / ("a" * 32)).mkdir()
-    assert held(str(tmp_path)) == ("a" * 32,)
-    store.keep(Code(b"/somewhere", "a" * 32, ""), [])
-    assert store.place("/somewhere") == str(tmp_path / ("a" * 32))
+    assert stored_digests(str(tmp_path)) == ("a" * 32,)
+    store.add(Code(b"/somewhere", "a" * 32, ""), [])
+    assert store.local_folder("/somewhere") == str(tmp_path / ("a" * 32))

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from pipedist.coordinator.worker_registry import differences
 from pipedist.core.platform_id import cpu_traits
 from pipedist.transport.keys import write_key_file
-from pipedist.worker.hello import make_hello
+from pipedist.worker.process_setup import make_hello
 from tests.hosts.dialled import worker
 
 SPEC = """\

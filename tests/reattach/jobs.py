@@ -174,7 +174,7 @@ outputs: {{total: total.json, rows: rows.npy}}
                 run.process.kill()
                 run.ends()
                 held.unlink()
-                worker.hears("finished calls are kept for whoever goes on with the run")
+                worker.hears("finished calls are kept for the resumed run")
                 yield worker
 
     def mend(self) -> None:

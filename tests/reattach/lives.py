@@ -24,7 +24,7 @@ from pipedist.scheduler import events as ev
 from pipedist.worker import commands as wcmd
 from pipedist.worker.events import CallsFinished, SliceEnded, Started
 from pipedist.worker.machine import WorkerMachine
-from pipedist.worker.result_cache import KeptCalls, KeptResults
+from pipedist.worker.result_cache import CachedCalls, ResultCache
 
 TURNS_MAX = 20_000
 """In the calm, after which nothing may be open any more."""
@@ -40,7 +40,7 @@ class Process:
 
     name: str
     incarnation: int
-    kept: KeptResults
+    kept: ResultCache
     machine: WorkerMachine
     down: deque[msg.Message] = field(default_factory=deque)
     up: deque[tuple[msg.Message, object]] = field(default_factory=deque)
@@ -96,7 +96,7 @@ class World:
         self._calm = False
         self._begin_life()
         for name in ("a", "b", "c")[: random.randint(1, 3)]:
-            self._spawn(name, 0, KeptResults())
+            self._spawn(name, 0, ResultCache())
 
     def run(self) -> None:
         """Play the storm, then the calm.
@@ -188,7 +188,7 @@ class World:
             self._crash()
         elif kind == "kill":
             self._gone(process)
-            self._spawn(process.name, process.incarnation + 1, KeptResults())
+            self._spawn(process.name, process.incarnation + 1, ResultCache())
         elif kind == "cut":
             self._gone(process)
             self._lose_connection(process)
@@ -208,7 +208,7 @@ class World:
         file = os.memfd_create("kept")
         try:
             process.kept.save(file)
-            kept = KeptResults()
+            kept = ResultCache()
             kept.load(file)
         finally:
             os.close(file)
@@ -236,7 +236,7 @@ class World:
 
     # -- messages ------------------------------------------------------------------------------------------
 
-    def _spawn(self, name: str, incarnation: int, kept: KeptResults) -> None:
+    def _spawn(self, name: str, incarnation: int, kept: ResultCache) -> None:
         hello = msg.Hello(name, incarnation, 1, "", "", 1, "", "", "", "", kept.offers())
         process = self._processes[name] = Process(name, incarnation, kept, WorkerMachine(hello))
         self._do(process, process.machine.handle(Started(), 0.0))
@@ -274,11 +274,11 @@ class World:
             hi = self.random.randint(at.lo + 1, at.hi)
             self.executed += hi - at.lo
             value = [[self._codes[process.keys[at.pass_id]], call] for call in range(at.lo, hi)]
-            self._finish(process, at.lease, KeptCalls(at.lo, hi, 10**7, encode(value)))
+            self._finish(process, at.lease, CachedCalls(at.lo, hi, 10**7, encode(value)))
         if self._processes[process.name] is process:
             self._do(process, process.machine.handle(SliceEnded(at.lease), 0.0))
 
-    def _finish(self, process: Process, lease: int, part: KeptCalls) -> None:
+    def _finish(self, process: Process, lease: int, part: CachedCalls) -> None:
         for command in process.machine.handle(CallsFinished(lease, part.lo, part.hi, part.busy_ns), 0.0):
             assert isinstance(command, wcmd.SendResults)
             if command.cache_pass:
@@ -296,7 +296,7 @@ class World:
                 case wcmd.DropPass(pass_id):
                     process.kept.drop(process.keys.pop(pass_id))
                 case wcmd.ReleaseResults(pass_id, before):
-                    process.kept.settle(process.keys[pass_id], before)
+                    process.kept.release(process.keys[pass_id], before)
                 case wcmd.RecallLease(lease):
                     process.recalls.add(lease)
                 case wcmd.DropLease(lease):

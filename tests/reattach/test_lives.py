@@ -14,7 +14,7 @@ from pipedist.scheduler import Scheduler
 from pipedist.scheduler import events as ev
 from pipedist.scheduler.leases import Lease, Worker
 from pipedist.scheduler.membership import Membership
-from pipedist.worker.result_cache import KeptResults
+from pipedist.worker.result_cache import ResultCache
 from tests.reattach.lives import World, Wrong
 
 SEEDS = 150
@@ -68,15 +68,15 @@ def _nothing_settled(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _lets_go_too_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker forgets what it has offered."""
-    load = KeptResults.load
+    load = ResultCache.load
 
-    def forgetful(self: KeptResults, file: int) -> None:
+    def forgetful(self: ResultCache, file: int) -> None:
         load(self, file)
         offers = self.offers()
         self._passes.clear()
         self.offers = lambda: offers  # type: ignore[method-assign]
 
-    monkeypatch.setattr(KeptResults, "load", forgetful)
+    monkeypatch.setattr(ResultCache, "load", forgetful)
 
 
 def _dealt_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

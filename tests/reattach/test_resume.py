@@ -29,7 +29,7 @@ def test_what_is_finished_is_offered_to_the_resumed_run_and_counts(
             run.process.kill()
             assert run.ends() == -signal.SIGKILL
             held.unlink()  # what runs goes on, and is kept too
-            worker.hears("finished calls are kept for whoever goes on with the run", turn)
+            worker.hears("finished calls are kept for the resumed run", turn)
             flags = ("--resume",)
         assert worker is not None
         again = stack.enter_context(job.run("--resume"))

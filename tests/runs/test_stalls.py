@@ -28,7 +28,7 @@ from pipedist.runs.diagnostics import _StatusProtocol, document, lines, query_st
 from pipedist.runs.pass_journal import RunJournal
 from pipedist.scheduler import PassSettings
 from pipedist.scheduler.diagnostics import Explanation, Reason, Wait
-from pipedist.worker.progress import Running, seen
+from pipedist.worker.progress import Running, unpack_running
 
 F = "tests.runs.functions"
 PATIENCE_S = 120.0
@@ -135,9 +135,9 @@ def test_a_worker_that_is_ahead_of_what_it_has_sent() -> None:
 
 
 def test_what_was_read_while_a_worker_came_and_went() -> None:
-    assert seen(b"") is None
-    assert seen(struct.pack("8q", -1, 4, 1, 0, 0, 0, 0, 0)) is None
-    assert seen(struct.pack("8q", 2, 4, 1, 0, 0, 0, 0, 0)) == Running(2, 4, 1)
+    assert unpack_running(b"") is None
+    assert unpack_running(struct.pack("8q", -1, 4, 1, 0, 0, 0, 0, 0)) is None
+    assert unpack_running(struct.pack("8q", 2, 4, 1, 0, 0, 0, 0, 0)) == Running(2, 4, 1)
 
 
 @pytest.mark.asyncio

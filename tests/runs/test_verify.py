@@ -13,7 +13,7 @@ import pytest
 
 import pipedist
 from pipedist.errors import CallError
-from pipedist.worker.verification import Digests, digests_of
+from pipedist.worker.execution import Digests, digests_of
 
 ROOT = Path(__file__).parents[2]
 F = "tests.runs.unsteady_functions"

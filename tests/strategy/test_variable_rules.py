@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipedist.values import Mirrored, PerReplica
-from pipedist.worker.variable_access import VariableCopy, plain, update_copies
-from pipedist.worker.variable_rules import (
+from pipedist.worker.variables.access import VariableCopy, plain, update_copies
+from pipedist.worker.variables.rules import (
     Traits,
     VariableAggregation,
     VariableSynchronization,

@@ -138,13 +138,13 @@ def a_pass_is_never_let_go(patch: pytest.MonkeyPatch) -> None:
 def what_is_reported_is_executed_again(patch: pytest.MonkeyPatch) -> None:
     def finished(self: WorkerMachine, event: Any, now: float) -> list[Any]:
         commands = original(self, event, now)
-        active = self._agenda.active
+        active = self._leases.active
         if active is not None and active.next < active.hi:
             active.next = event.lo
         return commands
 
-    original = WorkerMachine._on_finished
-    patch.setitem(machine._HANDLERS, machine.Finished, finished)
+    original = WorkerMachine._on_calls_finished
+    patch.setitem(machine._HANDLERS, machine.CallsFinished, finished)
 
 
 OF_WORKERS: list[Plant] = [

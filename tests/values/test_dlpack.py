@@ -15,7 +15,7 @@ from pipedist.collectives.options import CommunicationOptions
 from pipedist.collectives.requests import ALL_GATHER, ALL_REDUCE, BROADCAST, CollectiveRequest
 from pipedist.core import dlpack
 from pipedist.protocol.encoder import UnsendableError
-from pipedist.worker.array_isolation import own
+from pipedist.worker.array_isolation import take_ownership
 
 CPU, CUDA = 1, 2
 PLACE = ("step.py", 1)
@@ -79,7 +79,7 @@ def test_an_exported_array_is_converted(data: Any, device: int) -> None:
 
 def test_what_is_sent_is_nobody_elses() -> None:
     source = Exported([1.0, 2.0])
-    value, size = own([{"rows": source, "n": 2}])
+    value, size = take_ownership([{"rows": source, "n": 2}])
     source.data[:] = 0.0
     assert np.array_equal(value["rows"], [1.0, 2.0])
     assert size >= 16
@@ -87,7 +87,7 @@ def test_what_is_sent_is_nobody_elses() -> None:
 
 def test_what_numpy_cannot_have_is_refused_with_its_path() -> None:
     with pytest.raises(UnsendableError, match=r"Unknown cannot be converted to NumPy: float4 .*, at rows/1$"):
-        own([{"rows": [1, Unknown(1.0)]}])
+        take_ownership([{"rows": [1, Unknown(1.0)]}])
     with pytest.raises(dlpack.ForeignArrayError, match=r"as the whole value$"):
         dlpack.to_host(Unknown(1.0))
 
@@ -145,7 +145,7 @@ def test_a_librarys_array_is_converted(library: str, dtype: str) -> None:
         pytest.skip("jax has no 64 bits, unless it is told so for the whole process")
     make = module.asarray if library != "torch" else module.tensor
     source = make([[0, 1], [1, 1]], dtype=getattr(module, dtype))
-    value, _ = own([[source, source.T]])
+    value, _ = take_ownership([[source, source.T]])
     wanted = np.array([[0, 1], [1, 1]]).astype(value[0].dtype)
     assert value[0].dtype.name == str(source.dtype).removeprefix("torch.")
     assert np.array_equal(value[0], wanted)
@@ -163,14 +163,14 @@ def test_torch_tensors_that_can_not_leave_say_what_to_do() -> None:
 
     loss = (torch.ones(3, requires_grad=True) * 2).sum()
     with pytest.raises(UnsendableError, match=r"requires grad.*tensor\.detach\(\), at loss$"):
-        own([{"loss": loss}])
-    assert own([{"loss": loss.detach()}])[0]["loss"] == 6
+        take_ownership([{"loss": loss}])
+    assert take_ownership([{"loss": loss.detach()}])[0]["loss"] == 6
     with pytest.raises(UnsendableError, match=r"is sparse.*tensor\.to_dense\(\)"):
-        own([torch.eye(2).to_sparse()])
+        take_ownership([torch.eye(2).to_sparse()])
     conjugate = torch.tensor([1 + 2j]).conj()  # lazily: a bit, not other memory
-    assert own([conjugate])[0] == [1 - 2j]
+    assert take_ownership([conjugate])[0] == [1 - 2j]
     reused = torch.zeros(2)
-    value, _ = own([reused])
+    value, _ = take_ownership([reused])
     reused += 1
     assert np.array_equal(value, [0, 0])
 
@@ -186,5 +186,5 @@ def test_a_tensor_of_a_gpu_is_copied_to_the_host() -> None:
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device: make test-gpu on a machine with one")
     for dtype in (torch.float32, torch.bfloat16, torch.int64):
-        value, _ = own([torch.arange(6, device="cuda", dtype=dtype).reshape(2, 3).T])
+        value, _ = take_ownership([torch.arange(6, device="cuda", dtype=dtype).reshape(2, 3).T])
         assert np.array_equal(value.astype(np.float64), np.arange(6.0).reshape(2, 3).T)

@@ -30,11 +30,10 @@ from pipedist.protocol.messages import (
     Welcome,
     spans,
 )
-from pipedist.protocol.program import Emit, Program, ReaderConfig, StageProgram
+from pipedist.protocol.program import Emit, Program, ReaderConfig, StageProgram, to_frames
 from pipedist.transport.endpoints import ipc_endpoint, private_directory
 from pipedist.transport.keys import ServerKeys
 from pipedist.transport.router import Router
-from pipedist.worker.binding import to_frames
 
 M = TypeVar("M")
 PATIENCE_S = 60.0

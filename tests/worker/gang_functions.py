@@ -15,7 +15,7 @@ import numpy as np
 import pipedist
 from pipedist.collectives.options import CommunicationOptions
 from pipedist.worker.context import ReplicaContext, get_replica_context
-from pipedist.worker.merging import MergeStrategy
+from pipedist.worker.strategy_views import MergeStrategy
 
 FLOATS = (
     np.random.default_rng(5).normal(size=(8, 1000)).astype(np.float32) * 10.0 ** np.arange(-4, 4)[:, None]

@@ -24,11 +24,11 @@ from pipedist.protocol.messages import (
     Unbind,
     Welcome,
 )
-from pipedist.worker.binding import to_frames
+from pipedist.protocol.program import to_frames
 from pipedist.worker.driver import Driver
-from pipedist.worker.hello import make_hello
 from pipedist.worker.machine import WorkerMachine
-from pipedist.worker.progress import Progress
+from pipedist.worker.process_setup import make_hello
+from pipedist.worker.progress import CallProgress
 from tests.worker.fake_scheduler import program
 
 
@@ -62,7 +62,7 @@ def driver_of(script: Script) -> Driver:
         raise AssertionError(text)
 
     machine = WorkerMachine(make_hello("w0", 0))
-    return Driver(script, machine, threads=1, join_s=1, progress=Progress(), die=die)
+    return Driver(script, machine, threads=1, join_s=1, progress=CallProgress(), die=die)
 
 
 def run(script: Script) -> list[Message]:
@@ -111,7 +111,7 @@ def test_what_a_call_has_printed_is_sent_before_its_result(monkeypatch: pytest.M
         Stop("over"),
     )
     driver = driver_of(script)
-    monkeypatch.setattr("tests.worker.test_driver.busy", [driver._core])
+    monkeypatch.setattr("tests.worker.test_driver.busy", [driver._lock])
     for name in ("stdout", "stderr"):
         monkeypatch.setattr(sys, name, getattr(sys, name))
     driver.output.install()

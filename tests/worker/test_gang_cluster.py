@@ -15,7 +15,7 @@ from pipedist.coordinator import PassHandle
 from pipedist.errors import CallError, CollectiveMismatchError, UsageError
 from pipedist.protocol.codec import encode
 from pipedist.scheduler import PassSettings
-from tests.worker.test_gang import gang
+from tests.worker.test_gangs import gang
 
 pytestmark = pytest.mark.asyncio
 

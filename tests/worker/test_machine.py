@@ -33,13 +33,12 @@ from pipedist.protocol.messages import (
     Unbind,
     Welcome,
 )
-from pipedist.worker import commands, events, machine
-from pipedist.worker import lease_queue as agenda
-from pipedist.worker.limits import Limits
+from pipedist.worker import commands, events, lease_queue, machine
+from pipedist.worker.lease_queue import WorkerLimits
 
 HELLO = Hello("w0", 2, 1, "h", "b", 1, "3", "2", "0", "c")
 WELCOME = Welcome("c", 1.0, ())
-LIMITS = Limits(join_s=5, flush_s=0.5, flush_bytes=100, leases_queued_max=2, passes_max=2, states_max=2)
+LIMITS = WorkerLimits(join_s=5, flush_s=0.5, flush_bytes=100, leases_queued_max=2, passes_max=2, states_max=2)
 
 
 class Playbook:
@@ -82,7 +81,7 @@ def test_nobody_answers() -> None:
     play = Playbook(events.Started())
     play.now = 105.0
     assert play.handle(events.TimePassed()) == [
-        commands.Leave(commands.Ending.UNANSWERED, "no answer within 5 s")
+        commands.Leave(commands.Ending.UNANSWERED, "no reply within 5 s")
     ]
 
 
@@ -106,7 +105,7 @@ def test_a_lease_is_executed_in_slices_and_reported_in_order() -> None:
     assert play.machine.deadline() == 101.5
     play.handle(events.CallsFinished(7, 13, 14, 1))
     assert play.handle(events.SliceEnded(7)) == [commands.DropLease(7)]
-    assert play.machine.state is machine.State.READY
+    assert play.machine.state is machine.WorkerState.READY
     assert play.machine.deadline() is None
 
 
@@ -141,7 +140,7 @@ def test_a_lease_is_dropped_whether_its_execution_has_begun_or_not(order: Messag
             play.handle(event)
         then = heard(7) if isinstance(order, Cancel) else commands.DropPass(1)
         assert play.handle(order) == [commands.DropLease(7), then]
-        assert play.machine.state is machine.State.READY
+        assert play.machine.state is machine.WorkerState.READY
         assert play.machine.deadline() is None
         with pytest.raises(LocalProtocolError):
             play.handle(events.CallsFinished(7, 0, 1, 1))
@@ -334,10 +333,10 @@ def test_our_own_faults(wrong: Any) -> None:
 def test_every_event_has_a_handler_and_every_handler_a_state() -> None:
     in_table = {event for row in machine.TRANSITIONS.values() for event in row}
     assert in_table == set(machine._HANDLERS)
-    assert set(machine.TRANSITIONS) == set(machine.State)
+    assert set(machine.TRANSITIONS) == set(machine.WorkerState)
 
 
-@pytest.mark.parametrize("module", [machine, agenda])
+@pytest.mark.parametrize("module", [machine, lease_queue])
 def test_it_imports_errors_and_messages_only(module: ModuleType) -> None:
     tree = ast.parse(Path(str(module.__file__)).read_text())
     imported = {
@@ -358,8 +357,6 @@ def test_it_imports_errors_and_messages_only(module: ModuleType) -> None:
         "pipedist.worker.lease_queue",
         "pipedist.worker.commands",
         "pipedist.worker.events",
-        "pipedist.worker.limits",
-        "pipedist.worker.states",
     }
     assert not imported & {"anyio", "asyncio", "zmq", "numpy", "time", "random", "os", "threading"}
 
@@ -412,7 +409,7 @@ def test_every_call_is_reported_once_and_in_order_unless_its_lease_is_dropped(da
             call += 1
         handle(events.SliceEnded(run.lease))
         maybe_cancel(len(sizes))
-    assert play.machine.state is machine.State.READY
+    assert play.machine.state is machine.WorkerState.READY
     for lease, size in enumerate(sizes):
         assert told[lease] == list(range(size))[: len(told[lease])]
         assert lease in cancelled or len(told[lease]) == size

@@ -395,7 +395,7 @@ def _as_sent(folder: Path) -> list[list[bytes]]:
     script = folder / "sends.py"
     script.write_text(
         "import json\nfrom pipedist.protocol.codec import encode\n"
-        "from pipedist.worker.binding import to_frames\nfrom shapes_of_ours import Shape\n"
+        "from pipedist.protocol.program import to_frames\nfrom shapes_of_ours import Shape\n"
         "from tests.worker.fake_scheduler import program\n"
         f"told = program('shapes_of_ours:area', kwargs={{'shape': Shape(3)}}, code=({str(folder)!r},))\n"
         "frames = to_frames(told), encode([None, None, [Shape(3)]])\n"
@@ -511,7 +511,7 @@ async def test_nobody_answers(capfd: pytest.CaptureFixture[str]) -> None:
         async with launcher:
             launcher.start("w0", 0)
             assert (await scheduler.exit()).code == ExitCode.UNANSWERED
-    assert "did not answer" in capfd.readouterr().err
+    assert "did not reply" in capfd.readouterr().err
 
 
 async def test_who_cancels_is_told_when_nothing_of_it_runs_any_more(tmp_path: Path) -> None:

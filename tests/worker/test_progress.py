@@ -13,17 +13,16 @@ from msgspec.structs import replace
 
 from pipedist.protocol.program import Shards
 from pipedist.worker.execution import PassExecutor
-from pipedist.worker.loops import PersistentLoop
-from pipedist.worker.progress import NOBODY, Progress, Running, StageClock, Stepped, end_of
-from pipedist.worker.ranges import RangeRun
+from pipedist.worker.lease_run import LeaseRun, PersistentLoop
+from pipedist.worker.progress import NO_CALL, CallProgress, Running, StageClock, Stepped, end_of
 from tests.worker.fake_scheduler import program
 
 SECOND = 10**9
 
 
 @pytest.fixture
-def progress() -> Iterator[Progress]:
-    made = Progress()
+def progress() -> Iterator[CallProgress]:
+    made = CallProgress()
     yield made
     made.close()
 
@@ -33,7 +32,7 @@ def later() -> int:
     return time.monotonic_ns() + 30 * SECOND
 
 
-def test_a_call_and_its_stage_are_read_while_they_run(progress: Progress) -> None:
+def test_a_call_and_its_stage_are_read_while_they_run(progress: CallProgress) -> None:
     assert progress.read() is None
     begin = progress.of_lease(7)
     begin(41)
@@ -46,7 +45,7 @@ def test_a_call_and_its_stage_are_read_while_they_run(progress: Progress) -> Non
     assert progress.read() is None
 
 
-def test_a_function_is_overdue_after_its_time_and_only_while_it_runs(progress: Progress) -> None:
+def test_a_function_is_overdue_after_its_time_and_only_while_it_runs(progress: CallProgress) -> None:
     progress.of_lease(7)(41)
     assert progress.overdue(later()) is None, "nobody has said how long it may take"
     progress.clock.start(41, 2, 10 * SECOND)
@@ -58,19 +57,19 @@ def test_a_function_is_overdue_after_its_time_and_only_while_it_runs(progress: P
     assert progress.overdue(later()) is None
 
 
-def test_who_is_ended_for_a_function_that_is_over_just_then_blames_nobody(progress: Progress) -> None:
+def test_who_is_ended_for_a_function_that_is_over_just_then_blames_nobody(progress: CallProgress) -> None:
     progress.of_lease(7)(41)
     progress.clock.start(41, 1, SECOND)
     overdue = progress.overdue(later())
     assert end_of(progress, overdue) == (Running(7, 41, 1), True)
     progress.clock.stop(41)
-    assert end_of(progress, overdue) == (NOBODY, False)
+    assert end_of(progress, overdue) == (NO_CALL, False)
     progress.clock.start(41, 1, SECOND)
-    assert end_of(progress, overdue) == (NOBODY, False), "it runs again, since later"
+    assert end_of(progress, overdue) == (NO_CALL, False), "it runs again, since later"
     assert end_of(progress, None) == (Running(7, 41, 1), False)
 
 
-def test_time_in_which_a_replica_waits_for_others_is_not_its_own(progress: Progress) -> None:
+def test_time_in_which_a_replica_waits_for_others_is_not_its_own(progress: CallProgress) -> None:
     progress.of_lease(7)(0)
     progress.clock.start(0, 1, SECOND)
     begun = time.monotonic_ns()
@@ -91,7 +90,7 @@ def test_time_in_which_a_replica_waits_for_others_is_not_its_own(progress: Progr
     assert overdue.began_ns <= resumed - used, "what it had used before counts"
 
 
-def test_of_several_the_one_that_runs_is_noted_or_the_first_that_is_due(progress: Progress) -> None:
+def test_of_several_the_one_that_runs_is_noted_or_the_first_that_is_due(progress: CallProgress) -> None:
     clock = progress.clock
     progress.of_lease(7)(0)
     clock.start(0, 1, 20 * SECOND)
@@ -158,10 +157,10 @@ async def _raises() -> None:
 def test_a_file_carries_the_notes_to_a_process_that_was_not_forked() -> None:
     file = os.memfd_create("test")
     try:
-        os.ftruncate(file, Progress.BYTES)
-        mine = Progress(file)
+        os.ftruncate(file, CallProgress.BYTES)
+        mine = CallProgress(file)
         mine.idle()
-        theirs = Progress(file)
+        theirs = CallProgress(file)
         theirs.of_lease(3)(9)
         assert mine.read() == Running(3, 9, 1)
         mine.close()
@@ -173,7 +172,7 @@ def test_a_file_carries_the_notes_to_a_process_that_was_not_forked() -> None:
 NOTED: list[tuple[int, int]] = []
 """(the value of a call, the call that is noted while its function has the thread)."""
 
-READER: list[Progress] = []
+READER: list[CallProgress] = []
 
 TURNS: list[asyncio.Event] = []
 """By value of a call: it may look."""
@@ -192,14 +191,14 @@ async def looks_at_itself(x: int) -> int:
     return x
 
 
-def test_of_async_calls_that_overlap_the_one_that_has_the_thread_is_noted(progress: Progress) -> None:
+def test_of_async_calls_that_overlap_the_one_that_has_the_thread_is_noted(progress: CallProgress) -> None:
     READER[:], NOTED[:], TURNS[:] = [progress], [], []
     plain = program(f"{__name__}:looks_at_itself")
     timed = replace(plain, stages=(replace(plain.stages[0], timeout_s=20.0),))
     executor = PassExecutor(timed, 1, progress.clock)
     done: list[object] = []
     with closing(PersistentLoop()) as loop:
-        run = RangeRun(executor, loop, Shards(values=list(range(8))), 0, 8, progress.of_lease(3))
+        run = LeaseRun(executor, loop, Shards(values=list(range(8))), 0, 8, progress.of_lease(3))
         while len(done) < 8:
             assert run.advance(0.05, 2**20) is None
             done += run.take().outcomes

@@ -33,8 +33,8 @@ from pipedist.transport.dealer import ConnectionLost
 from pipedist.transport.keys import write_key_file
 from pipedist.worker import supervisor as supervisor_module
 from pipedist.worker.process import ExitCode
-from pipedist.worker.progress import Progress
-from pipedist.worker.settings import WorkerSettings
+from pipedist.worker.process_setup import WorkerSettings
+from pipedist.worker.progress import CallProgress
 from pipedist.worker.supervisor import Supervisor, WorkerProcess, run_worker
 from tests.cluster.launchers.processes import wait_gone, wait_state
 from tests.worker.fake_scheduler import FakeScheduler, program
@@ -207,10 +207,10 @@ async def test_a_process_that_goes_on_was_not_stopped_for_too_long(
     clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
     monkeypatch.setattr(supervisor_module, "time", clock)
     files = [os.memfd_create(name) for name in ("progress", "kept", "proof")]
-    os.ftruncate(files[0], Progress.BYTES)
+    os.ftruncate(files[0], CallProgress.BYTES)
     endpoint = f"ipc://{tmp_path}/nobody"
     settings = WorkerSettings(endpoint, worker="w", incarnation=0, key_file="", threads=1, join_s=60.0)
-    process = WorkerProcess(settings, progress=files[0], kept=files[1], proof=files[2])
+    process = WorkerProcess(settings, progress=files[0], cache=files[1], proof=files[2])
     try:
         pid = process._process.pid
         for seconds in (2.9, 3.1):
@@ -450,7 +450,7 @@ async def test_a_scheduler_that_does_not_answer_is_left(tmp_path: Path) -> None:
     assert process.returncode == 1
     (line,) = said.splitlines()
     assert b"127.0.0.1:9" in line
-    assert b"nothing listens there: is the run there, and is this its port?" in line
+    assert b"no process listens there. Check that the run has started, and that this is its port" in line
 
 
 @pytest.mark.slow

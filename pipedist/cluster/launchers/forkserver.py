@@ -37,11 +37,16 @@ import pipedist.worker.process as worker_process
 from pipedist.cluster.launchers.control import FrameBuffer, pack_frame
 from pipedist.transport.endpoints import remove_private_directory
 from pipedist.worker.boot import describe_exit
-from pipedist.worker.forks import answer, pass_over
-from pipedist.worker.kernel import FORK_SERVER_NAME, die_with, set_process_name
 from pipedist.worker.process import ExitCode
-from pipedist.worker.progress import Overdue, Progress, end_of
-from pipedist.worker.settings import WorkerSettings
+from pipedist.worker.process_setup import (
+    FORK_SERVER_NAME,
+    WorkerSettings,
+    die_with,
+    do_nothing,
+    handle_signals,
+    set_process_name,
+)
+from pipedist.worker.progress import CallProgress, Overdue, end_of
 
 _READ_BYTES = 65_536
 _LAUNCHER_END_S = 2.0
@@ -65,7 +70,7 @@ class _Child:
     worker: str
     incarnation: int
     pid: int
-    progress: Progress
+    progress: CallProgress
     memory: int
     stopped_at: float | None = None
     note: str = ""
@@ -344,18 +349,18 @@ def _find_counter(groups: Path, mount: Path) -> Path | None:
     return None
 
 
-def _make_progress() -> tuple[Progress, int]:
+def _make_progress() -> tuple[CallProgress, int]:
     """Return memory to share with a worker, and the descriptor through which others can read it.
 
     Raises:
         OSError: no memory or descriptor is left.
     """
     if not hasattr(os, "memfd_create"):
-        return Progress(), -1  # not Linux: not shared
+        return CallProgress(), -1  # not Linux: not shared
     memory = os.memfd_create("pipedist-progress")
     try:
-        os.ftruncate(memory, Progress.BYTES)
-        progress = Progress(memory)
+        os.ftruncate(memory, CallProgress.BYTES)
+        progress = CallProgress(memory)
     except OSError:
         os.close(memory)
         raise
@@ -363,7 +368,7 @@ def _make_progress() -> tuple[Progress, int]:
     return progress, memory
 
 
-def _close_memory(progress: Progress, memory: int) -> None:
+def _close_memory(progress: CallProgress, memory: int) -> None:
     progress.close()
     if memory >= 0:
         os.close(memory)
@@ -378,7 +383,7 @@ def _kill(child: _Child) -> None:
     os.kill(child.pid, signal.SIGKILL)
 
 
-def _run_worker(server: ForkServer, settings: Mapping[str, Any], progress: Progress) -> None:
+def _run_worker(server: ForkServer, settings: Mapping[str, Any], progress: CallProgress) -> None:
     """Run a worker in this forked process; never return."""
     code: int = ExitCode.DEFECT
     try:
@@ -412,7 +417,7 @@ def main(arguments: Mapping[str, Any]) -> None:
     # A terminal, `timeout` or `systemctl stop` signal all processes of a run. The scheduler handles that, and
     # its workers, which inherit this, finish their calls.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    answer(pass_over)
+    handle_signals(do_nothing)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # it was blocked by the launcher until here
     control = socket.socket(fileno=int(arguments["control"]))
     control.set_inheritable(False)

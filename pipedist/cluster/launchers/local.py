@@ -26,8 +26,8 @@ from pipedist.coordinator.launcher import WorkerExit
 from pipedist.errors import LocalProtocolError, UsageError
 from pipedist.transport.endpoints import private_directory_of
 from pipedist.worker.boot import describe_exit
-from pipedist.worker.progress import Running, seen
-from pipedist.worker.settings import WorkerSettings
+from pipedist.worker.process_setup import WorkerSettings
+from pipedist.worker.progress import Running, unpack_running
 
 _READ_BYTES = 65_536
 
@@ -112,7 +112,7 @@ class LocalLauncher:
         if memory < 0 or self._server is None:
             return None
         try:  # the worker may just have ended, and its descriptor belong to another file
-            return seen(Path(f"/proc/{self._server.pid}/fd/{memory}").read_bytes())
+            return unpack_running(Path(f"/proc/{self._server.pid}/fd/{memory}").read_bytes())
         except OSError:
             return None
 

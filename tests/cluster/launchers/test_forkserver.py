@@ -13,7 +13,7 @@ import os, select, signal, socket, types
 from msgspec.structs import asdict
 
 from pipedist.cluster.launchers import forkserver
-from pipedist.worker.settings import WorkerSettings
+from pipedist.worker.process_setup import WorkerSettings
 from tests.cluster.launchers.processes import wait_state
 
 settings = asdict(WorkerSettings(endpoint="", worker="", incarnation=0, key_file="", threads=1, join_s=1.0))

@@ -7,7 +7,7 @@ import threading
 
 from pipedist.protocol.messages import LogLine
 from pipedist.worker.context import ReplicaContext, current
-from pipedist.worker.output import CapturedStream, OutputCapture, OutputLimits
+from pipedist.worker.log_forwarding import CapturedStream, OutputCapture, OutputLimits
 
 
 class Clock:
@@ -58,7 +58,7 @@ def test_a_long_line_is_cut() -> None:
     for _ in range(100):
         out.write("x" * 100)
     out.write("\nshort\n")
-    assert lines[0].text == "xxxxx [the rest of the line is left out]"
+    assert lines[0].text == "xxxxx [line cut]"
     assert lines[1].text == "short"
 
 

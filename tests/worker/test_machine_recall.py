@@ -74,7 +74,7 @@ def test_what_is_durable_is_let_go() -> None:
     play = keeping()
     assert play.handle(Committed(1, 12)) == [commands.ReleaseResults(1, 12)]
     for wrong in (Committed(2, 1), Committed(5, 1), Recall(9, 2, 0, 1), Recall(9, 5, 0, 1)):
-        with pytest.raises(RemoteProtocolError, match="of which none is kept"):
+        with pytest.raises(RemoteProtocolError, match="but none are cached"):
             keeping().handle(wrong)
 
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping, Sequence
-from contextvars import ContextVar
 from typing import Any, Final
 
 import numpy as np
@@ -24,8 +23,9 @@ from pipedist.core import trees
 from pipedist.core.types import Tree
 from pipedist.values import PerReplica
 from pipedist.worker.context import get_replica_context
-from pipedist.worker.variable_access import AnyVariable, component, plain, update_copies
-from pipedist.worker.variable_rules import (
+from pipedist.worker.strategy_views import VariableValues, merged_variables
+from pipedist.worker.variables.access import AnyVariable, component, plain, update_copies
+from pipedist.worker.variables.rules import (
     Array,
     How,
     Traits,
@@ -93,8 +93,8 @@ class ReplicaVariable(AnyVariable):
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self._traits.label}>"
 
-    def _side(self) -> ReplicaVariables | MergedVariables:
-        merged = _merged.get()
+    def _side(self) -> VariableValues:
+        merged = merged_variables.get()
         if merged is not None:
             return merged
         context = get_replica_context()
@@ -253,11 +253,11 @@ class ReplicaVariables:
             own_args, own_kwargs = trees.unflatten(
                 treedef, [places[at] if at in places else next(given) for at in range(len(leaves))]
             )
-            token = _merged.set(merged)
+            token = merged_variables.set(merged)
             try:
                 result = plain(fn(strategy, *own_args, **own_kwargs))
             finally:
-                _merged.reset(token)
+                merged_variables.reset(token)
             return {"result": result, "assigned": merged.assigned()}
 
         return body, (rest, copies), {}
@@ -273,16 +273,6 @@ class ReplicaVariables:
         """
         self.changed.update({space: frozen(value) for space, value in result["assigned"].items()})
         return result["result"]
-
-
-def components(value: Tree, *, mirrored: bool) -> Tree:
-    """Return a value, in a `merge_call` body, with what the replicas have in place of variables.
-
-    Args:
-        mirrored: also where all have the same, which is a plain value otherwise.
-    """
-    merged = _merged.get()
-    return value if merged is None else merged.components(value, mirrored=mirrored)
 
 
 class MergedVariables:
@@ -342,7 +332,11 @@ class MergedVariables:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
     ) -> Tree:
-        """Call `fn(variable, *args, **kwargs)` for each replica's value, which it may assign."""
+        """Call `fn(variable, *args, **kwargs)` for each replica's copy, which `fn` may assign."""
+        if not isinstance(variable, ReplicaVariable):
+            raise TypeError(
+                f"update needs a pipedist.Variable, not {variable!r} of type {type(variable).__name__}"
+            )
         space = variable._space
         traits = self._own._bound.traits[space]
         before = self.copies(space)
@@ -383,41 +377,3 @@ class _Done(Coroutine[Any, Any, Array]):
 
     def close(self) -> None:
         """It holds nothing."""
-
-
-_merged: ContextVar[MergedVariables | None] = ContextVar("pipedist_merged_variables", default=None)
-"""Set while a function runs that `merge_call` called."""
-
-
-def update(
-    variable: ReplicaVariable,
-    fn: Callable[..., Tree],
-    args: Sequence[Any] = (),
-    kwargs: Mapping[str, Any] | None = None,
-) -> Tree:
-    """Call a function for each copy of a variable, in a `merge_call` body (Strategy.extended.update).
-
-    Args:
-        variable: the variable.
-        fn: called with a `VariableCopy`, and the arguments; of a PerReplica in them each copy gets
-            its component.
-        args, kwargs: the other arguments.
-
-    Returns:
-        What it returned, PerReplica; None stays None.
-
-    Raises:
-        RuntimeError: there is no `merge_call` body around it.
-        TypeError: `variable` is no variable.
-    """
-    merged = _merged.get()
-    if merged is None:
-        raise RuntimeError(
-            "update requires cross-replica context: in a replica function, call it in the function that "
-            "ctx.merge_call runs; or assign directly, which aggregates"
-        )
-    if not isinstance(variable, ReplicaVariable):
-        raise TypeError(
-            f"update needs a pipedist.Variable, not {variable!r} of type {type(variable).__name__}"
-        )
-    return merged.update(variable, fn, args, kwargs or {})

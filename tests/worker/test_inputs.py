@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from pipedist.datasets.sources import open_source
 from pipedist.protocol.program import ReaderConfig, Shards
-from pipedist.worker import shards
-from pipedist.worker.shards import ShardFinder
+from pipedist.worker import inputs
+from pipedist.worker.inputs import ShardFinder
 
 ROWS = 23
 
@@ -79,14 +79,14 @@ def test_a_block_changes_nothing(
 ) -> None:
     reader = ReaderConfig(configs[name], batch, ROWS, drop)
     alone, together = ShardFinder(reader, replicas), ShardFinder(reader, replicas)
-    before, shards.BLOCK_BYTES_MAX = shards.BLOCK_BYTES_MAX, block_bytes
+    before, inputs.BLOCK_BYTES_MAX = inputs.BLOCK_BYTES_MAX, block_bytes
     try:
         lease = together.of_lease(Shards(), lo, lo + count)
         for call in range(lo, lo + count):
             expected = described(lambda call=call: alone.find(Shards(), call - lo, call))
             assert described(lambda call=call: lease.find(call)) == expected
     finally:
-        shards.BLOCK_BYTES_MAX = before
+        inputs.BLOCK_BYTES_MAX = before
         alone.close()
         together.close()
 

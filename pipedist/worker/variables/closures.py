@@ -15,16 +15,15 @@ from typing import Any
 from pipedist.core import functions, trees
 from pipedist.core.types import FunctionRef, Tree
 from pipedist.worker.context import ReplicaContext
-from pipedist.worker.sharded_variable import ShardedVariable
-from pipedist.worker.variable_access import AnyVariable, plain
-from pipedist.worker.variable_rules import Array, How, Traits, operand_of, updated
+from pipedist.worker.variables.access import AnyVariable, ShardedVariable, plain
+from pipedist.worker.variables.rules import Array, How, Traits, operand_of, updated
 
 Change = tuple[int, How, Array]
 """One assignment: the variable's number, how, and what was assigned, added or subtracted."""
 
 
 @dataclass(frozen=True, slots=True)
-class Sent:
+class SentVariable:
     """A variable as it is sent with a closure.
 
     Args:
@@ -60,7 +59,7 @@ class _Held:
 class _Execution:
     """The variables of one closure while it runs."""
 
-    def __init__(self, sent: Mapping[int, Sent]) -> None:
+    def __init__(self, sent: Mapping[int, SentVariable]) -> None:
         self.held = {
             number: _Held(Traits.from_wire(each.traits, each.value), each.value)
             for number, each in sent.items()
@@ -136,7 +135,7 @@ class Closure:
         self._fn: Callable[..., Any] | None = None
 
     def __call__(
-        self, sent: Mapping[int, Sent], args: Tree, kwargs: dict[str, Tree], ctx: ReplicaContext
+        self, sent: Mapping[int, SentVariable], args: Tree, kwargs: dict[str, Tree], ctx: ReplicaContext
     ) -> Tree:
         """Return what the function returned, and its changes."""
         token = _running.set(execution := _Execution(sent))
@@ -161,7 +160,7 @@ class AsyncClosure(Closure):
     """A `Closure` of an async function."""
 
     async def __call__(
-        self, sent: Mapping[int, Sent], args: Tree, kwargs: dict[str, Tree], ctx: ReplicaContext
+        self, sent: Mapping[int, SentVariable], args: Tree, kwargs: dict[str, Tree], ctx: ReplicaContext
     ) -> Tree:
         """Return what the function returned, and its changes."""
         token = _running.set(execution := _Execution(sent))

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipedist.worker.array_isolation import guard, own
+from pipedist.worker.array_isolation import as_readonly, take_ownership
 
 
 class Pair(NamedTuple):
@@ -38,7 +38,7 @@ def test_a_fresh_array_is_not_copied(wrap: Any, shape: tuple[int, ...]) -> None:
     where = address(fresh)
     box = [wrap(fresh)]
     del fresh
-    value, size = own(box)
+    value, size = take_ownership(box)
     while not isinstance(value, np.ndarray):
         value = list(value.values())[-1] if isinstance(value, dict) else value[-1]
     assert address(value) == where
@@ -47,14 +47,14 @@ def test_a_fresh_array_is_not_copied(wrap: Any, shape: tuple[int, ...]) -> None:
 
 def test_an_array_that_somebody_holds_is_copied() -> None:
     held = np.zeros(10)
-    value, _ = own([{"x": held}])
+    value, _ = take_ownership([{"x": held}])
     held[:] = 1
     assert value["x"].tolist() == [0] * 10
 
 
 def test_a_view_of_memory_that_somebody_holds_is_copied() -> None:
     held = np.zeros(10)
-    value, _ = own([held[2:5]])
+    value, _ = take_ownership([held[2:5]])
     held[:] = 1
     assert value.tolist() == [0] * 3
 
@@ -63,7 +63,7 @@ def test_a_view_of_memory_that_somebody_holds_is_copied() -> None:
 def test_a_mapped_file_is_copied(mode: Any, tmp_path: Path) -> None:
     held = np.memmap(tmp_path / "file", np.int64, "w+", shape=(100,))
     mapped = np.memmap(tmp_path / "file", np.int64, mode)
-    value, size = own([{"x": mapped, "few": mapped[:2]}])
+    value, size = take_ownership([{"x": mapped, "few": mapped[:2]}])
     held[:] = 9
     assert [(type(part), part.sum()) for part in value.values()] == [(np.ndarray, 0)] * 2
     assert size == 816
@@ -71,7 +71,7 @@ def test_a_mapped_file_is_copied(mode: Any, tmp_path: Path) -> None:
 
 def test_a_guarded_map_is_read_only(tmp_path: Path) -> None:
     mapped = np.memmap(tmp_path / "file", np.int64, "w+", shape=(2,))
-    seen = guard(mapped)
+    seen = as_readonly(mapped)
     with pytest.raises(ValueError, match="read-only"):
         seen[0] = 1
     mapped[0] = 1
@@ -79,7 +79,7 @@ def test_a_guarded_map_is_read_only(tmp_path: Path) -> None:
 
 def test_one_array_at_two_places_is_safe() -> None:
     twice = np.zeros(3)
-    value, _ = own([[twice, twice]])
+    value, _ = take_ownership([[twice, twice]])
     twice[:] = 1
     assert [v.tolist() for v in value] == [[0] * 3] * 2
 
@@ -88,7 +88,7 @@ def test_containers_and_buffers_are_own() -> None:
     inner = [1]
     buffer = bytearray(b"ab")
     tree = {"a": inner, "b": (buffer, Record(inner, None))}
-    value, _ = own([tree])
+    value, _ = take_ownership([tree])
     inner.append(2)
     buffer[0] = 0
     tree["c"] = 1
@@ -96,7 +96,7 @@ def test_containers_and_buffers_are_own() -> None:
 
 
 def test_results_are_in_c_order() -> None:
-    value, _ = own([np.arange(6).reshape(2, 3).T])
+    value, _ = take_ownership([np.arange(6).reshape(2, 3).T])
     assert value.flags.c_contiguous
     assert value.tolist() == [[0, 3], [1, 4], [2, 5]]
 
@@ -104,7 +104,7 @@ def test_results_are_in_c_order() -> None:
 def test_a_guarded_array_is_read_only_and_the_callers_stays_writable() -> None:
     array = np.arange(6).reshape(2, 3).T
     tree = {"x": [array, 1]}
-    seen = guard(tree)
+    seen = as_readonly(tree)
     assert seen["x"][0].flags.c_contiguous
     assert not seen["x"][0].flags.writeable
     assert array.flags.writeable
@@ -113,8 +113,8 @@ def test_a_guarded_array_is_read_only_and_the_callers_stays_writable() -> None:
 
 
 def test_zero_dimensional_arrays_stay_so() -> None:
-    assert guard(np.array(3.0)).shape == ()
-    assert own([np.array(3.0)])[0].shape == ()
+    assert as_readonly(np.array(3.0)).shape == ()
+    assert take_ownership([np.array(3.0)])[0].shape == ()
 
 
 trees = st.recursive(
@@ -126,5 +126,5 @@ trees = st.recursive(
 
 @given(trees)
 def test_values_are_kept(tree: Any) -> None:
-    assert guard(tree) == tree
-    assert own([tree])[0] == tree
+    assert as_readonly(tree) == tree
+    assert take_ownership([tree])[0] == tree

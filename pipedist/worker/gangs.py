@@ -1,0 +1,424 @@
+"""Execution of gang leases: all replicas of a lease at once, reported when all of them are over.
+
+The replicas run in threads, the first one in the main thread, and one at a time: they take turns whenever one waits
+in a collective, or for the outside world of its event loop, so user code need not be thread-safe
+(`pipedist.collectives.gang`). An async function runs on an event loop of its replica; its collectives wait in a
+thread of their own, so the replica's other tasks continue.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
+
+from pipedist.collectives.channel import Channel, GangAborted
+from pipedist.collectives.gang import LocalGang
+from pipedist.collectives.options import CommunicationOptions, Implementation
+from pipedist.collectives.requests import CollectiveRequest, UnawaitedCollectives
+from pipedist.collectives.segment import GangSegments
+from pipedist.collectives.thread_pool import ReplicaThreadPool
+from pipedist.core.types import Tree
+from pipedist.errors import RemoteProtocolError, UsageError
+from pipedist.protocol.messages import AssignGang, spans
+from pipedist.protocol.program import Shards
+from pipedist.worker import process_setup
+from pipedist.worker.context import Collectives
+from pipedist.worker.devices import Devices
+from pipedist.worker.execution import Call, GangCallContext, Outcome, PassExecutor, Result
+from pipedist.worker.failures import CallFailure
+from pipedist.worker.inputs import LeaseShards
+from pipedist.worker.lease_run import ExitRequested, FinishedCalls, PersistentLoop, await_result
+from pipedist.worker.progress import StageClock
+from pipedist.worker.relay_channel import RelayBuffer, RelayChannel, RelayClient
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future, ThreadPoolExecutor
+
+    from pipedist.worker.variables.replica import BoundVariables
+
+
+class GangClient(RelayClient, Protocol):
+    """The methods of the worker's driver that gangs call, from any thread of the gang."""
+
+    def report_stalled(self, lease: int, members: tuple[int, ...], text: str) -> None:
+        """Report that a collective has waited too long for members."""
+
+
+class GangRunFactory:
+    """Makes the runs of gang leases; owns the threads, event loops and mapped memory that they share.
+
+    Args:
+        client: the connection to the scheduler.
+        loop: the loop of the main thread, which runs the first replica of each gang.
+    """
+
+    def __init__(self, client: GangClient, loop: PersistentLoop) -> None:
+        self._client = client
+        self._loops = [loop]
+        self._threads = ReplicaThreadPool()
+        self._segments = GangSegments()
+        self._devices = Devices()
+
+    def new_run(
+        self,
+        assigned: AssignGang,
+        executor: PassExecutor,
+        shards: Shards,
+        buffer: RelayBuffer,
+        *,
+        bound: BoundVariables | None,
+        begin: Callable[[int], None],
+        on_success: Callable[[], None],
+    ) -> GangRun:
+        """Return the run of a lease.
+
+        Raises:
+            RemoteProtocolError: the calls do not belong to this member.
+            UsageError: shared memory is required, but the members share none.
+            SegmentUnavailable: the shared memory cannot be mapped.
+            DevicesUnseen: only a new process can see the devices of its replicas.
+        """
+        program, lo, hi = executor.program, assigned.lo, assigned.hi
+        local = local_replicas(lo, hi, program.replicas, assigned.member, assigned.members)
+        devices = program.devices
+        if devices:
+            self._devices.show(devices[local.start : local.stop])
+        bytes_per_pack, timeout_s, implementation = program.communication
+        options = CommunicationOptions(bytes_per_pack, timeout_s, Implementation.of(implementation))
+        channel = self._channel(assigned, program.replicas, options.implementation, buffer)
+        gang = LocalGang(
+            replicas=program.replicas,
+            local=local,
+            channel=channel,
+            options=options,
+            on_stalled=partial(self._client.report_stalled, assigned.lease),
+            threads=self._threads,
+        )
+        return GangRun(
+            executor,
+            self._loops,
+            executor.finder.of_lease(shards, lo, hi),
+            lo,
+            hi,
+            gang=gang,
+            channel=channel,
+            can_share=not isinstance(channel, RelayChannel),
+            device_of=lambda replica: self._devices.name_of(devices[replica]) if devices else "",
+            bound=bound,
+            begin=begin,
+            on_success=on_success,
+        )
+
+    def _channel(
+        self, assigned: AssignGang, replicas: int, implementation: Implementation, buffer: RelayBuffer
+    ) -> Channel | None:
+        if assigned.members == 1:
+            return None
+        if assigned.segment and implementation is not Implementation.TRANSPORT:
+            from pipedist.collectives.shared import SharedChannel  # as large as the rest of the package
+
+            return SharedChannel(
+                self._segments.get(assigned.segment),
+                serial=assigned.serial,
+                member=assigned.member,
+                spans=[range(a, b) for a, b in spans(replicas, assigned.members)],
+            )
+        if implementation is Implementation.SHARED:
+            raise UsageError(NOT_SHARED)
+        return RelayChannel(self._client, assigned.lease, buffer, assigned.member, assigned.members)
+
+    def close(self) -> None:
+        """End the threads, close the loops except the main thread's, and unmap the memory."""
+        self._threads.close()
+        for loop in self._loops[1:]:
+            loop.close()
+        self._segments.close()
+
+
+def local_replicas(lo: int, hi: int, replicas: int, member: int, members: int) -> range:
+    """Return the replicas of a gang's calls [lo, hi).
+
+    Raises:
+        RemoteProtocolError: the calls belong to several steps, or to another member.
+    """
+    local = range(lo % replicas, lo % replicas + hi - lo)
+    if members > replicas or local != range(*spans(replicas, members)[member]):
+        raise RemoteProtocolError(
+            f"calls [{lo}, {hi}) do not belong to member {member} of {members}, with {replicas} replicas"
+        )
+    return local
+
+
+NOT_SHARED = (
+    "implementation 'shared' needs all workers of the gang on one host, with shared memory, which they do not "
+    "have: use 'auto', which shares memory if possible, or 'transport'"
+)
+
+
+class GangRun:
+    """The execution of a lease that belongs to a gang; used like a `LeaseRun`.
+
+    Args:
+        executor: of the lease's pass.
+        loops: run async functions: the main thread's loop, then those of other replicas; extended as needed.
+        shards: of calls [lo, hi).
+        lo, hi: the calls, all of one step.
+        gang: of these replicas; run once.
+        channel: closed when the gang is over; None if there are no other members.
+        can_share: whether the members share memory.
+        device_of: returns this process's name of a replica's device; "" for none.
+        bound: the variables of the step; None if it has none.
+        begin: called with the number of a call before it runs.
+        on_success: called when every call has returned.
+    """
+
+    def __init__(
+        self,
+        executor: PassExecutor,
+        loops: list[PersistentLoop],
+        shards: LeaseShards,
+        lo: int,
+        hi: int,
+        *,
+        gang: LocalGang,
+        channel: Channel | None,
+        can_share: bool,
+        device_of: Callable[[int], str],
+        bound: BoundVariables | None,
+        begin: Callable[[int], None],
+        on_success: Callable[[], None],
+    ) -> None:
+        self.executor = executor
+        self._loops = loops
+        self._shards = shards
+        self._gang = gang
+        self._channel = channel
+        self._can_share = can_share
+        self._device_of = device_of
+        self._bound = bound
+        self._begin = begin
+        self._on_success = on_success
+        self._next = lo
+        """The first call that has neither been taken nor raised."""
+        self._hi = hi
+        self._outcomes: list[Outcome] = []
+        """Of calls from `_next` on, up to the first that did not return."""
+        self._over: dict[int, Result | CallFailure] | None = None
+        """The result or failure of each call; None until the gang is over."""
+        self._busy_ns = 0
+
+    def advance(self, _slice_s: float, _slice_bytes: int) -> CallFailure | None:
+        """The first time, execute all calls; then continue at the next call that failed.
+
+        Returns:
+            Its failure; None if all remaining calls returned.
+        """
+        if self._over is None:
+            start = time.perf_counter_ns()
+            self._over = self._execute()
+            self._busy_ns = time.perf_counter_ns() - start
+        at = self._next
+        outcomes: list[Outcome] = []
+        failure: CallFailure | None = None
+        while at < self._hi:
+            found = self._over.pop(at)
+            if isinstance(found, CallFailure):
+                failure = found
+                break
+            outcomes.append(found[0])
+            at += 1
+        self._outcomes = outcomes
+        return failure
+
+    def take(self) -> FinishedCalls:
+        """Return the outcomes that have not been taken; none before the gang is over."""
+        outcomes, self._outcomes = self._outcomes, []
+        lo, self._next = self._next, self._next + len(outcomes)
+        busy_ns, self._busy_ns = self._busy_ns, 0
+        return FinishedCalls(lo, outcomes, busy_ns)
+
+    def skip(self) -> None:
+        """Record that the call after the last outcome has been reported as failed."""
+        self._next += 1
+
+    def abandon(self) -> None:
+        """End the replicas that wait for others; `advance` returns when all replicas have ended."""
+        self._gang.abort("the scheduler has cancelled the step")
+
+    def _execute(self) -> dict[int, Result | CallFailure]:
+        numbers = range(self._next, self._hi)
+        while len(self._loops) < len(numbers):
+            self._loops.append(PersistentLoop())
+        calls: list[Call] = []
+        bodies: list[Callable[[], Result]] = []
+        for number, loop in zip(numbers, self._loops, strict=False):
+            replica = number % self.executor.program.replicas
+            collectives = ReplicaCollectives(
+                self._gang, replica, can_share=self._can_share, clock=self.executor.clock, call=number
+            )
+            variables = None if self._bound is None else self._bound.of(replica)
+            gang_context = GangCallContext(collectives.of, self._device_of(replica), variables)
+            call = self.executor.call(number, gang_context)
+            calls.append(call)
+            bodies.append(partial(self._run, call, collectives, loop))
+        try:
+            found = self._gang.run(bodies)
+        finally:
+            if self._channel is not None:
+                self._channel.close()
+        over: dict[int, Result | CallFailure] = {}
+        for call, each in zip(calls, found, strict=True):
+            over[call.number] = self._failure(call, each) if isinstance(each, BaseException) else each
+        if not any(isinstance(each, CallFailure) for each in over.values()):
+            self._on_success()
+        return over
+
+    def _run(self, call: Call, collectives: ReplicaCollectives, loop: PersistentLoop) -> Result:
+        """Execute one call, in its replica's thread."""
+
+        def wait(awaitable: Awaitable[Any]) -> Any:
+            result = loop.run(await_result(awaitable), collectives.outside)
+            collectives.unawaited.check()
+            return result
+
+        self._begin(call.number)
+        try:
+            return self.executor.run(call, self._shards, wait)
+        finally:
+            collectives.close()
+
+    def _failure(self, call: Call, error: BaseException) -> CallFailure:
+        if isinstance(error, ExitRequested):
+            error = error.cause
+        return self.executor.failure(call, error, aborted=_was_aborted(error))
+
+
+class ReplicaCollectives:
+    """The collectives of one replica, for plain and for async functions.
+
+    The turn belongs to a replica, not to a thread. While a collective of an async function is under way, the
+    turn belongs to the thread of that collective, and the event loop continues without it.
+
+    Args:
+        gang: of the replica.
+        replica: its number.
+        can_share: whether all members of the gang share memory.
+        clock: pauses while the replica waits for others.
+        call: the number of its call.
+    """
+
+    def __init__(
+        self, gang: LocalGang, replica: int, *, can_share: bool, clock: StageClock, call: int
+    ) -> None:
+        self._gang = gang
+        self._replica = replica
+        self._can_share = can_share
+        self._clock = clock
+        self._call = call
+        self._thread: ThreadPoolExecutor | None = None
+        self._under_way = 0
+        """Collectives of async functions that are not over."""
+        self._lock = threading.Lock()
+        """Guards `_under_way`."""
+        self.unawaited = UnawaitedCollectives()
+        """Collectives that its async functions have requested, but not awaited."""
+
+    def of(self, is_async: bool) -> Collectives:
+        """Return the collectives of an async or a plain function."""
+        return _Awaited(self) if is_async else _Blocking(self)
+
+    def call(self, request: CollectiveRequest) -> Tree:
+        """Execute a collective in this thread."""
+        options = request.options
+        if options is not None and not self._can_share and options.implementation is Implementation.SHARED:
+            raise ValueError(NOT_SHARED)
+        self._clock.pause(self._call)
+        try:
+            return self._gang.call(self._replica, request)
+        finally:
+            self._clock.resume(self._call)
+
+    async def later(self, request: CollectiveRequest) -> Tree:
+        """Execute a collective, while the loop's other tasks continue.
+
+        One thread executes them, one after the other, in the order in which they were first awaited.
+        """
+        import asyncio  # only async functions need it
+        from concurrent.futures import ThreadPoolExecutor
+
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, f"pipedist-replica-{self._replica}")
+        context = contextvars.copy_context()
+        with self._lock:
+            self._under_way += 1
+        collective = self._thread.submit(context.run, self._for_loop, request)
+        collective.add_done_callback(self._on_end)  # not after the await below, which may be cancelled
+        return await asyncio.wrap_future(collective)
+
+    def _for_loop(self, request: CollectiveRequest) -> Tree:
+        """Execute a collective for an asyncio future, which can never hold a StopIteration."""
+        try:
+            return self.call(request)
+        except StopIteration as error:
+            raise RuntimeError(f"{request.label or request.kind} raised StopIteration") from error
+
+    def _on_end(self, _collective: Future[Tree]) -> None:
+        with self._lock:
+            self._under_way -= 1
+
+    @contextmanager
+    def outside(self) -> Iterator[None]:
+        """Let other replicas run while the loop has nothing to do."""
+        if process_setup.is_copy:  # a copy has no other replicas, so the turn would never come back
+            yield
+            return
+        with self._lock:
+            has_turn = self._under_way == 0
+        if not has_turn:
+            yield
+            return
+        with self._gang.outside(self._replica):
+            yield
+
+    def close(self) -> None:
+        """Wait for a collective whose await was cancelled: the other replicas take part in it."""
+        self.unawaited.drop()
+        if self._thread is not None:
+            self._thread.shutdown(cancel_futures=True)
+
+
+class _Blocking:
+    is_async = False
+
+    def __init__(self, collectives: ReplicaCollectives) -> None:
+        self._collectives = collectives
+
+    def call(self, request: CollectiveRequest) -> Tree:
+        return self._collectives.call(request)
+
+
+class _Awaited:
+    is_async = True
+
+    def __init__(self, collectives: ReplicaCollectives) -> None:
+        self._collectives = collectives
+
+    def call(self, request: CollectiveRequest) -> Awaitable[Tree]:
+        return self._collectives.unawaited.add(request, self._collectives.later(request))
+
+
+def _was_aborted(error: BaseException) -> bool:
+    """Return whether a call failed only because its gang had ended, also if its clean-up raised."""
+    seen: set[int] = set()
+    each: BaseException | None = error
+    while each is not None and id(each) not in seen:
+        if isinstance(each, GangAborted):
+            return True
+        seen.add(id(each))
+        each = each.__cause__ or each.__context__
+    return False

@@ -1,0 +1,311 @@
+"""Inputs of calls: shards, and the values of states.
+
+A call's shard is sent along, located, or computed from the number of the call. Shards of the last kind are adjacent
+in the source, so short ones are read some hundred calls at a time, as one BLOCK, and are slices of it. The result
+is the same: a slice has the bytes, dtype, order and flags of a separate read, or no block is made.
+
+The value of a state is sent once for each version, not once for each call. A lease names the version of each state
+that it reads. A value is decoded when the first lease reads it, never changes, and replaces each `StateValue` in
+the arguments of a stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipedist.core import trees
+from pipedist.core.types import Tree
+from pipedist.errors import RemoteProtocolError
+from pipedist.protocol.program import ReaderConfig, Shards, StateValue, load_tree
+
+BLOCK_BYTES_MAX = 2**20
+"""Maximum size of a read for more than one call."""
+
+_VARIABLE_WIDTH = "USO"
+"""Kinds of arrays whose dtype depends on the rows that are read."""
+
+
+class Shard(NamedTuple):
+    """The input of a call.
+
+    Args:
+        value: a tree of read-only, C-contiguous arrays.
+        elements: ids of its elements (a range or int64[n]); None if it has none.
+        epoch: the epoch of the dataset; 0 without a dataset.
+    """
+
+    value: Tree
+    elements: range | NDArray[np.int64] | None
+    epoch: int
+
+
+class ShardFinder:
+    """Finds the shards of one pass.
+
+    Args:
+        config: how to read them; None if values are sent that are not shards of a dataset.
+        replicas: R.
+    """
+
+    def __init__(self, config: ReaderConfig | None, replicas: int) -> None:
+        self._config = config
+        self._replicas = replicas
+        self._division: Any = None
+        self._reader: Any = None
+        self._row_bytes: float | None = None
+        """Size of a row of the last shard that was read alone; None if a block would give other arrays."""
+        if config is not None and config.length > 0:
+            from pipedist.datasets.division import Division  # passes without a dataset need none
+
+            self._division = Division(config.length, config.batch, replicas, config.drop_remainder)
+
+    def of_lease(self, shards: Shards, lo: int, hi: int) -> LeaseShards:
+        """Return the shards of a lease's calls [lo, hi)."""
+        return LeaseShards(self, shards, lo, hi)
+
+    def find(self, shards: Shards, index: int, call: int) -> Shard:
+        """Return the shard of call `call`, the `index`-th of its lease.
+
+        Raises:
+            RemoteProtocolError: the scheduler sent nothing to find it with.
+            Exception: any error of the reader.
+        """
+        step, replica = divmod(call, self._replicas)
+        elements: range | NDArray[np.int64] | None = None
+        epoch = 0
+        if self._division is not None:
+            epoch = step // self._division.steps_per_epoch
+            elements = self._division.ids(step, replica) if shards.ids is None else None
+        if shards.ids is not None:
+            elements = shards.ids[index]
+        if shards.values is not None:
+            return Shard(shards.values[index], elements, epoch)
+        if shards.locations is not None:
+            return Shard(self._open().read(shards.locations[index]), elements, epoch)
+        if elements is None or self._config is None:
+            raise RemoteProtocolError(
+                f"call {call} came without a shard, and its number does not determine one"
+            )
+        value = self._open().read(self._rows(elements))
+        self._row_bytes = _row_bytes(value, len(elements))
+        return Shard(value, elements, epoch)
+
+    def block(self, call: int, hi: int) -> list[Shard]:
+        """Return the shards of calls from `call` on, below `hi`, in one read.
+
+        Returns:
+            At least two shards; none if a block does not pay, or cannot be read. Then each call reads its own
+            shard, and raises its own error.
+        """
+        division = self._division
+        if division is None or not self._row_bytes or self._config is None:
+            return []
+        rows_max = int(BLOCK_BYTES_MAX / self._row_bytes)
+        step, replica = divmod(call, self._replicas)
+        epoch, first, stop = division.bounds(step, replica)
+        # A call may have no rows, so the number of rows limits the number of calls only roughly.
+        count = min(hi - call, rows_max + self._replicas) if stop - first <= rows_max else 0
+        bounds = division.bounds_from(step, replica, count)
+        while bounds and bounds[-1][1] - first > rows_max:
+            bounds.pop()
+        if len(bounds) < 2:
+            return []
+        last_row = bounds[-1][1]
+        try:
+            rows = self._open().read(range(first, last_row))
+        except Exception:
+            return []
+        base = epoch * self._config.length
+        if type(rows) is np.ndarray:
+            return [Shard(rows[a - first : b - first], range(base + a, base + b), epoch) for a, b in bounds]
+        if type(rows) is not dict:
+            return []
+        columns = list(rows.items())
+        return [
+            Shard({k: c[a - first : b - first] for k, c in columns}, range(base + a, base + b), epoch)
+            for a, b in bounds
+        ]
+
+    def _rows(self, elements: range | NDArray[np.int64]) -> range | NDArray[np.int64]:
+        """Return the row numbers of elements; a shard never crosses an epoch."""
+        assert self._config is not None  # find() has checked it
+        length = self._config.length
+        if isinstance(elements, range):
+            first = elements.start % length if len(elements) else 0
+            return range(first, first + len(elements))
+        return elements % length
+
+    def _open(self) -> Any:
+        if self._reader is None:
+            if self._config is None or self._config.source is None:
+                raise RemoteProtocolError("a pass without a source came with locations to read")
+            from pipedist.datasets import open_reader  # passes without a dataset need no reader
+
+            self._reader = open_reader(self._config.source)
+        return self._reader
+
+    def is_empty(self, shard: Shard) -> bool:
+        """Return whether a shard has no elements; a value that is not a shard of a dataset is never empty."""
+        if self._config is None:
+            return False
+        if shard.elements is not None:
+            return len(shard.elements) == 0
+        leaves = trees.flatten(shard.value)[0]
+        return not leaves or (isinstance(leaves[0], np.ndarray) and leaves[0].shape[:1] == (0,))
+
+    def close(self) -> None:
+        """Close the reader and its files."""
+        reader, self._reader = self._reader, None
+        close = getattr(reader, "close", None)
+        if close is not None:
+            close()
+
+
+class LeaseShards:
+    """The shards of one lease's calls.
+
+    Args:
+        finder: of the pass.
+        shards: as they were sent.
+        lo, hi: the calls.
+    """
+
+    def __init__(self, finder: ShardFinder, shards: Shards, lo: int, hi: int) -> None:
+        self._finder = finder
+        self._shards = shards
+        self._lo = lo
+        self._hi = hi
+        self._by_number = shards.ids is None and shards.values is None and shards.locations is None
+        self._block: list[Shard] = []
+        self._block_lo = lo
+
+    def find(self, call: int) -> Shard:
+        """Return the shard of a call; consecutive calls share blocks.
+
+        Raises:
+            RemoteProtocolError: the scheduler sent nothing to find it with.
+            Exception: any error of the reader.
+        """
+        index = call - self._block_lo
+        if 0 <= index < len(self._block):
+            return self._block[index]
+        if self._by_number:
+            self._block, self._block_lo = self._finder.block(call, self._hi), call
+            if self._block:
+                return self._block[0]
+        return self._finder.find(self._shards, call - self._lo, call)
+
+    def is_empty(self, shard: Shard) -> bool:
+        """Return whether a shard of a dataset has no elements."""
+        return self._finder.is_empty(shard)
+
+
+def _row_bytes(value: Tree, rows: int) -> float | None:
+    """Return the size of a row, bytes; None if slices of more rows would be other arrays."""
+    columns = [value] if type(value) is np.ndarray else list(value.values()) if type(value) is dict else []
+    if (
+        not rows
+        or not columns
+        or any(type(c) is not np.ndarray or c.dtype.kind in _VARIABLE_WIDTH for c in columns)
+    ):
+        return None
+    return sum(c.nbytes for c in columns) / rows
+
+
+# -- states ------------------------------------------------------------------------------
+
+VERSIONS_MAX = 2
+"""Number of latest versions stored for each state: one for the executing lease, one for the next. An older version
+that is sent for a repeated lease is stored besides, until another one is sent."""
+
+States = Mapping[str, Sequence[int]]
+"""The states that a lease reads: name -> [space, version]."""
+
+
+class StateStore:
+    """The latest values of each state."""
+
+    def __init__(self) -> None:
+        self._frames: dict[int, dict[int, Sequence[memoryview]]] = {}
+        """Space -> version -> a value that is not decoded yet."""
+        self._values: dict[int, dict[int, Tree]] = {}
+        """Space -> version -> a decoded value."""
+
+    def receive(self, space: int, version: int, frames: Sequence[memoryview]) -> None:
+        """Store a value as it was sent."""
+        self._discard_old(space, version)
+        self._frames.setdefault(space, {})[version] = frames
+
+    def put(self, space: int, version: int, value: Tree) -> None:
+        """Store a value that this worker computed; its arrays are read-only, and never change again."""
+        self._discard_old(space, version)
+        self._values.setdefault(space, {})[version] = value
+
+    def drop(self, space: int) -> None:
+        """Drop every version of a state."""
+        self._frames.pop(space, None)
+        self._values.pop(space, None)
+
+    def values(self, states: States) -> dict[str, Tree]:
+        """Return the values that a lease reads, by name.
+
+        Raises:
+            RemoteProtocolError: the scheduler has not sent a value, or it is malformed.
+            Unloadable: the class of a value cannot be imported here.
+        """
+        return {name: self._value(name, space, version) for name, (space, version) in states.items()}
+
+    def _value(self, name: str, space: int, version: int) -> Tree:
+        frames = self._frames.get(space, {}).pop(version, None)
+        if frames is not None:
+            try:
+                self._values.setdefault(space, {})[version] = load_tree(
+                    frames, f"version {version} of {name!r}"
+                )
+            except BaseException:
+                self._frames[space][version] = frames  # the next lease that reads it gets the same error
+                raise
+        known = self._values.get(space, {})
+        if version not in known:
+            raise RemoteProtocolError(
+                f"a lease reads version {version} of {name!r} (state {space}), which was not sent"
+            )
+        return known[version]
+
+    def _discard_old(self, space: int, version: int) -> None:
+        frames, values = self._frames.get(space, {}), self._values.get(space, {})
+        latest = {version, *sorted({version, *frames, *values})[-VERSIONS_MAX:]}
+        for held in (frames, values):
+            for other in [v for v in held if v == version or v not in latest]:
+                del held[other]
+
+
+def state_names(tree: Tree) -> frozenset[str]:
+    """Return the names of the states in a stage's arguments."""
+    names: set[str] = set()
+    trees.replace(tree, StateValue, lambda state: names.add(state.name))
+    return frozenset(names)
+
+
+def fill_states(tree: Tree, values: Mapping[str, Tree]) -> Tree:
+    """Return a stage's arguments with its value in place of each state.
+
+    Args:
+        values: by name, of every state in the tree.
+
+    Raises:
+        RemoteProtocolError: the lease does not name a state of the tree.
+    """
+
+    def value_of(state: StateValue) -> Tree:
+        if state.name not in values:
+            raise RemoteProtocolError(
+                f"the arguments read state {state.name!r}, which the lease does not name"
+            )
+        return values[state.name]
+
+    return trees.replace(tree, StateValue, value_of)

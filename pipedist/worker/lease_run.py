@@ -1,0 +1,292 @@
+"""Execution of a lease's calls: one after the other, or overlapping if they only wait.
+
+Calls run in the main thread, which is the thread of the worker's driver. Only if a stage is an async FUNCTION, and
+none is a class, up to `CALLS_AT_ONCE_MAX` calls of a lease overlap, on one event loop that lives as long as the
+process: async functions wait for the outside world, and users expect these waits to overlap. Results are still
+reported in order.
+
+A call that raises fails alone, whatever it raises: like `concurrent.futures`, a worker survives `sys.exit` and
+KeyboardInterrupt in a function. As both of them request an end, the call is not retried; asyncio's CancelledError,
+which async code raises by accident, is treated like other exceptions. (asyncio itself stops its loop for a
+SystemExit in a task: one in a task that a function has started ends the process.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import selectors
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from pipedist.protocol.program import Shards
+from pipedist.worker import failures
+from pipedist.worker.execution import Call, Outcome, PassExecutor, Result
+from pipedist.worker.failures import CallFailure
+
+if TYPE_CHECKING:
+    import asyncio
+
+CALLS_AT_ONCE_MAX = 16
+"""Maximum number of overlapping calls of async functions in one worker."""
+
+
+# -- event loop --------------------------------------------------------------------------
+
+Outside = Callable[[], AbstractContextManager[None]]
+"""Enters the time in which a replica only waits for the outside world."""
+
+
+class PersistentLoop:
+    """An event loop that is made for the first async function, and kept."""
+
+    def __init__(self) -> None:
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._selector: _Selector | None = None
+
+    def run(self, awaitable: Awaitable[Any], outside: Outside = contextlib.nullcontext) -> Any:
+        """Run until `awaitable` is done; return its result.
+
+        Args:
+            outside: entered while the loop has nothing to do but wait.
+        """
+        import asyncio  # only async functions need it
+
+        if self._loop is None or self._selector is None:
+            self._selector = _Selector()
+            self._loop = asyncio.SelectorEventLoop(self._selector)
+        asyncio.set_event_loop(self._loop)
+        before, self._selector.outside = self._selector.outside, outside
+        try:
+            return self._loop.run_until_complete(awaitable)
+        finally:
+            self._selector.outside = before
+
+    def close(self) -> None:
+        """Close the loop, if one was made."""
+        if self._loop is not None:
+            self._loop.close()
+            self._loop = self._selector = None
+
+
+class _Selector(selectors.DefaultSelector):
+    """A selector that enters `outside` while it waits."""
+
+    outside: Outside = staticmethod(contextlib.nullcontext)
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        with self.outside():
+            return super().select(timeout)
+
+
+class ExitRequested(Exception):
+    """Carries an exception out of an async function that would stop the event loop.
+
+    Args:
+        cause: SystemExit or KeyboardInterrupt.
+    """
+
+    def __init__(self, cause: BaseException) -> None:
+        super().__init__(cause)
+        self.cause = cause
+
+
+async def await_result(awaitable: Awaitable[Any]) -> Any:
+    """Await the result of an async function; raise ExitRequested instead of SystemExit."""
+    try:
+        return await awaitable
+    except (SystemExit, KeyboardInterrupt) as error:
+        raise ExitRequested(error) from None
+
+
+async def cancel_tasks(tasks: list[asyncio.Task[Any]]) -> None:
+    """Cancel tasks, and wait up to one second for their clean-up."""
+    import asyncio  # loaded already
+
+    for task in tasks:
+        task.cancel()
+    done, _ = await asyncio.wait(tasks, timeout=1)
+    for task in done:
+        if not task.cancelled():
+            task.exception()  # mark it as retrieved: asyncio would log it otherwise
+
+
+# -- runs --------------------------------------------------------------------------------
+
+
+class FinishedCalls(NamedTuple):
+    """Finished calls [lo, lo + len(outcomes)) that are not reported yet."""
+
+    lo: int
+    outcomes: list[Outcome]
+    busy_ns: int
+
+
+class LeaseRun:
+    """The execution of one lease.
+
+    `advance` belongs to the main thread. `take` may be called from one other thread meanwhile: so the results of
+    short calls are sent while a long one runs.
+
+    Args:
+        executor: of the lease's pass.
+        loop: runs async functions.
+        shards: of calls [lo, hi), from `lo` on.
+        begin: called with the number of the call that will be reported next, before it runs.
+    """
+
+    def __init__(
+        self,
+        executor: PassExecutor,
+        loop: PersistentLoop,
+        shards: Shards,
+        lo: int,
+        hi: int,
+        begin: Callable[[int], None],
+    ) -> None:
+        self.executor = executor
+        self._loop = loop
+        self._shards = executor.finder.of_lease(shards, lo, hi)
+        self._hi = hi
+        self._begin = begin
+        self._next = lo
+        """The first call that has not begun."""
+        self._outcomes: list[Outcome] = []
+        """Of calls that returned, from `_taken` on."""
+        self._taken = lo
+        """The first call that has neither been taken nor raised."""
+        self._bytes = 0
+        """Size of the outcomes since the slice began."""
+        self._worked_until_ns = self._reported_until_ns = time.perf_counter_ns()
+        self._overlaps: bool | None = None
+        self._running: deque[tuple[Call, asyncio.Task[Result]]] = deque()
+        """Overlapping calls that have begun, in order."""
+
+    def advance(self, slice_s: float, slice_bytes: int) -> CallFailure | None:
+        """Execute calls until the slice is over, or a call raises.
+
+        Args:
+            slice_s: start no call after this time, seconds.
+            slice_bytes: start no call once outcomes of this size are waiting.
+
+        Returns:
+            The failure of the first call that is not among the outcomes, or None.
+        """
+        self._bytes = 0
+        if self._overlaps is None:
+            self._begin(self._next)  # the import of a user's module may end the process
+            self._overlaps = self.executor.overlaps(self.executor.call(self._next))
+        self._worked_until_ns = self._reported_until_ns = start = time.perf_counter_ns()
+        until_ns = start + int(slice_s * 1e9)
+        if self._overlaps:
+            failure: CallFailure | None = self._loop.run(self._overlapping(until_ns, slice_bytes))
+            return failure
+        return self._one_by_one(until_ns, slice_bytes)
+
+    def take(self) -> FinishedCalls:
+        """Return the outcomes of calls that finished since the last `take`, in order."""
+        count = len(self._outcomes)
+        outcomes = self._outcomes[:count]
+        del self._outcomes[:count]
+        lo = self._taken
+        self._taken += count
+        busy_ns = self._worked_until_ns - self._reported_until_ns
+        self._reported_until_ns = self._worked_until_ns
+        return FinishedCalls(lo, outcomes, busy_ns)
+
+    def skip(self) -> None:
+        """Record that the call after the last outcome has been reported as failed."""
+        self._taken += 1
+
+    def abandon(self) -> None:
+        """Cancel the running calls."""
+        if self._running:
+            running, self._running = self._running, deque()
+            self._loop.run(cancel_tasks([task for _, task in running]))
+
+    def _one_by_one(self, until_ns: int, slice_bytes: int) -> CallFailure | None:
+        while self._next < self._hi:
+            call = self.executor.call(self._next)
+            self._begin(call.number)
+            self._next += 1
+            try:
+                self._finished(self.executor.run(call, self._shards, self._wait))
+            except BaseException as error:  # any exception of user code is a failure of its call
+                return self.executor.failure(call, error.cause if isinstance(error, ExitRequested) else error)
+            if self._worked_until_ns >= until_ns or self._bytes >= slice_bytes:
+                break
+        return None
+
+    def _wait(self, awaitable: Awaitable[Any]) -> Any:
+        return self._loop.run(await_result(awaitable))
+
+    def _finished(self, result: Result) -> None:
+        outcome, size = result
+        self._bytes += size
+        self._worked_until_ns = time.perf_counter_ns()
+        self._outcomes.append(outcome)
+
+    async def _run_among_others(self, call: Call) -> Result:
+        try:
+            return await self.executor.run_among_others(call, self._shards)
+        except (SystemExit, KeyboardInterrupt) as error:
+            raise ExitRequested(error) from None
+
+    async def _overlapping(self, until_ns: int, slice_bytes: int) -> CallFailure | None:
+        import asyncio  # loaded already: only async functions come here
+
+        while True:
+            while len(self._running) < CALLS_AT_ONCE_MAX and self._next < self._hi:
+                call = self.executor.call(self._next)
+                self._next += 1
+                self._running.append((call, asyncio.ensure_future(self._run_among_others(call))))
+            if not self._running:
+                return None
+            call, task = self._running[0]
+            self._begin(call.number)
+            rest_s = (until_ns - time.perf_counter_ns()) / 1e9
+            if not task.done():
+                await asyncio.wait({task}, timeout=max(rest_s, 0))
+            if not task.done():
+                return None
+            self._running.popleft()
+            try:
+                self._finished(task.result())
+            except BaseException as error:
+                return self.executor.failure(call, error.cause if isinstance(error, ExitRequested) else error)
+            if self._worked_until_ns >= until_ns or self._bytes >= slice_bytes:
+                return None
+
+
+class RejectedLeaseRun:
+    """The run of a lease whose calls cannot be executed: each of them fails, and is not retried.
+
+    Args:
+        error: the reason.
+        stage: the stage that fails; "" if the program is unknown.
+        lo: the first call.
+    """
+
+    def __init__(self, error: Exception, stage: str, lo: int) -> None:
+        self._error = error
+        self._stage = stage
+        self._next = lo
+
+    def advance(self, _slice_s: float, _slice_bytes: int) -> CallFailure:
+        """Return the failure of the next call."""
+        return failures.describe(
+            self._error, call=self._next, stage=self._stage, retryable=False, in_user_code=False
+        )
+
+    def take(self) -> FinishedCalls:
+        """Return no outcomes."""
+        return FinishedCalls(self._next, [], 0)
+
+    def skip(self) -> None:
+        """Record that the next call has been reported as failed."""
+        self._next += 1
+
+    def abandon(self) -> None:
+        """Do nothing: no call runs."""

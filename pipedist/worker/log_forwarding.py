@@ -1,0 +1,268 @@
+"""Forwarding of printed and logged lines to the scheduler, as messages that name the call.
+
+In a worker, `sys.stdout` and `sys.stderr` are streams of this module, so `print`, the default handler of `logging`
+and `warnings` all end here. A line belongs to the call whose code wrote it, also if async calls overlap. Output
+below Python, to the descriptors, goes to the driver's stderr unchanged; so do the lines of a copy of the worker
+(`os.fork`, `multiprocessing`), which has no connection of its own.
+
+Only one thread at a time uses the socket: the one that holds the driver's lock. A thread that prints does not
+wait for the lock: the line is sent at once if the socket is free, else by the thread that uses it.
+
+Limits: a line is cut at `line_chars_max`; above `lines_per_s_max` (after a burst of the same size) lines are
+dropped, and a line of its own reports their number. At most LOG_LINES_WAITING_MAX lines wait for the socket.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+from typing import Protocol, TextIO
+
+from msgspec import Struct
+
+from pipedist.protocol.codec import Frame
+from pipedist.protocol.messages import LogLine, Message
+from pipedist.transport.zeromq.client_socket import ConnectionLost
+from pipedist.worker.context import current
+
+_Origin = tuple[str, int, int]
+_NO_CALL: _Origin = ("", 0, 0)
+"""Origin of lines that no call wrote: lines of a thread that user code started."""
+
+importer: ContextVar[_Origin] = ContextVar("pipedist_importer", default=_NO_CALL)
+"""The call for which a stage's module is being imported: lines that the module prints belong to it."""
+
+
+class OutputLimits(Struct, frozen=True):
+    """Limits of a worker's output.
+
+    Args:
+        line_chars_max: characters of a line; the rest is cut.
+        lines_per_s_max: lines in a second; a burst may have the same number at once.
+        origins_max: calls with an unfinished line at one time.
+    """
+
+    line_chars_max: int = 4096
+    lines_per_s_max: int = 500
+    origins_max: int = 256
+
+
+class OutputCapture:
+    """Splits text into lines, and sends each as a LogLine.
+
+    Args:
+        send: sends a message, from any thread.
+        limits: the limits.
+        clock: monotonic time, seconds.
+    """
+
+    def __init__(
+        self,
+        send: Callable[[LogLine], None],
+        limits: OutputLimits | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._send = send
+        self._limits = limits or OutputLimits()
+        self._clock = clock
+        self._lock = threading.RLock()  # reentrant: a destructor may print in the middle of a print
+        self._partial: dict[_Origin, str] = {}
+        self._allowance = float(self._limits.lines_per_s_max)
+        self._refilled_at = clock()
+        self._dropped = 0
+        self._dropped_of: _Origin = _NO_CALL
+        self._is_copy = False
+
+    def install(self) -> None:
+        """Replace sys.stdout and sys.stderr of this process and of its copies."""
+        sys.stdout = CapturedStream(self, sys.__stderr__)
+        sys.stderr = CapturedStream(self, sys.__stderr__)
+        os.register_at_fork(after_in_child=self._become_copy)
+
+    def _become_copy(self) -> None:
+        # The lock may belong to a thread that the copy does not have; the worker finishes its own lines.
+        self._lock = threading.RLock()
+        self._partial = {}
+        self._send = _write_to_stderr
+        self._limits = OutputLimits(lines_per_s_max=sys.maxsize)  # nothing is sent
+        self._is_copy = True
+
+    def write(self, text: str) -> None:
+        """Handle text that the running call has written."""
+        context = current.get()
+        origin = importer.get()
+        if context is not None:
+            origin = (context.stage, context.step, context.replica_id_in_sync_group)
+        with self._lock:
+            text = self._partial.pop(origin, "") + text
+            *lines, rest = text.split("\n")
+            for line in lines:
+                self._line(origin, line)
+            if rest:
+                self._hold(origin, rest)
+
+    def flush(self) -> None:
+        """Write the unfinished lines of a copy: `finish` is not called in a copy."""
+        if self._is_copy:
+            self.finish()
+
+    def finish(self) -> None:
+        """Send unfinished lines and the number of dropped ones: the calls that wrote them are over."""
+        if not self._partial and not self._dropped:
+            return
+        with self._lock:
+            partial, self._partial = self._partial, {}
+            for origin, text in partial.items():
+                self._line(origin, text)
+            self._report_dropped(self._dropped_of)
+
+    def _hold(self, origin: _Origin, rest: str) -> None:
+        if len(self._partial) >= self._limits.origins_max:
+            oldest = next(iter(self._partial))
+            self._line(oldest, self._partial.pop(oldest))
+        self._partial[origin] = rest[: self._limits.line_chars_max + 1]  # the rest is cut anyway
+
+    def _line(self, origin: _Origin, line: str) -> None:
+        now = self._clock()
+        most = self._limits.lines_per_s_max
+        self._allowance = min(most, self._allowance + (now - self._refilled_at) * most)
+        self._refilled_at = now
+        if self._allowance < 1:
+            self._dropped += 1
+            self._dropped_of = origin
+            return
+        self._allowance -= 1
+        self._report_dropped(origin)
+        if len(line) > self._limits.line_chars_max:
+            line = line[: self._limits.line_chars_max] + " [line cut]"
+        # A lone surrogate has no UTF-8 form; a print must not fail for that.
+        line = line.encode("utf-8", "backslashreplace").decode("utf-8")
+        self._send(LogLine(*origin, line))
+
+    def _report_dropped(self, origin: _Origin) -> None:
+        if self._dropped:
+            dropped, self._dropped = self._dropped, 0
+            most = self._limits.lines_per_s_max
+            self._send(LogLine(*origin, f"[{dropped} lines dropped: more than {most} lines a second]"))
+
+
+def _write_to_stderr(line: LogLine) -> None:
+    """Write a line to the process's stderr with one system call: several copies may write at once."""
+    call = f"[{line.stage} {line.step} {line.replica}] " if line.stage else ""
+    os.write(2, f"{call}{line.text}\n".encode())
+
+
+class CapturedStream(io.TextIOBase):
+    """A text stream that feeds an OutputCapture.
+
+    Args:
+        capture: receives the text.
+        beneath: the stream whose descriptor child processes inherit.
+    """
+
+    def __init__(self, capture: OutputCapture, beneath: TextIO | None) -> None:
+        super().__init__()
+        self._capture = capture
+        self._beneath = beneath
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]  # the base class has a plain attribute
+        """The encoding of the text."""
+        return "utf-8"
+
+    def writable(self) -> bool:
+        """Return True."""
+        return True
+
+    def write(self, text: str) -> int:
+        """Write text; return its length."""
+        self._capture.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        """Flush the lines of a copy (`OutputCapture.flush`); a worker's lines are sent at once."""
+        self._capture.flush()
+
+    def fileno(self) -> int:
+        """Return the descriptor of the driver's stderr.
+
+        Raises:
+            io.UnsupportedOperation: the process has none.
+        """
+        if self._beneath is None:
+            raise io.UnsupportedOperation("fileno")
+        return self._beneath.fileno()
+
+
+# -- the connection ----------------------------------------------------------------------
+
+LOG_LINES_WAITING_MAX = 1000
+"""Maximum number of lines that wait for the socket; the oldest are dropped first."""
+
+
+class Socket(Protocol):
+    """The methods of `pipedist.transport.dealer.Dealer` that a worker uses."""
+
+    def send(
+        self,
+        message: Message,
+        payload: Sequence[Frame] = (),
+        *,
+        copy: bool = True,
+        timeout_s: float = 60.0,
+    ) -> None:
+        """Send a message; `copy` False: the memory of the payload never changes again."""
+
+    def poll(self, timeout_s: float) -> bool:
+        """Wait for a message; return False if none has arrived in time."""
+
+    def recv(self) -> tuple[Message, list[memoryview]]:
+        """Return the next message and its payload."""
+
+
+class LogForwarder:
+    """Lines that wait for the socket, and the error that broke the connection while user code ran.
+
+    Args:
+        socket: the connection to the scheduler.
+        lock: held by the thread that uses the socket.
+    """
+
+    def __init__(self, socket: Socket, lock: threading.Lock) -> None:
+        self._socket = socket
+        self._lock = lock
+        self._lines: deque[LogLine] = deque(maxlen=LOG_LINES_WAITING_MAX)
+        self._closed = False
+        self.fault: BaseException | None = None
+        """The error of the connection while user code ran; the main thread raises it afterwards."""
+
+    def put(self, line: LogLine) -> None:
+        """Send a line at once if the socket is free, else leave it to the thread that uses the socket."""
+        self._lines.append(line)
+        if self.fault is None and self._lock.acquire(blocking=False):
+            try:
+                self.send_lines()
+            except ConnectionLost as error:  # not an error of the code that prints
+                self.fault = error
+            finally:
+                self._lock.release()
+
+    def send_lines(self) -> None:
+        """Send the waiting lines; the caller holds the lock.
+
+        Raises:
+            ConnectionLost: they cannot be sent.
+        """
+        while self._lines and not self._closed:
+            self._socket.send(self._lines.popleft(), timeout_s=math.inf)
+
+    def close(self) -> None:
+        """Send no more lines; the caller holds the lock."""
+        self._closed = True
