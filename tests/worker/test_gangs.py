@@ -166,7 +166,7 @@ async def test_what_a_merged_function_may_not_do() -> None:
     for told in await run("merge_misuse", [0] * 2):
         assert ["inside merge_call" in text for text in told] == [True] * 5
         assert "use reduce" in told[3]
-        assert "stand on the strategy itself" in told[4]
+        assert "its methods are on the strategy itself" in told[4]
 
 
 async def test_a_gang_that_is_cancelled_while_it_waits_ends_and_the_next_lease_runs() -> None:
