@@ -128,6 +128,8 @@ class Coordinator:
         )
         self._events: deque[tuple[ev.Event, Chunk | None]] = deque()
         self._pumping = False
+        self._is_defective = False
+        """The scheduler raised: its state may be inconsistent, so it handles no further event."""
         self._closed = False
         self._may_resume = dial_in and rejoin_s > 0
         """Workers may outlive this process, and rejoin the one that resumes the run."""
@@ -360,6 +362,10 @@ class Coordinator:
         """Have the scheduler handle an event, now, or after the one that is being handled."""
         if self._closed:
             return
+        if self._is_defective:
+            if isinstance(event, ev.PassClosed):
+                self._passes.close(event.pass_id)
+            return
         self._events.append((event, chunk))
         if self._pumping:
             return
@@ -374,6 +380,8 @@ class Coordinator:
         except Exception as error:
             defect = LocalProtocolError(f"a defect of pipedist ended the cluster: {error}")
             defect.__cause__ = error
+            self._is_defective = True
+            self._events.clear()
             self._fail_all(defect)
             raise
         finally:

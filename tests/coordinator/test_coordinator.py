@@ -223,6 +223,32 @@ async def test_a_defect_of_the_scheduler_ends_runs_instead_of_hanging_them(
     assert any(isinstance(context.get("exception"), ZeroDivisionError) for context in reported)
 
 
+@pytest.mark.asyncio
+async def test_no_command_is_executed_after_a_defect_of_the_scheduler(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Commands left over from a defective event would publish steps without their results."""
+    asyncio.get_running_loop().set_exception_handler(lambda _loop, context: None)
+    handled: list[str] = []
+    handle = Scheduler.handle
+
+    def defective(self: Scheduler, event: Any, now: float) -> Any:
+        handled.append(type(event).__name__)
+        if handled[-1] == "CallsDone":
+            raise ZeroDivisionError("oh no")
+        return handle(self, event, now)
+
+    async with asyncio.timeout(60), pipedist.LocalCluster(workers=1) as cluster:
+        await cluster.ready()
+        with monkeypatch.context() as patched:
+            patched.setattr(Scheduler, "handle", defective)
+            async with pipedist.open(spec_of("scaled"), cluster=cluster) as run:
+                with pytest.raises(LocalProtocolError, match="a defect of pipedist"):
+                    await run.results()
+            assert handled[-1] == "CallsDone"
+            assert cluster.coordinator._passes.handles == {}
+
+
 def test_a_sink_added_twice_gets_lines_once_after_one_is_removed() -> None:
     sinks = LogSinks()
     handled: list[str] = []
