@@ -111,6 +111,7 @@ check: lint types architecture  ## Check style, types and architecture.
 .PHONY: docs
 docs: $(INSTALLED)  ## Write the generated parts of docs/.
 	$(BIN)/python -m pipedist.spec.reference > docs/language.md
+	$(BIN)/python -m tests.architecture.package_table > docs/dev/packages.md
 	$(BIN)/python -m pipedist.cli.api_reference > docs/api.md
 
 .PHONY: clean
