@@ -1,4 +1,4 @@
-"""What a run waits for, in the terms of its spec: stages, steps, replicas.
+"""Reasons why a run waits, in the terms of its spec: stages, steps, replicas.
 
 The scheduler explains its waits with numbers of passes, leases and calls; this module names them.
 """
