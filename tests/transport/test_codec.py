@@ -498,5 +498,5 @@ def test_random_frames_are_a_tree_or_an_error(frames: list[bytes]) -> None:
     attempt(frames)
 
 
-def test_the_door_offers_messages_too() -> None:
+def test_the_public_names_are_importable() -> None:
     assert set(codec.__all__) == {"Frame", "UnsendableError", "decode", "encode"}

@@ -216,7 +216,7 @@ async def test_sending_to_a_peer_that_vanished_is_false() -> None:
 
 
 @pytest.mark.asyncio
-async def test_a_dropped_peer_is_neither_heard_nor_spoken_to() -> None:
+async def test_a_dropped_peer_neither_receives_nor_is_received() -> None:
     async with router() as (opened, inbox):
         with dealer(opened, name=b"fenced") as fenced, dealer(opened, name=b"other") as other:
             fenced.send(log())
