@@ -1,4 +1,4 @@
-"""Clusters: a coordinator with its workers, and the launchers that start them, in the driver process.
+"""Clusters: a coordinator with its workers, and their launchers.
 
 Entry points: `LocalCluster` (`base.py`) starts workers on this host; `ConnectCluster` (`remote.py`) accepts workers
 that dial in; `RayCluster` and `DaskCluster` (`engine_clusters.py`) have an engine place them; `open_cluster`

@@ -85,10 +85,13 @@ class Cluster(AsyncOnly, ABC):
 
     @abstractmethod
     def _make(self, stack: AsyncExitStack) -> Coordinator:
-        """Return the coordinator, not entered; what else it needs is entered into `stack`."""
+        """Return the coordinator, not entered.
+
+        Its other resources are entered into `stack`.
+        """
 
     async def gather(self) -> None:
-        """Wait for workers that may hold finished results of the run that is resumed, if there may be any."""
+        """Wait for workers that may have cached results of a resumed run."""
         return
 
     @property
@@ -253,7 +256,9 @@ class LocalCluster(Cluster):
         self.coordinator.kill(_name(worker))
 
     def pause(self, worker: int | str) -> None:
-        """Stop a worker process (SIGSTOP) until `resume`; it is killed if that takes too long.
+        """Stop a worker process (SIGSTOP) until `resume`.
+
+        It is killed if that takes too long.
 
         Args:
             worker: its number or its name.
@@ -275,7 +280,9 @@ class LocalCluster(Cluster):
         self._signal(worker, signal.SIGCONT)
 
     def cut(self, worker: int | str) -> None:
-        """Cut the connection to a worker: its messages are dropped, and it is replaced.
+        """Cut the connection to a worker.
+
+        Its messages are dropped, and it is replaced.
 
         Args:
             worker: its number or its name.
@@ -315,7 +322,9 @@ class LocalCluster(Cluster):
 
 
 def divide_gpus(each: float, workers: int) -> tuple[tuple[str, ...], Supply]:
-    """Return CUDA_VISIBLE_DEVICES of each worker, () for `each` of 0, and the GPUs that workers own.
+    """Return CUDA_VISIBLE_DEVICES of each worker, and the GPUs they own.
+
+    The first is () if `each` is 0.
 
     Raises:
         UsageError: `each` is not a number of GPUs, or there are too few for one worker.

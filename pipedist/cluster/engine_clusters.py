@@ -23,7 +23,7 @@ _ANY_ADDRESS = ("0.0.0.0", "[::]", "*")
 
 
 class EngineCluster(Cluster):
-    """A coordinator that listens with keys of its own, and an engine whose workers dial in.
+    """A coordinator with keys of its own, and an engine that places workers.
 
     Args:
         workers: the number of workers that the engine places, or that are expected.
@@ -81,7 +81,9 @@ class EngineCluster(Cluster):
         return f"tcp://{self._engine.host}:{port}" if address in _ANY_ADDRESS else endpoint
 
     async def ready(self, count: int | None = None) -> None:
-        """Return as soon as `count` workers have joined; None: all that are expected.
+        """Return as soon as `count` workers have joined.
+
+        None: all that are expected.
 
         Raises:
             WorkersLost: all have left.
@@ -151,7 +153,7 @@ class RayCluster(EngineCluster):
 
 
 class DaskCluster(EngineCluster):
-    """Workers placed by Dask, one beside each Dask worker, as long as `async with` lasts.
+    """Workers placed by Dask, one beside each of its own, in `async with`.
 
     Args:
         workers: the number of workers that are expected, and of Dask workers that a `local` one has; None:

@@ -1,4 +1,4 @@
-"""A cluster whose workers dial in: `pipedist worker --connect ENDPOINT --key-file FILE`."""
+"""A cluster whose workers dial in, with `pipedist worker`."""
 
 from __future__ import annotations
 
@@ -106,13 +106,16 @@ class ConnectCluster(Cluster):
         )
 
     async def gather(self) -> None:
-        """Wait for the workers that are expected, for GATHER_S: those that kept results dial in at once."""
+        """Wait for the workers that are expected, for GATHER_S.
+
+        Those that kept results dial in at once.
+        """
         with anyio.move_on_after(min(GATHER_S, self._rejoin_s)):
             await self.coordinator.wait_ready(self.workers)
 
 
 def server_keys(key_file: str) -> ServerKeys:
-    """Return the server's keys in a key file, which is created if there is none.
+    """Return the server's keys in a key file; create the file if missing.
 
     Raises:
         UsageError: the file can't be used, or has only the workers' keys.
@@ -126,13 +129,19 @@ def server_keys(key_file: str) -> ServerKeys:
 
 
 def _workers_file(key_file: str) -> str:
-    """Return the key file for workers: the one without the server's secret, if it exists."""
+    """Return the key file for workers.
+
+    It is the one without the server's secret, if that exists.
+    """
     theirs = workers_file(key_file)
     return str(theirs) if theirs.exists() else key_file
 
 
 def _for_other_hosts(endpoint: str) -> str:
-    """Return an endpoint as other hosts dial it: with this host's name instead of every address."""
+    """Return an endpoint as other hosts dial it.
+
+    If it is bound to every address, it gets this host's name.
+    """
     if endpoint.startswith(_ANY_ADDRESS):
         return f"tcp://{os.uname().nodename}:{endpoint.rpartition(':')[2]}"
     return endpoint

@@ -1,4 +1,4 @@
-"""Cluster resolvers: the tasks of a cluster, and the task of this process (tf.distribute's).
+"""Cluster resolvers: the tasks of a cluster (tf.distribute's).
 
 This module has ClusterSpec and the resolvers that get their values as arguments; `resolvers_environment` has those
 for TF_CONFIG and Slurm, and `resolvers_kubernetes` the one that queries a Kubernetes API server, the only one that
@@ -49,7 +49,10 @@ class ClusterSpec:
         return list(self._jobs)
 
     def as_dict(self) -> dict[str, list[str] | dict[int, str]]:
-        """Return job -> list of addresses; -> {index: address} if some tasks are missing, or all."""
+        """Return job -> list of addresses.
+
+        If tasks are missing, or a job has none, it is job -> {index: address}.
+        """
         return {
             job: list(tasks.values()) if tasks and list(tasks) == list(range(len(tasks))) else dict(tasks)
             for job, tasks in self._jobs.items()
@@ -85,7 +88,9 @@ class ClusterSpec:
         return tasks[task_index]
 
     def job_tasks(self, job_name: str) -> list[str | None]:
-        """Return the addresses of a job's tasks; None for each missing index below the last one.
+        """Return the addresses of a job's tasks.
+
+        A missing index below the last one has None.
 
         Raises:
             ValueError: there is no such job.
@@ -145,15 +150,23 @@ def _listed(items: Sequence[object]) -> str:
 
 
 class ResolverError(UsageError, ValueError):
-    """An argument or environment variable of a resolver is malformed; the text names it."""
+    """An argument or environment variable of a resolver is malformed.
+
+    The text names it.
+    """
 
 
 class ResolverStateError(UsageError, RuntimeError):
-    """A resource of a resolver is missing (yet): a variable, a running pod, enough tasks or GPUs."""
+    """A resource of a resolver is missing (yet).
+
+    It is a variable, a running pod, enough tasks or GPUs.
+    """
 
 
 class ClusterResolver(ABC):
-    """The tasks of a cluster, and the task of this process (tf.distribute.cluster_resolver.ClusterResolver).
+    """The tasks of a cluster, and the task of this process.
+
+    These are the semantics of tf.distribute.cluster_resolver.ClusterResolver.
 
     A subclass sets the attributes that it knows at construction; the others stay unknown.
     """
@@ -197,7 +210,10 @@ class ClusterResolver(ABC):
 
     @property
     def environment(self) -> str | None:
-        """The environment in which the cluster runs, as given; "" or None: unknown."""
+        """The environment in which the cluster runs, as given.
+
+        "" or None: unknown.
+        """
         return self._environment
 
     @property
@@ -214,7 +230,7 @@ class ClusterResolver(ABC):
         return dict(self._num_accelerators)
 
     def _url(self, address: str, rpc_layer: str | None) -> str:
-        """Return an address with the prefix that `master` was given, or with the resolver's."""
+        """Return an address with the given prefix, or with the resolver's."""
         layer = self._rpc_layer if rpc_layer is None else rpc_layer
         return f"{layer}://{address}" if layer else address
 
@@ -394,12 +410,18 @@ class UnionResolver(ClusterResolver):
 
     @property
     def task_id(self) -> int | None:
-        """The index of this process in its job; if not given, that of the first resolver."""
+        """The index of this process in its job.
+
+        If not given, it is that of the first resolver.
+        """
         return self._resolvers[0].task_id if self._task_id is None else self._task_id
 
     @property
     def rpc_layer(self) -> str | None:
-        """The given prefix; otherwise the first resolver's, which only that resolver's master gets."""
+        """The given prefix.
+
+        If not given, it is the first resolver's, which only that resolver's master gets.
+        """
         return self._resolvers[0].rpc_layer if self._rpc_layer is None else self._rpc_layer
 
     @property

@@ -1,4 +1,4 @@
-"""Cluster resolvers that read environment variables: TF_CONFIG, and those that Slurm's srun sets."""
+"""Cluster resolvers that read TF_CONFIG or the variables of srun."""
 
 from __future__ import annotations
 
@@ -36,7 +36,9 @@ _TASKS = re.compile(r"(?P<tasks>[0-9]+)(?:\(x(?P<times>[0-9]+)\))?")
 
 
 def expand_hostlist(hostlist: str) -> list[str]:
-    """Return the hosts of a Slurm host list, in order: "n[1-2],m" gives n1, n2, m.
+    """Return the hosts of a Slurm host list, in order.
+
+    "n[1-2],m" gives n1, n2, m.
 
     Leading zeros are kept: "n[08-10]" gives n08, n09, n10. A host has at most one pair of brackets, at its end.
 
@@ -87,7 +89,9 @@ def expand_tasks_per_node(tasks_per_node: str) -> list[int]:
 
 
 class SlurmClusterResolver(ClusterResolver):
-    """A resolver of the variables of a Slurm job step (tf.distribute's SlurmClusterResolver), read once.
+    """A resolver of a Slurm job step (tf.distribute's SlurmClusterResolver).
+
+    The variables of the step are read once.
 
     Tasks are in Slurm's order of hosts, as their SLURM_PROCID is: n9 comes before n10. (tf.distribute sorts the
     names, and then uses the address of n10 for task 0, which is on n9.) The tasks of a host get consecutive
@@ -255,7 +259,9 @@ class SlurmClusterResolver(ClusterResolver):
 
 
 class TFConfigClusterResolver(ClusterResolver):
-    """A resolver of TF_CONFIG (tf.distribute's TFConfigClusterResolver), read and checked once.
+    """A resolver of TF_CONFIG (tf.distribute's TFConfigClusterResolver).
+
+    The variable is read and checked once.
 
         {"cluster": {"worker": ["host1:2222", "host2:2222"]}, "task": {"type": "worker", "index": 0}}
 

@@ -38,7 +38,9 @@ ListPods = Callable[[str], Sequence[Pod]]
 
 
 class KubernetesClusterResolver(ClusterResolver):
-    """A resolver of the pods with certain labels (tf.distribute's KubernetesClusterResolver), queried each time.
+    """A resolver of pods (tf.distribute's KubernetesClusterResolver).
+
+    Every call queries the pods with certain labels.
 
     Args:
         job_to_label_mapping: job name -> label selectors; empty or None: workers are the pods with
@@ -91,14 +93,17 @@ class KubernetesClusterResolver(ClusterResolver):
     def master(
         self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None
     ) -> str:
-        """Return a task's address; without a task "", because the task of this process is unknown."""
+        """Return a task's address.
+
+        Without a task it is "", because the task of this process is unknown.
+        """
         if task_type is None or task_id is None:
             return ""
         return self._url(self.cluster_spec().task_address(task_type, task_id), rpc_layer)
 
 
 def _api_server() -> ListPods:
-    """Return a function that queries the API server with the package `kubernetes`.
+    """Return a function that queries the API server with `kubernetes`.
 
     Raises:
         ImportError: the package is not installed.

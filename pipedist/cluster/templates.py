@@ -1,4 +1,4 @@
-"""Scripts for batch systems: a batch script for Slurm, a JobSet manifest for Kubernetes. Nothing is submitted.
+"""Scripts for batch systems: Slurm, Kubernetes. Nothing is submitted.
 
 Slurm: the driver runs on the first node, workers on all; keys are created for the job.
 
@@ -188,7 +188,7 @@ _LISTED_MAX = 5
 def jobset_commands(
     request: JobRequest, *, namespace: str, spec: str | None, key_file: str = "cluster.key"
 ) -> list[str]:
-    """Return the commands that create the objects which the manifest refers to.
+    """Return the commands that create the objects of the manifest.
 
     Args:
         spec: path of the spec, whose modules are in the same folder; None: they are in the image.
@@ -217,7 +217,9 @@ def config_key(name: str) -> str:
 
 
 def _config_files(spec: str) -> tuple[list[str], str]:
-    """Return the ConfigMap's files, as `PATH` or `KEY=PATH`, and the skipped files of the spec's folder.
+    """Return the ConfigMap's files, and the skipped files of the folder.
+
+    A file is `PATH` or `KEY=PATH`.
 
     Files are named one by one: the whole folder would include the cluster's keys, if they are there.
     """
@@ -361,6 +363,9 @@ def _mount(name: str, path: str) -> dict[str, Any]:
 
 
 def _secret(name: str, key: str) -> dict[str, Any]:
-    """Return a volume with one key file that only its owner can read: others are rejected."""
+    """Return a volume with one key file that only its owner can read.
+
+    pipedist rejects key files that others can read.
+    """
     items = [{"key": key, "path": key, "mode": _ONLY_OWNER}]
     return {"name": "keys", "secret": {"secretName": f"{name}-keys", "items": items}}

@@ -1,4 +1,4 @@
-"""A cluster formed by one program that is started on every host, each with its own TF_CONFIG.
+"""A cluster of one program on every host, each with its TF_CONFIG.
 
 The first task (chief 0, else master 0, else worker 0) schedules: its program has the coordinator. The others
 serve: they have worker processes, and wait for the results that the scheduling program shares. So every
@@ -57,7 +57,9 @@ def open_cluster(
     join_s: float = _JOIN_S,
     force: bool = False,
 ) -> TaskCluster:
-    """Return the cluster that this program is part of: `async with pipedist.open_cluster() as cluster`.
+    """Return the cluster that this program is part of.
+
+    Use it with `async with pipedist.open_cluster() as cluster`.
 
     Args:
         resolver: has the tasks, and the one of this program; None: from TF_CONFIG in the environment. The
@@ -168,7 +170,7 @@ class TaskCluster(Cluster):
         return super().coordinator
 
     async def everywhere(self, work: Callable[[Cluster], Awaitable[Tree]]) -> Tree:
-        """Run work in the scheduling program, on the workers of all, and return its result in all.
+        """Run work in the scheduling program; return its result in all.
 
         Every program must call this equally often.
 
@@ -271,7 +273,10 @@ class TaskCluster(Cluster):
                     await self._wait_until_ended()
 
     async def _wait_for_all_tasks(self) -> None:
-        """Return when every task has sent a heartbeat, or after `join_s`; print the missing ones."""
+        """Return when every task has sent a heartbeat, or after `join_s`.
+
+        The missing ones are printed.
+        """
         with anyio.move_on_after(self._join_s):
             with anyio.move_on_after(SILENT_S):
                 await self._none_missing()
@@ -314,7 +319,10 @@ class TaskCluster(Cluster):
         asyncio.get_running_loop().call_later(self._join_s, self._check)
 
     def _check(self) -> None:
-        """Fail if there is no worker: this program's own have ended, and others had time to join."""
+        """Fail if there is no worker.
+
+        It is called when this program's own have ended, and others had time to join.
+        """
         if self._coordinator is None:
             return
         if self._coordinator.workers_ready:
@@ -352,7 +360,9 @@ def is_loopback(host: str) -> bool:
 
 
 def loopback_key_file(port: int) -> str:
-    """Return the key file of the cluster at a port of this host, which the first program creates.
+    """Return the key file of the cluster at a port of this host.
+
+    The first program creates it.
 
     Every user of a host can connect to its loopback addresses, so these clusters need keys too. The files are in
     a folder that only this user can enter.

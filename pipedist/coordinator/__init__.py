@@ -1,4 +1,4 @@
-"""The coordinator: the only async driver of the scheduler, in the driver process.
+"""The coordinator, the only async driver of the scheduler.
 
 Entry points: `Coordinator` (`coordinator.py`) drives the scheduler over a router and a launcher; its `open_pass`
 returns a `PassHandle` (`pass_handle.py`), through which steps go in and results come out. All of its code runs

@@ -229,7 +229,9 @@ class Coordinator:
         await self._pool.wait_for_next(worker, -1 if peer is None else peer.incarnation)
 
     def cut(self, worker: str) -> None:
-        """Cut the connection to a worker: its messages are dropped, and it is replaced.
+        """Cut the connection to a worker.
+
+        Its messages are dropped, and it is replaced.
 
         Raises:
             UsageError: no worker of that name has joined.
@@ -258,11 +260,18 @@ class Coordinator:
         self._pool.share(encode(tree))
 
     def on_supervisor(self, callback: Callable[[str], None]) -> None:
-        """Have `callback` called with the name of each worker whose supervisor sends a first heartbeat."""
+        """Set a callback for the first heartbeat of a supervisor.
+
+        Args:
+            callback: called with the name of its worker.
+        """
         self._pool.on_supervisor = callback
 
     def fail(self, reason: str) -> None:
-        """End every pass with WorkersLost, now and later: there is no worker, and none will join."""
+        """End every pass with WorkersLost, now and later.
+
+        There is no worker, and none will join.
+        """
         self._fail_all(WorkersLost(reason))
 
     # -- passes ----------------------------------------------------------------------------
@@ -312,7 +321,10 @@ class Coordinator:
         return handle
 
     def open_space(self) -> int:
-        """Return the number of a new state: a value that calls read, version by version."""
+        """Return the number of a new state.
+
+        A state is a value that calls read, version by version.
+        """
         return self._states.open_space()
 
     def put_state(self, space: int, version: int, tree: Tree) -> None:
@@ -346,7 +358,7 @@ class Coordinator:
         return self._scheduler.silent_s(time.monotonic())
 
     def add_log_sink(self, sink: LogSink) -> Callable[[], None]:
-        """Have `sink` called with every line that replica functions print, in all passes.
+        """Have `sink` called with every line that replica functions print.
 
         While there is no sink, lines go to `sys.stderr`, each with the call that printed it. A sink that raises
         is removed, and its exception is passed to the event loop's exception handler.
@@ -359,7 +371,7 @@ class Coordinator:
     # -- the pump --------------------------------------------------------------------------
 
     def post(self, event: ev.Event, chunk: Chunk | None = None) -> None:
-        """Have the scheduler handle an event, now, or after the one that is being handled."""
+        """Have the scheduler handle an event, after the present one if any."""
         if self._closed:
             return
         if self._is_defective:

@@ -1,4 +1,4 @@
-"""What a run waits for, in the terms of its spec: stages, steps, replicas.
+"""Reasons why a run waits, in the terms of its spec.
 
 The scheduler explains its waits with numbers of passes, leases and calls; this module names them.
 """
@@ -65,7 +65,7 @@ Seen = Callable[[str], tuple[int, ...] | None]
 
 
 def name_all(explanation: Explanation, handles: Mapping[int, PassHandle], seen: Seen) -> Stall:
-    """Return an explanation of the scheduler with the names of passes and stages."""
+    """Return an explanation with the names of passes and stages."""
     waits = [_named(x, handles[x.pass_id], seen) for x in explanation.waits if x.pass_id in handles]
     return Stall(explanation, tuple(waits))
 
@@ -86,7 +86,9 @@ def _named(wait: Wait, handle: PassHandle, seen: Seen) -> Waiting:
 
 
 def _stage(wait: Wait, handle: PassHandle, seen: tuple[int, ...] | None) -> tuple[str, str]:
-    """Return the stage that a call executes, "" if unknown; and its place, for people.
+    """Return the stage that a call executes, and its place for people.
+
+    The stage is "" if unknown.
 
     Args:
         seen: the lease, call and stage that its worker has noted.

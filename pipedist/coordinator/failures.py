@@ -1,4 +1,4 @@
-"""Failed calls: the stage that failed, the retries that remain, and the error that the user sees."""
+"""Failed calls: their stage, retries, quarantine, and error."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class FailurePolicy:
         return any(stage.timeout_s is not None for stage in self._stages)
 
     def apply(self, event: ev.CallFailed, failed: msg.Failed) -> ev.CallFailed:
-        """Return the event for a call that raised, with the stage's retries and quarantine."""
+        """Return a failure's event with the stage's retries and quarantine."""
         return replace(
             event,
             retries=self._retries.get(failed.stage, 0) if failed.retryable else 0,
@@ -71,7 +71,10 @@ class FailurePolicy:
         )
 
     def timed_out(self, running: Running) -> msg.Failed | None:
-        """Return a call's timeout as if its function had raised it; None: the stage has no timeout."""
+        """Return a call's timeout as if its function had raised it.
+
+        None: the stage has no timeout.
+        """
         stage = self._stage(running)
         if stage is None or stage.timeout_s is None:
             return None
@@ -96,13 +99,19 @@ class FailurePolicy:
         )
 
     def _stage(self, running: Running) -> StageProgram | None:
-        """Return the stage that ran; None: the index, which a peer has sent, is out of range."""
+        """Return the stage that ran.
+
+        None: the index is out of range; a peer has sent it.
+        """
         place = running.stage - 1
         return self._stages[place] if 0 <= place < len(self._stages) else None
 
 
 def _is_non_deterministic(failed: msg.Failed) -> bool:
-    """Return whether a call failed because its two executions differ: its elements are not the cause."""
+    """Return whether a call failed because its two executions differ.
+
+    Its elements are not the cause.
+    """
     cls = NonDeterministicError
     return (failed.module, failed.name) == (cls.__module__, cls.__name__)
 

@@ -1,4 +1,4 @@
-"""Running gangs: their results until all have arrived, and the data that members exchange.
+"""Running gangs: their results, and the data that members exchange.
 
 Members on one host share memory: one segment for each group of workers. Others exchange through this process:
 the part that a member contributes is forwarded, undecoded, to each of the others, while its lease is held.
@@ -32,7 +32,7 @@ SEGMENTS_MAX = 8
 
 @dataclass(slots=True, eq=False)
 class Segment:
-    """The shared memory of a group of workers, for one of its gangs after the other.
+    """The shared memory of a group of workers, used by one gang at a time.
 
     Args:
         peers: the group, in order of member.
@@ -65,7 +65,7 @@ class Segment:
 
 
 class SegmentPool:
-    """Creates segments, keeps the latest ones, and closes those of lost workers.
+    """Creates segments, keeps the latest, and closes those of lost workers.
 
     Args:
         pool: the cluster's workers.
@@ -91,7 +91,7 @@ class SegmentPool:
         return segment
 
     def close_unused(self) -> None:
-        """Close unused segments whose group has lost a worker, or that exceed the limit."""
+        """Close unused segments of lost workers, or beyond the limit."""
         spare = len(self._segments) - SEGMENTS_MAX + 1
         for key, segment in list(self._segments.items()):
             lost = any(self._pool.of(peer.worker) is not peer for peer in segment.peers)
@@ -143,7 +143,10 @@ class GangRelay:
     # -- from beginning to end -------------------------------------------------------------
 
     def begin(self, command: cmd.SendGang) -> str:
-        """Add a gang, and return the name of its members' segment; "" if they have none."""
+        """Add a gang, and return the name of its members' segment.
+
+        The name is "" if they have none.
+        """
         serial, parts = command.serial, command.parts
         peers = [peer for part in parts if (peer := self._pool.of(part.worker)) is not None]
         segment = None
@@ -162,7 +165,7 @@ class GangRelay:
             self._notify_of_ended(gang)
 
     def end(self, command: cmd.GangEnded) -> tuple[int, list[Chunk], Sequence[Peer]]:
-        """Remove a gang; return its pass, those of its results that count, and its members."""
+        """Remove a gang; return its pass, accepted results, and members."""
         gang = self._gangs.pop(command.serial)
         for part in gang.parts:
             del self._by_lease[part.lease]
@@ -179,7 +182,9 @@ class GangRelay:
     # -- exchanges between members -----------------------------------------------------------
 
     def exchange(self, peer: Peer, message: msg.Exchange, frames: Sequence[Frame]) -> bool:
-        """Forward a member's part of an exchange; return False if it holds no such lease.
+        """Forward a member's part of an exchange.
+
+        Return False if it holds no such lease.
 
         Raises:
             RemoteProtocolError: it is not the member's next exchange, or others have not contributed to the
@@ -211,7 +216,7 @@ class GangRelay:
             gang.failed.setdefault(member, f"{message.name}: {message.text}")
 
     def reported(self, lease: int) -> None:
-        """Notify waiting members, after the scheduler has handled a call that raised."""
+        """Notify waiting members after the scheduler has handled a failure."""
         found = self._by_lease.get(lease)
         if found is not None and found[0].brought:
             self._notify_of_ended(found[0])

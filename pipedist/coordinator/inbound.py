@@ -1,4 +1,4 @@
-"""Messages from workers: checked, then passed to the scheduler, a gang, a pass or the log sinks.
+"""Messages from workers: checked, then passed on to their receivers.
 
 A sender is identified by its connection, never by the content of a message. A message that breaks the protocol
 raises RemoteProtocolError, which costs its sender the connection. A message for a lease that has ended is
@@ -77,7 +77,9 @@ class Inbound:
         self._passes = passes
 
     def handle_hello(self, identity: bytes, hello: msg.Hello) -> None:
-        """Let a worker join, or reject it; its cached results are known before calls are assigned to it.
+        """Let a worker join, or reject it.
+
+        Its cached results are known before calls are assigned to it.
 
         Raises:
             RemoteProtocolError: its name is not its own, or the message is malformed.
@@ -120,7 +122,9 @@ class Inbound:
                 raise RemoteProtocolError(f"a worker may not send {type(message).__name__}")
 
     def handle_unregistered(self, identity: bytes, message: msg.Message) -> None:
-        """Handle a message of a connection that has not joined: only a supervisor may send one.
+        """Handle a message of a connection that has not joined.
+
+        Only a supervisor may send one.
 
         Raises:
             RemoteProtocolError: its name is not its own.
@@ -164,7 +168,7 @@ class Inbound:
 
 
 class Rejections:
-    """Counts rejected workers and messages, and logs their reasons, at a limited rate.
+    """Counts rejections, and logs their reasons at a limited rate.
 
     Args:
         verbose: log them; otherwise they are only counted.
@@ -204,7 +208,10 @@ class Rejections:
 
 
 class LogSinks:
-    """Routes the output of replica functions to all sinks, or to `sys.stderr` if there is none."""
+    """Routes the output of replica functions to sinks.
+
+    Without a sink, it goes to `sys.stderr`.
+    """
 
     def __init__(self) -> None:
         self._sinks: dict[int, LogSink] = {}

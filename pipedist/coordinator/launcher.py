@@ -1,4 +1,4 @@
-"""The interface of launchers, which start and end worker processes, and report their ends."""
+"""The interface of launchers, which start and end worker processes."""
 
 from __future__ import annotations
 
@@ -48,21 +48,27 @@ class Launcher(Protocol):
         ...
 
     def running(self, worker: str) -> tuple[int, ...] | None:
-        """Return what a worker executes now, as `WorkerExit.running`; None: nothing, or unknown.
+        """Return what a worker executes now, as `WorkerExit.running`.
+
+        None: nothing, or unknown.
 
         The worker notes it in shared memory in any case; only reading it has a cost.
         """
         ...
 
     def start(self, worker: str, incarnation: int) -> None:
-        """Start a worker process, and return at once; a failure is reported to `on_exit`.
+        """Start a worker process, and return at once.
+
+        A failure is reported to `on_exit`.
 
         Earlier incarnations of the worker are killed.
         """
         ...
 
     def kill(self, worker: str, incarnation: int | None = None) -> None:
-        """Kill a worker with SIGKILL, and return at once; does nothing if it has ended.
+        """Kill a worker with SIGKILL, and return at once.
+
+        Does nothing if it has ended.
 
         Args:
             incarnation: only this one; None: the latest.
@@ -78,7 +84,7 @@ class Launcher(Protocol):
         ...
 
     async def close(self, grace_s: float) -> None:
-        """Wait until all workers have ended, kill the others after `grace_s`, then end."""
+        """Wait until all workers have ended; kill them after `grace_s`."""
         ...
 
     async def __aenter__(self) -> Self: ...

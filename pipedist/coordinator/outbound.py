@@ -1,4 +1,4 @@
-"""The scheduler's commands, executed one after the other on workers and passes.
+"""The execution of the scheduler's commands on workers and passes.
 
 Nothing here waits, and sends never block. Before a lease, a worker is sent what it needs once: the pass's program,
 the user's code if it is on another host, and the versions of the states that the lease reads.
@@ -124,7 +124,7 @@ class CommandExecutor:
 
 
 class LeaseSender:
-    """Sends leases with the inputs of their calls, and the states that they read before.
+    """Sends leases, after the states that they read.
 
     Args:
         post: posts an event to the scheduler.
@@ -151,7 +151,10 @@ class LeaseSender:
             self._pool.send(worker, head, payload)
 
     def send_gang(self, handle: PassHandle, command: cmd.SendGang) -> None:
-        """Send each member of a gang its calls; if those of one can't be sent, send none."""
+        """Send each member of a gang its calls.
+
+        If the calls of one can't be sent, none are sent.
+        """
         segment = self._gangs.begin(command)
         payloads: list[list[Frame]] = []
         for worker, lease, lo, hi in command.parts:
@@ -169,7 +172,7 @@ class LeaseSender:
     def _payload(
         self, handle: PassHandle, worker: str, lease: int, lo: int, hi: int, elements: ElementRanges = ()
     ) -> list[Frame] | None:
-        """Return the payload for calls [lo, hi), and send the states that they read.
+        """Send the states that calls [lo, hi) read, and return their payload.
 
         If that fails, the pass fails if it has a feed; otherwise the steps of these calls fail.
 
@@ -193,7 +196,7 @@ class LeaseSender:
 
 
 class ProgramDistributor:
-    """Sends programs to workers, and the user's code folders to workers on other hosts.
+    """Sends programs to workers, and code folders to other hosts.
 
     A snapshot of a folder is taken when the first worker on another host needs it, once per cluster: files
     that are written to the folder later, such as outputs, are not part of it.
@@ -244,7 +247,9 @@ def _snapshot_of(folder: str) -> tuple[CodeSnapshot | None, str, Sequence[Frame]
 
 
 class StateVersions:
-    """The latest versions of every state; each is sent to a worker at most once.
+    """The latest versions of every state.
+
+    Each is sent to a worker at most once.
 
     The versions that a worker holds are recorded in its `Peer`, and so forgotten when the worker is lost.
 
@@ -291,7 +296,7 @@ class StateVersions:
                 self._pool.send(peer.worker, msg.DropState(space))
 
     def send(self, worker: str, states: Mapping[str, Sequence[int]]) -> None:
-        """Send a worker the versions that a lease reads, except those that it holds.
+        """Send a worker the versions that a lease reads and it lacks.
 
         Args:
             states: name -> [space, version].

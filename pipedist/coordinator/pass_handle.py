@@ -1,4 +1,4 @@
-"""A pass as its reader sees it: steps go in, and results come out in order.
+"""A pass as its reader sees it: steps in, results out, in order.
 
 A pass has either a feed, whose steps are read in order with `batches`, or gets single steps from `call_step`. The
 scheduler limits the steps that are offered (`want`), according to the results that the reader has consumed.
@@ -79,7 +79,7 @@ class PassHandle:
     """One pass as its reader sees it. Made by `Coordinator.open_pass`.
 
     Args:
-        post: tells the scheduler.
+        post: posts an event to the scheduler.
         pass_id: its number.
         policy: retries and quarantine of its calls.
         feed: the source of its steps; None: `call_step`.
@@ -248,11 +248,17 @@ class PassHandle:
         return step
 
     def hold(self) -> None:
-        """Assign no more calls; when none of this pass is running, `batches` raises RunDrained."""
+        """Assign no more calls.
+
+        When none of this pass is running, `batches` raises RunDrained.
+        """
         self._post(ev.PassDraining(self.id))
 
     def settle(self, before: int) -> None:
-        """Report that all steps before `before` are durable: workers may drop their cached results."""
+        """Report that all steps before `before` are durable.
+
+        Workers may drop their cached results.
+        """
         if self.key:
             self._post(ev.StepsCommitted(self.id, before))
 
@@ -345,7 +351,7 @@ class PassHandle:
             self._store.put(Chunk(command.lo, command.hi, [{} for _ in range(command.lo, command.hi)], 0))
 
     def _skip_replicas(self, first: int, last: int, skipped: Sequence[int]) -> None:
-        """Store empty results for skipped replicas that are not the last ones of their step."""
+        """Store empty results for skipped replicas."""
         for step in range(first, last) if skipped else ():
             for call in (step * self.settings.replicas + replica for replica in skipped):
                 self._store.put(Chunk(call, call + 1, [{}], 0))
@@ -413,7 +419,7 @@ class PassHandle:
             self._finish(step, error)
 
     def _finish(self, step: int, error: BaseException | None) -> None:
-        """End a step, and call the `on_done` of its caller, unless that was cancelled."""
+        """End a step, and report it to its caller, unless that was cancelled."""
         (parts,), _ = self._store.take(step, step + 1, self.settings.replicas)
         self._inputs.pop(step, None)
         self._drop_errors(step, step + 1)
@@ -430,7 +436,10 @@ class PassHandle:
             del self.raised[call]
 
     def fail(self, error: BaseException) -> None:
-        """End the pass with an error, unless it has ended with another one; visible steps stay."""
+        """End the pass with an error, unless it has ended with another one.
+
+        Visible steps stay.
+        """
         if self._error is None:
             self._error = error
         waiting = list(self._waiting.values())

@@ -1,4 +1,4 @@
-"""The open passes, by number, by a worker's lease, and by the key of cached results."""
+"""The open passes: by number, by lease, by key of cached results."""
 
 from __future__ import annotations
 
@@ -37,12 +37,18 @@ class OpenPasses:
         """By number."""
 
     def of_lease(self, worker: str, lease: int) -> PassHandle | None:
-        """Return the pass of a lease that a worker holds; None: it holds no such lease."""
+        """Return the pass of a lease that a worker holds.
+
+        None: it holds no such lease.
+        """
         pass_id = self._pass_of(worker, lease)
         return None if pass_id is None else self.handles.get(pass_id)
 
     def on_death(self, worker: str, running: Running, timed_out: bool) -> DeathOutcome | None:
-        """Return the consequence of a worker's death for the call that it ran; see `worker_pool.OnDeath`."""
+        """Return the consequence of a worker's death for the call that it ran.
+
+        See `worker_pool.OnDeath`.
+        """
         handle = self.of_lease(worker, running.lease)
         return None if handle is None else handle.on_death(running, timed_out=timed_out)
 
@@ -75,7 +81,7 @@ class OpenPasses:
     # -- cached results ----------------------------------------------------------------------
 
     def add_cached(self, hello: msg.Hello) -> None:
-        """Record the results that a worker has cached, before calls are assigned to it.
+        """Record a worker's cached results, before calls are assigned to it.
 
         Raises:
             RemoteProtocolError: the list of them is malformed.

@@ -1,4 +1,4 @@
-"""Results of calls: decoded, stored until they are consumed, and found again in workers' caches.
+"""Results of calls: decoded, stored, and found in workers' caches.
 
 A dialled-in worker caches results under a key (`key_of`), which is the same only for the same pass of the same
 run with the same program and code. Cached results whose key no open pass has are ignored.
@@ -134,7 +134,9 @@ class CachedResultIndex:
         self._workers: dict[str, tuple[int, Mapping[str, _Ranges]]] = {}
 
     def add(self, hello: msg.Hello, passes: Mapping[str, int]) -> list[ev.CallsCached]:
-        """Record a worker's cached results; return the events for passes that are open.
+        """Record a worker's cached results.
+
+        Returns the events for passes that are open.
 
         Args:
             passes: numbers of the open passes, by key.

@@ -1,4 +1,4 @@
-"""The workers of a cluster: their processes, if they were started here, and their connections."""
+"""The workers of a cluster: their processes and connections."""
 
 from __future__ import annotations
 
@@ -122,11 +122,14 @@ class WorkerPool:
         return self._registry.of(worker)
 
     def was_started_here(self, peer: Peer) -> bool:
-        """Return whether a worker's process was started by this cluster's launcher."""
+        """Return whether this cluster's launcher started a worker's process."""
         return peer.worker in self._started and peer.local
 
     def reads(self, worker: str, pass_id: int) -> bool:
-        """Return whether a worker reads a pass's data itself: it is on this host, or sees the same files."""
+        """Return whether a worker reads a pass's data itself.
+
+        It does so if it is on this host, or sees the same files.
+        """
         peer = self._registry.of(worker)
         return peer is not None and (peer.local or pass_id in peer.sees)
 
@@ -197,7 +200,7 @@ class WorkerPool:
         self.launcher.kill(worker)
 
     def on_exit(self, exit_: WorkerExit) -> None:
-        """Report the end of a process to the scheduler, and start the next one if it is due."""
+        """Report the end of a process, and start the next one if it is due."""
         if self._started.get(exit_.worker) == exit_.incarnation:
             del self._started[exit_.worker]
             due = self._due.pop(exit_.worker, None)
@@ -228,14 +231,16 @@ class WorkerPool:
         self._post(lost)
 
     def watch(self, *, enabled: bool) -> None:
-        """Have the launcher kill workers whose calls exceed their stage's timeout, or stop that."""
+        """Have the launcher kill workers on a timeout of a call, or stop that."""
         if self.launcher is not None:  # supervisors watch dialled-in workers
             self.launcher.watch(_WATCH_S if enabled else None)
 
     # -- connections ---------------------------------------------------------------------------
 
     def send(self, worker: str, message: msg.Message, payload: Sequence[Frame] = ()) -> None:
-        """Send a message to a worker; if it is unreachable, it is lost now or soon.
+        """Send a message to a worker.
+
+        If it is unreachable, it is lost now or soon.
 
         The launcher or supervisor of the process soon reports the cause of its death, and the call that it
         ran; without that report, the culprit could only be guessed. If a supervisor is unreachable too, the
@@ -254,7 +259,7 @@ class WorkerPool:
             self.lose(peer, "its connection is gone")
 
     async def stop_all(self, reason: str, grace_s: float) -> None:
-        """Send Stop to every worker, and give those that dialled in time to say Goodbye.
+        """Send Stop to every worker, and wait for Goodbye of dialled-in ones.
 
         Closing a connection with unread bytes in it may lose the last message. A launcher waits for the
         processes of its own workers in any case.
@@ -278,7 +283,9 @@ class WorkerPool:
             self._router.send(identity, message, payload)
 
     def reject(self, identity: bytes, before: int = 0) -> None:
-        """Reject a message of a worker that is not a member; its next incarnation may join.
+        """Reject a message of a worker that is not a member.
+
+        Its next incarnation may join.
 
         Args:
             before: see `messages.Refuse`. When a network recovers, it delivers all heartbeats of the outage;
@@ -289,7 +296,10 @@ class WorkerPool:
         self._on_reject(text, "a message of no member")
 
     def on_heartbeat(self, identity: bytes, worker: str, incarnation: int) -> None:
-        """Handle a supervisor's heartbeat; if its worker process was evicted, have it ended."""
+        """Handle a supervisor's heartbeat.
+
+        If its worker process was evicted, the supervisor ends it.
+        """
         if self._supervisors.get(worker) != identity:
             self._supervisors[worker] = identity
             if self._dial_in:
@@ -308,7 +318,10 @@ class WorkerPool:
         self._post(ev.WorkerLost(peer.worker, peer.incarnation, cause))
 
     def evict(self, worker: str, incarnation: int, reason: str) -> None:
-        """Remove an incarnation of a worker, if it is a member; the next one may join."""
+        """Remove an incarnation of a worker, if it is a member.
+
+        The next one may join.
+        """
         peer = self._registry.remove(worker, incarnation)
         if peer is None:
             return
@@ -320,7 +333,7 @@ class WorkerPool:
             self.launcher.kill(worker, incarnation)
 
     def on_goodbye(self, goodbye: msg.Goodbye) -> None:
-        """Remove a worker that leaves, or whose supervisor reports that it has crashed."""
+        """Remove a worker that leaves, or that has crashed."""
         worker, incarnation = goodbye.worker, goodbye.incarnation
         self._evicted.pop(worker, None)
         peer = self._registry.remove(worker, incarnation)
@@ -335,7 +348,9 @@ class WorkerPool:
         self._wake()
 
     def check_name(self, message: msg.Hello | msg.Heartbeat | msg.Goodbye) -> None:
-        """Check that a dialled-in peer uses a name of its own; all workers may share one key.
+        """Check that a dialled-in peer uses a name of its own.
+
+        All workers may share one key.
 
         Raises:
             RemoteProtocolError: the proof is wrong.

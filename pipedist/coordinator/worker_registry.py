@@ -1,4 +1,4 @@
-"""The workers that have joined: their connections, what each of them holds, and which may join."""
+"""The workers that have joined, and the rules for joining."""
 
 from __future__ import annotations
 
@@ -111,7 +111,9 @@ def rejection_reason(
 
 
 def differences(hello: msg.Hello, *, managed: bool) -> str:
-    """Return how a worker's platform differs such that results' bits could change; "" if it does not.
+    """Return the differences of a worker's platform that could change bits.
+
+    "": there are none.
 
     Args:
         managed: it was started here, on the same processor.

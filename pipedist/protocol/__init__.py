@@ -1,4 +1,4 @@
-"""The protocol between the scheduler and its workers: messages, payloads, and their bytes.
+"""The protocol of scheduler and workers: messages, payloads, bytes.
 
 Entry points: `messages` (the message classes), `wire` (messages to bytes and back), `codec` (trees of arrays to frames
 and back), `program` (the functions of a pass and its shards), `code_archive` (the user's modules for other hosts).

@@ -1,4 +1,4 @@
-"""Snapshots of a folder of user modules, sent to workers on other hosts and unpacked there.
+"""Snapshots of folders of user modules, for workers on other hosts.
 
 The driver reads the files of a `code` folder once, and names the snapshot by a digest of their names and
 contents. A worker unpacks it into a folder of its own with that name. Only regular files are sent: no
@@ -135,7 +135,7 @@ def digest_of(names: Sequence[str], contents: Sequence[bytes]) -> str:
 
 
 def is_digest(text: str) -> bool:
-    """Return whether a text has the form of a digest, so it is safe as a folder name."""
+    """Return whether a text is a digest, and so safe as a folder name."""
     return _DIGEST.fullmatch(text) is not None
 
 
@@ -192,7 +192,10 @@ def _checked(tree: Tree, digest: str) -> tuple[list[str], list[bytes]]:
 
 
 def _walk(folder: str, skipped: list[str]) -> Iterator[tuple[str, str]]:
-    """Yield (relative name, path) of possible code, unordered; add unreadable folders to `skipped`."""
+    """Yield (relative name, path) of possible code, unordered.
+
+    Unreadable folders are added to `skipped`.
+    """
     pending = [("", folder, 0)]
     looked = 0
     while pending:
@@ -225,7 +228,10 @@ def _walk(folder: str, skipped: list[str]) -> Iterator[tuple[str, str]]:
 
 
 def _content(folder: str, name: str, path: str, skipped: list[str]) -> bytes | None:
-    """Return a file's bytes; None if it is skipped, with the reason added to `skipped`."""
+    """Return a file's bytes.
+
+    None: it is skipped, and the reason is added to `skipped`.
+    """
     try:
         name.encode()
         real = os.path.realpath(path)

@@ -106,7 +106,10 @@ def decode(
 
 
 class _Decoder:
-    """Decodes one payload; every method raises ValueError for input that `encode` does not write."""
+    """The decoder of one payload.
+
+    Every method raises ValueError for input that `encode` does not write.
+    """
 
     __slots__ = ("_classes", "_frames", "_header", "_may_import", "_unused")
 
@@ -244,7 +247,7 @@ class _Decoder:
 
 
 def _check_syntax(header: memoryview) -> None:
-    """Parse without creating objects, which proves that every length in the header is true."""
+    """Parse without creating objects, to check every length in the header."""
     unpacker = msgpack.Unpacker(None, max_buffer_size=max(header.nbytes, 1))
     unpacker.feed(header)
     try:
@@ -254,7 +257,7 @@ def _check_syntax(header: memoryview) -> None:
 
 
 def _checked(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Reject bytes that are not a value of their dtype, which NumPy does not check."""
+    """Reject bytes that are not a value of their dtype; NumPy does not."""
     kind = array.dtype.kind
     if kind == "b" and array.size and array.view(np.uint8).max() > 1:
         raise ValueError("a bool array with a byte that is neither 0 nor 1")

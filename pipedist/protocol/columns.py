@@ -1,4 +1,4 @@
-"""Lists of many similar items as columns: one array instead of many small arrays.
+"""Lists of similar items as columns: one array instead of many.
 
 The results of a range of calls are a list of dicts of one structure with small values: an array of one
 element, the partial of a reduction. Each separate value costs a microsecond on each side; stacked, a
@@ -82,12 +82,14 @@ def nodes_of(column: Column) -> int:
 
 
 def fits(nodes: int, items: int, size_bytes: int) -> bool:
-    """Return whether a message of this size may have this many objects in columns."""
+    """Return whether columns may have this many objects for their bytes."""
     return nodes * items * NODE_BYTES_MIN <= size_bytes and nodes * items <= ELEMENTS_MAX
 
 
 def items_of(column: Column, count: int, depth: int = DEPTH_MAX) -> list[Any]:
-    """Return the items of a column; reject one that `columns_of` would not return.
+    """Return the items of a column.
+
+    A column that `columns_of` would not return is rejected.
 
     Args:
         count: number of items. The caller has checked it with `fits`.

@@ -1,4 +1,4 @@
-"""The encoder, which turns a tree into frames; see `pipedist.protocol.codec`."""
+"""The encoder of trees into frames; see `pipedist.protocol.codec`."""
 
 from __future__ import annotations
 
@@ -53,7 +53,10 @@ _ADVICE: Final = "send arrays, numbers, str, bytes, None, or dict, list, tuple, 
 
 
 class UnsendableError(PipedistError, TypeError):
-    """A value in a tree can't be serialized; the text names its type and its path."""
+    """A value in a tree can't be serialized.
+
+    The text names its type and its path.
+    """
 
 
 def encode(tree: Tree) -> list[Frame]:
@@ -97,7 +100,10 @@ def encode(tree: Tree) -> list[Frame]:
 
 
 def _encode_columns(items: list[Any]) -> list[Frame] | None:
-    """Return the frames of a list of similar items as columns; None if it is not sent as columns."""
+    """Return the frames of a list of similar items as columns.
+
+    None: the list is not sent as columns.
+    """
     encoder = _Encoder()
     try:
         column = columns_of(items)
@@ -256,7 +262,10 @@ def _type_name(cls: type) -> str:
 
 
 def _unsendable(tree: Tree, error: Exception) -> UnsendableError:
-    """Return the error for the first value that can't be sent, with its path; other trees need no paths."""
+    """Return the error for the first value that can't be sent, with its path.
+
+    Paths are computed only for this error.
+    """
     if isinstance(error, TreeTooLarge):
         return UnsendableError(f"can't send {error}; send arrays instead of lists of Python objects")
     pending: list[tuple[tuple[str, ...], Any]] = [((), tree)]

@@ -1,4 +1,4 @@
-"""The parts that encoder and decoder share: extension types, thresholds, trees, arrays, classes.
+"""Shared by encoder and decoder: extension types, trees, arrays, classes.
 
 An array's dtype and shape are a PREFIX, little-endian: length of the prefix in units of 16 bytes (u8),
 length of the dtype's text (u8), the text (`<f8`, `<U3`, `<M8[ns]`, `bfloat16`), number of dimensions
@@ -75,7 +75,7 @@ def children_of(node: Any) -> Iterable[Any]:
 
 
 def _is_small(tree: Tree) -> bool:
-    """Return whether a tree has few nodes, all of them containers and leaves of plain types.
+    """Return whether a tree has only few nodes of plain types.
 
     For the few nodes of one step's message, this is several times as fast as a scan by levels.
     """
@@ -274,14 +274,14 @@ _CLASS_CACHE_ENTRIES_MAX: Final = 1024
 
 
 class ClassNotFound(ValueError):
-    """A class has no name that other processes can use, or a name has no suitable class."""
+    """A class has no usable name, or a name has no suitable class."""
 
 
 _class_signatures: dict[type, tuple[str, tuple[str, ...]]] = {}
 
 
 def is_namedtuple(cls: type) -> bool:
-    """Return whether a class is from `collections.namedtuple` or `typing.NamedTuple`."""
+    """Return whether a class is a namedtuple or `typing.NamedTuple`."""
     fields = getattr(cls, "_fields", None)
     return issubclass(cls, tuple) and isinstance(fields, tuple) and all(type(f) is str for f in fields)
 
@@ -357,7 +357,7 @@ def find_class(text: str, *, may_import: bool) -> tuple[type, tuple[str, ...]]:
 
 
 def build_instance(cls: type, fields: tuple[str, ...], values: list[Any]) -> Any:
-    """Return an instance of a class with these values of its fields, without calling `__init__`.
+    """Return an instance of a class, without calling `__init__`.
 
     Raises:
         ClassNotFound: the number of values is wrong, or the class rejects them.

@@ -1,4 +1,4 @@
-"""Maximum sizes of messages, the same on both ends of a connection; larger ones are rejected."""
+"""Maximum sizes of messages, the same on both ends of a connection."""
 
 from __future__ import annotations
 

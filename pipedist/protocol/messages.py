@@ -47,7 +47,10 @@ Paths = Annotated[tuple[Path, ...], Meta(max_length=4096)]
 
 
 class WireMessage(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """The base of every message: a list of a tag and the fields. A tag is never used again."""
+    """The base of every message: a list of a tag and the fields.
+
+    A tag is never used again.
+    """
 
 
 class Hello(WireMessage, frozen=True, tag=1):
@@ -119,7 +122,9 @@ class Refuse(WireMessage, frozen=True, tag=3):
 
 
 class Bind(WireMessage, frozen=True, tag=4):
-    """Introduce a pass, once per worker, before its first Assign. Payload: its Program.
+    """Introduce a pass, once per worker, before its first Assign.
+
+    Payload: its Program.
 
     Args:
         key: of the run, the pass and its code: results cached under the same key are as good as new
@@ -133,7 +138,9 @@ class Bind(WireMessage, frozen=True, tag=4):
 
 
 class Code(WireMessage, frozen=True, tag=23):
-    """Send a folder of the user's modules, before the first Bind that names it. Payload: its files.
+    """Send a folder of the user's modules, before a Bind that names it.
+
+    Payload: its files.
 
     Args:
         folder: absolute, on the scheduler's host.
@@ -148,13 +155,13 @@ class Code(WireMessage, frozen=True, tag=23):
 
 
 class DataVisible(WireMessage, frozen=True, tag=24):
-    """Report that the worker sees the same data files of a pass, and can read its shards itself."""
+    """Report that the worker sees the data files of a pass itself."""
 
     pass_id: Count
 
 
 class Share(WireMessage, frozen=True, tag=25):
-    """Send a value of the driver's program to the other programs of its cluster. Payload: a tree.
+    """Send a value to the other programs of the cluster. Payload: a tree.
 
     Args:
         number: counts the values, from 1.
@@ -187,7 +194,10 @@ class Assign(WireMessage, frozen=True, tag=6):
 
 
 class Recall(WireMessage, frozen=True, tag=21):
-    """Report the cached results of calls [lo, hi) of a pass under this lease (see `Hello`)."""
+    """Report cached results of calls [lo, hi) under this lease.
+
+    See `Hello`.
+    """
 
     lease: Count
     pass_id: Count
@@ -196,14 +206,19 @@ class Recall(WireMessage, frozen=True, tag=21):
 
 
 class Committed(WireMessage, frozen=True, tag=22):
-    """Report that calls of a pass below `before` are durable: workers release their cached results."""
+    """Report that calls of a pass below `before` are durable.
+
+    Workers release their cached results.
+    """
 
     pass_id: Count
     before: Count
 
 
 class AssignGang(WireMessage, frozen=True, tag=14):
-    """Execute calls [lo, hi) of one step at once, as member `member` of a gang. Payload: their Shards.
+    """Execute calls [lo, hi) of one step at once, as a member of a gang.
+
+    Payload: their Shards.
 
     Args:
         attempt: 0 for the first try; of the whole gang.
@@ -225,7 +240,9 @@ class AssignGang(WireMessage, frozen=True, tag=14):
 
 
 class StateVersion(WireMessage, frozen=True, tag=15):
-    """Send one version of a state, before the first lease that reads it. Payload: its tree.
+    """Send one version of a state, before the first lease that reads it.
+
+    Payload: its tree.
 
     Args:
         space: which state; unique while the scheduler runs.
@@ -243,7 +260,9 @@ class DropState(WireMessage, frozen=True, tag=16):
 
 
 class Exchange(WireMessage, frozen=True, tag=17):
-    """Send a member's part of collective `number` of its gang to the other members. Payload: its data.
+    """Send a member's part of a collective to the other members.
+
+    Payload: its data.
 
     Args:
         number: counts the collectives of a gang attempt, from 1.
@@ -254,7 +273,9 @@ class Exchange(WireMessage, frozen=True, tag=17):
 
 
 class Relay(WireMessage, frozen=True, tag=18):
-    """Forward another member's part. Payload: unchanged; none if that member has ended.
+    """Forward another member's part.
+
+    Payload: unchanged; none if that member has ended.
 
     Args:
         lease: the receiver's.
@@ -276,7 +297,10 @@ class Cancel(WireMessage, frozen=True, tag=7):
 
 
 class Cancelled(WireMessage, frozen=True, tag=20):
-    """Confirm Cancel: no call of that lease runs any more, except those of a gang, which end."""
+    """Confirm Cancel: no call of that lease runs any more.
+
+    Running calls of a gang are ending.
+    """
 
     lease: Count
 
@@ -288,7 +312,9 @@ class Stop(WireMessage, frozen=True, tag=8):
 
 
 class Results(WireMessage, frozen=True, tag=9):
-    """Report that calls [lo, hi) of a lease are done. Payload: a list with one entry per call.
+    """Report that calls [lo, hi) of a lease are done.
+
+    Payload: a list with one entry per call.
 
     Args:
         busy_ns: the time that executing them took, nanoseconds.
@@ -301,7 +327,9 @@ class Results(WireMessage, frozen=True, tag=9):
 
 
 class Failed(WireMessage, frozen=True, tag=10):
-    """Report that a call of a lease raised; the worker goes on with the rest of the range.
+    """Report that a call of a lease raised.
+
+    The worker goes on with the rest of the range.
 
     Args:
         stage: name of the stage whose function raised.
@@ -324,7 +352,7 @@ class Failed(WireMessage, frozen=True, tag=10):
 
 
 class Stalled(WireMessage, frozen=True, tag=19):
-    """Report that a collective has waited for `timeout_s`, and members of the gang are missing.
+    """Report that a collective has waited for `timeout_s`.
 
     Args:
         members: the missing ones, as decimal texts.
@@ -346,7 +374,7 @@ class LogLine(WireMessage, frozen=True, tag=11):
 
 
 class Heartbeat(WireMessage, frozen=True, tag=12):
-    """Report that a dialled-in worker's supervisor is alive, and its worker process too.
+    """Report that a dialled-in worker and its supervisor are alive.
 
     Args:
         proof: as in `Hello`.
@@ -358,7 +386,9 @@ class Heartbeat(WireMessage, frozen=True, tag=12):
 
 
 class Goodbye(WireMessage, frozen=True, tag=13):
-    """Report that the worker leaves; its unfinished leases are assigned to others.
+    """Report that the worker leaves.
+
+    Its unfinished leases are assigned to others.
 
     Args:
         reason: for people.

@@ -1,4 +1,4 @@
-"""The program of a pass: the functions that a worker executes, and what it sends back.
+"""The program of a pass: the functions that a worker executes.
 
 A PASS is one read of one dataset in one phase of a spec: on each shard, all run stages below the
 dataset are executed back to back, in one call, in one worker. So an intermediate value never travels,
@@ -31,7 +31,9 @@ OWN_STATE = ""
 
 @dataclass(frozen=True, slots=True)  # not a Struct: the codec sends dataclasses within trees
 class StateValue:
-    """A placeholder in a stage's arguments: the state's value, at the version that the lease names.
+    """A placeholder in a stage's arguments.
+
+    It stands for the state's value, at the version that the lease names.
 
     Args:
         name: of the state, in `Shards.states`.
@@ -136,7 +138,9 @@ class Program(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
 
 
 class Shards(Struct, frozen=True):
-    """The payload of an Assign: the shards of calls [lo, hi), one entry per call.
+    """The payload of an Assign.
+
+    It has the shards of calls [lo, hi), one entry per call.
 
     If the first three are None, the worker computes the element ids from the contract
     (`pipedist.datasets.division`) and reads the elements itself, by id.
@@ -155,7 +159,10 @@ class Shards(Struct, frozen=True):
 
 
 def to_tree(program: Program) -> Tree:
-    """Return `program` as nested lists that the codec can send; the user's values stay as they are."""
+    """Return `program` as nested lists that the codec can send.
+
+    The user's values stay as they are.
+    """
     return _to_lists(program)
 
 

@@ -63,7 +63,9 @@ class Reference(NamedTuple):
 
 
 def pack(message: Message) -> bytes:
-    """Return a message's bytes. Lone surrogates in its texts, which UTF-8 can't encode, are escaped.
+    """Return a message's bytes.
+
+    Lone surrogates in its texts, which UTF-8 can't encode, are escaped.
 
     Raises:
         LocalProtocolError: a field has a value that the receiver would reject.
@@ -116,7 +118,7 @@ def seal(head: bytes, header: bytes | memoryview = b"", references: Sequence[Ref
 
 
 def unseal(first: memoryview, limits: MessageLimits) -> tuple[memoryview, memoryview, list[Reference]]:
-    """Return the head of a message's first frame, the payload's header, and references.
+    """Return the head, payload header and references of a first frame.
 
     Raises:
         RemoteProtocolError: it is cut off, a part is too long, or the references are not in order.
@@ -142,7 +144,7 @@ def unseal(first: memoryview, limits: MessageLimits) -> tuple[memoryview, memory
 
 
 def parse_references(table: memoryview) -> list[Reference]:
-    """Return the references in a table, whose size is a multiple of that of an entry.
+    """Return the references in a table of whole entries.
 
     Raises:
         RemoteProtocolError: they are not in order, or one has the header's place.

@@ -96,7 +96,7 @@ def test_tf_config_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not pipedist.TFConfigClusterResolver().cluster_spec()
 
 
-def test_what_tf_config_may_leave_out() -> None:
+def test_optional_keys_of_tf_config() -> None:
     assert tf_config({"cluster": WORKERS, "task": {"type": "evaluator", "index": 0}}).task_type == "evaluator"
     nobody = tf_config({"cluster": WORKERS})
     assert (nobody.task_type, nobody.task_id) == (None, None)
@@ -134,7 +134,7 @@ def test_what_tf_config_may_leave_out() -> None:
         ({"rpc_layer": 3}, "TF_CONFIG: rpc_layer is 3"),
     ],
 )
-def test_tf_config_that_makes_no_sense_is_refused_at_once(config: Any, text: str) -> None:
+def test_malformed_tf_config_is_rejected_at_once(config: Any, text: str) -> None:
     with pytest.raises(ResolverError, match=text):
         tf_config(config)
 
@@ -282,7 +282,7 @@ def test_slurm_tasks_are_on_the_hosts_that_slurm_put_them_on() -> None:
         (slurm_environ(), {"tasks_per_node": "2"}, TypeError, "tasks_per_node"),
     ],
 )
-def test_slurm_refuses_by_name(
+def test_malformed_slurm_variables_are_rejected_by_name(
     environ: dict[str, str], options: dict[str, Any], error: type[Exception], text: str
 ) -> None:
     with pytest.raises(error, match=text):

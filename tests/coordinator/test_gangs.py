@@ -1,4 +1,4 @@
-"""Gangs as the coordinator runs them: what is sent, what counts, and what members say to each other."""
+"""Gangs in the coordinator: sent leases, accepted results, exchanges between members, states, segments."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.coordinator.wire import Wire, gang_pass, named, wired
 
 
 async def begun(handle: Any, values: list[Any], **how: Any) -> asyncio.Future[Any]:
-    """Begin a step, and return its result to come."""
+    """Begin a step, and return the future of its result."""
     step: asyncio.Future[Any] = asyncio.ensure_future(handle.call_step(values, **how))
     await asyncio.sleep(0)
     return step
@@ -33,7 +33,7 @@ async def begun(handle: Any, values: list[Any], **how: Any) -> asyncio.Future[An
 
 
 @pytest.mark.asyncio
-async def test_a_gang_is_sent_to_all_its_members_and_answered_as_a_whole() -> None:
+async def test_a_gang_is_sent_to_all_its_members_and_returns_as_a_whole() -> None:
     async with wired() as wire:
         wire.join("a", "b")
         step = await begun(gang_pass(wire), [10, 11])
@@ -78,7 +78,7 @@ async def test_the_error_is_that_of_the_replica_that_raised() -> None:
 
 
 @pytest.mark.asyncio
-async def test_a_part_that_can_not_be_sent_fails_its_step_and_nothing_of_it_is_sent() -> None:
+async def test_an_unsendable_part_fails_its_step_and_no_part_is_sent() -> None:
     async with wired() as wire:
         wire.join("a", "b")
         handle = gang_pass(wire)
@@ -125,7 +125,7 @@ async def test_a_pass_closed_in_the_middle_cancels_its_gang() -> None:
 
 
 @pytest.mark.asyncio
-async def test_what_a_member_brings_is_passed_on_untouched_to_all_others() -> None:
+async def test_a_members_part_is_forwarded_unchanged_to_all_others() -> None:
     async with wired() as wire:
         wire.join("a", "b", "c")
         await begun(gang_pass(wire, 3), [1, 2, 3])
@@ -138,7 +138,7 @@ async def test_what_a_member_brings_is_passed_on_untouched_to_all_others() -> No
 
 
 @pytest.mark.asyncio
-async def test_strangers_and_leases_that_are_over_bring_nothing() -> None:
+async def test_parts_under_other_leases_are_not_forwarded() -> None:
     async with wired() as wire:
         wire.join("a", "b")
         step = await begun(gang_pass(wire), [1, 2])
@@ -168,7 +168,7 @@ async def test_exchanges_out_of_order_cost_their_sender_the_connection(number: i
 
 
 @pytest.mark.asyncio
-async def test_nobody_is_more_than_one_exchange_ahead() -> None:
+async def test_no_member_is_more_than_one_exchange_ahead() -> None:
     """Otherwise a worker could fill this process, or another worker, with parts."""
     async with wired() as wire:
         wire.join("a", "b")
@@ -182,7 +182,9 @@ async def test_nobody_is_more_than_one_exchange_ahead() -> None:
 @pytest.mark.parametrize("waits_first", [True, False])
 @pytest.mark.parametrize("how", ["returned", "raised"])
 @pytest.mark.asyncio
-async def test_who_may_wait_is_told_once_of_members_that_have_ended(waits_first: bool, how: str) -> None:
+async def test_waiting_members_are_notified_once_of_members_that_have_ended(
+    waits_first: bool, how: str
+) -> None:
     async with wired() as wire:
         wire.join("a", "b", "c")
         await begun(gang_pass(wire, 3), [1, 2, 3])
@@ -195,7 +197,7 @@ async def test_who_may_wait_is_told_once_of_members_that_have_ended(waits_first:
 
         if not waits_first:
             ends()
-            assert [m for _, m, _ in wire.sent if isinstance(m, msg.Relay)] == [], "nobody waits"
+            assert [m for _, m, _ in wire.sent if isinstance(m, msg.Relay)] == [], "no member waits"
         wire.bring("a.0", msg.Exchange(1, 1), b"x")
         if waits_first:
             ends()
@@ -224,7 +226,7 @@ async def test_a_member_that_does_not_come_is_put_out_and_the_gang_restarts() ->
 
 
 @pytest.mark.asyncio
-async def test_a_step_whose_members_never_come_fails_with_the_text() -> None:
+async def test_a_step_whose_members_never_arrive_fails_with_the_text() -> None:
     async with wired(SchedulerLimits(deaths_max=1)) as wire:
         wire.join("a", "b")
         step = await begun(gang_pass(wire), [1, 2])
@@ -237,7 +239,7 @@ async def test_a_step_whose_members_never_come_fails_with_the_text() -> None:
 
 @pytest.mark.parametrize("member", ["", "-1", "x", "9" * 5000])
 @pytest.mark.asyncio
-async def test_members_that_are_no_numbers_cost_the_connection(member: str) -> None:
+async def test_malformed_members_cost_the_connection(member: str) -> None:
     async with wired() as wire:
         wire.join("a", "b")
         await begun(gang_pass(wire), [1, 2])
@@ -307,20 +309,20 @@ async def test_a_worker_that_comes_back_holds_nothing() -> None:
 
 
 @pytest.mark.asyncio
-async def test_what_the_workers_of_a_step_made_is_not_sent_to_them() -> None:
+async def test_versions_that_a_step_produced_are_not_sent_to_its_workers() -> None:
     async with wired() as wire:
         wire.join("a", "b")
         handle, coordinator = gang_pass(wire), wire.coordinator
         space = coordinator.open_space()
         coordinator.put_state(space, 1, 7)
-        told: list[Any] = []
+        produced_from: list[Any] = []
 
         def produced(results: Any) -> dict[int, int]:
-            told.append(results)
+            produced_from.append(results)
             return {space: 2}
 
         await run_step(wire, handle, {"w": (space, 1)}, "a.0", "b.0", produced=produced)
-        assert told == [[{"v": 0}, {"v": 0}]]
+        assert produced_from == [[{"v": 0}, {"v": 0}]]
         coordinator.put_state(space, 2, 8)
         wire.join("b", incarnation=1)
         await run_step(wire, handle, {"w": (space, 2)}, "a.0", "b.1")
@@ -329,7 +331,7 @@ async def test_what_the_workers_of_a_step_made_is_not_sent_to_them() -> None:
 
 
 @pytest.mark.asyncio
-async def test_a_dropped_space_is_forgotten_where_it_was_sent() -> None:
+async def test_a_dropped_state_is_dropped_in_workers_that_hold_it() -> None:
     async with wired() as wire:
         wire.join("a")
         handle, coordinator = gang_pass(wire), wire.coordinator
@@ -345,7 +347,7 @@ async def test_a_dropped_space_is_forgotten_where_it_was_sent() -> None:
 
 
 @pytest.mark.asyncio
-async def test_what_makes_no_sense_of_states_is_refused() -> None:
+async def test_wrong_uses_of_states_are_rejected() -> None:
     async with wired() as wire:
         coordinator = wire.coordinator
         space = coordinator.open_space()
@@ -406,20 +408,20 @@ def test_members_that_were_started_here_share_one_segment_for_all_their_gangs(se
     assert begin(segments, 4, "w0", "w1", replicas=3) is not first
 
 
-def test_others_share_none(pool: WorkerPool, segments: SegmentPool) -> None:
+def test_other_members_share_no_segment(pool: WorkerPool, segments: SegmentPool) -> None:
     assert begin(segments, 1, "w0", "far") is None
     assert begin(segments, 2, "w0") is None
     assert begin(SegmentPool(pool, enabled=False), 3, "w0", "w1") is None
 
 
-def test_where_none_can_be_made_members_do_without(segments: SegmentPool) -> None:
+def test_without_a_segment_members_use_messages(segments: SegmentPool) -> None:
     segment = begin(segments, 1, "w0", "w1", replicas=10**6)
     assert segment is not None
     assert segment.where == ""
     segment.end(1, aborted=True)
 
 
-def test_a_segment_of_a_lost_worker_goes_when_no_gang_uses_it(
+def test_the_segment_of_a_lost_worker_is_closed_when_no_gang_uses_it(
     pool: WorkerPool, segments: SegmentPool
 ) -> None:
     first = begin(segments, 1, "w0", "w1")

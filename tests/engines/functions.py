@@ -17,7 +17,7 @@ def roots(shard: np.ndarray) -> np.ndarray:
 
 
 def slow_roots(shard: np.ndarray, ctx: Any, begun: str) -> np.ndarray:
-    """Say that a step was begun; take long enough that somebody can be killed meanwhile."""
+    """Report that a step has begun; take long enough that a process can be killed meanwhile."""
     Path(begun, f"{ctx.step}-{ctx.replica_id_in_sync_group}-{os.getpid()}").touch()
     time.sleep(0.02)
     return roots(shard)

@@ -1,4 +1,4 @@
-"""An engine that needs none: its workers are kept by the process of the test."""
+"""An engine without a library: the process of the test has its workers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ GONE_S = 60.0
 
 
 class HereEngine:
-    """Keeps workers in this very process.
+    """Has workers in this process.
 
     Args:
         count: how many.

@@ -1,4 +1,4 @@
-"""What tests of engines share: a run that takes a while, and what may not be left behind."""
+"""Shared by tests of engines: a run that takes a while, and checks for leftovers."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def document(run: str, **with_: object) -> dict[str, Any]:
 
 
 def digest(result: pipedist.Result) -> str:
-    """What the values are, to the last bit."""
+    """The expected values, to the last bit."""
     return hashlib.sha256(result["total"].tobytes() + result["all"].tobytes()).hexdigest()
 
 
@@ -49,7 +49,7 @@ def undisturbed() -> str:
 
 
 async def run_that_loses(cluster: EngineCluster, begun: Path, lose: Callable[[], Awaitable[None]]) -> str:
-    """Execute a run in the midst of which `lose` takes workers away; return what its values are."""
+    """Execute a run during which `lose` removes workers; return its values."""
     async with pipedist.open(document("slow_roots", begun=str(begun)), cluster=cluster) as run:
         results = asyncio.create_task(run.results())
         assert await anyio.to_thread.run_sync(wait_until, lambda: steps_begun(begun) > 10)
@@ -60,7 +60,7 @@ async def run_that_loses(cluster: EngineCluster, begun: Path, lose: Callable[[],
 
 
 async def run_that_fails(cluster: EngineCluster) -> None:
-    """Execute a run whose function raises: what it leaves behind is looked at afterwards."""
+    """Execute a run whose function raises; the caller checks for leftovers."""
     with pytest.raises(pipedist.CallError):
         async with pipedist.open(document("raises"), cluster=cluster) as run:
             await run.results()
@@ -105,7 +105,7 @@ def steps_begun(folder: Path) -> int:
 
 
 def processes_with(mark: str) -> dict[int, str]:
-    """Return the living processes whose environment has a mark, whoever their parent is now."""
+    """Return the living processes whose environment has a mark, whatever their parent is now."""
     found = {}
     for entry in os.listdir("/proc"):
         if not entry.isdigit() or int(entry) == os.getpid():

@@ -1,4 +1,4 @@
-"""What engines have in common that are reached over a connection; what is theirs is not needed."""
+"""The common behaviour of engines that are reached over a connection, without their libraries."""
 
 from __future__ import annotations
 

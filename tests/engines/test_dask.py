@@ -103,7 +103,7 @@ def ours_with(mark: str) -> dict[int, str]:
 
 
 def pid_of(worker: Any) -> int:
-    """Of the process that a nanny keeps."""
+    """Kill the process that a nanny restarts."""
     return int(worker.process.pid)
 
 
@@ -184,14 +184,14 @@ async def test_a_run_ends_when_the_scheduler_has_ended(comes_back: bool, tmp_pat
 
 
 @pytest.mark.asyncio
-async def test_no_dask_at_an_address_is_told() -> None:
+async def test_an_address_without_dask_is_reported() -> None:
     with pytest.raises(UsageError, match=r"can't reach a Dask scheduler at tcp://127\.0\.0\.1:1"):
         async with pipedist.DaskCluster(1, address="tcp://127.0.0.1:1", place_s=1):
             pass
 
 
 @pytest.mark.asyncio
-async def test_a_dask_without_workers_says_so() -> None:
+async def test_a_dask_without_workers_is_reported() -> None:
     async with dask_of(0) as dask:
         with pytest.raises(UsageError, match=r"no worker within 0.2 s"):
             async with pipedist.DaskCluster(1, address=dask.scheduler_address, place_s=0.2):

@@ -208,7 +208,7 @@ def dialling(endpoint: str) -> set[int]:
 
 
 def scratch() -> list[Path]:
-    """What clusters on Ray have on this host's disk; runs that were killed before do not count."""
+    """The files of clusters on Ray on this host, without those of killed runs."""
     return list(set(Path("/tmp").glob("pipedist-ray-*")) - EARLIER)
 
 
@@ -224,7 +224,7 @@ def shared_memory() -> set[str]:
 
 
 @pytest.mark.asyncio
-async def test_a_cluster_without_room_says_so(nodes: Any) -> None:
+async def test_a_ray_without_resources_is_reported(nodes: Any) -> None:
     with pytest.raises(UsageError, match=r"no room for 4 workers of 1 CPU each within 1 s; it has 3 CPU"):
         async with pipedist.RayCluster(4, address=nodes.address, place_s=1):
             pass
@@ -234,7 +234,7 @@ async def test_a_cluster_without_room_says_so(nodes: Any) -> None:
 async def test_a_start_that_is_cancelled_leaves_nothing_in_a_connection_that_stays(
     nodes: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ray makes the placement group after nobody waits for it any more."""
+    """Ray creates the placement group after the wait for it was cancelled."""
     import ray
     from ray.util import placement_group_table
 
@@ -265,7 +265,7 @@ async def test_a_start_that_is_cancelled_leaves_nothing_in_a_connection_that_sta
 
 
 @pytest.mark.asyncio
-async def test_a_ray_of_another_version_is_told(nodes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_ray_of_another_version_is_reported(nodes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     import ray
 
     with monkeypatch.context() as patch:
@@ -281,7 +281,7 @@ async def test_a_ray_of_another_version_is_told(nodes: Any, monkeypatch: pytest.
 async def test_a_lost_client_server_ends_the_run(
     nodes: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ray ends the actors of a client that it has lost: nobody would place workers any more."""
+    """Ray ends the actors of a client that it has lost, so no workers can be placed."""
     monkeypatch.setenv("RAY_CLIENT_RECONNECT_GRACE_PERIOD", "2")
     spec = document("slow_roots", begun=str(tmp_path))
     async with pipedist.RayCluster(2, address=address_of(nodes, "client"), place_s=PLACE_S) as cluster:
@@ -325,7 +325,7 @@ async def test_the_ray_that_the_environment_names_is_not_replaced_by_another_one
 
 
 @pytest.mark.asyncio
-async def test_no_ray_at_an_address_is_told() -> None:
+async def test_an_address_without_ray_is_reported() -> None:
     with pytest.raises(UsageError, match=r"can't reach a Ray cluster at 127\.0\.0\.1:1"):
         async with pipedist.RayCluster(1, address="127.0.0.1:1"):
             pass

@@ -43,7 +43,7 @@ ROOT = Path(__file__).parents[2]
 
 
 SOON = SchedulerLimits(heartbeat_timeout_s=4)
-"""For who kills supervisors, which can't say Goodbye: not to wait for the usual 16 s."""
+"""A shorter timeout for tests that kill supervisors, which then can't send Goodbye."""
 
 
 def cluster_of(
@@ -105,7 +105,7 @@ async def test_elements_that_kill_are_looked_for_without_the_engine() -> None:
 
 
 @pytest.mark.asyncio
-async def test_what_user_code_has_started_hides_no_end(tmp_path: Path) -> None:
+async def test_processes_of_user_code_do_not_hide_the_end(tmp_path: Path) -> None:
     """It has the pipe in which the supervisor tells why it leaves: that one does not end with it."""
     engine, marker = HereEngine(1), tmp_path / "m"
     try:
@@ -124,7 +124,7 @@ def command_of(pid: int) -> str:
 
 
 def seen_of(pid: int) -> str:
-    """What others on the host can see of a process, and what it has open."""
+    """Return the properties of a process that other users can see, and its open files."""
     process = Path(f"/proc/{pid}")
     texts = [(process / file).read_bytes().decode() for file in ("cmdline", "environ")]
     for entry in (process / "fd").iterdir():
@@ -166,7 +166,7 @@ async def test_threads_are_those_of_the_run() -> None:
 
 @pytest.mark.asyncio
 async def test_a_run_ends_when_no_worker_will_come() -> None:
-    """Without it, the run would wait for ever: nobody else looks after the workers of an engine."""
+    """Otherwise the run would wait for ever: only the engine restarts its workers."""
     lost = JoinConfig("nowhere", key_text(ClusterKeys(new_keys().client, None)))
     async with cluster_of(HereEngine(1, lost), workers=1) as cluster:
         with pytest.raises(WorkersLost, match="nowhere"):
@@ -226,8 +226,8 @@ async def test_a_killed_parent_leaves_nothing_and_its_calls_are_reassigned(
     assert found == await anyio.to_thread.run_sync(undisturbed)
 
 
-def test_closing_kills_what_does_not_leave() -> None:
-    """The supervisor is stopped: it can't hear anything."""
+def test_closing_kills_a_supervisor_that_does_not_leave() -> None:
+    """The supervisor is stopped, so it does not react."""
     kept = SupervisorProcess(JoinConfig("tcp://127.0.0.1:1", key_text(new_keys())))
     assert wait_until(lambda: kept.pid != 0)
     supervisor = kept.pid
@@ -239,7 +239,7 @@ def test_closing_kills_what_does_not_leave() -> None:
     assert kept.pid == 0
 
 
-def test_how_a_worker_left_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_reason_why_a_worker_left_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor_process, "STARTS_MAX", 2)
     told: list[str] = []
     kept = SupervisorProcess(JoinConfig("nowhere", key_text(new_keys())), told.append)
@@ -251,7 +251,7 @@ def test_how_a_worker_left_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert told == [how]
 
 
-def test_code_comes_after_what_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_comes_after_installed_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", "/copy:/mine")
     assert supervisor_process._environment(("/copy",))["PYTHONPATH"] == "/mine"
     monkeypatch.setenv("PYTHONPATH", "/copy")
@@ -274,7 +274,9 @@ def test_modules_are_copied_and_nothing_else(tmp_path: Path, monkeypatch: pytest
         copy_modules(code, to)
 
 
-def test_a_missing_extra_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_extra_is_reported_with_the_install_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "only_a_folder").mkdir()
     monkeypatch.syspath_prepend(tmp_path)
     for module in ("no_such_engine", "only_a_folder"):
@@ -287,7 +289,7 @@ def test_a_missing_extra_says_what_to_install(tmp_path: Path, monkeypatch: pytes
 
 @pytest.mark.parametrize("command", ["plan", "run"])
 @pytest.mark.parametrize(("engine", "module"), [("ray", "ray"), ("dask", "distributed")])
-def test_a_missing_extra_is_told_before_anything_runs(
+def test_a_missing_extra_is_reported_before_anything_runs(
     tmp_path: Path, command: str, engine: str, module: str
 ) -> None:
     spec = tmp_path / "spec.yaml"

@@ -1,4 +1,4 @@
-"""What is taken of a code folder, and what a worker refuses to unpack."""
+"""Snapshots of code folders: files that are sent or skipped, and snapshots that a worker rejects."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def folder(tmp_path: Path) -> Path:
     return it
 
 
-def test_what_looks_like_code_is_taken_and_comes_out_the_same(folder: Path, tmp_path: Path) -> None:
+def test_code_files_are_taken_and_unpacked_unchanged(folder: Path, tmp_path: Path) -> None:
     snapshot = take(str(folder))
     assert snapshot.names == ("a.py", "pkg/b.py", "pkg/deep/er/c.py", "pkg/table.json")
     out = tmp_path / "out"
@@ -47,7 +47,7 @@ def test_a_folder_that_cannot_be_read_costs_itself_alone(folder: Path) -> None:
     assert after.text.endswith("/' (File name too long)")
 
 
-def test_what_stays_behind(folder: Path, tmp_path: Path) -> None:
+def test_skipped_files(folder: Path, tmp_path: Path) -> None:
     before = take(str(folder))
     for name in (".git/config", "__pycache__/a.pyc", "x.pyc", "venv/pyvenv.cfg", "venv/lib/x.py", ".env"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -83,7 +83,7 @@ def test_a_folder_with_too_much_in_it_is_not_taken(
     "name",
     ["../x.py", "/etc/x", "a/../../x", "a//b", "./x", "", "a\0b", "a/", "/".join(["d"] * 40)],
 )
-def test_a_name_that_leads_out_is_refused(tmp_path: Path, name: str) -> None:
+def test_a_name_that_leads_out_of_the_folder_is_rejected(tmp_path: Path, name: str) -> None:
     out = tmp_path / "root" / "out"
     out.parent.mkdir()
     contents = [b"x"]
@@ -95,7 +95,7 @@ def test_a_name_that_leads_out_is_refused(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize(
     "tree", [None, [], [["a"], []], [["a"], ["text"]], [[b"a"], [b"x"]], {"a": b"x"}, [["a"], [b"other"]]]
 )
-def test_what_is_no_snapshot_is_refused(tmp_path: Path, tree: object) -> None:
+def test_a_malformed_snapshot_is_rejected(tmp_path: Path, tree: object) -> None:
     with pytest.raises(RemoteProtocolError):
         unpack(tree, digest_of(["a"], [b"x"]), str(tmp_path / "out"))
     assert not list(tmp_path.iterdir())

@@ -1,4 +1,4 @@
-"""What `pipedist launch` prints: checked by shellcheck and a schema, and the batch script is executed."""
+"""The output of `pipedist launch`, checked by shellcheck and a schema; the batch script is executed."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ def test_a_job_that_is_started_again_resumes(spec: Path, tmp_path: Path, slurm: 
     assert "--resume" in Path(slurm["SRUN_LOG"]).read_text()
 
 
-def test_what_makes_no_sense_is_said(spec: Path) -> None:
+def test_contradictory_options_are_reported(spec: Path) -> None:
     refused = launch("slurm", spec)
     assert refused.returncode == 2
     assert "does not submit jobs" in refused.stderr

@@ -151,14 +151,14 @@ class Network:
         _ip("-n", space, "route", "add", "default", "via", router)
 
     def cut(self, source: str, to: str) -> None:
-        """Have the router drop, without a word, what goes from one host to another."""
+        """Have the router silently drop packets from one host to another."""
         number = 100 + len(self.hosts) * self.hosts[source].place + self.hosts[to].place
         a, b = self.hosts[source].address, self.hosts[to].address
         _ip("-n", self.router, "rule", "add", "from", a, "to", b, "blackhole", "priority", str(number))
         self._cuts[source, to] = number
 
     def heal(self, source: str, to: str) -> None:
-        """Let through again what `cut` stopped."""
+        """Forward again what `cut` stopped."""
         number = self._cuts.pop((source, to))
         _ip("-n", self.router, "rule", "delete", "priority", str(number))
 
@@ -187,7 +187,7 @@ def network(folder: Path, names: Sequence[str]) -> Iterator[Network]:
 
 
 def _remove(namespace: str) -> None:
-    """Remove a namespace, and kill what still lives in it: nothing else can be there than what we started."""
+    """Remove a namespace, and kill its processes, all of which this test has started."""
     pids = _ip("netns", "pids", namespace).split()
     if pids:
         subprocess.run(["kill", "-KILL", *pids], capture_output=True, timeout=IP_S)

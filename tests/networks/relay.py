@@ -34,7 +34,7 @@ IFF_TUN = 0x0001
 IFF_NO_PI = 0x1000
 PACKET_BYTES_MAX = 65536
 PACKETS_MAX = 20_000
-"""Packets on the way; what comes on top is lost, as in any router."""
+"""Maximum packets in flight; more are lost, as in any router."""
 
 
 class Relay:
@@ -58,7 +58,7 @@ class Relay:
         self.seen = self.lost = self.repeated = 0
 
     def turn(self) -> None:
-        """Read what has come, and write what is due."""
+        """Read packets that have arrived, and write those that are due."""
         wait_s = None
         if self._on_the_way:
             wait_s = max(0.0, self._on_the_way[0][0] - time.monotonic())

@@ -1,4 +1,4 @@
-"""A run whose scheduler and workers are on different hosts, and what it must give."""
+"""A run whose driver and workers are on different hosts, and its expected results."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PATIENCE_S = 90.0
 PORT = 5555
 
 CODE = '''\
-"""Replica functions of the tests; what they note beside their work has no part in the result."""
+"""Replica functions of the tests; their notes are not part of the result."""
 import os, time
 import numpy as np
 
@@ -56,7 +56,7 @@ outputs: {{rows: rows.npz, total: total.json}}
 
 
 class Work:
-    """What is executed: 40 steps of 3 calls; those from step 30 on wait until `open_gate`.
+    """The run: 40 steps of 3 calls; those from step 30 on wait until `open_gate`.
 
     So a run lasts as long as a test needs it to, whatever the machine's pace.
 
@@ -121,7 +121,7 @@ def files_of(output: Path) -> dict[str, bytes]:
 
 
 class Told:
-    """What a process prints, as JSON lines, read by a thread."""
+    """The JSON lines that a process prints, read by a thread."""
 
     def __init__(self, stream: IO[bytes]) -> None:
         self._lines: queue.Queue[dict[str, Any] | None] = queue.Queue()
@@ -185,7 +185,7 @@ class NetworkRun:
         return process
 
     def said(self, name: str) -> str:
-        """Return what a process wrote to stderr."""
+        """Return the standard error of a process."""
         return (self._folder / f"{name}.stderr").read_text()
 
     def finish(self) -> dict[str, bytes]:
@@ -201,7 +201,7 @@ class NetworkRun:
         return files_of(self.output)
 
     def close(self) -> None:
-        """Kill what is still there."""
+        """Kill the remaining processes."""
         for name, process in self._processes.items():
             print(f"--- {name}\n{self.said(name)}")  # pytest shows it where a test fails
             process.kill()

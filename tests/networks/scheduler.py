@@ -1,4 +1,4 @@
-"""The run's side of a test: executes a spec with workers that dial in, and tells what it sees.
+"""The run's side of a test: executes a spec with workers that dial in, and prints its observations.
 
     python -m tests.networks.scheduler SPEC LISTEN KEY_FILE OUTPUT HEARTBEAT_TIMEOUT_S REJOIN_S
 

@@ -1,4 +1,4 @@
-"""Who may join from another host, by the command line alone."""
+"""Keys for workers on another host, on the command line only."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_only_workers_with_the_clusters_keys_join(
     assert {host for _, _, host in work.begun()} == {"one"}
 
 
-def test_a_worker_is_not_what_can_stand_in_for_the_run(hosts: Network, work: Work) -> None:
+def test_the_workers_key_can_not_impersonate_the_run(hosts: Network, work: Work) -> None:
     """With the workers' file a run can't listen: it lacks the key by which workers know the run."""
     made = on(hosts, "scheduler", work.folder, "keys", "new")
     made.communicate(timeout=WAIT_S)

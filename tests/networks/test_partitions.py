@@ -72,7 +72,7 @@ def test_a_host_that_is_cut_off_for_good(hosts: Network, work: Work, expected: d
 def test_a_worker_that_is_cut_off_for_longer_than_it_waits_leaves(
     hosts: Network, work: Work, expected: dict[str, bytes]
 ) -> None:
-    """No packet says that the network is gone: ZeroMQ's heartbeat misses its answer, after 30 s."""
+    """No packet reports that the network is gone: ZeroMQ's heartbeat times out after 30 s."""
     with running(work, hosts["scheduler"], heartbeat_timeout_s=HEARTBEAT_TIMEOUT_S, rejoin_s=2.0) as run:
         worker, other = (run.start_worker(hosts[name]) for name in ("one", "two"))
         run.told.wait_for("workers", ready=2)
@@ -107,7 +107,7 @@ def test_a_partition_of_thirty_seconds_with_the_usual_heartbeat(
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("heartbeat_timeout_s", [HEARTBEAT_TIMEOUT_S, 16.0])
 @pytest.mark.parametrize("ways", WAYS.values(), ids=WAYS)
-def test_a_partition_is_noticed_within_three_heartbeats_and_a_second(
+def test_a_partition_is_detected_within_three_heartbeats_and_a_second(
     hosts: Network, work: Work, ways: list[tuple[str, str]], heartbeat_timeout_s: float
 ) -> None:
     with running(work, hosts["scheduler"], heartbeat_timeout_s=heartbeat_timeout_s) as run:

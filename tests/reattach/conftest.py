@@ -1,4 +1,4 @@
-"""What the runs of these tests come to, when nothing happens to them."""
+"""The results of the runs of these tests without any disturbance."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run that soon gives up workers it does not hear: python -m tests.reattach.impatient LISTEN REJOIN_S."""
+"""A run with a short heartbeat timeout: python -m tests.reattach.impatient LISTEN REJOIN_S."""
 
 from __future__ import annotations
 

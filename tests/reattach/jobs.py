@@ -25,7 +25,7 @@ PATIENCE_S = 60.0
 
 @dataclass
 class Program:
-    """A process, and what it says on standard error."""
+    """A process and its standard error."""
 
     process: subprocess.Popen[str]
     lines: list[str] = field(default_factory=list)
@@ -44,21 +44,21 @@ class Program:
 
     @property
     def said(self) -> str:
-        """All that it said until now."""
+        """Its standard error until now."""
         return "".join(self.lines)
 
     def hears(self, pattern: str, times: int = 1) -> None:
-        """Return as soon as it has said so."""
+        """Return as soon as its standard error matches."""
         with self._news:
             found = self._news.wait_for(lambda: len(re.findall(pattern, self.said)) >= times, PATIENCE_S)
-        assert found, f"it did not say {pattern!r} {times} times, but: {self.said}"
+        assert found, f"no {pattern!r} ({times} times) in: {self.said}"
 
     def ends(self) -> int:
         """Return its exit code when it has ended by itself."""
         try:
             code = self.process.wait(PATIENCE_S)
         except subprocess.TimeoutExpired:
-            raise AssertionError(f"it did not end; it said: {self.said}") from None
+            raise AssertionError(f"it did not end: {self.said}") from None
         self._reader.join(PATIENCE_S)
         return code
 
@@ -148,7 +148,7 @@ outputs: {{total: total.json, rows: rows.npy}}
         return started(*args, cwd=self.folder, module="tests.reattach.patient")
 
     def run_impatiently(self) -> AbstractContextManager[Program]:
-        """Start the run, with a scheduler that soon gives up whom it does not hear."""
+        """Start the run, with a short heartbeat timeout."""
         args = (self.endpoint, str(self.rejoin_s))
         return started(*args, cwd=self.folder, module="tests.reattach.impatient")
 
@@ -178,7 +178,7 @@ outputs: {{total: total.json, rows: rows.npy}}
                 yield worker
 
     def mend(self) -> None:
-        """Change the function: what it has returned until now is not what it returns any more."""
+        """Change the function, so that it returns other values from now on."""
         module = self.folder / "mine.py"
         module.write_text(module.read_text().replace("return np.sqrt(", "return 0 * np.sqrt("))
 

@@ -1,4 +1,4 @@
-"""A worker that dialled in is told to leave, is stopped, or is cut off, and the others go on."""
+"""A dialled-in worker is terminated, stopped, or disconnected, and the others continue."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from tests.reattach.jobs import Job, until
 
 
-def test_sigterm_lets_what_runs_finish_and_nothing_is_executed_again(tmp_path: Path) -> None:
+def test_sigterm_lets_running_calls_finish_and_none_is_repeated(tmp_path: Path) -> None:
     job = Job(tmp_path, workers=2)
     held = job.hold(3)
     with job.run() as run, ExitStack() as stack:
@@ -31,7 +31,7 @@ def test_sigterm_lets_what_runs_finish_and_nothing_is_executed_again(tmp_path: P
 
 
 @pytest.mark.slow
-def test_a_call_that_outlasts_the_grace_time_goes_back(tmp_path: Path) -> None:
+def test_a_call_that_outlasts_the_grace_time_is_reassigned(tmp_path: Path) -> None:
     job = Job(tmp_path, workers=2)
     held = job.hold(3)
     with job.run() as run, ExitStack() as stack:

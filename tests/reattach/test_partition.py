@@ -18,7 +18,7 @@ pytestmark = pytest.mark.asyncio
 
 
 class Relay:
-    """Passes on what two sides say to each other over TCP, unless it is cut."""
+    """Forwards TCP bytes between two sides, unless it is cut."""
 
     def __init__(self, target: int) -> None:
         self._target = target
@@ -29,7 +29,7 @@ class Relay:
         self.port = 0
 
     def cut(self) -> None:
-        """Pass nothing on; what is said meanwhile waits, as in a network that is down."""
+        """Forward nothing; bytes wait meanwhile, as in a network that is down."""
         self._open.clear()
 
     def heal(self) -> None:
@@ -43,7 +43,7 @@ class Relay:
             writer.close()
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Connect one who has dialled in."""
+        """Connect a client."""
         try:
             if self._is_broken:
                 raise ConnectionResetError
@@ -90,7 +90,7 @@ async def hears(program: Program, text: str, times: int = 1) -> None:
 
 @pytest.mark.slow
 async def test_a_partition_longer_than_the_heartbeat(tmp_path: Path, undisturbed: Outcome) -> None:
-    """Its call goes elsewhere; what it says when the network is back does not count."""
+    """Its call is reassigned; its messages after the partition do not count."""
     job = Job(tmp_path)
     held = job.hold(3)
     with job.run_impatiently() as run:
@@ -115,7 +115,7 @@ async def test_a_partition_longer_than_the_heartbeat(tmp_path: Path, undisturbed
 
 @pytest.mark.slow
 async def test_a_partition_longer_than_a_worker_waits(tmp_path: Path, undisturbed: Outcome) -> None:
-    """The worker gives up, though the scheduler lives: it says why. The scheduler goes on without it."""
+    """The worker gives up, and reports why, although the scheduler is alive, and continues without it."""
     job = Job(tmp_path, rejoin_s=1.0)
     held = job.hold(3)
     with job.run_impatiently() as run:
@@ -143,7 +143,7 @@ async def test_a_partition_longer_than_a_worker_waits(tmp_path: Path, undisturbe
 async def test_a_stopped_supervisor_and_worker_are_fenced_when_they_wake(
     tmp_path: Path, undisturbed: Outcome
 ) -> None:
-    """Nobody on that host can say that it is stopped: the scheduler misses its heartbeat."""
+    """No process on that host can report that it is stopped: the scheduler misses its heartbeat."""
     job = Job(tmp_path)
     held = job.hold(3)
     with job.run_impatiently() as run, ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""The run's process dies, its workers live: what they have finished is not executed again."""
+"""The driver process dies, its workers survive: their finished calls are not executed again."""
 
 from __future__ import annotations
 
@@ -12,10 +12,8 @@ import pytest
 from tests.reattach.jobs import Job, Outcome, until
 
 
-def test_what_is_finished_is_offered_to_the_resumed_run_and_counts(
-    tmp_path: Path, undisturbed: Outcome
-) -> None:
-    """Also what ran when the process of the run was killed. It is killed twice."""
+def test_cached_results_count_in_the_resumed_run(tmp_path: Path, undisturbed: Outcome) -> None:
+    """Including the calls that ran when the driver was killed. It is killed twice."""
     job = Job(tmp_path)
     with ExitStack() as stack:
         flags: tuple[str, ...] = ()
@@ -41,7 +39,7 @@ def test_what_is_finished_is_offered_to_the_resumed_run_and_counts(
 
 
 @pytest.mark.slow
-def test_two_workers_give_back_what_each_of_them_has(tmp_path: Path, undisturbed: Outcome) -> None:
+def test_two_workers_report_the_results_that_each_has_cached(tmp_path: Path, undisturbed: Outcome) -> None:
     """The resumed run waits for both before it deals anything."""
     job = Job(tmp_path, workers=2)
     held = job.hold(9)
@@ -64,7 +62,7 @@ def test_two_workers_give_back_what_each_of_them_has(tmp_path: Path, undisturbed
 
 
 @pytest.mark.slow
-def test_what_was_finished_with_other_code_is_executed_again(tmp_path: Path) -> None:
+def test_results_of_other_code_are_computed_again(tmp_path: Path) -> None:
     job = Job(tmp_path)
     with job.outlived(6) as worker:
         before = job.calls()
@@ -92,7 +90,7 @@ def test_a_run_that_begins_anew_gets_nothing_of_the_one_before(tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_a_worker_whose_scheduler_never_comes_back_says_so_and_ends(tmp_path: Path) -> None:
+def test_a_worker_whose_scheduler_never_comes_back_reports_it_and_ends(tmp_path: Path) -> None:
     """One is idle then, the other one in a call that has no end."""
     job = Job(tmp_path, workers=2, rejoin_s=1.0, steps=1)
     job.hold(0)

@@ -75,13 +75,13 @@ def test_a_name_is_looked_up(tmp_path: Path, name: str, is_ipv6: bool) -> None:
         ),
     ],
 )
-async def test_an_address_that_is_not_ours(host: str, told: str) -> None:
+async def test_an_address_of_another_host(host: str, told: str) -> None:
     with pytest.raises(UsageError) as caught:
         async with router(f"tcp://{host}:5555", new_keys()):
             pytest.fail("was opened")
     assert str(caught.value) == f"can't bind tcp://{host}:5555: {told}"
 
 
-def test_an_ipv4_address_is_told_as_one() -> None:
+def test_an_ipv4_address_is_reported_as_one() -> None:
     told = [plain_address(text) for text in ("::ffff:10.0.0.2", "10.0.0.2", "fd00::1", "::ffff:0:1")]
     assert told == ["10.0.0.2", "10.0.0.2", "fd00::1", "::ffff:0:1"]

@@ -243,7 +243,7 @@ def test_unaligned_frames_are_copied_into_place() -> None:
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_refused_values_are_named_with_their_path(tree: Any, words: list[str]) -> None:
+def test_unsendable_values_are_named_with_their_path(tree: Any, words: list[str]) -> None:
     with pytest.raises(UnsendableError) as caught:
         encode(tree)
     for word in words:
@@ -252,14 +252,14 @@ def test_refused_values_are_named_with_their_path(tree: Any, words: list[str]) -
 
 
 @pytest.mark.skipif(not hasattr(np.dtypes, "StringDType"), reason="NumPy 1 has no such type")
-def test_texts_of_any_width_are_refused_with_what_to_do() -> None:
+def test_strings_of_variable_width_are_rejected_with_advice() -> None:
     texts = np.array(["a", "bcd"], dtype=np.dtypes.StringDType())
     with pytest.raises(UnsendableError, match=r"an array of dtype StringDType\(\); .*texts\.tolist.*, at x"):
         encode({"x": texts})
     assert same(decode(encode(np.array(texts.tolist()))), np.array(["a", "bcd"]))
 
 
-def test_a_class_inside_a_function_is_refused() -> None:
+def test_a_class_inside_a_function_is_rejected() -> None:
     @dataclasses.dataclass
     class Local:
         x: int
@@ -286,14 +286,14 @@ def test_depth() -> None:
         decode([b"\x91" * 100_000 + b"\x90"])
 
 
-def test_a_cycle_is_refused() -> None:
+def test_a_cycle_is_rejected() -> None:
     tree: list[Any] = []
     tree.append(tree)
     with pytest.raises(UnsendableError, match="cycle"):
         encode(tree)
 
 
-def test_a_shared_node_that_would_explode_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shared_node_that_would_explode_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layout, "ELEMENTS_MAX", 1 << 16)
     tree: Any = 0
     for _ in range(100):
@@ -333,7 +333,7 @@ def record(text: str, *values: Any) -> list[bytes]:
         ("", "malformed"),
     ],
 )
-def test_classes_of_a_peer_are_not_believed(text: str, match: str) -> None:
+def test_classes_of_a_peer_are_checked(text: str, match: str) -> None:
     with pytest.raises(RemoteProtocolError, match=match):
         decode(record(text, 1, 2))
 
@@ -428,7 +428,7 @@ MALFORMED: dict[str, list[bytes]] = {
 
 
 @pytest.mark.parametrize("frames", MALFORMED.values(), ids=MALFORMED.keys())
-def test_malformed_frames_are_refused(frames: list[bytes]) -> None:
+def test_malformed_frames_are_rejected(frames: list[bytes]) -> None:
     with pytest.raises(RemoteProtocolError):
         decode(frames)
 
@@ -438,7 +438,7 @@ def test_an_array_beyond_its_frame_is_located() -> None:
         decode(MALFORMED["frame too short"])
 
 
-def test_sizes_beyond_the_limits_are_refused() -> None:
+def test_sizes_beyond_the_limits_are_rejected() -> None:
     with pytest.raises(RemoteProtocolError, match="frames"):
         decode([b"\xc0"] * 5, limits=MessageLimits(frames_max=4))
     with pytest.raises(RemoteProtocolError, match="header"):
@@ -498,5 +498,5 @@ def test_random_frames_are_a_tree_or_an_error(frames: list[bytes]) -> None:
     attempt(frames)
 
 
-def test_the_door_offers_messages_too() -> None:
+def test_the_public_names_are_importable() -> None:
     assert set(codec.__all__) == {"Frame", "UnsendableError", "decode", "encode"}

@@ -34,7 +34,7 @@ def round_trip(tree: Any) -> Any:
 
 
 def shapes_of_items(draw: Draw, depth: int = 3) -> Callable[[], Any]:
-    """Draw how items look; what is returned draws one."""
+    """Draw the form of items; return a strategy for one."""
     kind = draw(st.sampled_from(["array", "scalar", "leaf", "any", *["dict", "list", "tuple"] * (depth > 0)]))
     if kind == "array":
         dtype, shape = draw(DTYPES), draw(hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=4))
@@ -131,7 +131,7 @@ def test_received_arrays_are_read_only_contiguous_and_aligned() -> None:
 
 
 @pytest.mark.parametrize("bad", [{1, 2}, object, {(1,): 2}, nest(200)], ids=["set", "class", "key", "nest"])
-def test_what_cant_be_sent_is_named_as_ever(bad: Any) -> None:
+def test_unsendable_items_are_named_without_columns_too(bad: Any) -> None:
     items = [{"y": np.array([k]), "z": 0} for k in range(20)]
     items[13]["z"] = bad
     with pytest.raises(UnsendableError, match="13"):
@@ -177,7 +177,7 @@ MALFORMED: dict[str, list[bytes]] = {
 
 
 @pytest.mark.parametrize("frames", MALFORMED.values(), ids=MALFORMED.keys())
-def test_malformed_columns_are_refused(frames: list[bytes]) -> None:
+def test_malformed_columns_are_rejected(frames: list[bytes]) -> None:
     with pytest.raises(RemoteProtocolError):
         decode(frames)
 
@@ -227,7 +227,7 @@ KEYS = st.just((1,)) | st.text(max_size=2)
 
 
 @given(TREES | st.recursive(st.just(0), lambda t: st.lists(t) | st.dictionaries(KEYS, t)))
-def test_the_look_at_small_trees_says_what_the_look_at_all_trees_says(tree: Any) -> None:
+def test_the_check_of_small_trees_agrees_with_the_check_of_all_trees(tree: Any) -> None:
     for whole in (tree, nest(200), [Point(tree, 1)], {True: tree}, [msgpack.Timestamp(1), tree]):
         verdicts = []
         for nodes in (layout._SMALL_NODES, -1):

@@ -1,4 +1,4 @@
-"""Shared memory and frames alone give the same bytes, through the public doors."""
+"""Runs with and without shared memory give the same bytes, through the public API."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ kept: list[tuple[np.ndarray[Any, Any], float]] = []
 
 
 def remembers(x: np.ndarray[Any, Any]) -> dict[str, Any]:
-    """Keeps its shards, which user code may, and says what became of them."""
+    """Keeps its shards, as user code may, and returns their values later."""
     kept.append((x, float(x.sum())))
     intact = all(float(old.sum()) == total for old, total in kept)
     return {"x": x * 2, "intact": np.array([intact]), "shared": np.array([is_shared(x)])}
@@ -61,7 +61,7 @@ def borrowed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.slow
-def test_killed_workers_and_the_road_never_show(
+def test_killed_workers_and_the_transport_never_change_results(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, borrowed: list[int]
 ) -> None:
     before = memory_left()

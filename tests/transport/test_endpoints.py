@@ -49,7 +49,7 @@ def test_the_longest_path_is_the_kernels() -> None:
 
 
 @pytest.mark.parametrize("bind", [True, False])
-def test_ipc_only_where_nobody_else_can_enter(tmp_path: Path, bind: bool) -> None:
+def test_ipc_only_in_a_private_directory(tmp_path: Path, bind: bool) -> None:
     tmp_path.chmod(0o755)
     with pytest.raises(UsageError, match=r"yours alone .* 0755"):
         parse_endpoint(f"ipc://{tmp_path}/s", bind=bind, has_keys=False)
@@ -71,7 +71,7 @@ def test_a_path_that_is_taken_is_not_stolen(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("endpoint", ["tcp://0.0.0.0:5555", "tcp://127.0.0.1:0", "tcp://*:0", "tcp://[::]:1"])
-def test_tcp_without_keys_is_refused(endpoint: str) -> None:
+def test_tcp_without_keys_is_rejected(endpoint: str) -> None:
     with pytest.raises(UsageError, match="needs keys"):
         parse_endpoint(endpoint, bind=True, has_keys=False)
     assert parse_endpoint(endpoint, bind=True, has_keys=True).is_tcp
@@ -127,7 +127,7 @@ def test_a_worker_file_has_no_server_secret(tmp_path: Path) -> None:
     assert "server_secret" not in path.read_text()
 
 
-def test_a_key_file_that_others_can_read_is_refused(tmp_path: Path) -> None:
+def test_a_key_file_that_others_can_read_is_rejected(tmp_path: Path) -> None:
     path = tmp_path / "keys.json"
     write_key_file(path)
     path.chmod(0o640)

@@ -19,7 +19,7 @@ def pair() -> Iterator[tuple[zmq.Socket[bytes], zmq.Socket[bytes]]]:
 
 
 @pytest.mark.asyncio
-async def test_what_came_while_the_edge_was_used_up_is_seen_by_looking_again() -> None:
+async def test_messages_that_arrive_after_the_edge_is_consumed_are_seen() -> None:
     heard: list[tuple[bytes, bool]] = []
     with pair() as (ours, theirs):
         pump = Pump(ours, lambda frame, more: heard.append((frame.bytes, more)), frames_per_wake_up=10)

@@ -46,7 +46,7 @@ def raw(endpoint: str, name: bytes, keys: ClusterKeys | None = None) -> Iterator
 
 
 async def is_served(opened: Router, inbox: Inbox, worker: Dealer, name: bytes) -> None:
-    """Check that an honest peer is heard and answered, and nobody else was heard."""
+    """Check that an honest peer gets replies, and that no message of another peer arrived."""
     await blocking(worker.send, log("honest"))
     who, message, _ = await inbox.get()
     assert (who, message) == (name, log("honest"))
@@ -66,7 +66,7 @@ async def test_plaintext_to_a_curve_endpoint() -> None:
 
 
 @pytest.mark.asyncio
-async def test_an_unknown_key_is_refused_and_both_ends_say_so() -> None:
+async def test_an_unknown_key_is_rejected_and_both_ends_report_it() -> None:
     keys = new_keys()
     async with router(keys=keys) as (opened, inbox):
         with dealer(opened, keys, b"honest") as worker, dealer(opened, other_keys(keys)) as rogue:
@@ -92,7 +92,7 @@ async def test_a_worker_with_the_wrong_server_key_gives_up() -> None:
 
 
 @pytest.mark.asyncio
-async def test_the_gate_fails_closed_when_its_keeper_is_gone() -> None:
+async def test_zap_fails_closed_without_its_handler() -> None:
     keys = new_keys()
     async with router(keys=keys) as (opened, inbox):
         with dealer(opened, keys, b"early") as early:
@@ -111,8 +111,8 @@ async def test_the_gate_fails_closed_when_its_keeper_is_gone() -> None:
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("begin", ["while it lasts", "after it is over"])
-async def test_a_session_that_was_overheard_is_worth_nothing(begin: str) -> None:
-    """Whoever records what a worker sends, and sends it again, gets nothing in: each session has its keys."""
+async def test_a_replayed_session_is_worthless(begin: str) -> None:
+    """The recorded messages of a worker are rejected when they are sent again: each session has its own keys."""
     keys = new_keys()
     async with router(keys=keys) as (opened, inbox):
         host, _, port = opened.endpoint.removeprefix("tcp://").rpartition(":")
@@ -156,7 +156,7 @@ async def test_a_session_that_was_overheard_is_worth_nothing(begin: str) -> None
 
 
 def two_clients() -> tuple[ClusterKeys, ClusterKeys]:
-    """Two clients, both of whom the server lets in."""
+    """Two clients that the server accepts."""
     first = new_keys()
     second = other_keys(first)
     assert first.server is not None
@@ -327,7 +327,7 @@ async def test_ten_thousand_messages_of_noise_on_a_live_socket() -> None:
 
 
 @pytest.mark.asyncio
-async def test_more_identities_than_the_limit_are_refused_but_dropped_ones_make_room() -> None:
+async def test_identities_beyond_the_limit_are_rejected_but_dropped_ones_make_room() -> None:
     async with router(settings=SocketSettings(peers_max=2)) as (opened, inbox):
         with dealer(opened, name=b"w0") as first, dealer(opened, name=b"w1") as second:
             await is_served(opened, inbox, first, b"w0")

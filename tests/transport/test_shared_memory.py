@@ -40,7 +40,7 @@ def equal(a: Any, b: Any) -> bool:
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("shared_memory", [SMALL, None], ids=["shared", "frames"])
-async def test_both_roads_bring_the_same_tree_both_ways(shared_memory: SharedMemory | None) -> None:
+async def test_both_transports_carry_the_same_tree_both_ways(shared_memory: SharedMemory | None) -> None:
     async with router(shared_memory=shared_memory) as (opened, inbox):
         with dealer(opened, name=b"w0") as worker:
             worker.send(LogLine("", 0, 0, ""))
@@ -151,7 +151,7 @@ async def test_five_hundred_batches_leave_memory_and_descriptors_as_they_were() 
 
 
 @pytest.mark.asyncio
-async def test_what_a_killed_process_borrowed_comes_back_and_what_it_lent_stays() -> None:
+async def test_slots_borrowed_by_a_killed_process_come_back_and_its_own_stay() -> None:
     gc.collect()  # what earlier tests have left does not go meanwhile
     before, left = descriptors(), memory_left()
     async with peers(2, settings=SocketSettings(linger_s=0.01)) as (victim, other):
@@ -214,7 +214,7 @@ async def test_a_message_sent_before_a_sudden_end_can_still_be_read() -> None:
 
 
 @pytest.mark.asyncio
-async def test_a_process_that_wakes_in_the_middle_of_a_write_harms_nobody() -> None:
+async def test_a_process_that_wakes_during_a_write_does_no_harm() -> None:
     async with peers(2) as (sleeper, successor):
         of_sleeper = [await sleeper.double(block(number), keep=True) for number in range(10)]
         sleeper.send(Cancel(3))
@@ -235,7 +235,7 @@ async def test_a_process_that_wakes_in_the_middle_of_a_write_harms_nobody() -> N
 
 
 @pytest.mark.asyncio
-async def test_what_a_stopped_process_reads_is_not_written_to() -> None:
+async def test_slots_that_a_stopped_process_reads_are_not_written_to() -> None:
     async with peers(2) as (sleeper, other):
         for number in range(10):
             await sleeper.double(block(number), keep=True)
@@ -367,7 +367,7 @@ async def test_without_descriptors_newcomers_use_frames(monkeypatch: pytest.Monk
 
 
 @pytest.mark.asyncio
-async def test_a_stopped_process_keeps_nobody_waiting_and_gets_everything() -> None:
+async def test_a_stopped_process_delays_no_peer_and_gets_every_message() -> None:
     async with peers(2) as (sleeper, other):
         sleeper.signal(signal.SIGSTOP)
         await sleeper.is_stopped()

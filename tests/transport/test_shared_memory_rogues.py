@@ -1,4 +1,4 @@
-"""Whoever breaks the rules of shared memory loses the connection, and nobody else notices."""
+"""A peer that breaks the rules of shared memory loses its connection; other peers are not affected."""
 
 from __future__ import annotations
 
@@ -290,7 +290,7 @@ async def test_a_rogue_whose_greeting_is_wrong_gets_no_memory() -> None:
 
 
 @pytest.mark.asyncio
-async def test_nobody_takes_over_the_link_of_another() -> None:
+async def test_a_link_can_not_be_taken_over() -> None:
     async with rogue() as (opened, inbox, it):
         it.hello()
         listener = opened._listener
@@ -306,7 +306,7 @@ async def test_nobody_takes_over_the_link_of_another() -> None:
 
 
 @pytest.mark.asyncio
-async def test_what_was_retired_is_gone_though_the_loop_has_not_looked_at_the_link() -> None:
+async def test_a_retired_slot_is_gone_before_the_loop_reads_the_link() -> None:
     async with rogue() as (opened, inbox, it):
         it.hello()
         listener = opened._listener
@@ -341,7 +341,7 @@ async def test_references_without_a_link_or_a_router_that_shares() -> None:
             worker2.close()
 
 
-def test_what_is_sealed_can_neither_shrink_nor_be_written_by_others() -> None:
+def test_a_sealed_segment_can_neither_shrink_nor_be_written_by_others() -> None:
     ours, descriptor = pool.create_memory("test", SLOT)
     try:
         ours[:4] = b"here"

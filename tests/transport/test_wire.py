@@ -74,12 +74,12 @@ def test_an_int_is_fine_for_a_float() -> None:
         ((6, 1, 2, 3, 4, 0, 0), "is not a message"),
     ],
 )
-def test_a_wrong_field_is_our_own_fault(message: Any, match: str) -> None:
+def test_a_wrong_field_is_a_local_error(message: Any, match: str) -> None:
     with pytest.raises(LocalProtocolError, match=match):
         pack(message)
 
 
-def test_a_message_beyond_the_limit_is_refused_on_both_ends() -> None:
+def test_a_message_beyond_the_limit_is_rejected_on_both_ends() -> None:
     path = (b"x" * (1 << 16),) * 65
     with pytest.raises(LocalProtocolError, match="limit"):
         pack(Welcome("c", 1.0, path))
@@ -134,7 +134,7 @@ ASSIGN = [6, 1, 2, 3, 4, 0, 0]
         b"\x92\x03\xd6\xff" + bytes(4),
     ],
 )
-def test_what_pack_does_not_write_is_refused(head: bytes) -> None:
+def test_heads_that_pack_does_not_write_are_rejected(head: bytes) -> None:
     assert unpack(msgpack.packb(ASSIGN)) == Assign(1, 2, 3, 4, 0)
     with pytest.raises(RemoteProtocolError):
         unpack(head)

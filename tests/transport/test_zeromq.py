@@ -75,7 +75,7 @@ async def test_many_messages_arrive_in_order_and_other_tasks_have_their_turn() -
 
 
 @pytest.mark.asyncio
-async def test_sending_does_not_swallow_the_wake_up_for_what_arrives() -> None:
+async def test_sending_does_not_lose_the_wake_up_for_arrivals() -> None:
     rounds = 500
     async with router() as (opened, inbox):
         with dealer(opened) as first, dealer(opened) as second:
@@ -119,7 +119,7 @@ async def test_a_failing_handler_does_not_stall_the_messages_after_it() -> None:
 
 
 @pytest.mark.asyncio
-async def test_what_a_peer_does_not_read_yet_waits_and_keeps_its_order() -> None:
+async def test_unread_messages_wait_and_keep_their_order() -> None:
     count = 3000
     settings = SocketSettings(queue_messages_max=4)
     payload = [bytes(20_000)]
@@ -216,7 +216,7 @@ async def test_sending_to_a_peer_that_vanished_is_false() -> None:
 
 
 @pytest.mark.asyncio
-async def test_a_dropped_peer_is_neither_heard_nor_spoken_to() -> None:
+async def test_a_dropped_peer_neither_receives_nor_is_received() -> None:
     async with router() as (opened, inbox):
         with dealer(opened, name=b"fenced") as fenced, dealer(opened, name=b"other") as other:
             fenced.send(log())
@@ -235,7 +235,7 @@ async def test_a_dropped_peer_is_neither_heard_nor_spoken_to() -> None:
 
 
 @pytest.mark.asyncio
-async def test_a_dealer_reads_what_came_before_and_then_learns_of_the_end() -> None:
+async def test_a_dealer_reads_earlier_messages_before_it_reports_the_end() -> None:
     async with router() as (opened, inbox):
         worker = dealer(opened)
         worker.send(log())
@@ -327,7 +327,7 @@ async def test_a_malformed_message_of_the_scheduler_is_an_error() -> None:
 
 
 @pytest.mark.asyncio
-async def test_a_peer_dropped_with_a_reason_is_told() -> None:
+async def test_a_peer_that_is_dropped_with_a_reason_gets_it() -> None:
     async with router() as (opened, inbox):
         with dealer(opened) as worker:
             worker.send(log())
@@ -346,7 +346,7 @@ def test_construction_checks_the_endpoint() -> None:
 
 
 @pytest.mark.asyncio
-async def test_closing_sends_what_waits() -> None:
+async def test_closing_sends_queued_messages() -> None:
     settings = SocketSettings(linger_s=WAIT_S, queue_messages_max=4)
     async with router(settings=settings) as (opened, inbox):
         worker = dealer(opened, settings=settings)

@@ -1,1 +1,1 @@
-"""Launchers start and end worker processes: with a fork server on this host, or with Ray or Dask."""
+"""Launchers of worker processes: a fork server on this host, Ray, Dask."""

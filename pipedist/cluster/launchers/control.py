@@ -1,4 +1,4 @@
-"""The protocol between a launcher and its fork server, over a pair of unix sockets.
+"""The protocol between a launcher and its fork server.
 
 A module of its own: the server must not import the launcher, nor the launcher what workers need.
 

@@ -1,4 +1,4 @@
-"""Workers placed by Dask: a plugin by which every present and future Dask worker has one of ours.
+"""Workers placed by Dask: a plugin starts one beside each Dask worker.
 
 Dask starts Dask workers, and starts them again; each gets the plugin when it joins. Dask executes no call,
 carries no data and retries nothing.
@@ -39,7 +39,7 @@ _POLL_S = 1.0
 
 
 class DaskPlugin(WorkerPlugin):
-    """Has the supervisor of one worker of pipedist, as long as its Dask worker lives.
+    """The supervisor of one worker, as long as its Dask worker lives.
 
     Args:
         name: of the plugin, and of the topic on which it reports that the supervisor has left.
@@ -61,7 +61,10 @@ class DaskPlugin(WorkerPlugin):
         self._supervisor = SupervisorProcess(self._join, report)
 
     async def teardown(self, worker: Any) -> None:
-        """End the supervisor; called when the plugin is removed, and when a Dask worker leaves."""
+        """End the supervisor.
+
+        Called when the plugin is removed, and when a Dask worker leaves.
+        """
         if self._supervisor is not None:
             await asyncio.to_thread(self._supervisor.close, GRACE_S)
 

@@ -1,4 +1,4 @@
-"""Engines: systems that place worker processes on their nodes, and start them again.
+"""Engines place worker processes on their nodes, and restart them.
 
 A worker that an engine has placed dials in, like a worker that was started by hand: protocol, ledger and
 scheduler know nothing of engines.
@@ -43,11 +43,16 @@ class Engine(Protocol):
 
     @property
     def host(self) -> str:
-        """The address of this host, as the engine's nodes reach it; known after entering."""
+        """The address of this host, as the engine's nodes reach it.
+
+        Known after entering.
+        """
         ...
 
     async def start(self, join: JoinConfig, on_failed: OnFailed) -> None:
-        """Place the workers; return as soon as the engine has the resources for them.
+        """Place the workers.
+
+        Returns as soon as the engine has the resources for them.
 
         Args:
             join: how the workers join.
@@ -79,7 +84,10 @@ class Watchers:
         self._is_over = False
 
     def start(self, function: Callable[..., Coroutine[Any, Any, None]], *args: object) -> None:
-        """Start a task, which must not raise; does nothing once the tasks are ending."""
+        """Start a task, which must not raise.
+
+        Does nothing once the tasks are ending.
+        """
         if not self._is_over:
             self._group.start_soon(function, *args)
 
@@ -142,7 +150,7 @@ class ConnectedEngine(ABC):
 
     @abstractmethod
     async def _connect(self) -> str:
-        """Connect, and return the address of this host, as the engine's nodes reach it."""
+        """Connect; return the address at which the nodes reach this host."""
 
     @abstractmethod
     async def _withdraw(self) -> None:
@@ -150,7 +158,7 @@ class ConnectedEngine(ABC):
 
     @abstractmethod
     async def _disconnect(self) -> None:
-        """Close the connection, as far as it was made, and end what was started with it."""
+        """Close the connection, if any, and end what was started with it."""
 
     async def _end(self) -> None:
         try:
@@ -180,7 +188,10 @@ def require(module: str, extra: str) -> None:
 
 
 def address_towards(host: str) -> str:
-    """Return the address of this host on the route to another one; nothing is sent."""
+    """Return the address of this host on the route to another one.
+
+    Nothing is sent.
+    """
     import socket
 
     family, kind, protocol, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
@@ -190,7 +201,10 @@ def address_towards(host: str) -> str:
 
 
 def not_installed(text: str) -> str:
-    """Return an error text if an engine reports that a node lacks pipedist; else ""."""
+    """Return the error text if a node lacks pipedist.
+
+    "": the text of the engine reports another error.
+    """
     if "No module named 'pipedist" not in text:
         return ""
     return (

@@ -1,4 +1,4 @@
-"""The fork server: a small process that forks workers, and never outlives its launcher.
+"""The fork server, which forks workers and ends with its launcher.
 
 It is exec'd, so it inherits no threads and locks; it is single-threaded, so forking it is safe; and it has
 imported what every worker needs, and no user code, so a worker starts within milliseconds.
@@ -109,7 +109,10 @@ class ForkServer:
         self._memory_kills = OutOfMemoryKills()
 
     def serve(self) -> None:
-        """Serve until the launcher has ended or dismissed the server; then kill all workers."""
+        """Serve until the launcher has ended or dismissed the server.
+
+        Then all workers are killed.
+        """
         for end in (self._wake_up, self._wake_up_end):
             end.setblocking(False)
         signal.set_wakeup_fd(self._wake_up_end.fileno(), warn_on_full_buffer=False)
@@ -126,7 +129,10 @@ class ForkServer:
                 remove_private_directory(self._directory)
 
     def _launcher_is_gone(self) -> bool:
-        """Return whether the launcher's process has ended; its socket ends milliseconds before."""
+        """Return whether the launcher's process has ended.
+
+        Its socket ends milliseconds before.
+        """
         if self._lifeline < 0:
             return os.getppid() != self._launcher_pid
         ready, _, _ = select.select([self._lifeline], [], [], _LAUNCHER_END_S)
@@ -219,7 +225,10 @@ class ForkServer:
         os.close(opens)
 
     def close_in_child(self) -> None:
-        """Close what belongs to the server; called in a worker right after the fork."""
+        """Close what belongs to the server.
+
+        Called in a worker right after the fork.
+        """
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         self._selector.close()
@@ -300,7 +309,7 @@ class ForkServer:
 
 
 class OutOfMemoryKills:
-    """Kills for lack of memory in this process's control group, which its children share.
+    """Counts kills for lack of memory in this process's control group.
 
     SIGKILL has no sender. The kernel counts, for each control group, the processes that it has killed for
     lack of memory: a worker that was killed while the count grew was one of them.
@@ -331,7 +340,10 @@ class OutOfMemoryKills:
 
 
 def _find_counter(groups: Path, mount: Path) -> Path | None:
-    """Return the file with the count; None: this is not Linux, or there are no control groups."""
+    """Return the file with the count.
+
+    None: this is not Linux, or there are no control groups.
+    """
     try:
         lines = groups.read_text().splitlines()
     except OSError:
@@ -350,7 +362,7 @@ def _find_counter(groups: Path, mount: Path) -> Path | None:
 
 
 def _make_progress() -> tuple[CallProgress, int]:
-    """Return memory to share with a worker, and the descriptor through which others can read it.
+    """Return memory to share with a worker, and its descriptor.
 
     Raises:
         OSError: no memory or descriptor is left.

@@ -1,4 +1,4 @@
-"""Workers on this host, forked by a fork server; see `pipedist.cluster.launchers.forkserver`.
+"""The launcher of workers on this host, which a fork server forks.
 
 The launcher may be in any thread and any running event loop (a notebook's, a test's): it installs no signal
 handler and forks nothing itself. If the fork server is killed, its workers are reported as ended, and the
@@ -117,7 +117,9 @@ class LocalLauncher:
             return None
 
     def start(self, worker: str, incarnation: int) -> None:
-        """Start a worker process, and return at once; earlier incarnations of it are killed.
+        """Start a worker process, and return at once.
+
+        Earlier incarnations of it are killed.
 
         Raises:
             LocalProtocolError: the launcher is not open, or this incarnation was started before.
@@ -126,9 +128,9 @@ class LocalLauncher:
             raise LocalProtocolError("a launcher that is not open can't start a worker")
         if (worker, incarnation) in self._workers:
             raise LocalProtocolError(f"incarnation {incarnation} of worker {worker} was started twice")
-        for name, earlier in list(self._workers):
+        for name, previous in list(self._workers):
             if name == worker:
-                self.kill(name, earlier)
+                self.kill(name, previous)
         self._workers[worker, incarnation] = 0
         if self._server is None:
             self._server = self._start_server()
@@ -164,7 +166,7 @@ class LocalLauncher:
             self._server.send("watch", every_s)
 
     async def close(self, grace_s: float) -> None:
-        """Wait until all workers have ended, kill the others after `grace_s`, then end.
+        """Wait until all workers have ended; kill them after `grace_s`.
 
         Args:
             grace_s: seconds; the workers were sent a Stop before.

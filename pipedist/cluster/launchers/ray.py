@@ -1,4 +1,4 @@
-"""Workers placed by Ray: a placement group with one bundle for each worker, and an actor in each bundle.
+"""Workers placed by Ray: each in an actor, in a placement group.
 
 Ray reserves resources, starts the actors, and starts them again when a node is lost. It executes no call,
 carries no data and retries nothing: methods of actors are never repeated.
@@ -76,7 +76,9 @@ class RayResources(Struct, frozen=True):
 
 
 class RayActor:
-    """Has the supervisor of one worker, as long as the actor lives; methods run in threads of the actor.
+    """The supervisor of one worker, as long as the actor lives.
+
+    Methods run in threads of the actor.
 
     Args:
         join: how the worker joins.
@@ -88,7 +90,10 @@ class RayActor:
         self._supervisor = SupervisorProcess(replace(join, code=code))
 
     def left(self) -> str | None:
-        """Return why the supervisor left, as soon as it has; see `SupervisorProcess.wait`."""
+        """Return why the supervisor left, as soon as it has.
+
+        See `SupervisorProcess.wait`.
+        """
         return self._supervisor.wait()
 
     def close(self, grace_s: float) -> None:
@@ -301,7 +306,10 @@ class RayEngine(ConnectedEngine):
             )
 
     async def _watch(self, actor: Any, on_failed: OnFailed) -> None:
-        """Wait until a supervisor has left for good; report the end of the last one."""
+        """Wait until a supervisor has left for good.
+
+        The end of the last one is reported.
+        """
         from ray.exceptions import RayError
 
         while True:
@@ -319,7 +327,7 @@ class RayEngine(ConnectedEngine):
             on_failed(f"all {self._left} workers placed by Ray have left; the last one: {reason}")
 
     async def _wait_for_restart(self, actor: Any) -> str:
-        """Return "" as soon as Ray has started an actor again; otherwise why Ray does not.
+        """Return "" when Ray has restarted an actor, or why Ray does not.
 
         An actor that is unavailable is called again: Ray does not know yet whether its node is lost.
         """
@@ -339,7 +347,9 @@ class RayEngine(ConnectedEngine):
                 return ""
 
     async def _reply(self, call: Callable[[], Any]) -> Any:
-        """Return the reply of an actor; a cancellation does not cancel Ray's own future.
+        """Return the reply of an actor.
+
+        A cancellation does not cancel Ray's own future.
 
         Ray Client closes its connection when a future of it is cancelled.
 
@@ -367,7 +377,9 @@ def make_group(resources: RayResources) -> Any:
 
 
 def copy_modules(code: Path, to: Path) -> None:
-    """Copy the `.py` files below a folder; hidden folders and links are skipped.
+    """Copy the `.py` files below a folder.
+
+    Hidden folders and links are skipped.
 
     Args:
         code: the folder of the user's modules.
@@ -397,7 +409,10 @@ def copy_modules(code: Path, to: Path) -> None:
 
 
 def _resolve(address: str | None) -> str:
-    """Return an address; for `auto` and None that of RAY_ADDRESS, if it is set."""
+    """Return the address to connect to.
+
+    For `auto` and None, it is that of RAY_ADDRESS, if it is set.
+    """
     if address not in (None, AUTO):
         return str(address)
     return os.environ.get("RAY_ADDRESS") or AUTO
@@ -440,7 +455,7 @@ def _connect_to(address: str, environment: Mapping[str, object], place_s: float)
 
 
 def _connected(function: Callable[[], T]) -> T:
-    """Call a function of Ray, which has no error of its own for a connection that Ray Client has lost.
+    """Call a function of Ray, and detect a lost connection of Ray Client.
 
     Raises:
         ConnectionError: the connection is lost.

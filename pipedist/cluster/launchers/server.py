@@ -1,4 +1,4 @@
-"""The process of a fork server, seen from its launcher; and spare ones, started ahead of time.
+"""The process of a fork server, for its launcher, and spare ones.
 
 A fork server takes about as long to load as everything else that a run needs. So the entry points of pipedist
 start one before they import the rest, and both load at the same time: this module must import next to
@@ -30,7 +30,9 @@ _spares: list[ServerProcess] = []
 
 
 class ServerProcess:
-    """A fork server's process, and the launcher's end of its control socket; without an event loop.
+    """A fork server's process, and the launcher's end of its control socket.
+
+    It needs no event loop.
 
     Args:
         threads: BLAS and OpenMP threads of its workers.
@@ -71,7 +73,10 @@ class ServerProcess:
         self._process.kill()
 
     def wait(self) -> None:
-        """Wait until the process has ended; its socket has, so that takes milliseconds."""
+        """Wait until the process has ended.
+
+        Its socket has, so that takes milliseconds.
+        """
         try:
             self._process.wait(END_S)
         except subprocess.TimeoutExpired:
@@ -79,7 +84,10 @@ class ServerProcess:
             self._process.wait()
 
     def code(self, within_s: float = 0.0) -> int | None:
-        """Return the exit code, as `Popen.returncode`; None: the process runs after `within_s`."""
+        """Return the exit code, as `Popen.returncode`.
+
+        None: the process runs after `within_s`.
+        """
         try:
             return self._process.wait(within_s)
         except subprocess.TimeoutExpired:
@@ -87,7 +95,7 @@ class ServerProcess:
 
 
 class Spare:
-    """Ends a server that was started ahead of time, unless a launcher takes it over.
+    """Ends a spare server, unless a launcher takes it over.
 
     It does so at the end of `with`, in `end`, and when it is garbage collected or the interpreter ends.
 
@@ -99,7 +107,10 @@ class Spare:
         self._end = weakref.finalize(self, _end_spare, server)
 
     def end(self) -> None:
-        """End the server, unless a launcher has taken it over; may be called twice."""
+        """End the server, unless a launcher has taken it over.
+
+        May be called twice.
+        """
         self._end()
 
     def __enter__(self) -> Self:
@@ -156,7 +167,7 @@ def _end_spare(server: ServerProcess | None) -> None:
 
 
 def _inherited() -> tuple[object, ...]:
-    """Return what a process inherits, which user code may have changed since a spare was started."""
+    """Return the state that a process inherits, which user code may change."""
     try:
         folder = os.getcwd()
     except OSError:

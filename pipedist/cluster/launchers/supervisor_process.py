@@ -1,4 +1,4 @@
-"""A supervisor process, started and ended by a process that runs none of pipedist's code otherwise.
+"""A supervisor process, started and ended by an engine's process.
 
 An engine's actor or plugin has one. It starts the supervisor of `pipedist worker` in an interpreter of its
 own, which starts the worker process: so user code has a main thread of its own, and cannot harm the
@@ -64,7 +64,7 @@ class JoinConfig(Struct, frozen=True):
 
 
 class SupervisorProcess:
-    """A supervisor process on this host, until `close`, or until it leaves by itself.
+    """A supervisor process on this host, until `close` or until it leaves.
 
     Args:
         join: how its worker joins.
@@ -91,7 +91,10 @@ class SupervisorProcess:
         return process.pid if process is not None and process.returncode is None else 0
 
     def wait(self, timeout_s: float | None = None) -> str | None:
-        """Return why the supervisor left, "" if it was stopped; None: it is there after `timeout_s`."""
+        """Return why the supervisor left, "" if it was stopped.
+
+        None: it is there after `timeout_s`.
+        """
         return self._reason if self._left.wait(timeout_s) else None
 
     def close(self, grace_s: float) -> None:
@@ -134,7 +137,10 @@ class SupervisorProcess:
             self._on_left(reason)
 
     def _run_once(self, keys: int) -> int | None:
-        """Run a supervisor until it ends; return its exit code, None if it was not started."""
+        """Run a supervisor until it ends.
+
+        Returns its exit code, None if it was not started.
+        """
         join = self._join
         arguments = {
             "parent": os.getpid(),
@@ -179,7 +185,10 @@ class SupervisorProcess:
 
 
 def _environment(code: tuple[str, ...]) -> dict[str, str]:
-    """Return this process's environment, without `code` in PYTHONPATH: it comes after what is installed."""
+    """Return this process's environment, without `code` in PYTHONPATH.
+
+    `code` comes after installed packages.
+    """
     path = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     kept = os.pathsep.join(entry for entry in path if entry and entry not in code)
     rest = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}

@@ -1,4 +1,4 @@
-"""The fork server itself, in a process that decides when it sees what."""
+"""The fork server, in a process that controls the order of its events."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ FUNCTIONS = "tests.worker.replica_functions"
 
 @pytest.fixture(autouse=True)
 def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fork server that gets no processor for a while still ends by itself, and how it did is told."""
+    """A fork server without CPU time for a while still ends, and its end is reported."""
     monkeypatch.setattr("pipedist.cluster.launchers.local.END_S", 60.0)
     monkeypatch.setattr("pipedist.cluster.launchers.local._GONE_S", 20.0)
 
@@ -63,7 +63,7 @@ async def test_processes_have_names() -> None:
 
 
 @pytest.mark.asyncio
-async def test_what_a_worker_executes_can_be_seen_and_leaves_nothing() -> None:
+async def test_the_running_call_of_a_worker_is_visible_and_leaves_nothing() -> None:
     async with launched("w0", "w1") as (scheduler, launcher, ids):
         assert launcher.running("w0") is None
         assert launcher.running("nobody") is None
@@ -219,7 +219,7 @@ def test_it_works_in_a_thread_beside_a_running_loop() -> None:
 
 
 @pytest.mark.asyncio
-async def test_a_fork_server_that_cannot_start_is_told_as_an_exit(
+async def test_a_fork_server_that_cannot_start_is_reported_as_an_exit(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
@@ -232,7 +232,7 @@ async def test_a_fork_server_that_cannot_start_is_told_as_an_exit(
         assert exit_.pid == 0
 
 
-def test_what_a_worker_writes_below_python_does_not_reach_stdout() -> None:
+def test_output_below_python_does_not_reach_stdout() -> None:
     script = """
 import asyncio, os
 from tests.cluster.launchers.test_local import launched, program, FUNCTIONS
@@ -298,7 +298,7 @@ async def test_a_function_that_takes_too_long_costs_its_worker(function: str) ->
 
 
 @pytest.mark.asyncio
-async def test_a_function_within_its_time_is_left_alone_and_so_is_one_that_nobody_watches() -> None:
+async def test_a_function_within_its_timeout_or_without_a_watch_is_not_killed() -> None:
     async with launched("w0") as (scheduler, launcher, ids):
         plain = program(f"{FUNCTIONS}:identity")
         timed = replace(plain, stages=(replace(plain.stages[0], timeout_s=1e-6),))

@@ -1,4 +1,4 @@
-"""Nothing is left behind, whoever is killed."""
+"""No process or socket remains, whichever process is killed."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def test_a_killed_parent_leaves_nothing(how: tuple[str, ...]) -> None:
             assert sorted(x.name for x in folder.iterdir()) == ["mine", "pipedist-elsewhere"]
 
 
-def test_what_is_left_where_all_are_killed_at_once_goes_with_the_next_one() -> None:
-    """By a batch system, or a control group that runs out of memory: nobody is left to remove the sockets."""
+def test_leftovers_of_processes_killed_at_once_are_removed_by_the_next_launcher() -> None:
+    """A batch system, or a control group without memory, kills all: no process remains to remove the sockets."""
     with TemporaryDirectory(dir="/tmp") as made:
         folder = Path(made)
         with parent(folder=folder) as (process, workers, server):

@@ -1,4 +1,4 @@
-"""A worker that the kernel kills for want of memory: the cause is told, and its batch is what it costs.
+"""A worker that the kernel kills for lack of memory: the cause is reported, and only its batch is lost.
 
 In a control group of its own, so that nobody else is short of memory. That takes root:
 

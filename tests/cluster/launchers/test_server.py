@@ -39,7 +39,7 @@ def waiting() -> list[int]:
     return [spare.pid for spare in server._spares]
 
 
-def test_a_spare_is_ended_and_reaped_by_who_started_it() -> None:
+def test_a_spare_is_ended_and_reaped_by_its_starter() -> None:
     spare = prepare()
     (pid,) = waiting()
     spare.end()

@@ -1,4 +1,4 @@
-"""Runs whose workers are on another host: it has neither the code nor, maybe, the data."""
+"""Runs with workers on another host, which lacks the code, and in some tests the data."""
 
 from __future__ import annotations
 
@@ -78,13 +78,13 @@ def project(tmp_path: Path) -> Project:
 
 
 def leftovers(tmp_path: Path) -> list[Path]:
-    """Return what is in the folder for temporary files that `run_with` gives to its worker."""
+    """Return the files in the temporary folder that `run_with` gives to its worker."""
     return list((tmp_path / "temporary").iterdir())
 
 
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The passes whose data a worker elsewhere has seen."""
+    """The passes whose data a worker on another host sees."""
     passes: list[int] = []
     handle = Inbound.handle
 
@@ -98,7 +98,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 async def run_with(tmp_path: Path, spec: Path, hidden: Path) -> tuple[pipedist.Result, str]:
-    """Run with one worker that does not see a folder; return the result, and what the worker said."""
+    """Run with one worker that does not see a folder; return the result, and the worker's output."""
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     env = {"TMPDIR": str(temporary)}
@@ -146,9 +146,7 @@ async def test_a_worker_that_sees_the_same_files_reads_them_and_uses_the_folder(
 
 
 @pytest.mark.asyncio
-async def test_a_missing_import_names_module_worker_and_what_was_sent(
-    tmp_path: Path, project: Project
-) -> None:
+async def test_a_missing_import_names_module_worker_and_sent_files(tmp_path: Path, project: Project) -> None:
     needs_namespaces()
     with pytest.raises(pipedist.CallError) as caught:
         await run_with(tmp_path, project.spec("broken:f"), project.folder)
@@ -172,7 +170,7 @@ async def test_a_missing_import_names_module_worker_and_what_was_sent(
         ),
     ],
 )
-async def test_what_a_function_looks_for_by_itself_is_told_not_to_travel(
+async def test_files_that_a_function_opens_are_not_sent(
     tmp_path: Path, project: Project, function: str, error: str, advice: str
 ) -> None:
     needs_namespaces()
@@ -184,7 +182,7 @@ async def test_what_a_function_looks_for_by_itself_is_told_not_to_travel(
     assert advice in told
 
 
-def test_the_plan_says_who_reads_each_dataset_and_why(project: Project, tmp_path: Path) -> None:
+def test_the_plan_shows_which_workers_read_each_dataset(project: Project, tmp_path: Path) -> None:
     import gzip
 
     (project.folder / "packed.csv.gz").write_bytes(gzip.compress(b"n\n1\n2\n"))

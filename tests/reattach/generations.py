@@ -1,11 +1,10 @@
-"""A world in which the scheduler dies and comes back, and its workers live: real machines, no time, no data.
+"""A simulation in which the scheduler dies and is resumed, and its workers survive: real machines, no time or data.
 
-One seed decides what happens next, again and again: a message arrives, a slice of calls is executed, a
-reader reads, the journal commits, or a fault strikes: a worker is killed, cut off, or put out; or the
-scheduler is killed, and everything goes with it that was not durable. What workers kept comes back under
-the same key, unless the code was changed meanwhile: then it is POISON, and so is everything that was
-under way to the scheduler that is gone. No poison may ever count. Nor may what is durable be executed
-again, and everything must come to its end.
+One seed decides each next event: a message arrives, a slice of calls is executed, a reader reads, the journal
+commits, or a fault occurs: a worker is killed, disconnected, or evicted; or the scheduler is killed, and loses
+everything that was not durable. Cached results come back under the same key, unless the code was changed: then
+they are POISON, and so is every message to the dead scheduler. Poison must never count, durable calls must not be
+executed again, and every run must end.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from pipedist.worker.machine import WorkerMachine
 from pipedist.worker.result_cache import CachedCalls, ResultCache
 
 TURNS_MAX = 20_000
-"""In the calm, after which nothing may be open any more."""
+"""Maximum turns without faults, after which nothing may be open."""
 
 
 class Wrong(AssertionError):
@@ -36,7 +35,7 @@ class Wrong(AssertionError):
 
 @dataclass
 class Process:
-    """One incarnation of a worker that dialled in."""
+    """One incarnation of a dialled-in worker."""
 
     name: str
     incarnation: int
@@ -51,22 +50,22 @@ class Process:
 
 @dataclass
 class Reading:
-    """An ordered pass, over all lives of the scheduler."""
+    """An ordered pass, over all generations of the scheduler."""
 
     number: int
     steps: int
     replicas: int
     durable: int = 0
-    """Steps of which everything is in the journal."""
+    """Steps that are completely in the journal."""
     offered: int = 0
     wanted: int = 0
     visible: int = 0
     consumed: int = 0
     ended: bool = False
-    """It is said that there are no more steps."""
+    """StepsEnded was posted."""
     complete: bool = False
     accepted: set[int] = field(default_factory=set)
-    """Calls that count, in this life of the scheduler."""
+    """Accepted calls, in this generation of the scheduler."""
 
 
 class World:
@@ -83,10 +82,10 @@ class World:
         self._make = scheduler
         self._crashes = crashes
         self.taken = 0
-        """Calls that were reported from what was kept."""
+        """Calls that were reported from a cache."""
         self.executed = 0
         self._code = 0
-        """Changes with the code: what was finished before is POISON then."""
+        """Changes with the code; earlier results are POISON then."""
         self._codes: dict[str, int] = {}
         """Of each key."""
         self.readings = [
@@ -127,7 +126,7 @@ class World:
         """Passes that are not open yet."""
 
     def _crash(self) -> None:
-        """Kill the scheduler; who was connected finds out."""
+        """Kill the scheduler; connected workers detect it."""
         if self.random.random() < 0.2:
             self._code += 1
         stale = [(p, item) for p in self._processes.values() for item in p.up]
@@ -204,7 +203,7 @@ class World:
             self._tell(ev.WorkerLost(process.name, process.incarnation, "gone"))
 
     def _lose_connection(self, process: Process) -> None:
-        """A process hands on what it has kept, and ends; the next one comes."""
+        """End a process, which hands its cached results to the next one."""
         file = os.memfd_create("kept")
         try:
             process.kept.save(file)

@@ -1,4 +1,4 @@
-"""Seeded stories of schedulers that die and workers that live; and planted mistakes, which they find."""
+"""Seeded simulations of schedulers that die and workers that survive; and planted mistakes, which they find."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from pipedist.scheduler import events as ev
 from pipedist.scheduler.leases import Lease, Worker
 from pipedist.scheduler.membership import Membership
 from pipedist.worker.result_cache import ResultCache
-from tests.reattach.lives import World, Wrong
+from tests.reattach.generations import World, Wrong
 
 SEEDS = 150
 
 
-def test_whatever_happens_everything_counts_once_and_nothing_stale_does() -> None:
+def test_every_call_counts_once_and_no_stale_result_does() -> None:
     taken = executed = 0
     for seed in range(SEEDS):
         world = World(seed)
@@ -34,7 +34,7 @@ def test_whatever_happens_everything_counts_once_and_nothing_stale_does() -> Non
 
 
 def _any_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The coordinator takes what was finished with other code."""
+    """The coordinator accepts results of other code."""
     add = CachedResultIndex.add
 
     def blind(self: CachedResultIndex, hello: Hello, passes: dict[str, int]) -> list[ev.CallsCached]:
@@ -45,7 +45,7 @@ def _any_key(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _any_incarnation(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The scheduler takes reports of other lives."""
+    """The scheduler accepts reports of other incarnations."""
 
     def blind(self: Membership, worker: str, _incarnation: int) -> Worker | None:
         found = self.workers.get(worker)
@@ -55,7 +55,7 @@ def _any_incarnation(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _nothing_settled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The scheduler recalls what waits and what does not."""
+    """The scheduler recalls calls that have been settled."""
     grant = Membership.grant
 
     def twice(self: Membership, *args: Any, **kwargs: Any) -> Lease:
@@ -66,8 +66,8 @@ def _nothing_settled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Membership, "grant", twice)
 
 
-def _lets_go_too_soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker forgets what it has offered."""
+def _forgets_too_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker forgets results that it has reported as cached."""
     load = ResultCache.load
 
     def forgetful(self: ResultCache, file: int) -> None:
@@ -79,14 +79,14 @@ def _lets_go_too_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ResultCache, "load", forgetful)
 
 
-def _dealt_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The scheduler deals what a worker has."""
+def _assigned_although_cached(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scheduler assigns calls whose results are cached."""
     handlers = "pipedist.scheduler.assignment.Assigner._recall_all"
     monkeypatch.setattr(handlers, lambda self: None)
 
 
 @pytest.mark.parametrize(
-    "mistake", [_any_key, _any_incarnation, _nothing_settled, _lets_go_too_soon, _dealt_all_the_same]
+    "mistake", [_any_key, _any_incarnation, _nothing_settled, _forgets_too_soon, _assigned_although_cached]
 )
 def test_mistakes_are_found(
     mistake: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
@@ -97,4 +97,4 @@ def test_mistakes_are_found(
             World(seed, scheduler=Scheduler).run()
         except (Wrong, PipedistError, KeyError, AssertionError):
             return
-    raise AssertionError(f"{SEEDS} seeds did not find that {mistake.__doc__}")
+    raise AssertionError(f"{SEEDS} seeds did not find the mistake: {mistake.__doc__}")

@@ -116,7 +116,7 @@ def programs(
         yield started
 
 
-def test_the_program_in_the_documents_prints_what_they_say(tmp_path: Path) -> None:
+def test_the_program_in_the_documents_prints_the_documented_output(tmp_path: Path) -> None:
     page = (Path(__file__).parents[2] / "docs" / "hosts.md").read_text()
     (program, told), *_ = re.findall(r"```python\n(.*?)```\n\n```\n(.*?)```\n", page, re.DOTALL)
     with programs(tmp_path, {"worker": 2}, program=program) as started:
@@ -235,7 +235,7 @@ async def test_leaving_that_is_cancelled_leaves_at_once(
 async def test_one_that_cannot_be_entered_leaves_nothing(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, index: int
 ) -> None:
-    """The system has no more threads: nobody leaves an `async with` that was not entered."""
+    """The system has no more threads; an `async with` that was not entered is not exited."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     address = f"127.0.0.1:{free_port()}"
     config(monkeypatch, {"worker": [address, "127.0.0.1:9"]}, index=index)
@@ -257,7 +257,7 @@ async def test_one_that_cannot_be_entered_leaves_nothing(
         pass  # nobody listens there
 
 
-def test_what_is_needed_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_missing_settings_are_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("TF_CONFIG", raising=False)
     monkeypatch.delenv("PIPEDIST_KEY_FILE", raising=False)
     with pytest.raises(UsageError, match="Set TF_CONFIG"):

@@ -28,14 +28,14 @@ stages:
 
 
 def dispatched() -> str:
-    """Return a feature that NumPy dispatches on here and can be told to do without, "" if there is none."""
+    """Return a feature that NumPy dispatches on here and that can be disabled; "" if there is none."""
     from numpy._core import _multiarray_umath as core
 
     there = [name for name in core.__cpu_dispatch__ if core.__cpu_features__.get(name)]
     return there[-1] if there else ""
 
 
-def test_what_could_change_bits() -> None:
+def test_differences_that_could_change_bits() -> None:
     alike = make_hello("w", 0)
     assert differences(alike, managed=False) == ""
     assert (
@@ -54,7 +54,7 @@ def test_what_could_change_bits() -> None:
     assert differences(other, managed=True) == "", "a process that was started here has the same processor"
 
 
-def test_the_traits_say_what_numpy_and_blas_choose_by(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_traits_are_those_by_which_numpy_and_blas_choose_code(monkeypatch: pytest.MonkeyPatch) -> None:
     from numpy._core import _multiarray_umath as core
 
     assert {name for name, there in core.__cpu_features__.items() if there} <= set(cpu_traits())
@@ -64,7 +64,7 @@ def test_the_traits_say_what_numpy_and_blas_choose_by(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("force", [False, True], ids=["refused", "forced"])
-def test_another_type_of_processor_is_refused_without_force(tmp_path: Path, force: bool) -> None:
+def test_another_type_of_processor_is_rejected_without_force(tmp_path: Path, force: bool) -> None:
     feature = dispatched()
     if not feature:
         pytest.skip("NumPy dispatches on nothing here; run it on an x86-64 host with AVX2 or newer")
