@@ -56,7 +56,7 @@ class TrainingParticipant(ABC):
     @property
     @abstractmethod
     def epochs(self) -> int:
-        """How many epochs there were, when no more steps come."""
+        """Number of epochs, valid after the last step."""
 
     @abstractmethod
     async def on_taken(self, step: int, epoch: int, fresh: Fresh, *, ends: bool) -> None:
@@ -208,7 +208,7 @@ class FeedingParticipant(TrainingParticipant):
 
     @property
     def epochs(self) -> int:
-        """How many epochs there were, when no more steps come."""
+        """Number of epochs, valid after the last step."""
         return self._epochs
 
     async def on_taken(self, step: int, epoch: int, fresh: Fresh, *, ends: bool) -> None:
@@ -282,7 +282,7 @@ class HeldOutParticipant(TrainingParticipant):
 
     @property
     def epochs(self) -> int:
-        """How many epochs there were, when no more steps come."""
+        """Number of epochs, valid after the last step."""
         return self._epochs
 
     def state(self) -> Tree:

@@ -15,13 +15,13 @@ PICKLES = {"pickle", "cloudpickle", "dill", "marshal", "shelve"}
 
 ALLOWED = {
     (
-        "functions.py",
+        "core/functions.py",
         "pickle.loads",
     ): "in a worker: a function that its authenticated scheduler sent",
-    ("functions.py", "cloudpickle.dumps"): "in the driver: writes such a function",
+    ("core/functions.py", "cloudpickle.dumps"): "in the driver: writes such a function",
     ("worker/binding.py", "may_import"): "in a worker: the program that its scheduler sent",
-    ("worker/kept.py", "may_import"): "in a worker: results that it, or the process before it, made",
-    ("harness/process_child.py", "may_import"): "a file that the parent process wrote for it",
+    ("worker/result_cache.py", "may_import"): "in a worker: results that it, or the process before it, made",
+    ("testing/process_child.py", "may_import"): "a file that the parent process wrote for it",
 }
 """What may be done where, and why."""
 
@@ -57,7 +57,7 @@ def executions(tree: ast.AST) -> Iterator[tuple[int, str]]:
 def test_nothing_received_is_executed() -> None:
     found = {
         (str(path.relative_to(PACKAGE)), what)
-        for path in modules()
+        for path in modules().values()
         for _, what in executions(ast.parse(path.read_text()))
     }
     assert found - set(ALLOWED) == set()
@@ -92,6 +92,6 @@ def test_what_is_harmless_passes() -> None:
 
 def test_the_scheduler_side_never_asks_for_imports() -> None:
     """A class in a result is looked up among the modules that are imported already."""
-    for place in ("coordinator", "scheduler", "pipeline", "strategy", "transport"):
+    for place in ("coordinator", "scheduler", "runs", "strategy", "transport"):
         for path in Path(PACKAGE, place).rglob("*.py"):
             assert "may_import=True" not in path.read_text(), path

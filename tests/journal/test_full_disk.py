@@ -23,7 +23,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(disk)], check=True)
 
 
-def test_a_full_disk_ends_the_run_which_then_goes_on(small_disk: Path, tmp_path: Path) -> None:
+def test_a_full_disk_ends_the_run_which_can_be_resumed(small_disk: Path, tmp_path: Path) -> None:
     steps = 120
     spec = everything(tmp_path, steps)
     straight = Job(tmp_path / "straight", spec)

@@ -27,7 +27,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Job:
 @pytest.mark.parametrize(
     "share", [pytest.param(0.3, marks=pytest.mark.slow), 0.6, pytest.param(1.0, marks=pytest.mark.slow)]
 )
-def test_a_run_that_is_killed_at_a_record_goes_on_from_there(
+def test_a_run_that_is_killed_at_a_record_continues_from_there(
     undisturbed: Job, tmp_path: Path, share: float
 ) -> None:
     """All records of a longer run: make chaos-driver."""
@@ -164,7 +164,7 @@ def test_another_platform_is_refused_without_force(tmp_path: Path, monkeypatch: 
     assert job.calls()["numbers", 2, 1] == 2
 
 
-def test_a_run_that_failed_can_be_resumed_when_its_function_is_mended(tmp_path: Path) -> None:
+def test_a_failed_run_can_be_resumed_after_its_function_is_fixed(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def f(x, ctx):\n    assert ctx.step < 9, 'broken'\n    return x * 2\n")
     spec = """
 pipedist: 1
@@ -185,7 +185,7 @@ outputs: {t: t.json}
 
 
 @pytest.mark.slow
-def test_gangs_and_sources_without_random_access_go_on(tmp_path: Path) -> None:
+def test_gangs_and_sources_without_random_access_are_resumed(tmp_path: Path) -> None:
     """All records: make chaos-driver."""
     straight = Job(tmp_path / "straight", GANG.spec(tmp_path / "straight", 10))
     assert straight.run(kill_at=NEVER) == 0, straight.told
@@ -203,7 +203,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Job:
 
 
 @pytest.mark.parametrize("record", [4, pytest.param(8, marks=pytest.mark.slow)])
-def test_a_training_goes_on_from_any_record(trained: Job, tmp_path: Path, record: int) -> None:
+def test_a_training_continues_from_any_record(trained: Job, tmp_path: Path, record: int) -> None:
     """Record 8 is of the first epoch's evaluation: the state must be that of its end.
 
     All records: make chaos-driver.
@@ -234,7 +234,7 @@ async def _steps(spec: dict[str, Any], folder: Path, count: int | None, **how: A
 
 
 @pytest.mark.asyncio
-async def test_a_stream_goes_on_where_its_subscriber_was(tmp_path: Path) -> None:
+async def test_a_stream_continues_where_its_subscriber_was(tmp_path: Path) -> None:
     spec = {
         "pipedist": 1,
         "name": "stream",

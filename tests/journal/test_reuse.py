@@ -216,7 +216,7 @@ outputs: {t: t.json}
     assert (tmp_path / "out" / "t.json").read_text() == "6\n"
 
 
-def test_a_function_that_a_package_hands_on_changes_in_its_own_module(tmp_path: Path) -> None:
+def test_a_reexported_function_changes_with_its_own_module(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "__init__.py").write_text("from mine.own import f\n")
     (tmp_path / "mine" / "own.py").write_text("def f(x):\n    return x * 2\n")
@@ -274,7 +274,7 @@ outputs:""",
     assert json.loads((tmp_path / "out" / "rows.json").read_text()) == [10 * n for n in range(16)]
 
 
-def test_a_file_that_is_gone_is_made_again(tmp_path: Path) -> None:
+def test_a_missing_file_is_made_again(tmp_path: Path) -> None:
     job = Job(tmp_path / "job", everything(tmp_path / "job", STEPS))
     assert job.run() == 0, job.told
     (job.folder / "out" / "rows.npz").unlink()

@@ -215,7 +215,7 @@ def test_a_log_that_differs_from_the_journal_is_an_error(tmp_path: Path) -> None
         list(read_log(path, end))
 
 
-def test_a_write_that_the_kernel_cuts_short_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_short_write_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = os.pwritev
 
     def short(fd: int, buffers: list[Any], at: int) -> int:

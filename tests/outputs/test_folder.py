@@ -171,7 +171,7 @@ def test_an_unreadable_journal_is_reported(tmp_path: Path) -> None:
         explain_run(str(out), as_json=False)
 
 
-def test_resume_of_nothing_says_so(tmp_path: Path) -> None:
+def test_a_resume_without_a_run_is_reported(tmp_path: Path) -> None:
     with start(tmp_path / "x", resume=True) as folder:
         assert "nothing to resume" in folder.notice
 

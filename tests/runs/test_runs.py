@@ -260,7 +260,7 @@ async def test_a_cluster_is_shared_by_several_runs_at_once() -> None:
 
 
 @pytest.mark.asyncio
-async def test_leaving_early_cancels_and_the_cluster_goes_on() -> None:
+async def test_leaving_early_cancels_the_run_but_not_the_cluster() -> None:
     async with pipedist.LocalCluster(workers=2) as cluster:
         async with pipedist.open(document(n=4000, y={"run": f"{F}:jittered"}), cluster=cluster) as run:
             async for step in run.steps("y"):

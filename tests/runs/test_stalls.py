@@ -148,7 +148,7 @@ async def test_a_subscriber_that_takes_nothing(tmp_path: Path) -> None:
         await anext(stream)
         waits = await until(run, lambda waits: bool(of("subscriber", waits)))
         [wait] = of("subscriber", waits)
-        assert wait["text"] == "whoever streams y has 64 items to take"
+        assert wait["text"] == "the reader of the stream of y has not taken 64 items"
         await stream.aclose()
 
 
@@ -167,14 +167,14 @@ async def test_a_state_that_is_not_there_yet(tmp_path: Path) -> None:
         [wait] = of("state", waits)
         assert (wait["step"], wait["text"]) == (
             2,
-            "step 2 reads the states that the updates after step 1 make",
+            "step 2 reads the states that are updated after step 1",
         )
         assert {(w["step"], w["stages"]) for w in of("running", waits)} == {(1, "y")}
         (tmp_path / "go").touch()
 
 
 @pytest.mark.asyncio
-async def test_a_disk_that_does_not_answer() -> None:
+async def test_a_slow_disk_is_reported_as_the_reason() -> None:
     answered = threading.Event()
 
     class Slow:
@@ -217,7 +217,7 @@ async def asked(folder: Path, answer: Callable[[], bytes], then: Callable[[], Aw
 
 
 @pytest.mark.asyncio
-async def test_a_long_path_and_a_long_answer(tmp_path: Path) -> None:
+async def test_the_status_socket_has_a_long_path_and_a_long_status(tmp_path: Path) -> None:
     folder = tmp_path / ("x" * 120) / "live"
     folder.parent.mkdir()
     answer = b"y" * 5_000_000
@@ -246,7 +246,7 @@ async def test_what_a_killed_run_has_left_is_replaced(tmp_path: Path) -> None:
 
 
 @pytest.mark.asyncio
-async def test_who_does_not_read_keeps_nobody(tmp_path: Path) -> None:
+async def test_a_client_that_does_not_read_delays_nothing(tmp_path: Path) -> None:
     folder = tmp_path / "live"
     with socket.socket(socket.AF_UNIX) as idle:
 
@@ -259,7 +259,7 @@ async def test_who_does_not_read_keeps_nobody(tmp_path: Path) -> None:
 
 
 @pytest.mark.asyncio
-async def test_who_comes_in_the_moment_of_the_end_keeps_nobody() -> None:
+async def test_a_connection_during_shutdown_delays_nothing() -> None:
     over = asyncio.Event()
     over.set()
     ours, theirs = socket.socketpair()
@@ -279,11 +279,11 @@ async def test_a_link_in_the_place_of_the_folder_is_not_followed(tmp_path: Path)
     assert os.listdir(tmp_path / "elsewhere") == []
 
 
-def test_a_run_that_does_not_answer_is_told(tmp_path: Path) -> None:
+def test_a_run_that_does_not_answer_is_reported(tmp_path: Path) -> None:
     folder = tmp_path / "live"
     folder.mkdir()
     with socket.socket(socket.AF_UNIX) as busy:
         busy.bind(str(folder / "why"))
         busy.listen()
-        with pytest.raises(UsageError, match="is alive, and has not answered within"):
+        with pytest.raises(UsageError, match="is alive, but has not answered within"):
             query_status(folder, 0.1)
