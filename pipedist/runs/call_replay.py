@@ -1,4 +1,7 @@
-"""Executes one call in this process, as a worker does, and keeps its exception with its traceback."""
+"""Executes one call in this process, as a worker does.
+
+The exception of the call is kept, with its traceback.
+"""
 
 from __future__ import annotations
 
@@ -84,7 +87,7 @@ class _RecordingExecutor(PassExecutor):
         return super().failure(call, error, aborted=aborted)
 
     async def run_among_others(self, call: Call, shards: LeaseShards) -> Result:
-        """Execute a call, as `PassExecutor`, and keep the place where it was cancelled."""
+        """Execute a call, and keep the place where it was cancelled."""
         try:
             return await super().run_among_others(call, shards)
         except BaseException as error:
@@ -163,7 +166,7 @@ async def _end_tasks() -> None:
 def _gang_run(
     executor: _RecordingExecutor, loop: PersistentLoop, shards: Shards, replay: CallReplay, stack: ExitStack
 ) -> Any:
-    """Return the run of a gang with one member: all replicas are threads of this process."""
+    """Return the run of a gang whose replicas are threads of this process."""
     from pipedist.protocol.messages import AssignGang
     from pipedist.worker.gang_setup import Gangs
     from pipedist.worker.relay_channel import Inbox
@@ -196,7 +199,7 @@ class _NullScheduler:
         raise LocalProtocolError("a gang of one member does not wait for data")
 
     def miss(self, lease: int, members: tuple[int, ...], text: str) -> None:
-        """Raise the timeout of a collective that has waited too long for a replica."""
+        """Raise the timeout of a collective that waited too long for a replica."""
         raise CollectiveTimeoutError(text)
 
 

@@ -234,7 +234,7 @@ async def test_the_error_of_a_misfit_does_not_depend_on_batching(
     per: Per, streams: bool, tmp_path: Path
 ) -> None:
     parts: list[Any] = [np.zeros((2, 3)), np.zeros((0, 3)), np.zeros((1, 3)), np.zeros((2, 4))]
-    told = set()
+    errors = set()
     for size in (1, 2, 4):
         sink = open_sink(tmp_path / "g.npz", shape="run", gather=True) if streams and per == "run" else None
         fold = GatherFold("g", per, 0, sink)
@@ -243,10 +243,10 @@ async def test_the_error_of_a_misfit_does_not_depend_on_batching(
             await fold.add(0, steps)
         with pytest.raises(ValueError, match=r"step 3, replica 0: .*\(2, 3\), replica 1 \(2, 4\)") as failed:
             await fold.add(0, last)
-        told.add(str(failed.value))
+        errors.add(str(failed.value))
         if sink is not None:
             sink.abort()
-    assert len(told) == 1
+    assert len(errors) == 1
 
 
 @pytest.mark.asyncio

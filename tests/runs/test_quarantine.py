@@ -76,9 +76,9 @@ def test_an_element_is_quarantined_however_it_fails(how: str) -> None:
 
 def test_an_element_that_exhausts_memory_is_found() -> None:
     result = pipedist.run(document([17], "memory"), workers=2)
-    told = result.quarantined[0]["cause"]
-    assert "MemoryError" in told
-    check(result, [17], told)
+    cause = result.quarantined[0]["cause"]
+    assert "MemoryError" in cause
+    check(result, [17], cause)
 
 
 @pytest.mark.parametrize(

@@ -467,8 +467,8 @@ def test_a_call_that_kills_its_process_shows_where(tmp_path: Path) -> None:
     (tmp_path / "spec.yaml").write_text(json.dumps(document))
     pipedist.run(tmp_path / "spec.yaml", workers=2, output=tmp_path / "out")
     [line] = (tmp_path / "out" / "quarantine.jsonl").read_text().splitlines()
-    said = json.loads(line)
-    done = command("out", "--call", said["call"], "--element", str(said["element"]), cwd=tmp_path)
+    entry = json.loads(line)
+    done = command("out", "--call", entry["call"], "--element", str(entry["element"]), cwd=tmp_path)
     assert done.returncode == -signal.SIGSEGV
     assert "Fatal Python error: Segmentation fault" in done.stderr
     assert "in deadly" in done.stderr

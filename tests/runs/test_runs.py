@@ -158,10 +158,10 @@ def test_a_module_that_runs_its_own_functions_where_it_is_imported(
         [sys.executable, *what], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode == 1, done.stderr
-    told = "asyncio.run() cannot be called" if imported_by == "process" and top != "run" else "__main__"
+    expected = "asyncio.run() cannot be called" if imported_by == "process" and top != "run" else "__main__"
     assert "importing selfish failed" in done.stderr
-    assert told in done.stderr
-    if told == "__main__" and (imported_by, top) != ("workers", "run-in-a-loop"):
+    assert expected in done.stderr
+    if expected == "__main__" and (imported_by, top) != ("workers", "run-in-a-loop"):
         assert "(selfish.py, line " in done.stderr
 
 

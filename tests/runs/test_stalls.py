@@ -73,14 +73,14 @@ async def test_a_call_that_does_not_return(tmp_path: Path) -> None:
             assert [(w["stages"], w["calls"]) for w in of("running", waits)] == [("y", 1)] * 2
             assert {w["worker"] for w in of("running", waits)} == {"w0", "w1"}
             live = tmp_path / "out" / PRIVATE / LIVE
-            told = await anyio.to_thread.run_sync(query_status, live, PATIENCE_S)
-            assert told is not None
-            said = json.loads(told)
-            assert (said["run"], said["state"], said["phases"]) == (run.id, "running", 1)
-            assert said["passes"][0]["steps_done"] == 1
-            assert said["silent_s"] > 0.0
+            status = await anyio.to_thread.run_sync(query_status, live, PATIENCE_S)
+            assert status is not None
+            report = json.loads(status)
+            assert (report["run"], report["state"], report["phases"]) == (run.id, "running", 1)
+            assert report["passes"][0]["steps_done"] == 1
+            assert report["silent_s"] > 0.0
             assert stat.S_IMODE(live.stat().st_mode) == 0o700
-            text = "\n".join(lines(said))
+            text = "\n".join(lines(report))
             assert "workers: 2 ready, 2 of them busy" in text
             assert "y: step 1, replica 0: running on w" in text
             (tmp_path / "go").touch()
@@ -122,10 +122,10 @@ def test_a_worker_that_is_ahead_of_what_it_has_sent() -> None:
     program = {"stages": ("a", "b"), "stage_of": lambda running: "ab"[running.stage - 1]}
     handle = SimpleNamespace(name="a -> b", settings=PassSettings(2), policy=SimpleNamespace(**program))
     wait = Wait(1, Reason.RUNNING, 4, 5, worker="w0", for_s=1.0, lease=7)
-    said = Explanation(0.0, (wait,), 1, 1, (), ())
+    report = Explanation(0.0, (wait,), 1, 1, (), ())
 
     def named(running: tuple[int, int, int] | None) -> tuple[str, str]:
-        [waiting] = name_all(said, {1: cast(Any, handle)}, lambda _worker: running).waits
+        [waiting] = name_all(report, {1: cast(Any, handle)}, lambda _worker: running).waits
         return waiting.stage, waiting.text
 
     assert named((7, 4, 2)) == ("b", "in stage b")
@@ -198,13 +198,13 @@ async def test_the_journal_and_the_outputs_are_named(tmp_path: Path) -> None:
         await run.results()
         execution = run._execution
         assert execution is not None
-        said = document("r", "n", "running", execution)
-        assert [wait["reason"] for wait in said["waits"]] == ["outputs"]
+        report = document("r", "n", "running", execution)
+        assert [wait["reason"] for wait in report["waits"]] == ["outputs"]
         execution._journal = RunJournal(None, None, "")  # type: ignore[arg-type]
         execution._journal.committing_since = 0.0
-        said = document("r", "n", "running", execution)
-        assert [wait["reason"] for wait in said["waits"]] == ["journal"]
-        assert "waits for journal for" in lines(said)[-1]
+        report = document("r", "n", "running", execution)
+        assert [wait["reason"] for wait in report["waits"]] == ["journal"]
+        assert "waits for journal for" in lines(report)[-1]
 
 
 # -- the door ------------------------------------------------------------------------------------------
