@@ -13,7 +13,7 @@ worker processes import none of it.
 | `folds`, `gather_fold`, `pass_folds` | reductions and gathers, in step order |
 | `training`, `state_history` | states, their updates, and the versions that are kept for replays |
 | `quarantine` | elements that are set aside |
-| `identity`, `pass_journal`, `resume` | what a run can go on from, and what is written for that |
+| `identity`, `pass_journal`, `resume` | when a run can be resumed, and the snapshots for that |
 | `replay`, `call_replay` | one call executed again |
 | `diagnostics` | what a run waits for, and the socket that reports it |
 """

@@ -1,4 +1,4 @@
-"""Entry points of the embedded API: `open` for async code, `run` for synchronous code.
+"""Entry points of the embedded API: `open` (async) and `run` (blocking).
 
 Both start the fork server first and import the rest of pipedist afterwards, so that the two load in parallel.
 For the same reason this module imports nothing heavy.
@@ -134,7 +134,7 @@ def run(
 
 
 def _head_start(spec: SpecLike) -> Spare:
-    """Start the fork server of a run; start none if the spec file does not exist."""
+    """Start the fork server of a run, unless its spec file does not exist."""
     if isinstance(spec, str | os.PathLike) and not os.path.exists(spec):
         return Spare()
     return prepare()
@@ -151,7 +151,10 @@ def _in_event_loop() -> bool:
 
 
 def _in_thread(main: Callable[[], Awaitable[Result]]) -> Result:
-    """Run on an event loop in a new thread, because the caller blocks its own loop."""
+    """Run on an event loop in a new thread.
+
+    The caller blocks its own loop.
+    """
     import asyncio
     import contextlib
 

@@ -1,4 +1,7 @@
-"""Executes one call in this process, as a worker does, and keeps its exception with its traceback."""
+"""Executes one call in this process, as a worker does.
+
+The exception of the call is kept, with its traceback.
+"""
 
 from __future__ import annotations
 
@@ -82,7 +85,7 @@ class _RecordingExecutor(PassExecutor):
         return super().failure(call, error, aborted=aborted)
 
     async def run_among_others(self, call: Call, shards: LeaseShards) -> Result:
-        """Execute a call, as `PassExecutor`, and keep the place where it was cancelled."""
+        """Execute a call, and keep the place where it was cancelled."""
         try:
             return await super().run_among_others(call, shards)
         except BaseException as error:
@@ -161,7 +164,7 @@ async def _end_tasks() -> None:
 def _gang_run(
     executor: _RecordingExecutor, loop: PersistentLoop, shards: Shards, replay: CallReplay, stack: ExitStack
 ) -> Any:
-    """Return the run of a gang with one member: all replicas are threads of this process."""
+    """Return the run of a gang whose replicas are threads of this process."""
     from pipedist.protocol.messages import AssignGang
     from pipedist.worker.gangs import GangRunFactory
     from pipedist.worker.relay_channel import RelayBuffer

@@ -1,4 +1,4 @@
-"""Reports what a run waits for, as a document and as text; serves the document on a socket.
+"""Reports what a run waits for, as a document, as text, and on a socket.
 
 `Run.why` returns the document, and `pipedist why` reads it from another process, through a unix socket in a private
 folder (mode 0700) in the run's output folder. Only users with access to the folder can connect. The run sends the
@@ -221,7 +221,7 @@ def query_status(folder: Path, timeout_s: float) -> bytes | None:
 
 @contextlib.contextmanager
 def _socket_path(folder: Path) -> Iterator[str]:
-    """Yield a short path of the socket, because the length of socket paths is limited."""
+    """Yield a short path of the socket: socket paths have a length limit."""
     if not sys.platform.startswith("linux"):
         yield str(folder / _SOCKET_NAME)
         return

@@ -1,4 +1,4 @@
-"""Executes a plan: its phases one after the other, the passes of a phase concurrently."""
+"""Executes a plan: its phases in order, the passes of a phase at once."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ class Execution:
         self._counts[pass_] = _Complete(counts, durable.steps)
 
     async def _flush(self, executions: Sequence[PassExecution]) -> None:
-        """Commit the steps that were taken before the phase failed, so that a resume can skip them."""
+        """Commit the steps that were taken before the phase failed."""
         if self._journal is None:
             return
         with (
@@ -245,21 +245,24 @@ class Execution:
         return execution
 
     def drain(self) -> None:
-        """Stop issuing calls; `run` raises RunDrained when the running calls are finished."""
+        """Stop issuing calls.
+
+        `run` raises RunDrained when the running calls are finished.
+        """
         if not self._draining:
             self._draining = True
             for execution in self._executions.values():
                 execution.handle.hold()
 
     def _trained_steps(self) -> int | None:
-        """Return the number of steps of the dataset that feeds updates, after its training has ended."""
+        """Return the number of steps of the dataset of a finished training."""
         feeding = self._plan.training
         return None if feeding is None else self._counts[feeding].counts.steps_visible
 
     # -- results, progress -----------------------------------------------------------------------
 
     def results(self) -> dict[str, Tree]:
-        """Return the finished value of each reduce and gather, in the spec's order.
+        """Return the finished values of reduces and gathers, in the spec's order.
 
         A gather that has an output file is returned as the path of the file, even if a later phase kept its
         value in memory.
@@ -310,7 +313,7 @@ class Execution:
         return Ledger(elements, committed, quarantined, elements - committed - quarantined)
 
     def _settle(self) -> None:
-        """Check at the end of the run that two independent counts account for every element.
+        """Check that two independent counts account for every element.
 
         Raises:
             LocalProtocolError: they differ. This is a defect, and the run must not return a result.
@@ -331,7 +334,7 @@ class Execution:
             )
 
     def waits(self) -> tuple[Stall, list[Waiting]]:
-        """Return the scheduler's view of what calls wait for, and the same refined by the passes."""
+        """Return the scheduler's waits, and the same refined by the passes."""
         stall = self._coordinator.why()
         executions = {execution.handle.id: execution for execution in self._executions.values()}
         known = [executions[w.pass_id].refined(w) if w.pass_id in executions else w for w in stall.waits]
@@ -339,7 +342,7 @@ class Execution:
 
     @property
     def committing_s(self) -> float | None:
-        """Seconds for which a journal commit has been waiting for the disk; None if none is."""
+        """Seconds since the start of the commit in progress, or None."""
         since = None if self._journal is None else self._journal.committing_since
         return None if since is None else time.monotonic() - since
 

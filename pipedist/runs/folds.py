@@ -1,4 +1,4 @@
-"""Folds: turn the components of a stage into its value, in step order, independent of arrival order.
+"""Folds: turn the components of a stage into its value, in step order.
 
 A fold takes the parts of each step, in step order, and makes one value for each scope (`per`): the run, an
 epoch, or a step. The parts of a step are the results of its calls in replica order. Empty shards make no call
@@ -137,7 +137,7 @@ class Fold(ABC):
         return {**state, **self._scope_state()}
 
     async def restore(self, state: dict[str, Tree], entries: Iterable[tuple[Tree, Tree]]) -> None:
-        """Continue from the `state` of a fold of the same stage, and write its values to the sink again.
+        """Restore the `state` of a fold, and write its values to the sink again.
 
         Args:
             entries: metadata and values of the log's entries at that time.
@@ -315,7 +315,10 @@ class ReduceFold(Fold):
         self._steps.restore(state["nodes"])
 
     def _check_first(self, steps: Sequence[Sequence[Partial]]) -> None:
-        """Check early whether the file can hold the value: a call's own value resembles the final one."""
+        """Check early whether the file can hold the value.
+
+        A call's own value has the structure of the final one.
+        """
         first = next((part for parts in steps for part in parts), None)
         if first is None or self._sink is None:
             return
@@ -372,7 +375,7 @@ class CombineFold(Fold):
             await self._put(0, list(parts))
 
     async def _put(self, level: int, group: list[Tree]) -> None:
-        """Append a node's group to a level; fold a full block into a node of the next level."""
+        """Append a node's group to a level, and fold a full block."""
         if level == len(self._levels):
             self._levels.append(_Level())
         here = self._levels[level]

@@ -1,4 +1,4 @@
-"""The fold of a gather stage: concatenates components, and keeps them or writes them to a file."""
+"""The fold of a gather stage, which concatenates components."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ so the blocks of file formats, which end after a number of rows or bytes, do not
 
 
 class GatherFold(Fold):
-    """Concatenates components; with a sink and `per: run`, streams them into the file.
+    """Concatenates components; with `per: run`, streams them into a sink.
 
     Its log has the components, which are gathered again on a resume.
     """
@@ -94,7 +94,7 @@ class GatherFold(Fold):
                 self._compact()
 
     def _check(self, first: int, steps: Sequence[Sequence[Tree]], made: Sequence[Tree]) -> None:
-        """Check that components fit, so that the error names step and replica, however they are batched.
+        """Check that components fit; the error names step and replica.
 
         Raises:
             ValueError, TypeError: a component can't be gathered, or does not match the scope's first one.
@@ -112,7 +112,7 @@ class GatherFold(Fold):
         self._fitting |= kinds - {None}
 
     def _blocks(self, parts: Sequence[Tree]) -> Iterator[tuple[int, Tree]]:
-        """Yield (index of its first part, block) for each write; tiny parts form one block.
+        """Yield (index of its first part, block) for each write.
 
         A part that is None is skipped, as in `gather`.
         """
@@ -128,7 +128,7 @@ class GatherFold(Fold):
                 yield places[0], self._together([parts[place] for place in places])
 
     def _located(self, first: int, steps: Sequence[Sequence[Tree]], error: Exception) -> str:
-        """Return the text of an error, with step and replica of the component that does not fit."""
+        """Return the text of an error with step and replica of the misfit."""
         seen = list(self._head)
         for step, parts in enumerate(steps, first):
             for replica, part in enumerate(parts):
@@ -144,7 +144,7 @@ class GatherFold(Fold):
         return str(error)
 
     def _compact(self) -> None:
-        """Concatenate tiny parts, because a million small arrays cost more memory than their data."""
+        """Concatenate tiny parts, whose overhead would exceed their data."""
         tiny = self._parts[self._whole :]
         if sum(map(array_bytes, tiny)) <= TINY_BYTES * len(tiny):
             self._parts[self._whole :] = [self._together(tiny)]
@@ -169,7 +169,7 @@ class GatherFold(Fold):
 
 
 def _look(part: Tree) -> object:
-    """Return a cheap key that is equal only for parts of the same kind, while they are alive."""
+    """Return a cheap key that is equal only for live parts of one kind."""
     if type(part) is np.ndarray:
         return part.dtype, part.shape
     if type(part) is dict and {np.ndarray}.issuperset(map(type, part.values())):
@@ -178,7 +178,10 @@ def _look(part: Tree) -> object:
 
 
 def _fit(part: Tree, axis: int) -> object:
-    """Return a key that is equal for parts that fit together; None: they must be tried."""
+    """Return a key that is equal for parts that fit together.
+
+    None: the part must be tried.
+    """
     leaves, structure = ([part], None) if type(part) is np.ndarray else trees.flatten(part)
     if not all(type(leaf) is np.ndarray and -leaf.ndim <= axis < leaf.ndim for leaf in leaves):
         return None
@@ -194,7 +197,10 @@ def _outline(leaf: Any) -> np.ndarray[Any, np.dtype[Any]]:
 
 
 def _is_one_kind(parts: Sequence[Tree], axis: int) -> bool:
-    """Return whether all parts are tiny arrays of one dtype and shape; a fast path for the usual case."""
+    """Return whether all parts are tiny arrays of one dtype and shape.
+
+    This is a fast path for the usual case.
+    """
     return (
         set(map(type, parts)) == {np.ndarray}
         and _kind(parts[0], axis) is not None
@@ -204,7 +210,10 @@ def _is_one_kind(parts: Sequence[Tree], axis: int) -> bool:
 
 
 def _kind(part: Tree, axis: int) -> object:
-    """Return a key that is equal for tiny parts that may be written together; None: write it alone."""
+    """Return a key that is equal for tiny parts to be written together.
+
+    None: the part is written alone.
+    """
     if type(part) is np.ndarray:
         return _kind_of_array(part, axis) if part.nbytes <= BLOCK_PART_BYTES_MAX else None
     leaves, structure = trees.flatten(part)

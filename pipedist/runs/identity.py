@@ -1,4 +1,4 @@
-"""The identity of a run: what its spec means, where the spec came from, and how two specs differ.
+"""The identity of a run: the meaning of its spec, and where it came from.
 
 Two specs with the same digest give the same results.
 """
@@ -27,7 +27,10 @@ if TYPE_CHECKING:
 
 
 def meaning(spec: Spec) -> dict[str, Any]:
-    """Return everything in a spec that decides its results, as JSON; `cluster` is not part of it."""
+    """Return everything in a spec that decides its results, as JSON.
+
+    `cluster` is not part of it.
+    """
     return {
         "replicas": spec.replicas,
         "seed": spec.seed,
@@ -61,7 +64,7 @@ def digest_of(meant: Mapping[str, Any]) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value as JSON, with functions and arrays replaced by their digests."""
+    """Return a value as JSON, with digests for functions and arrays."""
     if isinstance(value, np.number | np.bool_):  # the type decides the result's type, as for 1 and 1.0
         return [str(value.dtype), str(value)]
     if value is None or isinstance(value, bool | int | float | str):
@@ -98,7 +101,7 @@ class SpecSource(Struct, frozen=True):
 
     @classmethod
     def of(cls, spec: object, params: Mapping[str, Tree] | None, sets: Sequence[str]) -> SpecSource:
-        """Return the source of a spec that was given to a run, as a path or otherwise."""
+        """Return the source of a spec that was given to a run."""
         if not isinstance(spec, str | os.PathLike):
             return NO_SOURCE
         try:

@@ -1,4 +1,4 @@
-"""Executes one pass of a plan: reads its dataset once, and folds, keeps and streams the results.
+"""Executes one pass of a plan, which reads its dataset once.
 
 Every step goes, in order, to the pass's folds (`pipedist.runs.pass_folds`), its spools and its subscriber.
 Snapshots are taken between two steps; so are the updates of a training.
@@ -170,7 +170,7 @@ class PassExecution:
         return handle
 
     def _stamp(self) -> str:
-        """Return the stamp under which workers keep results for a resumed run; "": they keep none.
+        """Return the stamp under which workers keep results, or "" for none.
 
         They keep none in a training, because a resumed run may have other states.
         """
@@ -179,7 +179,9 @@ class PassExecution:
         return self._durable.stamp
 
     async def begin(self) -> None:
-        """Go to the first step that is not committed; call it before any pass of the phase runs.
+        """Go to the first step that is not committed.
+
+        Call it before any pass of the phase runs.
 
         Raises:
             JournalError: the journal is damaged.
@@ -255,7 +257,7 @@ class PassExecution:
     # -- snapshots --------------------------------------------------------------------------------
 
     async def _next_snapshot(self, durable: PassJournal) -> PendingSnapshot:
-        """Return a snapshot as soon as steps were taken and the subscriber has seen them."""
+        """Wait until the subscriber has seen new steps, and snapshot them."""
         await self._took.wait()
         async with self._taking:
             self._took = anyio.Event()
@@ -270,7 +272,10 @@ class PassExecution:
         return taken
 
     def last_snapshot(self) -> PendingSnapshot | None:
-        """Return a snapshot of steps that are not committed; None if there are none, or one is partly taken."""
+        """Return a snapshot of the uncommitted steps.
+
+        None if there are none, or if a step is partly taken.
+        """
         if self._durable is None or not self._between or self.steps == self._durable.steps_committed:
             return None
         if not all(held_out._between for held_out in self.evaluated_by):
@@ -317,7 +322,10 @@ class PassExecution:
     # -- step by step --------------------------------------------------------------------------------
 
     def _segments(self, batch: Batch) -> Iterator[tuple[int, int, list[list[Slots]]]]:
-        """Yield (first step, epoch, steps), each of one epoch; if steps are streamed, each of one step."""
+        """Yield (first step, epoch, steps), each of one epoch.
+
+        If steps are streamed, each has one step only.
+        """
         streams = self._subscription is not None and self._subscription.kind == "steps"
         first, last = batch.first, batch.first + len(batch.steps)
         while first < last:
@@ -353,7 +361,7 @@ class PassExecution:
                 spool.append(parts, ids, elements=elements, epoch=epoch, skipped=skipped)
 
     async def _notify_training(self, participant: TrainingParticipant, last: int, epoch: int) -> None:
-        """Report taken steps to the training, which then updates states and evaluates."""
+        """Notify the training, which then updates states and evaluates."""
         ends = await participant.feed.ends_epoch(last)
         if ends:
             await self._folds.end_epoch(epoch)
@@ -367,13 +375,13 @@ class PassExecution:
         self.leave_training()
 
     def leave_training(self) -> None:
-        """End its part in the training, so that the other passes need not wait for it."""
+        """Leave the training, so that other passes need not wait for this one."""
         if self._participant is not None:
             self._participant.leave()
 
 
 def _announcer(subscription: Subscription | None, replicas: int) -> Arrival | None:
-    """Return a callback that puts results of calls into the stream as they arrive."""
+    """Return a callback that streams results of calls as they arrive."""
     if subscription is None or subscription.kind != "parts":
         return None
     slots = [(name, slot_of(name, stage)) for name, stage in subscription.streamed.items()]
@@ -390,6 +398,9 @@ def _announcer(subscription: Subscription | None, replicas: int) -> Arrival | No
 
 
 def speculation_of(plan: Plan) -> float:
-    """Return the multiple of the usual duration after which a call gets a second attempt; 0: never."""
+    """Return the multiple of the usual duration that starts a second attempt.
+
+    0: calls get no second attempt.
+    """
     times = plan.spec.cluster.speculation
     return 0.0 if isinstance(times, str) else float(times)

@@ -1,4 +1,4 @@
-"""Feeds of passes: from a dataset, from values that an earlier phase kept on disk, and gated by states."""
+"""Feeds of passes: from a dataset, or from kept values; and gated feeds."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate, groupby
-from typing import TYPE_CHECKING
 
 import anyio
 from msgspec.structs import replace
@@ -20,9 +19,6 @@ from pipedist.plan import PassPlan, Plan
 from pipedist.plan.model import Granularity
 from pipedist.protocol.codec import decode
 from pipedist.protocol.program import ReaderConfig, Shards
-
-if TYPE_CHECKING:
-    pass
 
 
 def feed_of(plan: Plan, pass_: PassPlan, spools: Mapping[str, Spool]) -> Feed:
@@ -190,7 +186,7 @@ class Spool:
 
 
 class SpoolFeed(Feed):
-    """Feeds the values that a run stage of an earlier phase made, in the same steps and shards."""
+    """Feeds the kept values of an earlier phase, in the same steps and shards."""
 
     def __init__(self, spool: Spool, replicas: int, batch: int) -> None:
         self._spool = spool
@@ -327,7 +323,7 @@ class GatedFeed(Feed):
     # -- the gate -------------------------------------------------------------------------------
 
     def admit(self, *, step: int, epoch: int) -> None:
-        """Admit the steps up to `step`, or the epochs up to `epoch`, depending on the granularity."""
+        """Admit steps up to `step` or epochs up to `epoch`, by granularity."""
         self._step, self._epoch = step, epoch
         self._wake()
 
@@ -351,7 +347,7 @@ class GatedFeed(Feed):
         return f"step {first} is read after epoch {self._feed.epoch(first)} of the training"
 
     async def next_epoch(self) -> int | None:
-        """Return the epoch of the next step that `pull` will return, None if there is none.
+        """Return the epoch of the next step that `pull` will return, or None.
 
         Raises:
             Exception: an error of reading the data.
@@ -361,7 +357,7 @@ class GatedFeed(Feed):
             return self._feed.epoch(self._ahead[0].first) if self._ahead else None
 
     async def ends_epoch(self, step: int) -> bool:
-        """Return whether a step, pulled and not released, is the last of its epoch.
+        """Return whether a pulled, unreleased step is the last of its epoch.
 
         Raises:
             Exception: an error of reading the data.
@@ -433,7 +429,7 @@ class GatedFeed(Feed):
         return self._feed.separable(call)
 
     def some(self, call: int, elements: ElementRanges, *, local: bool) -> Shards:
-        """Return a shard with some elements of a call, with the states that it reads."""
+        """Return a shard with some elements of a call, and its states."""
         shards = self._feed.some(call, elements, local=local)
         return shards if self._states is None else replace(shards, states=self._states())
 
@@ -442,7 +438,7 @@ class GatedFeed(Feed):
         self._feed.release(before)
 
     def elements(self, first: int, last: int) -> int:
-        """Return the number of elements of steps [first, last), pulled and not released."""
+        """Return the number of elements of pulled, unreleased steps [first, last)."""
         return self._feed.elements(first, last)
 
     def epoch(self, step: int) -> int:

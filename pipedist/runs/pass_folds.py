@@ -1,4 +1,4 @@
-"""The folds of one pass, from its first step to finished values and their files."""
+"""The folds of one pass, up to finished values and their files."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _MISFITS = (TypeError, ValueError, OverflowError, OutputError)
 
 
 class PassFolds:
-    """The folds of the reduce and gather stages of one pass; `open` creates them.
+    """The folds of the reduce and gather stages of one pass.
 
     Args:
         plan: the run's plan.
@@ -225,7 +225,7 @@ class PassFolds:
         return {name: fold.state() for name, fold in self._folds.items()}
 
     def logs_over(self) -> list[str]:
-        """Return the logs that a complete pass no longer needs, because their values are in files."""
+        """Return the logs of a complete pass whose values are in files."""
         return [name for name, fold in self._folds.items() if grows(self._plan, name) and not fold.kept]
 
     # -- the end -----------------------------------------------------------------------------------
@@ -258,14 +258,14 @@ class PassFolds:
 
     @contextmanager
     def _file_of(self, name: str) -> Iterator[None]:
-        """Record a file that can't be completed, so that the other values and files are not lost."""
+        """Record a file that can't be completed, and continue with the others."""
         try:
             yield
         except OutputError as error:
             self._unwritten[name] = error
 
     def deliver(self, values: MutableMapping[str, Tree]) -> None:
-        """Add the finished values by stage; a value that is only in its file is the file's path."""
+        """Add the finished values by stage, or the paths of their files."""
         for name, fold in self._folds.items():
             if fold.kept or self._folder is None:
                 values[name] = fold.result
@@ -292,7 +292,7 @@ def sink_of(plan: Plan, folder: RunFolder | None, name: str) -> Sink | None:
 
 
 def _table(plan: Plan, name: str) -> Table | None:
-    """Return the table of a stage's value, if its `combine` function defines one."""
+    """Return the table of a stage's value, if its `combine` function has one."""
     stage = plan.spec.stages[name]
     if not isinstance(stage, ReduceSpec) or stage.combine is None or stage.per != "run":
         return None
@@ -322,7 +322,7 @@ def read_later(plan: Plan) -> frozenset[str]:
 
 
 def keeps(plan: Plan, folder: Files | None, read_later: frozenset[str], name: str) -> bool:
-    """Return whether a reduce or gather stage keeps its values, besides writing them to a file."""
+    """Return whether a stage keeps its values besides writing them to a file."""
     if folder is None or name not in plan.spec.outputs:
         return True
     stage = plan.spec.stages[name]
@@ -330,7 +330,7 @@ def keeps(plan: Plan, folder: Files | None, read_later: frozenset[str], name: st
 
 
 def grows(plan: Plan, name: str) -> bool:
-    """Return whether the state of a fold grows with the run, so that it is kept in a log."""
+    """Return whether the state of a fold grows with the run, and needs a log."""
     stage = plan.spec.stages[name]
     return isinstance(stage, GatherSpec) or getattr(stage, "per", "run") != "run"
 

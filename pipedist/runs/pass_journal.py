@@ -133,7 +133,7 @@ class RunJournal:
             await anyio.sleep(max(COMMIT_S, took / COST_SHARE))
 
     async def end(self, ledger: Mapping[str, int], kept: set[str]) -> None:
-        """Record the end of the run, and delete the files that later runs can't use.
+        """Record the end of the run, and delete files that no later run can use.
 
         Args:
             kept: files that are not deleted.
@@ -219,7 +219,7 @@ class PassJournal:
         return decode(entries[0][1])
 
     def parts(self, prefix: str) -> dict[str, Tree]:
-        """Return the parts whose names begin with a prefix, by the rest of their names."""
+        """Return the parts with a prefix, by the rest of their names."""
         names = [name for name in self._before.parts if name.startswith(prefix)]
         return {name.removeprefix(prefix): self.part(name) for name in names}
 
@@ -239,7 +239,7 @@ class PassJournal:
             yield entry, decode(frames)
 
     def places(self, name: str) -> Iterator[LogEntry]:
-        """Yield the durable entries of a log without their values, which are checked nevertheless."""
+        """Yield the durable entries of a log, checked, but without their values."""
         for entry, _ in self._raw(name):
             yield entry
 

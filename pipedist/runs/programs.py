@@ -1,4 +1,4 @@
-"""Programs that workers execute for the passes of a plan; retries; and the names of calls.
+"""Programs that workers execute for the passes of a plan; names of calls.
 
 People name a call by its key, `STAGE/STEP/REPLICA`, as in `pipedist replay`.
 """
@@ -42,7 +42,10 @@ ENDS = "ends"
 
 
 def slot_of(name: str, stage: StageSpec) -> str:
-    """Return the slot of a stage's parts: partials have their own, values share one."""
+    """Return the slot of a stage's parts.
+
+    Partials have slots of their own, and values share one.
+    """
     if isinstance(stage, RunSpec):
         return _VALUE + name
     if isinstance(stage, ReduceSpec) and stage.op is not None:
@@ -120,7 +123,7 @@ def pass_program(
 
 
 def arguments(with_: Mapping[str, Tree], values: Mapping[str, Tree]) -> dict[str, Tree]:
-    """Return the arguments of a stage: finished values, and references to states that still change."""
+    """Return the arguments of a stage: finished values, references to states."""
 
     def value_of(ref: StageRef | StateRef) -> Tree:
         return (
@@ -131,7 +134,7 @@ def arguments(with_: Mapping[str, Tree], values: Mapping[str, Tree]) -> dict[str
 
 
 def combine_program(plan: Plan, name: str) -> Program:
-    """Return the program of a reduce stage's `combine` function: a call folds groups of components."""
+    """Return the program of a `combine` function, whose calls fold groups."""
     return Program(
         seed=plan.spec.seed,
         replicas=1,
@@ -150,7 +153,7 @@ def init_program(plan: Plan, name: str, init: FunctionRef) -> Program:
 
 
 def update_program(plan: Plan, name: str, values: Mapping[str, Tree]) -> Program:
-    """Return the program of an update: a call maps a state and a value to the next state.
+    """Return the program of an update: (state, value) -> next state.
 
     Args:
         values: the finished values of earlier phases.
@@ -170,7 +173,7 @@ def update_program(plan: Plan, name: str, values: Mapping[str, Tree]) -> Program
 
 
 def _alone(plan: Plan, stages: tuple[StageProgram, ...], emits: tuple[Emit, ...]) -> Program:
-    """Return a program with one call a step, each of which can read its own versions of states."""
+    """Return a program whose steps have one call, with its own state versions."""
     return Program(
         seed=plan.spec.seed,
         replicas=1,
@@ -195,7 +198,7 @@ def retries_of(plan: Plan, pass_: PassPlan) -> dict[str, int]:
 
 
 def quarantine_of(plan: Plan, pass_: PassPlan) -> frozenset[str]:
-    """Return the stages whose failures quarantine the culprits instead of failing the run."""
+    """Return the stages whose failures quarantine the culprits."""
     stages = {name: plan.spec.stages[name] for name in pass_.runs}
     return frozenset(n for n, s in stages.items() if isinstance(s, RunSpec) and s.on_error == "quarantine")
 

@@ -1,4 +1,4 @@
-"""The quarantine of a run: which elements a stage can't process, why, and their inputs.
+"""The quarantine of a run: elements that a stage can't process.
 
 An element is quarantined once for each pass in which a stage can't process it. A snapshot of a pass lists the
 elements of its steps only, so the quarantine always matches the results.
@@ -60,7 +60,9 @@ class QuarantinedElement(Struct, frozen=True):
         return {"element": self.element, "stage": self.stage, "cause": self.cause}
 
     def line(self, dataset: str) -> str:
-        """Return its line of the file, without a line end; it does not depend on the file's location.
+        """Return its line of the file, without a line end.
+
+        The line does not depend on the location of the file.
 
         Args:
             dataset: name of the dataset.
@@ -155,7 +157,7 @@ class PassQuarantine:
             self._drop_later_inputs()
 
     def _drop_later_inputs(self) -> None:
-        """Drop the inputs of all but the first elements in order, so that arrival order has no effect."""
+        """Drop the inputs of all but the first elements, whatever arrived first."""
         gone, self._with_input = set(self._with_input[INPUTS_MAX:]), self._with_input[:INPUTS_MAX]
         for step in {step for step, *_ in gone}:
             self._by_step[step] = [
@@ -164,7 +166,9 @@ class PassQuarantine:
             ]
 
     def ids(self, step: int) -> tuple[list[Tree], tuple[int, ...]]:
-        """Return the ids of each non-empty shard, without quarantined ones, and the replicas without a value.
+        """Return the ids of non-empty shards, and the replicas without a value.
+
+        Quarantined ids are removed.
 
         Args:
             step: a step that is pulled and not released; call this once for each step.
@@ -189,7 +193,10 @@ class PassQuarantine:
         return {each.element: step for step, found in self._by_step.items() for each in found}
 
     def state(self, steps: int) -> list[list[Any]]:
-        """Return the elements of steps before `steps`; later ones are found again on a resume."""
+        """Return the elements of steps before `steps`.
+
+        Later ones are found again on a resume.
+        """
         return [
             [x.element, x.stage, x.cause, x.step, x.replica, x.input, x.note, x.alone]
             for x in self
@@ -205,7 +212,7 @@ class PassQuarantine:
 
 
 def _inputs(feed: Feed, call: int, places: Sequence[int]) -> dict[int, tuple[str, str]]:
-    """Return (JSON, note) for some elements of a call, by position; one of the two is empty."""
+    """Return (JSON, note) for elements of a call; one of the two is empty."""
     if not places:
         return {}
     if not feed.separable(call):

@@ -1,4 +1,4 @@
-"""Finds a call of a run and its inputs, to execute it again, alone, in this process.
+"""Finds a call of a run and its inputs, to execute it again, alone.
 
 All inputs come from the run's folder: the journal has the path of the spec, which must not have changed, the results
 of earlier phases, and the states. Nothing in the folder is written. The call is executed by the code of the workers
@@ -129,7 +129,7 @@ def _code_changed(there: Header, now: Header) -> list[str]:
 
 
 class _ReadOnlyPassJournal(PassJournal):
-    """A pass's part of a journal, opened for reading only, because a run may use the folder."""
+    """A pass's part of a journal, for reading only: a run may use the folder."""
 
     def __init__(self, folder: Path, key: str, replicas: int, before: PassHistory) -> None:
         unopened = Journal(folder / PRIVATE / "journal", -1, 0, FIRST, DISK)
@@ -261,7 +261,7 @@ class _Lookup:
     def _shards(
         self, feed: Feed, journal: PassJournal, elements: tuple[int, ...], notes: list[str]
     ) -> tuple[Shards, tuple[int, ...], tuple[int, ...]]:
-        """Return the shards of the call, the ids of their elements, and the ids of skipped elements."""
+        """Return the call's shards, the ids of their elements, and skipped ids."""
         key, replicas = self._key, self._plan.spec.replicas
         shards = feed.ids(key.step)
         ids = [int(i) for i in shards[key.replica]] if key.replica < len(shards) else []

@@ -1,4 +1,4 @@
-"""Results, ledger and progress of a run; and the results of a finished run, read from its folder."""
+"""Results, ledger and progress of a run, also of a finished run's folder."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class Progress:
 
 
 class NoSuchValue(KeyError):
-    """Raised if a result has no value of a name; a KeyError with a readable text."""
+    """A KeyError with a readable text, for a name without a value."""
 
     def __str__(self) -> str:
         return str(self.args[0])
@@ -121,7 +121,7 @@ class Result(Mapping[str, Tree]):
 
     @property
     def document(self) -> Any:
-        """The results document, as `pipedist run --json` prints it; built at each access.
+        """The results document, as `pipedist run --json` prints it.
 
         Raises:
             OutputError: a value has no JSON form.

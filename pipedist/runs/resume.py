@@ -1,4 +1,4 @@
-"""Decides whether a run can continue from a journal, and with which of its passes.
+"""Decides whether a run can continue from a journal, and which passes can.
 
 A run continues from its journal if nothing that decides its results has changed: the spec (by value), its
 input files (by size and modification time), and the platform (which may differ with `force`). Changed modules
@@ -118,18 +118,18 @@ def open_journal(
 
 
 def changes(there: Header, now: Header) -> list[str]:
-    """Return the differences between two runs that affect their results, except code, as lines."""
+    """Return the differences of two runs that affect results, except code."""
     return [*differences(there.spec, now.spec), *_changed_inputs(there, now)]
 
 
 def platform_changes(there: Header) -> list[str]:
-    """Return the differences between this process's platform and that of a run, as phrases."""
+    """Return the differences between this platform and that of a run."""
     began = Platform(**{**there.platform, "traits": tuple(there.platform["traits"])})
     return platform_id.differences(began, Platform.here(), called="now")
 
 
 def explain(plan: Plan, journal: Path) -> str:
-    """Return the differences between a plan's spec and a journal's, as lines; "" without a journal."""
+    """Return the differences between a plan's spec and a journal's, or ""."""
     try:
         history = read_history(journal)
     except (UsageError, JournalError):
@@ -138,7 +138,7 @@ def explain(plan: Plan, journal: Path) -> str:
 
 
 def since(plan: Plan, journal: Path) -> list[str]:
-    """Return the inputs, modules and platform traits that changed since the run of a journal."""
+    """Return the inputs, modules and platform traits changed since a run."""
     try:
         history = read_history(journal)
     except (UsageError, JournalError):
@@ -173,7 +173,10 @@ def _resumed(history: History, now: Header, moved: Sequence[str]) -> str:
 
 
 def _stamp(now: Header) -> str:
-    """Return a digest of the run, its platform and its code: equal if kept results are still valid."""
+    """Return a digest of the run, its platform and its code.
+
+    Results that workers keep are valid as long as it does not change.
+    """
     return digest_of({"run": now.run, "platform": dict(now.platform), "code": dict(now.code)})
 
 
@@ -237,7 +240,7 @@ def _code(plan: Plan) -> dict[str, str]:
 
 
 def _modules(plan: Plan) -> dict[str, list[str]]:
-    """Return the modules of each stage's and dataset's functions, by their paths in the spec."""
+    """Return the modules of functions, by their paths in the spec."""
     modules: dict[str, list[str]] = {}
     for name in plan.spec.stages:
         state = plan.states.get(name)
@@ -253,7 +256,7 @@ def _modules(plan: Plan) -> dict[str, list[str]]:
 
 
 def _modules_of(function: str) -> list[str]:
-    """Return the module that names a function and the one that defines it; re-exports differ."""
+    """Return the module that names a function, and the one that defines it."""
     module, _, path = function.partition(":")
     found: Any = sys.modules.get(module)
     for part in path.split("."):
@@ -262,7 +265,10 @@ def _modules_of(function: str) -> list[str]:
 
 
 def _described(plan: Plan, pass_: PassPlan) -> dict[str, Any]:
-    """Return the journal's description of a pass; `needs` are the paths in the spec that affect it."""
+    """Return the journal's description of a pass.
+
+    `needs` are the paths in the spec that affect its values.
+    """
     spec, links, training = plan.spec, links_of(plan.spec), plan.training
     turns = [p for p in plan.passes if p.updates or p.follows]
     together = turns if pass_ in turns else [pass_]  # passes of a training complete together
@@ -310,7 +316,10 @@ def _reused(
     source: SpecSource,
     moved: Sequence[str],
 ) -> OpenedJournal:
-    """Begin a run with the unchanged passes of an earlier one; with none if the platform has changed."""
+    """Begin a run with the unchanged passes of an earlier one.
+
+    It reuses none if the platform has changed.
+    """
     header = header_of(plan, run_id, source)
     taken: dict[str, PassHistory] = {}
     lines = []
@@ -346,7 +355,7 @@ def _reused(
 def _changed_passes(
     plan: Plan, folder: RunFolder, history: History, now: Header, moved: Sequence[str]
 ) -> dict[PassPlan, list[str]]:
-    """Return for each pass the reasons why its committed steps can't be reused; empty if they can."""
+    """Return why the committed steps of each pass can't be reused, or []."""
     why = {}
     for pass_ in plan.passes:
         found = history.passes.get(key_of(pass_))
@@ -405,7 +414,7 @@ def _missing(plan: Plan, pass_: PassPlan, folder: RunFolder, found: PassHistory)
 
 
 def _gone(plan: Plan, folder: RunFolder, history: History) -> Path | None:
-    """Return the first output of a complete pass that is missing or was changed."""
+    """Return the first missing or changed output of a complete pass."""
     for pass_ in plan.passes:
         found = history.passes.get(key_of(pass_))
         if found is not None and found.complete:

@@ -113,13 +113,15 @@ class Run(AsyncOnly):
 
     @cached_property
     def _main_scope(self) -> anyio.CancelScope:
-        """Cancelled with the run; created on first use, because it needs an event loop."""
+        """Cancelled with the run; created on first use in an event loop."""
         return anyio.CancelScope()
 
     # -- lifetime ------------------------------------------------------------------------------
 
     def compile(self) -> None:
-        """Import the modules that the spec names, and plan the run; `async with` calls it if you don't.
+        """Import the modules that the spec names, and plan the run.
+
+        `async with` calls it if you don't.
 
         Raises:
             SpecError: the spec can't be executed.
@@ -230,7 +232,7 @@ class Run(AsyncOnly):
             self._stack.callback(coordinator.add_log_sink(self._on_log_line))
 
     def _on_log_line(self, worker: str, line: msg.LogLine) -> None:
-        """Pass a line to the user's function; if it raises, end the run with its error."""
+        """Pass a line to the user's function, whose error ends the run."""
         try:
             if self._on_log is not None and not self._finished.is_set():
                 self._on_log(worker, line)
@@ -264,7 +266,7 @@ class Run(AsyncOnly):
 
     @property
     def resumable(self) -> bool:
-        """Whether its folder has committed steps, which `resume` will not execute again."""
+        """Whether its folder has committed steps, which `resume` skips."""
         return self._journal is not None and self._journal.holds_steps
 
     def ledger(self) -> Ledger:
@@ -276,7 +278,7 @@ class Run(AsyncOnly):
         return None if self._execution is None else self._execution.progress()
 
     def why(self) -> Document:
-        """Return what the run waits for: which calls, on which worker, and why; see docs/stalls.md.
+        """Return what the run waits for, by call; see docs/stalls.md.
 
         Returns:
             Plain JSON values. It can be called at any time, and does not change the run.
@@ -291,7 +293,7 @@ class Run(AsyncOnly):
 
     @property
     def silent_s(self) -> float:
-        """Seconds without any progress: no call returned, nothing was read or taken; 0 before it begins."""
+        """Seconds without any progress; 0 before the run begins."""
         if self._execution is None or self._cluster is None:
             return 0.0
         return self._cluster.coordinator.silent_s
@@ -315,7 +317,7 @@ class Run(AsyncOnly):
         return Stream(lambda: self._subscribe("steps", stages), self._raise_error)
 
     def as_completed(self, *stages: str) -> Stream[Part]:
-        """Stream the values of run stages, one for each replica and step, in order of arrival.
+        """Stream the values of run stages by replica and step, as they arrive.
 
         A slow reader makes the run wait.
 
@@ -376,7 +378,7 @@ class Run(AsyncOnly):
     # -- stopping --------------------------------------------------------------------------------
 
     def drain(self) -> None:
-        """Stop issuing calls; running calls have `cluster.grace_s`, then the run is cancelled."""
+        """Stop issuing calls; after `cluster.grace_s`, cancel the run."""
         if self._finished.is_set():
             return
         if self._execution is None or self._tasks is None:

@@ -1,4 +1,4 @@
-"""Keeps earlier versions of a training's states, and finds the version that a call read.
+"""Keeps versions of a training's states, and finds the one a call read.
 
 To resume, a run needs only the latest version of each state. To execute an earlier call again, `pipedist replay`
 needs the version that the call read, which follows from the call's place in the training: the number of steps or
@@ -134,7 +134,7 @@ class Applied(Struct, frozen=True):
     run: bool
 
     def count(self, per: str) -> int | None:
-        """Return the number of changes of a state that changes once a step, epoch or run."""
+        """Return the number of changes of a state, by its scope."""
         return self.steps if per == "step" else self.epochs if per == "epoch" else int(self.run)
 
 
@@ -169,7 +169,9 @@ def in_journal(training: PassJournal) -> Applied:
 def states_of(
     plan: Plan, pass_: PassPlan, key: CallKey, epoch: int, training: PassJournal
 ) -> dict[str, tuple[int, Tree] | None]:
-    """Return version and value of each state that a call read; None for the first version.
+    """Return version and value of each state that a call read.
+
+    None stands for the first version.
 
     Args:
         pass_: the pass of the call.
@@ -200,7 +202,7 @@ def states_of(
 def _earlier(
     key: CallKey, name: str, per: str, wanted: int | None, kept: int | None, training: PassJournal
 ) -> tuple[int, Tree] | None:
-    """Return an earlier version of a state and its value; None for the first version."""
+    """Return an earlier version of a state and its value, or None (the first)."""
     latest = training.parts(STATE).get(name)
     among = FoundVersion(False) if wanted is None else find(training, name, per, wanted)
     if among.is_there and wanted is not None and kept is not None and wanted < kept:

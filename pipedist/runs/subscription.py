@@ -1,4 +1,4 @@
-"""Streams of a run, as `steps` and `as_completed` return them, with backpressure."""
+"""Streams of a run (`steps`, `as_completed`), with backpressure."""
 
 from __future__ import annotations
 
@@ -128,7 +128,9 @@ class Subscription:
             await self._change()
 
     def has_passed(self, mark: int) -> bool:
-        """Return whether the subscriber has finished the first `mark` items, or asked for the results.
+        """Return whether the subscriber has finished the first `mark` items.
+
+        It has finished all of them if it asked for the results.
 
         A subscriber that has left may not have seen the waiting items, so a resumed run streams them again.
         """

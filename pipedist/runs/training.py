@@ -1,4 +1,4 @@
-"""Trains: updates states from the results of one pass, and evaluates held-out passes after each epoch.
+"""Updates states from results of a pass, and evaluates held-out passes.
 
 The updates of a step are applied after that step of the feeding pass, the updates of an epoch after that epoch.
 Then the held-out passes read their datasets once. Only then does the feeding pass begin the next steps. If
@@ -56,7 +56,7 @@ class TrainingParticipant(ABC):
     @property
     @abstractmethod
     def epochs(self) -> int:
-        """How many epochs there were, when no more steps come."""
+        """Number of epochs, valid after the last step."""
 
     @abstractmethod
     async def on_taken(self, step: int, epoch: int, fresh: Fresh, *, ends: bool) -> None:
@@ -82,7 +82,7 @@ class TrainingParticipant(ABC):
 
     @abstractmethod
     def leave(self) -> None:
-        """Leave the training, for whatever reason, so that no other pass waits for this one."""
+        """Leave the training, so that no other pass waits for this one."""
 
 
 class Trainer:
@@ -107,7 +107,9 @@ class Trainer:
         self.states = TrainingStates(plan, coordinator, pass_.updates)
 
     def participant(self, pass_: PassPlan, feed: Feed) -> TrainingParticipant:
-        """Return the participant of a pass; call it for every pass before any of them runs.
+        """Return the participant of a pass.
+
+        Call it for every pass before any of them runs.
 
         Args:
             feed: the feed of the pass.
@@ -208,11 +210,11 @@ class FeedingParticipant(TrainingParticipant):
 
     @property
     def epochs(self) -> int:
-        """How many epochs there were, when no more steps come."""
+        """Number of epochs, valid after the last step."""
         return self._epochs
 
     async def on_taken(self, step: int, epoch: int, fresh: Fresh, *, ends: bool) -> None:
-        """Apply the updates of the steps, and of the epoch at its end; admit the next steps."""
+        """Apply the updates of the steps and of a finished epoch; admit more."""
         over = await self._updated(fresh, "step")
         if ends:
             over = await self._updated(fresh, "epoch") or over
@@ -247,7 +249,7 @@ class FeedingParticipant(TrainingParticipant):
             self.feed.admit(step=self._admitted[0], epoch=self._admitted[1])
 
     async def _updated(self, fresh: Fresh, per: str) -> bool:
-        """Apply the updates of some steps or epochs in order; return whether an `until` holds."""
+        """Apply updates of steps or epochs in order; return whether `until` holds."""
         series = {name: fresh[name] for name in fresh if self._training.per_of(name) == per}
         over = False
         for place in range(max(map(len, series.values()), default=0)):
@@ -282,7 +284,7 @@ class HeldOutParticipant(TrainingParticipant):
 
     @property
     def epochs(self) -> int:
-        """How many epochs there were, when no more steps come."""
+        """Number of epochs, valid after the last step."""
         return self._epochs
 
     def state(self) -> Tree:
@@ -350,7 +352,7 @@ class TrainingStates:
         """The states that the calls of an update read."""
 
     async def begin(self, values: Mapping[str, Tree], durable: Mapping[str, Version]) -> None:
-        """Create the first version of every state, or restore the latest durable ones.
+        """Create the first version of every state, or restore the durable ones.
 
         Args:
             values: the finished values of earlier phases.
@@ -400,7 +402,7 @@ class TrainingStates:
         return {name: (self._versions[name], self._values[name]) for name in self._names}
 
     def read(self, names: Sequence[str]) -> dict[str, list[int]]:
-        """Return references to the latest versions of states: name -> [space, version]."""
+        """Return references to the latest states: name -> [space, version]."""
         return {name: [self._spaces[name], self._versions[name]] for name in names}
 
     async def update(self, values: Mapping[str, Tree]) -> bool:
@@ -456,7 +458,7 @@ class TrainingStates:
         return ends
 
     def close(self) -> None:
-        """Drop the states in the coordinator and the workers; the values stay available here."""
+        """Drop the states in the coordinator and the workers, but keep the values."""
         for handle in self._handles.values():
             handle.close()
         for space in self._spaces.values():
@@ -464,7 +466,7 @@ class TrainingStates:
 
 
 def _truth(found: Tree, name: str) -> bool:
-    """Return the result of an `until`; a number is rejected, because every number but 0 is true."""
+    """Return the result of an `until` as a bool; reject other types."""
     if isinstance(found, (bool, np.bool_)):
         return bool(found)
     if isinstance(found, np.ndarray) and found.dtype == bool and found.size == 1:

@@ -72,5 +72,15 @@ def test_a_run_imports_only_what_it_uses() -> None:
 def test_a_worker_imports_nothing_that_it_does_not_use() -> None:
     loaded = loaded_by("import pipedist.cluster.launchers.forkserver")
     assert not loaded & (HEAVY - {"numpy", "optree", "zmq"})
-    ours = ("coordinator", "scheduler", "spec", "plan", "pipeline", "outputs", "strategy", "cli", "feeds")
+    ours = (
+        "coordinator",
+        "scheduler",
+        "spec",
+        "plan",
+        "runs",
+        "outputs",
+        "strategy",
+        "cli",
+        "datasets.feeds",
+    )
     assert not {name for name in loaded if name.startswith(tuple(f"pipedist.{room}" for room in ours))}

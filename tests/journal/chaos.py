@@ -39,7 +39,7 @@ def main() -> int:
 def chaos(base: Path, kind: Kind, steps: int, every: int, begin: float) -> int:
     """Kill jobs of one kind at every record, or every `every`-th; return how many came to other bytes."""
     straight = Job(base / "straight", kind.spec(base / "straight", steps))
-    assert straight.run(kill_at=NEVER) == 0, straight.told
+    assert straight.run(kill_at=NEVER) == 0, straight.stderr
     count, want = straight.history().count, straight.outcome()
     wrong = 0
     records = range(1, count + 1, every)

@@ -26,9 +26,9 @@ def main() -> None:
     kill_at = int(sys.argv.pop(1))
     append, batches, count = Journal._append, handle.PassHandle.batches, 0
 
-    def counted(self: Journal, said: Any) -> None:
+    def counted(self: Journal, record: Any) -> None:
         nonlocal count
-        append(self, said)
+        append(self, record)
         count += 1
         if count == kill_at:
             os.kill(os.getpid(), signal.SIGKILL)

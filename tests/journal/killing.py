@@ -136,7 +136,7 @@ class Job:
 
     folder: Path
     spec: str
-    told: str = field(default="", init=False)
+    stderr: str = field(default="", init=False)
     """What the last process wrote on standard error."""
 
     def __post_init__(self) -> None:
@@ -164,7 +164,7 @@ class Job:
         done = subprocess.run(
             command, cwd=self.folder, env=env, capture_output=True, timeout=120, check=False
         )
-        self.told = done.stderr.decode()
+        self.stderr = done.stderr.decode()
         if done.returncode == 0:
             self.document: dict[str, Any] = json.loads(done.stdout)
         return done.returncode
@@ -218,10 +218,10 @@ def kill_and_resume(
     code = job.run(kill_at=record)
     if or_end and code == 0:
         return job
-    assert code == -signal.SIGKILL, job.told
+    assert code == -signal.SIGKILL, job.stderr
     done = committed(read_history(job.journal), stages)
     before = job.calls()
-    assert job.run("--resume", workers=workers) == 0, job.told
+    assert job.run("--resume", workers=workers) == 0, job.stderr
     again = {call for call, count in job.calls().items() if count > before[call]} & done
     assert not again, f"journalled calls were done again: {sorted(again)[:5]}"
     assert not job.history().problems

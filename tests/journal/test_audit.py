@@ -46,11 +46,11 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_finished_run_adds_up(finished: Path) -> None:
-    code, told = audit(finished)
+    code, stdout = audit(finished)
     assert code == 0
-    assert "77 elements = 77 committed + 0 quarantined + 0 lost; the run has ended" in told
-    assert told.count("complete; calls [0, 40) in 20 steps, 77 elements") == 2
-    assert told.endswith("the journal is consistent\n")
+    assert "77 elements = 77 committed + 0 quarantined + 0 lost; the run has ended" in stdout
+    assert stdout.count("complete; calls [0, 40) in 20 steps, 77 elements") == 2
+    assert stdout.endswith("the journal is consistent\n")
 
 
 def test_tampering_is_named(finished: Path) -> None:
@@ -74,21 +74,21 @@ def test_tampering_is_named(finished: Path) -> None:
             (b"", "no complete record"),
         ):
             path.write_bytes(bad)
-            code, told = audit(finished)
+            code, stdout = audit(finished)
             assert code == 1, text
-            assert text in told
-            assert "the journal is inconsistent" in told
+            assert text in stdout
+            assert "the journal is inconsistent" in stdout
         path.write_bytes(good)
         results = finished / ".pipedist" / "results.json"
         document = results.read_text()
         results.write_text(json.dumps({**json.loads(document), "ledger": {"elements": 1}}))
-        code, told = audit(finished)
+        code, stdout = audit(finished)
         assert code == 1
-        assert "the results have {'elements': 1}" in told
+        assert "the results have {'elements': 1}" in stdout
         results.unlink()
-        code, told = audit(finished)
+        code, stdout = audit(finished)
         assert code == 2
-        assert "results.json of the finished run can't be read" in told
+        assert "results.json of the finished run can't be read" in stdout
         results.write_text(document)
     finally:
         path.write_bytes(good)
@@ -96,13 +96,13 @@ def test_tampering_is_named(finished: Path) -> None:
 
 
 def test_a_folder_without_a_run_is_a_usage_error(tmp_path: Path) -> None:
-    code, told = audit(tmp_path)
+    code, stdout = audit(tmp_path)
     assert code == 2
-    assert "there is no run in" in told
+    assert "there is no run in" in stdout
     (tmp_path / "spec.yaml").touch()
-    code, told = audit(tmp_path / "spec.yaml")
+    code, stdout = audit(tmp_path / "spec.yaml")
     assert code == 2
-    assert "there is no run in" in told
+    assert "there is no run in" in stdout
 
 
 @pytest.mark.parametrize("by", [-1, 1])

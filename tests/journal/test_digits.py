@@ -37,7 +37,7 @@ def weights(job: Job, history: History) -> tuple[Any, int]:
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Job:
     job = digits(tmp_path_factory.mktemp("undisturbed"))
-    assert job.run() == 0, job.told
+    assert job.run() == 0, job.stderr
     return job
 
 
@@ -47,7 +47,7 @@ def test_a_training_that_is_killed_applies_no_update_twice(undisturbed: Job, tmp
     job = digits(tmp_path)
     killed: list[int] = []
     for flags, kill_at in (((), 9), (("--resume",), STEPS)):
-        assert job.run(*flags, kill_at=kill_at) == -signal.SIGKILL, job.told
+        assert job.run(*flags, kill_at=kill_at) == -signal.SIGKILL, job.stderr
         history = job.history()
         value, version = weights(job, history)
         steps = history.passes["0/train"].steps
@@ -55,6 +55,6 @@ def test_a_training_that_is_killed_applies_no_update_twice(undisturbed: Job, tmp
         assert {*value} == {"w1", "b1", "w2", "b2"}
         killed.append(steps)
     assert 0 < killed[0] < killed[1] < EPOCHS * STEPS
-    assert job.run("--resume", workers=1) == 0, job.told
+    assert job.run("--resume", workers=1) == 0, job.stderr
     assert weights(job, job.history())[1] == EPOCHS * STEPS
     assert job.outcome() == undisturbed.outcome()

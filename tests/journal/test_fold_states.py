@@ -81,7 +81,7 @@ async def result(kind: str, per: Per, path: Path, cuts: list[int]) -> Any:
 @pytest.mark.asyncio
 @pytest.mark.parametrize("per", ["run", "epoch", "step"])
 @pytest.mark.parametrize("kind", ["reduce", "gather", "combine"])
-async def test_a_fold_goes_on_where_another_one_was(kind: str, per: Per, tmp_path: Path) -> None:
+async def test_a_fold_continues_from_the_state_of_another(kind: str, per: Per, tmp_path: Path) -> None:
     straight = await result(kind, per, tmp_path / "log", [])
     for cuts in ([0], [1], [19, 20, 21], [31, 32, 33], [5, 40, 74], [STEPS]):
         again = await result(kind, per, tmp_path / f"log{cuts}", cuts)

@@ -23,11 +23,11 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(disk)], check=True)
 
 
-def test_a_full_disk_ends_the_run_which_then_goes_on(small_disk: Path, tmp_path: Path) -> None:
+def test_a_full_disk_ends_the_run_which_can_be_resumed(small_disk: Path, tmp_path: Path) -> None:
     steps = 120
     spec = everything(tmp_path, steps)
     straight = Job(tmp_path / "straight", spec)
-    assert straight.run() == 0, straight.told
+    assert straight.run() == 0, straight.stderr
     (tmp_path / "calls").unlink()
 
     (small_disk / "out").mkdir()
@@ -37,14 +37,14 @@ def test_a_full_disk_ends_the_run_which_then_goes_on(small_disk: Path, tmp_path:
     filler.write_bytes(bytes(900 * 1024))
     job = Job(tmp_path / "job", spec)
     assert job.run(kill_at=NEVER) == 1
-    assert "No space left on device" in job.told
-    assert "Traceback" not in job.told
-    assert "--resume" in job.told
+    assert "No space left on device" in job.stderr
+    assert "Traceback" not in job.stderr
+    assert "--resume" in job.stderr
     done = job.history().passes["0/dataset"].steps
     assert 0 < done < steps
     before = job.calls_in(tmp_path / "calls")
     filler.unlink()
-    assert job.run("--resume") == 0, job.told
+    assert job.run("--resume") == 0, job.stderr
     again = {call for call, n in job.calls_in(tmp_path / "calls").items() if n > before[call]}
     assert not {call for call in again if call[0] == "numbers" and call[1] < done}
     assert job.outcome()[1] == straight.outcome()[1]

@@ -18,7 +18,7 @@ STEPS = 24
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Job:
     folder = tmp_path_factory.mktemp("undisturbed")
     job = Job(folder, everything(folder, STEPS))
-    assert job.run(kill_at=NEVER) == 0, job.told
+    assert job.run(kill_at=NEVER) == 0, job.stderr
     assert set(job.calls().values()) == {1}
     assert job.history().count == 2 * STEPS + 4  # a header, a record a step and phase, the end
     return job
@@ -27,7 +27,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Job:
 @pytest.mark.parametrize(
     "share", [pytest.param(0.3, marks=pytest.mark.slow), 0.6, pytest.param(1.0, marks=pytest.mark.slow)]
 )
-def test_a_run_that_is_killed_at_a_record_goes_on_from_there(
+def test_a_run_that_is_killed_at_a_record_continues_from_there(
     undisturbed: Job, tmp_path: Path, share: float
 ) -> None:
     """All records of a longer run: make chaos-driver."""
@@ -43,15 +43,15 @@ def test_a_run_that_is_killed_again_and_again_comes_to_its_end(undisturbed: Job,
     assert job.run(kill_at=3) == -signal.SIGKILL
     run = job.history().header.run
     for turn in range(2):
-        assert job.run("--resume", kill_at=4, workers=1 + turn % 3) == -signal.SIGKILL, job.told
+        assert job.run("--resume", kill_at=4, workers=1 + turn % 3) == -signal.SIGKILL, job.stderr
         assert not job.history().problems
-    assert job.run("--resume", workers=1) == 0, job.told
-    assert f"resuming the run {run}" in job.told
+    assert job.run("--resume", workers=1) == 0, job.stderr
+    assert f"resuming the run {run}" in job.stderr
     assert job.document["run"] == run
     assert job.history().epoch == 3
     assert job.outcome() == undisturbed.outcome()
     assert job.run("--resume") == 0  # it is finished: shown again
-    assert "is finished: these are its results" in job.told
+    assert "is finished: these are its results" in job.stderr
     assert job.outcome() == undisturbed.outcome()
 
 
@@ -59,9 +59,9 @@ def test_without_a_flag_an_unfinished_run_is_refused_and_restart_discards_it(tmp
     job = Job(tmp_path, everything(tmp_path, 4))
     assert job.run(kill_at=2) == -signal.SIGKILL
     assert job.run() == 2
-    assert "--resume continues it" in job.told
+    assert "--resume continues it" in job.stderr
     first = job.history().header.run
-    assert job.run("--restart") == 0, job.told
+    assert job.run("--restart") == 0, job.stderr
     assert job.history().header.run != first
 
 
@@ -72,10 +72,10 @@ def test_a_torn_tail_is_dropped_and_a_damaged_middle_is_an_error(undisturbed: Jo
     good = path.read_bytes()
     path.write_bytes(good[:40] + bytes([good[40] ^ 1]) + good[41:])
     assert job.run("--resume") == 1
-    assert "record 0 at offset 0 is damaged" in job.told
+    assert "record 0 at offset 0 is damaged" in job.stderr
     path.write_bytes(good + good[:50])
-    assert job.run("--resume") == 0, job.told
-    assert "50 bytes of a record that was not finished were dropped" in job.told
+    assert job.run("--resume") == 0, job.stderr
+    assert "50 bytes of a record that was not finished were dropped" in job.stderr
     assert job.outcome() == undisturbed.outcome()
 
 
@@ -86,17 +86,17 @@ def test_a_file_that_is_gone_or_other_bytes_in_a_log_are_errors(undisturbed: Job
     good = log.read_bytes()
     log.write_bytes(good[:100] + bytes(len(good) - 100))
     assert job.run("--resume") == 1
-    assert f"{log} is damaged: the record at offset" in job.told
+    assert f"{log} is damaged: the record at offset" in job.stderr
     log.write_bytes(good)
     rows = tmp_path / "out" / ".pipedist" / "new" / "rows.npz"
     rows.unlink()
     assert job.run("--resume") == 2
     assert (
         f"{rows}, an output of the unfinished run {job.history().header.run}, does not exist any more"
-        in job.told
+        in job.stderr
     )
-    assert job.run("--resume=reuse") == 0, job.told
-    assert "rows.npz is not as the run left it" in job.told
+    assert job.run("--resume=reuse") == 0, job.stderr
+    assert "the output rows.npz is missing or was changed" in job.stderr
     assert job.outcome() == undisturbed.outcome()
 
 
@@ -110,13 +110,13 @@ def test_a_changed_spec_is_refused_with_the_differences(tmp_path: Path) -> None:
         .replace('calls: "', 'calls: "/other')
     )
     assert job.run("--resume") == 2
-    assert f"there {there[:12]}, now " in job.told
-    assert "seed: 5 there, 6 now" in job.told
-    assert "stages.centred.with.calls: " in job.told
-    assert "stages.spread.reduce: 'sum' there, 'max' now" in job.told
+    assert f"there {there[:12]}, now " in job.stderr
+    assert "seed: 5 there, 6 now" in job.stderr
+    assert "stages.centred.with.calls: " in job.stderr
+    assert "stages.spread.reduce: 'sum' there, 'max' now" in job.stderr
     assert read_history(job.journal) is not None  # nothing was touched
     (tmp_path / "spec.yaml").write_text(job.spec)
-    assert job.run("--resume") == 0, job.told
+    assert job.run("--resume") == 0, job.stderr
 
 
 def test_changed_inputs_are_refused(tmp_path: Path) -> None:
@@ -132,11 +132,11 @@ stages:
 outputs: {{t: t.json}}
 """
     job = Job(tmp_path, spec)
-    assert job.run(kill_at=5) == -signal.SIGKILL, job.told
+    assert job.run(kill_at=5) == -signal.SIGKILL, job.stderr
     (tmp_path / "data.csv").write_text("x\n" + "2.5\n" * 400)
     assert job.run("--resume") == 2
-    assert "datasets.dataset: " in job.told
-    assert "data.csv has changed" in job.told
+    assert "datasets.dataset: " in job.stderr
+    assert "data.csv has changed" in job.stderr
 
 
 def test_another_platform_is_refused_without_force(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,26 +145,26 @@ def test_another_platform_is_refused_without_force(tmp_path: Path, monkeypatch: 
     first = job.history().header.run
     monkeypatch.setenv("OPENBLAS_CORETYPE", "Haswell")
     assert job.run("--resume") == 2
-    assert f"the run {first} in {job.folder}/out was started on another platform" in job.told
-    assert "without OPENBLAS_CORETYPE=Haswell (now: " in job.told
-    assert "--force goes on all the same" in job.told
-    assert job.run("--resume", "--force") == 0, job.told
+    assert f"the run {first} in {job.folder}/out was started on another platform" in job.stderr
+    assert "without OPENBLAS_CORETYPE=Haswell (now: " in job.stderr
+    assert "--force goes on all the same" in job.stderr
+    assert job.run("--resume", "--force") == 0, job.stderr
     assert job.document["run"] == first
-    assert "without OPENBLAS_CORETYPE=Haswell (now: " in job.told
+    assert "without OPENBLAS_CORETYPE=Haswell (now: " in job.stderr
     assert job.calls()["numbers", 2, 1] == 1, "committed steps are kept"
 
     monkeypatch.setenv("OPENBLAS_CORETYPE", "Zen")
     assert job.run("--resume") == 0
-    assert "without OPENBLAS_CORETYPE=Zen (now: " in job.told, "of a finished run it is said"
+    assert "without OPENBLAS_CORETYPE=Zen (now: " in job.stderr, "of a finished run it is said"
     assert job.run("--resume=reuse") == 0
     assert job.calls()["numbers", 2, 1] == 2, "another platform's results are not reused"
     monkeypatch.setenv("OPENBLAS_CORETYPE", "Haswell")
     assert job.run("--resume=reuse", "--force") == 0
-    assert "reused: all steps of numbers" in job.told
+    assert "reusing all steps of numbers" in job.stderr
     assert job.calls()["numbers", 2, 1] == 2
 
 
-def test_a_run_that_failed_can_be_resumed_when_its_function_is_mended(tmp_path: Path) -> None:
+def test_a_failed_run_can_be_resumed_after_its_function_is_fixed(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def f(x, ctx):\n    assert ctx.step < 9, 'broken'\n    return x * 2\n")
     spec = """
 pipedist: 1
@@ -179,16 +179,16 @@ outputs: {t: t.json}
     (tmp_path / "mine.py").write_text(
         "def f(x, ctx):\n    assert ctx.step >= 9, 'done again'\n    return x * 2\n"
     )
-    assert job.run("--resume") == 0, job.told
-    assert "module mine has changed" in job.told
+    assert job.run("--resume") == 0, job.stderr
+    assert "module mine has changed" in job.stderr
     assert (tmp_path / "out" / "t.json").read_text() == f"{2 * sum(range(100))}\n"
 
 
 @pytest.mark.slow
-def test_gangs_and_sources_without_random_access_go_on(tmp_path: Path) -> None:
+def test_gangs_and_sources_without_random_access_are_resumed(tmp_path: Path) -> None:
     """All records: make chaos-driver."""
     straight = Job(tmp_path / "straight", GANG.spec(tmp_path / "straight", 10))
-    assert straight.run(kill_at=NEVER) == 0, straight.told
+    assert straight.run(kill_at=NEVER) == 0, straight.stderr
     record = straight.history().count // 2
     job = kill_and_resume(tmp_path / "job", GANG.spec(tmp_path / "job", 10), record, GANG.passes)
     assert job.outcome() == straight.outcome()
@@ -198,12 +198,12 @@ def test_gangs_and_sources_without_random_access_go_on(tmp_path: Path) -> None:
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Job:
     folder = tmp_path_factory.mktemp("trained")
     job = Job(folder, TRAINING.spec(folder, 5))
-    assert job.run(kill_at=NEVER) == 0, job.told
+    assert job.run(kill_at=NEVER) == 0, job.stderr
     return job
 
 
 @pytest.mark.parametrize("record", [4, pytest.param(8, marks=pytest.mark.slow)])
-def test_a_training_goes_on_from_any_record(trained: Job, tmp_path: Path, record: int) -> None:
+def test_a_training_continues_from_any_record(trained: Job, tmp_path: Path, record: int) -> None:
     """Record 8 is of the first epoch's evaluation: the state must be that of its end.
 
     All records: make chaos-driver.
@@ -234,7 +234,7 @@ async def _steps(spec: dict[str, Any], folder: Path, count: int | None, **how: A
 
 
 @pytest.mark.asyncio
-async def test_a_stream_goes_on_where_its_subscriber_was(tmp_path: Path) -> None:
+async def test_a_stream_continues_where_its_subscriber_was(tmp_path: Path) -> None:
     spec = {
         "pipedist": 1,
         "name": "stream",

@@ -215,7 +215,7 @@ def test_a_log_that_differs_from_the_journal_is_an_error(tmp_path: Path) -> None
         list(read_log(path, end))
 
 
-def test_a_write_that_the_kernel_cuts_short_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_short_write_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = os.pwritev
 
     def short(fd: int, buffers: list[Any], at: int) -> int:
@@ -238,10 +238,10 @@ def rewritten(folder: Path, change: Any) -> History:
     """Change the content of records, with good checksums and a good chain."""
     import msgpack
 
-    said = [msgpack.unpackb(placed.payload) for placed in read_records((folder / "journal").read_bytes())]
-    change(said)
+    records = [msgpack.unpackb(placed.payload) for placed in read_records((folder / "journal").read_bytes())]
+    change(records)
     before, out = FIRST, b""
-    for payload in said:
+    for payload in records:
         made = pack_record(msgpack.packb(payload), before)
         before, out = digest_of(made), out + made
     (folder / "journal").write_bytes(out)
@@ -251,18 +251,24 @@ def rewritten(folder: Path, change: Any) -> History:
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        (lambda said: said[2]["passes"][0].update(calls=[4, 8]), r"calls \[4, 8\) .* overlap: .* end at 6"),
-        (lambda said: said[2]["passes"][0].update(calls=[8, 12]), r"calls \[8, 12\) .* leave a gap"),
-        (lambda said: said[2]["passes"][0].update(calls=[6, 7]), r"not whole steps of 2"),
-        (lambda said: said[2]["passes"][0].update(elements=7), r"ledger has 20 elements.* calls give 19 el"),
-        (lambda said: said[2]["passes"][0].update(elements=-8), r"-8 elements in calls"),
-        (lambda said: said[2]["passes"][0].update({"pass": "9/z"}), r"the plan has no pass '9/z'"),
-        (lambda said: said.pop(2), r"calls give 12 elements"),
-        (lambda said: said.append(said[2]), r"follows the end"),
-        (lambda said: said[1]["passes"][0].update(complete=True), r"continues after it was complete"),
-        (lambda said: said[3]["ledger"].update(lost=1), r"the ledger is inconsistent"),
-        (lambda said: said[2].update(kind="odd"), r"unknown kind of record 'odd'"),
-        (lambda said: said.insert(2, {"kind": "resumed", "epoch": 2}), r"epoch of a resumed run is 2"),
+        (
+            lambda records: records[2]["passes"][0].update(calls=[4, 8]),
+            r"calls \[4, 8\) .* overlap: .* end at 6",
+        ),
+        (lambda records: records[2]["passes"][0].update(calls=[8, 12]), r"calls \[8, 12\) .* leave a gap"),
+        (lambda records: records[2]["passes"][0].update(calls=[6, 7]), r"not whole steps of 2"),
+        (
+            lambda records: records[2]["passes"][0].update(elements=7),
+            r"ledger has 20 elements.* calls give 19 el",
+        ),
+        (lambda records: records[2]["passes"][0].update(elements=-8), r"-8 elements in calls"),
+        (lambda records: records[2]["passes"][0].update({"pass": "9/z"}), r"the plan has no pass '9/z'"),
+        (lambda records: records.pop(2), r"calls give 12 elements"),
+        (lambda records: records.append(records[2]), r"follows the end"),
+        (lambda records: records[1]["passes"][0].update(complete=True), r"continues after it was complete"),
+        (lambda records: records[3]["ledger"].update(lost=1), r"the ledger is inconsistent"),
+        (lambda records: records[2].update(kind="odd"), r"unknown kind of record 'odd'"),
+        (lambda records: records.insert(2, {"kind": "resumed", "epoch": 2}), r"epoch of a resumed run is 2"),
     ],
 )
 def test_inconsistent_records_are_reported(tmp_path: Path, change: Any, text: str) -> None:

@@ -171,7 +171,7 @@ def test_an_unreadable_journal_is_reported(tmp_path: Path) -> None:
         explain_run(str(out), as_json=False)
 
 
-def test_resume_of_nothing_says_so(tmp_path: Path) -> None:
+def test_a_resume_without_a_run_is_reported(tmp_path: Path) -> None:
     with start(tmp_path / "x", resume=True) as folder:
         assert "nothing to resume" in folder.notice
 
@@ -407,7 +407,7 @@ def test_a_run_without_some_of_its_files_is_failed(tmp_path: Path) -> None:
     with start(out, outputs=["a.json", "b.json"]) as folder:
         folder.staged("a.json").write_text("1")
         assert folder.finish({}, failed=True) == {"a.json": out / "a.json"}
-        folder.fail(resumable=True)  # it has been said: what was put in its place stays
+        folder.fail(resumable=True)  # the error was reported, and the replacement stays
     assert visible(out) == ["a.json"]
     with start(out, run="r2", outputs=["c.json"], resume=True) as folder:
         assert "starting fresh" in folder.notice

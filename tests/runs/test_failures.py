@@ -33,7 +33,7 @@ def test_an_exception_reaches_the_caller_with_its_place() -> None:
     assert "raise KeyError" in error.remote_traceback
 
 
-def test_an_array_that_is_changed_in_place_is_told_how_not_to_be() -> None:
+def test_the_error_of_an_in_place_change_suggests_a_copy() -> None:
     with pytest.raises(pipedist.CallError) as caught:
         pipedist.run(document("doubles_in_place"), workers=1)
     assert str(caught.value.__cause__) == "output array is read-only"
@@ -41,7 +41,7 @@ def test_an_array_that_is_changed_in_place_is_told_how_not_to_be() -> None:
 
 
 @pytest.mark.parametrize("workers", [1, 3])
-def test_the_lowest_failure_is_told_whatever_arrives_first(workers: int) -> None:
+def test_the_failure_of_the_lowest_step_is_raised_in_any_order_of_arrival(workers: int) -> None:
     with pytest.raises(pipedist.CallError) as caught:
         pipedist.run(document("fails_slowly_on_low_steps"), workers=workers)
     assert (caught.value.step, caught.value.replica) == (0, 0)

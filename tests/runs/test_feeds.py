@@ -44,7 +44,7 @@ async def pulled(feed: Any, count: int) -> list[StepBatch]:
     drop=st.booleans(),
     count=st.integers(1, 8),
 )
-def test_an_indexed_feed_offers_what_the_division_says(
+def test_an_indexed_feed_follows_the_division(
     n: int, batch: int, replicas: int, epochs: int, drop: bool, count: int
 ) -> None:
     division = Division(n, batch, replicas, drop)
@@ -70,7 +70,7 @@ async def test_a_shuffle_keeps_the_order_of_the_epochs_in_use_only() -> None:
         assert len(feed._orders) <= 2
 
 
-def test_a_shuffle_for_which_there_is_no_memory_says_so() -> None:
+def test_a_shuffle_that_does_not_fit_in_memory_raises() -> None:
     source = open_source("range", {"stop": 2**62}, folder=Path())
     feed = IndexedFeed(source, "d", Division(2**62, 2, 1), epochs=1, shuffle_seed=0)
     with pytest.raises(SourceError, match=r"order of 4,611,686,018,427,387,904 elements .* `shuffle: false`"):

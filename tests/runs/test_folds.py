@@ -120,7 +120,7 @@ async def test_a_gather_does_not_keep_a_million_small_objects() -> None:
 
 
 @pytest.mark.asyncio
-async def test_a_gather_never_promotes_and_says_what_does_not_fit() -> None:
+async def test_a_gather_never_promotes_and_names_the_component_that_does_not_fit() -> None:
     for odd, error in ((np.zeros(1, np.float32), TypeError), (np.zeros((1, 2)), ValueError)):
         fold = GatherFold("g", "run", 0, None)
         with pytest.raises(error, match="replica 1"):
@@ -230,11 +230,11 @@ async def test_a_component_that_is_none_is_nothing_in_a_file_too(
 @pytest.mark.asyncio
 @pytest.mark.parametrize("per", ["run", "epoch"])
 @pytest.mark.parametrize("streams", [False, True])
-async def test_what_does_not_fit_is_told_alike_however_it_comes(
+async def test_the_error_of_a_misfit_does_not_depend_on_batching(
     per: Per, streams: bool, tmp_path: Path
 ) -> None:
     parts: list[Any] = [np.zeros((2, 3)), np.zeros((0, 3)), np.zeros((1, 3)), np.zeros((2, 4))]
-    told = set()
+    errors = set()
     for size in (1, 2, 4):
         sink = open_sink(tmp_path / "g.npz", shape="run", gather=True) if streams and per == "run" else None
         fold = GatherFold("g", per, 0, sink)
@@ -243,10 +243,10 @@ async def test_what_does_not_fit_is_told_alike_however_it_comes(
             await fold.add(0, steps)
         with pytest.raises(ValueError, match=r"step 3, replica 0: .*\(2, 3\), replica 1 \(2, 4\)") as failed:
             await fold.add(0, last)
-        told.add(str(failed.value))
+        errors.add(str(failed.value))
         if sink is not None:
             sink.abort()
-    assert len(told) == 1
+    assert len(errors) == 1
 
 
 @pytest.mark.asyncio
@@ -304,7 +304,7 @@ async def test_a_spool_gives_back_steps_and_ids() -> None:
     spool.close()
 
 
-def test_a_spool_that_can_not_be_written_says_whose_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_spool_that_can_not_be_written_names_its_stage(monkeypatch: pytest.MonkeyPatch) -> None:
     spool = Spool("huge")
     with open("/dev/full", "wb", buffering=0) as full:
         os.dup2(full.fileno(), spool._log.fd)

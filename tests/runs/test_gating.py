@@ -106,7 +106,7 @@ async def test_one_epoch_at_a_time(make) -> None:  # type: ignore[no-untyped-def
 
 @FEEDS
 @pytest.mark.asyncio
-async def test_an_end_answers_whoever_waits(make) -> None:  # type: ignore[no-untyped-def]
+async def test_an_end_wakes_waiting_readers(make) -> None:  # type: ignore[no-untyped-def]
     feed = GatedFeed(make(), "step")
     await feed.pull(1)
     async with anyio.create_task_group() as tasks:
@@ -121,7 +121,7 @@ async def _nothing(feed: GatedFeed) -> None:
 
 
 @pytest.mark.asyncio
-async def test_the_end_of_an_epoch_is_asked_while_the_feed_is_read() -> None:
+async def test_the_end_of_an_epoch_can_be_queried_while_the_feed_is_read() -> None:
     """Both look at the next step: what one of them takes is not missing for the other."""
     for _ in range(30):
         feed = GatedFeed(sequential(1), "run")

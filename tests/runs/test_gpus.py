@@ -107,7 +107,7 @@ def test_without_the_tool_the_drivers_files_count(machine: Machine, tmp_path: Pa
     assert accelerators.found().gpus == ("0", "1")
 
 
-def test_a_tool_that_fails_finds_none_and_says_so(machine: Machine, tmp_path: Path) -> None:
+def test_a_failing_tool_finds_no_gpus_and_is_reported(machine: Machine, tmp_path: Path) -> None:
     machine(2)
     (tmp_path / "bin" / "nvidia-smi").write_text("#!/bin/sh\nexit 9\n")
     assert accelerators.found().gpus == ()
@@ -145,7 +145,7 @@ def problem_of(document: dict[str, Any], workers: int = 2) -> str:
     return str(caught.value)
 
 
-def test_a_machine_without_gpus_is_told_before_anything_runs(machine: Machine, tmp_path: Path) -> None:
+def test_missing_gpus_are_reported_before_anything_runs(machine: Machine, tmp_path: Path) -> None:
     text = problem_of(spec_of(tmp_path, 1))
     assert "stages.seen.resources.gpus: `seen` needs 1 GPU a call, and there is none here" in text
     assert "nvidia-smi lists them" in text
@@ -187,7 +187,7 @@ def test_with_workers_that_dial_in_nothing_is_refused(machine: Machine, tmp_path
     plan.close()
 
 
-def test_a_spec_that_needs_none_asks_nobody(
+def test_a_spec_without_gpus_looks_for_none(
     machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     document = spec_of(tmp_path, 1)

@@ -47,13 +47,13 @@ def test_ctrl_c_ends_a_call_and_shows_where_it_was(
             assert process.stderr is not None
             assert "here\n" in process.stderr
             process.send_signal(signal.SIGINT)
-            _, told = process.communicate(timeout=60)
+            _, stderr = process.communicate(timeout=60)
         finally:
             process.kill()
     assert process.returncode == 130
-    assert "pipedist: Ctrl-C ended the call" in told
-    assert f"in {function}\n" in told
-    assert "never retrieved" not in told
+    assert "pipedist: Ctrl-C ended the call" in stderr
+    assert f"in {function}\n" in stderr
+    assert "never retrieved" not in stderr
 
 
 def test_an_interrupt_that_the_function_raises_is_its_failure(tmp_path: Path) -> None:

@@ -70,15 +70,15 @@ CAUSES = {
 
 
 @pytest.mark.parametrize("how", CAUSES)
-def test_whatever_an_element_does_it_is_found_and_set_aside(how: str) -> None:
+def test_an_element_is_quarantined_however_it_fails(how: str) -> None:
     check(pipedist.run(document([17], how), workers=2), [17], CAUSES[how])
 
 
 def test_an_element_that_exhausts_memory_is_found() -> None:
     result = pipedist.run(document([17], "memory"), workers=2)
-    told = result.quarantined[0]["cause"]
-    assert "MemoryError" in told
-    check(result, [17], told)
+    cause = result.quarantined[0]["cause"]
+    assert "MemoryError" in cause
+    check(result, [17], cause)
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_if_nothing_remains_nothing_counts() -> None:
     assert result.ledger.quarantined == 16
 
 
-def test_elements_that_can_not_be_alone_are_guilty_too() -> None:
+def test_elements_that_fail_only_together_are_culprits_too() -> None:
     doc = document([], run="needs_company")
     del doc["stages"]["a"]["with"]
     result = pipedist.run(doc, workers=2)
@@ -161,7 +161,7 @@ def test_retries_come_first_also_for_the_elements_and_for_the_rest(tmp_path: Pat
     assert result["all"].tolist() == [i for i in range(N) if i != 9]
 
 
-def test_a_stage_that_says_fail_still_fails_the_run() -> None:
+def test_a_stage_with_on_error_fail_still_fails_the_run() -> None:
     doc = document([17])
     doc["stages"] = {
         **doc["stages"],
@@ -173,7 +173,7 @@ def test_a_stage_that_says_fail_still_fails_the_run() -> None:
     assert (caught.value.stage, caught.value.step, caught.value.replica) == ("b", 1, 0)
 
 
-def test_several_stages_of_a_chain_each_have_their_guilty() -> None:
+def test_each_stage_of_a_chain_has_its_own_culprits() -> None:
     doc = document([17])
     doc["stages"] = {
         **doc["stages"],
@@ -321,7 +321,7 @@ def test_a_clean_run_after_it_leaves_no_list(tmp_path: Path) -> None:
     assert not (tmp_path / "out" / "quarantine.jsonl").exists()
 
 
-def test_a_run_that_is_resumed_knows_what_was_set_aside_before(tmp_path: Path) -> None:
+def test_a_resumed_run_restores_its_quarantine(tmp_path: Path) -> None:
     doc = document([3, 50], replicas=1)
     doc["dataset"]["batch"] = 4
     (tmp_path / "calls").mkdir()
@@ -357,7 +357,7 @@ def test_a_row_that_can_not_be_read_is_listed_with_why(tmp_path: Path) -> None:
     assert "can't be read" in line["note"]
 
 
-def test_the_command_line_says_so_and_exits_with_3(
+def test_the_command_line_reports_quarantined_elements_and_exits_with_3(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     doc = csv_document(tmp_path)

@@ -104,18 +104,18 @@ def test_the_part_of_a_reduction_is_that_of_its_call(finished: Path) -> None:
 @pytest.mark.parametrize(
     ("key", "text"),
     [
-        ("y/12/0", "there is no call y/12/0: dataset has 12 steps, counted from 0"),
-        ("y/0/2", "replicas are counted from 0 to 1"),
+        ("y/12/0", "there is no call y/12/0: dataset has 12 steps, numbered from 0"),
+        ("y/0/2", "replicas are numbered from 0 to 1"),
         ("z/12/1", "y has 12 steps"),
-        ("nothing/0/0", "the spec has no stage nothing; it has y, total, each, z, rows"),
+        ("nothing/0/0", "the spec has no stage nothing; its stages are y, total, each, z, rows"),
     ],
 )
-def test_what_is_no_call_is_refused(finished: Path, key: str, text: str) -> None:
+def test_a_call_that_does_not_exist_is_refused(finished: Path, key: str, text: str) -> None:
     assert text in refused(finished, key)
 
 
 @pytest.mark.parametrize("text", ["y", "y/1", "y/1/x", "/1/2", "y/-1/0", "y/1/2/3", "y/\u0661/0"])
-def test_what_is_no_key_is_refused(text: str) -> None:
+def test_a_malformed_key_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match=r"expected STAGE/STEP/REPLICA"):
         CallKey.of(text)
 
@@ -123,10 +123,10 @@ def test_what_is_no_key_is_refused(text: str) -> None:
 def test_an_empty_shard_has_no_call(tmp_path: Path) -> None:
     spec = NOISY.replace("range: 42, batch: 8", "range: 9, batch: 8")
     pipedist.run(written(tmp_path, spec), workers=1, output=tmp_path / "out")
-    assert "of step 1 the shard of replica 1 is empty" in refused(tmp_path / "out", "y/1/1")
+    assert "the shard of replica 1 in step 1 is empty" in refused(tmp_path / "out", "y/1/1")
 
 
-def test_a_changed_spec_is_refused_and_changed_code_is_said(tmp_path: Path) -> None:
+def test_a_changed_spec_is_refused_and_changed_code_is_reported(tmp_path: Path) -> None:
     (tmp_path / "mine_replayed.py").write_text("def f(x):\n    return x * 2\n")
     spec = """
 pipedist: 1
@@ -183,7 +183,7 @@ def test_a_damaged_journal_is_an_error(finished: Path, tmp_path: Path) -> None:
         pass
 
 
-# -- what failed, and what was set aside -------------------------------------------------------------
+# -- failed and quarantined calls --------------------------------------------------------------------
 
 
 def test_the_error_of_a_call_names_the_command_and_the_command_finds_it(tmp_path: Path) -> None:
@@ -200,7 +200,7 @@ def test_the_error_of_a_call_names_the_command_and_the_command_finds_it(tmp_path
     assert (made.failure.name, made.failure.text) == ("Indigestible", "elements [17]")
     assert made.failure.traceback == error.remote_traceback
     assert made.error is not None
-    assert "the run did not come to call z/0/0: y, before it, is not complete" in refused(out, "z/0/0")
+    assert "the run did not reach call z/0/0: the earlier pass y is incomplete" in refused(out, "z/0/0")
 
 
 def test_quarantined_elements_are_skipped_and_can_be_replayed_alone(tmp_path: Path) -> None:
@@ -224,10 +224,10 @@ def test_quarantined_elements_are_skipped_and_can_be_replayed_alone(tmp_path: Pa
         assert alone.elements == (line["element"],)
         assert failed.failure is not None
         assert failed.failure.text == f"elements [{line['element']}]"
-    assert "element 99 is not of call" in refused(out, key, 99)
+    assert "element 99 does not belong to call" in refused(out, key, 99)
 
 
-def test_a_shard_that_was_set_aside_as_a_whole_is_executed_whole(tmp_path: Path) -> None:
+def test_a_quarantined_shard_is_replayed_with_all_its_elements(tmp_path: Path) -> None:
     spec = f"""
 pipedist: 1
 name: whole
@@ -245,7 +245,7 @@ outputs: {{n: n.json}}
     assert {(line["call"], line["alone"]) for line in lines} == {("y/0/0", False)}
     replay, made = again(out, "y/0/0")
     assert replay.elements == tuple(range(8))
-    assert "set aside as a whole" in replay.notes[0]
+    assert "the whole shard was quarantined" in replay.notes[0]
     assert made.failure is not None
 
 
@@ -344,7 +344,7 @@ def test_a_call_that_failed_reads_the_state_that_it_read(tmp_path: Path, step: i
         text = refused(out, f"g/{step + 1}/0")
         assert f"read version {step + 1} of state w (one a step), which is not kept" in text
         assert f"the journal has versions 1 to {step}. " in text
-        assert "have the function raise at this step" in text
+        assert "let the function raise at this step" in text
 
 
 @pytest.fixture(scope="module")
@@ -395,7 +395,7 @@ def test_a_version_that_is_large_is_not_kept(tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("part_bytes_max", [200, state_history.PART_BYTES_MAX])
-def test_versions_go_on_in_a_run_that_is_resumed(
+def test_versions_continue_in_a_resumed_run(
     tmp_path: Path, part_bytes_max: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(state_history, "PART_BYTES_MAX", part_bytes_max)
@@ -467,8 +467,8 @@ def test_a_call_that_kills_its_process_shows_where(tmp_path: Path) -> None:
     (tmp_path / "spec.yaml").write_text(json.dumps(document))
     pipedist.run(tmp_path / "spec.yaml", workers=2, output=tmp_path / "out")
     [line] = (tmp_path / "out" / "quarantine.jsonl").read_text().splitlines()
-    said = json.loads(line)
-    done = command("out", "--call", said["call"], "--element", str(said["element"]), cwd=tmp_path)
+    entry = json.loads(line)
+    done = command("out", "--call", entry["call"], "--element", str(entry["element"]), cwd=tmp_path)
     assert done.returncode == -signal.SIGSEGV
     assert "Fatal Python error: Segmentation fault" in done.stderr
     assert "in deadly" in done.stderr

@@ -136,7 +136,9 @@ def sums(a: Any, b: Any) -> Any:
 
 
 @pytest.mark.parametrize("file", ["t.csv", "t.npy", "t.parquet"])
-def test_what_a_file_can_not_hold_is_told_with_the_first_step(tmp_path: Path, file: str) -> None:
+def test_a_value_that_does_not_fit_its_file_is_reported_with_the_first_step(
+    tmp_path: Path, file: str
+) -> None:
     spec = document(
         y={"run": tree_of_arrays},
         g={"gather": 0, "of": "dataset"},
@@ -242,7 +244,7 @@ def test_what_can_not_be_gathered_is_located() -> None:
         pipedist.run(spec, workers=1)
 
 
-def test_a_missing_value_says_which_are_there() -> None:
+def test_the_error_of_a_missing_value_lists_the_available_ones() -> None:
     spec = document(y={"run": f"{F}:double"}, t={"reduce": "sum", "of": "y", "axis": 0})
     result = pipedist.run(spec, workers=1)
     assert "y" not in result
@@ -254,7 +256,7 @@ def test_a_missing_value_says_which_are_there() -> None:
 
 
 @pytest.mark.asyncio
-async def test_arguments_that_make_no_sense(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_invalid_arguments_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from pipedist.spec import load
 
     monkeypatch.chdir(tmp_path)
@@ -263,12 +265,12 @@ async def test_arguments_that_make_no_sense(tmp_path: Path, monkeypatch: pytest.
     closed = pipedist.LocalCluster(workers=1)
     with pytest.raises(pipedist.UsageError, match="not both"):
         pipedist.open(spec, cluster=closed, workers=2)
-    with pytest.raises(pipedist.UsageError, match="too late"):
+    with pytest.raises(pipedist.UsageError, match="a spec that is already loaded"):
         pipedist.open(loaded, params={"a": 1})
     for workers in (0, -1, True, "4", 1.5):
-        with pytest.raises(pipedist.UsageError, match="workers: expected an integer"):
+        with pytest.raises(pipedist.UsageError, match="`workers` must be an integer"):
             pipedist.run(spec, workers=workers)  # type: ignore[arg-type]
-        with pytest.raises(pipedist.UsageError, match="workers: expected an integer"):
+        with pytest.raises(pipedist.UsageError, match="`workers` must be an integer"):
             pipedist.LocalCluster(workers=workers)  # type: ignore[arg-type]
     run = pipedist.open(spec, cluster=closed)
     for early in (run.results(), anext(run.steps("t"))):

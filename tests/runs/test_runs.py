@@ -158,10 +158,10 @@ def test_a_module_that_runs_its_own_functions_where_it_is_imported(
         [sys.executable, *what], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode == 1, done.stderr
-    told = "asyncio.run() cannot be called" if imported_by == "process" and top != "run" else "__main__"
+    expected = "asyncio.run() cannot be called" if imported_by == "process" and top != "run" else "__main__"
     assert "importing selfish failed" in done.stderr
-    assert told in done.stderr
-    if told == "__main__" and (imported_by, top) != ("workers", "run-in-a-loop"):
+    assert expected in done.stderr
+    if expected == "__main__" and (imported_by, top) != ("workers", "run-in-a-loop"):
         assert "(selfish.py, line " in done.stderr
 
 
@@ -260,7 +260,7 @@ async def test_a_cluster_is_shared_by_several_runs_at_once() -> None:
 
 
 @pytest.mark.asyncio
-async def test_leaving_early_cancels_and_the_cluster_goes_on() -> None:
+async def test_leaving_early_cancels_the_run_but_not_the_cluster() -> None:
     async with pipedist.LocalCluster(workers=2) as cluster:
         async with pipedist.open(document(n=4000, y={"run": f"{F}:jittered"}), cluster=cluster) as run:
             async for step in run.steps("y"):

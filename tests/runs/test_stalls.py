@@ -73,14 +73,14 @@ async def test_a_call_that_does_not_return(tmp_path: Path) -> None:
             assert [(w["stages"], w["calls"]) for w in of("running", waits)] == [("y", 1)] * 2
             assert {w["worker"] for w in of("running", waits)} == {"w0", "w1"}
             live = tmp_path / "out" / PRIVATE / LIVE
-            told = await anyio.to_thread.run_sync(query_status, live, PATIENCE_S)
-            assert told is not None
-            said = json.loads(told)
-            assert (said["run"], said["state"], said["phases"]) == (run.id, "running", 1)
-            assert said["passes"][0]["steps_done"] == 1
-            assert said["silent_s"] > 0.0
+            status = await anyio.to_thread.run_sync(query_status, live, PATIENCE_S)
+            assert status is not None
+            report = json.loads(status)
+            assert (report["run"], report["state"], report["phases"]) == (run.id, "running", 1)
+            assert report["passes"][0]["steps_done"] == 1
+            assert report["silent_s"] > 0.0
             assert stat.S_IMODE(live.stat().st_mode) == 0o700
-            text = "\n".join(lines(said))
+            text = "\n".join(lines(report))
             assert "workers: 2 ready, 2 of them busy" in text
             assert "y: step 1, replica 0: running on w" in text
             (tmp_path / "go").touch()
@@ -122,10 +122,10 @@ def test_a_worker_that_is_ahead_of_what_it_has_sent() -> None:
     program = {"stages": ("a", "b"), "stage_of": lambda running: "ab"[running.stage - 1]}
     handle = SimpleNamespace(name="a -> b", settings=PassSettings(2), policy=SimpleNamespace(**program))
     wait = Wait(1, Reason.RUNNING, 4, 5, worker="w0", for_s=1.0, lease=7)
-    said = Explanation(0.0, (wait,), 1, 1, (), ())
+    report = Explanation(0.0, (wait,), 1, 1, (), ())
 
     def named(running: tuple[int, int, int] | None) -> tuple[str, str]:
-        [waiting] = name_all(said, {1: cast(Any, handle)}, lambda _worker: running).waits
+        [waiting] = name_all(report, {1: cast(Any, handle)}, lambda _worker: running).waits
         return waiting.stage, waiting.text
 
     assert named((7, 4, 2)) == ("b", "in stage b")
@@ -148,7 +148,7 @@ async def test_a_subscriber_that_takes_nothing(tmp_path: Path) -> None:
         await anext(stream)
         waits = await until(run, lambda waits: bool(of("subscriber", waits)))
         [wait] = of("subscriber", waits)
-        assert wait["text"] == "whoever streams y has 64 items to take"
+        assert wait["text"] == "the reader of the stream of y has not taken 64 items"
         await stream.aclose()
 
 
@@ -167,14 +167,14 @@ async def test_a_state_that_is_not_there_yet(tmp_path: Path) -> None:
         [wait] = of("state", waits)
         assert (wait["step"], wait["text"]) == (
             2,
-            "step 2 reads the states that the updates after step 1 make",
+            "step 2 reads the states that are updated after step 1",
         )
         assert {(w["step"], w["stages"]) for w in of("running", waits)} == {(1, "y")}
         (tmp_path / "go").touch()
 
 
 @pytest.mark.asyncio
-async def test_a_disk_that_does_not_answer() -> None:
+async def test_a_slow_disk_is_reported_as_the_reason() -> None:
     answered = threading.Event()
 
     class Slow:
@@ -198,13 +198,13 @@ async def test_the_journal_and_the_outputs_are_named(tmp_path: Path) -> None:
         await run.results()
         execution = run._execution
         assert execution is not None
-        said = document("r", "n", "running", execution)
-        assert [wait["reason"] for wait in said["waits"]] == ["outputs"]
+        report = document("r", "n", "running", execution)
+        assert [wait["reason"] for wait in report["waits"]] == ["outputs"]
         execution._journal = RunJournal(None, None, "")  # type: ignore[arg-type]
         execution._journal.committing_since = 0.0
-        said = document("r", "n", "running", execution)
-        assert [wait["reason"] for wait in said["waits"]] == ["journal"]
-        assert "waits for journal for" in lines(said)[-1]
+        report = document("r", "n", "running", execution)
+        assert [wait["reason"] for wait in report["waits"]] == ["journal"]
+        assert "waits for journal for" in lines(report)[-1]
 
 
 # -- the door ------------------------------------------------------------------------------------------
@@ -217,7 +217,7 @@ async def asked(folder: Path, answer: Callable[[], bytes], then: Callable[[], Aw
 
 
 @pytest.mark.asyncio
-async def test_a_long_path_and_a_long_answer(tmp_path: Path) -> None:
+async def test_the_status_socket_has_a_long_path_and_a_long_status(tmp_path: Path) -> None:
     folder = tmp_path / ("x" * 120) / "live"
     folder.parent.mkdir()
     answer = b"y" * 5_000_000
@@ -246,7 +246,7 @@ async def test_what_a_killed_run_has_left_is_replaced(tmp_path: Path) -> None:
 
 
 @pytest.mark.asyncio
-async def test_who_does_not_read_keeps_nobody(tmp_path: Path) -> None:
+async def test_a_client_that_does_not_read_delays_nothing(tmp_path: Path) -> None:
     folder = tmp_path / "live"
     with socket.socket(socket.AF_UNIX) as idle:
 
@@ -259,7 +259,7 @@ async def test_who_does_not_read_keeps_nobody(tmp_path: Path) -> None:
 
 
 @pytest.mark.asyncio
-async def test_who_comes_in_the_moment_of_the_end_keeps_nobody() -> None:
+async def test_a_connection_during_shutdown_delays_nothing() -> None:
     over = asyncio.Event()
     over.set()
     ours, theirs = socket.socketpair()
@@ -279,11 +279,11 @@ async def test_a_link_in_the_place_of_the_folder_is_not_followed(tmp_path: Path)
     assert os.listdir(tmp_path / "elsewhere") == []
 
 
-def test_a_run_that_does_not_answer_is_told(tmp_path: Path) -> None:
+def test_a_run_that_does_not_answer_is_reported(tmp_path: Path) -> None:
     folder = tmp_path / "live"
     folder.mkdir()
     with socket.socket(socket.AF_UNIX) as busy:
         busy.bind(str(folder / "why"))
         busy.listen()
-        with pytest.raises(UsageError, match="is alive, and has not answered within"):
+        with pytest.raises(UsageError, match="is alive, but has not answered within"):
             query_status(folder, 0.1)

@@ -116,7 +116,7 @@ async def test_a_wait_that_is_cancelled_loses_no_item(kind: str, tmp_path: Path)
         for _ in range(2):
             waiting = asyncio.create_task(anext(stream))
             await asyncio.sleep(0)
-            with pytest.raises(RuntimeError, match="two tasks wait for one stream"):
+            with pytest.raises(RuntimeError, match="two tasks are waiting for one stream"):
                 await anext(stream)
             waiting.cancel()
             with pytest.raises(asyncio.CancelledError):
@@ -130,7 +130,7 @@ async def test_a_wait_that_is_cancelled_loses_no_item(kind: str, tmp_path: Path)
 
 
 @pytest.mark.asyncio
-async def test_a_stream_that_nobody_has_any_more_holds_no_run(tmp_path: Path) -> None:
+async def test_a_garbage_collected_stream_does_not_block_its_run(tmp_path: Path) -> None:
     last = str(tmp_path / "last")
 
     def tell_the_last(x: Any) -> Any:
@@ -202,7 +202,7 @@ async def test_a_reduce_and_a_gather_of_a_stream_are_that_steps_own() -> None:
 
 
 @pytest.mark.asyncio
-async def test_streams_that_make_no_sense(tmp_path: Path) -> None:
+async def test_invalid_streams_are_refused(tmp_path: Path) -> None:
     spec = document(
         y={"run": f"{F}:double"},
         t={"reduce": "sum", "of": "y", "axis": 0},
@@ -211,8 +211,8 @@ async def test_streams_that_make_no_sense(tmp_path: Path) -> None:
     async with asyncio.timeout(100), pipedist.LocalCluster(workers=1) as cluster:
         for wrong, names, text in (
             ("steps", (), "at least one stage"),
-            ("steps", ("nope",), "no stage 'nope' to stream; there are: y, t, z"),
-            ("steps", ("y", "z"), "not made in one reading"),
+            ("steps", ("nope",), "no stage 'nope' to stream; available: y, t, z"),
+            ("steps", ("y", "z"), "belong to different passes"),
             ("as_completed", ("t",), "no value per replica"),
         ):
             async with pipedist.open(spec, cluster=cluster) as run:
@@ -220,7 +220,7 @@ async def test_streams_that_make_no_sense(tmp_path: Path) -> None:
                     await anext(getattr(run, wrong)(*names))
         async with pipedist.open(spec, cluster=cluster) as run:
             await run.results()
-            with pytest.raises(pipedist.UsageError, match="has begun"):
+            with pytest.raises(pipedist.UsageError, match="has already begun"):
                 await anext(run.steps("y"))
         filed = {**TOTAL, "outputs": {"t": "t.json"}}
         async with pipedist.open(filed, cluster=cluster, output=tmp_path / "o") as run:
@@ -299,7 +299,7 @@ async def test_cancellation_from_outside() -> None:
 
 
 @pytest.mark.asyncio
-async def test_a_run_that_was_left_before_it_began_says_so() -> None:
+async def test_a_run_that_was_left_before_it_began_raises() -> None:
     async with pipedist.LocalCluster(workers=1) as cluster:
         run = pipedist.open(TOTAL, cluster=cluster)
         async with run:

@@ -181,7 +181,7 @@ def test_a_step_reads_the_state_before_it(per: str, read: list[int], final: int)
 
 
 @pytest.mark.parametrize("per", ["step", "epoch", "run"])
-def test_a_state_that_nobody_reads(per: str) -> None:
+def test_a_state_that_no_stage_reads(per: str) -> None:
     result = pipedist.run(counting(per), workers=2)
     assert result["state"] == 130
     assert dict(result) == {"total": result["total"], "state": 130}
@@ -376,14 +376,14 @@ def test_an_update_that_raises_is_the_error_of_its_stage() -> None:
         ({"until": f"{F}:nothing"}, r"`until` returned None of type NoneType, .*: is a `return` missing"),
     ],
 )
-def test_a_missing_return_is_told_and_so_is_a_number_for_a_truth(keys: dict[str, Any], text: str) -> None:
+def test_a_missing_return_and_a_number_for_a_bool_are_reported(keys: dict[str, Any], text: str) -> None:
     document = counting("step")
     document["stages"]["state"] |= keys
     with pytest.raises(FoldError, match=text):
         pipedist.run(document, workers=1)
 
 
-def test_a_state_that_does_not_fit_its_file_is_told_with_the_first_update(tmp_path: Path) -> None:
+def test_a_state_that_does_not_fit_its_file_is_reported_with_the_first_update(tmp_path: Path) -> None:
     document = counting("step")
     document["stages"]["state"] |= {"update": f"{F}:append", "init": []}
     document["outputs"] = {"state": "state.npy"}
@@ -519,7 +519,7 @@ def test_a_gang_has_all_replicas_also_those_without_elements(workers: int) -> No
 
 
 @pytest.mark.asyncio
-async def test_what_a_stage_says_of_its_collectives_reaches_them() -> None:
+async def test_a_stage_configures_its_collectives() -> None:
     async with pipedist.LocalCluster(workers=2, shared_memory=False) as cluster:
 
         async def values(collectives: object) -> object:

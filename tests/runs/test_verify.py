@@ -98,7 +98,7 @@ def test_combine_functions_and_updates_are_verified_too() -> None:
     assert caught.value.stage == "s"
 
 
-def test_the_command_says_what_was_verified(tmp_path: Path) -> None:
+def test_the_command_reports_the_verification(tmp_path: Path) -> None:
     def run(document: dict[str, Any]) -> subprocess.CompletedProcess[str]:
         (tmp_path / "spec.yaml").write_text(json.dumps({**document, "code": str(ROOT)}))
         command = [sys.executable, "-m", "pipedist", "run", "spec.yaml", "--verify", "--workers", "2"]
@@ -106,10 +106,8 @@ def test_the_command_says_what_was_verified(tmp_path: Path) -> None:
 
     done = run(spec("steady"))
     assert done.returncode == 0, done.stderr
-    assert (
-        "pipedist: every call was executed twice in a row, in one process, and gave the same. " in done.stderr
-    )
-    assert "run again with other --workers and another --output, and compare the files\n" in done.stderr
+    assert "pipedist: every call was executed twice in one process, with equal results. " in done.stderr
+    assert "Run again with other --workers and another --output, and compare the files\n" in done.stderr
     done = run(spec("clock"))
     assert done.returncode == 1
     assert "stage y, step 0, replica 0, worker w" in done.stderr
