@@ -37,7 +37,7 @@ def test_an_array_that_is_changed_in_place_is_told_how_not_to_be() -> None:
     with pytest.raises(pipedist.CallError) as caught:
         pipedist.run(document("doubles_in_place"), workers=1)
     assert str(caught.value.__cause__) == "output array is read-only"
-    assert "read-only: change a copy of them" in str(caught.value)
+    assert "read-only: change a copy" in str(caught.value)
 
 
 @pytest.mark.parametrize("workers", [1, 3])

@@ -166,7 +166,7 @@ async def test_what_a_merged_function_may_not_do() -> None:
     for told in await run("merge_misuse", [0] * 2):
         assert ["inside merge_call" in text for text in told] == [True] * 5
         assert "use reduce" in told[3]
-        assert "stand on the strategy itself" in told[4]
+        assert "are on the strategy itself" in told[4]
 
 
 async def test_a_gang_that_is_cancelled_while_it_waits_ends_and_the_next_lease_runs() -> None:
@@ -258,7 +258,7 @@ async def test_a_collective_outside_of_a_gang_says_what_to_add() -> None:
             assert (failed.name, failed.text) == (
                 "RuntimeError",
                 "a collective needs every replica of the step at once: add `collectives: true` to stage s0 "
-                "(a closure of ClusterCoordinator.schedule runs alone, and meets nobody)",
+                "(a closure of ClusterCoordinator.schedule has no other replicas)",
             )
 
 

@@ -335,7 +335,7 @@ async def test_a_crash_names_the_call_and_its_code(
         ("exit_softly", "SystemExit", "the function called sys.exit(5)"),
         ("exit_in_loop", "SystemExit", "the function called sys.exit(5)"),
         ("Exits", "SystemExit", "the function called sys.exit(5)"),
-        ("interrupt", "KeyboardInterrupt", "the function raised it: a worker has no Ctrl-C"),
+        ("interrupt", "KeyboardInterrupt", "the function raised it; a worker ignores Ctrl-C"),
         ("base_exception", "Custom", "gone"),
     ],
 )
