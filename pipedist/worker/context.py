@@ -1,4 +1,4 @@
-"""The replica context: what a replica function can query about its call, and its collectives.
+"""The replica context: information about the running call, and its collectives.
 
 `ctx.rng` is the only source of randomness that keeps results reproducible: a PCG64 generator whose
 `numpy.random.SeedSequence` has the entropy

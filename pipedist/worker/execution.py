@@ -1,8 +1,7 @@
 """Execution of calls: a pass's program, applied to one shard at a time.
 
-Each call runs the program's stages in order and collects the values that the program emits. The order of the calls
-of a lease is the matter of `pipedist.worker.lease_run`, and in a gang of `pipedist.worker.gangs`. In a gang, a shard
-may be empty: only stages that call collectives are called with it, and the outcome lacks the values of the others.
+Each call runs the program's stages in order and collects the values that the program emits. `pipedist.worker.lease_run`
+orders the calls of a lease, `pipedist.worker.gangs` those of a gang. In a gang, a shard may be empty: only stages that call collectives are called with it, and the outcome lacks the values of the others.
 
 With `--verify`, each call is executed twice, and the values of its stages are compared leaf by leaf, by digests of
 the bytes that would be sent. Leaves that cannot be sent (in a value that never leaves the worker) are not compared:
