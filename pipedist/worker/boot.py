@@ -38,7 +38,7 @@ THREAD_VARIABLES = (
 
 
 def command(module: str, arguments: Mapping[str, object]) -> list[str]:
-    """Return the command line that calls `main(arguments)` of a module of pipedist.
+    """Return the command line that calls `main(arguments)` of a module.
 
     Args:
         module: its full name.
@@ -57,7 +57,7 @@ def command(module: str, arguments: Mapping[str, object]) -> list[str]:
 
 
 def environment(threads: int) -> dict[str, str]:
-    """Return this process's environment with the number of threads of numeric libraries.
+    """Return this environment with a number of threads for numeric libraries.
 
     The libraries read it when they are loaded, and their results depend on it.
 
@@ -68,7 +68,7 @@ def environment(threads: int) -> dict[str, str]:
 
 
 def describe_exit(code: int) -> str:
-    """Return the end of a process as text: "exit code 3", "signal 11 (SIGSEGV)".
+    """Return the end of a process as text: "exit code 3", "signal 9 (SIGKILL)".
 
     Args:
         code: as `Popen.returncode`; negative for a signal.

@@ -46,7 +46,7 @@ _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 @dataclass(frozen=True, slots=True)
 class ClusterTask:
-    """The program of a cluster in which a replica function runs, if each host has one.
+    """The program of a cluster in which a replica function runs.
 
     Args:
         type: its role: "chief", "worker", ...
@@ -62,7 +62,7 @@ _task: ClusterTask | None = None
 
 
 def set_task(text: str) -> None:
-    """Set the program of a cluster to which this process belongs: "worker/1"; "": none."""
+    """Set this process's program of a cluster: "worker/1"; "": none."""
     global _task
     role, slash, index = text.rpartition("/")
     _task = ClusterTask(role, int(index)) if slash else None
@@ -80,7 +80,7 @@ class Collectives(Protocol):
 
 
 class ReplicaContext:
-    """The context of the running call of a replica function (tf.distribute.ReplicaContext).
+    """The context of a replica function's call (tf.distribute.ReplicaContext).
 
     Its collectives (`all_reduce`, `all_gather`, `broadcast`, `barrier`, `merge_call`) involve all replicas of the
     step. Every replica must call the same ones in the same order; they are numbered, and if two replicas differ, or
@@ -155,7 +155,10 @@ class ReplicaContext:
 
     @property
     def rng(self) -> Generator:
-        """The call's own random generator; every attempt of the call gets the same numbers."""
+        """The call's own random generator.
+
+        Every attempt of the call gets the same numbers.
+        """
         if self._rng is None:
             from numpy.random import PCG64, Generator, SeedSequence  # most functions draw no numbers
 
@@ -165,7 +168,10 @@ class ReplicaContext:
 
     @property
     def cluster(self) -> ClusterTask | None:
-        """The program of `open_cluster` to which this worker belongs, or None; no result may depend on it."""
+        """The program of `open_cluster` to which this worker belongs, or None.
+
+        No result may depend on it.
+        """
         return _task
 
     @property
@@ -181,7 +187,7 @@ class ReplicaContext:
     def all_reduce(
         self, reduce_op: ReduceOp | str, value: Tree, options: CommunicationOptions | None = None
     ) -> Any:
-        """Reduce all replicas' values, element by element (tf.distribute.ReplicaContext.all_reduce).
+        """Reduce all replicas' values (tf.distribute.ReplicaContext.all_reduce).
 
         The result equals `Strategy.reduce(reduce_op, value, axis=None)`, bit for bit: the values are folded in the
         order of replica ids, in a fixed tree. A value is always reduced, even if all replicas have the same object
@@ -207,7 +213,7 @@ class ReplicaContext:
         return self._call(_requests().all_reduce(reduce_op, value, options, _call_site()))
 
     def all_gather(self, value: Tree, axis: int, options: CommunicationOptions | None = None) -> Any:
-        """Concatenate all replicas' arrays, in replica order (tf.distribute.ReplicaContext.all_gather).
+        """Concatenate all replicas' arrays (tf.distribute.ReplicaContext.all_gather).
 
         Args:
             value: a tree of arrays of rank >= 1 and any dtype; sizes may differ along `axis` only.
@@ -261,7 +267,7 @@ class ReplicaContext:
     def merge_call(
         self, fn: Callable[..., Tree], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Call a function once for all replicas (tf.distribute.ReplicaContext.merge_call).
+        """Call a function once for all replicas (ReplicaContext.merge_call).
 
         When all replicas have called it, `fn(strategy, *args, **kwargs)` runs in replica 0's worker, in
         cross-replica context. There is no replica context inside; `strategy` has `reduce`, `gather`,
@@ -304,7 +310,7 @@ class ReplicaContext:
     def _collective(
         self, kind: str, tree: Tree, op: ReduceOp | str = "sum", source: int = 0, label: str = ""
     ) -> Any:
-        """Execute a collective on behalf of another operation, its label ("assign_add of variable 'w'")."""
+        """Execute a collective on behalf of another operation, its label."""
         if kind == _requests().ALL_REDUCE:
             request = _requests().all_reduce(op, tree, None, _call_site())
         else:
@@ -338,7 +344,10 @@ async def _merged(result: Any, variables: VariablesOfReplica) -> Tree:
 
 @cache
 def _requests() -> Any:  # a module
-    """Return the module of requests. Most functions call no collectives; the others call many."""
+    """Return the module of requests.
+
+    Most functions call no collectives; the others call many.
+    """
     from pipedist.collectives import requests
 
     return requests
@@ -364,7 +373,7 @@ current: ContextVar[ReplicaContext | None] = ContextVar("pipedist_replica_contex
 
 
 def get_replica_context() -> ReplicaContext | None:
-    """Return the context of the running call, or None outside a replica function.
+    """Return the context of the running call; None outside replica functions.
 
     tf.distribute has a default replica context outside of any strategy; pipedist has none, so the result also
     shows whether a replica function runs.
@@ -377,7 +386,7 @@ def get_replica_context() -> ReplicaContext | None:
 
 
 def _in_cross_replica_context(fn: Callable[..., Tree], replicas: int) -> Callable[..., Tree]:
-    """Return a function that calls `fn` in cross-replica context, with the strategy as first argument."""
+    """Return a function that calls `fn` in cross-replica context."""
 
     def body(*args: Any, **kwargs: Any) -> Tree:
         strategy, ctx = MergeStrategy(replicas), current.get()

@@ -49,7 +49,9 @@ class Devices:
         """The value with which the worker was started; None: all devices are visible."""
 
     def show(self, devices: Sequence[str]) -> None:
-        """Make the CUDA devices of this process's replicas visible; other devices always are.
+        """Make the CUDA devices of this process's replicas visible.
+
+        Other devices always are.
 
         Args:
             devices: of its replicas, "cuda:1", "cpu:0".

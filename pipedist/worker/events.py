@@ -40,7 +40,7 @@ class DataFound(Struct, frozen=True):
 
 
 class CallsFinished(Struct, frozen=True):
-    """Calls [lo, hi) of the executing lease returned; the driver holds their encoded results."""
+    """Calls [lo, hi) returned; the driver holds their encoded results."""
 
     lease: int
     lo: int
@@ -49,7 +49,7 @@ class CallsFinished(Struct, frozen=True):
 
 
 class CallRaised(Struct, frozen=True):
-    """A call of the executing lease raised, or its result cannot be sent; see `messages.Failed`."""
+    """A call raised, or its result cannot be sent; see `messages.Failed`."""
 
     lease: int
     call: int
@@ -63,14 +63,14 @@ class CallRaised(Struct, frozen=True):
 
 
 class CollectiveReached(Struct, frozen=True):
-    """The executing lease's replicas reached collective `number`; the driver holds their contribution."""
+    """The executing lease's replicas reached collective `number`."""
 
     lease: int
     number: int
 
 
 class CollectiveOverdue(Struct, frozen=True):
-    """A collective of the executing lease has exceeded its `timeout_s`; see `messages.Stalled`."""
+    """A collective has exceeded its `timeout_s`; see `messages.Stalled`."""
 
     lease: int
     members: tuple[str, ...]
@@ -84,13 +84,13 @@ class RestartNeeded(Struct, frozen=True):
 
 
 class LeaveRequested(Struct, frozen=True):
-    """The launcher or supervisor ends the worker; finished calls are reported first."""
+    """The launcher or supervisor ends the worker."""
 
     reason: str
 
 
 class SliceEnded(Struct, frozen=True):
-    """The driver has ended an Execute, and has reported all of its finished calls."""
+    """The driver has ended an Execute, and reported all finished calls."""
 
     lease: int
 

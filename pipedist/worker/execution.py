@@ -1,7 +1,9 @@
 """Execution of calls: a pass's program, applied to one shard at a time.
 
-Each call runs the program's stages in order and collects the values that the program emits. `pipedist.worker.lease_run`
-orders the calls of a lease, `pipedist.worker.gangs` those of a gang. In a gang, a shard may be empty: only stages that call collectives are called with it, and the outcome lacks the values of the others.
+Each call runs the program's stages in order and collects the values that the program emits.
+`pipedist.worker.lease_run` orders the calls of a lease, `pipedist.worker.gangs` those of a gang. In a gang, a
+shard may be empty: only stages that call collectives are called with it, and the outcome lacks the values of the
+others.
 
 With `--verify`, each call is executed twice, and the values of its stages are compared leaf by leaf, by digests of
 the bytes that would be sent. Leaves that cannot be sent (in a value that never leaves the worker) are not compared:
@@ -137,7 +139,9 @@ class PassExecutor:
             stage.use(states, values)
 
     def overlaps(self, call: Call) -> bool:
-        """Return whether calls may overlap. Loads the functions; the calls raise its errors.
+        """Return whether calls may overlap.
+
+        Loads the functions; the calls raise its errors.
 
         Args:
             call: the first call; output of the imported modules belongs to it.
@@ -201,7 +205,10 @@ class PassExecutor:
         return values
 
     async def run_among_others(self, call: Call, shards: LeaseShards) -> Result:
-        """Execute one call outside of a gang, as a task of the running loop; see `run`."""
+        """Execute one call outside of a gang, as a task of the running loop.
+
+        See `run`.
+        """
         shard = self._find(call, shards)
         values = await self._values_among_others(call, shard)
         if self.program.verify:
@@ -251,7 +258,7 @@ class PassExecutor:
         return shard
 
     def _enter(self, stage: Stage, number: int, call: Call, shard: Shard) -> ReplicaContext:
-        """Prepare the function of a stage, number `number` from 1; return its context."""
+        """Prepare the function of stage `number`, from 1; return its context."""
         call.stage = stage.name
         if self._records_stage:
             self.clock.enter(number)
@@ -299,7 +306,10 @@ class PassExecutor:
         return plain(result)
 
     def _emit(self, call: Call, shard: Tree, values: list[Tree], empty: bool) -> Result:
-        """Collect the outcome of the call. Empties `values`, so that new arrays need no copy."""
+        """Collect the outcome of the call.
+
+        Empties `values`, so that new arrays need no copy.
+        """
         call.permanent = True
         gang = call.gang
         if self._sole is not None and not empty and (gang is None or gang.variables is None):
@@ -374,7 +384,7 @@ class PassExecutor:
         )
 
     def unsendable(self, number: int, outcome: Outcome) -> CallFailure | None:
-        """Return the failure of a call whose outcome cannot be sent; None if it can."""
+        """Return the failure of a call whose outcome cannot be sent, or None."""
         for slot, value in outcome.items():
             try:
                 encode(value)

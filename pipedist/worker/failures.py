@@ -48,7 +48,7 @@ _WITHOUT_TRACEBACK = (PipedistError, TypeError, ValueError)
 
 
 class CallFailure(Struct, frozen=True):
-    """The failure of a call; the fields of `pipedist.protocol.messages.Failed`.
+    """The failure of a call; see `pipedist.protocol.messages.Failed`.
 
     Args:
         call: its number in the pass.
@@ -116,7 +116,7 @@ def _formatted(error: BaseException, in_user_code: bool) -> str:
 
 
 def user_frames(tb: TracebackType | None) -> TracebackType | None:
-    """Return the traceback from the frame of a stage's function on; None if it has none."""
+    """Return the traceback from a stage's function on; None without one."""
     first = tb
     while tb is not None:
         if tb.tb_frame.f_code.co_filename in _CALLERS:
@@ -126,7 +126,7 @@ def user_frames(tb: TracebackType | None) -> TracebackType | None:
 
 
 def user_stack(frame: FrameType) -> list[traceback.FrameSummary]:
-    """Return the stack of a thread from the frame of a stage's function on; [] if it has none."""
+    """Return the stack of a thread from a stage's function on; [] without one."""
     stack = traceback.extract_stack(frame)
     callers = [index for index, line in enumerate(stack) if line.filename in _CALLERS]
     return list(stack[callers[-1] + 1 :]) if callers else []

@@ -160,7 +160,7 @@ class WorkerMachine:
         return commands
 
     def deadline(self) -> float | None:
-        """Return when TimePassed, or a report of finished calls, is due; None: no deadline."""
+        """Return when TimePassed or a report is due; None: no deadline."""
         return self._due
 
     # -- joining and leaving ---------------------------------------------------------
@@ -310,7 +310,7 @@ class WorkerMachine:
     # -- execution -------------------------------------------------------------------
 
     def _execute(self, lease: AssignedLease | None, now: float) -> list[Command]:
-        """Execute a lease from its first unreported call; None: no lease is left, become ready."""
+        """Execute a lease from its first unreported call; None: become ready."""
         if lease is None:
             self.state = WorkerState.READY
             self._due = None

@@ -39,7 +39,7 @@ _RUNNING = struct.Struct("3q")
 
 
 def unpack_running(data: bytes) -> Running | None:
-    """Return the running call from a copy of a worker's memory; None: none, or unknown.
+    """Return the running call from a copy of a worker's memory, or None.
 
     The copy is not atomic: compare the lease before using the result.
     """
@@ -66,7 +66,10 @@ class Overdue(NamedTuple):
 
 
 class StageClock:
-    """Records the running stage's function and its time limit. The base class records nothing."""
+    """Records the running stage's function and its time limit.
+
+    The base class records nothing.
+    """
 
     @property
     def is_timing(self) -> bool:
@@ -182,7 +185,7 @@ class CallProgress:
 
 
 def end_of(progress: CallProgress, overdue: Overdue | None) -> tuple[Running | None, bool]:
-    """Return the running call of a process that has ended, and whether the parent killed it for that call.
+    """Return the last call of a process, and whether the parent killed it for that.
 
     Args:
         overdue: the function for which the parent killed it; None: it did not.
@@ -195,7 +198,7 @@ def end_of(progress: CallProgress, overdue: Overdue | None) -> tuple[Running | N
 
 
 class _Timed:
-    """A running function: its start, its time limit, and since when it waits for other replicas."""
+    """A running function: its start, its limit, and the start of its wait."""
 
     __slots__ = ("began_ns", "limit_ns", "paused_ns", "stage")
 
@@ -207,7 +210,10 @@ class _Timed:
 
 
 class _SharedClock(StageClock):
-    """Writes to the shared memory; of several functions, the running one, else the first that is due."""
+    """Writes to the shared memory.
+
+    Of several functions, the running one, else the first that is due.
+    """
 
     def __init__(self, cells: memoryview) -> None:
         self._cells = cells
@@ -275,7 +281,7 @@ class _SharedClock(StageClock):
 
 
 class Stepped:
-    """Awaits the result of a call, and records when the call has the thread, which it shares with others.
+    """Awaits the result of a call, and records when the call has the thread.
 
     Args:
         awaitable: the awaitable that an async function returned.

@@ -27,7 +27,7 @@ from pipedist.worker.variables.rules import (
 
 
 class ArrayOperators(NDArrayOperatorsMixin):
-    """Lets NumPy use an object as the array that it holds: `x @ w`, `np.dot(x, w)`, `w + 1`."""
+    """Lets NumPy use an object as an array: `x @ w`, `np.dot(x, w)`, `w + 1`."""
 
     __slots__ = ()
 
@@ -80,7 +80,7 @@ class Assignable(ArrayOperators, ABC):
         return self.value().copy()
 
     def assign(self, value: object) -> Any:
-        """Set the value. The subclass defines when it takes effect, and the result.
+        """Set the value. The subclass defines the time of effect, and the result.
 
         Args:
             value: an array of the variable's dtype and shape, or Python numbers.
@@ -148,7 +148,7 @@ class AnyVariable(Assignable, TfNames):
 
 
 class VariableCopy(Assignable):
-    """One copy of a variable, which the function of `Strategy.update` may change.
+    """A copy of a variable, which the function of `Strategy.update` may change.
 
     Assignments return the copy's new value, read-only.
 
@@ -179,7 +179,7 @@ def update_copies(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> tuple[list[Array], Tree]:
-    """Call a function for each copy of a variable (tf.distribute: `extended.update`).
+    """Call a function for each copy of a variable (StrategyExtended.update).
 
     Args:
         copies: a single one if all replicas have the same value: the function is then called once.
@@ -212,7 +212,7 @@ def update_copies(
 
 
 def component(traits: Traits, copies: Sequence[Array], *, mirrored: bool) -> Tree:
-    """Return the values of a variable on all replicas, for an operation that combines them.
+    """Return a variable's values on all replicas, for combining them.
 
     Args:
         copies: each replica's value; a single one if all have the same.
@@ -238,7 +238,7 @@ def plain(result: Tree) -> Tree:
 
 
 class ShardedVariable(Assignable):
-    """A variable whose rows are divided into shards, each a variable (tf.distribute's ShardedVariable).
+    """A variable whose rows are divided into shards (tf's ShardedVariable).
 
     NumPy can use it as an array, and rows can be indexed: `v[ids]` with an array of row numbers is
     tf.nn.embedding_lookup, and reads only these rows. Assignments set the rows of each shard, and return None; if

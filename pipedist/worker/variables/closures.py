@@ -87,7 +87,7 @@ class ClosureVariable(AnyVariable):
         self._number = number
 
     def value(self) -> Array:
-        """Return the value that was sent with the closure, changed by its assignments."""
+        """Return the value sent with the closure, changed by its assignments."""
         return self._held.value
 
     def __repr__(self) -> str:

@@ -76,7 +76,7 @@ class ReplicaVariable(AnyVariable):
         self._traits = traits
 
     def value(self) -> Array:
-        """Return this replica's current value, a read-only array, with shape () for a number.
+        """Return this replica's current value, a read-only array.
 
         Raises:
             RuntimeError: called outside of the replica function.
@@ -130,13 +130,16 @@ class BoundVariables:
             self.proxies[name] = ReplicaVariable(space, traits)
 
     def of(self, replica: int) -> ReplicaVariables:
-        """Return the variables of one replica; call it once for each replica of the lease."""
+        """Return the variables of one replica.
+
+        Call it once for each replica of the lease.
+        """
         variables = ReplicaVariables(self, replica)
         self._replicas.append(variables)
         return variables
 
     def copies(self, space: int) -> list[Array]:
-        """Return the first value of each replica; a single one if all have the same."""
+        """Return the first value of each replica; only one if all are the same."""
         value = self._values.get(space)
         if value is None:
             raise RuntimeError(
@@ -151,7 +154,7 @@ class BoundVariables:
         return copies[replica] if self.traits[space].copies else copies[0]
 
     def produced(self) -> list[tuple[int, int, Tree]]:
-        """Return the next versions that this worker knows completely: (space, version, tree)."""
+        """Return the next versions that this worker has: (space, version, tree)."""
         if not self._replicas:
             return []
         variables = self._replicas[0]
@@ -215,7 +218,9 @@ class ReplicaVariables:
         return new
 
     def assigned(self) -> Tree:
-        """Return the values that the call sends back, {space: value}; None if there are none.
+        """Return the values that the call sends back, {space: value}.
+
+        None if there are none.
 
         Replica 0 sends the value of a variable without copies; each replica sends its own copy. The arrays are
         read-only, and never change again.
@@ -232,7 +237,7 @@ class ReplicaVariables:
     def merge(
         self, fn: Callable[..., Tree], args: Sequence[Any], kwargs: Mapping[str, Any] | None
     ) -> tuple[Callable[..., Tree], tuple[Any, ...], dict[str, Any]]:
-        """Return the merge_call to make instead, in which `fn` has the variables of all replicas.
+        """Return the merge_call to make instead, with all replicas' variables.
 
         Args:
             fn, args, kwargs: as passed to `merge_call`, which adds the strategy as first argument.
@@ -274,7 +279,7 @@ class ReplicaVariables:
 
 
 class MergedVariables:
-    """The variables of a step inside merge_call, whose function runs once for all replicas.
+    """The variables of a step inside merge_call.
 
     Args:
         own: the variables of the replica in whose thread it runs.
@@ -295,7 +300,10 @@ class MergedVariables:
         return [self._own.value(space)] if found is None else found
 
     def components(self, value: Tree, *, mirrored: bool) -> Tree:
-        """Return a value with the replicas' values in place of its variables; see `VariablesOfMerge`."""
+        """Return a value with the replicas' values in place of its variables.
+
+        See `VariablesOfMerge`.
+        """
         traits = self._own._bound.traits
 
         def leaf(item: Any) -> Any:
@@ -330,7 +338,7 @@ class MergedVariables:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
     ) -> Tree:
-        """Call `fn(variable, *args, **kwargs)` for each replica's copy, which `fn` may assign."""
+        """Call `fn(variable, *args, **kwargs)` for each replica's copy."""
         if not isinstance(variable, ReplicaVariable):
             raise TypeError(
                 f"update needs a pipedist.Variable, not {variable!r} of type {type(variable).__name__}"
@@ -344,7 +352,7 @@ class MergedVariables:
         return results
 
     def assigned(self) -> dict[int, Any]:
-        """Return the new values: {space: value}, PerReplica for a variable with copies."""
+        """Return the new values, {space: value}, PerReplica if there are copies."""
         traits = self._own._bound.traits
         return {
             space: PerReplica(copies) if traits[space].copies else copies[0]
@@ -358,7 +366,10 @@ def size_of(assigned: Tree) -> int:
 
 
 class _Done(Coroutine[Any, Any, Array]):
-    """An awaitable of a new value that is set already: nothing is lost if it is not awaited."""
+    """An awaitable of a new value that is set already.
+
+    Nothing is lost if it is not awaited.
+    """
 
     def __init__(self, value: Array) -> None:
         self._value = value

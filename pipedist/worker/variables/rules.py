@@ -29,7 +29,7 @@ AssignMethod = Literal["assign", "assign_add", "assign_sub"]
 
 
 class VariableSynchronization(enum.StrEnum):
-    """When the replicas' copies of a variable are synchronized (tf.VariableSynchronization)."""
+    """The time of synchronization of copies (tf.VariableSynchronization)."""
 
     AUTO = "auto"
     """As ON_WRITE."""
@@ -242,7 +242,7 @@ def frozen(array: Array) -> Array:
 
 
 def operand_of(traits: Traits, value: object, method: AssignMethod) -> Array:
-    """Return the operand of an assignment as an array with the variable's dtype and shape.
+    """Return an operand as an array with the variable's dtype and shape.
 
     A NumPy value must have the variable's dtype. Python numbers, and nested lists of them, are converted to it, but
     not from float to int. The shape must be equal: nothing is broadcast.
@@ -282,7 +282,10 @@ def operand_of(traits: Traits, value: object, method: AssignMethod) -> Array:
 
 
 def _integers_in(array: Array) -> list[int]:
-    """Return the elements of an array of integers, also of objects; [] for other arrays."""
+    """Return the elements of an array of integers, also of objects.
+
+    [] for other arrays.
+    """
     found = array.ravel().tolist() if array.dtype.kind in "iuO" else []
     return found if all(type(each) is int for each in found) else []
 
@@ -297,7 +300,7 @@ def _float64_hint(given: np.dtype[Any], wanted: np.dtype[Any]) -> str:
 
 
 def updated(traits: Traits, old: Array, method: AssignMethod, operand: Array) -> Array:
-    """Return the value after an assignment: read-only, with the variable's dtype.
+    """Return the read-only value after an assignment, with the same dtype.
 
     Raises:
         OverflowError: an integer result does not fit the dtype. (tf.Variable wraps around.)
@@ -344,7 +347,7 @@ def read_copies(traits: Traits, copies: Sequence[Array]) -> Array:
 def assign_copies(
     traits: Traits, copies: Sequence[Array], value: object, method: AssignMethod
 ) -> list[Array]:
-    """Return the copies of an ON_READ variable after an assignment outside of replica functions.
+    """Return the copies of an ON_READ variable after an outside assignment.
 
     With SUM the copies add up to the value: floats are divided evenly; with integers, replica 0 also gets the
     remainder. Otherwise the method is applied to every copy.
@@ -375,7 +378,7 @@ def assign_copies(
 
 
 def require_aggregation(traits: Traits, method: AssignMethod) -> None:
-    """Check that an assignment in a replica function has an aggregation, if there are several replicas.
+    """Check that an assignment by several replicas has an aggregation.
 
     Raises:
         ValueError: the aggregation is NONE and there are several replicas.
