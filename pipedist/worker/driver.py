@@ -38,7 +38,7 @@ from pipedist.worker.events import (
     SliceEnded,
     Started,
     TimePassed,
-    WorkerState,
+    ProtocolState,
 )
 from pipedist.worker.identity import JoinReporter
 from pipedist.worker.lease_queue import WorkerLimits
@@ -331,7 +331,7 @@ class Driver:
     # -- commands ------------------------------------------------------------------------
 
     def _do_send(self, command: commands.Send) -> None:
-        joining = self._machine.state is WorkerState.JOINING
+        joining = self._machine.state is ProtocolState.JOINING
         self._socket.send(command.message, timeout_s=self._join_s if joining else math.inf)
 
     def _do_send_results(self, command: commands.SendResults) -> None:

@@ -84,5 +84,5 @@ def test_durable_results_are_dropped_and_free_space() -> None:
 def test_results_that_were_not_offered_cannot_be_recalled() -> None:
     cache = ResultCache()
     cache.add("a", calls(0, 3))
-    with pytest.raises(RemoteProtocolError, match=r"calls \[3, 4\) were recalled, but are not kept"):
+    with pytest.raises(RemoteProtocolError, match=r"calls \[3, 4\) were recalled, but are not cached"):
         list(cache.recalled("a", 1, 4))
