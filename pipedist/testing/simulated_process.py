@@ -15,7 +15,7 @@ from pipedist.errors import RemoteProtocolError
 from pipedist.protocol.messages import Hello, Message
 from pipedist.testing.simulated_gangs import GangAssignment, raised
 from pipedist.worker import commands as wcmd
-from pipedist.worker.events import CallsFinished, Event, SliceEnded, Started, TimePassed, ProtocolState
+from pipedist.worker.events import CallsFinished, Event, ProtocolState, SliceEnded, Started, TimePassed
 from pipedist.worker.machine import WorkerMachine
 
 if TYPE_CHECKING:

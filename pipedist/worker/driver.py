@@ -34,11 +34,11 @@ from pipedist.worker.events import (
     DataFound,
     Event,
     LeaveRequested,
+    ProtocolState,
     RestartNeeded,
     SliceEnded,
     Started,
     TimePassed,
-    ProtocolState,
 )
 from pipedist.worker.identity import JoinReporter
 from pipedist.worker.lease_queue import WorkerLimits

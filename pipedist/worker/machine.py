@@ -104,11 +104,11 @@ from pipedist.worker.events import (
     DataFound,
     Event,
     LeaveRequested,
+    ProtocolState,
     RestartNeeded,
     SliceEnded,
     Started,
     TimePassed,
-    ProtocolState,
 )
 from pipedist.worker.lease_queue import AssignedLease, LeaseQueue, WorkerLimits
 
