@@ -12,13 +12,6 @@ links, modes or times. Files that do not look like code are skipped, and the sna
 | files larger than `FILE_BYTES_MAX` | data; listed by name |
 | files with keys of a cluster | secrets; listed by name |
 | links out of the folder, links to folders, unreadable files | listed by name |
-
-
-Copies of the scheduler's code folders, in a worker on another host.
-
-Where the scheduler's folder is here too, with the same digest (a shared file system), it is used itself.
-Otherwise its files are unpacked in a private folder, which is called by their digest: the next
-incarnation of the worker finds them there. The folder belongs to the supervisor, who removes it.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from pipedist.core.types import Tree
 from pipedist.strategy.context import NotForReplicas, require_outside
 from pipedist.worker.variables.access import AnyVariable, update_copies
 from pipedist.worker.variables.closures import Change, ClosureVariable, SentVariable
-from pipedist.worker.variables.rules import Array, How, Traits, operand_of, updated
+from pipedist.worker.variables.rules import Array, AssignMethod, Traits, operand_of, updated
 
 
 class CommitOrder:
@@ -121,14 +121,14 @@ class ParameterVariable(AnyVariable):
         value = next(value for since, value in reversed(self._versions) if since <= version)
         return SentVariable(self._traits.to_wire(), value)
 
-    def after(self, value: Array, how: How, operand: Array) -> Array:
+    def after(self, value: Array, method: AssignMethod, operand: Array) -> Array:
         """Return what a value becomes by a closure's change.
 
         Raises:
             ValueError: dtype or shape don't fit.
             OverflowError: an integer result does not fit the dtype.
         """
-        return updated(self._traits, value, how, operand_of(self._traits, operand, how))
+        return updated(self._traits, value, method, operand_of(self._traits, operand, method))
 
     @property
     def latest(self) -> Array:
@@ -143,9 +143,9 @@ class ParameterVariable(AnyVariable):
         while len(self._versions) > 1 and self._versions[1][0] <= self._turns.readable:
             self._versions.popleft()
 
-    def _change(self, how: How, operand: object) -> None:
+    def _change(self, method: AssignMethod, operand: object) -> None:
         require_outside("assigning to a parameter server's variable", "capture it in a closure instead")
-        new = updated(self._traits, self.latest, how, operand_of(self._traits, operand, how))
+        new = updated(self._traits, self.latest, method, operand_of(self._traits, operand, method))
         self._turns.look()
         self.put(self._turns.over, new)
 
@@ -163,9 +163,9 @@ def apply(variables: dict[int, ParameterVariable], changes: Sequence[Change], ve
         OverflowError: an integer result does not fit the dtype.
     """
     new: dict[int, Array] = {}
-    for number, how, operand in changes:
+    for number, method, operand in changes:
         variable = variables[number]
-        new[number] = variable.after(new.get(number, variable.latest), how, operand)
+        new[number] = variable.after(new.get(number, variable.latest), method, operand)
     for number, value in new.items():
         variables[number].put(version, value)
 

@@ -24,7 +24,7 @@ from pipedist.worker.variables.access import AnyVariable, update_copies
 from pipedist.worker.variables.replica import SLOT, ReplicaVariable, state_name, to_state
 from pipedist.worker.variables.rules import (
     Array,
-    How,
+    AssignMethod,
     Traits,
     VariableAggregation,
     VariableSynchronization,
@@ -144,12 +144,12 @@ class Variable(AnyVariable):
         """What each replica has, in order of replica id; read-only."""
         return tuple(self._copies if self._traits.copies else self._copies * self._traits.replicas)
 
-    def _change(self, how: How, operand: object) -> None:
+    def _change(self, method: AssignMethod, operand: object) -> None:
         if self._traits.copies:
-            self._become(assign_copies(self._traits, self._copies, operand, how))
+            self._become(assign_copies(self._traits, self._copies, operand, method))
         else:
-            own = operand_of(self._traits, operand, how)
-            self._become([updated(self._traits, self._copies[0], how, own)])
+            own = operand_of(self._traits, operand, method)
+            self._become([updated(self._traits, self._copies[0], method, own)])
 
     def _become(self, copies: list[Array]) -> None:
         if self._users:

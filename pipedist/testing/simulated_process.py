@@ -15,7 +15,7 @@ from pipedist.errors import RemoteProtocolError
 from pipedist.protocol.messages import Hello, Message
 from pipedist.testing.simulated_gangs import GangAssignment, raised
 from pipedist.worker import commands as wcmd
-from pipedist.worker.events import CallsFinished, Event, SliceEnded, Started, TimePassed, WorkerState
+from pipedist.worker.events import CallsFinished, Event, ProtocolState, SliceEnded, Started, TimePassed
 from pipedist.worker.machine import WorkerMachine
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ class SimulatedProcess:
             self._world.time.at(deadline, self._tick)
 
     def _tick(self) -> None:
-        if self.alive and self.machine.state is WorkerState.JOINING:
+        if self.alive and self.machine.state is ProtocolState.JOINING:
             self.handle(TimePassed())
 
     # -- the machine ---------------------------------------------------------------------------

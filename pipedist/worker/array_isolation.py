@@ -93,7 +93,7 @@ def _base_references(leaves: list[trees.Leaf], index: int) -> int:
 
 
 def _is_exclusive(leaves: list[trees.Leaf], index: int) -> bool:
-    """Return whether the list has the only reference to the array's memory, which is in C order."""
+    """Return whether the list has the only reference to memory in C order."""
     if _references(leaves, index) > _ALONE or not leaves[index].flags.c_contiguous:
         return False
     if leaves[index].base is None:

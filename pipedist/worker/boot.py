@@ -1,8 +1,8 @@
-"""How a new interpreter is started that runs a module of this very pipedist.
+"""Start of a new interpreter that runs a module of the same pipedist.
 
-The new process imports pipedist from where this one has it, whatever its own import path says;
-the current directory is not on that path (a `numpy.py` lying there is never imported), and
-`PYTHONPATH`, the virtual environment and `-E`, `-s`, `-I` carry over.
+The new process imports pipedist from the same folder as this one, whatever its own import path is. The current
+directory is not on that path (a `numpy.py` in it is never imported); `PYTHONPATH`, the virtual environment and
+`-E`, `-s`, `-I` are kept.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Mapping
 
 _BOOT = """\
 import gc, importlib.util, json, sys
-gc.disable()  # what is being imported is no garbage
+gc.disable()  # imports make no garbage
 init, folder, module, arguments = sys.argv[1:]
 spec = importlib.util.spec_from_file_location("pipedist", init, submodule_search_locations=[folder])
 package = importlib.util.module_from_spec(spec)
@@ -34,15 +34,15 @@ THREAD_VARIABLES = (
     "NUMEXPR_NUM_THREADS",
     "VECLIB_MAXIMUM_THREADS",
 )
-"""What numeric libraries read, when they are loaded, for their number of threads."""
+"""Variables from which numeric libraries read their number of threads when they are loaded."""
 
 
 def command(module: str, arguments: Mapping[str, object]) -> list[str]:
-    """Return the command line that calls `main(arguments)` of a module of pipedist.
+    """Return the command line that calls `main(arguments)` of a module.
 
     Args:
         module: its full name.
-        arguments: what JSON can hold; no secrets, others can see command lines.
+        arguments: JSON values. No secrets: other users can see command lines.
     """
     folder = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     flags = ["-P"]
@@ -57,9 +57,9 @@ def command(module: str, arguments: Mapping[str, object]) -> list[str]:
 
 
 def environment(threads: int) -> dict[str, str]:
-    """Return this process's environment with the number of threads of numeric libraries set.
+    """Return this environment with a number of threads for numeric libraries.
 
-    They read it when they are loaded, and their results depend on it.
+    The libraries read it when they are loaded, and their results depend on it.
 
     Args:
         threads: BLAS and OpenMP threads of a worker, >= 1.
@@ -68,10 +68,10 @@ def environment(threads: int) -> dict[str, str]:
 
 
 def describe_exit(code: int) -> str:
-    """Return how a process ended, as text: "exit code 3", "signal 11 (SIGSEGV)".
+    """Return the end of a process as text: "exit code 3", "signal 9 (SIGKILL)".
 
     Args:
-        code: as `Popen.returncode`: below 0, the number of a signal.
+        code: as `Popen.returncode`; negative for a signal.
     """
     if code >= 0:
         return f"exit code {code}"

@@ -62,7 +62,7 @@ class OpenPass(Struct, frozen=True):
 
 
 class StoreCode(Struct, frozen=True):
-    """Store the files that came with the message (`pipedist.protocol.code_archive.CodeStore`)."""
+    """Store the files that came with the message (`code_archive.CodeStore`)."""
 
     code: Code
 
@@ -98,13 +98,13 @@ class ReleaseResults(Struct, frozen=True):
 
 
 class StoreRelay(Struct, frozen=True):
-    """Store another gang member's contribution until its lease needs it or is dropped."""
+    """Store another gang member's contribution until its lease uses it."""
 
     relay: Relay
 
 
 class StoreState(Struct, frozen=True):
-    """Store the value that came with the message (`pipedist.worker.inputs.StateStore`)."""
+    """Store the value that came with the message (`inputs.StateStore`)."""
 
     space: int
     version: int
@@ -117,13 +117,13 @@ class ReleaseState(Struct, frozen=True):
 
 
 class DropLease(Struct, frozen=True):
-    """Drop a lease: its shards, the contributions relayed for it, and its Execute, if any."""
+    """Drop a lease: its shards, relayed contributions, and its Execute, if any."""
 
     lease: int
 
 
 class Execute(Struct, frozen=True):
-    """Execute a slice of a lease: from its first unreported call, at most up to `hi`.
+    """Execute a slice of a lease, from its first unreported call on.
 
     The slice begins when all received messages are handled, and ends with `SliceEnded`.
 

@@ -1,14 +1,12 @@
-"""What a replica function can know about the call that it is executing, and do with the others'.
+"""The replica context: information about the running call, and its collectives.
 
-`ctx.rng` is the only source of randomness that keeps results reproducible: a PCG64 generator
-whose `numpy.random.SeedSequence` has the entropy
+`ctx.rng` is the only source of randomness that keeps results reproducible: a PCG64 generator whose
+`numpy.random.SeedSequence` has the entropy
 
     [seed, int.from_bytes(sha256(stage name)[:8], "big"), step, replica]
 
-so it depends on nothing else: not on the worker, the attempt, or the calls before.
-
-
-The body of a merge_call: cross-replica context, in the worker of replica 0."""
+so it does not depend on the worker, the attempt, or earlier calls.
+"""
 
 from __future__ import annotations
 
@@ -48,11 +46,11 @@ _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 @dataclass(frozen=True, slots=True)
 class ClusterTask:
-    """Which program of a cluster a replica function runs in, where each host has one.
+    """The program of a cluster in which a replica function runs.
 
     Args:
         type: its role: "chief", "worker", ...
-        index: its number among those of that role.
+        index: its number among the programs of that role.
     """
 
     type: str
@@ -60,49 +58,52 @@ class ClusterTask:
 
 
 _task: ClusterTask | None = None
-"""Of this process."""
+"""The program of this process."""
 
 
 def set_task(text: str) -> None:
-    """Say which program of a cluster this process belongs to: "worker/1"; "": to none."""
+    """Set this process's program of a cluster: "worker/1"; "": none."""
     global _task
     role, slash, index = text.rpartition("/")
     _task = ClusterTask(role, int(index)) if slash else None
 
 
 class Collectives(Protocol):
-    """How one replica reaches the others of its step."""
+    """The collectives of one replica."""
 
     is_async: bool
-    """Whether the function is async: then a collective is something to await."""
+    """Whether the function is async, and collectives must be awaited."""
 
     def call(self, request: CollectiveRequest) -> Any:
-        """Make a collective: its result, or what awaits it."""
+        """Execute a collective; return its result, or an awaitable of it."""
         ...
 
 
 class ReplicaContext:
-    """The call that a replica function is executing (tf.distribute.ReplicaContext).
+    """The context of a replica function's call (tf.distribute.ReplicaContext).
 
-    Its collectives (`all_reduce`, `all_gather`, `broadcast`, `barrier`, `merge_call`) meet the other
-    replicas of the step. Every replica must call the same ones in the same order; they are numbered,
-    and where two replicas differ, or one returns while others wait, all of them get a
-    CollectiveMismatchError that says who called what, at which file and line (tf.distribute hangs,
-    or takes replica 0's word). In a plain function they block; in an async one they are awaited, and
-    several that overlap are made in the order in which they were first awaited. They need
-    `collectives: true` at the stage; what `Strategy.run` calls always has it.
+    Its collectives (`all_reduce`, `all_gather`, `broadcast`, `barrier`, `merge_call`) involve all replicas of the
+    step. Every replica must call the same ones in the same order; they are numbered, and if two replicas differ, or
+    one returns while others wait, all of them get a CollectiveMismatchError with the calls of each, and their files
+    and lines (tf.distribute blocks forever, or uses the call of replica 0). In a plain function collectives block;
+    in an async one they are awaited, and overlapping ones execute in the order in which they were first awaited.
+    They need `collectives: true` at the stage; functions of `Strategy.run` always have it.
+
+    Example:
+        def step(x, ctx):
+            return x / ctx.all_reduce("sum", x.sum())
 
     Args:
         replica_id_in_sync_group: this replica's number, 0..num_replicas_in_sync-1.
         num_replicas_in_sync: R.
         step: number of the global batch, counted over all epochs.
-        epoch: which reading of the dataset the step belongs to; 0 where there is no dataset.
+        epoch: the epoch of the step; 0 without a dataset.
         stage: name of the stage.
-        elements: int64[n], ids of the shard's elements (epoch * N + index), or None where the
-            call's value is no shard of a dataset, or its length is not known.
+        elements: int64[n], ids of the shard's elements (epoch * N + index); None if the call's value is not a
+            shard of a dataset, or the length of the dataset is unknown.
         seed: the spec's seed.
-        collectives: how it meets the other replicas; None where it can't.
-        device: where its arrays belong, for libraries with devices: "cpu", "cuda:0".
+        collectives: executes its collectives; None if the stage has none.
+        device: the device for its arrays, in libraries with devices: "cpu", "cuda:0".
     """
 
     __slots__ = (
@@ -145,7 +146,7 @@ class ReplicaContext:
 
     @property
     def elements(self) -> NDArray[np.int64] | None:
-        """Ids of the shard's elements, int64[n], read-only; None where it has none."""
+        """Ids of the shard's elements, int64[n], read-only; None if it has none."""
         if isinstance(self._elements, range):
             ids = np.arange(self._elements.start, self._elements.stop, self._elements.step, dtype=np.int64)
             ids.flags.writeable = False
@@ -154,7 +155,10 @@ class ReplicaContext:
 
     @property
     def rng(self) -> Generator:
-        """The call's own random generator; every attempt of the call gets the same numbers."""
+        """The call's own random generator.
+
+        Every attempt of the call gets the same numbers.
+        """
         if self._rng is None:
             from numpy.random import PCG64, Generator, SeedSequence  # most functions draw no numbers
 
@@ -164,12 +168,15 @@ class ReplicaContext:
 
     @property
     def cluster(self) -> ClusterTask | None:
-        """Which program of `open_cluster` this worker belongs to, if any; no result may depend on it."""
+        """The program of `open_cluster` to which this worker belongs, or None.
+
+        No result may depend on it.
+        """
         return _task
 
     @property
     def strategy(self) -> ReplicaStrategy:
-        """The strategy, as far as one replica may use it."""
+        """The strategy, limited to the methods that a single replica may call."""
         return ReplicaStrategy(self.num_replicas_in_sync)
 
     @property
@@ -180,112 +187,112 @@ class ReplicaContext:
     def all_reduce(
         self, reduce_op: ReduceOp | str, value: Tree, options: CommunicationOptions | None = None
     ) -> Any:
-        """Fold all replicas' values, element by element (tf.distribute.ReplicaContext.all_reduce).
+        """Reduce all replicas' values (tf.distribute.ReplicaContext.all_reduce).
 
-        The fold is that of `Strategy.reduce(reduce_op, value, axis=None)`, to the bit: in the order of
-        replica ids, as a fixed tree. A value is always reduced, also where all replicas have the same
-        object (tf.distribute then returns it as it is), and a tree may mix dtypes.
+        The result equals `Strategy.reduce(reduce_op, value, axis=None)`, bit for bit: the values are folded in the
+        order of replica ids, in a fixed tree. A value is always reduced, even if all replicas have the same object
+        (tf.distribute then returns it unchanged), and a tree may mix dtypes.
 
         Args:
             reduce_op: sum, mean, min, max or prod.
             value: a tree of numeric arrays and numbers, of one structure, shapes and dtypes in all replicas.
-            options: of this call; a field that is not at its default overrides the strategy's.
+            options: of this call; a field with another value than its default overrides the strategy's.
 
         Returns:
-            The tree with an array in place of each leaf, or a NumPy scalar for a number; the same in
-            every replica. In an async function: an awaitable of it.
+            The tree with an array in place of each leaf, or a NumPy scalar in place of a number; equal in all
+            replicas. In an async function, an awaitable of it.
 
         Raises:
-            RuntimeError: the stage has no `collectives: true`; or this is a copy of the worker.
-            ValueError: there is no such op, or a leaf can't be reduced so.
+            RuntimeError: the stage has no `collectives: true`; or this process is a copy of the worker.
+            ValueError: the op does not exist, or does not apply to a leaf.
             TypeError: a leaf is not numeric (bool, str).
             OverflowError: an integer result does not fit its dtype.
-            CollectiveMismatchError: another replica called something else, or ended.
-            CollectiveTimeoutError: a replica did not come within `timeout_s`.
+            CollectiveMismatchError: another replica called another collective, or ended.
+            CollectiveTimeoutError: a replica did not call it within `timeout_s`.
         """
-        return self._call(_requests().all_reduce(reduce_op, value, options, _place()))
+        return self._call(_requests().all_reduce(reduce_op, value, options, _call_site()))
 
     def all_gather(self, value: Tree, axis: int, options: CommunicationOptions | None = None) -> Any:
-        """Put all replicas' arrays end to end, in replica order (tf.distribute.ReplicaContext.all_gather).
+        """Concatenate all replicas' arrays (tf.distribute.ReplicaContext.all_gather).
 
         Args:
             value: a tree of arrays of rank >= 1 and any dtype; sizes may differ along `axis` only.
-            axis: which one; a negative one counts from the end.
+            axis: the axis; a negative one counts from the end.
             options: of this call.
 
         Returns:
-            The tree of the gathered arrays, the same in every replica. In an async function: an awaitable.
+            The tree of the gathered arrays, equal in all replicas. In an async function, an awaitable.
 
         Raises:
             RuntimeError: the stage has no `collectives: true`.
             ValueError: a scalar, an axis out of range, or sizes that differ along another axis.
-            TypeError: a leaf is no array, or the axis no int.
+            TypeError: a leaf is not an array, or the axis not an int.
             CollectiveMismatchError, CollectiveTimeoutError: as for `all_reduce`.
         """
-        return self._call(_requests().all_gather(value, axis, options, _place()))
+        return self._call(_requests().all_gather(value, axis, options, _call_site()))
 
     def broadcast(self, value: Tree, source: int = 0, options: CommunicationOptions | None = None) -> Any:
-        """Give every replica the value of one of them.
+        """Send the value of one replica to all of them.
 
         Args:
-            value: a tree; that of the other replicas is not looked at.
-            source: whose value all get.
+            value: a tree; the values of other replicas than `source` are ignored.
+            source: id of the replica that sends its value.
             options: of this call.
 
         Returns:
-            Replica `source`'s tree, its arrays read-only. In an async function: an awaitable.
+            Replica `source`'s tree, with read-only arrays. In an async function, an awaitable.
 
         Raises:
             RuntimeError: the stage has no `collectives: true`.
-            ValueError: there is no such replica.
+            ValueError: the replica does not exist.
             CollectiveMismatchError, CollectiveTimeoutError: as for `all_reduce`.
         """
-        return self._call(_requests().broadcast(value, source, options, _place()))
+        return self._call(_requests().broadcast(value, source, options, _call_site()))
 
     def barrier(self, options: CommunicationOptions | None = None) -> Any:
-        """Go on when every replica has come here.
+        """Wait until every replica has called it.
 
         Args:
             options: of this call.
 
         Returns:
-            None. In an async function: an awaitable.
+            None. In an async function, an awaitable.
 
         Raises:
             RuntimeError: the stage has no `collectives: true`.
             CollectiveMismatchError, CollectiveTimeoutError: as for `all_reduce`.
         """
-        return self._call(_requests().barrier(options, _place()))
+        return self._call(_requests().barrier(options, _call_site()))
 
     def merge_call(
         self, fn: Callable[..., Tree], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Call a function once for all replicas (tf.distribute.ReplicaContext.merge_call).
+        """Call a function once for all replicas (ReplicaContext.merge_call).
 
-        It meets all replicas, and runs in replica 0's worker, in cross-replica context:
-        `fn(strategy, *args, **kwargs)`. There is no replica context inside; `strategy` has `reduce`,
-        `gather`, `local_results` and `update`, which are not awaited here, and `num_replicas_in_sync`.
+        When all replicas have called it, `fn(strategy, *args, **kwargs)` runs in replica 0's worker, in
+        cross-replica context. There is no replica context inside; `strategy` has `reduce`, `gather`,
+        `local_results` and `update`, which are not awaited here, and `num_replicas_in_sync`.
 
         Args:
             fn: a plain function.
-            args, kwargs: trees of one structure in all replicas; fn gets them with PerReplica leaves.
+            args, kwargs: trees of one structure in all replicas; they are passed with PerReplica leaves.
 
         Returns:
-            What fn returned, with this replica's component wherever a PerReplica stands in it. In an
-            async function: an awaitable.
+            The result of fn, with this replica's component in place of each PerReplica. In an async function,
+            an awaitable.
 
         Raises:
             RuntimeError: the stage has no `collectives: true`.
-            TypeError: `fn` can't be called, or is async; `kwargs` is no mapping.
+            TypeError: `fn` is not callable, or async; `kwargs` is not a mapping.
             ValueError: `args` is neither tuple nor list; or structures differ.
-            Exception: what `fn` raised, in replica 0; in the others one of the same class and text, a
-                RemoteError where such a one can't be made of its text.
+            Exception: the exception of `fn`, in replica 0; in the others one of the same class and text, or a
+                RemoteError if the class cannot be constructed from its text.
             CollectiveMismatchError, CollectiveTimeoutError: as for `all_reduce`.
         """
         if not callable(fn):
             raise TypeError(f"merge_call needs a function, not {fn!r} of type {type(fn).__name__}")
         if inspect.iscoroutinefunction(fn):
-            raise TypeError("merge_call needs a plain function, not an async one: nothing in it is awaited")
+            raise TypeError("merge_call needs a plain function, not an async one")
         if not isinstance(args, (list, tuple)):
             raise ValueError(f"args is {args!r} of type {type(args).__name__}; expected a tuple: args=(x,)")
         if kwargs is not None and not isinstance(kwargs, Mapping):
@@ -294,7 +301,7 @@ class ReplicaContext:
         if self.variables is not None:
             fn, given, named = self.variables.merge(fn, given, named)
         body = _in_cross_replica_context(fn, self.num_replicas_in_sync)
-        request = _requests().merge_call(body, given, named, None, _place())
+        request = _requests().merge_call(body, given, named, None, _call_site())
         result = self._call(request)
         if self.variables is None:
             return result
@@ -303,11 +310,11 @@ class ReplicaContext:
     def _collective(
         self, kind: str, tree: Tree, op: ReduceOp | str = "sum", source: int = 0, label: str = ""
     ) -> Any:
-        """Make a collective for what the user called by another name ("assign_add of variable 'w'")."""
+        """Execute a collective on behalf of another operation, its label."""
         if kind == _requests().ALL_REDUCE:
-            request = _requests().all_reduce(op, tree, None, _place())
+            request = _requests().all_reduce(op, tree, None, _call_site())
         else:
-            request = _requests().broadcast(tree, source, None, _place())
+            request = _requests().broadcast(tree, source, None, _call_site())
         request.label = label
         return self._call(request)
 
@@ -315,12 +322,12 @@ class ReplicaContext:
         if self._collectives is None:
             raise RuntimeError(
                 "a collective needs every replica of the step at once: add `collectives: true` to stage "
-                f"{self.stage} (a closure of ClusterCoordinator.schedule runs alone, and meets nobody)"
+                f"{self.stage} (a closure of ClusterCoordinator.schedule has no other replicas)"
             )
         if process_setup.is_copy:
             raise RuntimeError(
                 f"{request.kind} was called in a copy of the worker, which a function has made (os.fork, "
-                "multiprocessing): it would answer for its parent; call it there"
+                "multiprocessing): it would act for its parent; call it there"
             )
         return self._collectives.call(request)
 
@@ -337,24 +344,27 @@ async def _merged(result: Any, variables: VariablesOfReplica) -> Tree:
 
 @cache
 def _requests() -> Any:  # a module
-    """Return the module of requests: most functions call no collectives, and those that do call many."""
+    """Return the module of requests.
+
+    Most functions call no collectives; the others call many.
+    """
     from pipedist.collectives import requests
 
     return requests
 
 
-def _place() -> CallSite:
-    """Return where user code made the call that is going on."""
+def _call_site() -> CallSite:
+    """Return the place of the running call in user code."""
     frame = sys._getframe(2)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
         frame = frame.f_back
-    place: CallSite = _requests().CallSite(frame.f_code, frame.f_lasti)
-    return place
+    site: CallSite = _requests().CallSite(frame.f_code, frame.f_lasti)
+    return site
 
 
 @lru_cache(maxsize=1024)
 def stage_digest(stage: str) -> int:
-    """Return the number that stands for a stage's name in the seeds of its calls."""
+    """Return the number of a stage's name in the seeds of its calls."""
     return int.from_bytes(hashlib.sha256(stage.encode()).digest()[:8], "big")
 
 
@@ -363,16 +373,20 @@ current: ContextVar[ReplicaContext | None] = ContextVar("pipedist_replica_contex
 
 
 def get_replica_context() -> ReplicaContext | None:
-    """Return the call that is being executed, or None outside a replica function.
+    """Return the context of the running call; None outside replica functions.
 
-    tf.distribute has a default replica context outside of any strategy; pipedist has none, so
-    None also answers the question "am I in a replica function?".
+    tf.distribute has a default replica context outside of any strategy; pipedist has none, so the result also
+    shows whether a replica function runs.
+
+    Example:
+        ctx = pipedist.get_replica_context()
+        replica = 0 if ctx is None else ctx.replica_id_in_sync_group
     """
     return current.get()
 
 
 def _in_cross_replica_context(fn: Callable[..., Tree], replicas: int) -> Callable[..., Tree]:
-    """Return `fn` as it is called once for all replicas: in cross-replica context, the strategy first."""
+    """Return a function that calls `fn` in cross-replica context."""
 
     def body(*args: Any, **kwargs: Any) -> Tree:
         strategy, ctx = MergeStrategy(replicas), current.get()
@@ -383,7 +397,7 @@ def _in_cross_replica_context(fn: Callable[..., Tree], replicas: int) -> Callabl
             if process_setup.is_copy:
                 process_setup.end_copy("" if ctx is None else ctx.stage)
 
-    body.__qualname__ = str(getattr(fn, "__qualname__", None) or type(fn).__qualname__)  # its label in errors
+    body.__qualname__ = str(getattr(fn, "__qualname__", None) or type(fn).__qualname__)  # its name in errors
     return body
 
 

@@ -34,11 +34,11 @@ from pipedist.worker.events import (
     DataFound,
     Event,
     LeaveRequested,
+    ProtocolState,
     RestartNeeded,
     SliceEnded,
     Started,
     TimePassed,
-    WorkerState,
 )
 from pipedist.worker.identity import JoinReporter
 from pipedist.worker.lease_queue import WorkerLimits
@@ -127,7 +127,7 @@ class Driver:
         self.output = OutputCapture(self._log_forwarder.put)
 
     def run(self) -> tuple[Ending, str]:
-        """Work until the machine commands to leave; return the ending and its reason.
+        """Work until the machine commands to leave; return the reason.
 
         Raises:
             ProtocolError: the scheduler broke the protocol.
@@ -162,7 +162,9 @@ class Driver:
         return self._left
 
     def leave(self, reason: str) -> None:
-        """Leave as soon as the running calls are over; for a signal handler, in the main thread.
+        """Leave as soon as the running calls are over.
+
+        For a signal handler, in the main thread.
 
         Finished calls are reported; calls that have not begun return to the scheduler.
         """
@@ -240,7 +242,10 @@ class Driver:
                 self._receive()
 
     def _cache_rest(self, lease: int, run: Run) -> None:
-        """Cache the calls that finished after the connection was lost: the next incarnation offers them."""
+        """Cache the calls that finished after the connection was lost.
+
+        The next incarnation offers them.
+        """
         if isinstance(self._log_forwarder.fault, ConnectionLost) and self._run is run:
             with contextlib.suppress(ConnectionLost):
                 self._reports.finished(lease, run)
@@ -260,14 +265,14 @@ class Driver:
     # -- gangs: called by replicas, in their threads ----------------------------------------
 
     def contribute(self, lease: int, number: int, payload: Sequence[Frame]) -> None:
-        """Send a gang's part of an exchange; see `pipedist.worker.relay_channel.RelayClient`."""
+        """Send a gang's part of an exchange; see `relay_channel.RelayClient`."""
         with self._listening(lease):
             self._contribution = payload
             self._handle(CollectiveReached(lease, number))
             self._contribution = ()
 
     def listen(self, lease: int, timeout_s: float) -> None:
-        """Handle received messages; see `pipedist.worker.relay_channel.RelayClient`."""
+        """Handle received messages; see `relay_channel.RelayClient`."""
         with self._listening(lease):
             if self._socket.poll(min(timeout_s, LISTEN_S)):
                 self._receive()
@@ -280,7 +285,7 @@ class Driver:
 
     @contextlib.contextmanager
     def _listening(self, lease: int) -> Iterator[None]:
-        """Use machine and socket in a replica's thread, as long as its lease exists."""
+        """Use machine and socket in a replica's thread while its lease exists."""
         from pipedist.collectives.channel import GangAborted  # loaded already
 
         with self._lock:
@@ -299,7 +304,10 @@ class Driver:
     # -- reporting -----------------------------------------------------------------------
 
     def _report_regularly(self) -> None:
-        """Send finished calls while the main thread is in a long one; the body of the reporter thread."""
+        """Send finished calls while the main thread is in a long one.
+
+        The body of the reporter thread.
+        """
         try:
             pause_s = WorkerLimits().flush_s
             while not self._over.is_set():
@@ -323,7 +331,7 @@ class Driver:
     # -- commands ------------------------------------------------------------------------
 
     def _do_send(self, command: commands.Send) -> None:
-        joining = self._machine.state is WorkerState.JOINING
+        joining = self._machine.state is ProtocolState.JOINING
         self._socket.send(command.message, timeout_s=self._join_s if joining else math.inf)
 
     def _do_send_results(self, command: commands.SendResults) -> None:

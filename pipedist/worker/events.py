@@ -40,7 +40,7 @@ class DataFound(Struct, frozen=True):
 
 
 class CallsFinished(Struct, frozen=True):
-    """Calls [lo, hi) of the executing lease returned; the driver holds their encoded results."""
+    """Calls [lo, hi) returned; the driver holds their encoded results."""
 
     lease: int
     lo: int
@@ -49,7 +49,7 @@ class CallsFinished(Struct, frozen=True):
 
 
 class CallRaised(Struct, frozen=True):
-    """A call of the executing lease raised, or its result cannot be sent; see `messages.Failed`."""
+    """A call raised, or its result cannot be sent; see `messages.Failed`."""
 
     lease: int
     call: int
@@ -63,14 +63,14 @@ class CallRaised(Struct, frozen=True):
 
 
 class CollectiveReached(Struct, frozen=True):
-    """The executing lease's replicas reached collective `number`; the driver holds their contribution."""
+    """The executing lease's replicas reached collective `number`."""
 
     lease: int
     number: int
 
 
 class CollectiveOverdue(Struct, frozen=True):
-    """A collective of the executing lease has exceeded its `timeout_s`; see `messages.Stalled`."""
+    """A collective has exceeded its `timeout_s`; see `messages.Stalled`."""
 
     lease: int
     members: tuple[str, ...]
@@ -84,13 +84,13 @@ class RestartNeeded(Struct, frozen=True):
 
 
 class LeaveRequested(Struct, frozen=True):
-    """The launcher or supervisor ends the worker; finished calls are reported first."""
+    """The launcher or supervisor ends the worker."""
 
     reason: str
 
 
 class SliceEnded(Struct, frozen=True):
-    """The driver has ended an Execute, and has reported all of its finished calls."""
+    """The driver has ended an Execute, and reported all finished calls."""
 
     lease: int
 
@@ -114,7 +114,7 @@ Event = (
 )
 
 
-class WorkerState(enum.Enum):
+class ProtocolState(enum.Enum):
     """The state of a worker; see the diagram in `pipedist.worker.machine`."""
 
     JOINING = "joining"
@@ -123,57 +123,57 @@ class WorkerState(enum.Enum):
     STOPPING = "stopping"
 
 
-TRANSITIONS: dict[WorkerState, dict[type, frozenset[WorkerState]]] = {
-    WorkerState.JOINING: {
-        Started: frozenset({WorkerState.JOINING}),
-        TimePassed: frozenset({WorkerState.JOINING, WorkerState.STOPPING}),
-        Welcome: frozenset({WorkerState.READY}),
-        Refuse: frozenset({WorkerState.STOPPING}),
-        Stop: frozenset({WorkerState.STOPPING}),
-        LeaveRequested: frozenset({WorkerState.STOPPING}),
+TRANSITIONS: dict[ProtocolState, dict[type, frozenset[ProtocolState]]] = {
+    ProtocolState.JOINING: {
+        Started: frozenset({ProtocolState.JOINING}),
+        TimePassed: frozenset({ProtocolState.JOINING, ProtocolState.STOPPING}),
+        Welcome: frozenset({ProtocolState.READY}),
+        Refuse: frozenset({ProtocolState.STOPPING}),
+        Stop: frozenset({ProtocolState.STOPPING}),
+        LeaveRequested: frozenset({ProtocolState.STOPPING}),
     },
-    WorkerState.READY: {
-        TimePassed: frozenset({WorkerState.READY}),
-        Code: frozenset({WorkerState.READY}),
-        Bind: frozenset({WorkerState.READY}),
-        DataFound: frozenset({WorkerState.READY}),
-        Unbind: frozenset({WorkerState.READY}),
-        Assign: frozenset({WorkerState.EXECUTING}),
-        Recall: frozenset({WorkerState.EXECUTING}),
-        Committed: frozenset({WorkerState.READY}),
-        LeaveRequested: frozenset({WorkerState.STOPPING}),
-        AssignGang: frozenset({WorkerState.EXECUTING}),
-        StateVersion: frozenset({WorkerState.READY}),
-        DropState: frozenset({WorkerState.READY}),
-        Relay: frozenset({WorkerState.READY}),
-        Cancel: frozenset({WorkerState.READY}),
-        Refuse: frozenset({WorkerState.STOPPING}),
-        Stop: frozenset({WorkerState.STOPPING}),
+    ProtocolState.READY: {
+        TimePassed: frozenset({ProtocolState.READY}),
+        Code: frozenset({ProtocolState.READY}),
+        Bind: frozenset({ProtocolState.READY}),
+        DataFound: frozenset({ProtocolState.READY}),
+        Unbind: frozenset({ProtocolState.READY}),
+        Assign: frozenset({ProtocolState.EXECUTING}),
+        Recall: frozenset({ProtocolState.EXECUTING}),
+        Committed: frozenset({ProtocolState.READY}),
+        LeaveRequested: frozenset({ProtocolState.STOPPING}),
+        AssignGang: frozenset({ProtocolState.EXECUTING}),
+        StateVersion: frozenset({ProtocolState.READY}),
+        DropState: frozenset({ProtocolState.READY}),
+        Relay: frozenset({ProtocolState.READY}),
+        Cancel: frozenset({ProtocolState.READY}),
+        Refuse: frozenset({ProtocolState.STOPPING}),
+        Stop: frozenset({ProtocolState.STOPPING}),
     },
-    WorkerState.EXECUTING: {
-        TimePassed: frozenset({WorkerState.EXECUTING}),
-        Code: frozenset({WorkerState.EXECUTING}),
-        Bind: frozenset({WorkerState.EXECUTING}),
-        DataFound: frozenset({WorkerState.EXECUTING}),
-        Unbind: frozenset({WorkerState.EXECUTING, WorkerState.READY}),
-        Assign: frozenset({WorkerState.EXECUTING}),
-        Recall: frozenset({WorkerState.EXECUTING}),
-        Committed: frozenset({WorkerState.EXECUTING}),
-        LeaveRequested: frozenset({WorkerState.STOPPING}),
-        AssignGang: frozenset({WorkerState.EXECUTING}),
-        StateVersion: frozenset({WorkerState.EXECUTING}),
-        DropState: frozenset({WorkerState.EXECUTING}),
-        Relay: frozenset({WorkerState.EXECUTING}),
-        Cancel: frozenset({WorkerState.EXECUTING, WorkerState.READY}),
-        CallsFinished: frozenset({WorkerState.EXECUTING}),
-        CallRaised: frozenset({WorkerState.EXECUTING}),
-        CollectiveReached: frozenset({WorkerState.EXECUTING}),
-        CollectiveOverdue: frozenset({WorkerState.EXECUTING}),
-        SliceEnded: frozenset({WorkerState.EXECUTING, WorkerState.READY}),
-        Refuse: frozenset({WorkerState.STOPPING}),
-        Stop: frozenset({WorkerState.STOPPING}),
-        RestartNeeded: frozenset({WorkerState.STOPPING}),
+    ProtocolState.EXECUTING: {
+        TimePassed: frozenset({ProtocolState.EXECUTING}),
+        Code: frozenset({ProtocolState.EXECUTING}),
+        Bind: frozenset({ProtocolState.EXECUTING}),
+        DataFound: frozenset({ProtocolState.EXECUTING}),
+        Unbind: frozenset({ProtocolState.EXECUTING, ProtocolState.READY}),
+        Assign: frozenset({ProtocolState.EXECUTING}),
+        Recall: frozenset({ProtocolState.EXECUTING}),
+        Committed: frozenset({ProtocolState.EXECUTING}),
+        LeaveRequested: frozenset({ProtocolState.STOPPING}),
+        AssignGang: frozenset({ProtocolState.EXECUTING}),
+        StateVersion: frozenset({ProtocolState.EXECUTING}),
+        DropState: frozenset({ProtocolState.EXECUTING}),
+        Relay: frozenset({ProtocolState.EXECUTING}),
+        Cancel: frozenset({ProtocolState.EXECUTING, ProtocolState.READY}),
+        CallsFinished: frozenset({ProtocolState.EXECUTING}),
+        CallRaised: frozenset({ProtocolState.EXECUTING}),
+        CollectiveReached: frozenset({ProtocolState.EXECUTING}),
+        CollectiveOverdue: frozenset({ProtocolState.EXECUTING}),
+        SliceEnded: frozenset({ProtocolState.EXECUTING, ProtocolState.READY}),
+        Refuse: frozenset({ProtocolState.STOPPING}),
+        Stop: frozenset({ProtocolState.STOPPING}),
+        RestartNeeded: frozenset({ProtocolState.STOPPING}),
     },
-    WorkerState.STOPPING: {},
+    ProtocolState.STOPPING: {},
 }
 """Events that each state accepts, and the states that may follow."""

@@ -1,15 +1,13 @@
-"""Executing calls: a pass's program, applied to one shard at a time.
+"""Execution of calls: a pass's program, applied to one shard at a time.
 
-Every call runs the program's stages in order and collects what it emits; how the calls of a lease
-follow each other is `pipedist.worker.lease_run`'s, and `pipedist.worker.gangs`'s where they belong to
-a gang. There, a shard may be empty: only stages that call collectives are called with it, and what the
-others would have given is absent from the outcome.
+Each call runs the program's stages in order and collects the values that the program emits.
+`pipedist.worker.lease_run` orders the calls of a lease, `pipedist.worker.gangs` those of a gang. In a gang, a
+shard may be empty: only stages that call collectives are called with it, and the outcome lacks the values of the
+others.
 
-
-Whether two executions of a call gave the same: what `--verify` compares.
-
-A value is compared leaf by leaf, by digests of the bytes that would be sent. Leaves that can't be sent (of a
-value that never leaves the worker) are not compared: what differs in them shows in what is made of them.
+With `--verify`, each call is executed twice, and the values of its stages are compared leaf by leaf, by digests of
+the bytes that would be sent. Leaves that cannot be sent (in a value that never leaves the worker) are not compared:
+a difference in them shows in the values computed from them.
 """
 
 from __future__ import annotations
@@ -41,22 +39,22 @@ if TYPE_CHECKING:
 
 
 Outcome = dict[str, Tree]
-"""What one call sends back: {slot: tree}."""
+"""The values that one call sends back: {slot: tree}."""
 
 Result = tuple[Outcome, int]
 """An outcome, and its size in bytes."""
 
 
 class GangCallContext(NamedTuple):
-    """What a call in a gang has, and others have not.
+    """The additional context of a call in a gang.
 
     Args:
-        meet: what its collectives go through, by whether the function that calls them is async.
-        device: that the replica was assigned, see `ReplicaContext.device`; "" for none.
-        variables: what its functions read and assign; None where the step has no variables.
+        collectives: returns the collectives of an async (True) or a plain function.
+        device: the device of the replica, see `ReplicaContext.device`; "" for none.
+        variables: the variables of the step; None if it has none.
     """
 
-    meet: Callable[[bool], Collectives]
+    collectives: Callable[[bool], Collectives]
     device: str
     variables: ReplicaVariables | None
 
@@ -66,11 +64,11 @@ class Call:
 
     Args:
         number: its number in the pass.
-        stage: the stage that it is in; the first one while its shard is looked for.
-        gang: its replica's in a gang; None outside of one.
-        permanent: an error here and now will come again on every attempt.
-        reading: its shard is looked for.
-        in_user_code: it is in a stage's function.
+        stage: the current stage; the first one while its shard is read.
+        gang: its context in a gang; None outside of one.
+        permanent: whether an error now would recur on every attempt.
+        reading: whether its shard is being read.
+        in_user_code: whether a stage's function runs.
     """
 
     __slots__ = ("gang", "in_user_code", "number", "permanent", "reading", "replica", "stage", "step")
@@ -91,7 +89,7 @@ class PassExecutor:
     Args:
         program: the pass's program.
         threads: BLAS and OpenMP threads that this process was started with.
-        clock: where it is noted which stage runs.
+        clock: records the running stage.
     """
 
     def __init__(self, program: Program, threads: int, clock: StageClock = CallProgress.clock) -> None:
@@ -99,18 +97,18 @@ class PassExecutor:
         self.clock = clock
         self._threads = threads
         self._stages = [Stage(stage, program.code) for stage in program.stages]
-        self._is_noted = len(self._stages) > 1 or any(stage.limit_ns for stage in self._stages)
-        """It is worth to be noted which stage runs."""
+        self._records_stage = len(self._stages) > 1 or any(stage.limit_ns for stage in self._stages)
+        """Whether to record the running stage (needed if there are several, or any has a timeout)."""
         self.finder = ShardFinder(program.reader, program.replicas)
         emits = [emit for emit in program.emits if emit.of >= -1]
         self._slots = [emit.slot for emit in emits]
         self._reduced = [(e, Reduction.of(e.op, e.axis)) for e in emits if e.op]
         self._whole = [e for e in emits if not e.op]
         self._assigned = [emit.slot for emit in program.emits if emit.of < -1]
-        """Under which names a call sends back what it has assigned to variables."""
+        """Slots under which a call sends back its assignments to variables."""
         self._sole = emits[0] if len(emits) == 1 and not emits[0].op and emits[0].of >= 0 else None
-        """Of a program that sends back the whole value of one stage: that."""
-        # A pass without a function emits for its reductions: their stages, by slot.
+        """The emit of a program that sends back the whole value of one stage only."""
+        # A pass without functions emits for its reductions, whose stages are named by slot.
         names = [stage.name for stage in program.stages] or [emit.slot for emit in program.emits]
         self.first_stage = names[0] if names else ""
         readers = [stage.of for stage in program.stages]
@@ -128,11 +126,11 @@ class PassExecutor:
         return Call(number, self.program.replicas, self.first_stage, gang)
 
     def use(self, states: States, values: Mapping[str, Tree]) -> None:
-        """Take over the states that the next lease reads.
+        """Set the states that the next lease reads.
 
         Args:
             states: their versions.
-            values: what stands for each in the functions' arguments, by name.
+            values: the value of each in the functions' arguments, by name.
 
         Raises:
             RemoteProtocolError: the lease lacks a state that a stage reads.
@@ -141,15 +139,17 @@ class PassExecutor:
             stage.use(states, values)
 
     def overlaps(self, call: Call) -> bool:
-        """Whether calls may overlap. Loads the functions; an error is left for the calls to meet.
+        """Return whether calls may overlap.
+
+        Loads the functions; the calls raise its errors.
 
         Args:
-            call: the one for whose sake they are loaded: what they print is its.
+            call: the first call; output of the imported modules belongs to it.
         """
         for stage in self._stages:
             try:
                 self._load(stage, call)
-            except BaseException:  # every call meets and reports it, each under its own number
+            except BaseException:  # each call raises and reports it, under its own number
                 return False
         return any(s.is_async for s in self._stages) and not any(s.is_class for s in self._stages)
 
@@ -164,10 +164,10 @@ class PassExecutor:
         """Execute one call, in this thread.
 
         Args:
-            wait: waits for what an async function returned; gives its result.
+            wait: waits for an awaitable that an async function returned; returns its result.
 
         Returns:
-            The outcome, which nobody else can change, and its size in bytes.
+            The outcome, which no other code can change, and its size in bytes.
         """
         shard = self._find(call, shards)
         empty = call.gang is not None and shards.is_empty(shard)
@@ -182,7 +182,7 @@ class PassExecutor:
     def _values(
         self, call: Call, shard: Shard, empty: bool, wait: Callable[[Awaitable[Any]], Any]
     ) -> list[Tree]:
-        """Execute the stages, and return what each gave."""
+        """Execute the stages; return their values."""
         values: list[Tree] = []
         for stage in self._stages:
             if empty and (not stage.collectives or (stage.of >= 0 and values[stage.of] is _ABSENT)):
@@ -195,7 +195,7 @@ class PassExecutor:
                 if hasattr(type(result), "__await__"):
                     result = wait(result)
                 values.append(self._end(call, result))
-                del result  # or `take_ownership` would see it as somebody else's
+                del result  # `take_ownership` would count it as another reference
             finally:
                 if process_setup.is_copy:
                     process_setup.end_copy(stage.name)
@@ -205,7 +205,10 @@ class PassExecutor:
         return values
 
     async def run_among_others(self, call: Call, shards: LeaseShards) -> Result:
-        """Execute one call, of no gang, as a task of the running loop; see `run`."""
+        """Execute one call outside of a gang, as a task of the running loop.
+
+        See `run`.
+        """
         shard = self._find(call, shards)
         values = await self._values_among_others(call, shard)
         if self.program.verify:
@@ -235,15 +238,11 @@ class PassExecutor:
         return values
 
     def _digests(self, values: list[Tree]) -> list[Digests]:
-        """Return the digests of what each stage gave."""
-        from pipedist.worker.execution import digests_of  # few runs are verified
-
+        """Return the digests of the stages' values."""
         return [digests_of(None if value is _ABSENT else value) for value in values]
 
     def _check_same(self, call: Call, first: list[Digests], values: list[Tree]) -> None:
-        """Compare what each stage gave with what it gave the first time."""
-        from pipedist.worker.execution import check_same  # loaded already
-
+        """Compare the stages' values with those of the first execution."""
         call.permanent = True
         for stage, before, now in zip(self._stages, first, self._digests(values), strict=True):
             call.stage = stage.name
@@ -252,16 +251,16 @@ class PassExecutor:
 
     def _find(self, call: Call, shards: LeaseShards) -> Shard:
         if self.program.threads != self._threads:
-            self._refuse_threads(call)
+            self._reject_threads(call)
         call.reading = True
         shard = shards.find(call.number)
         call.reading = False
         return shard
 
     def _enter(self, stage: Stage, number: int, call: Call, shard: Shard) -> ReplicaContext:
-        """Make ready for the function of a stage, number `number` from 1; return its context."""
+        """Prepare the function of stage `number`, from 1; return its context."""
         call.stage = stage.name
-        if self._is_noted:
+        if self._records_stage:
             self.clock.enter(number)
         if not stage.is_loaded:
             call.permanent = True
@@ -276,7 +275,7 @@ class PassExecutor:
             stage.name,
             shard.elements,
             self.program.seed,
-            gang.meet(stage.is_async) if gang is not None and stage.collectives else None,
+            gang.collectives(stage.is_async) if gang is not None and stage.collectives else None,
         )
         ctx.device = stage.device
         if gang is not None:
@@ -285,7 +284,7 @@ class PassExecutor:
         return ctx
 
     def _begin(self, stage: Stage, call: Call, shard: Shard, values: list[Tree], ctx: ReplicaContext) -> Any:
-        """Call a stage's function in its context; return its result, or what must be awaited for it."""
+        """Call a stage's function; return its result, or an awaitable of it."""
         call.in_user_code = True
         owner = 0 if call.gang is None else call.replica
         if stage.is_class:
@@ -307,7 +306,10 @@ class PassExecutor:
         return plain(result)
 
     def _emit(self, call: Call, shard: Tree, values: list[Tree], empty: bool) -> Result:
-        """Collect what the call sends back. Empties `values`, so that fresh arrays need no copy."""
+        """Collect the outcome of the call.
+
+        Empties `values`, so that new arrays need no copy.
+        """
         call.permanent = True
         gang = call.gang
         if self._sole is not None and not empty and (gang is None or gang.variables is None):
@@ -348,28 +350,28 @@ class PassExecutor:
             size += self._emit_assigned(gang.variables, outcome)
         return outcome, size
 
-    def _emit_assigned(self, side: ReplicaVariables, outcome: Outcome) -> int:
+    def _emit_assigned(self, variables: ReplicaVariables, outcome: Outcome) -> int:
         from pipedist.worker.variables.replica import size_of
 
-        assigned = side.assigned()
+        assigned = variables.assigned()
         if assigned is None:
             return 0
         for slot in self._assigned:
-            outcome[slot] = assigned  # nobody else's, and read-only
+            outcome[slot] = assigned  # read-only, and not referenced elsewhere
         return size_of(assigned)
 
-    def _refuse_threads(self, call: Call) -> None:
+    def _reject_threads(self, call: Call) -> None:
         call.permanent = True
         raise PipedistError(
-            f"the spec wants threads_per_replica: {self.program.threads}, but this worker was started "
-            f"with {self._threads}, which can change bits: start workers with the spec's number"
+            f"the spec requires threads_per_replica: {self.program.threads}, but this worker was started "
+            f"with {self._threads}, which can change bits: start workers with the number in the spec"
         )
 
     def failure(self, call: Call, error: BaseException, *, aborted: bool = False) -> CallFailure:
-        """Return what is reported of a call that raised.
+        """Return the failure of a call that raised.
 
         Args:
-            aborted: it did nothing wrong: its gang was ended.
+            aborted: its gang was ended by another call.
         """
         final = call.permanent or (call.reading and isinstance(error, PipedistError)) or not _is_plain(error)
         return failures.describe(
@@ -382,29 +384,31 @@ class PassExecutor:
         )
 
     def unsendable(self, number: int, outcome: Outcome) -> CallFailure | None:
-        """Return the failure of a call whose outcome can't be sent; None: it can."""
+        """Return the failure of a call whose outcome cannot be sent, or None."""
         for slot, value in outcome.items():
             try:
                 encode(value)
             except UnsendableError as error:
                 stage = self.stage_of(slot)
-                told = UnsendableError(f"the result of stage {stage!r} can't be sent: {error}")
-                return failures.describe(told, call=number, stage=stage, retryable=False, in_user_code=False)
+                failure = UnsendableError(f"the result of stage {stage!r} cannot be sent: {error}")
+                return failures.describe(
+                    failure, call=number, stage=stage, retryable=False, in_user_code=False
+                )
         return None
 
     def close(self) -> None:
-        """Let go of functions, instances and the reader's files."""
+        """Drop functions and instances, and close the reader's files."""
         self._stages.clear()
         self.finder.close()
 
 
 _ABSENT = object()
-"""Stands for the value of a stage that was not called."""
+"""Placeholder for the value of a stage that was not called."""
 
 
 def _is_plain(error: BaseException) -> bool:
-    """Whether it is an error, and no wish to end the process."""
-    asyncio = sys.modules.get("asyncio")  # without it nobody raises its CancelledError
+    """Return whether it is an error, not a request to end the process."""
+    asyncio = sys.modules.get("asyncio")  # not loaded: nothing raises its CancelledError
     return isinstance(error, Exception) or (asyncio is not None and isinstance(error, asyncio.CancelledError))
 
 
@@ -412,11 +416,11 @@ _DIGEST_BYTES = 16
 
 
 class Digests(Struct, frozen=True):
-    """What a value was.
+    """The digests of a value.
 
     Args:
-        leaves: digest of each leaf, by its path; "" of a bare one.
-        structure: of the tree around them.
+        leaves: digest of each leaf, by its path; "" is the path of a bare leaf.
+        structure: the structure of the tree around them.
     """
 
     leaves: Mapping[str, bytes]
@@ -424,7 +428,7 @@ class Digests(Struct, frozen=True):
 
 
 def digests_of(value: Tree) -> Digests:
-    """Return the digests of a value as it is now: whoever holds it may change it later."""
+    """Return the digests of a value, which user code may change later."""
     leaves, structure = trees.flatten(value)
     paths = trees.treedef_paths(structure)
     found = ((path, _digest(leaf)) for path, leaf in zip(paths, leaves, strict=True))
@@ -446,14 +450,14 @@ def check_same(first: Digests, second: Digests) -> None:
     """Compare two executions of a stage's function on one shard.
 
     Raises:
-        NonDeterministicError: they differ; it names the first place, in the order of paths.
+        NonDeterministicError: they differ; the text has the first path that does.
     """
     before, now = first.leaves, second.leaves
     for path in dict.fromkeys((*before, *now)):
         if before.get(path) != now.get(path):
             place = f"at {path!r} in its value" if path else "in its value"
             one = path not in before or path not in now
-            raise NonDeterministicError(_text(f"{place}{', which one of them has not' if one else ''}"))
+            raise NonDeterministicError(_text(f"{place}{', which only one of them has' if one else ''}"))
     if first.structure != second.structure:
         raise NonDeterministicError(_text(f"{first.structure} and then {second.structure}"))
 
@@ -462,6 +466,6 @@ def _text(where: str) -> str:
     return (
         f"two executions of this call gave different results, {where}: the function is not deterministic in "
         "(shard, with, ctx), so another run may give other results. Usual causes: clocks; random numbers "
-        "that are not of ctx.rng; what one call leaves behind for the next, in globals or in an instance; "
+        "that do not come from ctx.rng; state that one call leaves for the next, in globals or in an instance; "
         "the order of a set; threads"
     )

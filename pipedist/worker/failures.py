@@ -1,9 +1,8 @@
-"""A replica function's exception, as text that can travel.
+"""Conversion of a replica function's exception to text that can be sent.
 
-A traceback is told of the user's own code only: it begins with the frame that a stage's function
-has, and there is none where no such frame was reached. What pipedist itself raises on purpose (data
-that can't be read, a result that can't be sent or reduced, a function that is not there) says in its
-one line what its frames could not say better.
+A traceback shows user code only: it begins with the frame of a stage's function, and is empty if no such frame was
+reached. Errors that pipedist raises on purpose (data that cannot be read, a result that cannot be sent or reduced,
+a function that does not exist) have no traceback: their text is complete.
 """
 
 from __future__ import annotations
@@ -19,46 +18,46 @@ from pipedist.core import functions
 from pipedist.errors import PipedistError
 
 TEXT_CHARS_MAX = 16_384
-"""The longest text of an exception; longer ones lose their middle."""
+"""Maximum length of an exception's text; longer texts are cut in the middle."""
 
 TRACEBACK_CHARS_MAX = 65_536
-"""The longest formatted traceback."""
+"""Maximum length of a formatted traceback."""
 
 _FOLDER = os.path.dirname(os.path.abspath(__file__))
 _CALLERS = frozenset(os.path.join(_FOLDER, name) for name in ("execution.py", "lease_run.py", "stages.py"))
-"""The files whose frames call the user's code."""
+"""The files whose frames call user code."""
 
 _ENDS: dict[type[BaseException], Callable[[BaseException], str]] = {
     SystemExit: lambda error: f"the function called sys.exit({getattr(error, 'code', None)!r})",
-    KeyboardInterrupt: lambda error: str(error) or "the function raised it: a worker has no Ctrl-C",
+    KeyboardInterrupt: lambda error: str(error) or "the function raised it; a worker ignores Ctrl-C",
 }
-"""What is said of exceptions whose own text says nothing."""
+"""Texts for exceptions whose own text is uninformative."""
 
-_READ_ONLY = "arrays that a function gets are read-only: change a copy of them, as of x.copy()\n"
-"""What NumPy does not know of an array that it can't write."""
+_READ_ONLY = "arrays passed to a function are read-only: change a copy, such as x.copy()\n"
+"""Hint for NumPy's error about read-only arrays."""
 
 _NOT_SENT: dict[type[BaseException], str] = {
-    FileNotFoundError: "a file that a function opens by itself must be there too: only what a dataset reads "
+    FileNotFoundError: "files that a function opens itself must exist there too: only the data of datasets "
     "is sent\n",
     ModuleNotFoundError: "packages that a function imports must be installed there too\n",
 }
-"""What a worker on another host does not know of what is on the run's host."""
+"""Hints for errors on a worker that runs on another host than the driver."""
 
-_TELLING = (PipedistError, TypeError, ValueError)
-"""What is raised on purpose around the user's code: by readers, reductions and the codec."""
+_WITHOUT_TRACEBACK = (PipedistError, TypeError, ValueError)
+"""Errors that readers, reductions and the codec raise on purpose around user code."""
 
 
 class CallFailure(Struct, frozen=True):
-    """Why a call failed; the fields of `pipedist.protocol.messages.Failed`.
+    """The failure of a call; see `pipedist.protocol.messages.Failed`.
 
     Args:
         call: its number in the pass.
-        stage: name of the stage; of the first one where the call's shard could not be had.
+        stage: name of the stage; the first one if the call's shard could not be read.
         module, name: the exception's class.
         text: `str(exception)`.
-        traceback: formatted, from the user's first frame on; "" where there is no such frame.
+        traceback: formatted, from the first frame of user code on; "" if there is none.
         retryable: another attempt may help.
-        aborted: the call did nothing wrong: its gang was ended.
+        aborted: whether the call failed only because its gang was ended.
     """
 
     call: int
@@ -80,17 +79,17 @@ def describe(
     in_user_code: bool,
     aborted: bool = False,
 ) -> CallFailure:
-    """Return what the scheduler is told of an exception.
+    """Return the failure to report for an exception.
 
     Args:
-        in_user_code: it came out of a stage's function.
-        aborted: it is no fault of the call.
+        in_user_code: whether a stage's function raised it.
+        aborted: whether the call failed only because its gang was ended.
     """
     cls = type(error)
     try:
         text = _ENDS.get(cls, str)(error)
     except Exception as second:  # an exception class of the user's, whose __str__ is broken
-        text = f"<{cls.__qualname__} whose text can't be made: {type(second).__name__}>"
+        text = f"<{cls.__qualname__} whose str() failed: {type(second).__name__}>"
     return CallFailure(
         call=call,
         stage=stage,
@@ -105,19 +104,19 @@ def describe(
 
 def _formatted(error: BaseException, in_user_code: bool) -> str:
     frames = user_frames(error.__traceback__) if in_user_code else error.__traceback__
-    if frames is None or (not in_user_code and isinstance(error, _TELLING)):
+    if frames is None or (not in_user_code and isinstance(error, _WITHOUT_TRACEBACK)):
         return ""
     try:
-        told = "".join(traceback.format_exception(type(error), error, frames))
+        text = "".join(traceback.format_exception(type(error), error, frames))
         if type(error) in _NOT_SENT and functions.process_note():
-            told += f"{functions.process_note()}; {_NOT_SENT[type(error)]}"
-        return told + _READ_ONLY * (isinstance(error, ValueError) and str(error).endswith("is read-only"))
+            text += f"{functions.process_note()}; {_NOT_SENT[type(error)]}"
+        return text + _READ_ONLY * (isinstance(error, ValueError) and str(error).endswith("is read-only"))
     except Exception as second:
-        return f"<the traceback can't be formatted: {type(second).__name__}>\n"
+        return f"<the traceback cannot be formatted: {type(second).__name__}>\n"
 
 
 def user_frames(tb: TracebackType | None) -> TracebackType | None:
-    """Return the traceback from the first frame on that a stage's function has, None if it has none."""
+    """Return the traceback from a stage's function on; None without one."""
     first = tb
     while tb is not None:
         if tb.tb_frame.f_code.co_filename in _CALLERS:
@@ -127,16 +126,16 @@ def user_frames(tb: TracebackType | None) -> TracebackType | None:
 
 
 def user_stack(frame: FrameType) -> list[traceback.FrameSummary]:
-    """Return what a thread executes, from the first frame on that a stage's function has; [] without one."""
+    """Return the stack of a thread from a stage's function on; [] without one."""
     stack = traceback.extract_stack(frame)
-    callers = [place for place, line in enumerate(stack) if line.filename in _CALLERS]
+    callers = [index for index, line in enumerate(stack) if line.filename in _CALLERS]
     return list(stack[callers[-1] + 1 :]) if callers else []
 
 
 def _clipped(text: str, chars_max: int) -> str:
-    # A lone surrogate has no UTF-8 form, and must not keep the failure from being told.
+    # A lone surrogate has no UTF-8 form; the failure must be sent anyway.
     text = text.encode("utf-8", "backslashreplace").decode("utf-8")
     if len(text) <= chars_max:
         return text
     half = chars_max // 2
-    return f"{text[:half]}\n[{len(text) - 2 * half} characters left out]\n{text[-half:]}"
+    return f"{text[:half]}\n[{len(text) - 2 * half} characters cut]\n{text[-half:]}"

@@ -43,14 +43,16 @@ if TYPE_CHECKING:
 
 
 class GangClient(RelayClient, Protocol):
-    """The methods of the worker's driver that gangs call, from any thread of the gang."""
+    """The methods of the worker's driver that gangs call, from any thread."""
 
     def report_stalled(self, lease: int, members: tuple[int, ...], text: str) -> None:
         """Report that a collective has waited too long for members."""
 
 
 class GangRunFactory:
-    """Makes the runs of gang leases; owns the threads, event loops and mapped memory that they share.
+    """Makes the runs of gang leases.
+
+    Owns the threads, event loops and mapped memory that they share.
 
     Args:
         client: the connection to the scheduler.
@@ -133,7 +135,7 @@ class GangRunFactory:
         return RelayChannel(self._client, assigned.lease, buffer, assigned.member, assigned.members)
 
     def close(self) -> None:
-        """End the threads, close the loops except the main thread's, and unmap the memory."""
+        """End the threads, close all loops but the main one, unmap the memory."""
         self._threads.close()
         for loop in self._loops[1:]:
             loop.close()
@@ -213,7 +215,7 @@ class GangRun:
         self._busy_ns = 0
 
     def advance(self, _slice_s: float, _slice_bytes: int) -> CallFailure | None:
-        """The first time, execute all calls; then continue at the next call that failed.
+        """Execute all calls at the first time; then go to the next failure.
 
         Returns:
             Its failure; None if all remaining calls returned.
@@ -236,7 +238,7 @@ class GangRun:
         return failure
 
     def take(self) -> FinishedCalls:
-        """Return the outcomes that have not been taken; none before the gang is over."""
+        """Return the outcomes since the last `take`; none before the gang is over."""
         outcomes, self._outcomes = self._outcomes, []
         lo, self._next = self._next, self._next + len(outcomes)
         busy_ns, self._busy_ns = self._busy_ns, 0
@@ -247,7 +249,10 @@ class GangRun:
         self._next += 1
 
     def abandon(self) -> None:
-        """End the replicas that wait for others; `advance` returns when all replicas have ended."""
+        """End the replicas that wait for others.
+
+        `advance` returns when all replicas have ended.
+        """
         self._gang.abort("the scheduler has cancelled the step")
 
     def _execute(self) -> dict[int, Result | CallFailure]:
@@ -361,7 +366,7 @@ class ReplicaCollectives:
         return await asyncio.wrap_future(collective)
 
     def _for_loop(self, request: CollectiveRequest) -> Tree:
-        """Execute a collective for an asyncio future, which can never hold a StopIteration."""
+        """Execute a collective for a future, which cannot hold a StopIteration."""
         try:
             return self.call(request)
         except StopIteration as error:
@@ -386,7 +391,7 @@ class ReplicaCollectives:
             yield
 
     def close(self) -> None:
-        """Wait for a collective whose await was cancelled: the other replicas take part in it."""
+        """Wait for a collective whose await was cancelled: others take part in it."""
         self.unawaited.drop()
         if self._thread is not None:
             self._thread.shutdown(cancel_futures=True)
@@ -413,7 +418,7 @@ class _Awaited:
 
 
 def _was_aborted(error: BaseException) -> bool:
-    """Return whether a call failed only because its gang had ended, also if its clean-up raised."""
+    """Return whether a call failed only because its gang had ended."""
     seen: set[int] = set()
     each: BaseException | None = error
     while each is not None and id(each) not in seen:

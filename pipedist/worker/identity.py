@@ -48,7 +48,7 @@ SILENT_S = 2.0
 
 
 class JoinReporter:
-    """Reports the time from Hello to Welcome to people, and applies the Welcome.
+    """Reports the join of a worker to people, and applies the Welcome.
 
     Args:
         report: prints a text.
@@ -80,7 +80,7 @@ class JoinReporter:
             self._report(f"waiting for a scheduler, for at most {self._join_s:.3g} s{self._diagnose()}")
 
     def joined(self, welcome: Welcome) -> None:
-        """Report the cluster, and put the import path of the scheduler's process before this one's."""
+        """Report the cluster, and put the scheduler's import path before this one's."""
         self._waiting_since = None
         threads = "1 thread" if self._threads == 1 else f"{self._threads} threads"
         self._report(f"joined cluster {welcome.cluster}, {threads}")

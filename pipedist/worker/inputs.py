@@ -149,7 +149,10 @@ class ShardFinder:
         return self._reader
 
     def is_empty(self, shard: Shard) -> bool:
-        """Return whether a shard has no elements; a value that is not a shard of a dataset is never empty."""
+        """Return whether a shard has no elements.
+
+        A value that is not a shard of a dataset is never empty.
+        """
         if self._config is None:
             return False
         if shard.elements is not None:
@@ -205,7 +208,10 @@ class LeaseShards:
 
 
 def _row_bytes(value: Tree, rows: int) -> float | None:
-    """Return the size of a row, bytes; None if slices of more rows would be other arrays."""
+    """Return the size of a row, bytes.
+
+    None if slices of more rows would be other arrays.
+    """
     columns = [value] if type(value) is np.ndarray else list(value.values()) if type(value) is dict else []
     if (
         not rows
@@ -241,7 +247,10 @@ class StateStore:
         self._frames.setdefault(space, {})[version] = frames
 
     def put(self, space: int, version: int, value: Tree) -> None:
-        """Store a value that this worker computed; its arrays are read-only, and never change again."""
+        """Store a value that this worker computed.
+
+        Its arrays are read-only, and never change again.
+        """
         self._discard_old(space, version)
         self._values.setdefault(space, {})[version] = value
 

@@ -120,12 +120,12 @@ class LeaseQueue:
     # -- events from the driver ------------------------------------------------------
 
     def next(self) -> AssignedLease | None:
-        """End the active lease; activate and return the one that has waited longest."""
+        """End the active lease; activate the one that has waited longest."""
         self.active = self._waiting.popitem(last=False)[1] if self._waiting else None
         return self.active
 
     def report(self, lease_id: int, lo: int, hi: int) -> AssignedLease:
-        """Record that calls [lo, hi) of the executing lease are over; return the lease.
+        """Record that calls [lo, hi) of the active lease are over; return it.
 
         Raises:
             LocalProtocolError: they are not its next calls.

@@ -82,7 +82,7 @@ class _Selector(selectors.DefaultSelector):
 
 
 class ExitRequested(Exception):
-    """Carries an exception out of an async function that would stop the event loop.
+    """Carries an exception out of an async function past the event loop.
 
     Args:
         cause: SystemExit or KeyboardInterrupt.
@@ -94,7 +94,10 @@ class ExitRequested(Exception):
 
 
 async def await_result(awaitable: Awaitable[Any]) -> Any:
-    """Await the result of an async function; raise ExitRequested instead of SystemExit."""
+    """Await the result of an async function.
+
+    Raise ExitRequested instead of SystemExit.
+    """
     try:
         return await awaitable
     except (SystemExit, KeyboardInterrupt) as error:
@@ -186,7 +189,7 @@ class LeaseRun:
         return self._one_by_one(until_ns, slice_bytes)
 
     def take(self) -> FinishedCalls:
-        """Return the outcomes of calls that finished since the last `take`, in order."""
+        """Return the outcomes since the last `take`, in order."""
         count = len(self._outcomes)
         outcomes = self._outcomes[:count]
         del self._outcomes[:count]
@@ -261,7 +264,7 @@ class LeaseRun:
 
 
 class RejectedLeaseRun:
-    """The run of a lease whose calls cannot be executed: each of them fails, and is not retried.
+    """The run of a lease whose calls cannot be executed: each of them fails.
 
     Args:
         error: the reason.

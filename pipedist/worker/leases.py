@@ -52,7 +52,7 @@ class Leases:
         self.states = StateStore()
 
     def open_pass(self, pass_id: int, frames: Sequence[memoryview], *, elsewhere: bool = False) -> None:
-        """Store a program. If it cannot be loaded, each of its calls fails with the error.
+        """Store a program; if it cannot be loaded, each of its calls fails.
 
         Args:
             elsewhere: the scheduler runs on another host.
@@ -130,7 +130,7 @@ class Leases:
             return RejectedLeaseRun(error, executor.first_stage, slice_.lo)
 
     def _use_states(self, executor: PassExecutor, shards: Shards) -> BoundVariables | None:
-        """Pass the states that a lease reads to the stages; return the variables among them."""
+        """Pass a lease's states to the stages; return the variables among them."""
         states = shards.states or {}
         values = self.states.values(states)
         bound = None

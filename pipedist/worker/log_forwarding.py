@@ -114,7 +114,7 @@ class OutputCapture:
             self.finish()
 
     def finish(self) -> None:
-        """Send unfinished lines and the number of dropped ones: the calls that wrote them are over."""
+        """Send unfinished lines, and the number of dropped ones."""
         if not self._partial and not self._dropped:
             return
         with self._lock:
@@ -154,7 +154,7 @@ class OutputCapture:
 
 
 def _write_to_stderr(line: LogLine) -> None:
-    """Write a line to the process's stderr with one system call: several copies may write at once."""
+    """Write a line to stderr in one system call, as copies may write at once."""
     call = f"[{line.stage} {line.step} {line.replica}] " if line.stage else ""
     os.write(2, f"{call}{line.text}\n".encode())
 
@@ -187,7 +187,10 @@ class CapturedStream(io.TextIOBase):
         return len(text)
 
     def flush(self) -> None:
-        """Flush the lines of a copy (`OutputCapture.flush`); a worker's lines are sent at once."""
+        """Flush the lines of a copy (`OutputCapture.flush`).
+
+        A worker's lines are sent at once.
+        """
         self._capture.flush()
 
     def fileno(self) -> int:
@@ -218,7 +221,7 @@ class Socket(Protocol):
         copy: bool = True,
         timeout_s: float = 60.0,
     ) -> None:
-        """Send a message; `copy` False: the memory of the payload never changes again."""
+        """Send a message; `copy` False: the payload's memory never changes again."""
 
     def poll(self, timeout_s: float) -> bool:
         """Wait for a message; return False if none has arrived in time."""
@@ -228,7 +231,7 @@ class Socket(Protocol):
 
 
 class LogForwarder:
-    """Lines that wait for the socket, and the error that broke the connection while user code ran.
+    """Lines that wait for the socket, and the error that broke the connection.
 
     Args:
         socket: the connection to the scheduler.
@@ -244,7 +247,7 @@ class LogForwarder:
         """The error of the connection while user code ran; the main thread raises it afterwards."""
 
     def put(self, line: LogLine) -> None:
-        """Send a line at once if the socket is free, else leave it to the thread that uses the socket."""
+        """Send a line at once if the socket is free, else queue it."""
         self._lines.append(line)
         if self.fault is None and self._lock.acquire(blocking=False):
             try:

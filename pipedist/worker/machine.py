@@ -104,11 +104,11 @@ from pipedist.worker.events import (
     DataFound,
     Event,
     LeaveRequested,
+    ProtocolState,
     RestartNeeded,
     SliceEnded,
     Started,
     TimePassed,
-    WorkerState,
 )
 from pipedist.worker.lease_queue import AssignedLease, LeaseQueue, WorkerLimits
 
@@ -122,7 +122,7 @@ class WorkerMachine:
     """
 
     def __init__(self, hello: Hello, limits: WorkerLimits | None = None) -> None:
-        self.state = WorkerState.JOINING
+        self.state = ProtocolState.JOINING
         self._hello = hello
         self._limits = limits or WorkerLimits()
         self._passes: set[int] = set()
@@ -160,7 +160,7 @@ class WorkerMachine:
         return commands
 
     def deadline(self) -> float | None:
-        """Return when TimePassed, or a report of finished calls, is due; None: no deadline."""
+        """Return when TimePassed or a report is due; None: no deadline."""
         return self._due
 
     # -- joining and leaving ---------------------------------------------------------
@@ -170,17 +170,17 @@ class WorkerMachine:
         return [Send(self._hello)]
 
     def _on_time_passed(self, _event: TimePassed, now: float) -> list[Command]:
-        if self.state is not WorkerState.JOINING or self._due is None or now < self._due:
+        if self.state is not ProtocolState.JOINING or self._due is None or now < self._due:
             return []
         return self._leave(Ending.UNANSWERED, f"no reply within {self._limits.join_s:g} s")
 
     def _on_welcome(self, event: Welcome, _now: float) -> list[Command]:
-        self.state = WorkerState.READY
+        self.state = ProtocolState.READY
         self._due = None
         return [Join(event)]
 
     def _on_refuse(self, event: Refuse, _now: float) -> list[Command]:
-        joined = self.state is not WorkerState.JOINING
+        joined = self.state is not ProtocolState.JOINING
         return self._leave(Ending.FENCED if joined else Ending.REFUSED, event.reason)
 
     def _on_stop(self, event: Stop, _now: float) -> list[Command]:
@@ -199,7 +199,7 @@ class WorkerMachine:
         return [Send(goodbye), *self._leave(ending, reason)]
 
     def _leave(self, ending: Ending, reason: str) -> list[Command]:
-        self.state = WorkerState.STOPPING
+        self.state = ProtocolState.STOPPING
         self._due = None
         self._leases.clear()
         self._passes.clear()
@@ -310,12 +310,12 @@ class WorkerMachine:
     # -- execution -------------------------------------------------------------------
 
     def _execute(self, lease: AssignedLease | None, now: float) -> list[Command]:
-        """Execute a lease from its first unreported call; None: no lease is left, become ready."""
+        """Execute a lease from its first unreported call; None: become ready."""
         if lease is None:
-            self.state = WorkerState.READY
+            self.state = ProtocolState.READY
             self._due = None
             return []
-        self.state = WorkerState.EXECUTING
+        self.state = ProtocolState.EXECUTING
         self._due = now + self._limits.flush_s
         slice_s, slice_bytes = self._limits.flush_s, self._limits.flush_bytes
         return [Execute(lease.id, lease.pass_id, lease.next, lease.hi, slice_s, slice_bytes)]
@@ -374,14 +374,14 @@ class WorkerMachine:
             raise LocalProtocolError(f"the worker's state is inconsistent: {broken}")
 
     def _broken_invariant(self) -> str:
-        executing = self.state is WorkerState.EXECUTING
+        executing = self.state is ProtocolState.EXECUTING
         if executing != (self._leases.active is not None):
             return "a lease must be active if and only if the state is EXECUTING"
         if not self._cached_passes <= self._passes:
             return "results of an unbound pass are cached"
         if len(self._spaces) > self._limits.states_max:
             return "too many states are stored"
-        if self.state is WorkerState.STOPPING and (self._passes or self._spaces):
+        if self.state is ProtocolState.STOPPING and (self._passes or self._spaces):
             return "a stopping worker has passes or states"
         if executing and self._due is None:
             return "an executing worker has no report due"

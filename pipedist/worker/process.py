@@ -190,7 +190,10 @@ def _work(
 
 
 def _unknown_host(endpoint: str) -> str:
-    """Return that the endpoint's host has no address, or "". It may get an address later."""
+    """Return that the endpoint's host has no address, or "".
+
+    It may get an address later.
+    """
     import socket  # rarely needed
 
     parsed = parse_endpoint(endpoint, bind=False, has_keys=True)
@@ -203,7 +206,7 @@ def _unknown_host(endpoint: str) -> str:
 
 
 def _why_unanswered(endpoint: str) -> str:
-    """Return the result of a connection attempt, for the report that no scheduler has replied; "" if unknown."""
+    """Return the result of a connection attempt; "" if it is unknown."""
     import socket  # rarely needed
 
     parsed = parse_endpoint(endpoint, bind=False, has_keys=True)

@@ -64,7 +64,10 @@ _PR_SET_PDEATHSIG = 1
 
 
 def set_process_name(name: str) -> None:
-    """Set the name that ps and top show (at most 15 bytes). Linux only; elsewhere it does nothing."""
+    """Set the name that ps and top show (at most 15 bytes).
+
+    Linux only; elsewhere it does nothing.
+    """
     try:
         with open("/proc/self/comm", "w", encoding="ascii") as comm:
             comm.write(name[:15])
@@ -73,7 +76,7 @@ def set_process_name(name: str) -> None:
 
 
 def die_with(parent_pid: int) -> None:
-    """Let the kernel kill this process as soon as its parent has ended, even while it is stopped.
+    """Let the kernel kill this process, even a stopped one, after its parent.
 
     The kernel watches the THREAD that started this process: it must be the main thread of its process.
 
@@ -119,13 +122,16 @@ _forking = threading.local()
 
 
 def handle_signals(handler: Callable[[int, FrameType | None], object]) -> dict[signal.Signals, Any]:
-    """Install a handler for SIGTERM and SIGHUP, unless they are ignored (`nohup`); return the previous ones."""
+    """Handle SIGTERM and SIGHUP, unless they are ignored (`nohup`); return the previous handlers."""
     numbers = [number for number in _HANDLED if signal.getsignal(number) is not signal.SIG_IGN]
     return {number: signal.signal(number, handler) for number in numbers}
 
 
 def do_nothing(_number: int, _frame: FrameType | None) -> None:
-    """Handle a signal without effect; unlike SIG_IGN, a program that this process starts does not inherit it."""
+    """Handle a signal without effect.
+
+    Unlike SIG_IGN, a program that this process starts does not inherit it.
+    """
 
 
 def detect_copies() -> None:
@@ -151,7 +157,10 @@ def _become_copy() -> None:
 
 
 def end_copy(stage: str) -> None:
-    """End this copy of a worker, which has left the function of a stage; never returns."""
+    """End this copy of a worker, which has left the function of a stage.
+
+    Never returns.
+    """
     error = sys.exc_info()[1]
     outcome = "returned" if error is None else f"raised {type(error).__name__}: {error}"
     text = f"a process that the function made with os.fork {outcome}: it ends here; let it call os._exit"
@@ -205,7 +214,7 @@ def make_hello(
 
 
 def boot_id() -> str:
-    """Return an id that is equal for processes that see the same files: one running kernel, one set of mounts.
+    """Return an id that is equal for processes that see the same files.
 
     Containers of one host share the kernel, but not the files. If the kernel has no boot id (macOS), the name
     of the host is returned.

@@ -1,13 +1,12 @@
-"""Which call a worker is executing, where its parent can read it: after a crash, and while it runs.
+"""The running call of a worker, in memory that its parent process reads: after a crash, and while it runs.
 
-A segmentation fault, `os._exit` or SIGKILL leaves a process no time to say what it was doing. So the
-number of the running call stands in memory that is shared with the process that started the worker,
-which reads it when the worker is gone: the death is then charged to the right call, also where
-finished calls before it had not been reported. So does whether a worker ended by itself: its exit code
-alone can't tell that, as user code may end it with the same one.
+A segmentation fault, `os._exit` or SIGKILL leaves a process no time to report. So the number of the running call is
+recorded in memory that is shared with the parent process, which reads it when the worker has ended: the crash is
+then attributed to the right call, even if finished calls before it were not reported. The memory also records
+whether a worker ended by itself: its exit code does not show that, because user code may use the same one.
 
-There, too, stands how long the stage's function that runs may take, and since when it does. An
-interpreter that hangs can't be trusted to notice: its parent looks, and ends it (`Overdue`).
+The start and the time limit of the running stage's function are recorded as well. An interpreter that hangs cannot
+check them: its parent does, and kills it (`Overdue`).
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ _BYTES = 8 * _CELLS
 
 
 class Running(NamedTuple):
-    """What a worker executes.
+    """The running call of a worker.
 
     Args:
-        stage: its number in the pass's program, from 1; 0: nobody knows.
+        stage: the number of the stage in the pass's program, from 1; 0: unknown.
     """
 
     lease: int
@@ -40,9 +39,9 @@ _RUNNING = struct.Struct("3q")
 
 
 def unpack_running(data: bytes) -> Running | None:
-    """Return what a worker executed when somebody else read its memory; None: nothing, or nobody can say.
+    """Return the running call from a copy of a worker's memory, or None.
 
-    It may have gone on between two numbers, so whoever needs it compares the lease with what he knows.
+    The copy is not atomic: compare the lease before using the result.
     """
     if len(data) < _RUNNING.size:
         return None
@@ -51,15 +50,15 @@ def unpack_running(data: bytes) -> Running | None:
 
 
 NO_CALL = Running(0, 0, 0)
-"""Says that a worker's end is no call's fault; no lease has the number 0."""
+"""Reported if no call caused the end of a worker; no lease has the number 0."""
 
 
 class Overdue(NamedTuple):
-    """A stage's function that takes longer than it may.
+    """A stage's function that has exceeded its time limit.
 
     Args:
-        running: in which call.
-        began_ns: since when, on the system's monotonic clock.
+        running: its call.
+        began_ns: when it began, on the system's monotonic clock.
     """
 
     running: Running
@@ -67,40 +66,43 @@ class Overdue(NamedTuple):
 
 
 class StageClock:
-    """Notes down which stage's function runs, for how long at most. This one does not: nobody looks."""
+    """Records the running stage's function and its time limit.
+
+    The base class records nothing.
+    """
 
     @property
     def is_timing(self) -> bool:
-        """Whether a function is under way that may take so long only."""
+        """Whether a function with a time limit runs."""
         return False
 
     def enter(self, stage: int) -> None:
-        """Note that a stage of the running call is under way; 0: any."""
+        """Record the stage of the running call; 0: unknown."""
 
     def start(self, call: int, stage: int, limit_ns: int) -> None:
-        """Note that the function of a call's stage begins, and how long it may take."""
+        """Record the start of a stage's function, and its time limit."""
 
     def stop(self, call: int) -> None:
-        """Note that it is over. Harmless where none was noted."""
+        """Record the end of the function, if a start was recorded."""
 
     def pause(self, call: int) -> None:
-        """Note that it waits for other replicas: that is not its own time."""
+        """Stop the time of the function while it waits for other replicas."""
 
     def resume(self, call: int) -> None:
-        """Note that it goes on."""
+        """Continue the time of the function."""
 
     def step(self, call: int) -> None:
-        """Note that, of several calls under way, this one runs now."""
+        """Record which one of several overlapping calls has the thread."""
 
     def unstep(self) -> None:
-        """Note that it has let go of the thread."""
+        """Record that the call has yielded the thread."""
 
 
 class CallProgress:
-    """Some int64 in shared memory.
+    """The running call of a worker, as int64 numbers in shared memory.
 
-    Made before the fork, it is shared by parent and child; made of a file, by all who have it open.
-    There is one process that writes.
+    Without a file, the memory is shared with processes that are forked later; with a file, with all processes that
+    have opened it. Only the worker writes it.
 
     Args:
         file: descriptor of a file of `BYTES`; None: memory that children inherit.
@@ -109,7 +111,7 @@ class CallProgress:
     BYTES = _BYTES
 
     clock: StageClock = StageClock()
-    """Where stages are noted."""
+    """Records the running stage."""
 
     def __init__(self, file: int | None = None) -> None:
         self._memory = mmap.mmap(-1 if file is None else file, _BYTES)
@@ -119,14 +121,14 @@ class CallProgress:
         self.clock = _SharedClock(self._cells)
 
     def idle(self) -> None:
-        """Note that nothing is being executed, unless calls are under way that wait for something."""
+        """Record that no call runs, unless calls with a time limit wait."""
         if self.clock.is_timing:
             return
         self._cells[_LIMIT] = 0
         self._cells[_LEASE] = self._cells[_CALL] = _IDLE
 
     def of_lease(self, lease: int) -> Callable[[int], None]:
-        """Return what notes down that a call of this lease runs now."""
+        """Return a function that records the running call of a lease."""
         cells = self._cells
 
         def begin(call: int) -> None:
@@ -137,66 +139,66 @@ class CallProgress:
         return begin
 
     def read(self) -> Running | None:
-        """Return what is being executed, or None."""
+        """Return the running call, or None."""
         cells = self._cells
         running = Running(cells[_LEASE], cells[_CALL], cells[_STAGE])
         return None if _IDLE in running[:2] else running
 
     def overdue(self, now_ns: int) -> Overdue | None:
-        """Return the stage's function that takes too long, None if there is none.
+        """Return the stage's function that has exceeded its limit, or None.
 
         Args:
-            now_ns: of `time.monotonic_ns`, which is the same clock in all processes of a host.
+            now_ns: `time.monotonic_ns()`, which is the same clock in all processes of a host.
         """
         cells = self._cells
-        limit = cells[_LIMIT]  # first: it is written last, so the time that is read is not older
+        limit = cells[_LIMIT]  # read first, as it is written last: so the start time cannot be older
         began = cells[_BEGAN]
         if not limit or now_ns - began <= limit:
             return None
         return Overdue(Running(cells[_LEASE], cells[_TIMED_CALL], cells[_TIMED_STAGE]), began)
 
     def is_still(self, overdue: Overdue) -> bool:
-        """Return whether this function still runs: asked when the process is gone."""
+        """Return whether this function was still running when the process ended."""
         cells = self._cells
         running = Running(cells[_LEASE], cells[_TIMED_CALL], cells[_TIMED_STAGE])
         return bool(cells[_LIMIT]) and cells[_BEGAN] == overdue.began_ns and running == overdue.running
 
     def end(self) -> None:
-        """Note that the process ends by itself: its exit code is no user code's."""
+        """Record that the process ends by itself, not through user code."""
         self._cells[_OVER] = 1
 
     @property
     def is_over(self) -> bool:
-        """Whether the process has ended by itself."""
+        """Whether the process has ended by itself, not through user code."""
         return bool(self._cells[_OVER])
 
     def begin(self) -> None:
-        """Note that a process begins, which has noted nothing."""
+        """Reset the memory for a new process."""
         self._cells[_OVER] = 0
         self.idle()
 
     def close(self) -> None:
-        """Let go of the memory."""
+        """Close the memory."""
         self.clock = StageClock()
         self._cells.release()
         self._memory.close()
 
 
 def end_of(progress: CallProgress, overdue: Overdue | None) -> tuple[Running | None, bool]:
-    """Return what a process that is gone was executing, and whether that is what it was ended for.
+    """Return the last call of a process, and whether the parent killed it for that.
 
     Args:
-        overdue: what its parent had ended it for; None: it had not.
+        overdue: the function for which the parent killed it; None: it did not.
     """
     if overdue is None:
         return progress.read(), False
     if progress.is_still(overdue):
         return overdue.running, True
-    return NO_CALL, False  # it was over just then
+    return NO_CALL, False  # the function had just returned
 
 
 class _Timed:
-    """A function that runs: since when and for how long at most, and since when it waits for others."""
+    """A running function: its start, its limit, and the start of its wait."""
 
     __slots__ = ("began_ns", "limit_ns", "paused_ns", "stage")
 
@@ -208,13 +210,16 @@ class _Timed:
 
 
 class _SharedClock(StageClock):
-    """Writes into the shared memory: of several functions, the one that runs, else the first that is due."""
+    """Writes to the shared memory.
+
+    Of several functions, the running one, else the first that is due.
+    """
 
     def __init__(self, cells: memoryview) -> None:
         self._cells = cells
         self._timed: dict[int, _Timed] = {}
         self._lock = threading.Lock()
-        """Replicas of a gang are threads."""
+        """Needed in gangs, whose replicas are threads."""
 
     @property
     def is_timing(self) -> bool:
@@ -276,11 +281,11 @@ class _SharedClock(StageClock):
 
 
 class Stepped:
-    """Awaits something for a call, and notes whenever the call has the thread: its loop has others too.
+    """Awaits the result of a call, and records when the call has the thread.
 
     Args:
-        awaitable: what an async function returned.
-        clock: where it is noted.
+        awaitable: the awaitable that an async function returned.
+        clock: records it.
         call: the number of the call.
     """
 
@@ -290,7 +295,7 @@ class Stepped:
         self._call = call
 
     def __await__(self) -> Generator[Any, Any, Any]:
-        """Go on with it, step by step."""
+        """Run the awaitable step by step."""
         steps = self._awaitable.__await__()
         send = getattr(steps, "send", None) or (lambda _nothing: next(steps))
         value: Any = None

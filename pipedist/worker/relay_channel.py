@@ -72,7 +72,7 @@ class RelayBuffer:
 
 
 class RelayClient(Protocol):
-    """The methods of the worker's driver that the channel calls, from any thread of the gang."""
+    """The methods of the worker's driver that the channel calls, from any thread."""
 
     def contribute(self, lease: int, number: int, payload: Sequence[Frame]) -> None:
         """Send a part.

@@ -102,7 +102,10 @@ class ResultCache:
         self._size_bytes -= sum(each.size_bytes for each in self._passes.pop(key, ()))
 
     def offers(self) -> tuple[str, ...]:
-        """Return the cached ranges for Hello, "key:lo-hi"; the largest ones if there are too many."""
+        """Return the cached ranges for Hello, "key:lo-hi".
+
+        The largest ones if there are too many.
+        """
         found = []
         for key, cached in self._passes.items():
             for lo, hi in _merged((each.lo, each.hi) for each in cached):
@@ -126,7 +129,7 @@ class ResultCache:
     # -- from one incarnation to the next ------------------------------------------------
 
     def save(self, file: int) -> None:
-        """Write everything to a file, as records: key, calls and time, then the frames.
+        """Write everything to a file as records: key, calls, time, and frames.
 
         Args:
             file: its descriptor.
@@ -143,7 +146,7 @@ class ResultCache:
                     at = _write(file, memoryview(buffer).cast("B"), at)
 
     def load(self, file: int) -> None:
-        """Add the complete records that an earlier incarnation wrote, and empty the file."""
+        """Add the complete records of an earlier incarnation, and empty the file."""
         if size := os.fstat(file).st_size:
             with mmap.mmap(file, size, access=mmap.ACCESS_READ) as data, memoryview(data) as view:
                 for head in whole_records(view):

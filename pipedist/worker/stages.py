@@ -86,7 +86,9 @@ class Stage:
         self.is_loaded = True
 
     def use(self, states: States, values: Mapping[str, Tree]) -> None:
-        """Set the states that the next lease reads; for other versions, a new instance is made.
+        """Set the states that the next lease reads.
+
+        For other versions, a new instance is made.
 
         Args:
             states: their versions.
@@ -107,7 +109,7 @@ class Stage:
             self._read = read
 
     def make_instance(self, owner: int = 0) -> None:
-        """Construct an instance, if the stage's function is a class and has none yet.
+        """Construct an instance if the function is a class and has none yet.
 
         Args:
             owner: the owner of the instance: in a gang each replica has its own, as their calls overlap.
@@ -142,7 +144,7 @@ class Stage:
 
 
 class _Kwargs:
-    """A stage's `with`. Each call gets its own containers, so no call sees the changes of another."""
+    """A stage's `with`, in new containers for each call."""
 
     def __init__(self, kwargs: Mapping[str, Tree]) -> None:
         self._kwargs = {name: as_readonly(value) for name, value in kwargs.items()}
@@ -159,7 +161,10 @@ def _is_nest(value: Tree) -> bool:
 
 
 def _fold(fn: Callable[..., Tree], groups: Sequence[Sequence[Tree]], kwargs: dict[str, Tree]) -> Tree:
-    """Fold groups by `fn(a, b)` in the fixed tree: first each group's components, then the results."""
+    """Fold groups by `fn(a, b)` in the fixed tree.
+
+    First each group's components, then the results.
+    """
 
     def combine(a: Tree, b: Tree) -> Tree:
         return fn(a, b, **kwargs)

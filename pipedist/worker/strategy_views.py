@@ -77,11 +77,14 @@ class VariableValues(Protocol):
         """Return the current value of a variable, read-only."""
 
     def change(self, variable: Any, how: Any, operand: object) -> Any:
-        """Assign to a variable; return its new value, or its awaitable in an async function."""
+        """Assign to a variable.
+
+        Return its new value, or its awaitable in an async function.
+        """
 
 
 class VariablesOfReplica(VariableValues, Protocol):
-    """The variables of a step in one replica (`pipedist.worker.variables.replica.ReplicaVariables`)."""
+    """The variables of a step in one replica (`replica.ReplicaVariables`)."""
 
     def assigned(self) -> Tree:
         """Return the assigned values, {space: value}, or None."""
@@ -89,14 +92,17 @@ class VariablesOfReplica(VariableValues, Protocol):
     def merge(
         self, fn: Callable[..., Tree], args: Sequence[Any], kwargs: Mapping[str, Any] | None
     ) -> tuple[Callable[..., Tree], tuple[Any, ...], dict[str, Any]]:
-        """Return the call to make instead of `fn`, which has the variables of all replicas."""
+        """Return the call to make instead of `fn`, with all replicas' variables."""
 
     def merged(self, result: Tree) -> Tree:
-        """Apply the assignments of a merge_call; return the result of the user's function."""
+        """Apply the assignments of a merge_call.
+
+        Return the result of the user's function.
+        """
 
 
 class VariablesOfMerge(VariableValues, Protocol):
-    """The variables of a step inside merge_call (`pipedist.worker.variables.replica.MergedVariables`)."""
+    """The variables of a step inside merge_call (`replica.MergedVariables`)."""
 
     def components(self, value: Tree, *, mirrored: bool) -> Tree:
         """Return a value with the replicas' values in place of its variables.
@@ -116,7 +122,7 @@ merged_variables: ContextVar[VariablesOfMerge | None] = ContextVar("pipedist_mer
 
 
 class MergeStrategy:
-    """The strategy inside merge_call (tf.distribute: the first argument of `merge_fn`).
+    """The strategy inside merge_call, the first argument of its function.
 
     It has the methods of Strategy, but none of them is awaited: the values are already here.
 
@@ -139,7 +145,10 @@ class MergeStrategy:
         return values.gather(_components(value, mirrored=True), axis, self.num_replicas_in_sync)
 
     def local_results(self, value: Tree) -> tuple[Tree, ...]:
-        """Return the component of each replica, in order; see `pipedist.values.local_results`."""
+        """Return the component of each replica, in order.
+
+        See `pipedist.values.local_results`.
+        """
         return values.local_results(_components(value, mirrored=True), self.num_replicas_in_sync)
 
     def update(
@@ -149,7 +158,7 @@ class MergeStrategy:
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Tree:
-        """Call `fn(variable, *args, **kwargs)` for each copy of a variable (StrategyExtended.update).
+        """Call a function for each copy of a variable (StrategyExtended.update).
 
         Args:
             variable: a `pipedist.Variable`.

@@ -71,7 +71,7 @@ STOPPED_S_MAX = 3.0
 """How long the worker process may be stopped (SIGSTOP) before it is killed; as in a local launcher."""
 
 _END_S = 2.0
-"""How long the worker process may take to end after SIGKILL, or after it said Goodbye."""
+"""How long the worker process may take to end after SIGKILL, or after its Goodbye."""
 
 _PARENT_POLL_S = 0.5
 """How soon the end of a parent process is noticed that has not closed standard input."""
@@ -134,7 +134,7 @@ def run_worker(
 
 
 def main(arguments: Mapping[str, Any]) -> None:
-    """Run the supervisor of a `launchers.supervisor_process.SupervisorProcess`, then exit.
+    """Run the supervisor of a `launchers.SupervisorProcess`, then exit.
 
     Args:
         arguments: `parent`, the process id of the parent; `keys`, the descriptor of the memory with the text
@@ -166,7 +166,7 @@ def main(arguments: Mapping[str, Any]) -> None:
 
 
 def _leave_with_parent(parent: int, supervisor: Supervisor) -> None:
-    """Have a supervisor leave as soon as the parent process has ended, or has closed standard input."""
+    """Leave when the parent process has ended, or closed standard input."""
     while os.getppid() == parent:
         readable, _, _ = select.select([_STANDARD_INPUT], [], [], _PARENT_POLL_S)
         if readable:  # nothing is ever written into it: it has ended
@@ -248,10 +248,10 @@ class Supervisor:
         self._overdue: Overdue | None = None
         """The call for which the worker process was killed, because it took too long."""
         self._code_root: ScratchFolder | None = None
-        """Where copies of the scheduler's code are kept while this runs."""
+        """Folder for copies of the scheduler's code while this runs."""
 
     def run(self) -> int:
-        """Start the worker process again and again, until there is a reason not to.
+        """Start the worker process repeatedly, until there is a reason to end.
 
         Returns:
             The exit code, as for `run_worker`.
@@ -311,7 +311,9 @@ class Supervisor:
                     os.close(file)
 
     def leave(self, *, at_once: bool = False) -> None:
-        """Leave as soon as the worker process has finished its call; from any thread.
+        """Leave as soon as the worker process has finished its call.
+
+        From any thread.
 
         Args:
             at_once: do not wait for the call; so does the second `leave`.
@@ -320,11 +322,11 @@ class Supervisor:
         self._leave_until = time.monotonic() + (0.0 if at_once else self._leave_s)
 
     def is_leaving(self) -> bool:
-        """Whether `leave` was called."""
+        """Return whether `leave` was called."""
         return self._leave_until is not None
 
     def _is_given_up(self, slack_s: float = 0.0) -> bool:
-        """Whether the scheduler has been gone for longer than the supervisor waits for another one."""
+        """Return whether the time to wait for another scheduler is over."""
         if self._gone_since is None or self._rejoin_s is None:
             return False
         return time.monotonic() - self._gone_since >= self._rejoin_s + slack_s
@@ -361,7 +363,10 @@ class Supervisor:
         return max(self._rejoin_s - since, _END_S)
 
     def _watch(self, process: WorkerProcess, incarnation: int) -> ExitCode | None:
-        """Report on a worker process until it has ended; return how, None: it crashed or was killed."""
+        """Report on a worker process until it has ended.
+
+        Return how, None: it crashed or was killed.
+        """
         evicted = is_leaving = False
         try:
             while process.code is None:
@@ -413,7 +418,7 @@ class Supervisor:
         return ending
 
     def _report_crash(self, text: str, incarnation: int, *, crashed: bool) -> None:
-        """Report the end of a worker process that did not report it itself, and the call that it executed."""
+        """Report the end of a worker process that crashed, and its call."""
         running, timed_out = end_of(self._progress, self._overdue)
         self._died_in_call = running is not None
         if timed_out:
@@ -456,7 +461,7 @@ class Supervisor:
         return message if isinstance(message, (Stop, Refuse)) else None
 
     def _send_heartbeat(self, dealer: Dealer, heartbeat: Heartbeat) -> None:
-        """Send a heartbeat; raise ConnectionLost only if no message is left to read.
+        """Send a heartbeat; raise ConnectionLost only if no message is unread.
 
         A supervisor that was suspended while the run ended finds the lost connection and a Stop at once, and
         must not wait for another scheduler then.
@@ -474,7 +479,7 @@ class Supervisor:
         self._next_at = 0.0
 
     def _drain(self, within_s: float) -> Stop | None:
-        """Handle messages that were sent before the worker process's own connection ended; return a Stop."""
+        """Handle messages that were sent before the connection ended; return a Stop."""
         until = time.monotonic() + within_s
         with contextlib.suppress(ConnectionLost, ProtocolError):
             while self._dealer is not None and self._dealer.poll(max(0.0, until - time.monotonic())):

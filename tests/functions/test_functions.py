@@ -48,7 +48,7 @@ def by_name(name: str) -> FunctionRef:
     return FunctionRef(label=name, name=name)
 
 
-def test_what_can_be_imported_travels_by_name() -> None:
+def test_importable_functions_are_sent_by_name() -> None:
     assert reference(top_level) == by_name(f"{__name__}:top_level")
     assert reference(Holder.static) == by_name(f"{__name__}:Holder.static")
     assert reference(Holder) == by_name(f"{__name__}:Holder")
@@ -56,7 +56,7 @@ def test_what_can_be_imported_travels_by_name() -> None:
     assert reference("some.module:fn") == by_name("some.module:fn")
 
 
-def test_what_has_no_name_travels_by_value() -> None:
+def test_functions_without_a_name_are_sent_by_value() -> None:
     def local(x: int) -> int:
         return x + offset
 
@@ -71,14 +71,14 @@ def test_what_has_no_name_travels_by_value() -> None:
     assert reference(candidates[1]).label.endswith("<lambda>")
 
 
-def test_what_another_process_would_not_find_travels_by_value() -> None:
+def test_functions_that_other_processes_cannot_import_are_sent_by_value() -> None:
     made = types.ModuleType("made_up_here")
     exec("def fn(x): return x", made.__dict__)
     sys.modules["made_up_here"] = made
     assert reference(made.fn).name == ""
 
 
-def test_a_scripts_main_travels_by_value() -> None:
+def test_functions_of_main_are_sent_by_value() -> None:
     script = """
 from pipedist.core.functions import reference, load
 def fn(x): return x * 2
@@ -113,12 +113,12 @@ def test_only_dotted_identifiers_are_names(name: str) -> None:
         load(by_name(name), ())
 
 
-def test_no_function_at_all() -> None:
+def test_a_value_that_is_not_a_function_is_rejected() -> None:
     with pytest.raises(UsageError, match="expected a function, or its name"):
         reference(3)  # type: ignore[arg-type]
 
 
-def test_what_cannot_be_pickled() -> None:
+def test_a_function_that_cannot_be_pickled_is_rejected() -> None:
     lock = threading.Lock()
     with pytest.raises(
         UsageError, match=r"it uses `lock`, a lock: .*; define it at the top level of a module"
@@ -126,20 +126,20 @@ def test_what_cannot_be_pickled() -> None:
         reference(lambda: lock)
 
 
-def test_what_captures_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_function_that_captures_too_much_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(functions, "PICKLED_BYTES_MAX", 1000)
     large = b"x" * 2000
     with pytest.raises(UsageError, match="the 1000 that"):
         reference(lambda: large)
 
 
-def test_a_value_that_cannot_be_loaded_here() -> None:
+def test_a_pickled_function_that_cannot_be_loaded_is_an_error() -> None:
     bad = pickle.dumps(top_level).replace(__name__.encode(), b"x" * len(__name__))
     with pytest.raises(FunctionNotFound, match="was sent by value"):
         load(FunctionRef("<lambda>", pickled=bad), ())
 
 
-def test_code_folders_come_last(tmp_path: Path) -> None:
+def test_code_folders_are_searched_last(tmp_path: Path) -> None:
     (tmp_path / "json.py").write_text("def dumps(x): return 'shadowed'\n")
     (tmp_path / "my_flights.py").write_text("class A:\n    def b(x): return x * 2\n")
     assert load(by_name("my_flights:A.b"), [str(tmp_path)])(4) == 8
@@ -163,7 +163,7 @@ def test_a_missing_module_names_the_nearest(tmp_path: Path) -> None:
     assert "did you mean 'my_flights'?" in text
 
 
-def test_a_missing_submodule(tmp_path: Path) -> None:
+def test_a_missing_submodule_is_named(tmp_path: Path) -> None:
     assert "no module 'json.nothing'" in fault("json.nothing:fn", tmp_path)
 
 
@@ -181,7 +181,7 @@ def test_a_name_that_resolves_elsewhere_names_both_places(tmp_path: Path) -> Non
     assert os.path.join("json", "__init__.py") in text
 
 
-def test_an_import_that_fails(tmp_path: Path) -> None:
+def test_an_error_during_an_import_is_reported(tmp_path: Path) -> None:
     (tmp_path / "broken_one.py").write_text("1 / 0\n")
     (tmp_path / "needs_more.py").write_text("import not_there_at_all\n")
     assert "ZeroDivisionError" in fault("broken_one:fn", tmp_path)
@@ -209,12 +209,12 @@ def test_an_import_that_fails_names_the_place(tmp_path: Path, text: str, ends: s
     assert str(caught.value).count("line") == 1
 
 
-def test_what_is_found_must_be_callable(tmp_path: Path) -> None:
+def test_a_name_must_refer_to_a_callable(tmp_path: Path) -> None:
     (tmp_path / "values_only.py").write_text("x = 3\n")
     assert "found a value of type int" in fault("values_only:x", tmp_path)
 
 
-def test_a_module_of_another_spec_is_never_taken_for_ones_own(tmp_path: Path) -> None:
+def test_a_module_of_another_spec_is_never_used_instead_of_the_own_one(tmp_path: Path) -> None:
     for folder in ("a", "b"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "same_name.py").write_text(f"def fn(): return {folder!r}\n")
@@ -224,7 +224,7 @@ def test_a_module_of_another_spec_is_never_taken_for_ones_own(tmp_path: Path) ->
     assert str(tmp_path / "b" / "same_name.py") in text
 
 
-def test_the_specs_own_folder_comes_before_those_of_earlier_specs(tmp_path: Path) -> None:
+def test_the_specs_own_folder_is_searched_before_those_of_earlier_specs(tmp_path: Path) -> None:
     for folder in ("a", "b"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / f"only_{folder}.py").write_text("def fn(): return 0\n")

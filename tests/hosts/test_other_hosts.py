@@ -162,7 +162,7 @@ async def test_a_missing_import_names_module_worker_and_sent_files(tmp_path: Pat
 @pytest.mark.parametrize(
     ("function", "error", "advice"),
     [
-        ("opens:f", "FileNotFoundError", "a file that a function opens by itself must be there too"),
+        ("opens:f", "FileNotFoundError", "files that a function opens itself must exist there too"),
         (
             "opens:imports",
             "No module named 'no_such_package'",

@@ -37,7 +37,7 @@ def test_the_error_of_an_in_place_change_suggests_a_copy() -> None:
     with pytest.raises(pipedist.CallError) as caught:
         pipedist.run(document("doubles_in_place"), workers=1)
     assert str(caught.value.__cause__) == "output array is read-only"
-    assert "read-only: change a copy of them" in str(caught.value)
+    assert "read-only: change a copy" in str(caught.value)
 
 
 @pytest.mark.parametrize("workers", [1, 3])

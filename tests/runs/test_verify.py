@@ -47,7 +47,7 @@ def test_a_function_that_is_not_deterministic_fails_the_run(run: str, place: str
     assert (error.stage, error.step, error.replica, error.attempts) == ("y", 0, 0, 1)
     assert error.cause.startswith("NonDeterministicError: two executions of this call gave different results")
     assert "not deterministic in (shard, with, ctx)" in str(error)
-    assert "random numbers that are not of ctx.rng" in str(error)
+    assert "random numbers that do not come from ctx.rng" in str(error)
 
 
 def test_without_verify_nothing_is_executed_twice() -> None:

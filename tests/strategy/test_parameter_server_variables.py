@@ -213,7 +213,7 @@ async def test_variables_stay_with_their_strategy() -> None:
             variable = mine.create_variable(1.0)
             another = mine.create_variable(2.0)
             assert await (await coordinator.schedule(keep, (variable,))) == 1.0
-            with pytest.raises(pipedist.CallError, match="outside of the closure"):
+            with pytest.raises(pipedist.CallError, match="outside of its closure"):
                 await (await coordinator.schedule(keep, (another,)))
             with pytest.raises(pipedist.CallError):
                 await coordinator.join()

@@ -179,7 +179,7 @@ class TestCopies:
 
     def test_adding_to_a_sum_belongs_into_a_replica(self) -> None:
         made = traits(synchronization="on_read", aggregation="sum")
-        with pytest.raises(ValueError, match="belongs into one of them"):
+        with pytest.raises(ValueError, match="applies to a single copy"):
             assign_copies(made, [np.array(0.0)] * 2, 1.0, "assign_add")
 
     def test_without_a_sum_every_copy_is_changed(self) -> None:
@@ -205,7 +205,7 @@ class TestUpdate:
         assert type(results["x"]) is Mirrored
 
     def test_one_value_would_become_several(self) -> None:
-        with pytest.raises(ValueError, match="would become several"):
+        with pytest.raises(ValueError, match="would become different ones"):
             update_copies(traits(1.0), [np.array(1.0)], VariableCopy.assign, (PerReplica([1.0, 2.0]),), {})
 
     def test_copies_are_updated_each(self) -> None:

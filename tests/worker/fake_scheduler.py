@@ -1,4 +1,4 @@
-"""A scheduler of a test's own: a Router, and a script of messages."""
+"""A fake scheduler for tests: a Router, and a script of messages."""
 
 from __future__ import annotations
 

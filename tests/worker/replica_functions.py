@@ -1,4 +1,4 @@
-"""What workers execute in these tests."""
+"""Replica functions of these tests."""
 
 from __future__ import annotations
 

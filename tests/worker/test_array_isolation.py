@@ -1,4 +1,4 @@
-"""What happens to values between functions, and on their way out."""
+"""Isolation of values between functions, and on their way out of the process."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ def test_a_fresh_array_is_not_copied(wrap: Any, shape: tuple[int, ...]) -> None:
     assert size >= 800
 
 
-def test_an_array_that_somebody_holds_is_copied() -> None:
+def test_an_array_with_another_reference_is_copied() -> None:
     held = np.zeros(10)
     value, _ = take_ownership([{"x": held}])
     held[:] = 1
     assert value["x"].tolist() == [0] * 10
 
 
-def test_a_view_of_memory_that_somebody_holds_is_copied() -> None:
+def test_a_view_of_memory_with_another_reference_is_copied() -> None:
     held = np.zeros(10)
     value, _ = take_ownership([held[2:5]])
     held[:] = 1
@@ -69,7 +69,7 @@ def test_a_mapped_file_is_copied(mode: Any, tmp_path: Path) -> None:
     assert size == 816
 
 
-def test_a_guarded_map_is_read_only(tmp_path: Path) -> None:
+def test_a_mapped_file_is_read_only_to_functions(tmp_path: Path) -> None:
     mapped = np.memmap(tmp_path / "file", np.int64, "w+", shape=(2,))
     seen = as_readonly(mapped)
     with pytest.raises(ValueError, match="read-only"):
@@ -77,14 +77,14 @@ def test_a_guarded_map_is_read_only(tmp_path: Path) -> None:
     mapped[0] = 1
 
 
-def test_one_array_at_two_places_is_safe() -> None:
+def test_an_array_that_occurs_twice_is_safe() -> None:
     twice = np.zeros(3)
     value, _ = take_ownership([[twice, twice]])
     twice[:] = 1
     assert [v.tolist() for v in value] == [[0] * 3] * 2
 
 
-def test_containers_and_buffers_are_own() -> None:
+def test_containers_and_buffers_are_new() -> None:
     inner = [1]
     buffer = bytearray(b"ab")
     tree = {"a": inner, "b": (buffer, Record(inner, None))}
@@ -101,7 +101,7 @@ def test_results_are_in_c_order() -> None:
     assert value.tolist() == [[0, 3], [1, 4], [2, 5]]
 
 
-def test_a_guarded_array_is_read_only_and_the_callers_stays_writable() -> None:
+def test_an_array_is_read_only_to_functions_and_the_callers_stays_writable() -> None:
     array = np.arange(6).reshape(2, 3).T
     tree = {"x": [array, 1]}
     seen = as_readonly(tree)
@@ -125,6 +125,6 @@ trees = st.recursive(
 
 
 @given(trees)
-def test_values_are_kept(tree: Any) -> None:
+def test_values_are_unchanged(tree: Any) -> None:
     assert as_readonly(tree) == tree
     assert take_ownership([tree])[0] == tree

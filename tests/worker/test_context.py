@@ -25,7 +25,7 @@ def make(**changes: object) -> ReplicaContext:
     return ReplicaContext(**{**fields, **changes})  # type: ignore[arg-type]
 
 
-def test_there_is_none_outside_of_a_call() -> None:
+def test_there_is_no_context_outside_of_a_call() -> None:
     assert get_replica_context() is None
 
 
@@ -52,7 +52,7 @@ def test_other_calls_get_other_numbers(change: dict[str, object]) -> None:
 
 
 @pytest.mark.parametrize("method", ["run", "reduce", "gather", "scope"])
-def test_cross_replica_methods_say_what_to_do_instead(method: str) -> None:
+def test_errors_of_cross_replica_methods_name_the_alternative(method: str) -> None:
     strategy = make().strategy
     assert strategy.num_replicas_in_sync == 4
     with pytest.raises(RuntimeError, match="cross-replica context"):
@@ -70,7 +70,7 @@ class Recorded:
         return "result"
 
 
-def test_collectives_ask_for_what_was_called_and_say_where() -> None:
+def test_requests_name_the_collective_and_the_call_site() -> None:
     meets = Recorded()
     ctx = make(collectives=meets)
     results = [
@@ -103,16 +103,16 @@ def test_collectives_ask_for_what_was_called_and_say_where() -> None:
     ("fn", "args", "kwargs", "error"),
     [
         (None, (), None, TypeError),
-        (test_collectives_ask_for_what_was_called_and_say_where, "ab", None, ValueError),
-        (test_collectives_ask_for_what_was_called_and_say_where, (), [1], TypeError),
+        (test_requests_name_the_collective_and_the_call_site, "ab", None, ValueError),
+        (test_requests_name_the_collective_and_the_call_site, (), [1], TypeError),
     ],
 )
-def test_merge_call_refuses(fn: Any, args: Any, kwargs: Any, error: type[Exception]) -> None:
+def test_merge_call_rejects_wrong_arguments(fn: Any, args: Any, kwargs: Any, error: type[Exception]) -> None:
     with pytest.raises(error):
         make(collectives=Recorded()).merge_call(fn, args, kwargs)
 
 
-def test_a_merged_function_is_plain() -> None:
+def test_merge_call_needs_a_plain_function() -> None:
     async def body(strategy: object) -> None:
         return None
 
@@ -120,7 +120,7 @@ def test_a_merged_function_is_plain() -> None:
         make(collectives=Recorded()).merge_call(body)
 
 
-def test_what_else_the_strategy_refuses() -> None:
+def test_other_methods_of_the_strategy_are_rejected() -> None:
     with pytest.raises(ValueError, match="make the dataset outside"):
         make().strategy.distribute_dataset([])
     with pytest.raises(AttributeError):

@@ -25,13 +25,13 @@ def test_without_cuda_devices_nothing_is_changed() -> None:
     assert seen({VISIBLE: "4"}, ()) == "4"
 
 
-def test_who_started_the_process_decides_what_can_be_seen_and_in_which_order() -> None:
+def test_the_initial_value_limits_and_orders_the_visible_devices() -> None:
     assert seen({VISIBLE: "7,5,6"}, ("cuda:5", "cuda:7")) == "7,5"
     with pytest.raises(UsageError, match=r"cuda:8, but .* CUDA_VISIBLE_DEVICES=5,6"):
         seen({VISIBLE: "5,6"}, ("cuda:5", "cuda:8"))
 
 
-def test_what_a_library_has_read_stays() -> None:
+def test_a_value_that_a_library_has_read_is_not_changed() -> None:
     environment: dict[str, str] = {}
     loaded: list[str] = []
     devices = Devices(environment, loaded)
@@ -57,7 +57,7 @@ def test_a_device_is_named_as_the_process_sees_it(device: str, visible: str, nam
 
 
 @pytest.mark.asyncio
-async def test_a_worker_that_cannot_see_its_replicas_devices_any_more_leaves_to_a_new_process() -> None:
+async def test_a_worker_that_cannot_see_its_replicas_devices_is_replaced_by_a_new_process() -> None:
     def look() -> str:
         import os
         import sys

@@ -1,4 +1,4 @@
-"""The driver over a socket that is a list: what a real one delivers by chance, in a fixed order."""
+"""The worker's driver over a scripted socket, which delivers messages in a fixed order."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def run(script: Script) -> list[Message]:
 
 
 @pytest.mark.parametrize("order", [Unbind(1), Cancel(1)])
-def test_a_lease_that_is_gone_before_it_began_is_not_begun(order: Message) -> None:
+def test_a_lease_that_is_dropped_before_its_start_is_never_executed(order: Message) -> None:
     function = program("tests.worker.replica_functions:identity")
     assign = (Assign(1, 1, 0, 2, 0), encode([None, None, [1, 2]]))
     again = (Assign(2, 2, 5, 6, 0), encode([None, None, [1]]))
@@ -101,7 +101,7 @@ def prints(x: list[int]) -> list[int]:
     return x
 
 
-def test_what_a_call_has_printed_is_sent_before_its_result(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_printed_lines_are_sent_before_the_result_of_their_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever has the last result of a run looks for nothing that comes later."""
     script = Script(
         Welcome("c", 1.0, ()),

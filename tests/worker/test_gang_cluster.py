@@ -46,7 +46,7 @@ def digest(values: list[Any]) -> str:
 
 
 @pytest.mark.timeout(300)  # five clusters
-async def test_the_bits_depend_neither_on_workers_nor_on_the_road() -> None:
+async def test_the_bits_depend_neither_on_workers_nor_on_the_transport() -> None:
     digests = set()
     for workers in (1, 2, 4):
         for shared in (True, False) if workers > 1 else (True,):
@@ -68,7 +68,7 @@ async def test_eight_replicas_on_one_worker_for_many_steps() -> None:
 
 
 @pytest.mark.parametrize("shared", [True, False])
-async def test_a_worker_that_is_killed_in_a_collective_costs_the_gang_a_try_and_no_bit(
+async def test_killing_a_worker_in_a_collective_retries_the_gang_with_the_same_bits(
     tmp_path: Path, shared: bool
 ) -> None:
     async with LocalCluster(workers=2, shared_memory=shared) as cluster:
@@ -81,7 +81,7 @@ async def test_a_worker_that_is_killed_in_a_collective_costs_the_gang_a_try_and_
 
 
 @pytest.mark.parametrize(("workers", "shared"), [(1, True), (2, True), (2, False)])
-async def test_a_hung_member_costs_its_process_and_the_gang_restarts(
+async def test_a_hung_member_is_killed_and_the_gang_restarts(
     tmp_path: Path, workers: int, shared: bool
 ) -> None:
     async with LocalCluster(workers=workers, shared_memory=shared) as cluster:
@@ -120,7 +120,7 @@ async def test_the_lowest_replica_that_raised_is_the_steps_error(shared: bool) -
             assert isinstance(caught.value.__cause__, KeyError)
 
 
-async def test_shared_is_refused_where_memory_is_not_shared() -> None:
+async def test_shared_is_rejected_without_shared_memory() -> None:
     async with LocalCluster(workers=2, shared_memory=False) as cluster:
         await all_join(cluster)
         with pytest.raises(CallError) as caught:

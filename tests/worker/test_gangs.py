@@ -1,4 +1,4 @@
-"""Gangs in real worker processes, under a scheduler of the test's own: frames only."""
+"""Gangs in real worker processes, with a fake scheduler."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ async def test_the_first_replica_runs_in_the_main_thread() -> None:
     assert await run("in_main_thread", [0] * 4, 2) == [True, False, True, False]
 
 
-async def test_every_replica_says_who_it_is_also_where_it_prints() -> None:
+async def test_every_replica_has_its_own_context_also_in_printed_lines() -> None:
     async with workers(2) as (scheduler, identities):
         found = await run_on(scheduler, identities, "says_who_it_is", [0] * 4)
         assert [f[:3] for f in found] == [[r, 4, 0] for r in range(4)]
@@ -150,23 +150,23 @@ async def test_a_mismatch_ends_every_replica_that_waits(kind: str, members: int)
         assert await run_on(scheduler, identities, "in_main_thread", [0] * 2)
 
 
-async def test_a_merged_functions_error_is_everybodys() -> None:
+async def test_an_error_in_merge_call_fails_every_replica() -> None:
     found = await run("merge_raises", [0] * 4, 2)
     assert [(f.name, f.text) for f in found] == [("ValueError", "in the body")] * 4
 
 
-async def test_a_merged_function_that_runs_out_of_items_hangs_no_async_function() -> None:
+async def test_a_stop_iteration_in_merge_call_does_not_block_async_functions() -> None:
     found = await run("merge_stops_async", [0] * 4, 2)
     assert [(f.name, f.text) for f in found] == [
         ("RuntimeError", "merge_stops_async.<locals>.body raised StopIteration")
     ] * 4
 
 
-async def test_what_a_merged_function_may_not_do() -> None:
+async def test_methods_that_merge_call_rejects() -> None:
     for told in await run("merge_misuse", [0] * 2):
         assert ["inside merge_call" in text for text in told] == [True] * 5
         assert "use reduce" in told[3]
-        assert "its methods are on the strategy itself" in told[4]
+        assert "are on the strategy itself" in told[4]
 
 
 async def test_a_gang_that_is_cancelled_while_it_waits_ends_and_the_next_lease_runs() -> None:
@@ -194,7 +194,7 @@ async def test_a_stop_ends_a_gang_that_waits() -> None:
         assert (await scheduler.exit()).code == 0
 
 
-async def test_unbinding_a_gang_that_waits_lets_it_end_before_its_functions_go() -> None:
+async def test_unbinding_a_waiting_gang_ends_it_before_its_functions_are_dropped() -> None:
     async with workers(1) as (scheduler, [identity]):
         pass_id = scheduler.bind_all([identity], gang("says_who_it_is", 2))
         other = scheduler.bind(identity, program(f"{FUNCTIONS}:length"))
@@ -207,7 +207,7 @@ async def test_unbinding_a_gang_that_waits_lets_it_end_before_its_functions_go()
         assert results.lease == last
 
 
-async def test_what_comes_before_its_lease_executes_is_kept() -> None:
+async def test_parts_that_arrive_before_their_lease_executes_are_stored() -> None:
     """A member that is behind gets what a faster one has brought already."""
     async with workers(1) as (scheduler, [identity]):
         pass_id = scheduler.bind_all([identity], gang("in_main_thread", 2))
@@ -227,7 +227,7 @@ async def test_what_comes_before_its_lease_executes_is_kept() -> None:
 @pytest.mark.parametrize(
     ("member", "members", "lo", "hi"), [(0, 2, 0, 1), (1, 2, 0, 2), (0, 1, 2, 6), (3, 5, 3, 4)]
 )
-async def test_calls_that_are_not_a_members_are_the_schedulers_fault(
+async def test_calls_of_another_member_are_a_protocol_error(
     member: int, members: int, lo: int, hi: int
 ) -> None:
     async with workers(1) as (scheduler, [identity]):
@@ -237,15 +237,15 @@ async def test_calls_that_are_not_a_members_are_the_schedulers_fault(
         assert (await scheduler.exit()).code == 76
 
 
-async def test_replicas_go_on_while_the_loop_of_another_one_waits() -> None:
+async def test_replicas_run_while_the_loop_of_another_one_waits() -> None:
     assert await run("waits_for_the_others", [0] * 3) == [[0, 1, 2]] * 3
 
 
-async def test_a_collective_that_is_cancelled_is_met_nevertheless() -> None:
+async def test_a_cancelled_collective_is_executed_nevertheless() -> None:
     assert await run("forgets_to_wait", [0] * 4, 2) == [0, 1, 2, 3]
 
 
-async def test_a_collective_outside_of_a_gang_says_what_to_add() -> None:
+async def test_the_error_of_a_collective_outside_of_a_gang_names_the_missing_key() -> None:
     async with workers(1) as (scheduler, [identity]):
         for settings in ({}, {"gang": True, "collectives": False}):
             pass_id = scheduler.bind(
@@ -258,11 +258,11 @@ async def test_a_collective_outside_of_a_gang_says_what_to_add() -> None:
             assert (failed.name, failed.text) == (
                 "RuntimeError",
                 "a collective needs every replica of the step at once: add `collectives: true` to stage s0 "
-                "(a closure of ClusterCoordinator.schedule runs alone, and meets nobody)",
+                "(a closure of ClusterCoordinator.schedule has no other replicas)",
             )
 
 
-async def test_each_replica_has_an_instance_of_its_own() -> None:
+async def test_each_replica_has_its_own_instance() -> None:
     async with workers(1) as (scheduler, identities):
         pass_id = scheduler.bind_all(identities, gang("PerReplicaState", 3, kwargs={"scale": 2}))
         for step in range(2):
@@ -298,7 +298,7 @@ async def test_a_list_without_elements_is_an_empty_shard_too() -> None:
         assert [f["y"] for f in found] == [["list", [1], 1], ["list", [0], 1]]  # type: ignore[index]
 
 
-async def test_states_stand_where_the_arguments_name_them() -> None:
+async def test_states_replace_their_names_in_the_arguments() -> None:
     async with workers(1) as (scheduler, [identity]):
         kwargs = {"w": StateValue("w"), "more": {"deep": [StateValue("b")]}}
         reads = program(f"{FUNCTIONS}:read_state", kwargs=kwargs)

@@ -1,4 +1,4 @@
-"""What needs an accelerator: replicas compute on the devices that they were assigned."""
+"""Tests that need an accelerator: replicas compute on their assigned devices."""
 
 from __future__ import annotations
 

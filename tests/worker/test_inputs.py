@@ -1,4 +1,4 @@
-"""Shards that are read in blocks are those that each call would read alone."""
+"""Shards that are read in blocks equal those that are read one by one."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def described(finder: Any) -> Any:
     st.integers(16, 600),
 )
 @settings(max_examples=40, deadline=None)
-def test_a_block_changes_nothing(
+def test_blocks_give_the_same_shards_as_separate_reads(
     configs: dict[str, dict[str, Any]],
     name: str,
     batch: int,

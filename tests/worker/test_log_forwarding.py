@@ -1,4 +1,4 @@
-"""What replica functions print."""
+"""Forwarding of lines that replica functions print."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def in_call(step: int) -> ReplicaContext:
     )
 
 
-def test_lines_are_put_together_per_call() -> None:
+def test_partial_lines_are_joined_for_each_call() -> None:
     out, lines, _ = capture()
     for step, text in [(0, "a"), (1, "x"), (0, "b\nc\n"), (1, "y\n"), (0, "rest")]:
         token = current.set(in_call(step))
@@ -47,7 +47,7 @@ def test_lines_are_put_together_per_call() -> None:
     assert lines[-1] == LogLine("s", 0, 1, "rest")
 
 
-def test_outside_of_a_call() -> None:
+def test_lines_outside_of_a_call_name_no_call() -> None:
     out, lines, _ = capture()
     out.write("hello\n")
     assert lines == [LogLine("", 0, 0, "hello")]
@@ -62,7 +62,7 @@ def test_a_long_line_is_cut() -> None:
     assert lines[1].text == "short"
 
 
-def test_a_flood_is_dropped_and_counted() -> None:
+def test_lines_above_the_rate_are_dropped_and_counted() -> None:
     out, lines, clock = capture(lines_per_s_max=3)
     out.write("a\n" * 10)
     assert len(lines) == 3
@@ -74,7 +74,7 @@ def test_a_flood_is_dropped_and_counted() -> None:
     assert lines[-1].text == "[8 lines dropped: more than 3 lines a second]"
 
 
-def test_what_is_dropped_at_the_end_is_said_of_its_call() -> None:
+def test_lines_dropped_at_the_end_are_reported_for_their_call() -> None:
     out, lines, _ = capture(lines_per_s_max=3)
     token = current.set(in_call(7))
     out.write("a\n" * 10)
@@ -99,7 +99,7 @@ def test_lone_surrogates_can_be_printed() -> None:
     assert lines[0].text == "a\\udc80"
 
 
-def test_printing_while_printing_does_not_lock_up() -> None:
+def test_printing_while_printing_does_not_deadlock() -> None:
     nested: list[LogLine] = []
 
     def send(line: LogLine) -> None:
@@ -115,7 +115,7 @@ def test_printing_while_printing_does_not_lock_up() -> None:
     assert [line.text for line in nested] == ["first", "again", "again"]
 
 
-def test_the_stream_behaves_like_one() -> None:
+def test_the_stream_behaves_like_a_text_stream() -> None:
     out, lines, _ = capture()
     stream = CapturedStream(out, None)
     print("a", 1, file=stream, flush=True)

@@ -1,4 +1,4 @@
-"""Playbooks of the worker's protocol: events, and the commands that they must cause."""
+"""Scenarios of the worker's protocol: events, and the commands that they must cause."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def raised(lease: int, call: int) -> events.CallRaised:
     return events.CallRaised(lease, call, "s", "builtins", "KeyError", "'x'", "tb", True)
 
 
-def test_joining() -> None:
+def test_a_worker_joins_with_hello_and_welcome() -> None:
     play = Playbook()
     assert play.handle(events.Started()) == [commands.Send(HELLO)]
     assert play.machine.deadline() == 105
@@ -77,7 +77,7 @@ def test_joining() -> None:
     assert play.machine.deadline() is None
 
 
-def test_nobody_answers() -> None:
+def test_a_worker_leaves_if_no_scheduler_replies() -> None:
     play = Playbook(events.Started())
     play.now = 105.0
     assert play.handle(events.TimePassed()) == [
@@ -88,7 +88,9 @@ def test_nobody_answers() -> None:
 @pytest.mark.parametrize(
     ("before", "ending"), [((), commands.Ending.REFUSED), ((WELCOME,), commands.Ending.FENCED)]
 )
-def test_refused_before_and_after_joining(before: tuple[Message, ...], ending: commands.Ending) -> None:
+def test_a_worker_may_be_rejected_before_and_after_joining(
+    before: tuple[Message, ...], ending: commands.Ending
+) -> None:
     assert Playbook(events.Started(), *before).handle(Refuse("no")) == [commands.Leave(ending, "no")]
 
 
@@ -105,7 +107,7 @@ def test_a_lease_is_executed_in_slices_and_reported_in_order() -> None:
     assert play.machine.deadline() == 101.5
     play.handle(events.CallsFinished(7, 13, 14, 1))
     assert play.handle(events.SliceEnded(7)) == [commands.DropLease(7)]
-    assert play.machine.state is machine.WorkerState.READY
+    assert play.machine.state is machine.ProtocolState.READY
     assert play.machine.deadline() is None
 
 
@@ -140,13 +142,13 @@ def test_a_lease_is_dropped_whether_its_execution_has_begun_or_not(order: Messag
             play.handle(event)
         then = heard(7) if isinstance(order, Cancel) else commands.DropPass(1)
         assert play.handle(order) == [commands.DropLease(7), then]
-        assert play.machine.state is machine.WorkerState.READY
+        assert play.machine.state is machine.ProtocolState.READY
         assert play.machine.deadline() is None
         with pytest.raises(LocalProtocolError):
             play.handle(events.CallsFinished(7, 0, 1, 1))
 
 
-def test_the_next_lease_takes_the_place_of_one_that_is_dropped_before_it_began() -> None:
+def test_the_next_lease_replaces_one_that_is_dropped_before_its_start() -> None:
     play = ready()
     play.handle(Assign(7, 1, 0, 9, 0))
     play.handle(Assign(8, 1, 9, 10, 0))
@@ -155,7 +157,7 @@ def test_the_next_lease_takes_the_place_of_one_that_is_dropped_before_it_began()
     assert play.machine.deadline() == 101.5
 
 
-def test_unbinding_withdraws_what_was_handed_out_and_what_waits_of_that_pass() -> None:
+def test_unbinding_withdraws_the_slice_and_the_waiting_leases_of_the_pass() -> None:
     play = ready()
     play.handle(Bind(2))
     play.handle(Assign(6, 1, 0, 1, 0))
@@ -169,7 +171,7 @@ def test_unbinding_withdraws_what_was_handed_out_and_what_waits_of_that_pass() -
     ]
 
 
-def test_unbinding_drops_what_waits_of_that_pass_only() -> None:
+def test_unbinding_drops_waiting_leases_of_that_pass_only() -> None:
     play = ready()
     play.handle(Bind(2))
     play.handle(Assign(6, 2, 0, 1, 0))
@@ -187,7 +189,7 @@ def gang(lease: int, lo: int = 0, hi: int = 2, member: int = 0, members: int = 2
     return AssignGang(lease, 1, lo, hi, 0, 5, member, members, "where")
 
 
-def test_a_gangs_lease_is_kept_with_its_place_and_executed_like_others() -> None:
+def test_a_gang_lease_is_stored_with_its_assignment_and_executed_like_others() -> None:
     play = ready()
     assert play.handle(gang(7)) == [commands.StoreLease(7, gang(7)), execute(7, 0, 2)]
     assert play.handle(gang(8, 2, 4)) == [commands.StoreLease(8, gang(8, 2, 4))]
@@ -197,7 +199,7 @@ def test_a_gangs_lease_is_kept_with_its_place_and_executed_like_others() -> None
     assert play.handle(events.SliceEnded(7)) == [commands.DropLease(7), execute(8, 2, 4)]
 
 
-def test_collectives_are_numbered_and_what_is_missed_is_told() -> None:
+def test_collectives_are_numbered_and_overdue_ones_are_reported() -> None:
     play = ready()
     play.handle(gang(7))
     assert play.handle(events.CollectiveReached(7, 1)) == [commands.SendExchange(Exchange(7, 1))]
@@ -225,7 +227,7 @@ def test_only_a_gang_has_collectives() -> None:
         play.handle(Relay(7, 0, 1, ""))
 
 
-def test_what_others_bring_is_kept_for_a_lease_that_executes_or_waits() -> None:
+def test_relayed_parts_are_stored_for_a_lease_that_executes_or_waits() -> None:
     play = ready()
     assert play.handle(Relay(7, 1, 1, "")) == []  # crossed
     play.handle(gang(7))
@@ -241,7 +243,7 @@ def test_what_others_bring_is_kept_for_a_lease_that_executes_or_waits() -> None:
         play.handle(Relay(9, 2, 1, ""))
 
 
-def test_states_are_kept_and_forgotten_also_while_something_executes() -> None:
+def test_states_are_stored_and_dropped_also_while_a_lease_executes() -> None:
     play = ready()
     for lease in (7, 8):
         assert play.handle(StateVersion(3, 0)) == [commands.StoreState(3, 0)]
@@ -256,11 +258,11 @@ def test_states_are_kept_and_forgotten_also_while_something_executes() -> None:
         play.handle(StateVersion(3, 0))
 
 
-def test_cancelling_what_is_over_is_no_fault() -> None:
+def test_cancelling_a_finished_lease_is_allowed() -> None:
     assert ready().handle(Cancel(99)) == [heard(99)]
 
 
-def test_a_process_that_is_not_fit_for_what_was_assigned_leaves_to_the_next_one() -> None:
+def test_a_process_that_does_not_fit_its_assignment_leaves_for_the_next_one() -> None:
     play = ready()
     play.handle(Assign(1, 1, 0, 3, 0))
     assert play.handle(events.RestartNeeded("other devices")) == [
@@ -270,7 +272,7 @@ def test_a_process_that_is_not_fit_for_what_was_assigned_leaves_to_the_next_one(
 
 
 @pytest.mark.parametrize("executing", [False, True])
-def test_stop(executing: bool) -> None:
+def test_stop_ends_the_worker(executing: bool) -> None:
     play = ready()
     if executing:
         play.handle(Assign(7, 1, 0, 9, 0))
@@ -305,7 +307,7 @@ def test_stop(executing: bool) -> None:
         ([events.Started(), WELCOME, Stop("x")], Bind(1), "stopping"),
     ],
 )
-def test_the_schedulers_faults(before: list[Any], wrong: Message, names: str) -> None:
+def test_illegal_messages_are_remote_protocol_errors(before: list[Any], wrong: Message, names: str) -> None:
     play = Playbook(*before)
     with pytest.raises(RemoteProtocolError, match=names):
         play.handle(wrong)
@@ -323,7 +325,7 @@ def test_the_schedulers_faults(before: list[Any], wrong: Message, names: str) ->
         events.SliceEnded(8),
     ],
 )
-def test_our_own_faults(wrong: Any) -> None:
+def test_illegal_events_of_the_driver_are_local_protocol_errors(wrong: Any) -> None:
     play = ready()
     play.handle(Assign(7, 1, 0, 9, 0))
     with pytest.raises(LocalProtocolError):
@@ -333,7 +335,7 @@ def test_our_own_faults(wrong: Any) -> None:
 def test_every_event_has_a_handler_and_every_handler_a_state() -> None:
     in_table = {event for row in machine.TRANSITIONS.values() for event in row}
     assert in_table == set(machine._HANDLERS)
-    assert set(machine.TRANSITIONS) == set(machine.WorkerState)
+    assert set(machine.TRANSITIONS) == set(machine.ProtocolState)
 
 
 @pytest.mark.parametrize("module", [machine, lease_queue])
@@ -409,7 +411,7 @@ def test_every_call_is_reported_once_and_in_order_unless_its_lease_is_dropped(da
             call += 1
         handle(events.SliceEnded(run.lease))
         maybe_cancel(len(sizes))
-    assert play.machine.state is machine.WorkerState.READY
+    assert play.machine.state is machine.ProtocolState.READY
     for lease, size in enumerate(sizes):
         assert told[lease] == list(range(size))[: len(told[lease])]
         assert lease in cancelled or len(told[lease]) == size

@@ -1,4 +1,4 @@
-"""Playbooks of a worker that keeps finished calls, reports them again, or is to leave."""
+"""Scenarios of cached results, recalls, and requests to leave."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def keeping() -> Playbook:
     return Playbook(events.Started(), WELCOME, Bind(1, KEY), Bind(2))
 
 
-def test_results_of_a_pass_with_a_key_are_kept_before_they_are_sent() -> None:
+def test_results_of_a_pass_with_a_key_are_cached_before_they_are_sent() -> None:
     play = Playbook(events.Started(), WELCOME)
     assert play.handle(Bind(1, KEY)) == [commands.OpenPass(1, KEY)]
     play.handle(Bind(2))
@@ -40,13 +40,13 @@ def test_results_of_a_pass_with_a_key_are_kept_before_they_are_sent() -> None:
     assert play.handle(events.CallsFinished(8, 0, 1, 9)) == [commands.SendResults(Results(8, 0, 1, 9))]
 
 
-def test_a_result_of_some_elements_of_a_call_is_never_kept() -> None:
+def test_results_of_partial_calls_are_never_cached() -> None:
     play = keeping()
     play.handle(Assign(7, 1, 3, 4, 0, 2))
     assert play.handle(events.CallsFinished(7, 3, 4, 9)) == [commands.SendResults(Results(7, 3, 4, 9))]
 
 
-def test_a_recall_is_reported_in_its_turn_and_not_kept_twice() -> None:
+def test_a_recall_is_reported_in_its_turn_and_not_cached_twice() -> None:
     play = keeping()
     play.handle(Assign(7, 1, 0, 1, 0))
     assert play.handle(Recall(8, 1, 4, 9)) == [commands.RecallLease(8)]
@@ -70,7 +70,7 @@ def test_recalls_do_not_count_as_leases_that_wait_and_are_cancelled_like_them() 
     assert dropped[-1] == commands.Execute(30, 2, 30, 31, 0.5, 100)
 
 
-def test_what_is_durable_is_let_go() -> None:
+def test_durable_results_are_released() -> None:
     play = keeping()
     assert play.handle(Committed(1, 12)) == [commands.ReleaseResults(1, 12)]
     for wrong in (Committed(2, 1), Committed(5, 1), Recall(9, 2, 0, 1), Recall(9, 5, 0, 1)):
@@ -79,7 +79,7 @@ def test_what_is_durable_is_let_go() -> None:
 
 
 @pytest.mark.parametrize("busy", [False, True])
-def test_a_worker_that_is_to_leave_says_goodbye(busy: bool) -> None:
+def test_a_worker_that_is_asked_to_leave_sends_goodbye(busy: bool) -> None:
     play = keeping()
     if busy:
         play.handle(Assign(7, 1, 0, 3, 0))
@@ -93,7 +93,7 @@ def test_a_worker_that_is_to_leave_says_goodbye(busy: bool) -> None:
         play.handle(events.LeaveRequested("again"))
 
 
-def test_it_may_be_in_while_it_joins() -> None:
+def test_a_worker_may_be_asked_to_leave_while_it_joins() -> None:
     """The Welcome may be on its way: the scheduler must hear that it goes."""
     play = Playbook(events.Started())
     assert commands.Send(Goodbye("w0", 2, "told to")) in play.handle(events.LeaveRequested("told to"))

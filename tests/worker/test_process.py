@@ -1,4 +1,4 @@
-"""A real worker process, driven by a scheduler of the test's own."""
+"""A real worker process, with a fake scheduler."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ async def one_worker(**settings: Any) -> AsyncIterator[tuple[FakeScheduler, byte
             scheduler._router.send(identity, Refuse("the test is over"))
 
 
-async def test_a_worker_executes_a_range_and_leaves_when_it_is_told_to() -> None:
+async def test_a_worker_executes_a_range_and_leaves_on_stop() -> None:
     async with one_worker() as (scheduler, identity, launcher):
         pass_id = scheduler.bind(identity, program(f"{FUNCTIONS}:double"))
         lease = scheduler.assign(identity, pass_id, [np.arange(n) for n in range(5)], lo=10)
@@ -106,7 +106,7 @@ async def test_a_result_that_cannot_be_sent_names_stage_and_path_and_is_not_retr
     assert "'s0'" in found[1].text
 
 
-async def test_the_context_says_which_call_it_is_and_the_seed_decides_its_numbers() -> None:
+async def test_the_context_names_the_call_and_the_seed_determines_its_random_numbers() -> None:
     found = await _run("describe", [10, 11, 12], replicas=2, kwargs={"scale": 0.5})
     assert [(f["step"], f["replica"]) for f in found] == [(0, 0), (0, 1), (1, 0)]
     assert all(
@@ -128,11 +128,13 @@ async def test_results_are_c_ordered() -> None:
     assert found.tolist() == [[0, 3], [1, 4], [2, 5]]
 
 
-async def test_user_code_runs_in_the_main_thread_of_a_process_with_a_telling_name() -> None:
+async def test_user_code_runs_in_the_main_thread_of_a_process_named_pipedist_worker() -> None:
     assert await _run("in_thread_of", [0]) == [[True, "pipedist-worker\n"]]
 
 
-async def test_what_a_worker_inherits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_worker_inherits_no_secrets_and_no_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "json.py").write_text("shadow = True\n")
     monkeypatch.chdir(tmp_path)
     secret = os.open(tmp_path / "secret", os.O_CREAT)
@@ -154,7 +156,7 @@ async def test_an_instance_never_serves_two_calls_at_once() -> None:
     assert await _run("AsyncModel", [5, 6, 7]) == [[5, 0], [6, 1], [7, 2]]
 
 
-async def test_a_class_without_call_is_refused_for_good() -> None:
+async def test_a_class_without_call_fails_without_retry() -> None:
     (failed,) = await _run("Uncallable", [0])
     assert (failed.name, failed.retryable) == ("TypeError", False)
     assert "__call__" in failed.text
@@ -175,7 +177,7 @@ async def test_a_reused_buffer_does_not_mix_results() -> None:
     assert [(f["buffer"][0], f["view"][0]) for f in found] == [(1, 1), (2, 2), (3, 3)]
 
 
-async def test_no_call_sees_what_another_did_to_its_arguments() -> None:
+async def test_no_call_sees_changes_that_another_made_to_its_arguments() -> None:
     assert await _run(["append", "append"], [[0], [0]], kwargs={"more": []}) == [[0, 1], [0, 1]]
 
 
@@ -219,7 +221,7 @@ async def test_elements_follow_from_the_division_where_ids_are_not_sent() -> Non
         assert [f["epoch"] for f in found] == [0, 0, 0, 0, 1, 1]
 
 
-async def test_what_functions_print_and_log_names_the_call() -> None:
+async def test_printed_and_logged_lines_name_the_call() -> None:
     async with one_worker() as (scheduler, identity, _):
         pass_id = scheduler.bind(identity, program(f"{FUNCTIONS}:talk", replicas=2))
         scheduler.assign(identity, pass_id, [5], lo=3)
@@ -300,7 +302,7 @@ async def test_a_stop_is_seen_between_calls(tmp_path: Path) -> None:
     assert not never.exists()
 
 
-async def test_an_unbound_pass_is_let_go() -> None:
+async def test_an_unbound_pass_is_dropped() -> None:
     async with one_worker() as (scheduler, identity, _):
         pass_id = scheduler.bind(identity, program(f"{FUNCTIONS}:Model", kwargs={"scale": 1}))
         scheduler.assign(identity, pass_id, [1])
@@ -335,11 +337,11 @@ async def test_a_crash_names_the_call_and_its_code(
         ("exit_softly", "SystemExit", "the function called sys.exit(5)"),
         ("exit_in_loop", "SystemExit", "the function called sys.exit(5)"),
         ("Exits", "SystemExit", "the function called sys.exit(5)"),
-        ("interrupt", "KeyboardInterrupt", "the function raised it: a worker has no Ctrl-C"),
+        ("interrupt", "KeyboardInterrupt", "the function raised it; a worker ignores Ctrl-C"),
         ("base_exception", "Custom", "gone"),
     ],
 )
-async def test_a_function_that_asks_for_an_end_fails_its_call_for_good(
+async def test_a_function_that_requests_an_exit_fails_its_call_without_retry(
     function: str, name: str, text: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     failed, other = await _run(function, [2, 3])
@@ -350,7 +352,7 @@ async def test_a_function_that_asks_for_an_end_fails_its_call_for_good(
     assert " ends" not in capfd.readouterr().err
 
 
-async def test_sys_exit_in_a_task_of_a_function_costs_the_worker_one_line(
+async def test_sys_exit_in_a_task_of_a_function_ends_the_worker_with_one_line(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     async with one_worker() as (scheduler, identity, _):
@@ -410,7 +412,7 @@ def _as_sent(folder: Path) -> list[list[bytes]]:
     return [[bytes.fromhex(frame) for frame in part] for part in json.loads(told)]
 
 
-async def test_what_is_of_a_class_in_the_code_folder_arrives(tmp_path: Path) -> None:
+async def test_values_of_classes_in_the_code_folder_are_received(tmp_path: Path) -> None:
     (tmp_path / "shapes_of_ours.py").write_text(
         "from dataclasses import dataclass\n@dataclass\nclass Shape:\n    a: int\n"
         "def area(x, shape):\n    return x * shape.a\n"
@@ -439,7 +441,7 @@ async def test_what_is_of_a_class_in_the_code_folder_arrives(tmp_path: Path) -> 
         assert done == {"y": 7}
 
 
-async def test_what_all_processes_of_a_run_are_sent_is_the_schedulers_to_answer() -> None:
+async def test_signals_to_the_whole_process_group_do_not_end_the_worker() -> None:
     async with one_worker() as (scheduler, identity, launcher):
         for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
             os.kill(launcher.pids["w0"], number)
@@ -448,13 +450,13 @@ async def test_what_all_processes_of_a_run_are_sent_is_the_schedulers_to_answer(
         assert await scheduler.outcomes(1) == [{"y": 1}]
 
 
-async def test_another_number_of_threads_is_refused() -> None:
+async def test_another_number_of_threads_is_rejected() -> None:
     (failed,) = await _run("identity", [0], threads=2)
     assert not failed.retryable
     assert "threads_per_replica: 2" in failed.text
 
 
-async def test_a_worker_that_is_refused_exits_and_says_why(capfd: pytest.CaptureFixture[str]) -> None:
+async def test_a_rejected_worker_prints_the_reason_and_exits(capfd: pytest.CaptureFixture[str]) -> None:
     async with FakeScheduler() as scheduler:
         launcher = LocalLauncher(scheduler.endpoint)
         launcher.on_exit = scheduler.exits.put_nowait
@@ -466,14 +468,16 @@ async def test_a_worker_that_is_refused_exits_and_says_why(capfd: pytest.Capture
     assert "it is full here" in capfd.readouterr().err
 
 
-async def test_a_scheduler_that_breaks_the_protocol_is_left(capfd: pytest.CaptureFixture[str]) -> None:
+async def test_a_worker_leaves_a_scheduler_that_breaks_the_protocol(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     async with one_worker() as (scheduler, identity, _):
         scheduler.send(identity, Assign(1, 99, 0, 1, 0))
         assert (await scheduler.exit()).code == ExitCode.PROTOCOL
     assert "pass 99" in capfd.readouterr().err
 
 
-async def test_a_scheduler_that_is_gone_is_noticed(capfd: pytest.CaptureFixture[str]) -> None:
+async def test_a_worker_notices_the_end_of_its_scheduler(capfd: pytest.CaptureFixture[str]) -> None:
     async with FakeScheduler() as scheduler:
         launcher = LocalLauncher(scheduler.endpoint)
         launcher.on_exit = scheduler.exits.put_nowait
@@ -488,7 +492,7 @@ async def test_a_scheduler_that_is_gone_is_noticed(capfd: pytest.CaptureFixture[
             await scheduler._router.__aenter__()
 
 
-async def test_a_scheduler_that_goes_while_a_worker_joins_may_come_back(
+async def test_a_scheduler_that_ends_while_a_worker_joins_may_come_back(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     """Only who has waited for as long as it may gives up."""
@@ -504,7 +508,7 @@ async def test_a_scheduler_that_goes_while_a_worker_joins_may_come_back(
     assert "was lost" in capfd.readouterr().err
 
 
-async def test_nobody_answers(capfd: pytest.CaptureFixture[str]) -> None:
+async def test_a_worker_leaves_if_no_scheduler_replies(capfd: pytest.CaptureFixture[str]) -> None:
     async with FakeScheduler() as scheduler:
         launcher = LocalLauncher(scheduler.endpoint, join_s=0.05)
         launcher.on_exit = scheduler.exits.put_nowait
@@ -514,7 +518,7 @@ async def test_nobody_answers(capfd: pytest.CaptureFixture[str]) -> None:
     assert "did not reply" in capfd.readouterr().err
 
 
-async def test_who_cancels_is_told_when_nothing_of_it_runs_any_more(tmp_path: Path) -> None:
+async def test_a_cancel_is_confirmed_when_no_call_of_the_lease_runs(tmp_path: Path) -> None:
     """Whether the lease has begun or not: whatever comes of it comes before."""
     gate = tmp_path / "gate"
     async with one_worker() as (scheduler, identity, _):

@@ -1,4 +1,4 @@
-"""What a worker notes down, as its parent reads it: calls, stages, and how long their functions may take."""
+"""The record that the parent process reads: the running call, its stage, and its time limit."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_function_is_overdue_after_its_time_and_only_while_it_runs(progress: C
     assert progress.overdue(later()) is None
 
 
-def test_who_is_ended_for_a_function_that_is_over_just_then_blames_nobody(progress: CallProgress) -> None:
+def test_a_process_killed_for_a_function_that_has_just_ended_blames_no_call(progress: CallProgress) -> None:
     progress.of_lease(7)(41)
     progress.clock.start(41, 1, SECOND)
     overdue = progress.overdue(later())
@@ -69,7 +69,7 @@ def test_who_is_ended_for_a_function_that_is_over_just_then_blames_nobody(progre
     assert end_of(progress, None) == (Running(7, 41, 1), False)
 
 
-def test_time_in_which_a_replica_waits_for_others_is_not_its_own(progress: CallProgress) -> None:
+def test_time_that_a_replica_waits_for_others_does_not_count(progress: CallProgress) -> None:
     progress.of_lease(7)(0)
     progress.clock.start(0, 1, SECOND)
     begun = time.monotonic_ns()
@@ -90,7 +90,7 @@ def test_time_in_which_a_replica_waits_for_others_is_not_its_own(progress: CallP
     assert overdue.began_ns <= resumed - used, "what it had used before counts"
 
 
-def test_of_several_the_one_that_runs_is_noted_or_the_first_that_is_due(progress: CallProgress) -> None:
+def test_the_running_function_is_recorded_else_the_first_that_is_due(progress: CallProgress) -> None:
     clock = progress.clock
     progress.of_lease(7)(0)
     clock.start(0, 1, 20 * SECOND)
@@ -111,7 +111,7 @@ def test_of_several_the_one_that_runs_is_noted_or_the_first_that_is_due(progress
     assert progress.read() is None
 
 
-def test_what_is_awaited_is_noted_step_by_step() -> None:
+def test_an_awaitable_is_recorded_step_by_step() -> None:
     seen: list[str] = []
 
     class Clock(StageClock):
@@ -154,7 +154,7 @@ async def _raises() -> None:
     raise ZeroDivisionError
 
 
-def test_a_file_carries_the_notes_to_a_process_that_was_not_forked() -> None:
+def test_a_file_shares_the_record_with_a_process_that_was_not_forked() -> None:
     file = os.memfd_create("test")
     try:
         os.ftruncate(file, CallProgress.BYTES)
@@ -191,7 +191,7 @@ async def looks_at_itself(x: int) -> int:
     return x
 
 
-def test_of_async_calls_that_overlap_the_one_that_has_the_thread_is_noted(progress: CallProgress) -> None:
+def test_the_overlapping_async_call_that_has_the_thread_is_recorded(progress: CallProgress) -> None:
     READER[:], NOTED[:], TURNS[:] = [progress], [], []
     plain = program(f"{__name__}:looks_at_itself")
     timed = replace(plain, stages=(replace(plain.stages[0], timeout_s=20.0),))

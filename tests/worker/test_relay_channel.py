@@ -1,4 +1,4 @@
-"""The way through the scheduler keeps the rules of `pipedist.collectives.channel`; the hub is a record."""
+"""The relay channel follows the rules of `pipedist.collectives.channel`; its client is a fake."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Workers that dial in: `run_worker` in a process of its own, over TCP with keys."""
+"""Workers that connect by themselves: `run_worker` in its own process, over TCP with keys."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ async def test_it_joins_works_and_leaves(tmp_path: Path) -> None:
         )
 
 
-async def test_a_busy_worker_is_spoken_for(tmp_path: Path) -> None:
+async def test_the_supervisor_sends_heartbeats_for_a_busy_worker(tmp_path: Path) -> None:
     async with supervised(tmp_path) as it:
         identity, _ = await it.take(Hello)
         it.scheduler.send(identity, Welcome("c", 0.1, (os.fsencode(ROOT),)))
@@ -129,7 +129,7 @@ async def test_a_busy_worker_is_spoken_for(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ends", [False, True])
-async def test_who_was_kept_waiting_while_the_run_ended_is_told_to_stop(tmp_path: Path, ends: bool) -> None:
+async def test_a_supervisor_that_was_suspended_while_the_run_ended_stops(tmp_path: Path, ends: bool) -> None:
     """When it goes on, the order to stop and the loss of the connection are both there; `ends`: its worker
     process has seen that loss by then.
     """
@@ -172,7 +172,7 @@ class Ended:
         return self.code or 0
 
 
-async def test_a_crash_is_told_at_once_and_the_next_incarnation_joins(tmp_path: Path) -> None:
+async def test_a_crash_is_reported_at_once_and_the_next_incarnation_joins(tmp_path: Path) -> None:
     async with supervised(tmp_path) as it:
         _, first = await it.take(Hello)
         assert isinstance(first, Hello)
@@ -232,7 +232,7 @@ async def test_a_process_that_goes_on_was_not_stopped_for_too_long(
             os.close(file)
 
 
-async def test_a_function_that_takes_too_long_costs_the_process(tmp_path: Path) -> None:
+async def test_a_function_that_exceeds_its_timeout_ends_the_process(tmp_path: Path) -> None:
     async with supervised(tmp_path) as it:
         identity, first = await it.take(Hello)
         assert isinstance(first, Hello)
@@ -341,7 +341,7 @@ async def test_a_worker_that_loses_its_connection_alone_joins_anew(tmp_path: Pat
         assert (await it.ended())[0] == 0
 
 
-async def test_both_of_its_connections_have_the_keys_that_are_in_the_file_by_then(tmp_path: Path) -> None:
+async def test_both_connections_use_the_current_keys_of_the_file(tmp_path: Path) -> None:
     """Else the worker is in, and nobody speaks for it: it is put out again and again."""
     key_file = tmp_path / "keys.json"
     async with FakeScheduler(write_key_file(key_file).server) as scheduler:
@@ -363,7 +363,7 @@ async def test_both_of_its_connections_have_the_keys_that_are_in_the_file_by_the
                 await it.process.communicate()
 
 
-async def test_a_scheduler_that_does_not_ask_for_it_is_waited_for_by_whose_process_it_is_in(
+async def test_a_minimum_rejoin_time_applies_if_the_scheduler_sets_none(
     tmp_path: Path,
 ) -> None:
     """A program that was stopped for longer than a connection lasts needs its own workers back."""
@@ -393,7 +393,7 @@ async def test_a_scheduler_that_does_not_ask_for_it_is_waited_for_by_whose_proce
             supervisor.leave(at_once=True)
 
 
-async def test_a_refused_worker_says_why_and_does_not_come_again(tmp_path: Path) -> None:
+async def test_a_rejected_worker_prints_the_reason_and_does_not_return(tmp_path: Path) -> None:
     async with supervised(tmp_path) as it:
         identity, _ = await it.take(Hello)
         it.scheduler.send(identity, Refuse("it runs numpy 1.0"))
@@ -434,7 +434,7 @@ async def test_killing_the_supervisor_leaves_no_worker(tmp_path: Path) -> None:
         assert wait_gone([hello.pid]) == []
 
 
-async def test_a_host_that_nobody_knows_is_told(tmp_path: Path) -> None:
+async def test_an_unknown_host_is_reported(tmp_path: Path) -> None:
     key_file = tmp_path / "keys.json"
     write_key_file(key_file)
     process = await dial_in("tcp://no-such-host.invalid:9", key_file, join_s=0.2)
@@ -442,7 +442,7 @@ async def test_a_host_that_nobody_knows_is_told(tmp_path: Path) -> None:
     assert "the host 'no-such-host.invalid' can't be found" in said.decode()
 
 
-async def test_a_scheduler_that_does_not_answer_is_left(tmp_path: Path) -> None:
+async def test_the_supervisor_leaves_a_scheduler_that_does_not_reply(tmp_path: Path) -> None:
     key_file = tmp_path / "keys.json"
     write_key_file(key_file)
     process = await dial_in("tcp://127.0.0.1:9", key_file, join_s=0.2)
@@ -461,7 +461,7 @@ async def test_a_scheduler_that_does_not_answer_is_left(tmp_path: Path) -> None:
         ("tcp://no-such-host.invalid:9", "s; the host 'no-such-host.invalid' can't be found: "),
     ],
 )
-async def test_that_it_waits_is_told(tmp_path: Path, endpoint: str, told: str) -> None:
+async def test_waiting_is_reported(tmp_path: Path, endpoint: str, told: str) -> None:
     key_file = tmp_path / "keys.json"
     write_key_file(key_file)
     process = await dial_in(endpoint, key_file, join_s=20)
@@ -474,7 +474,7 @@ async def test_that_it_waits_is_told(tmp_path: Path, endpoint: str, told: str) -
     assert f"at {endpoint}: waiting for a scheduler, for at most 20 {told}" in line.decode()
 
 
-async def test_an_endpoint_that_cannot_be_used_is_told_alone(
+async def test_an_unusable_endpoint_is_the_only_error_reported(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     write_key_file(tmp_path / "keys.json")
@@ -483,7 +483,7 @@ async def test_an_endpoint_that_cannot_be_used_is_told_alone(
     assert capfd.readouterr().err == ""
 
 
-async def test_other_keys_are_refused_with_a_clear_message(tmp_path: Path) -> None:
+async def test_other_keys_are_rejected_with_a_clear_message(tmp_path: Path) -> None:
     other = tmp_path / "other.json"
     write_key_file(other)
     async with FakeScheduler(write_key_file(tmp_path / "keys.json").server) as scheduler:
@@ -499,7 +499,7 @@ async def test_a_missing_key_file_is_a_usage_error(tmp_path: Path) -> None:
         run_worker("tcp://127.0.0.1:9", tmp_path / "nowhere")
 
 
-async def test_the_folder_of_a_killed_supervisor_goes_with_the_next_ones_start(
+async def test_the_next_supervisor_removes_the_folder_of_a_killed_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What the scheduler sent is in it: nobody is left to remove it after kill -9."""

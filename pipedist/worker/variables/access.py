@@ -1,6 +1,4 @@
-"""Variables where an array is expected: NumPy takes their values, `Strategy.update` their copies.
-
-A variable that is cut into shards along its first axis (tf.distribute's ShardedVariable)."""
+"""Variables as arrays: base classes, sharded variables, and the copies that `Strategy.update` changes."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ from pipedist.core.types import Tree
 from pipedist.values import Mirrored, PerReplica
 from pipedist.worker.variables.rules import (
     Array,
-    How,
+    AssignMethod,
     Traits,
     VariableAggregation,
     VariableSynchronization,
@@ -29,12 +27,12 @@ from pipedist.worker.variables.rules import (
 
 
 class ArrayOperators(NDArrayOperatorsMixin):
-    """Lets NumPy take an object for the array that it holds: `x @ w`, `np.dot(x, w)`, `w + 1`."""
+    """Lets NumPy use an object as an array: `x @ w`, `np.dot(x, w)`, `w + 1`."""
 
     __slots__ = ()
 
     def value(self) -> Array:
-        """Return the value now: an array, read-only."""
+        """Return the current value, a read-only array."""
         raise TypeError(f"{type(self).__name__} holds no value")
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
@@ -44,10 +42,10 @@ class ArrayOperators(NDArrayOperatorsMixin):
         return value.copy() if copy else value
 
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any) -> Any:
-        changed = inputs[:1] if method == "at" else kwargs.get("out", ())  # read-only or not
+        changed = inputs[:1] if method == "at" else kwargs.get("out", ())  # read-only or writable
         if any(isinstance(each, ArrayOperators) for each in changed):
             raise TypeError(
-                f"a {type(self).__name__} can't be changed in place, as by `w += x` or `np.add.at(w, i, x)`: "
+                f"a {type(self).__name__} can't be changed in place, as in `w += x` or `np.add.at(w, i, x)`: "
                 "write `w.assign_add(x)`, with an x of the same shape"
             )
         plain = [each.value() if isinstance(each, ArrayOperators) else each for each in inputs]
@@ -60,7 +58,7 @@ class ArrayOperators(NDArrayOperatorsMixin):
         return len(self.value())
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self.value())  # without it Python asks for v[0], v[1], ...: of a number there is none
+        return iter(self.value())  # Python would use v[0], v[1], ... instead, which a number does not have
 
     def __float__(self) -> float:
         return float(self.value())
@@ -73,22 +71,22 @@ class ArrayOperators(NDArrayOperatorsMixin):
 
 
 class Assignable(ArrayOperators, ABC):
-    """Reads like an array, and is assigned: what every variable is, wherever it is used."""
+    """The base of all variables: reads like an array, and can be assigned."""
 
     __slots__ = ()
 
     def numpy(self) -> Array:
-        """Return the value now, as an array of the caller's own; see `value`."""
+        """Return a writable copy of the current value; see `value`."""
         return self.value().copy()
 
     def assign(self, value: object) -> Any:
-        """Set the value; what that means here and what it returns, the class says.
+        """Set the value. The subclass defines the time of effect, and the result.
 
         Args:
             value: an array of the variable's dtype and shape, or Python numbers.
 
         Raises:
-            ValueError: dtype or shape don't fit.
+            ValueError: dtype or shape differ.
             OverflowError: an integer result does not fit the dtype.
         """
         return self._change("assign", value)
@@ -102,12 +100,12 @@ class Assignable(ArrayOperators, ABC):
         return self._change("assign_sub", delta)
 
     @abstractmethod
-    def _change(self, how: How, operand: object) -> Any:
+    def _change(self, method: AssignMethod, operand: object) -> Any:
         """Assign, add or subtract."""
 
 
 class AnyVariable(Assignable, TfNames):
-    """Tells what a variable was declared as, on whichever side it is used."""
+    """A variable with its declared properties, in the driver or a worker."""
 
     __slots__ = ()
 
@@ -116,21 +114,21 @@ class AnyVariable(Assignable, TfNames):
     @property
     @abstractmethod
     def _traits(self) -> Traits:
-        """What of the variable never changes."""
+        """The constant properties of the variable."""
 
     @property
     def name(self) -> str:
-        """Its name, for people."""
+        """Name, for people."""
         return self._traits.name
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of its value."""
+        """Shape of the value."""
         return self._traits.shape
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Dtype of its value."""
+        """Dtype of the value."""
         return self._traits.dtype
 
     @property
@@ -145,18 +143,18 @@ class AnyVariable(Assignable, TfNames):
 
     @property
     def aggregation(self) -> VariableAggregation:
-        """How the replicas' values become one."""
+        """The aggregation of the replicas' values."""
         return self._traits.aggregation
 
 
 class VariableCopy(Assignable):
-    """One copy of a variable, while `Strategy.update` lets a function change it.
+    """A copy of a variable, which the function of `Strategy.update` may change.
 
-    Assigning returns the copy's new value, read-only.
+    Assignments return the copy's new value, read-only.
 
     Args:
-        traits: the variable's.
-        value: the copy's value.
+        traits: of the variable.
+        value: of the copy.
     """
 
     __slots__ = ("_traits", "_value")
@@ -166,11 +164,11 @@ class VariableCopy(Assignable):
         self._value = value
 
     def value(self) -> Array:
-        """Return the value now: an array, read-only."""
+        """Return the current value, a read-only array."""
         return self._value
 
-    def _change(self, how: How, operand: object) -> Array:
-        self._value = updated(self._traits, self._value, how, operand_of(self._traits, operand, how))
+    def _change(self, method: AssignMethod, operand: object) -> Array:
+        self._value = updated(self._traits, self._value, method, operand_of(self._traits, operand, method))
         return self._value
 
 
@@ -181,17 +179,17 @@ def update_copies(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> tuple[list[Array], Tree]:
-    """Call a function for each copy of a variable (tf.distribute: `extended.update`).
+    """Call a function for each copy of a variable (StrategyExtended.update).
 
     Args:
-        copies: one, where the replicas have one value: then the function is called once.
-        fn: called with a `VariableCopy` and the arguments, each copy with its own component of them.
+        copies: a single one if all replicas have the same value: the function is then called once.
+        fn: called with a `VariableCopy` and its own component of the arguments.
 
     Returns:
-        The copies after that, and what the function returned, with a PerReplica in every place.
+        The new copies, and the results with PerReplica leaves.
 
     Raises:
-        ValueError: the replicas have one value, but an argument has one for each.
+        ValueError: all replicas have the same value, but an argument is per-replica.
     """
     if traits.copies:
         sides = [VariableCopy(traits, copy) for copy in copies]
@@ -204,8 +202,8 @@ def update_copies(
     for leaf in trees.flatten(given)[0]:
         if isinstance(leaf, PerReplica) and not isinstance(leaf, Mirrored):
             raise ValueError(
-                f"update of the {traits.label} with a {type(leaf).__name__}: its replicas have one value, "
-                "which would become several. Reduce the argument first, or make the variable on_read"
+                f"update of the {traits.label} with a {type(leaf).__name__}: all replicas have the same value, "
+                "which would become different ones. Reduce the argument first, or make the variable on_read"
             )
     side = VariableCopy(traits, copies[0])
     own_args, own_kwargs = values.select(given, 0)
@@ -214,11 +212,11 @@ def update_copies(
 
 
 def component(traits: Traits, copies: Sequence[Array], *, mirrored: bool) -> Tree:
-    """Return what stands for a variable where values of all replicas are combined.
+    """Return a variable's values on all replicas, for combining them.
 
     Args:
-        copies: each replica's value; one, where all have the same.
-        mirrored: a PerReplica also where all have the same, unless there is but one place for it.
+        copies: each replica's value; a single one if all have the same.
+        mirrored: return a PerReplica also if all have the same, unless the strategy has a single copy.
     """
     if traits.copies:
         return PerReplica(copies)
@@ -226,7 +224,7 @@ def component(traits: Traits, copies: Sequence[Array], *, mirrored: bool) -> Tre
 
 
 def plain(result: Tree) -> Tree:
-    """Return a tree with arrays in place of what holds one (variables, copies of them)."""
+    """Return a tree with arrays in place of variables and their copies."""
     if type(result) is np.ndarray or result is None:
         return result
     if isinstance(result, ArrayOperators):
@@ -240,14 +238,14 @@ def plain(result: Tree) -> Tree:
 
 
 class ShardedVariable(Assignable):
-    """Consecutive rows of one variable, each shard a variable of its own.
+    """A variable whose rows are divided into shards (tf's ShardedVariable).
 
-    It reads like an array and is assigned like a variable: NumPy takes it, and rows can be indexed:
-    `v[ids]` with an array of row numbers is tf.nn.embedding_lookup, and reads only these rows. Assigning
-    gives each shard its rows, and returns None; where the value does not fit, no shard is changed.
+    NumPy can use it as an array, and rows can be indexed: `v[ids]` with an array of row numbers is
+    tf.nn.embedding_lookup, and reads only these rows. Assignments set the rows of each shard, and return None; if
+    the value does not fit, no shard is changed.
 
     Args:
-        name: of the whole.
+        name: of the variable.
         shards: at least one, in the order of their rows.
     """
 
@@ -260,27 +258,27 @@ class ShardedVariable(Assignable):
 
     @property
     def variables(self) -> tuple[AnyVariable, ...]:
-        """The shards, each a variable."""
+        """The shards."""
         return self._shards
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the whole."""
+        """Shape of the value."""
         return (self._bounds()[-1], *self._shards[0].shape[1:])
 
     @property
     def dtype(self) -> Any:
-        """The value's dtype."""
+        """Dtype of the value."""
         return self._shards[0].dtype
 
     def value(self) -> Array:
-        """Return the whole value, put together: an array, read-only."""
+        """Return the concatenated values of the shards, a read-only array."""
         whole = np.concatenate([shard.value() for shard in self._shards])
         whole.flags.writeable = False
         return whole
 
     def __getitem__(self, index: Any) -> Any:
-        """Return what NumPy's indexing of the whole gives; rows alone are read from their shards."""
+        """Index the value like NumPy. Whole rows are read from their shards only."""
         if isinstance(index, SupportsIndex) and not isinstance(index, bool | np.ndarray):
             return self._rows(np.array([operator.index(index)]))[0]
         if isinstance(index, list) or (isinstance(index, np.ndarray) and index.dtype.kind in "iu"):
@@ -315,7 +313,7 @@ class ShardedVariable(Assignable):
         total = int(bounds[-1])
         places = np.where(rows < 0, rows + total, rows)
         if places.size and not 0 <= int(places.min()) <= int(places.max()) < total:
-            raise IndexError(f"a row is out of range: {self!r} has {total} rows")
+            raise IndexError(f"row out of range: {self!r} has {total} rows")
         owners = np.searchsorted(bounds, places, side="right") - 1
         found = np.empty((*places.shape, *self.shape[1:]), self.dtype)
         for owner in np.unique(owners):
@@ -323,16 +321,18 @@ class ShardedVariable(Assignable):
             found[mine] = self._shards[int(owner)].value()[places[mine] - bounds[owner]]
         return found
 
-    def _change(self, how: How, operand: object) -> None:
+    def _change(self, method: AssignMethod, operand: object) -> None:
         whole = np.asarray(operand)
         if whole.shape != self.shape:
             raise ValueError(f"a value of shape {list(whole.shape)} for {self!r}: the shape must be the same")
         if not isinstance(operand, np.ndarray | ArrayOperators) and np.can_cast(
             whole.dtype, self.dtype, "same_kind"
         ):
-            whole = whole.astype(self.dtype)  # plain numbers adapt, as they do to one variable
+            whole = whole.astype(
+                self.dtype
+            )  # Python numbers are converted, as in assignments to one variable
         elif whole.dtype != self.dtype:
             raise ValueError(f"a value of dtype {whole.dtype} for {self!r}: cast it first")
         bounds = self._bounds()
         for shard, lo, hi in zip(self._shards, bounds, bounds[1:], strict=False):
-            shard._change(how, whole[lo:hi])
+            shard._change(method, whole[lo:hi])

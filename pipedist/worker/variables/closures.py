@@ -1,8 +1,8 @@
-"""A parameter server's closure in the worker that executes it, and the variables that it sees.
+"""Closures of a parameter server strategy in the worker, and their variables.
 
-A closure gets the values of its variables with its arguments. What it assigns changes its own copy,
-which it reads from then on, and is written down; the list goes back with its result, and the
-parameter server applies it when the closure's turn has come.
+A closure is sent with the values of its variables. An assignment changes the closure's own copy, and is recorded;
+the recorded assignments are returned with the result, and the parameter server applies them in the order of the
+closures.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from pipedist.core import functions, trees
 from pipedist.core.types import FunctionRef, Tree
 from pipedist.worker.context import ReplicaContext
 from pipedist.worker.variables.access import AnyVariable, ShardedVariable, plain
-from pipedist.worker.variables.rules import Array, How, Traits, operand_of, updated
+from pipedist.worker.variables.rules import Array, AssignMethod, Traits, operand_of, updated
 
-Change = tuple[int, How, Array]
-"""One assignment: the variable's number, how, and what was assigned, added or subtracted."""
+Change = tuple[int, AssignMethod, Array]
+"""One assignment: the variable's number, the method, and the operand."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class SentVariable:
 
     Args:
         traits: `Traits.to_wire`.
-        value: its value, as of the version that the closure reads.
+        value: its value at the version that the closure reads.
     """
 
     traits: list[Any]
@@ -37,11 +37,11 @@ class SentVariable:
 
 @dataclass(frozen=True, slots=True)
 class VariablePlaceholder:
-    """Stands in a closure's arguments for a variable, or for one that is cut into shards.
+    """Replaces a variable, or a sharded variable, in a closure's arguments.
 
     Args:
-        numbers: of the variables: one, or one a shard.
-        name: of the sharded variable; "" where there is but one.
+        numbers: the number of the variable, or of each shard.
+        name: of the sharded variable; "" for a plain variable.
     """
 
     numbers: list[int]
@@ -57,7 +57,7 @@ class _Held:
 
 
 class _Execution:
-    """The variables of one closure while it runs."""
+    """The variables of a running closure."""
 
     def __init__(self, sent: Mapping[int, SentVariable]) -> None:
         self.held = {
@@ -68,14 +68,14 @@ class _Execution:
 
 
 _running: ContextVar[_Execution | None] = ContextVar("pipedist_closure", default=None)
-"""Set around every closure that has variables."""
+"""Set while a closure with variables runs."""
 
 
 class ClosureVariable(AnyVariable):
     """A parameter server's variable inside a closure.
 
-    Assigning changes the closure's own copy at once, and returns its new value, read-only; the parameter
-    server does the same when the closure's turn has come, to whatever the value is then.
+    Assignments change the closure's own copy at once, and return its new value, read-only. The parameter server
+    later repeats them, in the order of the closures, on the value at that time.
 
     Args:
         number: of the variable.
@@ -87,7 +87,7 @@ class ClosureVariable(AnyVariable):
         self._number = number
 
     def value(self) -> Array:
-        """Return the value that the closure was sent with, changed by what it has assigned since."""
+        """Return the value sent with the closure, changed by its assignments."""
         return self._held.value
 
     def __repr__(self) -> str:
@@ -98,8 +98,8 @@ class ClosureVariable(AnyVariable):
         execution = _running.get()
         if execution is None or self._number not in execution.held:
             raise RuntimeError(
-                "a parameter server's variable is used outside of the closure that it was sent with: "
-                "closures get the variables that they capture or take as arguments, for one execution"
+                "a parameter server's variable was used outside of its closure: closures get the variables "
+                "that they capture or take as arguments, for one execution"
             )
         return execution
 
@@ -111,12 +111,12 @@ class ClosureVariable(AnyVariable):
     def _traits(self) -> Traits:
         return self._held.traits
 
-    def _change(self, how: How, operand: object) -> Array:
+    def _change(self, method: AssignMethod, operand: object) -> Array:
         execution = self._execution
         held = execution.held[self._number]
-        own = operand_of(held.traits, operand, how)
-        held.value = updated(held.traits, held.value, how, own)
-        execution.changes.append((self._number, how, own))
+        own = operand_of(held.traits, operand, method)
+        held.value = updated(held.traits, held.value, method, own)
+        execution.changes.append((self._number, method, own))
         return held.value
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -124,10 +124,10 @@ class ClosureVariable(AnyVariable):
 
 
 class Closure:
-    """A user's function that reads or assigns variables, as a worker calls it.
+    """Calls a user's function that reads or assigns variables.
 
     Args:
-        function: the user's.
+        function: the user's function.
     """
 
     def __init__(self, function: FunctionRef) -> None:
@@ -137,7 +137,7 @@ class Closure:
     def __call__(
         self, sent: Mapping[int, SentVariable], args: Tree, kwargs: dict[str, Tree], ctx: ReplicaContext
     ) -> Tree:
-        """Return what the function returned, and its changes."""
+        """Call the function; return its result and its changes."""
         token = _running.set(execution := _Execution(sent))
         try:
             return plain(self._called(args, kwargs, ctx)), execution.changes
@@ -162,7 +162,7 @@ class AsyncClosure(Closure):
     async def __call__(
         self, sent: Mapping[int, SentVariable], args: Tree, kwargs: dict[str, Tree], ctx: ReplicaContext
     ) -> Tree:
-        """Return what the function returned, and its changes."""
+        """Call the function; return its result and its changes."""
         token = _running.set(execution := _Execution(sent))
         try:
             return plain(await self._called(args, kwargs, ctx)), execution.changes
@@ -171,11 +171,11 @@ class AsyncClosure(Closure):
 
 
 def closure_of(fn: Callable[..., Any], function: FunctionRef) -> Closure:
-    """Return a function as a worker calls it that gives it variables.
+    """Return the closure of a function.
 
     Args:
         fn: the function.
-        function: how it travels.
+        function: its reference, which is sent.
     """
     return AsyncClosure(function) if functions.is_async(fn) else Closure(function)
 

@@ -1,14 +1,14 @@
-"""Variables in a worker: what replica functions read and assign, and what goes back to the driver.
+"""Variables in replica functions: reads, assignments, and the values that are sent back to the driver.
 
-The driver has each variable's value, with a version. A lease names the versions that its step begins
-with; what its replicas assign stays with them until they have returned. Then replica 0's new value (of
-a variable with copies: each replica's) travels back with the results, and becomes the next version only
-when the driver says so: a step that fails, or is tried again, begins with the same value as before.
+The driver process has each variable's value, with a version. A lease names the versions with which its step begins;
+assignments stay in the replicas until they have returned. Then replica 0's new value (or each replica's, if the
+variable has copies) is sent back with the results, and becomes the next version when the driver commits it: a
+step that fails or is retried begins with the same values as before.
 
     bound = bind(states, trees)           # when a lease begins
-    ctx.variables = bound.of(replica)     # around a replica's call; the functions' variables find it there
-    assigned = ctx.variables.assigned()   # its outcome
-    kept = bound.produced()               # what the worker knows beforehand of the next versions
+    ctx.variables = bound.of(replica)     # during a replica's call; variables in its functions use it
+    assigned = ctx.variables.assigned()   # part of its outcome
+    values = bound.produced()             # next versions that this worker knows already
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pipedist.worker.strategy_views import VariableValues, merged_variables
 from pipedist.worker.variables.access import AnyVariable, component, plain, update_copies
 from pipedist.worker.variables.rules import (
     Array,
-    How,
+    AssignMethod,
     Traits,
     VariableAggregation,
     assign_copies,
@@ -39,13 +39,13 @@ from pipedist.worker.variables.rules import (
 )
 
 PREFIX: Final = "variable:"
-"""A variable's state is named so, followed by the number of its space."""
+"""Prefix of the name of a variable's state, followed by the number of its space."""
 
 SLOT: Final = "variables"
-"""Name under which a call sends back what it has assigned."""
+"""Slot in which a call sends back its assignments."""
 
 EMIT_OF: Final = -2
-"""`Emit.of` of that slot: it is the value of no stage."""
+"""`Emit.of` of that slot, which is not the value of a stage."""
 
 
 def state_name(space: int) -> str:
@@ -54,18 +54,17 @@ def state_name(space: int) -> str:
 
 
 def to_state(traits: Traits, copies: Sequence[Array]) -> Tree:
-    """Return a version of a variable as it travels to a worker."""
+    """Return a version of a variable as a tree for workers."""
     return {"traits": traits.to_wire(), "value": list(copies) if traits.copies else copies[0]}
 
 
 class ReplicaVariable(AnyVariable):
-    """A variable inside a replica function: the replica's side of `pipedist.Variable`.
+    """A `pipedist.Variable` inside a replica function.
 
-    It reads as this replica's value, in NumPy too (`x @ w`). Assignments to an ON_WRITE variable are
-    collectives: every replica must make them, in the same order, and what is assigned is the aggregate
-    of what they bring; without aggregation they are a ValueError, where there are several replicas. They
-    return the new value, read-only; in an async function something that gives it and must be awaited: an
-    assignment that was not is not made, and the function fails for it.
+    It reads as this replica's value, also in NumPy (`x @ w`). Assignments to an ON_WRITE variable are collectives:
+    every replica must make them, in the same order, and the aggregate of the operands is assigned; without an
+    aggregation they raise ValueError if there are several replicas. They return the new value, read-only; in an
+    async function, an awaitable of it. An assignment that is not awaited has no effect, and the function fails.
     """
 
     __slots__ = ("_space", "_traits")
@@ -77,15 +76,15 @@ class ReplicaVariable(AnyVariable):
         self._traits = traits
 
     def value(self) -> Array:
-        """Return this replica's value now, read-only: an array, of shape () for a number.
+        """Return this replica's current value, a read-only array.
 
         Raises:
             RuntimeError: called outside of the replica function.
         """
-        return self._side().value(self._space)
+        return self._values().value(self._space)
 
-    def _change(self, how: How, operand: object) -> Any:
-        return self._side().change(self, how, operand)
+    def _change(self, method: AssignMethod, operand: object) -> Any:
+        return self._values().change(self, method, operand)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ReplicaVariable, (self._space, self._traits)
@@ -93,22 +92,21 @@ class ReplicaVariable(AnyVariable):
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self._traits.label}>"
 
-    def _side(self) -> VariableValues:
+    def _values(self) -> VariableValues:
         merged = merged_variables.get()
         if merged is not None:
             return merged
         context = get_replica_context()
-        side = None if context is None else context.variables
-        if side is None:
+        variables = None if context is None else context.variables
+        if variables is None:
             raise RuntimeError(
-                f"the {self._traits.label} was used outside of the replica function that it was given to: "
-                "keep its value instead"
+                f"the {self._traits.label} was used outside of its replica function: keep its value instead"
             )
-        return side
+        return variables
 
 
 class BoundVariables:
-    """The variables of one lease, as they are when it begins.
+    """The variables of one lease, with their values when it begins.
 
     Args:
         states: name -> [space, version] of every state of the lease.
@@ -121,7 +119,7 @@ class BoundVariables:
         self._replicas: list[ReplicaVariables] = []
         self.traits: dict[int, Traits] = {}
         self.proxies: dict[str, ReplicaVariable] = {}
-        """What stands for each variable in the functions' arguments, by the name of its state."""
+        """The replacement of each variable in the functions' arguments, by the name of its state."""
         for name, tree in found.items():
             space, version = states[name]
             value = tree["value"]
@@ -132,40 +130,43 @@ class BoundVariables:
             self.proxies[name] = ReplicaVariable(space, traits)
 
     def of(self, replica: int) -> ReplicaVariables:
-        """Return one replica's side; to be asked for once for each replica of the lease."""
-        side = ReplicaVariables(self, replica)
-        self._replicas.append(side)
-        return side
+        """Return the variables of one replica.
+
+        Call it once for each replica of the lease.
+        """
+        variables = ReplicaVariables(self, replica)
+        self._replicas.append(variables)
+        return variables
 
     def copies(self, space: int) -> list[Array]:
-        """Return the values that the replicas begin with; one, where all have the same."""
+        """Return the first value of each replica; only one if all are the same."""
         value = self._values.get(space)
         if value is None:
             raise RuntimeError(
-                "a variable was used that the step does not know: a variable belongs to the function that "
-                "captured it, or got it as an argument; it can't be kept for another one"
+                "a variable of another step was used: a variable belongs to the function that captured it, or "
+                "got it as an argument; it can't be kept for another one"
             )
         return value if isinstance(value, list) else [value]
 
     def first_value(self, space: int, replica: int) -> Array:
-        """Return what a replica begins with."""
+        """Return a replica's first value."""
         copies = self.copies(space)
         return copies[replica] if self.traits[space].copies else copies[0]
 
     def produced(self) -> list[tuple[int, int, Tree]]:
-        """Return the next versions, as far as this worker knows them whole: (space, version, tree)."""
+        """Return the next versions that this worker has: (space, version, tree)."""
         if not self._replicas:
             return []
-        side = self._replicas[0]
+        variables = self._replicas[0]
         return [
             (space, self._versions[space] + 1, to_state(self.traits[space], [value]))
-            for space, value in side.changed.items()
+            for space, value in variables.changed.items()
             if not self.traits[space].copies
         ]
 
 
 def bind(states: Mapping[str, Sequence[int]], found: Mapping[str, Tree]) -> BoundVariables | None:
-    """Return the variables among a lease's states, None where there are none.
+    """Return the variables among a lease's states, or None.
 
     Args:
         states: name -> [space, version].
@@ -176,7 +177,7 @@ def bind(states: Mapping[str, Sequence[int]], found: Mapping[str, Tree]) -> Boun
 
 
 class ReplicaVariables:
-    """The variables of a step, as one replica has them while its function runs."""
+    """The variables of a step in one replica, while its function runs."""
 
     def __init__(self, bound: BoundVariables, replica: int) -> None:
         self._bound = bound
@@ -185,64 +186,66 @@ class ReplicaVariables:
         """New values by space, in the order of the first assignment."""
 
     def value(self, space: int) -> Array:
-        """Return the replica's value now."""
+        """Return the replica's current value."""
         value = self.changed.get(space)
         return self._bound.first_value(space, self.replica) if value is None else value
 
-    def change(self, variable: ReplicaVariable, how: How, operand: object) -> Any:
-        """Assign, on behalf of the replica function: see `ReplicaVariable.assign`."""
+    def change(self, variable: ReplicaVariable, method: AssignMethod, operand: object) -> Any:
+        """Assign on behalf of the replica function; see `ReplicaVariable.assign`."""
         context = get_replica_context()
-        assert context is not None  # it is where the variable found this
+        assert context is not None  # the variable got this object from it
         space = variable._space
         traits = self._bound.traits[space]
-        own = operand_of(traits, operand, how)
+        own = operand_of(traits, operand, method)
         if traits.copies or traits.replicas == 1:
-            new = self._set(space, traits, how, own)
+            new = self._set(space, traits, method, own)
             return _Done(new) if context.is_async else new
-        require_aggregation(traits, how)
-        label = f"{how} of variable {traits.name!r}"
+        require_aggregation(traits, method)
+        label = f"{method} of variable {traits.name!r}"
         if traits.aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
             result = context._collective("broadcast", own, source=0, label=label)
         else:
             result = context._collective("all_reduce", own, op=traits.aggregation.value, label=label)
         if context.is_async:
-            return self._later(space, traits, how, result)
-        return self._set(space, traits, how, frozen(np.asarray(result)))
+            return self._later(space, traits, method, result)
+        return self._set(space, traits, method, frozen(np.asarray(result)))
 
-    async def _later(self, space: int, traits: Traits, how: How, result: Awaitable[Any]) -> Array:
-        return self._set(space, traits, how, frozen(np.asarray(await result)))
+    async def _later(self, space: int, traits: Traits, method: AssignMethod, result: Awaitable[Any]) -> Array:
+        return self._set(space, traits, method, frozen(np.asarray(await result)))
 
-    def _set(self, space: int, traits: Traits, how: How, operand: Array) -> Array:
-        new = self.changed[space] = updated(traits, self.value(space), how, operand)
+    def _set(self, space: int, traits: Traits, method: AssignMethod, operand: Array) -> Array:
+        new = self.changed[space] = updated(traits, self.value(space), method, operand)
         return new
 
     def assigned(self) -> Tree:
-        """Return what the call sends back, {space: value}; None where it has nothing to tell.
+        """Return the values that the call sends back, {space: value}.
 
-        Of a variable with one value replica 0 tells it; of one with copies each replica its own. The
-        arrays are read-only, and nobody writes them any more.
+        None if there are none.
+
+        Replica 0 sends the value of a variable without copies; each replica sends its own copy. The arrays are
+        read-only, and never change again.
         """
-        told = {
+        assigned = {
             space: value
             for space, value in self.changed.items()
             if self.replica == 0 or self._bound.traits[space].copies
         }
-        return told or None
+        return assigned or None
 
     # -- merge_call ------------------------------------------------------------------------
 
     def merge(
         self, fn: Callable[..., Tree], args: Sequence[Any], kwargs: Mapping[str, Any] | None
     ) -> tuple[Callable[..., Tree], tuple[Any, ...], dict[str, Any]]:
-        """Return what to merge-call instead, so that `fn` finds the variables of all replicas.
+        """Return the merge_call to make instead, with all replicas' variables.
 
         Args:
-            fn, args, kwargs: as given to `merge_call`, which adds the strategy as first argument.
-                Variables in the arguments stay variables.
+            fn, args, kwargs: as passed to `merge_call`, which adds the strategy as first argument.
+                Variables in the arguments remain variables.
         """
         leaves, treedef = trees.flatten((tuple(args), dict(kwargs or {})))
         places = {at: leaf for at, leaf in enumerate(leaves) if isinstance(leaf, ReplicaVariable)}
-        # None is a node: the other arguments keep their places, and the replicas' structures are compared.
+        # None is a node: the other arguments keep their positions, and the structures of all replicas are compared.
         rest = trees.unflatten(treedef, [None if at in places else leaf for at, leaf in enumerate(leaves)])
         copies = {space: self.value(space) for space, traits in self._bound.traits.items() if traits.copies}
 
@@ -263,24 +266,24 @@ class ReplicaVariables:
         return body, (rest, copies), {}
 
     def merged(self, result: Tree) -> Tree:
-        """Take over what the merge-called function assigned.
+        """Apply the assignments of the function in merge_call.
 
         Args:
-            result: what the function of `merge` returned, this replica's part.
+            result: this replica's part of the result of the function of `merge`.
 
         Returns:
-            What the user's function returned.
+            The result of the user's function.
         """
         self.changed.update({space: frozen(value) for space, value in result["assigned"].items()})
         return result["result"]
 
 
 class MergedVariables:
-    """The variables of a step, as a function has them that `merge_call` runs once for all replicas.
+    """The variables of a step inside merge_call.
 
     Args:
-        own: of the replica in whose thread it runs.
-        copies: by space, of each variable with copies: what the replicas have now.
+        own: the variables of the replica in whose thread it runs.
+        copies: the current values of each variable with copies, by space.
     """
 
     def __init__(self, own: ReplicaVariables, copies: dict[int, list[Array]]) -> None:
@@ -289,7 +292,7 @@ class MergedVariables:
         self._changed: dict[int, list[Array]] = {}
 
     def copies(self, space: int) -> list[Array]:
-        """Return each replica's value; one, where all have the same."""
+        """Return each replica's value; a single one if all have the same."""
         changed = self._changed.get(space)
         if changed is not None:
             return changed
@@ -297,7 +300,10 @@ class MergedVariables:
         return [self._own.value(space)] if found is None else found
 
     def components(self, value: Tree, *, mirrored: bool) -> Tree:
-        """Return a value with what the replicas have in place of variables: see `components`."""
+        """Return a value with the replicas' values in place of its variables.
+
+        See `VariablesOfMerge`.
+        """
         traits = self._own._bound.traits
 
         def leaf(item: Any) -> Any:
@@ -309,19 +315,19 @@ class MergedVariables:
         return trees.tree_map(leaf, value)
 
     def value(self, space: int) -> Array:
-        """Return the variable's value, as it is read outside of replica functions."""
+        """Return the variable's value, as outside of replica functions."""
         traits = self._own._bound.traits[space]
         copies = self.copies(space)
         return read_copies(traits, copies) if traits.copies else copies[0]
 
-    def change(self, variable: ReplicaVariable, how: How, operand: object) -> Array:
-        """Assign, as it is done outside of replica functions."""
+    def change(self, variable: ReplicaVariable, method: AssignMethod, operand: object) -> Array:
+        """Assign, as outside of replica functions."""
         space = variable._space
         traits = self._own._bound.traits[space]
         if traits.copies:
-            self._changed[space] = assign_copies(traits, self.copies(space), operand, how)
+            self._changed[space] = assign_copies(traits, self.copies(space), operand, method)
         else:
-            new = updated(traits, self.copies(space)[0], how, operand_of(traits, operand, how))
+            new = updated(traits, self.copies(space)[0], method, operand_of(traits, operand, method))
             self._changed[space] = [new]
         return self._changed[space][0]
 
@@ -332,7 +338,7 @@ class MergedVariables:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
     ) -> Tree:
-        """Call `fn(variable, *args, **kwargs)` for each replica's copy, which `fn` may assign."""
+        """Call `fn(variable, *args, **kwargs)` for each replica's copy."""
         if not isinstance(variable, ReplicaVariable):
             raise TypeError(
                 f"update needs a pipedist.Variable, not {variable!r} of type {type(variable).__name__}"
@@ -346,7 +352,7 @@ class MergedVariables:
         return results
 
     def assigned(self) -> dict[int, Any]:
-        """Return the new values: {space: value}, PerReplica for a variable with copies."""
+        """Return the new values, {space: value}, PerReplica if there are copies."""
         traits = self._own._bound.traits
         return {
             space: PerReplica(copies) if traits[space].copies else copies[0]
@@ -355,12 +361,15 @@ class MergedVariables:
 
 
 def size_of(assigned: Tree) -> int:
-    """Return the bytes of what `assigned` returned."""
+    """Return the size of the result of `assigned`, bytes."""
     return sum(value.nbytes for value in assigned.values())
 
 
 class _Done(Coroutine[Any, Any, Array]):
-    """A new value, for an async function to await: there already, so nothing is lost where it does not."""
+    """An awaitable of a new value that is set already.
+
+    Nothing is lost if it is not awaited.
+    """
 
     def __init__(self, value: Array) -> None:
         self._value = value
@@ -376,4 +385,4 @@ class _Done(Coroutine[Any, Any, Array]):
         return super().throw(*error)
 
     def close(self) -> None:
-        """It holds nothing."""
+        """Do nothing."""

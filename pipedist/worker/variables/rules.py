@@ -1,13 +1,12 @@
-"""What a variable is, and what becomes of it when it is assigned or read (tf.Variable's semantics).
+"""Rules of assigning and reading variables (tf.Variable's semantics), for the driver and the workers.
 
 | synchronization | copies | assigned in a replica function | read outside |
 |---|---|---|---|
-| ON_WRITE (AUTO) | one value, the same on every replica | all replicas together: the aggregate | the value |
-| ON_READ | each replica has its own | each replica its own, alone | the copies, aggregated |
+| ON_WRITE (AUTO) | one value for all replicas | by all replicas together: the aggregate | the value |
+| ON_READ | one for each replica | by each replica alone: its own copy | the aggregate of the copies |
 
-The aggregation is SUM, MEAN, ONLY_FIRST_REPLICA or NONE. NONE is refused where several replicas
-would have to be aggregated: by an assignment to an ON_WRITE variable, or by reading an ON_READ one
-outside. Nothing here does I/O: these are the rules, for the driver's side and the workers'.
+The aggregation is SUM, MEAN, ONLY_FIRST_REPLICA or NONE. NONE raises an error if the values of several replicas need
+aggregation: in an assignment to an ON_WRITE variable, or in a read of an ON_READ one outside. This module does no I/O.
 """
 
 from __future__ import annotations
@@ -25,48 +24,48 @@ from pipedist.values import PerReplica
 
 Array = NDArray[Any]
 
-How = Literal["assign", "assign_add", "assign_sub"]
-"""The ways to change a variable, by the names of their methods."""
+AssignMethod = Literal["assign", "assign_add", "assign_sub"]
+"""The methods that change a variable."""
 
 
 class VariableSynchronization(enum.StrEnum):
-    """When a variable's copies on the replicas are made to agree (tf.VariableSynchronization)."""
+    """The time of synchronization of copies (tf.VariableSynchronization)."""
 
     AUTO = "auto"
     """As ON_WRITE."""
     NONE = "none"
-    """There is one copy only; refused by every strategy, which would have to make several."""
+    """A single copy. Every strategy rejects it, because its replicas need several."""
     ON_WRITE = "on_write"
-    """With every assignment: there is one value."""
+    """With every assignment: all replicas have one value."""
     ON_READ = "on_read"
-    """When it is read outside of replica functions: each replica has a value of its own."""
+    """In reads outside of replica functions: each replica has its own value."""
 
     @classmethod
     def of(cls, value: object) -> VariableSynchronization:
-        """Return the member of that name, in any case of letters; AUTO for None.
+        """Return the member with a name, in upper or lower case; AUTO for None.
 
         Raises:
-            ValueError: there is no such member.
+            ValueError: the member does not exist.
         """
         return cls.AUTO if value is None else _member(cls, value, "synchronization")
 
 
 class VariableAggregation(enum.StrEnum):
-    """How the replicas' values become one (tf.VariableAggregation)."""
+    """The aggregation of the replicas' values (tf.VariableAggregation)."""
 
     NONE = "none"
-    """Not at all: where it would be needed, a ValueError says so."""
+    """No aggregation: operations that need one raise ValueError."""
     SUM = "sum"
     MEAN = "mean"
     ONLY_FIRST_REPLICA = "only_first_replica"
-    """Replica 0's is taken."""
+    """The value of replica 0."""
 
     @classmethod
     def of(cls, value: object) -> VariableAggregation:
-        """Return the member of that name, in any case of letters; NONE for None.
+        """Return the member with a name, in upper or lower case; NONE for None.
 
         Raises:
-            ValueError: there is no such member.
+            ValueError: the member does not exist.
         """
         return cls.NONE if value is None else _member(cls, value, "aggregation")
 
@@ -81,21 +80,21 @@ def _member(cls: type[_Member], value: object, what: str) -> _Member:
         except ValueError:
             pass
     names = ", ".join(member.value for member in cls)
-    raise ValueError(f"{what} is {value!r}; expected one of {names}")
+    raise ValueError(f"{what} must be one of {names}, got {value!r}")
 
 
 @dataclass(frozen=True, slots=True)
 class Traits:
-    """What of a variable never changes.
+    """The constant properties of a variable.
 
     Args:
         name: for people and errors.
         shape, dtype: of its value.
-        trainable: whether an optimizer should change it; pipedist only keeps it.
+        trainable: whether an optimizer should change it; pipedist does not use it.
         synchronization: ON_WRITE or ON_READ.
-        aggregation: how the replicas' values become one.
+        aggregation: the aggregation of the replicas' values.
         replicas: R.
-        one_place: its strategy keeps variables in one place, or has no replicas but the caller.
+        one_place: whether its strategy has a single copy of each variable, or no other replicas than the caller.
     """
 
     name: str
@@ -109,16 +108,16 @@ class Traits:
 
     @property
     def copies(self) -> bool:
-        """Whether each replica has a value of its own."""
+        """Whether each replica has its own value."""
         return self.synchronization is VariableSynchronization.ON_READ and not self.one_place
 
     @property
     def label(self) -> str:
-        """The variable, in an error."""
+        """The variable's name in errors."""
         return f"variable {self.name!r} ({self.dtype}{list(self.shape)})"
 
     def to_wire(self) -> list[Any]:
-        """Return what `from_wire` needs beside the value."""
+        """Return the arguments of `from_wire`, except the value."""
         return [
             self.name,
             self.trainable,
@@ -133,8 +132,8 @@ class Traits:
         """Return the traits of a variable.
 
         Args:
-            fields: of `to_wire`.
-            value: its value, or that of one of its copies.
+            fields: the result of `to_wire`.
+            value: its value, or the value of one copy.
         """
         name, trainable, synchronization, aggregation, replicas, one_place = fields
         return cls(
@@ -163,42 +162,42 @@ def declare(
 
     Args:
         initial: its first value, from `first_value`.
-        trainable: None: unless it is ON_READ.
+        trainable: None: True, except for ON_READ.
         synchronization, aggregation: members or their names; None: AUTO, and NONE.
         replicas: R.
-        one_place: the strategy keeps one copy of every variable.
+        one_place: whether the strategy has a single copy of each variable.
 
     Raises:
-        ValueError: a member that does not exist, NONE synchronization, MEAN of a dtype that is not
-            floating, or an ON_READ variable that is trainable.
+        ValueError: an unknown member, NONE synchronization, MEAN of a dtype that is not floating, or a trainable
+            ON_READ variable.
     """
-    when = VariableSynchronization.of(synchronization)
-    how = VariableAggregation.of(aggregation)
-    if when is VariableSynchronization.NONE:
+    synchronized = VariableSynchronization.of(synchronization)
+    aggregated = VariableAggregation.of(aggregation)
+    if synchronized is VariableSynchronization.NONE:
         raise ValueError(
             f"variable {name!r}: synchronization none means one copy, but the strategy has replicas "
             "that share it: use on_write (the default) or on_read"
         )
-    if when is VariableSynchronization.AUTO:
-        when = VariableSynchronization.ON_WRITE
-    on_read = when is VariableSynchronization.ON_READ
+    if synchronized is VariableSynchronization.AUTO:
+        synchronized = VariableSynchronization.ON_WRITE
+    on_read = synchronized is VariableSynchronization.ON_READ
     if on_read and trainable:
         raise ValueError(
             f"variable {name!r}: an on_read variable can't be trainable, because its copies differ: "
             "use on_write, or trainable=False"
         )
-    if how is VariableAggregation.MEAN and not _is_floating(initial.dtype):
+    if aggregated is VariableAggregation.MEAN and not _is_floating(initial.dtype):
         raise ValueError(
-            f"variable {name!r}: the mean of {initial.dtype} values is no {initial.dtype}: give it a "
-            "floating dtype, or another aggregation"
+            f"variable {name!r}: the mean of {initial.dtype} values is not {initial.dtype}: use a floating "
+            "dtype, or another aggregation"
         )
     return Traits(
         name,
         initial.shape,
         initial.dtype,
         not on_read if trainable is None else bool(trainable),
-        when,
-        how,
+        synchronized,
+        aggregated,
         replicas,
         one_place,
     )
@@ -209,14 +208,14 @@ def _is_floating(dtype: np.dtype[Any]) -> bool:
 
 
 def first_value(initial: object, dtype: object, name: str) -> Array:
-    """Return a variable's first value: an array of its own, read-only.
+    """Return a variable's first value: a new read-only array.
 
     Args:
         initial: an array, a number or nested lists of them; or a function that returns one.
-        dtype: what it becomes; None: as NumPy makes it.
+        dtype: of the value; None: NumPy's choice.
 
     Raises:
-        ValueError: there is no initial value.
+        ValueError: the initial value is None.
         TypeError: it is neither numeric nor bool.
     """
     value = initial() if callable(initial) else initial
@@ -224,8 +223,8 @@ def first_value(initial: object, dtype: object, name: str) -> Array:
         raise ValueError(f"variable {name!r} needs an initial value, got None")
     if isinstance(value, PerReplica):
         raise TypeError(
-            f"variable {name!r}: the initial value is a {type(value).__name__}; give one value, which "
-            "every replica starts with"
+            f"variable {name!r}: the initial value is a {type(value).__name__}; give one value for "
+            "all replicas"
         )
     array = np.array(value, dtype=dtype, order="C")  # type: ignore[call-overload]
     if array.dtype.kind not in "biufc" and array.dtype.name != "bfloat16":
@@ -236,25 +235,25 @@ def first_value(initial: object, dtype: object, name: str) -> Array:
 
 
 def frozen(array: Array) -> Array:
-    """Return an array that nobody can write, without a copy where it is the caller's to give away."""
+    """Make an array read-only, and C-contiguous if necessary; return it."""
     array = np.ascontiguousarray(array).reshape(np.shape(array))
     array.flags.writeable = False
     return array
 
 
-def operand_of(traits: Traits, value: object, how: How) -> Array:
-    """Return what is assigned, added or subtracted, as an array like the variable's value.
+def operand_of(traits: Traits, value: object, method: AssignMethod) -> Array:
+    """Return an operand as an array with the variable's dtype and shape.
 
-    A NumPy value must have the variable's dtype; a Python number, or nested lists of them, adapts to
-    it, but a float is no int. The shape must be the variable's: nothing is broadcast.
+    A NumPy value must have the variable's dtype. Python numbers, and nested lists of them, are converted to it, but
+    not from float to int. The shape must be equal: nothing is broadcast.
 
     Raises:
-        ValueError: the dtype or the shape does not fit, or it is a per-replica value.
+        ValueError: the dtype or the shape differs, or the value is per-replica.
         OverflowError: a Python integer does not fit the dtype.
     """
     if isinstance(value, PerReplica):
         raise ValueError(
-            f"{how} of a {type(value).__name__} to the {traits.label}: reduce it first, or assign in "
+            f"{method} of a {type(value).__name__} to the {traits.label}: reduce it first, or assign in "
             "a replica function, where each replica has its component"
         )
     array = np.asarray(value)
@@ -265,67 +264,70 @@ def operand_of(traits: Traits, value: object, how: How) -> Array:
         for number in (min(whole), max(whole)):
             if not bounds.min <= number <= bounds.max:
                 raise OverflowError(
-                    f"{how} of {number} to the {traits.label}: it does not fit {traits.dtype}"
+                    f"{method} of {number} to the {traits.label}: it does not fit {traits.dtype}"
                 )
     else:
         fits = array.dtype.kind != "O" and np.can_cast(array.dtype, traits.dtype, "same_kind")
         fits = fits and (array.dtype.kind != "b" or traits.dtype.kind == "b")
     if not fits:
         raise ValueError(
-            f"{how} of a value of dtype {array.dtype} to the {traits.label}: cast it first, as in "
-            f"np.asarray(value, '{traits.dtype}'){_why_float64(array.dtype, traits.dtype)}"
+            f"{method} of a value of dtype {array.dtype} to the {traits.label}: cast it first, as in "
+            f"np.asarray(value, '{traits.dtype}'){_float64_hint(array.dtype, traits.dtype)}"
         )
     if array.shape != traits.shape:
         raise ValueError(
-            f"{how} of a value of shape {list(array.shape)} to the {traits.label}: the shape must be the same"
+            f"{method} of a value of shape {list(array.shape)} to the {traits.label}: the shape must be the same"
         )
     return frozen(np.array(value if array.dtype != traits.dtype else array, traits.dtype, order="C"))
 
 
 def _integers_in(array: Array) -> list[int]:
-    """Return the elements of an array of integers, of any size; none of any other."""
+    """Return the elements of an array of integers, also of objects.
+
+    [] for other arrays.
+    """
     found = array.ravel().tolist() if array.dtype.kind in "iuO" else []
     return found if all(type(each) is int for each in found) else []
 
 
-def _why_float64(given: np.dtype[Any], wanted: np.dtype[Any]) -> str:
+def _float64_hint(given: np.dtype[Any], wanted: np.dtype[Any]) -> str:
     if given != np.float64 or wanted.kind != "f":
         return ""
     return (
-        f". NumPy makes float64 of a {wanted} array and a NumPy integer, such as all_reduce returns of "
-        "`len(x)`; with a Python int it stays as it is"
+        f". A {wanted} array and a NumPy integer, such as the result of all_reduce of `len(x)`, give float64 in "
+        "NumPy; a Python int keeps the dtype"
     )
 
 
-def updated(traits: Traits, old: Array, how: How, operand: Array) -> Array:
-    """Return the value after an assignment: read-only, and of the variable's dtype.
+def updated(traits: Traits, old: Array, method: AssignMethod, operand: Array) -> Array:
+    """Return the read-only value after an assignment, with the same dtype.
 
     Raises:
         OverflowError: an integer result does not fit the dtype. (tf.Variable wraps around.)
-        TypeError: adding to a bool variable.
+        TypeError: addition to a bool variable.
     """
-    if how == "assign":
+    if method == "assign":
         return operand
     if traits.dtype.kind == "b":
-        raise TypeError(f"{how} to the {traits.label}: bools can only be assigned")
-    result = np.asarray(np.add(old, operand) if how == "assign_add" else np.subtract(old, operand))
-    if traits.dtype.kind in "iu" and np.any(_wrapped(old, how, operand, result)):
-        raise OverflowError(f"{how} to the {traits.label}: the result does not fit {traits.dtype}")
+        raise TypeError(f"{method} to the {traits.label}: bools can only be assigned")
+    result = np.asarray(np.add(old, operand) if method == "assign_add" else np.subtract(old, operand))
+    if traits.dtype.kind in "iu" and np.any(_wrapped(old, method, operand, result)):
+        raise OverflowError(f"{method} to the {traits.label}: the result does not fit {traits.dtype}")
     return frozen(result)
 
 
-def _wrapped(old: Array, how: How, operand: Array, result: Array) -> Any:
-    """Where an integer sum or difference has left its dtype."""
+def _wrapped(old: Array, method: AssignMethod, operand: Array, result: Array) -> Any:
+    """Return where an integer sum or difference has overflowed."""
     if old.dtype.kind == "u":
-        return result < old if how == "assign_add" else operand > old
-    # A sum overflows where both terms have one sign and the result the other; a difference where
-    # the terms have different signs and the result not that of the first.
-    other = operand if how == "assign_add" else ~operand
+        return result < old if method == "assign_add" else operand > old
+    # A sum overflows if both terms have one sign and the result has the other; a difference, if the terms have
+    # different signs and the result has not the sign of the first.
+    other = operand if method == "assign_add" else ~operand
     return ((old ^ result) & (other ^ result)) < 0
 
 
 def read_copies(traits: Traits, copies: Sequence[Array]) -> Array:
-    """Return what the copies of an ON_READ variable are together.
+    """Return the aggregate of the copies of an ON_READ variable.
 
     Raises:
         ValueError: the aggregation is NONE.
@@ -334,7 +336,7 @@ def read_copies(traits: Traits, copies: Sequence[Array]) -> Array:
     if traits.aggregation is VariableAggregation.NONE:
         raise ValueError(
             f"the {traits.label} is on_read without aggregation: outside of replica functions it has no "
-            "one value. Read its copies with local_results, or give it an aggregation"
+            "single value. Read its copies with local_results, or set an aggregation"
         )
     if traits.aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
         return copies[0]
@@ -342,28 +344,30 @@ def read_copies(traits: Traits, copies: Sequence[Array]) -> Array:
     return frozen(np.asarray(folded))
 
 
-def assign_copies(traits: Traits, copies: Sequence[Array], value: object, how: How) -> list[Array]:
-    """Return the copies of an ON_READ variable after an assignment outside of replica functions.
+def assign_copies(
+    traits: Traits, copies: Sequence[Array], value: object, method: AssignMethod
+) -> list[Array]:
+    """Return the copies of an ON_READ variable after an outside assignment.
 
-    With SUM the copies add up to the value: floats are divided evenly, of integers replica 0 also gets
-    the remainder. Otherwise every copy gets the value, or has it added.
+    With SUM the copies add up to the value: floats are divided evenly; with integers, replica 0 also gets the
+    remainder. Otherwise the method is applied to every copy.
 
     Raises:
         TypeError: a per-replica value.
-        ValueError: the value does not fit; or adding where the aggregation is SUM.
+        ValueError: the value does not fit; or an addition with the aggregation SUM.
     """
     if isinstance(value, PerReplica):
         raise TypeError(
-            f"{how} of a {type(value).__name__} to the {traits.label} outside of a replica function: "
+            f"{method} of a {type(value).__name__} to the {traits.label} outside of a replica function: "
             "give one value, or assign in a replica function, where each replica has its component"
         )
-    operand = operand_of(traits, value, how)
+    operand = operand_of(traits, value, method)
     if traits.aggregation is not VariableAggregation.SUM:
-        return [updated(traits, copy, how, operand) for copy in copies]
-    if how != "assign":
+        return [updated(traits, copy, method, operand) for copy in copies]
+    if method != "assign":
         raise ValueError(
-            f"{how} to the {traits.label} outside of a replica function: it is the sum of the replicas' "
-            f"copies, and {how} belongs into one of them. Use assign here, or {how} in a replica function"
+            f"{method} to the {traits.label} outside of a replica function: it is the sum of the replicas' "
+            f"copies, so {method} applies to a single copy. Use assign here, or {method} in a replica function"
         )
     if traits.dtype.kind in "iu":
         each = operand // traits.replicas
@@ -373,15 +377,15 @@ def assign_copies(traits: Traits, copies: Sequence[Array], value: object, how: H
     return [each] * traits.replicas
 
 
-def require_aggregation(traits: Traits, how: How) -> None:
-    """Refuse an assignment by several replicas that nothing says how to aggregate.
+def require_aggregation(traits: Traits, method: AssignMethod) -> None:
+    """Check that an assignment by several replicas has an aggregation.
 
     Raises:
         ValueError: the aggregation is NONE and there are several replicas.
     """
     if traits.aggregation is VariableAggregation.NONE and traits.replicas > 1:
         raise ValueError(
-            f"{how} to the {traits.label} in a replica function: {traits.replicas} replicas would assign, "
-            "and the variable has no aggregation. Make it with aggregation='sum', 'mean' or "
+            f"{method} to the {traits.label} in a replica function: {traits.replicas} replicas would assign, "
+            "and the variable has no aggregation. Create it with aggregation='sum', 'mean' or "
             "'only_first_replica', or with synchronization='on_read'"
         )
