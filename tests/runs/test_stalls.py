@@ -129,7 +129,7 @@ def test_a_worker_that_is_ahead_of_what_it_has_sent() -> None:
         return waiting.stage, waiting.text
 
     assert named((7, 4, 2)) == ("b", "in stage b")
-    ahead = "in stage a of step 3, replica 1: what it did before is not sent yet"
+    ahead = "in stage a of step 3, replica 1: earlier results are not sent yet"
     assert named((7, 7, 1)) == ("a", ahead)
     assert named((6, 4, 2)) == named(None) == ("", "in one of its stages"), "that is another lease's"
 
