@@ -265,7 +265,7 @@ def _where(error: BaseException) -> str:
     if isinstance(error, SyntaxError):
         return ""  # its text names the place
     walked = traceback.extract_tb(error.__traceback__)
-    here = os.path.dirname(__file__)
+    here = os.path.dirname(os.path.dirname(__file__))  # the package
     frames = [
         f
         for f in walked

@@ -7,7 +7,8 @@ because on a socket one more frame costs more than a copy:
 
     [bytes of the head: u32] [number of references: u32] [references] [head] [header]
 
-All integers are little-endian. The other frames of a message are the payload's arrays.
+The referenced frames are not sent; each is inserted at its place among the payload's frames on receipt. All
+integers are little-endian. The other frames of a message are the payload's arrays.
 """
 
 from __future__ import annotations
@@ -16,16 +17,36 @@ import re
 import struct
 import typing
 from collections.abc import Sequence
-from typing import Any, Final
+from itertools import pairwise
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
 from pipedist.errors import LocalProtocolError, RemoteProtocolError
 from pipedist.protocol.limits import LIMITS, MessageLimits
 from pipedist.protocol.messages import Message, WireMessage
-from pipedist.protocol.references import ENTRY, Reference, parse
 
 START: Final = struct.Struct("<II")
+ENTRY: Final = struct.Struct("<IIIIQ")
+
+
+class Reference(NamedTuple):
+    """A frame in a slot.
+
+    Args:
+        place: its number among the frames of the payload, of which 0 is the header.
+        segment: the segment's serial.
+        slot: number in the segment.
+        loan: number of the loan.
+        size_bytes: of the frame.
+    """
+
+    place: int
+    segment: int
+    slot: int
+    loan: int
+    size_bytes: int
+
 
 _encode: Final = msgspec.msgpack.Encoder().encode
 _decode: Final = msgspec.msgpack.Decoder(Message).decode
@@ -118,7 +139,41 @@ def unseal(first: memoryview, limits: MessageLimits) -> tuple[memoryview, memory
         raise RemoteProtocolError(
             f"a header of {size_bytes - end} bytes, the limit is {limits.header_bytes_max}"
         )
-    return first[begin:end], first[end:], parse(first[START.size : begin]) if count else []
+    return first[begin:end], first[end:], _parse_references(first[START.size : begin]) if count else []
+
+
+def _parse_references(table: memoryview) -> list[Reference]:
+    """Return the references in a table, which is as long as its entries.
+
+    Raises:
+        RemoteProtocolError: they are not in order, or one stands in the header's place.
+    """
+    references = list(map(Reference._make, ENTRY.iter_unpack(table)))
+    if references[0].place == 0 or any(a.place >= b.place for a, b in pairwise(references)):
+        raise RemoteProtocolError("a table of references that is not in order")
+    return references
+
+
+def weave(
+    frames: list[memoryview],
+    references: Sequence[Reference],
+    shared: Sequence[memoryview],
+    limits: MessageLimits,
+) -> None:
+    """Put shared frames at their places among the others.
+
+    Raises:
+        RemoteProtocolError: a place beyond the end of the payload, or too much in all.
+    """
+    for reference, frame in zip(references, shared, strict=True):
+        if reference.place > len(frames):
+            raise RemoteProtocolError(f"a shared frame {reference.place} in a payload of {len(frames)}")
+        frames.insert(reference.place, frame)
+    size_bytes = sum(frame.nbytes for frame in frames)
+    if len(frames) > limits.frames_max or size_bytes > limits.message_bytes_max:
+        raise RemoteProtocolError(
+            f"a message of {len(frames)} frames and {size_bytes} bytes, with shared ones"
+        )
 
 
 def first_frame_bytes_max(limits: MessageLimits) -> int:

@@ -13,13 +13,12 @@ from typing import TYPE_CHECKING
 from pipedist.errors import RemoteProtocolError, UsageError
 from pipedist.protocol.limits import LIMITS, MessageLimits
 from pipedist.protocol.messages import Message
-from pipedist.protocol.references import Reference, weave
-from pipedist.protocol.wire import pack, seal, unpack, unseal
+from pipedist.protocol.wire import Reference, pack, seal, unpack, unseal, weave
 from pipedist.transport.config import SETTINGS, SHARED_BYTES_MIN, SocketSettings
 from pipedist.transport.endpoints import parse_endpoint
 from pipedist.transport.shared_memory.link import join
 from pipedist.transport.zeromq.client_socket import ClientSocket, ConnectionLost
-from pipedist.transport.zeromq.outbox import size_of
+from pipedist.transport.zeromq.connections import size_of
 
 if TYPE_CHECKING:
     from pipedist.transport.keys import ClientKeys

@@ -11,8 +11,7 @@ import pipedist
 from pipedist.errors import PipedistError
 from pipedist.protocol import messages as msg
 from pipedist.protocol.codec import encode
-from pipedist.protocol.references import Reference
-from pipedist.protocol.wire import pack, seal
+from pipedist.protocol.wire import Reference, pack, seal
 from pipedist.transport.router import Router
 
 F = "tests.acceptance.functions"

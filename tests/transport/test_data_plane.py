@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import pipedist
-from pipedist.protocol.references import Reference
+from pipedist.protocol.wire import Reference
 from pipedist.transport.shared_memory.link import Link
 from tests.runs import test_determinism as bits
 

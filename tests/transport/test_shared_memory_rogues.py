@@ -18,8 +18,7 @@ from pipedist.errors import RemoteProtocolError
 from pipedist.protocol.codec import decode, encode
 from pipedist.protocol.limits import KIB, LIMITS, MIB, MessageLimits
 from pipedist.protocol.messages import LogLine, Results
-from pipedist.protocol.references import Reference, weave
-from pipedist.protocol.wire import START, pack, seal, unseal
+from pipedist.protocol.wire import START, Reference, pack, seal, unseal, weave
 from pipedist.transport.router import Router
 from pipedist.transport.shared_memory import link as links
 from pipedist.transport.shared_memory import pool

@@ -18,7 +18,7 @@ from msgspec import Struct
 from numpy.typing import NDArray
 
 from pipedist.errors import RemoteProtocolError
-from pipedist.protocol.references import Reference
+from pipedist.protocol.wire import Reference
 from pipedist.transport.config import SEGMENTS_MAX, SHARED_BYTES_MIN, SLOTS_MAX
 from pipedist.transport.shared_memory.pool import create_memory, map_received
 

@@ -21,7 +21,7 @@ from typing import Final, NamedTuple
 
 from pipedist.errors import RemoteProtocolError
 from pipedist.protocol.limits import GIB
-from pipedist.protocol.references import Reference
+from pipedist.protocol.wire import Reference
 from pipedist.transport.config import SHARED_BYTES_MIN, is_supported
 from pipedist.transport.endpoints import SHARED_MEMORY_SUFFIX
 from pipedist.transport.shared_memory.borrowed import LEDGER_BYTES, Borrowed

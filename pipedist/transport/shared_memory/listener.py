@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from pipedist.errors import RemoteProtocolError
-from pipedist.protocol.references import Reference
+from pipedist.protocol.wire import Reference
 from pipedist.transport.config import SharedMemory
 from pipedist.transport.endpoints import SHARED_MEMORY_SUFFIX
 from pipedist.transport.shared_memory.link import BYTES, HELLO, WELCOME, Link
