@@ -287,8 +287,8 @@ def _unsendable(tree: Tree, error: Exception) -> UnsendableError:
             elif cls not in (dict, list, tuple):
                 _signature(cls)
         except (UnsuitableTree, ValueError, OverflowError) as reason:
-            hint = "" if isinstance(node, np.generic) or cls is np.ndarray else conversion_hint(node)
-            advice = "`await` what made it" if inspect.isawaitable(node) else hint or _ADVICE
+            told = "" if isinstance(node, np.generic) or cls is np.ndarray else conversion_hint(node)
+            advice = "`await` what made it" if inspect.isawaitable(node) else told or _ADVICE
             return UnsendableError(f"can't send {reason}, {where}; {advice}")
         if names is not None:
             pending += reversed(

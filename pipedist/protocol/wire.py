@@ -7,8 +7,8 @@ because on a socket one more frame costs more than a copy:
 
     [bytes of the head: u32] [number of references: u32] [references] [head] [header]
 
-The referenced frames are not sent; each is inserted at its place among the payload's frames on receipt. All
-integers are little-endian. The other frames of a message are the payload's arrays.
+All integers are little-endian. The other frames of a message are the payload's arrays. Referenced frames are not
+sent: the receiver inserts each one at its place among the payload's frames (`weave`).
 """
 
 from __future__ import annotations
@@ -29,25 +29,6 @@ from pipedist.protocol.messages import Message, WireMessage
 START: Final = struct.Struct("<II")
 ENTRY: Final = struct.Struct("<IIIIQ")
 
-
-class Reference(NamedTuple):
-    """A frame in a slot.
-
-    Args:
-        place: its number among the frames of the payload, of which 0 is the header.
-        segment: the segment's serial.
-        slot: number in the segment.
-        loan: number of the loan.
-        size_bytes: of the frame.
-    """
-
-    place: int
-    segment: int
-    slot: int
-    loan: int
-    size_bytes: int
-
-
 _encode: Final = msgspec.msgpack.Encoder().encode
 _decode: Final = msgspec.msgpack.Decoder(Message).decode
 
@@ -58,20 +39,40 @@ def _list_start(cls: type[WireMessage]) -> bytes:
 
 
 _STARTS: Final[dict[type[Any], bytes]] = {cls: _list_start(cls) for cls in typing.get_args(Message)}
-"""Each class's first bytes: a list of all fields. msgspec accepts fewer, if those left have defaults."""
+"""Each class's first bytes: a list of all fields. msgspec also accepts fewer, if the others have defaults."""
 
 _START_BYTES_MAX: Final = max(map(len, _STARTS.values()))
 
 
+class Reference(NamedTuple):
+    """A reference to a frame in a slot of shared memory.
+
+    Args:
+        place: its index among the frames of the payload; the header has index 0.
+        segment: the segment's serial.
+        slot: index in the segment.
+        loan: number of the loan.
+        size_bytes: size of the frame.
+    """
+
+    place: int
+    segment: int
+    slot: int
+    loan: int
+    size_bytes: int
+
+
 def pack(message: Message) -> bytes:
-    """Return a message's bytes. Lone surrogates in its texts, which UTF-8 has not, are escaped.
+    """Return a message's bytes.
+
+    Lone surrogates in its texts, which UTF-8 can't encode, are escaped.
 
     Raises:
-        LocalProtocolError: a field has a value that the receiver would refuse.
+        LocalProtocolError: a field has a value that the receiver would reject.
     """
     cls = type(message)
     if cls not in _STARTS:
-        raise LocalProtocolError(f"{cls.__qualname__} is no message")
+        raise LocalProtocolError(f"{cls.__qualname__} is not a message")
     try:
         head = _encode(message)
         _decode(head)  # msgspec checks fields when it decodes, and only then
@@ -117,7 +118,7 @@ def seal(head: bytes, header: bytes | memoryview = b"", references: Sequence[Ref
 
 
 def unseal(first: memoryview, limits: MessageLimits) -> tuple[memoryview, memoryview, list[Reference]]:
-    """Return the head of a message's first frame, the payload's header, and references.
+    """Return the head, payload header and references of a first frame.
 
     Raises:
         RemoteProtocolError: it is cut off, a part is too long, or the references are not in order.
@@ -139,18 +140,18 @@ def unseal(first: memoryview, limits: MessageLimits) -> tuple[memoryview, memory
         raise RemoteProtocolError(
             f"a header of {size_bytes - end} bytes, the limit is {limits.header_bytes_max}"
         )
-    return first[begin:end], first[end:], _parse_references(first[START.size : begin]) if count else []
+    return first[begin:end], first[end:], parse_references(first[START.size : begin]) if count else []
 
 
-def _parse_references(table: memoryview) -> list[Reference]:
-    """Return the references in a table, which is as long as its entries.
+def parse_references(table: memoryview) -> list[Reference]:
+    """Return the references in a table of whole entries.
 
     Raises:
-        RemoteProtocolError: they are not in order, or one stands in the header's place.
+        RemoteProtocolError: they are not in order, or one has the header's place.
     """
     references = list(map(Reference._make, ENTRY.iter_unpack(table)))
     if references[0].place == 0 or any(a.place >= b.place for a, b in pairwise(references)):
-        raise RemoteProtocolError("a table of references that is not in order")
+        raise RemoteProtocolError("references that are not in order")
     return references
 
 
@@ -160,10 +161,10 @@ def weave(
     shared: Sequence[memoryview],
     limits: MessageLimits,
 ) -> None:
-    """Put shared frames at their places among the others.
+    """Insert shared frames at their places among the others.
 
     Raises:
-        RemoteProtocolError: a place beyond the end of the payload, or too much in all.
+        RemoteProtocolError: a place is beyond the end of the payload, or the message exceeds a limit.
     """
     for reference, frame in zip(references, shared, strict=True):
         if reference.place > len(frames):
@@ -193,6 +194,6 @@ def _plain(value: Any) -> Any:
 
 
 def _located(cls: type[WireMessage], reason: str) -> str:
-    """Put the name of a field into msgspec's text, which has its place in the list."""
+    """Replace a field's index in msgspec's text by its name."""
     names = ("tag", *cls.__struct_fields__)
     return re.sub(r"\$\[(\d+)\]", lambda place: f"{cls.__name__}.{names[int(place[1])]}", reason, count=1)

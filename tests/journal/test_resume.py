@@ -155,7 +155,7 @@ def test_another_platform_is_refused_without_force(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setenv("OPENBLAS_CORETYPE", "Zen")
     assert job.run("--resume") == 0
-    assert "without OPENBLAS_CORETYPE=Zen (now: " in job.stderr, "of a finished run it is said"
+    assert "without OPENBLAS_CORETYPE=Zen (now: " in job.stderr, "reported for a finished run"
     assert job.run("--resume=reuse") == 0
     assert job.calls()["numbers", 2, 1] == 2, "another platform's results are not reused"
     monkeypatch.setenv("OPENBLAS_CORETYPE", "Haswell")
