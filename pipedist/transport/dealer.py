@@ -18,7 +18,7 @@ from pipedist.transport.config import SETTINGS, SHARED_BYTES_MIN, SocketSettings
 from pipedist.transport.endpoints import parse_endpoint
 from pipedist.transport.shared_memory.link import join
 from pipedist.transport.zeromq.client_socket import ClientSocket, ConnectionLost
-from pipedist.transport.zeromq.outbox import size_of
+from pipedist.transport.zeromq.connections import size_of
 
 if TYPE_CHECKING:
     from pipedist.transport.keys import ClientKeys

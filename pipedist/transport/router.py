@@ -24,7 +24,7 @@ from pipedist.protocol.wire import Reference, pack, seal, unpack, unseal, weave
 from pipedist.transport.config import SETTINGS, SHARED_BYTES_MIN, SharedMemory, SocketSettings
 from pipedist.transport.endpoints import Endpoint, parse_endpoint
 from pipedist.transport.shared_memory.listener import Listener
-from pipedist.transport.zeromq.outbox import size_of
+from pipedist.transport.zeromq.connections import size_of
 from pipedist.transport.zeromq.server_socket import ServerSocket, Unwelcome
 
 if TYPE_CHECKING:

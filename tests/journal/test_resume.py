@@ -75,7 +75,7 @@ def test_a_torn_tail_is_dropped_and_a_damaged_middle_is_an_error(undisturbed: Jo
     assert "record 0 at offset 0 is damaged" in job.stderr
     path.write_bytes(good + good[:50])
     assert job.run("--resume") == 0, job.stderr
-    assert "50 bytes of a record that was not finished were dropped" in job.stderr
+    assert "dropped 50 bytes of an incomplete record" in job.stderr
     assert job.outcome() == undisturbed.outcome()
 
 
@@ -147,7 +147,7 @@ def test_another_platform_is_refused_without_force(tmp_path: Path, monkeypatch: 
     assert job.run("--resume") == 2
     assert f"the run {first} in {job.folder}/out was started on another platform" in job.stderr
     assert "without OPENBLAS_CORETYPE=Haswell (now: " in job.stderr
-    assert "--force goes on all the same" in job.stderr
+    assert "To continue it here, use --force" in job.stderr
     assert job.run("--resume", "--force") == 0, job.stderr
     assert job.document["run"] == first
     assert "without OPENBLAS_CORETYPE=Haswell (now: " in job.stderr
@@ -155,7 +155,7 @@ def test_another_platform_is_refused_without_force(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setenv("OPENBLAS_CORETYPE", "Zen")
     assert job.run("--resume") == 0
-    assert "without OPENBLAS_CORETYPE=Zen (now: " in job.stderr, "of a finished run it is said"
+    assert "without OPENBLAS_CORETYPE=Zen (now: " in job.stderr, "reported for a finished run"
     assert job.run("--resume=reuse") == 0
     assert job.calls()["numbers", 2, 1] == 2, "another platform's results are not reused"
     monkeypatch.setenv("OPENBLAS_CORETYPE", "Haswell")

@@ -185,9 +185,9 @@ def test_steps_without_their_log_are_an_error(tmp_path: Path) -> None:
     journal = Journal.create(tmp_path, HEADER)
     assert list(PassJournal(journal, "0/d", 2, PassHistory()).entries("rows")) == []
     kept = PassJournal(journal, "0/d", 2, PassHistory(steps=3, elements=12))
-    with pytest.raises(JournalError, match=r"has 3 steps of pass 0/d, and says nothing of 0-d.rows.log"):
+    with pytest.raises(JournalError, match=r"has 3 steps of pass 0/d, but no record of 0-d.rows.log"):
         list(kept.entries("rows"))
-    with pytest.raises(JournalError, match=r"says nothing of 0-d.rows.log"):
+    with pytest.raises(JournalError, match=r"no record of 0-d.rows.log"):
         list(kept.places("rows"))
     journal.close()
 

@@ -14,8 +14,7 @@ from pipedist.protocol.wire import first_frame_bytes_max
 from pipedist.transport.config import SocketSettings
 from pipedist.transport.endpoints import Endpoint
 from pipedist.transport.shared_memory.link import Link
-from pipedist.transport.zeromq.connections import FAILURE_EVENTS, event_of
-from pipedist.transport.zeromq.outbox import size_of
+from pipedist.transport.zeromq.connections import FAILURE_EVENTS, event_of, size_of
 
 if TYPE_CHECKING:
     from pipedist.transport.keys import ClientKeys

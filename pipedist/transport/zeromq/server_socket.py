@@ -20,12 +20,13 @@ from pipedist.transport.endpoints import Endpoint
 from pipedist.transport.zeromq.connections import (
     FAILURE_EVENTS,
     HANDSHAKE_FAILURES,
+    Outbox,
     address_of,
     event_of,
     hang_up,
+    size_of,
     user_of,
 )
-from pipedist.transport.zeromq.outbox import Outbox, size_of
 from pipedist.transport.zeromq.pump import Pump
 from pipedist.transport.zeromq.zap import ZAP_DOMAIN, ZapHandler
 
