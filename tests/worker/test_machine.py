@@ -107,7 +107,7 @@ def test_a_lease_is_executed_in_slices_and_reported_in_order() -> None:
     assert play.machine.deadline() == 101.5
     play.handle(events.CallsFinished(7, 13, 14, 1))
     assert play.handle(events.SliceEnded(7)) == [commands.DropLease(7)]
-    assert play.machine.state is machine.ProtocolState.READY
+    assert play.machine.state is events.ProtocolState.READY
     assert play.machine.deadline() is None
 
 
@@ -142,7 +142,7 @@ def test_a_lease_is_dropped_whether_its_execution_has_begun_or_not(order: Messag
             play.handle(event)
         then = heard(7) if isinstance(order, Cancel) else commands.DropPass(1)
         assert play.handle(order) == [commands.DropLease(7), then]
-        assert play.machine.state is machine.ProtocolState.READY
+        assert play.machine.state is events.ProtocolState.READY
         assert play.machine.deadline() is None
         with pytest.raises(LocalProtocolError):
             play.handle(events.CallsFinished(7, 0, 1, 1))
@@ -333,9 +333,9 @@ def test_illegal_events_of_the_driver_are_local_protocol_errors(wrong: Any) -> N
 
 
 def test_every_event_has_a_handler_and_every_handler_a_state() -> None:
-    in_table = {event for row in machine.TRANSITIONS.values() for event in row}
+    in_table = {event for row in events.TRANSITIONS.values() for event in row}
     assert in_table == set(machine._HANDLERS)
-    assert set(machine.TRANSITIONS) == set(machine.ProtocolState)
+    assert set(events.TRANSITIONS) == set(events.ProtocolState)
 
 
 @pytest.mark.parametrize("module", [machine, lease_queue])
@@ -411,7 +411,7 @@ def test_every_call_is_reported_once_and_in_order_unless_its_lease_is_dropped(da
             call += 1
         handle(events.SliceEnded(run.lease))
         maybe_cancel(len(sizes))
-    assert play.machine.state is machine.ProtocolState.READY
+    assert play.machine.state is events.ProtocolState.READY
     for lease, size in enumerate(sizes):
         assert told[lease] == list(range(size))[: len(told[lease])]
         assert lease in cancelled or len(told[lease]) == size
