@@ -190,7 +190,7 @@ def _work(
 
 
 def _unknown_host(endpoint: str) -> str:
-    """Return that the endpoint's host has no address, or "".
+    """Return an error if the endpoint's host has no address; else "".
 
     It may get an address later.
     """
@@ -259,8 +259,8 @@ def main(arguments: Mapping[str, Any]) -> None:
             `pipedist.worker.supervisor.WorkerProcess`; `settings`, the fields of `WorkerSettings`.
     """
     die_with(int(arguments["parent"]))
-    sys.path.extend(arguments["code"])  # a copy of the spec's modules comes after what is installed
-    os.dup2(2, 1)  # what user code writes to descriptor 1 must not mix with the supervisor's output
+    sys.path.extend(arguments["code"])  # copies of the spec's modules come after installed packages
+    os.dup2(2, 1)  # output of user code to descriptor 1 must not mix with the supervisor's output
     settings = WorkerSettings(**arguments["settings"])
     with open(int(arguments["proof"]), "rb") as memory:  # closed at once: user code must not inherit it
         proof = os.pread(memory.fileno(), os.fstat(memory.fileno()).st_size, 0).decode()

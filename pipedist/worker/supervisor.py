@@ -311,9 +311,7 @@ class Supervisor:
                     os.close(file)
 
     def leave(self, *, at_once: bool = False) -> None:
-        """Leave as soon as the worker process has finished its call.
-
-        From any thread.
+        """Leave as soon as the worker process has finished its call; thread-safe.
 
         Args:
             at_once: do not wait for the call; so does the second `leave`.
@@ -363,10 +361,7 @@ class Supervisor:
         return max(self._rejoin_s - since, _END_S)
 
     def _watch(self, process: WorkerProcess, incarnation: int) -> ExitCode | None:
-        """Report on a worker process until it has ended.
-
-        Return how, None: it crashed or was killed.
-        """
+        """Report on a worker process until it ends; None: a crash or a kill."""
         evicted = is_leaving = False
         try:
             while process.code is None:

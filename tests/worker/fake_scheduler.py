@@ -39,11 +39,11 @@ M = TypeVar("M")
 PATIENCE_S = 60.0
 
 LISTEN = f"tcp://127.{1 + os.getpid() // 65_536 % 254}.{os.getpid() // 256 % 256}.{os.getpid() % 256}:0"
-"""An address of this process alone: nobody takes the port while it is closed, to be opened again."""
+"""An address of this process alone, so no other process takes the port while it is closed."""
 
 
 class FakeScheduler:
-    """Collects what workers say, and says what the test tells it to."""
+    """Collects the messages of workers, and sends scripted ones."""
 
     def __init__(self, keys: ServerKeys | None = None, listen: str = LISTEN) -> None:
         self._keys = keys
@@ -111,9 +111,9 @@ class FakeScheduler:
         return identity, hello
 
     async def joins(self, launcher: LocalLauncher) -> tuple[bytes, Hello]:
-        """Welcome a worker whose launcher knows its process: it is told so over another socket."""
+        """Welcome a worker after its launcher has received its process id, over another socket."""
         identity, hello = await self.welcome()
-        while launcher.pids.get(hello.worker) != hello.pid:  # noqa: ASYNC110 - nobody tells
+        while launcher.pids.get(hello.worker) != hello.pid:  # noqa: ASYNC110 - there is no event
             await asyncio.sleep(0)
         return identity, hello
 
@@ -163,7 +163,7 @@ class FakeScheduler:
         states: dict[str, list[int]] | None = None,
         ids: list[Any] | None = None,
     ) -> dict[int, bytes]:
-        """Assign one step's calls, spread over workers; returns who has which lease."""
+        """Assign one step's calls, spread over workers; returns the lease of each worker."""
         replicas = replicas or len(values or ())
         leases: dict[int, bytes] = {}
         self.serials += 1
@@ -183,7 +183,7 @@ class FakeScheduler:
         found: dict[int, dict[str, Any] | Failed] = {}
         members = list(leases)
         failed: set[int] = set()
-        told: set[int] = set()
+        reported: set[int] = set()
         while len(found) < count:
             identity, message, frames = await asyncio.wait_for(self.inbox.get(), PATIENCE_S)
             if isinstance(message, LogLine):
@@ -208,8 +208,8 @@ class FakeScheduler:
                 found.update(zip(range(message.lo, message.hi), decode(frames), strict=True))
             span = range(*spans(count, len(members))[member])
             own = [call for call in found if call % count in span]
-            if member not in told and (len(own) == len(span) or member in failed):
-                told.add(member)
+            if member not in reported and (len(own) == len(span) or member in failed):
+                reported.add(member)
                 text = f"member {member} failed" if member in failed else "returned"
                 for lease in others:
                     self.send(leases[lease], Relay(lease, member, 0, text))

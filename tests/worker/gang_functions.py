@@ -165,13 +165,13 @@ async def merge_stops_async(x: Any, ctx: ReplicaContext) -> Any:
 
 def merge_misuse(x: Any, ctx: ReplicaContext) -> list[str]:
     def body(strategy: MergeStrategy) -> list[str]:
-        told = []
+        texts = []
         for name in ("run", "scope", "distribute_dataset", "batch_reduce_to", "extended"):
             try:
                 getattr(strategy, name)(None)
             except (RuntimeError, AttributeError) as error:
-                told.append(str(error))
-        return told
+                texts.append(str(error))
+        return texts
 
     return ctx.merge_call(body)
 

@@ -37,10 +37,10 @@ class Script:
 
     def __init__(self, *messages: Any) -> None:
         self.left = deque(messages)
-        self.said: list[Message] = []
+        self.sent: list[Message] = []
 
     def send(self, message: Message, payload: Sequence[Any] = (), **_how: Any) -> None:
-        self.said.append(message)
+        self.sent.append(message)
 
     def poll(self, timeout_s: float) -> bool:
         if not self.left and timeout_s:
@@ -67,7 +67,7 @@ def driver_of(script: Script) -> Driver:
 
 def run(script: Script) -> list[Message]:
     driver_of(script).run()
-    return [message for message in script.said if isinstance(message, (Results, Goodbye))]
+    return [message for message in script.sent if isinstance(message, (Results, Goodbye))]
 
 
 @pytest.mark.parametrize("order", [Unbind(1), Cancel(1)])
@@ -97,7 +97,7 @@ busy: list[threading.Lock] = []
 def prints(x: list[int]) -> list[int]:
     """Print while another thread uses the socket."""
     with busy[0]:
-        print("heard")
+        print("printed")
     return x
 
 
@@ -116,4 +116,7 @@ def test_printed_lines_are_sent_before_the_result_of_their_call(monkeypatch: pyt
         monkeypatch.setattr(sys, name, getattr(sys, name))
     driver.output.install()
     driver.run()
-    assert [type(said) for said in script.said if isinstance(said, (LogLine, Results))] == [LogLine, Results]
+    assert [type(message) for message in script.sent if isinstance(message, (LogLine, Results))] == [
+        LogLine,
+        Results,
+    ]

@@ -113,10 +113,10 @@ async def test_a_mismatch_is_the_steps_error(kind: str, shared: bool) -> None:
 async def test_the_lowest_replica_that_raised_is_the_steps_error(shared: bool) -> None:
     async with LocalCluster(workers=2, shared_memory=shared) as cluster:
         await all_join(cluster)
-        for who in (3, 0):
+        for failing in (3, 0):
             with pytest.raises(CallError) as caught:
-                await step(cluster, "raises_on", [who] * 4)
-            assert caught.value.replica == who
+                await step(cluster, "raises_on", [failing] * 4)
+            assert caught.value.replica == failing
             assert isinstance(caught.value.__cause__, KeyError)
 
 

@@ -122,14 +122,14 @@ async def test_every_replica_has_its_own_context_also_in_printed_lines() -> None
 
 @pytest.mark.parametrize("function", ["raises_on", "raises_while_it_cleans_up"])
 @pytest.mark.parametrize("members", [1, 2, 4])
-@pytest.mark.parametrize("who", [0, 2])
+@pytest.mark.parametrize("failing", [0, 2])
 async def test_a_replica_that_raises_ends_the_gang_with_its_error(
-    function: str, members: int, who: int
+    function: str, members: int, failing: int
 ) -> None:
-    found = await run(function, [who] * 4, members)
-    assert [(f.call, f.aborted) for f in found] == [(r, r != who) for r in range(4)]
-    assert (found[who].name, found[who].text) == ("KeyError", f"'replica {who}'")
-    assert "gang_functions.py" in found[who].traceback
+    found = await run(function, [failing] * 4, members)
+    assert [(f.call, f.aborted) for f in found] == [(r, r != failing) for r in range(4)]
+    assert (found[failing].name, found[failing].text) == ("KeyError", f"'replica {failing}'")
+    assert "gang_functions.py" in found[failing].traceback
 
 
 @pytest.mark.parametrize("members", [1, 2])
@@ -163,10 +163,10 @@ async def test_a_stop_iteration_in_merge_call_does_not_block_async_functions() -
 
 
 async def test_methods_that_merge_call_rejects() -> None:
-    for told in await run("merge_misuse", [0] * 2):
-        assert ["inside merge_call" in text for text in told] == [True] * 5
-        assert "use reduce" in told[3]
-        assert "are on the strategy itself" in told[4]
+    for found_texts in await run("merge_misuse", [0] * 2):
+        assert ["inside merge_call" in text for text in found_texts] == [True] * 5
+        assert "use reduce" in found_texts[3]
+        assert "are on the strategy itself" in found_texts[4]
 
 
 async def test_a_gang_that_is_cancelled_while_it_waits_ends_and_the_next_lease_runs() -> None:
@@ -332,12 +332,12 @@ async def test_a_class_is_constructed_anew_for_each_version_of_its_states() -> N
         pass_id = scheduler.bind_all(
             identities, gang("PerReplicaState", 2, kwargs={"scale": StateValue("w")})
         )
-        told = []
+        found_texts = []
         for step, version in enumerate((0, 0, 1)):
             scheduler.send(identities[0], StateVersion(7, version), encode(np.ones(version + 2)))
             leases = scheduler.assign_gang(
                 identities, pass_id, [0] * 2, step=step, states={"w": [7, version]}
             )
             found = await scheduler.gang_outcomes(leases, 2)
-            told.append(found[0]["y"])  # type: ignore[index]
-        assert told == [[1, 1, 2.0], [2, 2, 2.0], [1, 1, 3.0]]
+            found_texts.append(found[0]["y"])  # type: ignore[index]
+        assert found_texts == [[1, 1, 2.0], [2, 2, 2.0], [1, 1, 3.0]]

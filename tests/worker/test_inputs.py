@@ -50,11 +50,11 @@ def described(finder: Any) -> Any:
     except Exception as error:
         return type(error), str(error)
     columns = value if isinstance(value, dict) else {"": value}
-    told = {
+    reported = {
         k: (c.dtype, c.shape, c.tobytes(), c.flags.writeable, c.flags.c_contiguous)
         for k, c in columns.items()
     }
-    return told, list(elements), epoch
+    return reported, list(elements), epoch
 
 
 @pytest.mark.parametrize("name", ["f.npy", "d.npz", "words.npy", "t.parquet", "bad.parquet", "range"])

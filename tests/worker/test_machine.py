@@ -41,7 +41,7 @@ WELCOME = Welcome("c", 1.0, ())
 LIMITS = WorkerLimits(join_s=5, flush_s=0.5, flush_bytes=100, leases_queued_max=2, passes_max=2, states_max=2)
 
 
-class Playbook:
+class Scenario:
     """A machine whose state is checked after each event."""
 
     def __init__(self, *events: Any) -> None:
@@ -56,8 +56,8 @@ class Playbook:
         return commands
 
 
-def ready() -> Playbook:
-    return Playbook(events.Started(), WELCOME, Bind(1))
+def ready() -> Scenario:
+    return Scenario(events.Started(), WELCOME, Bind(1))
 
 
 def execute(lease: int, lo: int, hi: int) -> commands.Execute:
@@ -69,18 +69,18 @@ def raised(lease: int, call: int) -> events.CallRaised:
 
 
 def test_a_worker_joins_with_hello_and_welcome() -> None:
-    play = Playbook()
-    assert play.handle(events.Started()) == [commands.Send(HELLO)]
-    assert play.machine.deadline() == 105
-    assert play.handle(events.TimePassed()) == []
-    assert play.handle(WELCOME) == [commands.Join(WELCOME)]
-    assert play.machine.deadline() is None
+    scenario = Scenario()
+    assert scenario.handle(events.Started()) == [commands.Send(HELLO)]
+    assert scenario.machine.deadline() == 105
+    assert scenario.handle(events.TimePassed()) == []
+    assert scenario.handle(WELCOME) == [commands.Join(WELCOME)]
+    assert scenario.machine.deadline() is None
 
 
 def test_a_worker_leaves_if_no_scheduler_replies() -> None:
-    play = Playbook(events.Started())
-    play.now = 105.0
-    assert play.handle(events.TimePassed()) == [
+    scenario = Scenario(events.Started())
+    scenario.now = 105.0
+    assert scenario.handle(events.TimePassed()) == [
         commands.Leave(commands.Ending.UNANSWERED, "no reply within 5 s")
     ]
 
@@ -91,79 +91,81 @@ def test_a_worker_leaves_if_no_scheduler_replies() -> None:
 def test_a_worker_may_be_rejected_before_and_after_joining(
     before: tuple[Message, ...], ending: commands.Ending
 ) -> None:
-    assert Playbook(events.Started(), *before).handle(Refuse("no")) == [commands.Leave(ending, "no")]
+    assert Scenario(events.Started(), *before).handle(Refuse("no")) == [commands.Leave(ending, "no")]
 
 
 def test_a_lease_is_executed_in_slices_and_reported_in_order() -> None:
-    play = ready()
-    assert play.handle(Assign(7, 1, 10, 14, 0)) == [commands.StoreLease(7), execute(7, 10, 14)]
-    assert play.machine.deadline() == 100.5
-    assert play.handle(events.CallsFinished(7, 10, 12, 99)) == [commands.SendResults(Results(7, 10, 12, 99))]
-    assert play.handle(raised(7, 12)) == [
+    scenario = ready()
+    assert scenario.handle(Assign(7, 1, 10, 14, 0)) == [commands.StoreLease(7), execute(7, 10, 14)]
+    assert scenario.machine.deadline() == 100.5
+    assert scenario.handle(events.CallsFinished(7, 10, 12, 99)) == [
+        commands.SendResults(Results(7, 10, 12, 99))
+    ]
+    assert scenario.handle(raised(7, 12)) == [
         commands.Send(Failed(7, 12, "s", "builtins", "KeyError", "'x'", "tb", True))
     ]
-    play.now = 101.0
-    assert play.handle(events.SliceEnded(7)) == [execute(7, 13, 14)]
-    assert play.machine.deadline() == 101.5
-    play.handle(events.CallsFinished(7, 13, 14, 1))
-    assert play.handle(events.SliceEnded(7)) == [commands.DropLease(7)]
-    assert play.machine.state is machine.ProtocolState.READY
-    assert play.machine.deadline() is None
+    scenario.now = 101.0
+    assert scenario.handle(events.SliceEnded(7)) == [execute(7, 13, 14)]
+    assert scenario.machine.deadline() == 101.5
+    scenario.handle(events.CallsFinished(7, 13, 14, 1))
+    assert scenario.handle(events.SliceEnded(7)) == [commands.DropLease(7)]
+    assert scenario.machine.state is events.ProtocolState.READY
+    assert scenario.machine.deadline() is None
 
 
-def heard(lease: int) -> commands.Send:
+def confirmed(lease: int) -> commands.Send:
     return commands.Send(Cancelled(lease))
 
 
 def test_leases_wait_in_order() -> None:
-    play = ready()
-    play.handle(Assign(7, 1, 0, 1, 0))
-    assert play.handle(Assign(8, 1, 1, 2, 0)) == [commands.StoreLease(8)]
-    assert play.handle(Assign(9, 1, 2, 3, 0)) == [commands.StoreLease(9)]
-    assert play.handle(Cancel(8)) == [commands.DropLease(8), heard(8)]
-    play.handle(events.CallsFinished(7, 0, 1, 1))
-    assert play.handle(events.SliceEnded(7)) == [commands.DropLease(7), execute(9, 2, 3)]
+    scenario = ready()
+    scenario.handle(Assign(7, 1, 0, 1, 0))
+    assert scenario.handle(Assign(8, 1, 1, 2, 0)) == [commands.StoreLease(8)]
+    assert scenario.handle(Assign(9, 1, 2, 3, 0)) == [commands.StoreLease(9)]
+    assert scenario.handle(Cancel(8)) == [commands.DropLease(8), confirmed(8)]
+    scenario.handle(events.CallsFinished(7, 0, 1, 1))
+    assert scenario.handle(events.SliceEnded(7)) == [commands.DropLease(7), execute(9, 2, 3)]
 
 
 def test_a_report_moves_the_deadline() -> None:
-    play = ready()
-    play.handle(Assign(7, 1, 0, 3, 0))
-    play.now = 100.5
-    play.handle(events.CallsFinished(7, 0, 1, 1))
-    assert play.machine.deadline() == 101.0
+    scenario = ready()
+    scenario.handle(Assign(7, 1, 0, 3, 0))
+    scenario.now = 100.5
+    scenario.handle(events.CallsFinished(7, 0, 1, 1))
+    assert scenario.machine.deadline() == 101.0
 
 
 @pytest.mark.parametrize("order", [Cancel(7), Unbind(1)])
 def test_a_lease_is_dropped_whether_its_execution_has_begun_or_not(order: Message) -> None:
     for reported in ([], [events.CallsFinished(7, 0, 1, 1), events.SliceEnded(7)]):
-        play = ready()
-        play.handle(Assign(7, 1, 0, 9, 0))
+        scenario = ready()
+        scenario.handle(Assign(7, 1, 0, 9, 0))
         for event in reported:
-            play.handle(event)
-        then = heard(7) if isinstance(order, Cancel) else commands.DropPass(1)
-        assert play.handle(order) == [commands.DropLease(7), then]
-        assert play.machine.state is machine.ProtocolState.READY
-        assert play.machine.deadline() is None
+            scenario.handle(event)
+        then = confirmed(7) if isinstance(order, Cancel) else commands.DropPass(1)
+        assert scenario.handle(order) == [commands.DropLease(7), then]
+        assert scenario.machine.state is events.ProtocolState.READY
+        assert scenario.machine.deadline() is None
         with pytest.raises(LocalProtocolError):
-            play.handle(events.CallsFinished(7, 0, 1, 1))
+            scenario.handle(events.CallsFinished(7, 0, 1, 1))
 
 
 def test_the_next_lease_replaces_one_that_is_dropped_before_its_start() -> None:
-    play = ready()
-    play.handle(Assign(7, 1, 0, 9, 0))
-    play.handle(Assign(8, 1, 9, 10, 0))
-    play.now = 101.0
-    assert play.handle(Cancel(7)) == [commands.DropLease(7), heard(7), execute(8, 9, 10)]
-    assert play.machine.deadline() == 101.5
+    scenario = ready()
+    scenario.handle(Assign(7, 1, 0, 9, 0))
+    scenario.handle(Assign(8, 1, 9, 10, 0))
+    scenario.now = 101.0
+    assert scenario.handle(Cancel(7)) == [commands.DropLease(7), confirmed(7), execute(8, 9, 10)]
+    assert scenario.machine.deadline() == 101.5
 
 
 def test_unbinding_withdraws_the_slice_and_the_waiting_leases_of_the_pass() -> None:
-    play = ready()
-    play.handle(Bind(2))
-    play.handle(Assign(6, 1, 0, 1, 0))
-    play.handle(Assign(7, 1, 1, 2, 0))
-    play.handle(Assign(8, 2, 1, 2, 0))
-    assert play.handle(Unbind(1)) == [
+    scenario = ready()
+    scenario.handle(Bind(2))
+    scenario.handle(Assign(6, 1, 0, 1, 0))
+    scenario.handle(Assign(7, 1, 1, 2, 0))
+    scenario.handle(Assign(8, 2, 1, 2, 0))
+    assert scenario.handle(Unbind(1)) == [
         commands.DropLease(7),
         commands.DropLease(6),
         commands.DropPass(1),
@@ -172,14 +174,14 @@ def test_unbinding_withdraws_the_slice_and_the_waiting_leases_of_the_pass() -> N
 
 
 def test_unbinding_drops_waiting_leases_of_that_pass_only() -> None:
-    play = ready()
-    play.handle(Bind(2))
-    play.handle(Assign(6, 2, 0, 1, 0))
-    play.handle(Assign(7, 1, 0, 1, 0))
-    play.handle(Assign(8, 2, 1, 2, 0))
-    assert play.handle(Unbind(1)) == [commands.DropLease(7), commands.DropPass(1)]
-    play.handle(events.CallsFinished(6, 0, 1, 1))
-    assert play.handle(events.SliceEnded(6)) == [
+    scenario = ready()
+    scenario.handle(Bind(2))
+    scenario.handle(Assign(6, 2, 0, 1, 0))
+    scenario.handle(Assign(7, 1, 0, 1, 0))
+    scenario.handle(Assign(8, 2, 1, 2, 0))
+    assert scenario.handle(Unbind(1)) == [commands.DropLease(7), commands.DropPass(1)]
+    scenario.handle(events.CallsFinished(6, 0, 1, 1))
+    assert scenario.handle(events.SliceEnded(6)) == [
         commands.DropLease(6),
         commands.Execute(8, 2, 1, 2, 0.5, 100),
     ]
@@ -190,23 +192,25 @@ def gang(lease: int, lo: int = 0, hi: int = 2, member: int = 0, members: int = 2
 
 
 def test_a_gang_lease_is_stored_with_its_assignment_and_executed_like_others() -> None:
-    play = ready()
-    assert play.handle(gang(7)) == [commands.StoreLease(7, gang(7)), execute(7, 0, 2)]
-    assert play.handle(gang(8, 2, 4)) == [commands.StoreLease(8, gang(8, 2, 4))]
-    play.handle(events.CallsFinished(7, 0, 1, 1))
+    scenario = ready()
+    assert scenario.handle(gang(7)) == [commands.StoreLease(7, gang(7)), execute(7, 0, 2)]
+    assert scenario.handle(gang(8, 2, 4)) == [commands.StoreLease(8, gang(8, 2, 4))]
+    scenario.handle(events.CallsFinished(7, 0, 1, 1))
     aborted = events.CallRaised(7, 1, "s", "m", "GangAborted", "", "", False, aborted=True)
-    assert play.handle(aborted) == [commands.Send(Failed(7, 1, "s", "m", "GangAborted", "", "", False, True))]
-    assert play.handle(events.SliceEnded(7)) == [commands.DropLease(7), execute(8, 2, 4)]
+    assert scenario.handle(aborted) == [
+        commands.Send(Failed(7, 1, "s", "m", "GangAborted", "", "", False, True))
+    ]
+    assert scenario.handle(events.SliceEnded(7)) == [commands.DropLease(7), execute(8, 2, 4)]
 
 
 def test_collectives_are_numbered_and_overdue_ones_are_reported() -> None:
-    play = ready()
-    play.handle(gang(7))
-    assert play.handle(events.CollectiveReached(7, 1)) == [commands.SendExchange(Exchange(7, 1))]
-    assert play.handle(events.CollectiveOverdue(7, ("1",), "who")) == [
+    scenario = ready()
+    scenario.handle(gang(7))
+    assert scenario.handle(events.CollectiveReached(7, 1)) == [commands.SendExchange(Exchange(7, 1))]
+    assert scenario.handle(events.CollectiveOverdue(7, ("1",), "who")) == [
         commands.Send(Stalled(7, ("1",), "who"))
     ]
-    assert play.handle(events.CollectiveReached(7, 2)) == [commands.SendExchange(Exchange(7, 2))]
+    assert scenario.handle(events.CollectiveReached(7, 2)) == [commands.SendExchange(Exchange(7, 2))]
     for wrong in (
         events.CollectiveReached(7, 2),
         events.CollectiveReached(7, 4),
@@ -214,58 +218,58 @@ def test_collectives_are_numbered_and_overdue_ones_are_reported() -> None:
         events.CollectiveOverdue(8, (), ""),
     ):
         with pytest.raises(LocalProtocolError):
-            play.handle(wrong)
+            scenario.handle(wrong)
 
 
 def test_only_a_gang_has_collectives() -> None:
-    play = ready()
-    play.handle(Assign(7, 1, 0, 9, 0))
+    scenario = ready()
+    scenario.handle(Assign(7, 1, 0, 9, 0))
     for wrong in (events.CollectiveReached(7, 1), events.CollectiveOverdue(7, (), "")):
         with pytest.raises(LocalProtocolError):
-            play.handle(wrong)
+            scenario.handle(wrong)
     with pytest.raises(RemoteProtocolError, match="no gang"):
-        play.handle(Relay(7, 0, 1, ""))
+        scenario.handle(Relay(7, 0, 1, ""))
 
 
 def test_relayed_parts_are_stored_for_a_lease_that_executes_or_waits() -> None:
-    play = ready()
-    assert play.handle(Relay(7, 1, 1, "")) == []  # crossed
-    play.handle(gang(7))
-    play.handle(gang(8))
+    scenario = ready()
+    assert scenario.handle(Relay(7, 1, 1, "")) == []  # crossed
+    scenario.handle(gang(7))
+    scenario.handle(gang(8))
     for lease in (7, 8):
-        assert play.handle(Relay(lease, 1, 1, "")) == [commands.StoreRelay(Relay(lease, 1, 1, ""))]
-    assert play.handle(Cancel(8)) == [commands.DropLease(8), heard(8)]
-    assert play.handle(Relay(8, 1, 2, "")) == []
-    assert play.handle(Cancel(7)) == [commands.DropLease(7), heard(7)]
-    assert play.handle(Relay(7, 1, 2, "")) == []
-    play.handle(gang(9))
+        assert scenario.handle(Relay(lease, 1, 1, "")) == [commands.StoreRelay(Relay(lease, 1, 1, ""))]
+    assert scenario.handle(Cancel(8)) == [commands.DropLease(8), confirmed(8)]
+    assert scenario.handle(Relay(8, 1, 2, "")) == []
+    assert scenario.handle(Cancel(7)) == [commands.DropLease(7), confirmed(7)]
+    assert scenario.handle(Relay(7, 1, 2, "")) == []
+    scenario.handle(gang(9))
     with pytest.raises(RemoteProtocolError, match="2 members"):
-        play.handle(Relay(9, 2, 1, ""))
+        scenario.handle(Relay(9, 2, 1, ""))
 
 
 def test_states_are_stored_and_dropped_also_while_a_lease_executes() -> None:
-    play = ready()
+    scenario = ready()
     for lease in (7, 8):
-        assert play.handle(StateVersion(3, 0)) == [commands.StoreState(3, 0)]
-        assert play.handle(StateVersion(3, 1)) == [commands.StoreState(3, 1)]
-        assert play.handle(DropState(3)) == [commands.ReleaseState(3)]
-        assert play.handle(DropState(99)) == [commands.ReleaseState(99)]
-        play.handle(Assign(lease, 1, 0, 9, 0))
-    play.handle(StateVersion(1, 0))
-    play.handle(StateVersion(2, 0))
-    play.handle(StateVersion(2, 1))
+        assert scenario.handle(StateVersion(3, 0)) == [commands.StoreState(3, 0)]
+        assert scenario.handle(StateVersion(3, 1)) == [commands.StoreState(3, 1)]
+        assert scenario.handle(DropState(3)) == [commands.ReleaseState(3)]
+        assert scenario.handle(DropState(99)) == [commands.ReleaseState(99)]
+        scenario.handle(Assign(lease, 1, 0, 9, 0))
+    scenario.handle(StateVersion(1, 0))
+    scenario.handle(StateVersion(2, 0))
+    scenario.handle(StateVersion(2, 1))
     with pytest.raises(RemoteProtocolError, match="more than 2 states"):
-        play.handle(StateVersion(3, 0))
+        scenario.handle(StateVersion(3, 0))
 
 
 def test_cancelling_a_finished_lease_is_allowed() -> None:
-    assert ready().handle(Cancel(99)) == [heard(99)]
+    assert ready().handle(Cancel(99)) == [confirmed(99)]
 
 
 def test_a_process_that_does_not_fit_its_assignment_leaves_for_the_next_one() -> None:
-    play = ready()
-    play.handle(Assign(1, 1, 0, 3, 0))
-    assert play.handle(events.RestartNeeded("other devices")) == [
+    scenario = ready()
+    scenario.handle(Assign(1, 1, 0, 3, 0))
+    assert scenario.handle(events.RestartNeeded("other devices")) == [
         commands.Send(Goodbye("w0", 2, "other devices")),
         commands.Leave(commands.Ending.UNFIT, "other devices"),
     ]
@@ -273,15 +277,15 @@ def test_a_process_that_does_not_fit_its_assignment_leaves_for_the_next_one() ->
 
 @pytest.mark.parametrize("executing", [False, True])
 def test_stop_ends_the_worker(executing: bool) -> None:
-    play = ready()
+    scenario = ready()
     if executing:
-        play.handle(Assign(7, 1, 0, 9, 0))
-        play.handle(Assign(8, 1, 9, 10, 0))
-    assert play.handle(Stop("enough")) == [
+        scenario.handle(Assign(7, 1, 0, 9, 0))
+        scenario.handle(Assign(8, 1, 9, 10, 0))
+    assert scenario.handle(Stop("enough")) == [
         commands.Send(Goodbye("w0", 2, "enough")),
         commands.Leave(commands.Ending.STOPPED, "enough"),
     ]
-    assert play.machine.deadline() is None
+    assert scenario.machine.deadline() is None
 
 
 @pytest.mark.parametrize(
@@ -308,9 +312,9 @@ def test_stop_ends_the_worker(executing: bool) -> None:
     ],
 )
 def test_illegal_messages_are_remote_protocol_errors(before: list[Any], wrong: Message, names: str) -> None:
-    play = Playbook(*before)
+    scenario = Scenario(*before)
     with pytest.raises(RemoteProtocolError, match=names):
-        play.handle(wrong)
+        scenario.handle(wrong)
 
 
 @pytest.mark.parametrize(
@@ -326,16 +330,16 @@ def test_illegal_messages_are_remote_protocol_errors(before: list[Any], wrong: M
     ],
 )
 def test_illegal_events_of_the_driver_are_local_protocol_errors(wrong: Any) -> None:
-    play = ready()
-    play.handle(Assign(7, 1, 0, 9, 0))
+    scenario = ready()
+    scenario.handle(Assign(7, 1, 0, 9, 0))
     with pytest.raises(LocalProtocolError):
-        play.handle(wrong)
+        scenario.handle(wrong)
 
 
 def test_every_event_has_a_handler_and_every_handler_a_state() -> None:
-    in_table = {event for row in machine.TRANSITIONS.values() for event in row}
+    in_table = {event for row in events.TRANSITIONS.values() for event in row}
     assert in_table == set(machine._HANDLERS)
-    assert set(machine.TRANSITIONS) == set(machine.ProtocolState)
+    assert set(events.TRANSITIONS) == set(events.ProtocolState)
 
 
 @pytest.mark.parametrize("module", [machine, lease_queue])
@@ -365,23 +369,23 @@ def test_it_imports_errors_and_messages_only(module: ModuleType) -> None:
 
 @given(st.data())
 def test_every_call_is_reported_once_and_in_order_unless_its_lease_is_dropped(data: st.DataObject) -> None:
-    play = ready()
+    scenario = ready()
     sizes = data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=3))
     cancelled: set[int] = set()
-    told: dict[int, list[int]] = {lease: [] for lease in range(len(sizes))}
+    reported: dict[int, list[int]] = {lease: [] for lease in range(len(sizes))}
     standing: commands.Execute | None = None
 
     def handle(event: Any) -> None:
         nonlocal standing
-        for command in play.handle(event):
+        for command in scenario.handle(event):
             if isinstance(command, commands.Execute):
                 standing = command
             elif isinstance(command, commands.DropLease) and standing and standing.lease == command.lease:
                 standing = None
             elif isinstance(command, commands.SendResults):
-                told[command.message.lease] += range(command.message.lo, command.message.hi)
+                reported[command.message.lease] += range(command.message.lo, command.message.hi)
             elif isinstance(command, commands.Send) and isinstance(command.message, Failed):
-                told[command.message.lease].append(command.message.call)
+                reported[command.message.lease].append(command.message.call)
 
     def maybe_cancel(assigned: int) -> None:
         lease = data.draw(st.integers(-3, assigned - 1))
@@ -411,10 +415,10 @@ def test_every_call_is_reported_once_and_in_order_unless_its_lease_is_dropped(da
             call += 1
         handle(events.SliceEnded(run.lease))
         maybe_cancel(len(sizes))
-    assert play.machine.state is machine.ProtocolState.READY
+    assert scenario.machine.state is events.ProtocolState.READY
     for lease, size in enumerate(sizes):
-        assert told[lease] == list(range(size))[: len(told[lease])]
-        assert lease in cancelled or len(told[lease]) == size
+        assert reported[lease] == list(range(size))[: len(reported[lease])]
+        assert lease in cancelled or len(reported[lease]) == size
 
 
 def _finished(lease: int, call: int) -> events.CallsFinished:

@@ -39,7 +39,7 @@ from tests.worker.fake_scheduler import FakeScheduler, program
 FUNCTIONS = "tests.worker.replica_functions"
 ROOT = Path(__file__).parents[2]
 TRIES = 20
-"""How often to try for an order of events that nobody can force, and that comes nearly always."""
+"""How often to try for an order of events that cannot be forced, but is likely."""
 
 pytestmark = pytest.mark.asyncio
 
@@ -399,17 +399,17 @@ def _as_sent(folder: Path) -> list[list[bytes]]:
         "import json\nfrom pipedist.protocol.codec import encode\n"
         "from pipedist.protocol.program import to_frames\nfrom shapes_of_ours import Shape\n"
         "from tests.worker.fake_scheduler import program\n"
-        f"told = program('shapes_of_ours:area', kwargs={{'shape': Shape(3)}}, code=({str(folder)!r},))\n"
-        "frames = to_frames(told), encode([None, None, [Shape(3)]])\n"
+        f"sent = program('shapes_of_ours:area', kwargs={{'shape': Shape(3)}}, code=({str(folder)!r},))\n"
+        "frames = to_frames(sent), encode([None, None, [Shape(3)]])\n"
         "print(json.dumps([[bytes(frame).hex() for frame in part] for part in frames]))\n"
     )
-    told = subprocess.run(
+    sent = subprocess.run(
         [sys.executable, script],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         check=True,
     ).stdout
-    return [[bytes.fromhex(frame) for frame in part] for part in json.loads(told)]
+    return [[bytes.fromhex(frame) for frame in part] for part in json.loads(sent)]
 
 
 async def test_values_of_classes_in_the_code_folder_are_received(tmp_path: Path) -> None:
@@ -495,7 +495,7 @@ async def test_a_worker_notices_the_end_of_its_scheduler(capfd: pytest.CaptureFi
 async def test_a_scheduler_that_ends_while_a_worker_joins_may_come_back(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """Only who has waited for as long as it may gives up."""
+    """A worker exits only after its own time limit."""
     async with FakeScheduler() as scheduler:
         launcher = LocalLauncher(scheduler.endpoint)
         launcher.on_exit = scheduler.exits.put_nowait
@@ -526,8 +526,8 @@ async def test_a_cancel_is_confirmed_when_no_call_of_the_lease_runs(tmp_path: Pa
         cancelled = scheduler.assign(identity, pass_id, [str(gate)])
         scheduler.send(identity, Cancel(cancelled))
         gate.touch()
-        _, heard, _ = await scheduler.take(Cancelled, aside=(LogLine, Results))
-        assert heard.lease == cancelled
+        _, confirmed, _ = await scheduler.take(Cancelled, aside=(LogLine, Results))
+        assert confirmed.lease == cancelled
         other = scheduler.assign(identity, pass_id, [""])
         _, results, _ = await scheduler.take(Results)
         assert results.lease == other

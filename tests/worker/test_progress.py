@@ -47,7 +47,7 @@ def test_a_call_and_its_stage_are_read_while_they_run(progress: CallProgress) ->
 
 def test_a_function_is_overdue_after_its_time_and_only_while_it_runs(progress: CallProgress) -> None:
     progress.of_lease(7)(41)
-    assert progress.overdue(later()) is None, "nobody has said how long it may take"
+    assert progress.overdue(later()) is None, "it has no time limit"
     progress.clock.start(41, 2, 10 * SECOND)
     assert progress.overdue(time.monotonic_ns()) is None
     overdue = progress.overdue(later())

@@ -61,7 +61,7 @@ class Supervised:
                 return identity, message
 
     async def ended(self) -> tuple[int, str]:
-        """The exit code and what it said."""
+        """Return the exit code, and the text on stderr."""
         _, stderr = await asyncio.wait_for(self.process.communicate(), PATIENCE_S)
         assert self.process.returncode is not None
         return self.process.returncode, stderr.decode()
@@ -106,10 +106,10 @@ async def test_it_joins_works_and_leaves(tmp_path: Path) -> None:
         it.scheduler.assign(identity, pass_id, [3])
         assert await it.scheduler.outcomes(1, aside=(LogLine, Heartbeat)) == [{"y": 3}]
         it.scheduler.stop(identity)
-        code, said = await it.ended()
+        code, stderr = await it.ended()
         assert code == 0
-        # Where nobody had a turn to answer it, it has said before that it waits.
-        (joined,) = (line for line in said.splitlines() if "waiting for a scheduler" not in line)
+        # On a busy machine it has reported before that it waits.
+        (joined,) = (line for line in stderr.splitlines() if "waiting for a scheduler" not in line)
         assert joined.startswith(
             f"pipedist worker {hello.worker} at {it.scheduler.endpoint}: joined cluster c, 1"
         )
@@ -208,7 +208,7 @@ async def test_a_process_that_goes_on_was_not_stopped_for_too_long(
     monkeypatch.setattr(supervisor_module, "time", clock)
     files = [os.memfd_create(name) for name in ("progress", "kept", "proof")]
     os.ftruncate(files[0], CallProgress.BYTES)
-    endpoint = f"ipc://{tmp_path}/nobody"
+    endpoint = f"ipc://{tmp_path}/unused"
     settings = WorkerSettings(endpoint, worker="w", incarnation=0, key_file="", threads=1, join_s=60.0)
     process = WorkerProcess(settings, progress=files[0], cache=files[1], proof=files[2])
     try:
@@ -220,9 +220,9 @@ async def test_a_process_that_goes_on_was_not_stopped_for_too_long(
             clock.now += seconds
             if seconds < 3:
                 assert not process.is_stopped()
-                assert process.describe(-9) == "signal 9 (SIGKILL)"  # whoever kills it, it is not for that
+                assert process.describe(-9) == "signal 9 (SIGKILL)"  # killed for another reason
                 os.kill(pid, signal.SIGCONT)
-                clock.now += 100.0  # nobody has looked meanwhile
+                clock.now += 100.0  # not checked meanwhile
                 assert not process.is_stopped()
         assert process.is_stopped()
         assert process.describe(-9) == "stopped for 3 s, then killed with signal 9 (SIGKILL)"
@@ -290,10 +290,10 @@ async def test_the_scheduler_can_have_the_process_killed(tmp_path: Path) -> None
         assert second.incarnation == 1
         assert wait_gone([first.pid], within_s=0) == []
         it.scheduler.send(supervisor, Stop("that is all"))
-        code, said = await it.ended()
+        code, stderr = await it.ended()
         assert code == 0
-        assert "its call takes too long" in said
-        assert "that is all" in said
+        assert "its call takes too long" in stderr
+        assert "that is all" in stderr
         assert wait_gone([second.pid], within_s=0) == []
 
 
@@ -311,9 +311,9 @@ async def test_an_order_for_an_earlier_process_does_not_cost_the_next_one(tmp_pa
         it.scheduler.assign(identity, pass_id, [3])
         assert await it.scheduler.outcomes(1, aside=(LogLine, Heartbeat, Goodbye)) == [{"y": 3}]
         it.scheduler.stop(identity)
-        code, said = await it.ended()
+        code, stderr = await it.ended()
         assert code == 0
-        assert said.count("evicted by the scheduler") == 1
+        assert stderr.count("evicted by the scheduler") == 1
 
 
 async def test_a_worker_that_loses_its_connection_alone_joins_anew(tmp_path: Path) -> None:
@@ -330,10 +330,10 @@ async def test_a_worker_that_loses_its_connection_alone_joins_anew(tmp_path: Pat
         it.scheduler.drop(identity)  # what it answers costs it the connection
         found: list[tuple[bytes, Hello | Heartbeat]] = []
         while len(found) < 2:
-            who, kind = await it.take(Hello, Heartbeat)
+            sender, kind = await it.take(Hello, Heartbeat)
             assert isinstance(kind, Hello | Heartbeat)
             if kind.incarnation:  # a beat of before may have come meanwhile
-                found.append((who, kind))
+                found.append((sender, kind))
         (anew, second), (again, other) = found
         assert isinstance(second, Hello) != isinstance(other, Hello)
         assert {anew, again}.isdisjoint({identity, supervisor})
@@ -342,7 +342,7 @@ async def test_a_worker_that_loses_its_connection_alone_joins_anew(tmp_path: Pat
 
 
 async def test_both_connections_use_the_current_keys_of_the_file(tmp_path: Path) -> None:
-    """Else the worker is in, and nobody speaks for it: it is put out again and again."""
+    """Otherwise the worker joins without heartbeats, and is evicted repeatedly."""
     key_file = tmp_path / "keys.json"
     async with FakeScheduler(write_key_file(key_file).server) as scheduler:
         it = Supervised(scheduler, await dial_in(scheduler.endpoint, key_file))
@@ -378,7 +378,9 @@ async def test_a_minimum_rejoin_time_applies_if_the_scheduler_sets_none(
             await scheduler.take(Hello, aside=Heartbeat)
             identity, _, _ = await scheduler.take(Heartbeat)
             scheduler.send(identity, Welcome("c", 0.1, ()))
-            for _ in range(5):  # the first one comes a second later, the others after a tenth: it has heard
+            for _ in range(
+                5
+            ):  # the first one comes a second later, the others after a tenth: Welcome was received
                 await scheduler.take(Heartbeat)
         except BaseException:
             supervisor.leave(at_once=True)
@@ -397,20 +399,20 @@ async def test_a_rejected_worker_prints_the_reason_and_does_not_return(tmp_path:
     async with supervised(tmp_path) as it:
         identity, _ = await it.take(Hello)
         it.scheduler.send(identity, Refuse("it runs numpy 1.0"))
-        code, said = await it.ended()
+        code, stderr = await it.ended()
         assert code == 1
-        assert "it runs numpy 1.0" in said
+        assert "it runs numpy 1.0" in stderr
 
 
 @pytest.mark.parametrize(
-    ("signum", "code", "told"),
+    ("signum", "code", "expected"),
     [
         (signal.SIGTERM, 0, "leaving: its call may take"),
         (signal.SIGHUP, 0, "leaving: its call may take"),
         (signal.SIGINT, -signal.SIGINT, "interrupted: its calls will be reassigned"),
     ],
 )
-async def test_a_signal_ends_it_and_its_worker(tmp_path: Path, signum: int, code: int, told: str) -> None:
+async def test_a_signal_ends_it_and_its_worker(tmp_path: Path, signum: int, code: int, expected: str) -> None:
     async with supervised(tmp_path) as it:
         _, hello = await it.take(Hello)
         await it.take(Heartbeat)
@@ -418,10 +420,10 @@ async def test_a_signal_ends_it_and_its_worker(tmp_path: Path, signum: int, code
         _, goodbye = await it.take(Goodbye)
         assert isinstance(goodbye, Goodbye)
         assert not goodbye.crashed
-        ended, said = await it.ended()
-        assert "signal 9" not in said
-        assert said.count(told) == 1
-        assert ended == code, said
+        ended, stderr = await it.ended()
+        assert "signal 9" not in stderr
+        assert stderr.count(expected) == 1
+        assert ended == code, stderr
         assert isinstance(hello, Hello)
         assert wait_gone([hello.pid], within_s=0) == []
 
@@ -438,30 +440,30 @@ async def test_an_unknown_host_is_reported(tmp_path: Path) -> None:
     key_file = tmp_path / "keys.json"
     write_key_file(key_file)
     process = await dial_in("tcp://no-such-host.invalid:9", key_file, join_s=0.2)
-    _, said = await asyncio.wait_for(process.communicate(), PATIENCE_S)
-    assert "the host 'no-such-host.invalid' can't be found" in said.decode()
+    _, stderr = await asyncio.wait_for(process.communicate(), PATIENCE_S)
+    assert "the host 'no-such-host.invalid' can't be found" in stderr.decode()
 
 
 async def test_the_supervisor_leaves_a_scheduler_that_does_not_reply(tmp_path: Path) -> None:
     key_file = tmp_path / "keys.json"
     write_key_file(key_file)
     process = await dial_in("tcp://127.0.0.1:9", key_file, join_s=0.2)
-    _, said = await asyncio.wait_for(process.communicate(), PATIENCE_S)
+    _, stderr = await asyncio.wait_for(process.communicate(), PATIENCE_S)
     assert process.returncode == 1
-    (line,) = said.splitlines()
+    (line,) = stderr.splitlines()
     assert b"127.0.0.1:9" in line
     assert b"no process listens there. Check that the run has started, and that this is its port" in line
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("endpoint", "told"),
+    ("endpoint", "expected"),
     [
         ("tcp://127.0.0.1:9", "s\n"),
         ("tcp://no-such-host.invalid:9", "s; the host 'no-such-host.invalid' can't be found: "),
     ],
 )
-async def test_waiting_is_reported(tmp_path: Path, endpoint: str, told: str) -> None:
+async def test_waiting_is_reported(tmp_path: Path, endpoint: str, expected: str) -> None:
     key_file = tmp_path / "keys.json"
     write_key_file(key_file)
     process = await dial_in(endpoint, key_file, join_s=20)
@@ -471,7 +473,7 @@ async def test_waiting_is_reported(tmp_path: Path, endpoint: str, told: str) -> 
     finally:
         process.terminate()
         await process.communicate()
-    assert f"at {endpoint}: waiting for a scheduler, for at most 20 {told}" in line.decode()
+    assert f"at {endpoint}: waiting for a scheduler, for at most 20 {expected}" in line.decode()
 
 
 async def test_an_unusable_endpoint_is_the_only_error_reported(
@@ -488,9 +490,9 @@ async def test_other_keys_are_rejected_with_a_clear_message(tmp_path: Path) -> N
     write_key_file(other)
     async with FakeScheduler(write_key_file(tmp_path / "keys.json").server) as scheduler:
         process = await dial_in(scheduler.endpoint, other)
-        _, said = await asyncio.wait_for(process.communicate(), PATIENCE_S)
+        _, stderr = await asyncio.wait_for(process.communicate(), PATIENCE_S)
     assert process.returncode == 1
-    assert b"key" in said
+    assert b"key" in stderr
     assert scheduler.inbox.empty()
 
 
@@ -502,7 +504,7 @@ async def test_a_missing_key_file_is_a_usage_error(tmp_path: Path) -> None:
 async def test_the_next_supervisor_removes_the_folder_of_a_killed_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the scheduler sent is in it: nobody is left to remove it after kill -9."""
+    """It contains code from the scheduler, and no process removes it after kill -9."""
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     monkeypatch.setenv("TMPDIR", str(scratch))
@@ -536,8 +538,8 @@ async def test_the_next_supervisor_removes_the_folder_of_a_killed_one(
             }
             for it in started[1:]:
                 it.process.terminate()
-                code, said = await it.ended()
-                assert code == 0, said
+                code, stderr = await it.ended()
+                assert code == 0, stderr
             assert list(scratch.iterdir()) == []
         finally:
             for it in started:
