@@ -51,7 +51,7 @@ def print_plan(
 
     from pipedist.cluster.base import usable_cores
     from pipedist.outputs import encoding
-    from pipedist.plan import compile_plan
+    from pipedist.plan import as_json, as_mermaid, as_text, compile_plan
     from pipedist.runs.clusters import cluster_for
     from pipedist.spec import load, with_cluster
 
@@ -65,9 +65,9 @@ def print_plan(
     try:
         cluster_for(plan)  # checks the launcher; the cluster is not opened
         if form == "json":
-            text = json.dumps(encoding.to_json(plan.to_json()))
+            text = json.dumps(encoding.to_json(as_json(plan)))
         else:
-            text = plan.mermaid() if form == "mermaid" else plan.text()
+            text = as_mermaid(plan) if form == "mermaid" else as_text(plan)
     finally:
         plan.close()
     write_out(text.rstrip("\n") + "\n")

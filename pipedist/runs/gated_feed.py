@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from pipedist.core.types import Tree
 from pipedist.datasets.feeds import ElementRanges, Feed, StepBatch
-from pipedist.plan.model import Rhythm
+from pipedist.plan.model import Granularity
 from pipedist.protocol.program import ReaderConfig, Shards
 
 StatesRead = Callable[[], dict[str, list[int]]]
@@ -32,7 +32,7 @@ class GatedFeed(Feed):
     def __init__(
         self,
         feed: Feed,
-        rhythm: Rhythm,
+        rhythm: Granularity,
         states: StatesRead | None = None,
         *,
         first_epoch: int = 0,

@@ -113,7 +113,7 @@ class Training:
             self._held_out.append(lane)
             return lane
         sources = frozenset(self._plan.spec.stages[name].of for name in pass_.updates)
-        gated = GatedFeed(feed, self._plan.rhythm(pass_), read if names else None)
+        gated = GatedFeed(feed, self._plan.granularity(pass_), read if names else None)
         return FeedingLane(gated, sources, self, self._plan.epochs(pass_))
 
     def per_of(self, source: str) -> str:

@@ -142,7 +142,7 @@ def test_streams_that_are_closed_take_what_is_printed(tmp_path: Path, spec: Path
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs Linux's /dev/full")
-def test_a_full_disk_behind_stdout_is_told(tmp_path: Path) -> None:
+def test_a_full_disk_behind_stdout_is_reported(tmp_path: Path) -> None:
     with open("/dev/full", "w") as full:
         done = subprocess.run(
             [sys.executable, "-m", "pipedist", "schema"],
@@ -189,7 +189,7 @@ def test_a_defect_is_called_one(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     assert "ZeroDivisionError: oh" in told
 
 
-def test_plan_says_where_gpus_are_missing(pipedist: Command, spec: Path) -> None:
+def test_plan_reports_where_gpus_are_missing(pipedist: Command, spec: Path) -> None:
     text = spec.read_text().replace('"squares:squares"', '"squares:squares", resources: {gpus: 1}')
     assert "gpus" in text
     spec.write_text(text)

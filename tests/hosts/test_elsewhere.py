@@ -15,7 +15,7 @@ import pytest
 import pipedist
 from pipedist.coordinator import program_distribution as introductions
 from pipedist.datasets.sources.paths import is_visible
-from pipedist.plan import compile_plan
+from pipedist.plan import as_json, compile_plan
 from pipedist.spec import load
 from pipedist.transport.keys import write_key_file
 from tests.hosts.dialled import needs_namespaces, worker
@@ -203,14 +203,14 @@ def test_the_plan_says_who_reads_each_dataset_and_why(project: Project, tmp_path
     }  # fmt: skip
     plan = compile_plan(load(spec), workers=2)
     try:
-        roads = {name: found["road"] for name, found in plan.to_json()["datasets"].items()}
+        delivery = {name: found["delivery"] for name, found in as_json(plan)["datasets"].items()}
         visible = {
             name for name, source in plan.sources.items() if source.config and is_visible(source.config)
         }
         assert visible == {"seen", "numbers"}, "here all files are; but not all would be elsewhere"
     finally:
         plan.close()
-    assert roads == {
+    assert delivery == {
         "own": "shards are sent to the workers: they are in this process's memory",
         "seen": "workers that see the same files (path, size, time of change) read their own shards; "
         "to others they are sent",
