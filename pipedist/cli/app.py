@@ -42,8 +42,7 @@ def main() -> None:
         error.show()
         raise SystemExit(error.exit_code) from None
     except (OSError, PipedistError) as error:
-        from pipedist.cli.exits import report
-        from pipedist.cli.streams import output_error
+        from pipedist.cli.terminal import output_error, report
 
         report(output_error(error) if isinstance(error, OSError) else error)
         raise SystemExit(1) from None
@@ -52,7 +51,7 @@ def main() -> None:
 
 def _end(command: Callable[[], int]) -> None:
     """Run a command, and exit with its code."""
-    from pipedist.cli.exits import guarded
+    from pipedist.cli.terminal import guarded
 
     click.get_current_context().exit(guarded(command))
 
@@ -60,7 +59,7 @@ def _end(command: Callable[[], int]) -> None:
 def _version(ctx: click.Context, _option: click.Parameter, wanted: bool) -> None:
     if wanted:
         from pipedist._version import __version__
-        from pipedist.cli.streams import write_out
+        from pipedist.cli.terminal import write_out
 
         write_out(f"pipedist {__version__}\n")
         ctx.exit()
@@ -253,7 +252,7 @@ def why(run: str, as_json: bool) -> None:
 
     Exit codes: 0 the run is executing; 1 it is not; 2 there is no run.
     """
-    from pipedist.cli.diagnostics import explain_run
+    from pipedist.cli.commands import explain_run
 
     _end(lambda: explain_run(run, as_json=as_json))
 
@@ -357,9 +356,9 @@ _gpus = click.option(
 )
 def slurm(time: str, port: int | None, **options: Any) -> None:
     """Print a batch script for sbatch: the run on the first node, workers on all."""
-    from pipedist.cli import launch_command
+    from pipedist.cli import commands
 
-    _end(lambda: launch_command.slurm(launch_command.LaunchOptions(**options), time=time, port=port))
+    _end(lambda: commands.launch_slurm(commands.LaunchOptions(**options), time=time, port=port))
 
 
 @launch.command()
@@ -391,11 +390,11 @@ def kubernetes(
     image: str, namespace: str, claim: str | None, spec_in_image: str | None, **options: Any
 ) -> None:
     """Print a JobSet: one job of the driver, one of the workers."""
-    from pipedist.cli import launch_command
+    from pipedist.cli import commands
 
-    wanted = launch_command.LaunchOptions(**options)
+    wanted = commands.LaunchOptions(**options)
     _end(
-        lambda: launch_command.kubernetes(
+        lambda: commands.launch_kubernetes(
             wanted, image=image, namespace=namespace, claim=claim, spec_in_image=spec_in_image
         )
     )

@@ -27,15 +27,15 @@ from pipedist.worker.sharded_variable import ShardedVariable
 
 
 class ClosureCancelled(PipedistError, concurrent.futures.CancelledError):
-    """A closure was cancelled because an earlier one failed; `__cause__` is its error.
+    """A closure was cancelled because an earlier one failed.
 
-    Its changes and its result are discarded, even if it was executed. (tf.distribute raises
-    tf.errors.CancelledError.)
+    `__cause__` is the error of the earlier one. The changes and the result of the cancelled closure are
+    discarded, even if it was executed. (tf.distribute raises tf.errors.CancelledError.)
     """
 
 
 class RemoteValue:
-    """The future of a closure (tf.distribute.coordinator.RemoteValue); made by `schedule`.
+    """The future of a closure (tf: RemoteValue); made by `schedule`.
 
     `await value`, or `await value.fetch()`, returns the result of the closure. A RemoteValue can also be an
     argument of a closure that is scheduled later, which then gets the result.

@@ -45,7 +45,7 @@ STALENESS: Final = 8
 
 
 class ClusterCoordinator(AsyncOnly):
-    """Executes functions on the workers, asynchronously (tf.distribute.coordinator.ClusterCoordinator).
+    """Schedules functions on the workers (tf: ClusterCoordinator).
 
         strategy = pipedist.ParameterServerStrategy(cluster)
         async with pipedist.ClusterCoordinator(strategy) as coordinator:

@@ -88,7 +88,7 @@ def has_strategy() -> bool:
 
 
 def in_cross_replica_context() -> bool:
-    """Return whether the caller is inside a scope or a merge_call, and outside of replica functions."""
+    """Return whether the caller is in a scope or merge_call, not in a replica."""
     if get_replica_context() is not None:
         return False
     return _merging.get() is not None or _current.get() is not None

@@ -30,7 +30,7 @@ _OUTSIDE: Final = "take the step outside and pass it: strategy.run(fn, args=(awa
 
 
 class DistributedDataset(AsyncIterableOnly):
-    """A dataset, divided among the replicas of a strategy; made by `Strategy.distribute_dataset`.
+    """A dataset divided among replicas, from `Strategy.distribute_dataset`.
 
     `async for step in dataset` gives the steps in order, each a tree whose leaves are `PerReplica`
     (the elements themselves if the strategy keeps values plain). Each iteration starts again.

@@ -206,7 +206,7 @@ class WorkerCluster(ClusterLike, Protocol):
 
 
 class ParameterServerStrategy(Strategy):
-    """Workers that read and change variables kept in one place, each at its own pace.
+    """Workers that read and change shared variables asynchronously.
 
     Functions are scheduled by a `pipedist.ClusterCoordinator`. Each runs on one replica, and values are
     plain. The variables live in this process; a worker receives their values with a closure, and returns

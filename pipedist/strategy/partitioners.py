@@ -65,7 +65,7 @@ class Partitioner(ABC):
 
 @dataclass(frozen=True, slots=True)
 class FixedShardsPartitioner(Partitioner):
-    """A fixed number of shards, at most one per row (tf.distribute's FixedShardsPartitioner).
+    """A fixed number of shards, at most one per row.
 
     Args:
         num_shards: at least 1.
@@ -86,7 +86,7 @@ class FixedShardsPartitioner(Partitioner):
 
 @dataclass(frozen=True, slots=True)
 class MinSizePartitioner(Partitioner):
-    """As many shards as possible of a minimum size (tf.distribute's MinSizePartitioner).
+    """As many shards as possible of a minimum size.
 
     A variable smaller than the minimum is one shard. tf.distribute divides the variable's size by the
     minimum and rounds up, so that its shards may be smaller: 40 bytes in shards of 16 become 16, 12,
@@ -120,7 +120,7 @@ class MinSizePartitioner(Partitioner):
 
 @dataclass(frozen=True, slots=True)
 class MaxSizePartitioner(Partitioner):
-    """As few shards as possible of a maximum size (tf.distribute's MaxSizePartitioner).
+    """As few shards as possible of a maximum size.
 
     A row larger than the maximum is one shard, and `max_shards` takes precedence.
 

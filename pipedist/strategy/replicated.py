@@ -43,7 +43,7 @@ class ClusterLike(Protocol):
 
 
 class Strategy(AsyncOnly, BaseStrategy):
-    """R replicas whose calls a cluster's workers execute (tf.distribute.Strategy).
+    """R replicas whose calls a cluster's workers execute (tf: Strategy).
 
         async with pipedist.LocalCluster(workers=2) as cluster:
             strategy = pipedist.Strategy(cluster, replicas=4)
@@ -131,7 +131,7 @@ class Strategy(AsyncOnly, BaseStrategy):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Tree:
-        """Call `fn` on every replica: see `BaseStrategy.run`."""
+        """Call `fn` on every replica, with its `args` and `kwargs`: see `BaseStrategy.run`."""
         require_cross_replica("Strategy.run")
         call = self._prepare(fn, args, kwargs)
         if not call.captured.variables:

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 
 class CentralStorageStrategy(Strategy):
-    """R replicas whose variables have one copy (tf.distribute's CentralStorageStrategy).
+    """R replicas whose variables have one copy (tf: CentralStorageStrategy).
 
     Arguments: as for `Strategy`. An on_read variable has one copy too: it is aggregated when it is
     assigned.
@@ -64,7 +64,7 @@ class CentralStorageStrategy(Strategy):
 
 
 class MirroredStrategy(Strategy):
-    """Replicas on one host, with one copy of every variable each (tf.distribute's MirroredStrategy).
+    """Replicas on one host, with a copy of each variable per replica.
 
     It is `Strategy` with another default, one replica per worker, and limited to one host.
 
@@ -96,7 +96,7 @@ _REPLICA_JOBS: Final = ("chief", "master", "worker")
 
 
 class MultiWorkerMirroredStrategy(Strategy):
-    """Replicas on several workers (tf.distribute's MultiWorkerMirroredStrategy).
+    """Replicas on several workers (tf: MultiWorkerMirroredStrategy).
 
     The program runs once, here, and not once per worker as in tf.distribute. A worker is a logical one,
     with its own input pipeline: datasets are sharded among the workers as their auto-shard policy
@@ -179,7 +179,7 @@ def _accelerator_count(resolver: ClusterResolver | None) -> int:
 
 
 class OneDeviceStrategy(Strategy):
-    """One replica, whose values stay plain (tf.distribute.OneDeviceStrategy): a reference for tests.
+    """One replica, whose values stay plain: a reference for tests.
 
     Args:
         cluster: an open cluster.
@@ -205,7 +205,9 @@ NAMES: Final[Mapping[str, Callable[..., Strategy]]] = {
 
 
 def strategy_of(name: str, cluster: ClusterLike, **options: Any) -> Strategy:
-    """Return a new strategy by its name: `strategy_of("mirrored", cluster, replicas=2)`.
+    """Return a new strategy by its name.
+
+        strategy = pipedist.strategy_of("mirrored", cluster, replicas=2)
 
     Args:
         name: mirrored, multi_worker_mirrored, central_storage or one_device.
@@ -232,9 +234,10 @@ def workers_of(cluster: ClusterLike) -> int:
 
 
 class DefaultStrategy(BaseStrategy):
-    """One replica in this process, whose values stay plain; `get_strategy` returns it outside scopes.
+    """One replica in this process, whose values stay plain.
 
-    Code written for a strategy runs with it unchanged. There is one instance, and it needs no cluster.
+    `get_strategy` returns it outside of scopes. Code written for a strategy runs with it unchanged. There is
+    one instance, and it needs no cluster.
     """
 
     is_default: ClassVar = True
@@ -252,7 +255,7 @@ class DefaultStrategy(BaseStrategy):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Tree:
-        """Call `fn` in this process, as `Strategy.run` does, and return its result unchanged."""
+        """Call `fn` in this process, and return its result unchanged."""
         require_callable(fn)
         [(own_args, own_kwargs)] = guard(self._arguments(args, kwargs))
         label = getattr(fn, "__qualname__", type(fn).__qualname__)

@@ -45,7 +45,7 @@ _COPIED_BYTES_MAX: Final = 2**16
 
 
 class Variable(AnyVariable):
-    """A value that replica functions read and assign, from step to step (tf.Variable).
+    """A value that replica functions read and assign (tf.Variable).
 
         with strategy.scope():
             w = pipedist.Variable(np.zeros(3), aggregation="sum")

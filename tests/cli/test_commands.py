@@ -178,12 +178,12 @@ def test_little_is_imported_before_it_is_needed(tmp_path: Path) -> None:
 
 
 def test_a_defect_is_called_one(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    from pipedist.cli import exits
+    from pipedist.cli import terminal
 
     def broken() -> int:
         raise ZeroDivisionError("oh")
 
-    assert exits.guarded(broken) == 1
+    assert terminal.guarded(broken) == 1
     told = capsys.readouterr().err
     assert told.startswith("pipedist: this is a defect in pipedist")
     assert "ZeroDivisionError: oh" in told
@@ -196,5 +196,5 @@ def test_plan_reports_where_gpus_are_missing(pipedist: Command, spec: Path) -> N
     done = pipedist("plan", "squares.yaml", PATH="/nowhere")
     assert done.returncode == 2
     assert done.stderr.startswith("squares.yaml:7:")
-    assert "needs 1 GPU a call, and there is none here (there is no nvidia-smi on the PATH" in done.stderr
+    assert "needs 1 GPU per call, but there is none here (there is no nvidia-smi on the PATH" in done.stderr
     assert "resources: {gpus: 1}" in done.stderr

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from pipedist.cli.diagnostics import StallReporter, StallTimer
+from pipedist.cli.signals import StallReporter, StallTimer
 from tests.cli.conftest import Command
 
 PATIENCE_S = 120.0

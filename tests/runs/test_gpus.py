@@ -147,11 +147,11 @@ def problem_of(document: dict[str, Any], workers: int = 2) -> str:
 
 def test_a_machine_without_gpus_is_told_before_anything_runs(machine: Machine, tmp_path: Path) -> None:
     text = problem_of(spec_of(tmp_path, 1))
-    assert "stages.seen.resources.gpus: `seen` needs 1 GPU a call, and there is none here" in text
+    assert "stages.seen.resources.gpus: `seen` needs 1 GPU per call, but there is none here" in text
     assert "nvidia-smi lists them" in text
     assert "workers that dial in from one (`launcher: connect`)" in text
     machine(1)
-    assert "`seen` needs 2 GPUs a call, and there is 1 here" in problem_of(spec_of(tmp_path, 2))
+    assert "`seen` needs 2 GPUs per call, but there is 1 here" in problem_of(spec_of(tmp_path, 2))
 
 
 def test_a_gang_needs_gpus_for_all_its_replicas(machine: Machine, tmp_path: Path) -> None:
