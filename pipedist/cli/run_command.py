@@ -92,7 +92,10 @@ def execute(options: RunOptions) -> int:
         UsageError: the options contradict each other; nothing ran.
     """
     if options.resume and options.restart:
-        raise UsageError("--resume and --restart exclude each other")
+        raise UsageError(
+            "--resume and --restart exclude each other. --resume continues the run in the output folder, "
+            "--restart discards it"
+        )
     if options.output == "":  # an unset shell variable; the current folder is `.`
         raise UsageError("--output is empty. Give a folder, such as --output out/NAME")
 
