@@ -35,12 +35,12 @@ def as_text(plan: Plan) -> str:
     replicas = spec.replicas
     sizes = {d.batch for d in spec.datasets.values()}
     head = (
-        f"{plural(replicas, 'replica')} (decide{'s' if replicas == 1 else ''} the result) "
-        f"on {plural(plan.workers, 'worker')} (never do{'es' if plan.workers == 1 else ''})"
+        f"{plural(replicas, 'replica')} (part of the result) "
+        f"on {plural(plan.workers, 'worker')} (never part of it)"
     )
     if len(sizes) == 1:
         batch = sizes.pop()
-        head += f"; {batch} element{'s' * (batch != 1)} a step, {-(-batch // replicas)} a replica"
+        head += f"; {batch} element{'s' * (batch != 1)} per step, {-(-batch // replicas)} per replica"
     lines = [head, "", f"{spec.name}: seed {spec.seed}, {_launcher(plan)}"]
     for name, dataset in spec.datasets.items():
         lines += ["", f"dataset {name}: {dataset.kind}, {_extent(plan, name)}"]
@@ -68,7 +68,7 @@ def _extent(plan: Plan, name: str) -> str:
     steps = f"{plural(division.steps_per_epoch, 'step')} of {dataset.batch:,}"
     text = f"{plural(division.length, 'element')}, {steps}"
     if dataset.epochs > 1:
-        text += f" an epoch, {plural(dataset.epochs, 'epoch')}"
+        text += f" per epoch, {plural(dataset.epochs, 'epoch')}"
     if dataset.shuffle:
         text += ", shuffled"
     return text
@@ -107,12 +107,12 @@ def _delivery(plan: Plan, name: str) -> str:
     if plan.spec.cluster.launcher == "local":
         return "workers read their own shards"
     if why := hindrance(source):
-        return f"workers on this host read their own shards; to others they are sent: {why}"
+        return f"workers on this host read their own shards; they are sent to others: {why}"
     if source.config["kind"] == "range":
         return "workers read their own shards"
     return (
         "workers that see the same files (path, size, time of change) read their own shards; "
-        "to others they are sent"
+        "they are sent to others"
     )
 
 
@@ -146,7 +146,7 @@ def _pass_lines(plan: Plan, pass_: PassPlan) -> list[str]:
 
 
 def _gpus(plan: Plan, pass_: PassPlan) -> str:
-    need = f"needs {spelled(pass_.gpus)} a call"
+    need = f"needs {spelled(pass_.gpus)} per call"
     if plan.supply.owned is None:
         return f"{need}: {plan.supply.how}"
     return f"{need}: {plan.gpu_owners(pass_)} of {plural(plan.workers, 'worker')} own it ({plan.supply.how})"
@@ -157,7 +157,7 @@ def _gang(plan: Plan, pass_: PassPlan) -> str:
     workers = plural(replicas if pass_.gpus else min(replicas, plan.workers), "worker")
     used = {each.implementation for each in pass_.communication(plan.spec).values()} - {"auto"}
     through = f", collectives through {used.pop()}" if used else ""
-    return f"a gang of {plural(replicas, 'replica')}: at once, on {workers}{through}"
+    return f"a gang of {plural(replicas, 'replica')}: at the same time, on {workers}{through}"
 
 
 def _update(plan: Plan, name: str) -> str:

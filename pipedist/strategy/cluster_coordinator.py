@@ -238,7 +238,7 @@ class ClusterCoordinator(AsyncOnly):
 
     def _advance(self) -> None:
         """Commit and send as many closures as possible."""
-        if self._advancing:  # called from `_send`: the loop below sees the result
+        if self._advancing:  # called from `_send_next`: the loop below sees the result
             return
         self._advancing = True
         try:

@@ -136,7 +136,7 @@ def test_the_first_line_is_that_of_the_language() -> None:
     document = {**TWO_PHASES, "datasets": {**TWO_PHASES["datasets"], "test": {"range": 9, "batch": 4096}}}
     plan = planned(document)
     assert as_text(plan).splitlines()[0] == (
-        "4 replicas (decide the result) on 2 workers (never do); 4096 elements a step, 1024 a replica"
+        "4 replicas (part of the result) on 2 workers (never part of it); 4096 elements per step, 1024 per replica"
     )
     single = {
         "pipedist": 1,
@@ -144,7 +144,7 @@ def test_the_first_line_is_that_of_the_language() -> None:
         "stages": {"t": {"reduce": "sum", "of": "dataset", "axis": 0}},
     }
     assert as_text(planned(single, workers=1)).splitlines()[0] == (
-        "1 replica (decides the result) on 1 worker (never does); 1 element a step, 1 a replica"
+        "1 replica (part of the result) on 1 worker (never part of it); 1 element per step, 1 per replica"
     )
 
 
@@ -269,7 +269,9 @@ def gang(**collectives: object) -> dict[str, Any]:
 def test_a_gang_uses_the_implementation_of_any_of_its_stages() -> None:
     plan = planned(gang(implementation="transport"), workers=3)
     plan.close()
-    assert "a gang of 4 replicas: at once, on 3 workers, collectives through transport" in as_text(plan)
+    assert "a gang of 4 replicas: at the same time, on 3 workers, collectives through transport" in as_text(
+        plan
+    )
     document = gang(implementation="transport")
     document["stages"]["b"]["collectives"] = {"timeout_s": 3}
     with pytest.raises(PlanError) as caught:

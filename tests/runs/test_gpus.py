@@ -170,7 +170,7 @@ def test_a_gang_needs_gpus_for_all_its_replicas(machine: Machine, tmp_path: Path
 def test_the_plan_shows_who_owns_gpus(machine: Machine, tmp_path: Path) -> None:
     machine(1)
     plan = compile_plan(load(spec_of(tmp_path, 1)), workers=2)
-    assert "needs 1 GPU a call: 1 of 2 workers own it" in as_text(plan)
+    assert "needs 1 GPU per call: 1 of 2 workers own it" in as_text(plan)
     assert as_json(plan)["phases"][0][0]["gpus"] == 1
     plan.close()
 
@@ -183,7 +183,7 @@ def test_with_workers_that_dial_in_nothing_is_refused(machine: Machine, tmp_path
         "key_file": str(tmp_path / "key"),
     }
     plan = compile_plan(load(document), workers=1)
-    assert "needs 1 GPU a call: workers that dial in bring them" in as_text(plan)
+    assert "needs 1 GPU per call: workers that dial in bring them" in as_text(plan)
     plan.close()
 
 
