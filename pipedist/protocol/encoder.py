@@ -288,7 +288,7 @@ def _unsendable(tree: Tree, error: Exception) -> UnsendableError:
                 _signature(cls)
         except (UnsuitableTree, ValueError, OverflowError) as reason:
             told = "" if isinstance(node, np.generic) or cls is np.ndarray else conversion_hint(node)
-            advice = "`await` the call that made it" if inspect.isawaitable(node) else told or _ADVICE
+            advice = "`await` it first" if inspect.isawaitable(node) else told or _ADVICE
             return UnsendableError(f"can't send {reason}, {where}; {advice}")
         if names is not None:
             pending += reversed(

@@ -290,7 +290,7 @@ class BaseStrategy(InputStrategy, VariableOwner, TfNames):
         def leaf(item: Any) -> Any:
             if not isinstance(item, Variable):
                 if inspect.isawaitable(item):
-                    raise TypeError(f"a value is a {type(item).__name__}: `await` the call that made it")
+                    raise TypeError(f"a value is a {type(item).__name__}: `await` it first")
                 return item
             return component_of(item._traits, item._copies, mirrored=mirrored)
 

@@ -51,9 +51,9 @@ async def test_a_missing_await_is_reported_where_the_coroutine_is_used() -> None
             lambda: strategy.gather(y, axis=0),
             lambda: strategy.run(fn.double, args=({"x": y},)),
         ):
-            with pytest.raises(TypeError, match=r"coroutine.*`await` the call that made it"):
+            with pytest.raises(TypeError, match=r"coroutine.*`await` it first"):
                 await use()
-        with pytest.raises(TypeError, match=r"coroutine.*`await` the call that made it"):
+        with pytest.raises(TypeError, match=r"coroutine.*`await` it first"):
             strategy.local_results(y)
         await y
 
