@@ -16,7 +16,7 @@ $(INSTALLED): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "pipedist needs Python 3.11 or newer. Choose one with: make PYTHON=python3.12 ..."; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[examples,parquet,fsspec,test,check]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[examples,parquet,fsspec,test,check,docs]'
 	@touch $@
 
 .PHONY: install
@@ -109,10 +109,10 @@ architecture: $(INSTALLED)  ## Check layers, import cycles, prose and public doc
 check: lint types architecture  ## Check style, types and architecture.
 
 .PHONY: docs
-docs: $(INSTALLED)  ## Write the generated parts of docs/.
+docs: $(INSTALLED)  ## Write docs/language.md, and the HTML reference of the Python API to build/docs.
 	$(BIN)/python -m pipedist.spec.reference > docs/language.md
 	$(BIN)/python -m tests.architecture.package_table > docs/dev/packages.md
-	$(BIN)/python -m pipedist.cli.api_reference > docs/api.md
+	$(BIN)/python docs/build_api.py build/docs
 
 .PHONY: clean
 clean:  ## Remove everything that make created.

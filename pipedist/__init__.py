@@ -67,10 +67,10 @@ if TYPE_CHECKING:
         in_cross_replica_context,
         strategy_of,
     )
+    from pipedist.strategy.closures import ClosureCancelled, RemoteValue
     from pipedist.strategy.cluster_coordinator import ClusterCoordinator
     from pipedist.strategy.parameter_server import ParameterServerStrategy
     from pipedist.strategy.partitioners import FixedShardsPartitioner, MaxSizePartitioner, MinSizePartitioner
-    from pipedist.strategy.remote_value import ClosureCancelled, RemoteValue
     from pipedist.values import Mirrored, PerReplica, ReduceOp
     from pipedist.worker.context import ReplicaContext, get_replica_context
     from pipedist.worker.variables.access import ShardedVariable
@@ -136,7 +136,7 @@ _HOMES = {
     ),
     "pipedist.strategy.cluster_coordinator": ("ClusterCoordinator",),
     "pipedist.strategy.parameter_server": ("ParameterServerStrategy",),
-    "pipedist.strategy.remote_value": ("ClosureCancelled", "RemoteValue"),
+    "pipedist.strategy.closures": ("ClosureCancelled", "RemoteValue"),
     "pipedist.cluster.tf_config": ("TaskCluster", "open_cluster"),
     "pipedist.values": ("Mirrored", "PerReplica", "ReduceOp"),
     "pipedist.worker.context": ("ReplicaContext", "get_replica_context"),

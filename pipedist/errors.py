@@ -70,11 +70,11 @@ class SpecError(UsageError):
 
 
 class PlanError(SpecError):
-    """A spec is valid but cannot be executed here: a file, function or package is missing."""
+    """A valid spec needs a file, function or package that is missing."""
 
 
 class OutputError(PipedistError):
-    """A result could not be written to its file, or does not fit the file's format.
+    """A result does not fit its file's format, or the write failed.
 
     Args:
         message: the output, and the cause.
@@ -88,11 +88,13 @@ class OutputError(PipedistError):
 
 
 class JournalError(PipedistError):
-    """The journal of a run cannot be written, is damaged, or does not fit the spec."""
+    """The journal is not writable, is damaged, or does not fit the spec."""
 
 
 class FoldError(PipedistError):
-    """The components of a reduce or gather stage do not fit together, or the result does not fit its dtype.
+    """The components of a reduce or gather stage do not fit together.
+
+    Or the result does not fit its dtype.
 
     Args:
         stage: the reduce or gather stage.
@@ -123,7 +125,7 @@ class RemoteError(PipedistError):
 
 
 class CallError(PipedistError):
-    """A replica call failed permanently: after its last retry, or because it cannot be retried.
+    """A replica call failed, after its last retry or without one.
 
     `__cause__` is the replica function's own exception, with its class and text, if the class is known in
     this process (tf.distribute: the lowest replica's exception is raised).
@@ -174,7 +176,9 @@ class NonDeterministicError(PipedistError):
 
 
 class CollectiveMismatchError(PipedistError, ValueError):
-    """The replicas of a step did not call the same collective, or one ended while others waited.
+    """The replicas of a step did not call the same collective.
+
+    Or one replica ended while others waited.
 
     The text lists each replica's call, with file and line. tf.distribute hangs, or uses replica 0's
     operation; if shapes or dtypes differ it raises ValueError, a base of this class.
@@ -206,7 +210,7 @@ class OutOfRangeError(PipedistError):
 
 
 class RunCancelled(PipedistError):
-    """The run was stopped before it was complete: by a signal, or by leaving `open()` early."""
+    """The run was stopped by a signal, or by leaving `open()` early."""
 
 
 class RunDrained(RunCancelled):

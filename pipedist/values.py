@@ -24,7 +24,7 @@ _BARE: Final = frozenset({int, float, bool, str, np.ndarray, np.float64, np.floa
 
 
 class PerReplica:
-    """One component per replica, in order of replica id (tf.distribute's PerReplica).
+    """One component per replica, in order of replica id (tf: PerReplica).
 
     It is a container, not a number: it supports length, index and iteration only. Get its components
     with `local_results`, or combine them with `reduce` or `gather`. In a tree it is a leaf; its
@@ -70,7 +70,7 @@ class PerReplica:
 
 
 class Mirrored(PerReplica):
-    """A per-replica value whose components are all equal; its creator keeps them equal."""
+    """A PerReplica whose components are equal; its creator ensures that."""
 
     __slots__ = ()
 

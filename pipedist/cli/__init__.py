@@ -24,7 +24,7 @@ def main() -> None:
 
             run_command_line()
     except (KeyboardInterrupt, RuntimeError) as error:
-        from pipedist.cli.exits import interruption
+        from pipedist.cli.terminal import interruption
 
         if interruption(error) is None:
             raise

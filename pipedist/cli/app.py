@@ -42,8 +42,7 @@ def main() -> None:
         error.show()
         raise SystemExit(error.exit_code) from None
     except (OSError, PipedistError) as error:
-        from pipedist.cli.exits import report
-        from pipedist.cli.streams import output_error
+        from pipedist.cli.terminal import output_error, report
 
         report(output_error(error) if isinstance(error, OSError) else error)
         raise SystemExit(1) from None
@@ -52,7 +51,7 @@ def main() -> None:
 
 def _end(command: Callable[[], int]) -> None:
     """Run a command, and exit with its code."""
-    from pipedist.cli.exits import guarded
+    from pipedist.cli.terminal import guarded
 
     click.get_current_context().exit(guarded(command))
 
@@ -60,7 +59,7 @@ def _end(command: Callable[[], int]) -> None:
 def _version(ctx: click.Context, _option: click.Parameter, wanted: bool) -> None:
     if wanted:
         from pipedist._version import __version__
-        from pipedist.cli.streams import write_out
+        from pipedist.cli.terminal import write_out
 
         write_out(f"pipedist {__version__}\n")
         ctx.exit()
@@ -168,7 +167,10 @@ def validate(specs: tuple[str, ...]) -> None:
 @_cluster
 @_sets
 def plan(spec: str, form: str, workers: int | None, cluster: str | None, sets: tuple[str, ...]) -> None:
-    """Check a spec, open its sources, import its functions, and print what would run."""
+    """Check a spec, and print what would run.
+
+    It opens the sources and imports the functions of the spec, but executes no call.
+    """
     from pipedist.cli.commands import print_plan
 
     _end(lambda: print_plan(spec, form, workers, sets, cluster))
@@ -194,7 +196,9 @@ def plan(spec: str, form: str, workers: int | None, cluster: str | None, sets: t
 )
 @_sets
 def simulate(**options: Any) -> None:
-    """Execute a spec in virtual time, with simulated workers and faults, and compare the results.
+    """Execute a spec in virtual time with faults, and compare results.
+
+    Each seed is another sequence of faults of the simulated workers and their messages.
 
     Exit codes: 0 every seed gave the results of a run without faults; 1 a seed did not, or the spec fails
     without faults; 2 the spec or the command line is wrong.
@@ -207,7 +211,9 @@ def simulate(**options: Any) -> None:
 @app.command()
 @_run
 def audit(run: str) -> None:
-    """Verify from the journal in RUN, the output folder, that every element is accounted for.
+    """Verify that every element of a run is accounted for.
+
+    RUN is its output folder, whose journal is read.
 
     Exit codes: 0 every element is accounted for; 1 problems are listed; 2 there is no journal.
     """
@@ -231,9 +237,9 @@ def audit(run: str) -> None:
 @click.option("--pdb", is_flag=True, help="Stop in the debugger where the call fails.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def replay(run: str, call: str, element: tuple[int, ...], pdb: bool, as_json: bool) -> None:
-    """Execute one call of a run again, in this process, with its original inputs.
+    """Execute one call of a run again, in this process.
 
-    RUN is the run's output folder.
+    The call gets its original inputs. RUN is the run's output folder.
 
     Exit codes: 0 the call returned; 1 it failed; 2 there is no such call, or its inputs are gone.
     """
@@ -246,14 +252,15 @@ def replay(run: str, call: str, element: tuple[int, ...], pdb: bool, as_json: bo
 @_run
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of lines.")
 def why(run: str, as_json: bool) -> None:
-    """Explain what a run waits for: which calls, on which workers, and why.
+    """Explain what a run waits for.
 
-    RUN is its output folder. If the run is not executing, print a summary of its journal. A run without
-    outputs explains itself on SIGUSR1.
+    The output lists the unfinished calls, their workers, and the reasons. RUN is the output folder. If the
+    run is not executing, a summary of its journal is printed. A run without outputs explains itself on
+    SIGUSR1.
 
     Exit codes: 0 the run is executing; 1 it is not; 2 there is no run.
     """
-    from pipedist.cli.diagnostics import explain_run
+    from pipedist.cli.commands import explain_run
 
     _end(lambda: explain_run(run, as_json=as_json))
 
@@ -310,7 +317,9 @@ def keys() -> None:
     help="Key file of the run; that of the workers is written beside it as NAME.worker.SUFFIX.",
 )
 def keys_new(output: str) -> None:
-    """Create a cluster's keys: one file for the run, one for its workers; none is overwritten.
+    """Create a key file for the run, and one for its workers.
+
+    Existing files are never overwritten.
 
     Exit codes: 0 both files were written; 2 one of them exists already, or can't be written.
     """
@@ -321,7 +330,7 @@ def keys_new(output: str) -> None:
 
 @app.group()
 def launch() -> None:
-    """Print a job script or manifest that starts a run and its workers."""
+    """Print a job script that starts a run and its workers."""
 
 
 _prints = click.option("--print", "prints", is_flag=True, help="Print the text; nothing is submitted.")
@@ -332,10 +341,10 @@ _workers_per_node = click.option(
     "--workers-per-node",
     metavar="N",
     type=_count(),
-    help="Default: the spec's workers, divided among the nodes.",
+    help="Number of workers of each host. Default: the spec's workers, divided among the hosts.",
 )
 _gpus = click.option(
-    "--gpus", metavar="N", type=_count(0), default=0, show_default=True, help="GPUs of each node."
+    "--gpus", metavar="N", type=_count(0), default=0, show_default=True, help="Number of GPUs of each host."
 )
 
 
@@ -356,10 +365,13 @@ _gpus = click.option(
     "--port", metavar="N", type=_count(1, 65_535), help="Port of the run. Default: derived from the job id."
 )
 def slurm(time: str, port: int | None, **options: Any) -> None:
-    """Print a batch script for sbatch: the run on the first node, workers on all."""
-    from pipedist.cli import launch_command
+    """Print a batch script for sbatch.
 
-    _end(lambda: launch_command.slurm(launch_command.LaunchOptions(**options), time=time, port=port))
+    The job executes the run on its first host, and workers on all hosts.
+    """
+    from pipedist.cli import commands
+
+    _end(lambda: commands.launch_slurm(commands.LaunchOptions(**options), time=time, port=port))
 
 
 @launch.command()
@@ -390,12 +402,12 @@ def slurm(time: str, port: int | None, **options: Any) -> None:
 def kubernetes(
     image: str, namespace: str, claim: str | None, spec_in_image: str | None, **options: Any
 ) -> None:
-    """Print a JobSet: one job of the driver, one of the workers."""
-    from pipedist.cli import launch_command
+    """Print a JobSet with a job for the driver and one for the workers."""
+    from pipedist.cli import commands
 
-    wanted = launch_command.LaunchOptions(**options)
+    wanted = commands.LaunchOptions(**options)
     _end(
-        lambda: launch_command.kubernetes(
+        lambda: commands.launch_kubernetes(
             wanted, image=image, namespace=namespace, claim=claim, spec_in_image=spec_in_image
         )
     )

@@ -1,15 +1,22 @@
-"""The short commands: validate, plan, schema, audit and keys."""
+"""The short commands: validate, plan, schema, audit, why, keys and launch."""
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from pipedist.cli import exits
-from pipedist.cli.streams import stdout_to_stderr, write_error, write_out
+from msgspec import Struct
+
+from pipedist.cli import terminal
+from pipedist.cli.terminal import stdout_to_stderr, write_error, write_out
 from pipedist.errors import SpecError, UsageError
+
+REPLY_S = 10.0
+"""Time for a run to reply to `pipedist why`."""
 
 
 def validate_specs(paths: Sequence[str]) -> int:
@@ -20,13 +27,13 @@ def validate_specs(paths: Sequence[str]) -> int:
     """
     from pipedist.spec import load
 
-    code = exits.OK
+    code = terminal.OK
     for path in paths:
         try:
             load(path)
         except SpecError as error:
             write_error(f"{error}\n")
-            code = exits.USAGE
+            code = terminal.USAGE
         else:
             write_out(f"{path}: OK\n")
     return code
@@ -52,7 +59,7 @@ def print_plan(
     from pipedist.cluster.base import usable_cores
     from pipedist.cluster.factory import cluster_for
     from pipedist.outputs import encoding
-    from pipedist.plan import compile_plan
+    from pipedist.plan import as_json, as_mermaid, as_text, compile_plan
     from pipedist.spec import load, with_cluster
 
     spec = load(path, sets=sets)
@@ -65,13 +72,13 @@ def print_plan(
     try:
         cluster_for(plan)  # checks the launcher; the cluster is not opened
         if form == "json":
-            text = json.dumps(encoding.to_json(plan.to_json()))
+            text = json.dumps(encoding.to_json(as_json(plan)))
         else:
-            text = plan.mermaid() if form == "mermaid" else plan.text()
+            text = as_mermaid(plan) if form == "mermaid" else as_text(plan)
     finally:
         plan.close()
     write_out(text.rstrip("\n") + "\n")
-    return exits.OK
+    return terminal.OK
 
 
 def print_schema() -> int:
@@ -81,7 +88,7 @@ def print_schema() -> int:
     from pipedist.spec.json_schema import schema
 
     write_out(json.dumps(schema(), indent=2) + "\n")
-    return exits.OK
+    return terminal.OK
 
 
 def audit_run(run: str) -> int:
@@ -104,7 +111,7 @@ def audit_run(run: str) -> int:
     ledger = read_results(path, path).get("ledger") if finished else None
     found = audit(path / PRIVATE / "journal", finished=finished, ledger=ledger)
     write_out("\n".join(found.lines()) + "\n")
-    return exits.FAILED if found.problems else exits.OK
+    return terminal.FAILED if found.problems else terminal.OK
 
 
 def new_key_files(output: str) -> int:
@@ -149,4 +156,149 @@ def new_key_files(output: str) -> int:
         "code and data;\n"
         "with the first it can also impersonate the run, and have workers execute its code.\n"
     )
-    return exits.OK
+    return terminal.OK
+
+
+def explain_run(run: str, *, as_json: bool) -> int:
+    """Print what the run in an output folder waits for.
+
+    Args:
+        run: the output folder.
+        as_json: print one JSON document instead of lines.
+
+    Returns:
+        0; 1 if the run is not executing, and a summary of its journal was printed.
+
+    Raises:
+        UsageError: there is no run in the folder, or it does not reply.
+    """
+    import json
+
+    from pipedist.outputs.run_record import LIVE, PRIVATE, read_record
+    from pipedist.runs.diagnostics import VERSION, lines, query_status
+
+    path = Path(run)
+    record = read_record(path, path)
+    if record is None:
+        raise UsageError(
+            f"there is no run in {path}. RUN is the output folder of a run, such as out/NAME. A run without "
+            "outputs has none: use kill -USR1 PID, and read its standard error"
+        )
+    reply = query_status(path / PRIVATE / LIVE, REPLY_S)
+    if reply is not None:
+        try:
+            status: dict[str, Any] = json.loads(reply)
+        except ValueError:
+            raise UsageError(f"the run in {path} ended while it replied. Try again") from None
+        if status.get("pipedist_why") != VERSION:
+            raise UsageError(
+                f"the run in {path} uses another version of pipedist. Use that version's `pipedist why`"
+            )
+        write_out((reply.decode() if as_json else "\n".join(lines(status))) + "\n")
+        return terminal.OK
+    state = record.state if record.state in ("finished", "failed") else "unfinished"
+    journal = _journal(path / PRIVATE / "journal", finished=state == "finished")
+    status = {"pipedist_why": VERSION, "run": record.run, "state": state, "journal": journal}
+    write_out((json.dumps(status) if as_json else "\n".join([_ended(status, path), *journal])) + "\n")
+    return terminal.FAILED
+
+
+def _ended(status: dict[str, Any], path: Path) -> str:
+    reason = {
+        "finished": "has finished: it waits for nothing",
+        "failed": "has failed. Fix the problem, then rerun with --resume",
+        "unfinished": "is not executing: no process on this host replies (it was interrupted or killed, or it "
+        "runs on another host). Continue it with --resume",
+    }
+    return f"run {status['run']} in {path} {reason[status['state']]}"
+
+
+def _journal(folder: Path, *, finished: bool) -> list[str]:
+    from pipedist.journal.audit import audit
+    from pipedist.outputs.run_record import is_there
+
+    if not is_there(folder / "journal", folder.parent.parent):
+        return ["it has no journal"]
+    return audit(folder, finished=finished).lines()
+
+
+class LaunchOptions(Struct, frozen=True):
+    """Options common to the `launch` commands.
+
+    Args:
+        spec: path of the spec, as typed.
+        nodes, workers_per_node, gpus: see `pipedist.cluster.templates.request.Request`.
+        prints: print the text; nothing is ever submitted.
+    """
+
+    spec: str
+    nodes: int
+    workers_per_node: int | None
+    gpus: int
+    prints: bool
+
+
+def launch_slurm(options: LaunchOptions, *, time: str, port: int | None) -> int:
+    """Print a batch script.
+
+    Raises:
+        SpecError: the spec has mistakes.
+        UsageError: the options contradict each other or the spec.
+    """
+    from pipedist.cluster.templates import JobRequest, slurm_script
+    from pipedist.spec import load
+
+    _check_prints(options, "sbatch")
+    request = JobRequest.of(
+        load(options.spec),
+        nodes=options.nodes,
+        workers_per_node=options.workers_per_node,
+        gpus=options.gpus,
+    )
+    write_out(slurm_script(request, os.path.abspath(options.spec), time=time, port=port))
+    return terminal.OK
+
+
+def launch_kubernetes(
+    options: LaunchOptions, *, image: str, namespace: str, claim: str | None, spec_in_image: str | None
+) -> int:
+    """Print a JobSet, after comments with the commands that create the objects it refers to.
+
+    Raises:
+        SpecError: the spec has mistakes.
+        UsageError: the options contradict each other or the spec.
+    """
+    from ruamel.yaml import YAML
+
+    from pipedist.cluster.templates import JobRequest, jobset, jobset_commands
+    from pipedist.spec import load
+
+    _check_prints(options, "kubectl apply -f -")
+    spec = load(options.spec)
+    request = JobRequest.of(
+        spec, nodes=options.nodes, workers_per_node=options.workers_per_node, gpus=options.gpus
+    )
+    manifest = jobset(
+        request,
+        image=image,
+        namespace=namespace,
+        spec=spec_in_image or os.path.basename(options.spec),
+        in_image=spec_in_image is not None,
+        claim=claim,
+    )
+    commands = jobset_commands(request, namespace=namespace, spec=None if spec_in_image else options.spec)
+    text = io.StringIO()
+    text.writelines(f"# {line}\n" for line in ("Run once, before applying this manifest:", *commands))
+    yaml = YAML(typ="safe")
+    yaml.default_flow_style = False
+    yaml.sort_base_mapping_type_on_output = False  # type: ignore[assignment]  # the default is None
+    yaml.dump(manifest, text)
+    write_out(text.getvalue())
+    return terminal.OK
+
+
+def _check_prints(options: LaunchOptions, submit: str) -> None:
+    if not options.prints:
+        raise UsageError(
+            f"pipedist does not submit jobs. Print the script with --print, and pass it to `{submit}`"
+        )

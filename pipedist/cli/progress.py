@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
-from pipedist.cli.streams import write_error
+from pipedist.cli.terminal import write_error
 from pipedist.protocol import messages
 
 if TYPE_CHECKING:

@@ -48,10 +48,10 @@ class Row:
     """One finished value.
 
     Args:
-        name: of the stage.
-        verb: what the stage does: "reduce sum", "gather 0".
-        value: its value; the file's path where it was streamed into the file.
-        file: where it was written, or None.
+        name: name of the stage.
+        verb: operation of the stage: "reduce sum", "gather 0".
+        value: its value; the path of the file if it was streamed into a file.
+        file: the file that it was written to, or None.
     """
 
     name: str
@@ -233,9 +233,9 @@ class Records:
     """A dict or list of records, as cells.
 
     Args:
-        count: how many there are.
-        names: of the columns, after the key's.
-        rows: the key and the cells; at most `RECORDS_MAX`, and a last one that counts the others.
+        count: number of records.
+        names: names of the columns after the key.
+        rows: the key and the cells; at most `RECORDS_MAX`, and one that counts the others.
     """
 
     count: int
@@ -244,7 +244,7 @@ class Records:
 
 
 def records(value: Tree) -> Records | None:
-    """Return a dict (or list) of at least two records, None where the value is something else.
+    """Return a dict or list of at least two records; None for other values.
 
     A record is an object of single values; all have the same names. Floats are rounded to
     `CELL_DIGITS` digits: the exact values are in the file, or in `--json`.

@@ -12,8 +12,8 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from pipedist.cli import exits
-from pipedist.cli.streams import stdout_to_stderr, write_error, write_out
+from pipedist.cli import terminal
+from pipedist.cli.terminal import stdout_to_stderr, write_error, write_out
 from pipedist.core.types import Tree
 
 if TYPE_CHECKING:
@@ -93,8 +93,8 @@ def _execute(options: ReplayOptions) -> int:
             write_error(_failure_text(replay, outcome))
         if options.debug and outcome.error is not None:
             _debug(outcome.error)
-        return exits.FAILED
-    return exits.OK
+        return terminal.FAILED
+    return terminal.OK
 
 
 @contextmanager
@@ -104,7 +104,7 @@ def _recognizing_ctrl_c(is_gang: bool) -> Iterator[None]:
             raise _CtrlC
         # Only the end of the process ends the threads of the replicas.
         write_error(f"pipedist: Ctrl-C ended the call; its replicas were here:\n{_stacks()}")
-        os._exit(exits.interrupted(number))
+        os._exit(terminal.interrupted(number))
 
     before = signal.signal(signal.SIGINT, interrupt)
     try:

@@ -9,11 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from pipedist.cli import exits
-from pipedist.cli.diagnostics import StallReporter
-from pipedist.cli.interruption import Interruption
+from pipedist.cli import terminal
 from pipedist.cli.progress import ProgressTotals, Reporter, open_reporter
-from pipedist.cli.streams import stdout_to_stderr, write_error, write_out
+from pipedist.cli.signals import Interruption, StallReporter
+from pipedist.cli.terminal import stdout_to_stderr, write_error, write_out
 from pipedist.errors import PipedistError, RunCancelled, UsageError
 
 if TYPE_CHECKING:
@@ -93,7 +92,10 @@ def execute(options: RunOptions) -> int:
         UsageError: the options contradict each other; nothing ran.
     """
     if options.resume and options.restart:
-        raise UsageError("--resume and --restart exclude each other")
+        raise UsageError(
+            "--resume and --restart exclude each other. --resume continues the run in the output folder, "
+            "--restart discards it"
+        )
     if options.output == "":  # an unset shell variable; the current folder is `.`
         raise UsageError("--output is empty. Give a folder, such as --output out/NAME")
 
@@ -113,9 +115,9 @@ def execute(options: RunOptions) -> int:
         if _has_folder(outcome, options):
             again = ". Continue it with --resume, or start again with --restart"
         write_error(f"pipedist: {outcome.error}{again}\n")
-        return interruption.exit_code or exits.FAILED
+        return interruption.exit_code or terminal.FAILED
     if outcome.error is not None:
-        exits.report(outcome.error)
+        terminal.report(outcome.error)
         if outcome.result is None and outcome.resumable:
             write_error(
                 "Committed steps are kept. Fix the problem, then rerun with --resume, or start again with --restart\n"
@@ -125,10 +127,10 @@ def execute(options: RunOptions) -> int:
         if options.verify and outcome.result.restored is None:
             write_error(_verify_notice(options))
         if outcome.error is None:
-            return exits.QUARANTINED if outcome.result.ledger.quarantined else exits.OK
+            return terminal.QUARANTINED if outcome.result.ledger.quarantined else terminal.OK
     elif options.as_json:
         _print_document(outcome.document)
-    return exits.FAILED
+    return terminal.FAILED
 
 
 def _verify_notice(options: RunOptions) -> str:

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from pipedist.cli import exits
-from pipedist.cli.streams import stdout_to_stderr, write_error, write_out
+from pipedist.cli import terminal
+from pipedist.cli.terminal import stdout_to_stderr, write_error, write_out
 from pipedist.errors import UsageError
 
 SEEDS = 100
@@ -97,7 +97,7 @@ def execute(options: SimulateOptions) -> int:
                     failures.append(f"seed {seed}: {outcome.violation}\n  again: {simulation.replay(seed)}\n")
         except SimulationFailure as error:
             write_error(f"pipedist: {error}\n")
-            return exits.FAILED
+            return terminal.FAILED
         except KeyboardInterrupt as interrupt:  # findings so far are printed first
             interrupted = interrupt
     if simulated:
@@ -113,9 +113,9 @@ def execute(options: SimulateOptions) -> int:
             write_error(f"pipedist: {note}")
         raise interrupted
     if failure is not None:
-        exits.report(failure)
+        terminal.report(failure)
         write_error(_NOT_SIMULATED if not seeds else _ONLY_COMPARED)
-    return exits.FAILED if failures or failure is not None else exits.OK
+    return terminal.FAILED if failures or failure is not None else terminal.OK
 
 
 def parse_costs(text: str | None) -> dict[str, float]:

@@ -1,28 +1,32 @@
-"""The functions of a spec: found here, and checked to fit how they will be called."""
+"""Import the functions of a spec, check their signatures, and read the first values of its states."""
 
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 from msgspec import Struct
 
 from pipedist.core.functions import FunctionNotFound, load, reference, uncallable
-from pipedist.core.types import FunctionRef
+from pipedist.core.types import FunctionRef, Tree
 from pipedist.errors import Problem, UsageError
-from pipedist.spec import Spec
+from pipedist.plan.model import Granularity, StatePlan
+from pipedist.spec import GatherSpec, InitFile, InitFunction, InitLiteral, ReduceSpec, Spec, UpdateSpec
 
 
 class CallSignature(Struct, frozen=True):
-    """How a stage calls its function.
+    """The arguments with which a stage calls its function.
 
     Args:
-        args: what the positional arguments are, for people.
-        names: of the keyword arguments.
-        name: what the function is called in an error; "": its own name.
-        serves_calls: it is a run's: it may take a `ctx`, and may be a class, which is constructed with
-            the keyword arguments, and whose instances are called.
+        args: names of the positional arguments, for error messages.
+        names: names of the keyword arguments.
+        name: name of the function in error messages; "": its own name.
+        serves_calls: the function of a run: it may have a parameter `ctx`, and may be a class, which is
+            constructed with the keyword arguments, and whose instances are called.
     """
 
     args: tuple[str, ...]
@@ -32,11 +36,11 @@ class CallSignature(Struct, frozen=True):
 
 
 class Callables:
-    """Finds the functions of one spec.
+    """Imports and checks the functions of a spec.
 
     Args:
-        spec: whose they are.
-        problems: where what is missing or does not fit is noted.
+        spec: the spec.
+        problems: receives the problems.
     """
 
     def __init__(self, spec: Spec, problems: list[Problem]) -> None:
@@ -50,33 +54,33 @@ class Callables:
         place: tuple[str, ...],
         arguments: tuple[str, ...],
     ) -> FunctionRef | None:
-        """Return how a function travels to workers; None, and a note, where it can't be had here.
+        """Return a reference to a function; None, and a problem, if it can't be imported.
 
         Args:
-            place: of its name in the spec.
-            arguments: place of its keyword arguments.
+            place: path of the function's name in the spec.
+            arguments: path of its keyword arguments.
         """
-        note = self._problems.append
+        report = self._problems.append
         try:
             ref = reference(fn)
             found = load(ref, [str(self._spec.code)]) if ref.name else fn
         except (FunctionNotFound, UsageError) as error:
-            note(self._spec.problem(place, str(error)))
+            report(self._spec.problem(place, str(error)))
             return None
         if not callable(found):
             return ref
         if form.serves_calls and (wrong := uncallable(found, ref.label)):
-            note(self._spec.problem(place, wrong))
+            report(self._spec.problem(place, wrong))
         elif complaint := _unfit(found, form):
-            note(self._spec.problem(arguments if form.names else place, complaint))
+            report(self._spec.problem(arguments if form.names else place, complaint))
         return ref
 
 
 def _unfit(fn: Callable[..., Any], form: CallSignature) -> str | None:
-    """Return why a function can't be called so, None if it can."""
+    """Return why a function can't be called with these arguments; None if it can."""
     try:
         signature = inspect.signature(fn)
-    except (TypeError, ValueError):  # some built-in functions do not tell
+    except (TypeError, ValueError):  # some built-in functions have no signature
         return None
     constructs = form.serves_calls and inspect.isclass(fn)
     args = () if constructs else form.args
@@ -94,3 +98,71 @@ def _unfit(fn: Callable[..., Any], form: CallSignature) -> str | None:
 
 def _listed(parts: Iterable[str]) -> str:
     return ", ".join(parts)
+
+
+def plan_states(
+    spec: Spec, callables: Callables, functions: dict[str, FunctionRef], problems: list[Problem]
+) -> dict[str, StatePlan]:
+    """Return the plan of each state.
+
+    Args:
+        spec: a checked spec.
+        callables: imports the functions.
+        functions: receives the update functions.
+        problems: receives the problems.
+    """
+    states = {}
+    for name, stage in spec.stages.items():
+        if not isinstance(stage, UpdateSpec):
+            continue
+        place = ("stages", name)
+        with_ = CallSignature(("state", "value"), tuple(stage.with_))
+        update = callables.find(stage.update, with_, (*place, "update"), (*place, "with"))
+        if update is not None:
+            functions[name] = update
+        until = None
+        if stage.until is not None:
+            at = (*place, "until")
+            until = callables.find(stage.until, CallSignature(("old", "new")), at, at)
+        init: FunctionRef | None = None
+        arguments: dict[str, Tree] = {}
+        value: Tree = None
+        match stage.init:
+            case InitLiteral():
+                value = stage.init.value
+            case InitFunction(function, arguments):
+                form = CallSignature((), tuple(arguments))
+                at = (*place, "init")
+                init = callables.find(function, form, (*at, "function"), (*at, "with"))
+            case InitFile(path):
+                try:
+                    value = read_value(Path(spec.folder) / path)
+                except (OSError, ValueError) as error:
+                    reason = getattr(error, "strerror", None) or str(error)
+                    problems.append(
+                        spec.problem(
+                            (*place, "init", "file"),
+                            f"the first value of the state can't be read from {path}: {reason}",
+                            expected=f"a {Path(path).suffix} file, relative to the spec's folder",
+                        )
+                    )
+        source = spec.stages[stage.of]
+        per: Granularity = source.per if isinstance(source, ReduceSpec | GatherSpec) else "run"
+        states[name] = StatePlan(per, init, arguments, value, until)
+    return states
+
+
+def read_value(path: Path) -> Tree:
+    """Return the content of a .npy, .npz or .json file: an array, a dict of arrays, or any tree.
+
+    Raises:
+        OSError: the file can't be read.
+        ValueError: it has another format, or contains Python objects.
+    """
+    if path.suffix == ".json":
+        return json.loads(path.read_text(encoding="utf-8"))
+    loaded = np.load(path, allow_pickle=False)
+    if isinstance(loaded, np.ndarray):
+        return loaded
+    with loaded:
+        return dict(loaded)

@@ -1,4 +1,4 @@
-"""Spec -> Plan: opens the sources, imports the functions, orders the phases, and checks it all."""
+"""Compile a spec into a plan: open sources, import functions, order phases, check them all."""
 
 from __future__ import annotations
 
@@ -8,19 +8,20 @@ from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
+from pipedist.core import gpus as accelerators
 from pipedist.core.functions import FunctionNotFound, load, reference
-from pipedist.core.gpus import Supply
+from pipedist.core.gpus import Supply, spelled
 from pipedist.core.types import FunctionRef
 from pipedist.datasets.sources import Source, SourceError, open_source
 from pipedist.errors import PlanError, Problem, UsageError
-from pipedist.plan.callables import Callables, CallSignature
-from pipedist.plan.gpu_checks import check_gpus, supply_for
+from pipedist.plan.callables import Callables, CallSignature, plan_states
 from pipedist.plan.model import PassPlan, Plan
 from pipedist.plan.phases import ConflictingTrainingInputs, links_of, phases
-from pipedist.plan.states import plan_states
 from pipedist.plan.view import plural
 from pipedist.spec import TORCH_IMPLEMENTATIONS, ReduceSpec, RunSpec, Spec, StageSpec
 from pipedist.spec.training import Training, training_of
+
+_UNKNOWN = Supply(None, (), "workers that dial in bring them")
 
 
 def compile_plan(spec: Spec, *, workers: int, verify: bool = False, supply: Supply | None = None) -> Plan:
@@ -28,13 +29,13 @@ def compile_plan(spec: Spec, *, workers: int, verify: bool = False, supply: Supp
 
     Args:
         spec: a checked spec.
-        workers: number of worker processes; it decides nothing but whether the plan is possible, and how
-            GPUs are divided.
-        verify: have every call executed twice.
-        supply: the GPUs of a cluster that is there already; None: those of the spec's own.
+        workers: number of worker processes; it decides only whether the plan is possible, and how GPUs are
+            divided.
+        verify: execute every call twice.
+        supply: the GPUs of an open cluster; None: those of the spec's own cluster.
 
     Raises:
-        PlanError: listing everything that is missing or not possible here, with its place.
+        PlanError: with everything that is missing or not possible here, and its place.
     """
     problems: list[Problem] = []
     with ExitStack() as stack:
@@ -47,27 +48,27 @@ def compile_plan(spec: Spec, *, workers: int, verify: bool = False, supply: Supp
         ordered = _phases(spec, training, problems)
         if problems:
             raise PlanError(problems)
-        supply = supply or supply_for(spec, workers)
+        supply = supply or _supply_for(spec, workers)
         plan = Plan(spec, workers, sources, functions, states, ordered, supply, verify)
         problems += _check_gangs(plan)
         problems += _check_communication(plan)
-        problems += check_gpus(plan)
+        problems += _check_gpus(plan)
         if problems:
             raise PlanError(problems)
-        stack.pop_all()  # the sources are the plan's now
+        stack.pop_all()  # the plan closes its sources
     return plan
 
 
-# -- what is there ---------------------------------------------------------------------------
+# -- sources and functions ---------------------------------------------------------------------------
 
 
 def _open_sources(spec: Spec, problems: list[Problem], stack: ExitStack) -> dict[str, Source]:
     sources: dict[str, Source] = {}
-    forgiving = {_dataset_of(spec, name) for name, stage in spec.stages.items() if _sets_aside(stage)}
+    tolerant = {_dataset_of(spec, name) for name, stage in spec.stages.items() if _quarantines(stage)}
     for name, dataset in spec.datasets.items():
         place = ("datasets", name)
         config = dict(dataset.config)
-        if isinstance(config.get("call"), str):  # a callable is called here, and need not travel
+        if isinstance(config.get("call"), str):  # a callable is called in this process
             try:
                 config["call"] = load(reference(config["call"]), [str(spec.code)])
             except (FunctionNotFound, UsageError) as error:
@@ -76,7 +77,7 @@ def _open_sources(spec: Spec, problems: list[Problem], stack: ExitStack) -> dict
         try:
             source = open_source(dataset.kind, config, folder=Path(spec.folder))
             stack.callback(source.close)
-            if name not in forgiving:
+            if name not in tolerant:
                 source.probe()
         except SourceError as error:
             key = [part for part in (error.key, error.name) if part]
@@ -88,27 +89,27 @@ def _open_sources(spec: Spec, problems: list[Problem], stack: ExitStack) -> dict
             problems.append(
                 spec.problem(
                     (*place, "shuffle"),
-                    "shuffle needs random access, and this dataset can only be read from front to back",
+                    "shuffle needs random access, but this dataset can only be read sequentially",
                     expected="a source of arrays or files, or shuffle: false",
                 )
             )
     return sources
 
 
-def _sets_aside(stage: StageSpec) -> bool:
-    """Return whether a stage sets elements aside, also those that can't be read."""
+def _quarantines(stage: StageSpec) -> bool:
+    """Return whether a stage quarantines elements, including those that can't be read."""
     return isinstance(stage, RunSpec) and stage.on_error == "quarantine"
 
 
 def _dataset_of(spec: Spec, name: str) -> str:
-    """Return the dataset that a run comes from."""
+    """Return the dataset that a stage reads, directly or through other stages."""
     while name in spec.stages:
         name = spec.stages[name].of
     return name
 
 
 def _import_functions(spec: Spec, callables: Callables) -> dict[str, FunctionRef]:
-    """Return how the functions of runs and the combine functions travel."""
+    """Return references to the functions of runs and combines."""
     functions: dict[str, FunctionRef] = {}
     for name, stage in spec.stages.items():
         place = ("stages", name)
@@ -138,12 +139,14 @@ def _phases(
     try:
         return phases(spec, training)
     except ConflictingTrainingInputs as error:
-        problems.append(spec.problem(("stages", error.stage, "of"), str(error), expected="one reading"))
+        problems.append(
+            spec.problem(("stages", error.stage, "of"), str(error), expected="one input for all updates")
+        )
         return ()
 
 
 def _check_gangs(plan: Plan) -> Iterator[Problem]:
-    """A run in a gang is called with empty shards too: then what it reads must be there."""
+    """Check that the runs of a gang have an input for empty shards too."""
     for pass_ in plan.passes:
         division = plan.division(pass_.dataset)
         if not pass_.gang or division is None or not division.steps_per_epoch:
@@ -159,38 +162,86 @@ def _check_gangs(plan: Plan) -> Iterator[Problem]:
                 yield plan.spec.problem(
                     ("stages", name, "of"),
                     f"step {last} of an epoch has {plural(parts, 'shard')} for "
-                    f"{plural(division.replicas, 'replica')}, and an empty shard has no value of "
-                    f"`{stage.of}`, for `{name}` to join the collectives with",
+                    f"{plural(division.replicas, 'replica')}. An empty shard has no value of `{stage.of}`, but "
+                    f"`{name}` must join the collectives on every replica",
                     expected=f"`collectives: true` on `{stage.of}` too, or `drop_remainder: true`",
                 )
 
 
 def _check_communication(plan: Plan) -> Iterator[Problem]:
-    """The stages of a gang communicate alike; torch.distributed needs torch, and a worker a replica."""
+    """Check the communication options of gangs, and the needs of torch.distributed."""
     replicas = plan.spec.replicas
     for pass_ in plan.passes:
-        said = pass_.communication(plan.spec)
-        for name, collectives in said.items():
-            first = next(iter(said))
+        options = pass_.communication(plan.spec)
+        for name, collectives in options.items():
+            first = next(iter(options))
             place = ("stages", name, "collectives")
-            if collectives != said[first]:
+            if collectives != options[first]:
                 yield plan.spec.problem(
                     place,
-                    f"`{name}` and `{first}` are called in one gang, and say different things of its "
-                    "collectives",
+                    f"`{name}` and `{first}` run in the same gang but have different `collectives` settings",
                     expected=f"the same as in `{first}`, or `collectives: true`",
                 )
-            elif name == first and (road := collectives.implementation) in TORCH_IMPLEMENTATIONS:
+            elif name == first and (implementation := collectives.implementation) in TORCH_IMPLEMENTATIONS:
                 if replicas > plan.workers:
                     yield plan.spec.problem(
                         (*place, "implementation"),
-                        f"`{road}` needs a worker for each replica: there are {plural(replicas, 'replica')} "
+                        f"`{implementation}` needs a worker for each replica: there are {plural(replicas, 'replica')} "
                         f"on {plural(plan.workers, 'worker')}",
                         expected=f"--workers {replicas}, or `implementation: auto`",
                     )
                 if find_spec("torch") is None:
                     yield plan.spec.problem(
                         (*place, "implementation"),
-                        f"`{road}` goes through torch.distributed, and torch is not installed",
+                        f"`{implementation}` uses torch.distributed, but torch is not installed",
                         expected="pip install torch, or `implementation: auto`",
                     )
+
+
+def _supply_for(spec: Spec, workers: int) -> Supply:
+    """Return the GPUs of the workers of a spec's own cluster.
+
+    Args:
+        workers: number of workers.
+    """
+    needed = max((s.gpus for s in spec.stages.values() if isinstance(s, RunSpec)), default=0.0)
+    if not needed:
+        return Supply((0.0,) * workers, (), "no stage needs any")
+    if spec.cluster.launcher != "local":
+        return _UNKNOWN
+    return accelerators.supply(accelerators.found(), needed, workers)
+
+
+def _check_gpus(plan: Plan) -> Iterator[Problem]:
+    """Check that workers own enough GPUs for the calls of each stage."""
+    owned = plan.supply.owned
+    if owned is None:
+        return
+    for pass_ in plan.passes:
+        for name in pass_.runs:
+            stage = plan.spec.stages[name]
+            if not isinstance(stage, RunSpec) or not stage.gpus:
+                continue
+            place = ("stages", name, "resources", "gpus")
+            if max(owned, default=0.0) < stage.gpus:
+                yield plan.spec.problem(
+                    place,
+                    f"`{name}` needs {spelled(stage.gpus)} per call, but {_there(plan.supply)}",
+                    expected="a host with as many; or workers that dial in from one (`launcher: connect`); "
+                    "or no `resources`, if the function does not need them",
+                )
+            elif pass_.gang and plan.gpu_owners(pass_) < plan.spec.replicas:
+                yield plan.spec.problem(
+                    place,
+                    f"`{name}` is in a gang: its {plan.spec.replicas} replicas run at the same time, each on a "
+                    f"worker with {spelled(pass_.gpus)}, but only {plan.gpu_owners(pass_)} of {plan.workers} "
+                    f"workers have that; {_there(plan.supply)}",
+                    expected=f"`--workers {plan.spec.replicas}` and GPUs for each; or fewer replicas; or a "
+                    "fraction of a GPU for each, `gpus: 0.5`",
+                )
+
+
+def _there(supply: Supply) -> str:
+    count = len(supply.gpus)
+    there = "there is none" if count == 0 else "there is 1" if count == 1 else f"there are {count}"
+    return f"{there} here ({supply.how})"

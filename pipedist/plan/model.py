@@ -1,9 +1,9 @@
-"""The plan: what will be executed, in which phases."""
+"""The plan: the passes of a run, in phases."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 from msgspec import Struct
 
@@ -14,27 +14,27 @@ from pipedist.datasets.sources import Source
 from pipedist.spec import CollectivesSpec, RunSpec, Spec, StateRef, references
 
 Granularity = Literal["step", "epoch", "run"]
-"""How often something changes, or how much of a reading may begin at a time."""
+"""How often a state changes, or how much of a pass may start at a time."""
 
 DEFAULT_COLLECTIVES: Final = CollectivesSpec(implementation="auto", timeout_s=None, bytes_per_pack=0)
-"""What `collectives: true` says of how they communicate."""
+"""The communication options of `collectives: true`."""
 
 
 class PassPlan(Struct, frozen=True):
-    """One reading of one dataset in one phase: every call executes all of `runs`.
+    """One read of one dataset in one phase; every call executes all of `runs`.
 
     Args:
-        phase: counts from 0; a phase begins when the one before it is complete.
-        dataset: whose elements, steps and shards these are.
-        root: what the calls are given: the dataset, or a run of an earlier phase, whose
-            committed values are read again.
+        phase: number of the phase, from 0; a phase starts when the previous one is complete.
+        dataset: the dataset that is divided into steps and shards.
+        root: the input of the calls: the dataset, or a run of an earlier phase, whose committed values are
+            read again.
         runs: the run stages, in the order of execution.
         folds: the reduce and gather stages of the root and the runs.
         kept: runs whose values a later phase reads.
         updates: the updates that its steps feed, in the order in which they are applied.
-        follows: the dataset after each of whose epochs this one is read once; "" for a reading of its own.
-        gang: the calls of a step run at once.
-        gpus: how many a call needs: as many as the run that needs most.
+        follows: the dataset after each of whose epochs this pass reads its own once; "" if there is none.
+        gang: the calls of a step run at the same time.
+        gpus: GPUs that a call needs; the maximum of its runs.
     """
 
     phase: int
@@ -49,29 +49,29 @@ class PassPlan(Struct, frozen=True):
     gpus: float = 0.0
 
     def communication(self, spec: Spec) -> dict[str, CollectivesSpec]:
-        """Return what its runs say of their collectives, by name; those that say nothing are left out."""
-        said: dict[str, CollectivesSpec] = {}
+        """Return the communication options of its runs, by name; runs with the default are skipped."""
+        found: dict[str, CollectivesSpec] = {}
         for name in self.runs:
             stage = spec.stages[name]
             if isinstance(stage, RunSpec) and stage.collectives and stage.collectives != DEFAULT_COLLECTIVES:
-                said[name] = stage.collectives
-        return said
+                found[name] = stage.collectives
+        return found
 
     @property
     def name(self) -> str:
-        """Return a name for people: the stages that its calls execute."""
+        """A readable name: the stages that its calls execute."""
         return " -> ".join(self.runs) if self.runs else self.root
 
 
 class StatePlan(Struct, frozen=True):
-    """How a state begins and ends; its update is in `Plan.functions`.
+    """The first value of a state, and the end of its epochs; its update is in `Plan.functions`.
 
     Args:
         per: run, epoch or step: how often it changes.
-        init: the function that makes its first value; None where that is known.
-        arguments: of `init`.
-        value: its first value, where `init` is None.
-        until: the function that says when the epochs end; None where none does.
+        init: the function that returns its first value; None if `value` is its first value.
+        arguments: keyword arguments of `init`.
+        value: its first value, if `init` is None.
+        until: the function that decides when the epochs end; None if none does.
     """
 
     per: Granularity
@@ -82,17 +82,17 @@ class StatePlan(Struct, frozen=True):
 
 
 class Plan(Struct, frozen=True):
-    """A spec that can be carried out here.
+    """A spec that can be executed here.
 
     Args:
-        spec: what was planned.
-        workers: how many worker processes there will be; never part of the result.
+        spec: the planned spec.
+        workers: number of worker processes; never part of the result.
         sources: the opened source of each dataset.
-        functions: how each function of a run or an update, and each combine function, travels to workers.
-        states: by the name of their update.
+        functions: references to the functions of runs, updates and combines, by stage.
+        states: the states, by the name of their update.
         phases: the passes of each phase; those of one phase run together.
         supply: the GPUs of the workers.
-        verify: every call is executed twice, and its results are compared; never part of the result.
+        verify: execute every call twice, and compare the results; never part of the result.
     """
 
     spec: Spec
@@ -110,7 +110,7 @@ class Plan(Struct, frozen=True):
         return tuple(p for phase in self.phases for p in phase)
 
     def division(self, dataset: str) -> Division | None:
-        """Return how a dataset is divided, None where its length is not known before it was read."""
+        """Return how a dataset is divided; None if its length is unknown before it is read."""
         length = self.sources[dataset].length
         if length is None:
             return None
@@ -118,7 +118,7 @@ class Plan(Struct, frozen=True):
         return Division(length, d.batch, self.spec.replicas, d.drop_remainder)
 
     def epochs(self, pass_: PassPlan) -> int:
-        """Return how often a pass reads its dataset, at most."""
+        """Return how often a pass reads its dataset at most."""
         return self.spec.datasets[pass_.follows or pass_.dataset].epochs
 
     def states_read(self, pass_: PassPlan) -> tuple[str, ...]:
@@ -135,44 +135,30 @@ class Plan(Struct, frozen=True):
         return tuple(dict.fromkeys(found))
 
     def granularity(self, pass_: PassPlan) -> Granularity:
-        """Return how much of a pass may begin before the updates that it feeds are applied.
+        """Return how much of a pass may start before the updates that it feeds are applied.
 
-        A step or an epoch at a time, if a stage reads a state that changes so often, or an `until` is
-        asked so often; everything ("run"), where nothing of it hangs on them.
+        One step or epoch at a time, if a stage reads a state that changes that often, or an `until` is
+        called that often; everything ("run") if no stage depends on the updates.
         """
-        asked = [name for name in pass_.updates if self.states[name].until is not None]
-        pers = {self.states[name].per for name in (*self.states_read(pass_), *asked)}
+        ending = [name for name in pass_.updates if self.states[name].until is not None]
+        pers = {self.states[name].per for name in (*self.states_read(pass_), *ending)}
         return "step" if "step" in pers else "epoch" if "epoch" in pers else "run"
 
     @property
     def gpus_needed(self) -> float:
-        """How many GPUs a call needs, of the pass that needs most; 0 for none."""
+        """GPUs that a call needs at most, over all passes."""
         return max((p.gpus for p in self.passes), default=0.0)
 
     @property
     def training(self) -> PassPlan | None:
-        """The pass whose steps feed the updates, None where the spec has none."""
+        """The pass whose steps feed the updates; None if the spec has no updates."""
         return next((p for p in self.passes if p.updates), None)
+
+    def gpu_owners(self, pass_: PassPlan) -> int:
+        """Return the number of workers that own the GPUs which a call of a pass needs."""
+        return sum(gpus >= pass_.gpus for gpus in self.supply.owned or ())
 
     def close(self) -> None:
         """Close the sources."""
         for source in self.sources.values():
             source.close()
-
-    def text(self) -> str:
-        """Return the plan for people."""
-        from pipedist.plan.view import as_text
-
-        return as_text(self)
-
-    def mermaid(self) -> str:
-        """Return the plan as a Mermaid flow chart."""
-        from pipedist.plan.view import as_mermaid
-
-        return as_mermaid(self)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the plan as a JSON document."""
-        from pipedist.plan.view import as_json
-
-        return as_json(self)

@@ -1,13 +1,13 @@
-"""The order of execution: which stages share a pass, and which passes a phase.
+"""Group the stages of a spec into passes, and the passes into phases.
 
-A phase is forced by a value that must be finished before it is read (`${stages.NAME}` in a
-`with`, or `after`). A run stage is in the phase of what it reads, or later if its `with` or
-`after` say so; then the values of the run it reads are kept, and read again, rather than
-computed twice: what was committed first is what every reader sees.
+A new phase is needed for a value that must be complete before it is read (`${stages.NAME}` in a `with`, or
+`after`). A run stage is in the phase of its input, or in a later one because of its `with` or `after`; then the
+values of its input are kept and read again, not computed twice: every reader sees the values that were committed
+first.
 
-What takes turns in a training (`pipedist.spec.training`) is in ONE phase: the pass whose steps feed
-the updates, and beside it, for each held-out dataset, the pass that follows its epochs. Other
-stages of the feeding dataset share its pass where they can: its epochs may end early.
+All passes of a training (`pipedist.spec.training`) are in ONE phase: the pass whose steps feed the updates, and
+a pass for each held-out dataset, which follows its epochs. Other stages of the feeding dataset share its pass if
+possible, because its epochs may end early.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from pipedist.spec.training import Links, Training
 
 
 class ConflictingTrainingInputs(Exception):
-    """The updates of a spec are fed by two readings, which can't take turns.
+    """The updates of a spec have two inputs that are not read in one pass.
 
     Args:
-        stage: that reads something else than the others.
+        stage: a stage whose input differs from that of the others.
     """
 
     def __init__(self, stage: str, of: str, other: str) -> None:
         self.stage = stage
         super().__init__(
             f"the updates are fed by {of!r} here and by {other!r} elsewhere, and one of these is kept "
-            "from an earlier phase: they are not read together"
+            "from an earlier phase: they can't be read in one pass"
         )
 
 
 def links_of(spec: Spec) -> dict[str, Links]:
-    """Return what each stage depends on."""
+    """Return the dependencies of each stage."""
     links = {}
     for name, stage in spec.stages.items():
         found = references(getattr(stage, "with_", {}))
@@ -54,7 +54,7 @@ def phases(spec: Spec, training: Training | None) -> tuple[tuple[PassPlan, ...],
     """Return the passes of each phase.
 
     Raises:
-        ConflictingTrainingInputs: see there.
+        ConflictingTrainingInputs: the updates have two inputs.
     """
     places = _Places(spec, training)
     groups: dict[tuple[int, str], list[str]] = {}
@@ -88,7 +88,7 @@ def phases(spec: Spec, training: Training | None) -> tuple[tuple[PassPlan, ...],
 
 
 class _Places:
-    """Where each stage is executed: its phase, and what the pass it is in begins with."""
+    """The phase of each stage, and the root of its pass."""
 
     def __init__(self, spec: Spec, training: Training | None) -> None:
         self._spec = spec
@@ -108,7 +108,7 @@ class _Places:
             self._put(name, self._least(name))
 
     def dataset_of(self, root: str) -> str:
-        """Return the dataset that a pass reads, at first or second hand."""
+        """Return the dataset that a pass reads, directly or through kept values."""
         while root in self._spec.stages:
             root = self._spec.stages[root].of
         return root
@@ -140,7 +140,7 @@ class _Places:
         self.training_pass = (number, root)
 
     def _least(self, name: str) -> int:
-        """Return the first phase that a stage may be in, by what it reads: epochs that may end come first."""
+        """Return the earliest phase of a stage; it is after a training that may end the stage's epochs early."""
         if self._training is None or self.training_pass is None:
             return 0
         feeder = self._training.feeder
@@ -150,7 +150,7 @@ class _Places:
         return number if root == feeder else number + 1
 
     def _topological(self) -> list[str]:
-        """Return all stages, what is read or waited for before what does so, otherwise as written."""
+        """Return all stages in dependency order; independent stages keep their order in the spec."""
         graph: TopologicalSorter[str] = TopologicalSorter()
         for name, links in self._links.items():
             graph.add(name, *(o for o in _needs(links) if o in self._spec.stages))

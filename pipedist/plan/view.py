@@ -1,4 +1,4 @@
-"""How a plan is shown: text for people, Mermaid for documents, JSON for programs."""
+"""Render a plan: text for people, Mermaid for documents, JSON for programs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any
 from pipedist.core.gpus import spelled
 from pipedist.core.types import Tree
 from pipedist.datasets.sources.paths import hindrance
-from pipedist.plan.gpu_checks import owners
 from pipedist.plan.model import PassPlan, Plan
 from pipedist.spec import (
     GatherSpec,
@@ -20,7 +19,7 @@ from pipedist.spec import (
 )
 
 _WHEN = {"step": "after each step", "epoch": "after each epoch", "run": "once, at the end"}
-"""When a state changes."""
+"""The time when a state changes."""
 
 
 def plural(count: int, noun: str) -> str:
@@ -31,22 +30,22 @@ def plural(count: int, noun: str) -> str:
 
 
 def as_text(plan: Plan) -> str:
-    """Return the plan for people."""
+    """Return the plan as text for people."""
     spec = plan.spec
     replicas = spec.replicas
     sizes = {d.batch for d in spec.datasets.values()}
     head = (
-        f"{plural(replicas, 'replica')} (decide{'s' if replicas == 1 else ''} the result) "
-        f"on {plural(plan.workers, 'worker')} (never do{'es' if plan.workers == 1 else ''})"
+        f"{plural(replicas, 'replica')} (part of the result) "
+        f"on {plural(plan.workers, 'worker')} (never part of it)"
     )
     if len(sizes) == 1:
         batch = sizes.pop()
-        head += f"; {batch} element{'s' * (batch != 1)} a step, {-(-batch // replicas)} a replica"
+        head += f"; {batch} element{'s' * (batch != 1)} per step, {-(-batch // replicas)} per replica"
     lines = [head, "", f"{spec.name}: seed {spec.seed}, {_launcher(plan)}"]
     for name, dataset in spec.datasets.items():
         lines += ["", f"dataset {name}: {dataset.kind}, {_extent(plan, name)}"]
         lines += [f"  {line}" for line in _ranges(plan, name)]
-        lines.append(f"  {_road(plan, name)}")
+        lines.append(f"  {_delivery(plan, name)}")
     for number, phase in enumerate(plan.phases):
         lines += ["", f"phase {number + 1} of {len(plan.phases)}"]
         for pass_ in phase:
@@ -69,14 +68,14 @@ def _extent(plan: Plan, name: str) -> str:
     steps = f"{plural(division.steps_per_epoch, 'step')} of {dataset.batch:,}"
     text = f"{plural(division.length, 'element')}, {steps}"
     if dataset.epochs > 1:
-        text += f" an epoch, {plural(dataset.epochs, 'epoch')}"
+        text += f" per epoch, {plural(dataset.epochs, 'epoch')}"
     if dataset.shuffle:
         text += ", shuffled"
     return text
 
 
 def element_ranges(plan: Plan, name: str) -> list[tuple[int, list[tuple[int, int]]]]:
-    """Return, for the first and the last step of an epoch, each replica's range of positions."""
+    """Return each replica's range of positions in the first and the last step of an epoch."""
     division = plan.division(name)
     if division is None or division.steps_per_epoch == 0:
         return []
@@ -101,19 +100,19 @@ def _ranges(plan: Plan, name: str) -> list[str]:
     return lines
 
 
-def _road(plan: Plan, name: str) -> str:
+def _delivery(plan: Plan, name: str) -> str:
     source = plan.sources[name]
     if not source.portable:
         return f"shards are sent to the workers: {source.why_not_portable}"
     if plan.spec.cluster.launcher == "local":
         return "workers read their own shards"
     if why := hindrance(source):
-        return f"workers on this host read their own shards; to others they are sent: {why}"
+        return f"workers on this host read their own shards; they are sent to others: {why}"
     if source.config["kind"] == "range":
         return "workers read their own shards"
     return (
         "workers that see the same files (path, size, time of change) read their own shards; "
-        "to others they are sent"
+        "they are sent to others"
     )
 
 
@@ -147,18 +146,18 @@ def _pass_lines(plan: Plan, pass_: PassPlan) -> list[str]:
 
 
 def _gpus(plan: Plan, pass_: PassPlan) -> str:
-    need = f"needs {spelled(pass_.gpus)} a call"
+    need = f"needs {spelled(pass_.gpus)} per call"
     if plan.supply.owned is None:
         return f"{need}: {plan.supply.how}"
-    return f"{need}: {owners(plan, pass_)} of {plural(plan.workers, 'worker')} own it ({plan.supply.how})"
+    return f"{need}: {plan.gpu_owners(pass_)} of {plural(plan.workers, 'worker')} own it ({plan.supply.how})"
 
 
 def _gang(plan: Plan, pass_: PassPlan) -> str:
     replicas = plan.spec.replicas
     workers = plural(replicas if pass_.gpus else min(replicas, plan.workers), "worker")
-    roads = {each.implementation for each in pass_.communication(plan.spec).values()} - {"auto"}
-    through = f", collectives through {roads.pop()}" if roads else ""
-    return f"a gang of {plural(replicas, 'replica')}: at once, on {workers}{through}"
+    used = {each.implementation for each in pass_.communication(plan.spec).values()} - {"auto"}
+    through = f", collectives through {used.pop()}" if used else ""
+    return f"a gang of {plural(replicas, 'replica')}: at the same time, on {workers}{through}"
 
 
 def _update(plan: Plan, name: str) -> str:
@@ -258,7 +257,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
                 for step, bounds in element_ranges(plan, name)
             ],
             "read_by": "workers" if plan.sources[name].portable else "scheduler",
-            "road": _road(plan, name),
+            "delivery": _delivery(plan, name),
         }
     return {
         "format": 1,

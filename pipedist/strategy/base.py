@@ -1,4 +1,4 @@
-"""What all strategies can do: run functions, combine values, change variables, be current."""
+"""The base of all strategies: run functions, combine values, update variables, enter scopes."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from pipedist.core import trees
 from pipedist.core.misuse_hints import TfNames
 from pipedist.core.types import Tree
 from pipedist.strategy import variables
-from pipedist.strategy.context import require_cross_replica, scope_of
-from pipedist.strategy.inputs import InputStrategy
+from pipedist.strategy.context import VariableOwner, require_cross_replica, scope_of
+from pipedist.strategy.distributed import InputStrategy
 from pipedist.strategy.variables import Variable
 from pipedist.values import Mirrored, PerReplica, ReduceOp
 from pipedist.worker.strategy_views import ReplicaStrategy
 from pipedist.worker.variables.access import component as component_of
 
 _INLINE_BYTES_MAX: Final = 2**20
-"""Larger values are combined in a thread: the loop that feeds the workers must not stand still."""
+"""Larger values are combined in a thread, so that the event loop keeps feeding the workers."""
 
 
 _TF_NAMES: Final = {
@@ -37,43 +37,31 @@ _TF_NAMES: Final = {
     "experimental_local_results": "`local_results`",
     "experimental_make_numpy_dataset": "`make_numpy_dataset`",
     "experimental_run_v2": "`run`",
-    "extended": "its methods stand on the strategy itself",
+    "extended": "the methods of the strategy itself",
     "unwrap": "`local_results`",
 }
 
 
-class BaseStrategy(InputStrategy, TfNames):
-    """Owns R replicas: runs functions on them, and combines what they return."""
+class BaseStrategy(InputStrategy, VariableOwner, TfNames):
+    """Owns R replicas, runs functions on them, and combines the results."""
 
     _tf_names: ClassVar = _TF_NAMES
 
-    pickled_alike: ClassVar = True
-    """In a function it is pickled to the same bytes at any time."""
-
-    _is_default: ClassVar = False
-    """The strategy outside of every scope: nothing of it leaves this process."""
+    pickles_identically: ClassVar = True
+    """A strategy that a function captures always pickles to the same bytes."""
 
     def __init__(self, replicas: int, devices: tuple[str, ...] = ()) -> None:
         super().__init__(replicas)
         self._devices = devices
-        self._forgotten: deque[int] = deque()
-        """Spaces of variables that nobody has any more."""
+        self.unused_spaces: deque[int] = deque()
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """What each replica computes on, in order of replica id: `ctx.device` of its functions."""
+        """The device of each replica, in order of replica id: `ctx.device` in its functions."""
         return self._devices or ("cpu",) * self._replicas
-
-    def _make_variable(self, *_args: Any, **_options: Any) -> object | None:
-        """Return a variable of the strategy's own kind; None: it has none but `pipedist.Variable`.
-
-        Args: those of `pipedist.Variable`.
-        """
-        return None
 
     @property
     def _variables_in_one_place(self) -> bool:
-        """Whether there is one copy of every variable, an on_read one too."""
         return self._identity
 
     @abstractmethod
@@ -85,28 +73,28 @@ class BaseStrategy(InputStrategy, TfNames):
     ) -> Tree:
         """Call `fn` on every replica.
 
-        It runs in worker processes, on copies of what it captures: what it changes there, other than by
-        returning it or assigning to a `pipedist.Variable`, is lost.
+        `fn` runs in worker processes, on copies of the objects that it captures. Changes to them are lost;
+        only its return value and assignments to `pipedist.Variable`s are kept.
 
-        Where it is cancelled, the workers still do the step, and nothing of it counts; the next run that uses
-        variables begins after it. A step that hangs ends with its workers: `LocalCluster.restart`.
+        If `run` is cancelled, the workers still execute the step, and its results are discarded; the next
+        run that uses variables starts after it. To end a step that hangs, end its workers with
+        `LocalCluster.restart`.
 
         Args:
-            fn: a replica function, sync or async; with a parameter named `ctx` it also gets the
+            fn: a replica function, sync or async; if it has a parameter named `ctx`, it also gets the
                 ReplicaContext.
-            args, kwargs: its arguments; each replica gets its own component wherever a PerReplica
-                stands in them, and a copy of everything else. Arrays arrive read-only.
+            args, kwargs: its arguments; each replica gets its own component of each PerReplica, and a copy
+                of everything else. Arrays are read-only in the function.
 
         Returns:
-            What it returned, in its structure, with every leaf a PerReplica; None stays None.
+            The result, in its structure, with every leaf a PerReplica; None stays None.
 
         Raises:
-            TypeError: `fn` can't be called, `kwargs` is no mapping, or an argument can't be sent to
-                workers (UnsendableError, which names its place).
-            ValueError: `args` is neither tuple nor list; an argument has another number of components
-                than there are replicas; or the replicas returned different structures (the text shows
-                two).
-            CallError: `fn` raised; of several replicas, the lowest one's exception is `__cause__`.
+            TypeError: `fn` is not callable, `kwargs` is not a mapping, or an argument can't be sent to
+                workers (UnsendableError, which names its path).
+            ValueError: `args` is neither tuple nor list; the number of components of an argument is not the
+                number of replicas; or the replicas returned different structures (the text shows two).
+            CallError: `fn` raised; `__cause__` is the exception of the lowest replica that failed.
             RuntimeError: called inside a replica function.
         """
 
@@ -114,26 +102,27 @@ class BaseStrategy(InputStrategy, TfNames):
         """Return a context manager that makes this strategy current: `with strategy.scope():`.
 
         Raises:
-            RuntimeError: on entering, where another strategy is current.
+            RuntimeError: on entering, if another strategy is current.
         """
         return scope_of(self)
 
     async def reduce(self, reduce_op: ReduceOp | str, value: Tree, axis: int | Sequence[int] | None) -> Tree:
-        """Combine the replicas' values to one (tf.distribute.Strategy.reduce).
+        """Combine the replicas' values into one (tf.distribute.Strategy.reduce).
 
         Args:
             reduce_op: a ReduceOp or its name.
-            value: a tree with PerReplica leaves. An on_write variable counts as its value, an on_read
-                one as what each replica has.
+            value: a tree with PerReplica leaves. An on_write variable stands for its value, an on_read
+                variable for the values of the replicas.
             axis: None: across replicas, element by element; an int, or several: also along these
-                axes of every component. It must be said; MEAN with an axis divides by the true
-                number of rows, with None by the number of replicas, empty ones included.
+                axes of every component. MEAN with an axis divides by the true number of rows, with None
+                by the number of replicas, empty ones included.
 
         Returns:
             A tree of the same structure, without PerReplica.
 
         Raises:
-            ValueError: there is no such op or axis, shapes don't fit, or SUM of a plain value.
+            ValueError: the op is unknown, the axis is out of range, shapes differ, or a plain value has no
+                such reduction.
             TypeError: a dtype can't be reduced; the text names the leaf.
             OverflowError: an integer result does not fit its dtype.
             RuntimeError: called inside a replica function.
@@ -144,14 +133,14 @@ class BaseStrategy(InputStrategy, TfNames):
         return await _computed(partial(values.reduce, reduce_op, whole, axis, self._replicas), whole)
 
     async def reduce_to(self, reduce_op: ReduceOp | str, value: Tree) -> Tree:
-        """Combine the replicas' values, and give the result to every replica (`extended.reduce_to`).
+        """Reduce, and give the result to every replica (tf: `extended.reduce_to`).
 
         Args:
             reduce_op, value: as for `reduce`, with axis None.
 
         Returns:
-            A tree of the same structure whose leaves are Mirrored; of a strategy whose values are its
-            one replica's own, plain.
+            A tree of the same structure with Mirrored leaves; plain leaves if the strategy keeps values
+            plain (one_device, default).
 
         Raises:
             ValueError, TypeError, OverflowError, RuntimeError: as for `reduce`.
@@ -159,33 +148,33 @@ class BaseStrategy(InputStrategy, TfNames):
         return self.broadcast(await self.reduce(reduce_op, value, axis=None))
 
     async def batch_reduce_to(self, reduce_op: ReduceOp | str, batch: Sequence[Tree]) -> list[Tree]:
-        """Combine several values at once (`extended.batch_reduce_to`).
+        """Reduce several values with one call (tf: `extended.batch_reduce_to`).
 
         Args:
             reduce_op: for all of them.
             batch: the values, each as for `reduce_to`.
 
         Returns:
-            What `reduce_to` gives for each.
+            The result of `reduce_to` for each.
 
         Raises:
-            ValueError, TypeError, OverflowError, RuntimeError: as for `reduce`; the text names the place.
+            ValueError, TypeError, OverflowError, RuntimeError: as for `reduce`; the text names the leaf.
         """
         reduced: list[Tree] = await self.reduce_to(reduce_op, list(batch))
         return reduced
 
     def broadcast(self, value: Tree) -> Tree:
-        """Give every replica the same value (`extended.broadcast_to`).
+        """Give every replica the same value (tf: `extended.broadcast_to`).
 
         Args:
-            value: a tree without PerReplica leaves. A variable counts as its value.
+            value: a tree without PerReplica leaves. A variable stands for its value.
 
         Returns:
-            A tree of the same structure whose leaves are Mirrored; of a strategy whose values are its
-            one replica's own, the value.
+            A tree of the same structure with Mirrored leaves; the value itself if the strategy keeps
+            values plain.
 
         Raises:
-            ValueError: there is a PerReplica in it: it has a value for each replica already.
+            ValueError: a leaf is a PerReplica, which has one value per replica already.
             RuntimeError: called inside a replica function.
         """
         require_cross_replica("Strategy.broadcast")
@@ -206,22 +195,23 @@ class BaseStrategy(InputStrategy, TfNames):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Tree:
-        """Let a function change a variable outside of replica functions (`extended.update`).
+        """Change a variable by a function, outside of replica functions (tf: `extended.update`).
 
         Args:
             variable: made in this strategy's scope.
-            fn: called here as `fn(copy, *args, **kwargs)`, once for each value that the variable has:
-                once for all replicas, or, if it is on_read, for each. `copy` has `value`, `assign`,
-                `assign_add` and `assign_sub`.
-            args, kwargs: of a PerReplica in them each replica's copy gets its component.
+            fn: called in this process as `fn(copy, *args, **kwargs)`, once for each value of the variable:
+                once for all replicas, or once for each if the variable is on_read. `copy` has `value`,
+                `assign`, `assign_add` and `assign_sub`.
+            args, kwargs: a copy of replica r gets component r of a PerReplica in them.
 
         Returns:
-            What it returned, per replica.
+            The results, per replica.
 
         Raises:
-            ValueError: the replicas have one value, and an argument has one for each, which is not
-                Mirrored; or it does not fit; or the variable was made in no scope, or another strategy's.
-            TypeError: `variable` is no variable, or `fn` can't be called.
+            ValueError: the replicas share one value, and an argument is a PerReplica that is not Mirrored;
+                or the number of its components is wrong; or the variable was not made in this strategy's
+                scope.
+            TypeError: `variable` is not a variable, or `fn` is not callable.
             RuntimeError: called inside a replica function, or while a run uses the variable.
         """
         require_cross_replica("Strategy.update")
@@ -237,18 +227,18 @@ class BaseStrategy(InputStrategy, TfNames):
         return variables.update(self, variable, fn, args, kwargs)
 
     async def gather(self, value: Tree, axis: int) -> Tree:
-        """Put the replicas' values end to end (tf.distribute.Strategy.gather).
+        """Concatenate the replicas' values (tf.distribute.Strategy.gather).
 
         Args:
             value: a tree with PerReplica leaves, of arrays whose shapes differ along `axis` only.
-            axis: the axis along which they are put together, in order of replica id.
+            axis: the axis of concatenation; the order is that of replica ids.
 
         Returns:
-            A tree of the same structure, without PerReplica. A strategy whose values are its one
-            replica's own returns the value as it is.
+            A tree of the same structure, without PerReplica; the value itself if the strategy keeps
+            values plain.
 
         Raises:
-            ValueError: there is no such axis, or shapes don't fit.
+            ValueError: the axis is out of range, or sizes along other axes differ.
             RuntimeError: called inside a replica function.
         """
         require_cross_replica("Strategy.gather")
@@ -259,20 +249,20 @@ class BaseStrategy(InputStrategy, TfNames):
         return await _computed(partial(values.gather, given, axis, self._replicas), given)
 
     def local_results(self, value: Tree) -> tuple[Tree, ...]:
-        """Return what each replica has, as a tuple in order of replica id.
+        """Return the value of each replica, as a tuple in order of replica id.
 
         Args:
             value: a PerReplica, a variable, or a tree of them; a plain value gives a tuple of one, and so
-                does a variable that the strategy keeps in one place.
+                does a variable of which the strategy keeps one copy.
 
         Raises:
             ValueError: a PerReplica has another number of components.
-            TypeError: a value is a coroutine: an `await` is missing.
+            TypeError: a value is a coroutine, because an `await` is missing.
         """
         return values.local_results(self._components(value, mirrored=True), self._replicas)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A strategy that a replica function has captured arrives there as its replica's side of it."""
+        """Pickle as the replica's view of the strategy, for functions that capture it."""
         return ReplicaStrategy, (self._replicas,)
 
     def __repr__(self) -> str:
@@ -282,17 +272,17 @@ class BaseStrategy(InputStrategy, TfNames):
         if self._identity:
             return components[0]
         if all(type(component) in _LEAVES for component in components):
-            return PerReplica(components)  # the common case, cheaper
+            return PerReplica(components)  # frequent, and faster
         return values.per_replica(components)
 
     def _own(self, value: Tree) -> Tree:
         return values.select(value, 0)
 
     def _components(self, value: Tree, *, mirrored: bool) -> Tree:
-        """Return a value with what the replicas have in place of variables.
+        """Return the value with each variable replaced by its values.
 
         Args:
-            mirrored: also where all have the same, which is a plain value otherwise.
+            mirrored: replace a variable with one value by a Mirrored, not by the plain value.
         """
         if type(value) is PerReplica:
             return value
@@ -312,10 +302,10 @@ class BaseStrategy(InputStrategy, TfNames):
         kwargs: Mapping[str, Any] | None,
         argument: Callable[[Variable], Any] | None = None,
     ) -> list[Tree]:
-        """Return what each replica is called with: (args, kwargs).
+        """Return the arguments of each replica: (args, kwargs).
 
         Args:
-            argument: what travels in place of a variable; None: the variable.
+            argument: returns the value that is sent in place of a variable; None: the variable itself.
         """
         if not isinstance(args, list | tuple):
             raise ValueError(
@@ -323,7 +313,7 @@ class BaseStrategy(InputStrategy, TfNames):
             )
         if kwargs is not None and not isinstance(kwargs, Mapping):
             raise TypeError(f"kwargs is {kwargs!r} of type {type(kwargs).__name__}; expected a dict")
-        if not kwargs and all(type(arg) in _ARGUMENTS for arg in args):  # the common case, cheaper
+        if not kwargs and all(type(arg) in _ARGUMENTS for arg in args):  # frequent, and faster
             self._check_components(args)
             return [
                 (tuple([arg[replica] if type(arg) is PerReplica else arg for arg in args]), {})
@@ -356,16 +346,16 @@ class BaseStrategy(InputStrategy, TfNames):
 
 
 _LEAVES: Final = frozenset({np.ndarray, int, float, bool, str, bytes, complex})
-"""Types of results that are leaves, and not None."""
+"""Types of results that are leaves other than None."""
 
 _ARGUMENTS: Final = _LEAVES | {PerReplica}
-"""Types of arguments that are leaves, and travel as they are."""
+"""Types of arguments that are leaves, and are sent unchanged."""
 
 
 async def _computed(compute: Callable[[], Tree], value: Tree) -> Tree:
-    """Compute on the loop if the value is small, else in a thread."""
+    """Compute in the event loop if the value is small, else in a thread."""
     if _bytes_of(value) <= _INLINE_BYTES_MAX:
-        # No more than a look: a step's barrier, where the loop has its turn, comes with its `run`.
+        # Does not yield to the event loop: the `run` of each step does.
         await anyio.lowlevel.checkpoint_if_cancelled()
         return compute()
     return await anyio.to_thread.run_sync(compute)

@@ -1,40 +1,116 @@
-"""Closures before they are sent: a function and its arguments, as they are when it is scheduled."""
+"""Closures: calls scheduled on a parameter server's workers, and their results.
+
+A closure is prepared when it is scheduled: its function is serialized, its arguments are copied, and its
+variables are noted. Its RemoteValue gets its result when it commits.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import concurrent.futures
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
+import anyio
 import msgspec
 import numpy as np
 
 from pipedist.core import trees
 from pipedist.core.functions import reference
 from pipedist.core.types import FunctionRef, Tree
-from pipedist.errors import UsageError
+from pipedist.errors import PipedistError, UsageError
 from pipedist.strategy.context import NotForReplicas
-from pipedist.strategy.parameters import CommitOrder, ParameterVariable, capturing
+from pipedist.strategy.parameter_server import CommitOrder, ParameterVariable, capturing
 from pipedist.strategy.per_worker import AS_ARGUMENT, PerWorkerDataset, PerWorkerIterator
-from pipedist.strategy.remote_value import RemoteValue
 from pipedist.worker.variables.access import ShardedVariable
 from pipedist.worker.variables.closures import VariablePlaceholder, closure_of
+
+
+class ClosureCancelled(PipedistError, concurrent.futures.CancelledError):
+    """A closure was cancelled because an earlier one failed.
+
+    `__cause__` is the error of the earlier one. The changes and the result of the cancelled closure are
+    discarded, even if it was executed. (tf.distribute raises tf.errors.CancelledError.)
+    """
+
+
+class RemoteValue:
+    """The future of a closure (tf: RemoteValue); made by `schedule`.
+
+    `await value`, or `await value.fetch()`, returns the result of the closure. A RemoteValue can also be an
+    argument of a closure that is scheduled later, which then gets the result.
+    """
+
+    __slots__ = ("_done", "_error", "_order", "_result", "label", "number")
+
+    def __init__(self, number: int, label: str, order: CommitOrder) -> None:
+        self.number = number
+        """The number of closures that were scheduled before."""
+        self.label = label
+        """The function's name."""
+        self._order = order
+        self._done = anyio.Event()
+        self._result: Tree = None
+        self._error: Exception | None = None
+
+    @property
+    def done(self) -> bool:
+        """Whether the closure has committed, failed or was cancelled."""
+        return self._done.is_set()
+
+    async def fetch(self) -> Tree:
+        """Wait until the closure has committed, and return its result, with read-only NumPy arrays.
+
+        Raises:
+            CallError: the closure raised; `__cause__` is its exception.
+            ClosureCancelled: an earlier closure failed.
+            OutOfRangeError: a per-worker dataset among its arguments has no more elements.
+            RunCancelled, WorkersLost: the cluster was closed, or has failed.
+        """
+        await self._done.wait()
+        self._order.observe(self.number)
+        return self._outcome()
+
+    def __await__(self) -> Generator[Any, Any, Tree]:
+        return self.fetch().__await__()
+
+    def _outcome(self) -> Tree:
+        """Return the result, or raise the error, of a closure that is done."""
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+    def _resolve(self, result: Tree) -> None:
+        self._result = result
+        self._done.set()
+
+    def _fail(self, error: Exception) -> None:
+        self._error = error
+        self._done.set()
+
+    def __reduce__(self) -> NoReturn:
+        raise NotForReplicas("a RemoteValue can't be captured by a closure: pass it as an argument")
+
+    def __repr__(self) -> str:
+        state = "pending" if not self.done else "failed" if self._error is not None else "done"
+        return f"<RemoteValue of closure {self.number}, {self.label}: {state}>"
+
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """(args, kwargs)"""
 
 
 @dataclass(slots=True, eq=False)
-class Scheduled:
-    """A closure that has not had its turn.
+class ScheduledClosure:
+    """A closure that has not committed.
 
     Args:
-        function: what the worker calls.
-        arguments: (args, kwargs); with RemoteValues, and VariablePlaceholders for variables.
-        variables: those that it has, by number.
-        reads: version of them that it reads at least.
+        function: the function that the worker calls.
+        arguments: (args, kwargs), with RemoteValues, and with VariablePlaceholders for variables.
+        variables: its variables, by number.
+        reads: the version of the variables that it reads.
         value: its future.
-        outcome: what it sent back, or the error; None until it is known.
+        outcome: (result, error); None until it is known.
     """
 
     function: FunctionRef
@@ -45,11 +121,11 @@ class Scheduled:
     outcome: tuple[Tree, Exception | None] | None = None
 
     def needs(self) -> list[RemoteValue]:
-        """Return the results that it has among its arguments."""
+        """Return the RemoteValues among its arguments."""
         return [leaf for leaf in trees.flatten(self.arguments)[0] if isinstance(leaf, RemoteValue)]
 
     def filled(self) -> Tree:
-        """Return what is sent, when the results that it needs are known and its version is there.
+        """Return the arguments to send; the results it needs and its version must be available.
 
         Raises:
             Exception: a closure whose result it needs has failed.
@@ -64,29 +140,29 @@ class Scheduled:
 
 
 class ClosureBuilder:
-    """What a closure is made of, taken from the caller's hands.
+    """Prepares a closure, so that later changes by the caller do not affect it.
 
     Args:
         fn: the function.
-        arguments: checked; arrays that can be written are copied.
-        turns: of the strategy.
+        arguments: (args, kwargs); writable arrays are copied.
+        order: the commit order of the strategy.
 
     Raises:
-        TypeError: a per-worker dataset in place of its iterator.
-        ValueError: a variable or a RemoteValue of another strategy.
+        TypeError: an argument is a per-worker dataset, not its iterator.
+        ValueError: an argument is a variable or a RemoteValue of another strategy.
         UsageError: `fn` can't be sent.
     """
 
-    def __init__(self, fn: Callable[..., Any], arguments: Arguments, turns: CommitOrder) -> None:
+    def __init__(self, fn: Callable[..., Any], arguments: Arguments, order: CommitOrder) -> None:
         self._fn = fn
-        self._turns = turns
+        self._order = order
         with capturing() as self.variables:
             self._function = _reference(fn)
         for variable in self.variables.values():
-            _require_own(variable, turns)
+            _require_own(variable, order)
         self._leaves, self._treedef = trees.flatten(arguments)
         self.iterators: dict[PerWorkerIterator, Tree] = {}
-        """The per-worker iterators among the arguments, with the elements that they stand for."""
+        """The per-worker iterators among the arguments, and the elements taken from them."""
         self._error: Exception | None = None
         for place, leaf in enumerate(self._leaves):
             match leaf:
@@ -94,64 +170,68 @@ class ClosureBuilder:
                     self._leaves[place] = self._placeholder([leaf], "")
                 case ShardedVariable():
                     self._leaves[place] = self._placeholder(leaf.variables, leaf.name)
-                case RemoteValue() if leaf._turns is not turns:
-                    raise ValueError(f"{leaf!r} is another coordinator's: fetch it, and give its result")
+                case RemoteValue() if leaf._order is not order:
+                    raise ValueError(
+                        f"{leaf!r} belongs to another coordinator: fetch it, and pass its result"
+                    )
                 case np.ndarray() if leaf.flags.writeable:
-                    self._leaves[place] = leaf.copy()  # the caller may use the memory again too early
+                    self._leaves[place] = leaf.copy()  # the caller may write to it
                 case PerWorkerIterator():
                     self.iterators[leaf] = None
                 case PerWorkerDataset():
                     raise TypeError(AS_ARGUMENT)
 
     def _placeholder(self, variables: Sequence[object], name: str) -> VariablePlaceholder:
-        """Return what is sent in place of a variable, which becomes one of the closure's."""
+        """Add a variable to the closure, and return what is sent in its place."""
         numbers = []
         for variable in variables:
-            own = _require_own(variable, self._turns)
+            own = _require_own(variable, self._order)
             self.variables[own.number] = own
             numbers.append(own.number)
         return VariablePlaceholder(numbers, name)
 
     async def take(self, worker: int) -> None:
-        """Take the next element of each iterator; what goes wrong is the closure's error.
+        """Take the next element of each iterator; an error of reading becomes the closure's error.
 
         Args:
-            worker: the logical worker whose turn it is.
+            worker: number of the logical worker.
         """
         for iterator in self.iterators:
             try:
                 self.iterators[iterator] = await iterator.take(worker)
-            except Exception as error:  # reading the user's data may raise anything
+            except Exception as error:  # reading user data may raise any exception
                 self._error = self._error or error
         self._leaves = [
             self.iterators[leaf] if isinstance(leaf, PerWorkerIterator) else leaf for leaf in self._leaves
         ]
 
-    def scheduled(self, number: int, reads: int) -> Scheduled:
+    def scheduled(self, number: int, reads: int) -> ScheduledClosure:
         """Return the closure.
 
         Args:
-            number: of the closure.
-            reads: version of the variables that it reads.
+            number: number of the closure.
+            reads: the version of the variables that it reads.
         """
         function = self._function
         if self.variables:
             function = msgspec.structs.replace(
                 reference(closure_of(self._fn, function)), label=function.label
             )
-        return Scheduled(
+        return ScheduledClosure(
             function,
             trees.unflatten(self._treedef, self._leaves),
             self.variables,
             reads,
-            RemoteValue(number, function.label, self._turns),
+            RemoteValue(number, function.label, self._order),
             None if self._error is None else (None, self._error),
         )
 
 
-def _require_own(variable: object, turns: CommitOrder) -> ParameterVariable:
-    if not isinstance(variable, ParameterVariable) or not variable.is_of(turns):
-        raise ValueError(f"{variable!r} is another strategy's: only closures of its own coordinator use it")
+def _require_own(variable: object, order: CommitOrder) -> ParameterVariable:
+    if not isinstance(variable, ParameterVariable) or not variable.is_of(order):
+        raise ValueError(
+            f"{variable!r} belongs to another strategy: only closures of that one's coordinator can use it"
+        )
     return variable
 
 

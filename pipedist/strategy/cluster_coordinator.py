@@ -1,16 +1,15 @@
 """Schedules closures on the workers of a parameter server (tf.distribute's ClusterCoordinator).
 
 Theory of operation. A closure is a call of an ordinary pass: any free worker executes it, and another
-one does if that worker dies. Closures are sent in order of scheduling, and run at the same time in
-any order; but each has its TURN in order of scheduling, once, however often it was tried. In its turn
-its changes to variables are carried out and its RemoteValue gets its result. So the values of variables
-and results follow from the program alone, not from the number, speed or fate of workers.
+worker executes it again if that one dies. Closures are sent in the order in which they were scheduled, and
+run concurrently; but they COMMIT in that order, each once, however often it was retried. When a closure
+commits, its changes to variables are applied and its RemoteValue gets its result. Thus the values of
+variables and results follow from the program alone, not from the number, speed or failures of workers.
 
-A closure that fails ends the series: the closures before it have had their turns, and the ones after it
-are cancelled, whether they were executed or not. The error surfaces once more, at `join` or at the next
-`schedule`; then the coordinator can be used again.
+If a closure fails, the closures before it have committed, and the later ones are cancelled, executed or not.
+The error is raised once more, by `join` or by the next `schedule`; then the coordinator can be used again.
 
-Everything happens on the event loop, in `_advance`, which never waits: there are no tasks.
+All of it happens in the event loop, in `_advance`, which never waits: there are no tasks.
 """
 
 from __future__ import annotations
@@ -32,23 +31,21 @@ from pipedist.core.misuse_hints import AsyncOnly
 from pipedist.core.types import Tree
 from pipedist.datasets.logical import Dataset
 from pipedist.errors import RunCancelled, UsageError
-from pipedist.strategy.closures import ClosureBuilder, Scheduled
+from pipedist.strategy.closures import ClosureBuilder, ClosureCancelled, RemoteValue, ScheduledClosure
 from pipedist.strategy.context import require_cross_replica
-from pipedist.strategy.parameter_server import ParameterServerStrategy
-from pipedist.strategy.parameters import apply
-from pipedist.strategy.passes import SLOT, Passes
+from pipedist.strategy.parameter_server import ParameterServerStrategy, apply
+from pipedist.strategy.passes import SLOT, FunctionPasses
 from pipedist.strategy.per_worker import PerWorkerDataset, per_worker_datasets
-from pipedist.strategy.remote_value import ClosureCancelled, RemoteValue
 
 CLOSURES_MAX: Final = 256
-"""Closures that may be scheduled and not have had their turn; tf.distribute's queue has that length."""
+"""Default limit of scheduled closures that have not committed; the length of tf.distribute's queue."""
 
 STALENESS: Final = 8
-"""Turns that a closure may miss, if nothing else is said."""
+"""Default number of commits that a closure may miss."""
 
 
 class ClusterCoordinator(AsyncOnly):
-    """Executes functions on the workers, asynchronously (tf.distribute.coordinator.ClusterCoordinator).
+    """Schedules functions on the workers (tf: ClusterCoordinator).
 
         strategy = pipedist.ParameterServerStrategy(cluster)
         async with pipedist.ClusterCoordinator(strategy) as coordinator:
@@ -56,22 +53,22 @@ class ClusterCoordinator(AsyncOnly):
             await coordinator.join()
             print(await value)
 
-    Leaving `async with` joins. Without `async with` it works too; then `join` before the end, or errors
-    stay unseen.
+    Leaving the `async with` block joins. Without the block, call `join` at the end: otherwise errors are
+    not raised.
 
     Args:
         strategy: a ParameterServerStrategy without another coordinator.
-        staleness: turns that a closure which has variables may miss, at least 0. A closure that is
-            scheduled as number k reads the variables after the turn of closure k - staleness - 1, or later
-            ones that the program has joined or fetched before. It is sent when that turn is over, so
-            staleness + 1 closures run at a time: give at least the number of workers. A variable that
-            changes keeps staleness + 2 values at most.
-        closures_max: closures that may wait for their turns; `schedule` waits while there are more.
+        staleness: number of commits that a closure with variables may miss, at least 0. Closure number k
+            reads the variables as they are after closure k - staleness - 1 has committed, or a later
+            version that the program has joined or fetched before. It is sent after that commit, so at most
+            staleness + 1 closures run at a time: choose at least the number of workers. A variable keeps at
+            most staleness + 2 values.
+        closures_max: limit of scheduled closures that have not committed; `schedule` waits at the limit.
 
     Raises:
-        TypeError: `strategy` is no ParameterServerStrategy, or a number is no int.
+        TypeError: `strategy` is not a ParameterServerStrategy, or a number is not an int.
         ValueError: a number is out of range.
-        UsageError: the strategy has a coordinator.
+        UsageError: the strategy has another coordinator.
     """
 
     def __init__(
@@ -87,22 +84,22 @@ class ClusterCoordinator(AsyncOnly):
             )
         self._staleness = check_int("staleness", staleness, at_least=0)
         self._closures_max = check_int("closures_max", closures_max, at_least=1)
-        strategy._coordinated_by(self)
+        strategy._attach_coordinator()
         self._strategy = strategy
-        self._turns = strategy._turns
-        self._passes: Passes | None = None
+        self._order = strategy._order
+        self._passes: FunctionPasses | None = None
         self._scheduling = anyio.Lock()
         self._changed = anyio.Event()
         self._number = 0
-        """Of the next closure."""
-        self._deal = 0
-        """Closures that have read per-worker datasets."""
-        self._pending: deque[Scheduled] = deque()
-        """Closures that have not had their turns."""
-        self._waiting: deque[Scheduled] = deque()
-        """Those of them that were not sent."""
+        """Number of the next closure."""
+        self._dataset_reads = 0
+        """Number of closures that have read per-worker datasets."""
+        self._uncommitted: deque[ScheduledClosure] = deque()
+        """Closures that have not committed, in order."""
+        self._unsent: deque[ScheduledClosure] = deque()
+        """The last of them, which were not sent yet."""
         self._error: Exception | None = None
-        """Of the closure that failed, until it has surfaced."""
+        """Error of the closure that failed, until it is raised."""
         self._advancing = False
         self._closed = False
 
@@ -111,7 +108,7 @@ class ClusterCoordinator(AsyncOnly):
         """The strategy whose workers execute the closures."""
         return self._strategy
 
-    # -- for programs ------------------------------------------------------------------------
+    # -- public methods ------------------------------------------------------------------------
 
     async def schedule(
         self,
@@ -119,24 +116,23 @@ class ClusterCoordinator(AsyncOnly):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> RemoteValue:
-        """Have a worker call `fn`, and return the future of its result without waiting for it.
+        """Schedule a call of `fn` on a worker, and return the future of its result.
 
-        It waits only while `closures_max` closures wait for their turns, and for the elements of
-        per-worker datasets.
+        It waits only while `closures_max` closures have not committed, and for the elements of per-worker
+        datasets.
 
         Args:
-            fn: a function, sync or async. Variables that it captures can be read and assigned in it.
-            args, kwargs: its arguments, as they are now. A RemoteValue stands for its result, the
-                iterator of a per-worker dataset for the next element; variables can be read and
-                assigned.
+            fn: a function, sync or async. It can read and assign variables that it captures.
+            args, kwargs: its arguments, as they are now. A RemoteValue is replaced by its result, the
+                iterator of a per-worker dataset by the next element; variables can be read and assigned.
 
         Raises:
-            TypeError: `fn` can't be called, or `kwargs` is no mapping.
-            ValueError: `args` is neither tuple nor list, or there is a variable or RemoteValue of
-                another strategy among the arguments.
+            TypeError: `fn` is not callable, or `kwargs` is not a mapping.
+            ValueError: `args` is neither tuple nor list, or an argument is a variable or a RemoteValue of
+                another strategy.
             UsageError: `fn` can't be sent; or the coordinator is closed.
             RuntimeError: called inside a replica function.
-            Exception: the error of a closure that failed, once; this one is not scheduled then.
+            Exception: the error of an earlier closure, once; then this one is not scheduled.
         """
         require_cross_replica("ClusterCoordinator.schedule")
         if not callable(fn):
@@ -145,42 +141,41 @@ class ClusterCoordinator(AsyncOnly):
             )
         async with self._scheduling:
             await anyio.lowlevel.checkpoint()
-            while len(self._pending) >= self._closures_max:
+            while len(self._uncommitted) >= self._closures_max:
                 await self._changed.wait()
             self._check_open()
             closure = await self._prepared(fn, args, kwargs)
-            self._check_open()  # reading an element takes time
+            self._check_open()  # it may have been closed while an element was read
             self._number += 1
-            self._pending.append(closure)
-            self._waiting.append(closure)
+            self._uncommitted.append(closure)
+            self._unsent.append(closure)
             self._advance()
         return closure.value
 
     async def join(self) -> None:
-        """Wait until all closures have had their turns.
+        """Wait until all closures have committed.
 
         Raises:
-            Exception: the error of the closure that failed, once; of several, the one that was
-                scheduled first. A CallError, where the function raised.
+            Exception: the error of the first closure that failed, once; a CallError if its function raised.
         """
         await anyio.lowlevel.checkpoint()
-        while self._pending:
+        while self._uncommitted:
             await self._changed.wait()
-        self._turns.look()
-        self._surface()
+        self._order.observe_latest()
+        self._raise_failure()
 
     def done(self) -> bool:
-        """Return whether all closures have had their turns. An error surfaces elsewhere."""
-        return not self._pending
+        """Return whether all closures have committed, failed or were cancelled; raises no error."""
+        return not self._uncommitted
 
     async def fetch(self, value: Tree) -> Tree:
-        """Return a tree with results in place of RemoteValues, waiting for them.
+        """Wait for the RemoteValues of a tree, and return the tree with their results.
 
         Args:
-            value: any tree; what is no RemoteValue stays as it is.
+            value: any tree; other leaves are returned unchanged.
 
         Raises:
-            Exception: as `RemoteValue.fetch`; of several, that of the closure that was scheduled first.
+            Exception: as `RemoteValue.fetch` raises it, for the closure that was scheduled first.
         """
         remote = [leaf for leaf in trees.flatten(value)[0] if isinstance(leaf, RemoteValue)]
         for each in sorted(remote, key=lambda each: each.number):
@@ -190,24 +185,24 @@ class ClusterCoordinator(AsyncOnly):
     def create_per_worker_dataset(
         self, dataset_or_dataset_fn: Dataset | Callable[..., Any]
     ) -> PerWorkerDataset:
-        """Return a dataset that closures read, through an iterator for each logical worker.
+        """Return a dataset for closures, with an iterator for each logical worker.
 
             batches = iter(coordinator.create_per_worker_dataset(dataset_fn))
             await coordinator.schedule(step, args=(batches,))  # step gets an element
 
         Args:
-            dataset_or_dataset_fn: a Dataset, which every worker reads as a whole, so that with W
-                workers each element comes W times; what the strategy distributes, alike; or a
-                function that returns either, called once a worker: with nothing, or, where it has a
-                parameter, with `InputContext(W, worker, 1)`, to divide the elements by.
+            dataset_or_dataset_fn: a Dataset or a distributed dataset of the strategy, which every worker
+                reads as a whole: with W workers each element is read W times. Or a function that returns
+                either, called once per worker: without arguments, or with `InputContext(W, worker, 1)` if
+                it has a parameter, to read only a part of the elements.
 
         Raises:
-            ValueError: it is none of these. What the function raises comes through.
+            ValueError: it is none of these. Exceptions of the function are passed on.
         """
         return PerWorkerDataset(per_worker_datasets(dataset_or_dataset_fn, self._strategy.workers))
 
     async def aclose(self) -> None:
-        """Cancel what has not had its turn, and let the workers forget the functions."""
+        """Cancel the closures that have not committed, and unload the functions from the workers."""
         self._closed = True
         self._cancel("the coordinator was closed", None)
         if self._passes is not None:
@@ -227,72 +222,72 @@ class ClusterCoordinator(AsyncOnly):
         finally:
             await self.aclose()
 
-    # -- turns -------------------------------------------------------------------------------
+    # -- order of commits -------------------------------------------------------------------------------
 
     async def _prepared(
         self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None
-    ) -> Scheduled:
-        """Return a closure with its arguments as they are now."""
+    ) -> ScheduledClosure:
+        """Return a closure with copies of its arguments."""
         [arguments] = self._strategy._arguments(args, kwargs)
-        parts = ClosureBuilder(fn, arguments, self._turns)
+        parts = ClosureBuilder(fn, arguments, self._order)
         if parts.iterators:
-            await parts.take(self._deal % self._strategy.workers)
-            self._deal += 1  # where nothing was taken, it is still that worker's turn
+            await parts.take(self._dataset_reads % self._strategy.workers)
+            self._dataset_reads += 1  # after the await: a cancelled read does not count
         reads = self._number - self._staleness if parts.variables else 0
-        return parts.scheduled(self._number, max(self._turns.known, reads))
+        return parts.scheduled(self._number, max(self._order.observed, reads))
 
     def _advance(self) -> None:
-        """Let closures have their turns, and send others, as far as that goes now."""
-        if self._advancing:  # what comes back while something is sent is seen below
+        """Commit and send as many closures as possible."""
+        if self._advancing:  # called from `_send_next`: the loop below sees the result
             return
         self._advancing = True
         try:
-            while self._end_turn() or self._send():
+            while self._commit_next() or self._send_next():
                 pass
         finally:
             self._advancing = False
 
-    def _send(self) -> bool:
-        """Send the next closure, if there is one that can go."""
-        if not self._waiting:
+    def _send_next(self) -> bool:
+        """Send the next closure, if there is one and its inputs are available."""
+        if not self._unsent:
             return False
-        closure = self._waiting[0]
-        if closure.reads > self._turns.over or not all(value.done for value in closure.needs()):
+        closure = self._unsent[0]
+        if closure.reads > self._order.committed or not all(value.done for value in closure.needs()):
             return False
-        self._waiting.popleft()
+        self._unsent.popleft()
         if closure.outcome is not None:
             return True
-        self._turns.readable = max(self._turns.readable, closure.value.number - self._staleness)
+        self._order.oldest_readable = max(self._order.oldest_readable, closure.value.number - self._staleness)
         using = ExitStack()
         try:
             arguments = closure.filled()
             if self._passes is None:
-                self._passes = Passes(self._strategy.cluster.coordinator, 1, self._strategy._seed)
+                self._passes = FunctionPasses(self._strategy.cluster.coordinator, 1, self._strategy._seed)
             handle = using.enter_context(self._passes.using(closure.function))
-            handle.begin_step([arguments], partial(self._answered, closure, using))
-        except Exception as error:  # a result that it needs, or the cluster, has failed
-            self._answered(closure, using, [], error)
+            handle.begin_step([arguments], partial(self._on_result, closure, using))
+        except Exception as error:  # another closure whose result it needs, or the cluster, has failed
+            self._on_result(closure, using, [], error)
         return True
 
-    def _answered(
-        self, closure: Scheduled, using: ExitStack, parts: list[Slots], error: BaseException | None
+    def _on_result(
+        self, closure: ScheduledClosure, using: ExitStack, parts: list[Slots], error: BaseException | None
     ) -> None:
-        """A closure has returned, or has failed for good."""
+        """Record the result of a closure, or its final error."""
         using.__exit__(type(error) if error is not None else None, error, None)
         if error is None:
             closure.outcome = (parts[0][SLOT], None)
         elif isinstance(error, Exception):
             closure.outcome = (None, error)
         else:
-            closure.outcome = (None, RunCancelled(f"closure {closure.value.label} was given up: {error!r}"))
+            closure.outcome = (None, RunCancelled(f"closure {closure.value.label} was abandoned: {error!r}"))
         self._advance()
 
-    def _end_turn(self) -> bool:
-        """Let the next closure have its turn, if its outcome is known."""
-        if not self._pending or self._pending[0].outcome is None:
+    def _commit_next(self) -> bool:
+        """Commit the next closure, if its outcome is known."""
+        if not self._uncommitted or self._uncommitted[0].outcome is None:
             return False
-        closure = self._pending.popleft()
-        assert closure.outcome is not None  # mypy can't know that it is the same one
+        closure = self._uncommitted.popleft()
+        assert closure.outcome is not None  # for mypy: it was checked above
         result, error = closure.outcome
         number = closure.value.number
         if error is None and closure.variables:
@@ -304,35 +299,35 @@ class ClusterCoordinator(AsyncOnly):
         if error is not None:
             closure.value._fail(error)
             self._error = error
-            self._cancel(f"one before it failed: {type(error).__name__}: {error}", error)
+            self._cancel(f"an earlier one failed: {type(error).__name__}: {error}", error)
         else:
-            self._turns.over = number + 1
+            self._order.committed = number + 1
             closure.value._resolve(result)
         self._wake()
         return True
 
     def _cancel(self, reason: str, cause: Exception | None) -> None:
-        """Let no closure have its turn that waits for it."""
-        for closure in self._pending:
+        """Cancel all closures that have not committed."""
+        for closure in self._uncommitted:
             cancelled = ClosureCancelled(f"closure {closure.value.label} was cancelled: {reason}")
             cancelled.__cause__ = cause
             closure.value._fail(cancelled)
-        self._pending.clear()
-        self._waiting.clear()
-        self._turns.over = self._number
+        self._uncommitted.clear()
+        self._unsent.clear()
+        self._order.committed = self._number
         self._wake()
 
     def _check_open(self) -> None:
-        """Raise the error of the closure that failed, or that there is no coordinator any more."""
-        self._surface()
+        """Raise the error of a closure that failed, or UsageError if the coordinator is closed."""
+        self._raise_failure()
         if self._closed:
-            raise UsageError("this coordinator is closed: make another one for another strategy")
+            raise UsageError("this coordinator is closed. Create another one, for another strategy")
 
-    def _surface(self) -> None:
-        """Raise the error of the closure that failed, if it has not been raised yet."""
+    def _raise_failure(self) -> None:
+        """Raise the error of the closure that failed, unless it was raised already."""
         if self._error is not None:
             error, self._error = self._error, None
-            self._turns.look()
+            self._order.observe_latest()
             raise error
 
     def _wake(self) -> None:

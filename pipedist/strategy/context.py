@@ -1,78 +1,106 @@
-"""Which strategy is current, and on which side of it the caller is (tf.distribute's contexts).
+"""The current strategy, and the side of it that the caller is on (tf.distribute's contexts).
 
 | caller | has_strategy | in_cross_replica_context | get_strategy |
 |---|---|---|---|
 | outside of any scope | False | False | the default strategy |
 | inside `with strategy.scope():` | True | True | the strategy |
-| in a replica function of a strategy | True | False | its side of the strategy: `ctx.strategy` |
-| in a function that `ctx.merge_call` runs | True | True | the strategy, as far as it is there |
+| in a replica function of a strategy | True | False | the replica's view of it: `ctx.strategy` |
+| in a function that `ctx.merge_call` runs | True | True | the worker's view of the strategy |
 | in a function that the default strategy runs | False | False | the default strategy |
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING
+from typing import Any, ClassVar, TypeVar
 
 from pipedist.worker.context import get_replica_context
-from pipedist.worker.strategy_views import MergeStrategy, ReplicaStrategy
 from pipedist.worker.strategy_views import current_strategy as _merging
 
-if TYPE_CHECKING:
-    from pipedist.strategy.base import BaseStrategy
 
-_current: ContextVar[BaseStrategy | None] = ContextVar("pipedist_strategy", default=None)
+class VariableOwner(ABC):
+    """The part of a strategy that scopes and variables use."""
+
+    is_default: ClassVar[bool] = False
+    """The strategy outside of every scope: its variables stay in this process."""
+
+    unused_spaces: deque[int]
+    """Spaces of variables that were garbage collected; the next run drops them."""
+
+    @property
+    @abstractmethod
+    def num_replicas_in_sync(self) -> int:
+        """R, the number of replicas."""
+
+    @property
+    @abstractmethod
+    def _variables_in_one_place(self) -> bool:
+        """Whether there is one copy of every variable, also of an on_read one."""
+
+    def _make_variable(self, *_args: Any, **_options: Any) -> object | None:
+        """Return a variable of the strategy's own kind; None if it uses `pipedist.Variable`.
+
+        Args: those of `pipedist.Variable`.
+        """
+        return None
+
+
+_Owner = TypeVar("_Owner", bound=VariableOwner)
+
+_current: ContextVar[VariableOwner | None] = ContextVar("pipedist_strategy", default=None)
 """Set by `scope()`; a task that is started inside a scope inherits it."""
 
 _default_runs: ContextVar[bool] = ContextVar("pipedist_default_runs", default=False)
 """Whether the replica context, if there is one, belongs to the default strategy."""
 
+_default: list[VariableOwner] = []
+"""The default strategy, once its module is imported."""
+
 
 class NotForReplicas(ValueError):
-    """Something that feeds all replicas was about to be used inside a replica function."""
+    """An object that serves all replicas was about to be used inside a replica function."""
 
 
-def get_strategy() -> BaseStrategy | ReplicaStrategy | MergeStrategy:
-    """Return the current strategy; outside of any scope, the default one."""
-    context = get_replica_context()
-    if context is not None and not _default_runs.get():
-        return context.strategy
-    return _merging.get() or current_strategy()
+def set_default_strategy(strategy: VariableOwner) -> None:
+    """Make this the strategy outside of every scope."""
+    _default[:] = [strategy]
 
 
-def current_strategy() -> BaseStrategy:
-    """Return the strategy whose scope this is; outside of any scope, the default one."""
-    current = _current.get()
-    if current is not None:
-        return current
-    from pipedist.strategy.default import DEFAULT  # it is made of classes that import this module
+def current_strategy() -> VariableOwner:
+    """Return the strategy of the current scope; outside of any scope, the default one."""
+    return _current.get() or _default[0]
 
-    return DEFAULT
+
+def in_replica_function() -> bool:
+    """Return whether the caller is in a replica function of a strategy other than the default one."""
+    return get_replica_context() is not None and not _default_runs.get()
 
 
 def has_strategy() -> bool:
-    """Return whether another strategy than the default one is current."""
+    """Return whether a strategy other than the default one is current."""
     if get_replica_context() is not None:
         return not _default_runs.get()
     return _merging.get() is not None or _current.get() is not None
 
 
 def in_cross_replica_context() -> bool:
-    """Return whether the caller is inside a scope, or a merge_call, and outside of replica functions."""
+    """Return whether the caller is in a scope or merge_call, not in a replica."""
     if get_replica_context() is not None:
         return False
     return _merging.get() is not None or _current.get() is not None
 
 
 def require_cross_replica(method: str) -> None:
-    """Refuse a call from inside a replica function.
+    """Reject a call from inside a replica function.
 
     Raises:
-        RuntimeError: there is a replica context of another strategy than the default one.
+        RuntimeError: the caller is in a replica function of a strategy other than the default one.
     """
-    if get_replica_context() is not None and not _default_runs.get():
+    if in_replica_function():
         raise RuntimeError(
             f"{method} requires cross-replica context: it was called inside a replica function; "
             "return the value and call it outside"
@@ -80,21 +108,21 @@ def require_cross_replica(method: str) -> None:
 
 
 def require_outside(what: str, advice: str) -> None:
-    """Refuse something that feeds all replicas inside a replica function.
+    """Reject an operation that serves all replicas inside a replica function.
 
     Raises:
-        NotForReplicas: there is a replica context.
+        NotForReplicas: the caller is in a replica function or a merge_call.
     """
     if get_replica_context() is not None or _merging.get() is not None:
         raise NotForReplicas(f"{what} inside a replica function: {advice}")
 
 
 @contextmanager
-def scope_of(strategy: BaseStrategy) -> Iterator[BaseStrategy]:
-    """Make a strategy current.
+def scope_of(strategy: _Owner) -> Iterator[_Owner]:
+    """Make a strategy current while the context is open.
 
     Raises:
-        RuntimeError: another one is current, or the caller is in a replica function.
+        RuntimeError: another strategy is current, or the caller is in a replica function.
     """
     require_cross_replica("scope")
     current = _current.get()
@@ -112,7 +140,7 @@ def scope_of(strategy: BaseStrategy) -> Iterator[BaseStrategy]:
 
 @contextmanager
 def default_running() -> Iterator[None]:
-    """Mark that functions are run by the default strategy."""
+    """Mark the functions called in this context as run by the default strategy."""
     token = _default_runs.set(True)
     try:
         yield

@@ -1,9 +1,10 @@
-"""A dataset as the replicas of a strategy get it: steps of per-replica values."""
+"""Distribute datasets and values among the replicas of a strategy."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from types import TracebackType
 from typing import Any, Final, NoReturn
@@ -13,12 +14,14 @@ import anyio.lowlevel
 import anyio.to_thread
 import numpy as np
 
+from pipedist import values
 from pipedist.core import trees
 from pipedist.core.misuse_hints import AsyncIterableOnly, AsyncOnly
 from pipedist.core.types import Tree
-from pipedist.datasets.logical import Dataset
+from pipedist.datasets.input import InputContext, InputOptions, InputReplicationMode, ValueContext
+from pipedist.datasets.logical import Dataset, numpy_dataset
 from pipedist.datasets.read_ahead import ReadAhead
-from pipedist.datasets.sharding import MISSING, MissingElement, steps, steps_cardinality
+from pipedist.datasets.sharding import MISSING, MissingElement, divide, steps, steps_cardinality
 from pipedist.errors import OutOfRangeError
 from pipedist.strategy.context import NotForReplicas, require_outside
 from pipedist.values import PerReplica
@@ -27,11 +30,11 @@ _OUTSIDE: Final = "take the step outside and pass it: strategy.run(fn, args=(awa
 
 
 class DistributedDataset(AsyncIterableOnly):
-    """A dataset, divided among the replicas of a strategy; made by `Strategy.distribute_dataset`.
+    """A dataset divided among replicas, from `Strategy.distribute_dataset`.
 
     `async for step in dataset` gives the steps in order, each a tree whose leaves are `PerReplica`
-    (of a strategy whose distribution is the identity: the elements). Each iteration starts again.
-    It can't be transformed any more: transform the Dataset before it is distributed.
+    (the elements themselves if the strategy keeps values plain). Each iteration starts again.
+    It can't be transformed: transform the Dataset before it is distributed.
     """
 
     __slots__ = ("__weakref__", "_buffer", "_identity", "_pipelines", "_replicas_per_pipeline")
@@ -54,7 +57,7 @@ class DistributedDataset(AsyncIterableOnly):
         """A tree like a step, with `pipedist.ArraySpec` in place of arrays.
 
         Raises:
-            ValueError: the dataset is empty, and its spec was not declared.
+            ValueError: the dataset is empty, and no spec was declared for it.
         """
         spec = self._pipelines[0].element_spec
         if self._identity:
@@ -67,7 +70,7 @@ class DistributedDataset(AsyncIterableOnly):
         return steps_cardinality(self._pipelines, self._replicas_per_pipeline)
 
     def __aiter__(self) -> DistributedIterator:
-        """Read the steps from the first one."""
+        """Return an iterator over the steps, from the first one."""
         require_outside("iterating a distributed dataset", _OUTSIDE)
         return DistributedIterator(
             ReadAhead(_Steps(self._pipelines, self._replicas_per_pipeline, self._identity), self._buffer)
@@ -81,7 +84,7 @@ class DistributedDataset(AsyncIterableOnly):
 
 
 class OptionalStep:
-    """A step, or the news that there is none (tf.experimental.Optional)."""
+    """A step, or no step (tf.experimental.Optional)."""
 
     __slots__ = ("_value", "has_value")
 
@@ -96,15 +99,15 @@ class OptionalStep:
             ValueError: there is none.
         """
         if not self.has_value:
-            raise ValueError("this optional has no value: the dataset has ended; look at has_value first")
+            raise ValueError("this optional has no value: the dataset has ended. Check has_value first")
         return self._value
 
 
 class DistributedIterator(AsyncOnly, AsyncIterableOnly):
-    """Reads the steps of a distributed dataset, a bounded number of them ahead, in a thread.
+    """Reads the steps of a distributed dataset in a thread, a limited number of them ahead.
 
-    `async with` it, or `aclose` it, to end the reading at a certain moment; one that nobody holds any
-    more ends it too. A call that is cancelled while it waits loses nothing: the next one gets the step.
+    Reading ends when the iterator is closed (`async with`, `aclose`) or garbage collected. A call that is
+    cancelled while it waits loses no step: the next call gets it.
     """
 
     __slots__ = ("__weakref__", "_lock", "_reader")
@@ -154,7 +157,7 @@ class DistributedIterator(AsyncOnly, AsyncIterableOnly):
         return OptionalStep(False)
 
     async def aclose(self) -> None:
-        """End the reading; there are no more steps."""
+        """Stop reading; there are no more steps."""
         with anyio.CancelScope(shield=True):
             await anyio.to_thread.run_sync(self._reader.close)
 
@@ -174,25 +177,25 @@ class DistributedIterator(AsyncOnly, AsyncIterableOnly):
 
 
 async def until_ready(reader: ReadAhead[Tree]) -> None:
-    """Wait until a reader has its next element, or none any more; a wait that is cancelled leaves nothing."""
+    """Wait until a reader has its next element or has ended; safe to cancel."""
     if reader.ready:
         await anyio.lowlevel.checkpoint()
         return
     loop, ready = asyncio.get_running_loop(), asyncio.Event()
 
-    def tell() -> None:
-        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+    def set_ready() -> None:
+        with suppress(RuntimeError):  # the event loop is closed
             loop.call_soon_threadsafe(ready.set)
 
-    give_up = reader.when_ready(tell)
+    unsubscribe = reader.when_ready(set_ready)
     try:
         await ready.wait()
     finally:
-        give_up()
+        unsubscribe()
 
 
 class _Steps:
-    """The steps as trees; knows no iterator, so that one that is forgotten can be collected."""
+    """The steps as trees; holds no iterator, so that an unused iterator can be garbage collected."""
 
     def __init__(self, pipelines: Sequence[Dataset], replicas_per_pipeline: int, identity: bool) -> None:
         self._pipelines = pipelines
@@ -205,13 +208,13 @@ class _Steps:
 
 
 def joined(elements: Sequence[Tree | MissingElement]) -> Tree:
-    """Make one tree of PerReplica leaves of the replicas' elements.
+    """Return the replicas' elements as one tree with PerReplica leaves.
 
-    A missing element is empty in every leaf: shape (0, ...) of the right dtype, or, since a scalar
-    has no empty form, None.
+    A missing element is empty in every leaf: shape (0, ...) of the right dtype, or None in place of a
+    scalar, which has no empty form.
 
     Args:
-        elements: one a replica, at least one of them not MISSING.
+        elements: one per replica, at least one of them not MISSING.
 
     Raises:
         ValueError: two elements differ in structure; the text shows both.
@@ -222,3 +225,147 @@ def joined(elements: Sequence[Tree | MissingElement]) -> Tree:
     rows = iter(columns)
     replicas: list[list[Any]] = [empty if element is MISSING else next(rows) for element in elements]
     return trees.unflatten(treedef, [PerReplica(leaves) for leaves in zip(*replicas, strict=True)])
+
+
+class InputStrategy(ABC):
+    """Owns R replicas, and distributes data among them.
+
+    Args:
+        replicas: R.
+    """
+
+    def __init__(self, replicas: int) -> None:
+        self._replicas = replicas
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """R, the number of replicas that a global batch is divided among."""
+        return self._replicas
+
+    @property
+    @abstractmethod
+    def _identity(self) -> bool:
+        """Whether values stay plain, with a single replica, instead of PerReplica."""
+
+    @property
+    def _input_pipelines(self) -> int:
+        """The number of logical input pipelines; each feeds the same number of replicas."""
+        return 1
+
+    def distribute_dataset(self, dataset: Dataset, options: InputOptions | None = None) -> DistributedDataset:
+        """Divide a dataset among the replicas.
+
+        Each global batch of m rows is one step: replica 0 gets the first ceil(m / R) rows, and so on;
+        the last replicas get fewer, or empty arrays of the right dtype and trailing shape. Batch
+        boundaries are kept, and no row is dropped.
+
+        Args:
+            dataset: batched by the GLOBAL batch size.
+            options: number of steps to read ahead; None: the defaults.
+
+        Raises:
+            TypeError: `dataset` is not a Dataset, or is distributed already.
+            ValueError: `dataset` is None or not batched; or called inside a replica function.
+        """
+        require_outside("distributing a dataset", "distribute it outside and pass its steps as arguments")
+        if dataset is None:
+            raise ValueError("distribute_dataset needs a pipedist.Dataset, got None")
+        if not isinstance(dataset, Dataset):
+            raise TypeError(
+                f"distribute_dataset needs a pipedist.Dataset, got {dataset!r} of type "
+                f"{type(dataset).__name__}; Dataset.from_tensor_slices makes one from arrays"
+            )
+        chosen = _options(options)
+        if chosen.replication_mode is InputReplicationMode.PER_REPLICA:
+            raise ValueError("replication mode PER_REPLICA is for distribute_datasets_from_function only")
+        each = self._replicas // self._input_pipelines
+        pipelines = [dataset] if self._identity else divide(dataset, self._input_pipelines, each)
+        return self._distributed(pipelines, each, chosen)
+
+    def distribute_datasets_from_function(
+        self, dataset_fn: Callable[[InputContext], Dataset], options: InputOptions | None = None
+    ) -> DistributedDataset:
+        """Distribute one dataset per input pipeline, as a function returns them.
+
+        The datasets are neither batched nor sharded. Consecutive elements of a pipeline go to consecutive
+        replicas. If the last step has too few elements, the remaining replicas get empty arrays (None in
+        place of a scalar).
+
+        Args:
+            dataset_fn: called once per pipeline, immediately, with its InputContext; its Dataset is batched
+                by the PER-REPLICA batch size, if at all.
+            options: PER_REPLICA gives every replica its own pipeline.
+
+        Raises:
+            TypeError: `dataset_fn` is not callable, or does not return a Dataset.
+            ValueError: called inside a replica function. Exceptions of `dataset_fn` are passed on.
+        """
+        require_outside("distributing a dataset", "distribute it outside and pass its steps as arguments")
+        if not callable(dataset_fn):
+            raise TypeError(f"distribute_datasets_from_function needs a function, not {dataset_fn!r}")
+        chosen = _options(options)
+        total = (
+            self._replicas
+            if chosen.replication_mode is InputReplicationMode.PER_REPLICA
+            else self._input_pipelines
+        )
+        each = self._replicas // total
+        pipelines = []
+        for index in range(total):
+            dataset = dataset_fn(InputContext(total, index, self._replicas))
+            if not isinstance(dataset, Dataset):
+                raise TypeError(
+                    f"the dataset function returned {dataset!r} of type {type(dataset).__name__}; "
+                    "expected a pipedist.Dataset"
+                )
+            pipelines.append(dataset)
+        return self._distributed(pipelines, each, chosen)
+
+    def distribute_values_from_function(self, value_fn: Callable[[ValueContext], Tree]) -> Tree:
+        """Make a per-replica value by calling a function once per replica, in this process.
+
+        Args:
+            value_fn: called with a ValueContext, replica 0 first.
+
+        Raises:
+            TypeError: `value_fn` is not callable.
+            ValueError: its results differ in structure; or called inside a replica function. Exceptions of
+                `value_fn` are passed on.
+        """
+        require_outside("distributing values", "make them outside and pass them as arguments")
+        if not callable(value_fn):
+            raise TypeError(f"distribute_values_from_function needs a function, not {value_fn!r}")
+        return self._joined(
+            [value_fn(ValueContext(replica, self._replicas)) for replica in range(self._replicas)]
+        )
+
+    def make_numpy_dataset(self, numpy_input: Tree) -> Dataset:
+        """Return the slices of a tree of NumPy arrays along their first axis, undistributed.
+
+        Args:
+            numpy_input: arrays [n, ...]; a list of arrays is stacked to one.
+
+        Raises:
+            TypeError: a leaf is not a NumPy array.
+            ValueError: a leaf is a scalar, or lengths differ.
+        """
+        return numpy_dataset(numpy_input)
+
+    def _distributed(
+        self, pipelines: Sequence[Dataset], each: int, options: InputOptions
+    ) -> DistributedDataset:
+        return DistributedDataset(
+            pipelines, each, identity=self._identity, buffer_steps=options.per_replica_buffer_size
+        )
+
+    def _joined(self, components: Sequence[Tree]) -> Tree:
+        """Return the replicas' values as one value."""
+        return components[0] if self._identity else values.per_replica(components)
+
+
+def _options(options: InputOptions | None) -> InputOptions:
+    if options is None:
+        return InputOptions()
+    if not isinstance(options, InputOptions):
+        raise TypeError(f"options is {options!r}; expected a pipedist.InputOptions")
+    return options

@@ -1,9 +1,18 @@
-"""The parameter server's strategy (tf.distribute.ParameterServerStrategy)."""
+"""The parameter server's strategy and variables (tf.distribute.ParameterServerStrategy).
+
+Closures commit in the order in which they were scheduled. Version j of all variables is their value after
+the first j closures have committed. Closure k, with a staleness of S, reads version k - S, or a later one
+that the program had observed when it scheduled the closure: the version read never depends on the speed of
+closures. A variable keeps all versions that may still be read; they share unchanged arrays.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, Protocol
 
 from pipedist.core import trees
 from pipedist.core.arguments import check_int
@@ -11,33 +20,204 @@ from pipedist.core.types import Tree
 from pipedist.datasets.input import InputOptions
 from pipedist.datasets.logical import Dataset
 from pipedist.errors import UsageError
-from pipedist.strategy.context import require_outside
-from pipedist.strategy.parameters import CommitOrder, ParameterVariable
+from pipedist.strategy.context import NotForReplicas, require_outside
 from pipedist.strategy.partitioners import shard_sizes
 from pipedist.strategy.per_worker import ReplicatedDataset
-from pipedist.strategy.replicated import Cluster, Strategy
-from pipedist.worker.variables.access import ShardedVariable
-from pipedist.worker.variables.rules import Array, declare, first_value
+from pipedist.strategy.replicated import ClusterLike, Strategy
+from pipedist.worker.variables.access import AnyVariable, ShardedVariable, update_copies
+from pipedist.worker.variables.closures import Change, ClosureVariable, SentVariable
+from pipedist.worker.variables.rules import (
+    Array,
+    AssignMethod,
+    Traits,
+    declare,
+    first_value,
+    operand_of,
+    updated,
+)
 
-if TYPE_CHECKING:
-    from pipedist.strategy.cluster_coordinator import ClusterCoordinator
+
+class CommitOrder:
+    """The number of committed closures, and the part of it that the program has observed."""
+
+    def __init__(self) -> None:
+        self.committed = 0
+        """Closures before this number have committed; the latest version of the variables."""
+        self.observed = 0
+        """The latest version that the program has observed."""
+        self.oldest_readable = 0
+        """Closures that are not sent yet read this version or a later one."""
+
+    def observe_latest(self) -> None:
+        """Record that the program has read the variables."""
+        self.observed = self.committed
+
+    def observe(self, number: int) -> None:
+        """Record that the program has seen closure `number` committed."""
+        self.observed = max(self.observed, min(number + 1, self.committed))
 
 
-class WorkerCluster(Cluster, Protocol):
-    """What a parameter server needs of a cluster."""
+class ParameterVariable(AnyVariable):
+    """A variable of a parameter server; made by `pipedist.Variable` in the strategy's scope.
+
+    Outside of closures it has its latest value, and is assigned immediately, which returns None: call
+    `join` first if the order matters. In a closure that captures it or gets it as an argument, it is a
+    `pipedist.worker.variables.closures.ClosureVariable`.
+
+    Args:
+        order: the commit order of the strategy.
+        number: number of the variable, unique in its strategy.
+        traits: its constant properties.
+        value: its first value, read-only.
+        parameter_server: the number of the parameter server that holds it.
+    """
+
+    __slots__ = ("__weakref__", "_number", "_order", "_traits", "_versions", "parameter_server")
+
+    _traits: Traits
+
+    def __init__(
+        self, order: CommitOrder, number: int, traits: Traits, value: Array, parameter_server: int
+    ) -> None:
+        self.parameter_server = parameter_server
+        self._order = order
+        self._number = number
+        self._traits = traits
+        self._versions: deque[tuple[int, Array]] = deque([(order.committed, value)])
+        """(version, value) of every change, from the oldest version that may still be read."""
+
+    def value(self) -> Array:
+        """Return the latest value, read-only: that after all committed closures."""
+        self._order.observe_latest()
+        return self._versions[-1][1]
+
+    def __repr__(self) -> str:
+        return f"<ParameterVariable {self._traits.label} on parameter server {self.parameter_server}>"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        captured = _captured.get()
+        if captured is None:
+            raise NotForReplicas(
+                f"the {self._traits.label} is a parameter server's: only closures of "
+                "ClusterCoordinator.schedule can use it"
+            )
+        captured[self._number] = self
+        return ClosureVariable, (self._number,)
+
+    @property
+    def number(self) -> int:
+        """The number of the variable, unique in its strategy."""
+        return self._number
+
+    def update(
+        self, order: CommitOrder, fn: Callable[..., Tree], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Tree:
+        """Change the value by a function: see `BaseStrategy.update`.
+
+        Args:
+            order: the commit order of the strategy whose `update` was called.
+
+        Raises:
+            ValueError: the variable belongs to another strategy.
+        """
+        if not self.is_of(order):
+            raise ValueError(
+                f"the {self._traits.label} belongs to another strategy: call `update` of that one"
+            )
+        before = self.value()
+        [after], result = update_copies(self._traits, [before], fn, args, kwargs)
+        if after is not before:
+            self.assign(after)
+        return result
+
+    def is_of(self, order: CommitOrder) -> bool:
+        """Return whether the variable belongs to the strategy with this commit order."""
+        return self._order is order
+
+    def as_of(self, version: int) -> SentVariable:
+        """Return the value that is sent to a closure which reads a version."""
+        value = next(value for since, value in reversed(self._versions) if since <= version)
+        return SentVariable(self._traits.to_wire(), value)
+
+    def after(self, value: Array, method: AssignMethod, operand: Array) -> Array:
+        """Return the value after a closure's change.
+
+        Raises:
+            ValueError: the operand has another dtype or shape.
+            OverflowError: an integer result does not fit the dtype.
+        """
+        return updated(self._traits, value, method, operand_of(self._traits, operand, method))
+
+    @property
+    def latest(self) -> Array:
+        """The latest value; reading it does not count as observed by the program."""
+        return self._versions[-1][1]
+
+    def put(self, version: int, value: Array) -> None:
+        """Set the value from a version on, and drop versions that can't be read any more."""
+        while self._versions and self._versions[-1][0] >= version:
+            self._versions.pop()
+        self._versions.append((version, value))
+        while len(self._versions) > 1 and self._versions[1][0] <= self._order.oldest_readable:
+            self._versions.popleft()
+
+    def _change(self, method: AssignMethod, operand: object) -> None:
+        require_outside("assigning to a parameter server's variable", "capture it in a closure instead")
+        new = updated(self._traits, self.latest, method, operand_of(self._traits, operand, method))
+        self._order.observe_latest()
+        self.put(self._order.committed, new)
+
+
+def apply(variables: dict[int, ParameterVariable], changes: Sequence[Change], version: int) -> None:
+    """Apply all changes of a closure, or none.
+
+    Args:
+        variables: the variables of the closure, by number.
+        changes: the changes in their order.
+        version: the version that they make.
+
+    Raises:
+        ValueError: an operand has another dtype or shape than its variable.
+        OverflowError: an integer result does not fit the dtype.
+    """
+    new: dict[int, Array] = {}
+    for number, method, operand in changes:
+        variable = variables[number]
+        new[number] = variable.after(new.get(number, variable.latest), method, operand)
+    for number, value in new.items():
+        variables[number].put(version, value)
+
+
+_captured: ContextVar[dict[int, ParameterVariable] | None] = ContextVar("pipedist_captured", default=None)
+"""Set while a closure's function is pickled."""
+
+
+@contextmanager
+def capturing() -> Iterator[dict[int, ParameterVariable]]:
+    """Collect the variables that a function captures, by number, while it is pickled."""
+    captured: dict[int, ParameterVariable] = {}
+    token = _captured.set(captured)
+    try:
+        yield captured
+    finally:
+        _captured.reset(token)
+
+
+class WorkerCluster(ClusterLike, Protocol):
+    """A cluster with a configured number of workers."""
 
     @property
     def workers(self) -> int:
-        """How many workers there are to be."""
+        """The configured number of workers."""
         ...
 
 
 class ParameterServerStrategy(Strategy):
-    """Workers that read and change variables kept in one place, each at its own pace.
+    """Workers that read and change shared variables asynchronously.
 
-    Functions are scheduled by a `pipedist.ClusterCoordinator`. Each has one replica, and values are
-    plain. The variables live in this process; a worker gets their values with a closure, and sends
-    back what it assigns.
+    Functions are scheduled by a `pipedist.ClusterCoordinator`. Each runs on one replica, and values are
+    plain. The variables live in this process; a worker receives their values with a closure, and returns
+    its assignments.
 
         async with pipedist.LocalCluster(workers=4) as cluster:
             strategy = pipedist.ParameterServerStrategy(cluster)
@@ -49,17 +229,18 @@ class ParameterServerStrategy(Strategy):
 
     Args:
         cluster: an open cluster.
-        variable_partitioner: called with a variable's shape and dtype, says how many shards its first axis
-            is cut into, such as `pipedist.MinSizePartitioner(256 << 10, 4)`; None: variables are not cut.
-            A scalar never is.
-        parameter_servers: how many places variables and shards are dealt to, in turn; a variable's
-            `parameter_server` says which. All of them are in this process, so that it changes no value.
-        workers: logical workers, the number of turns that per-worker datasets are dealt in; None: as
-            many as the cluster has worker processes. Say it where results are not to depend on that.
+        variable_partitioner: returns the number of shards of a variable's first axis from its shape and
+            dtype, such as `pipedist.MinSizePartitioner(256 << 10, 4)`; None: variables are not sharded.
+            Scalars are never sharded.
+        parameter_servers: number of logical parameter servers, to which variables and shards are assigned
+            round robin; `parameter_server` of a variable is its number. All are in this process, so the
+            number changes no value.
+        workers: number of logical workers, among which per-worker datasets are divided; None: the number of
+            the cluster's worker processes. Set it if results must not depend on that number.
         seed: as for `Strategy`.
 
     Raises:
-        TypeError, ValueError: an argument is of the wrong kind, or out of range.
+        TypeError, ValueError: an argument has the wrong type, or is out of range.
     """
 
     def __init__(
@@ -78,9 +259,9 @@ class ParameterServerStrategy(Strategy):
         self._servers = check_int("parameter_servers", parameter_servers, at_least=1)
         self._workers = check_int("workers", cluster.workers if workers is None else workers, at_least=1)
         self._placed = 0
-        self._coordinator: ClusterCoordinator | None = None
-        self._turns = CommitOrder()
-        """Of the closures; for the coordinator."""
+        self._has_coordinator = False
+        self._order = CommitOrder()
+        """Commit order of the closures; the coordinator writes it."""
 
     @property
     def workers(self) -> int:
@@ -101,17 +282,17 @@ class ParameterServerStrategy(Strategy):
         synchronization: object = None,
         aggregation: object = None,
     ) -> ParameterVariable | ShardedVariable:
-        """Return a new variable, cut into shards if the partitioner says so.
+        """Return a new variable, sharded as the partitioner requires.
 
-        `pipedist.Variable`, in the strategy's scope, calls it.
+        `pipedist.Variable` calls it in the strategy's scope.
 
         Args:
             initial_value, trainable, name, dtype: as for `pipedist.Variable`.
-            synchronization, aggregation: of no effect here, as there is but one replica; checked.
+            synchronization, aggregation: checked, but without effect: there is one replica.
 
         Raises:
-            ValueError, TypeError: as for `pipedist.Variable`; or the partitioner returned no list of ones
-                whose first element alone may be larger.
+            ValueError, TypeError: as for `pipedist.Variable`; or the partitioner did not return a list of
+                ones, of which only the first may be larger.
         """
         require_outside("creating a variable", "create it outside, and use it inside")
         value = first_value(initial_value, dtype, name)
@@ -127,15 +308,15 @@ class ParameterServerStrategy(Strategy):
             )
         return ShardedVariable(name, parts)
 
-    def _coordinated_by(self, coordinator: ClusterCoordinator) -> None:
-        """Take note of the strategy's coordinator; there is but one.
+    def _attach_coordinator(self) -> None:
+        """Record that the strategy has a coordinator.
 
         Raises:
-            UsageError: there is one already.
+            UsageError: it has one already.
         """
-        if self._coordinator is not None:
+        if self._has_coordinator:
             raise UsageError(f"{self!r} has a ClusterCoordinator already: use that one")
-        self._coordinator = coordinator
+        self._has_coordinator = True
 
     def _make_variable(self, *args: Any, **options: Any) -> ParameterVariable | ShardedVariable:
         return self.create_variable(*args, **options)
@@ -144,10 +325,10 @@ class ParameterServerStrategy(Strategy):
         self, variable: Any, fn: Callable[..., Tree], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Tree:
         if isinstance(variable, ShardedVariable):
-            raise TypeError(f"update of {variable!r}: update each of its `variables`")
+            raise TypeError(f"can't update {variable!r} as a whole: update each of its `variables`")
         if not isinstance(variable, ParameterVariable):
             return super()._update(variable, fn, args, kwargs)
-        return variable.update(self._turns, fn, args, kwargs)
+        return variable.update(self._order, fn, args, kwargs)
 
     def _components(self, value: Tree, *, mirrored: bool) -> Tree:
         plain = trees.tree_map(
@@ -170,10 +351,10 @@ class ParameterServerStrategy(Strategy):
         )
         number = self._placed
         self._placed += 1
-        return ParameterVariable(self._turns, number, traits, value, number % self._servers)
+        return ParameterVariable(self._order, number, traits, value, number % self._servers)
 
     def _shards_of(self, value: Array) -> int:
-        """Return how many shards a variable is cut into."""
+        """Return the number of shards of a variable."""
         if self._partitioner is None or value.ndim == 0:
             return 1
         partitions = self._partitioner(shape=value.shape, dtype=value.dtype)

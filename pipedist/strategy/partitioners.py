@@ -60,12 +60,12 @@ class Partitioner(ABC):
 
     @abstractmethod
     def _shards(self, rows: int, row_elements: int, dtype: np.dtype) -> int:
-        """Return the number of shards for `rows` rows; `__call__` limits it to the valid range."""
+        """Return the number of shards of `rows` rows; `__call__` limits it to the valid range."""
 
 
 @dataclass(frozen=True, slots=True)
 class FixedShardsPartitioner(Partitioner):
-    """A fixed number of shards, at most one per row (tf.distribute's FixedShardsPartitioner).
+    """A fixed number of shards, at most one per row.
 
     Args:
         num_shards: at least 1.
@@ -86,7 +86,7 @@ class FixedShardsPartitioner(Partitioner):
 
 @dataclass(frozen=True, slots=True)
 class MinSizePartitioner(Partitioner):
-    """The most shards that are not smaller than a minimum (tf.distribute's MinSizePartitioner).
+    """As many shards as possible of a minimum size.
 
     A variable smaller than the minimum is one shard. tf.distribute divides the variable's size by the
     minimum and rounds up, so that its shards may be smaller: 40 bytes in shards of 16 become 16, 12,
@@ -120,9 +120,9 @@ class MinSizePartitioner(Partitioner):
 
 @dataclass(frozen=True, slots=True)
 class MaxSizePartitioner(Partitioner):
-    """The fewest shards that are not larger than a maximum (tf.distribute's MaxSizePartitioner).
+    """As few shards as possible of a maximum size.
 
-    A row larger than the maximum is a shard of its own, and `max_shards` takes precedence.
+    A row larger than the maximum is one shard, and `max_shards` takes precedence.
 
     Args:
         max_shard_bytes: maximum size of a shard, at least 1.

@@ -1,53 +1,252 @@
-"""The passes that `Strategy.run` keeps open: one for each function it was recently called with."""
+"""The passes that `Strategy.run` keeps open, one per function, and references to these functions.
+
+A function that an import finds again is sent by name. Other functions are pickled, with the objects that
+they capture. These may change between runs, so a function is pickled for each run, unless everything that
+pickling reads is shown to be unchanged: code, defaults, closure and the globals it names. That holds for
+immutable objects, for small arrays and containers (compared by value), and for objects sent by name.
+"""
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from functools import lru_cache
+from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
+from typing import TYPE_CHECKING, Any, Final
+from weakref import WeakKeyDictionary
+
+import numpy as np
 
 from pipedist.collectives.options import CommunicationOptions
+from pipedist.core.functions import reference
 from pipedist.core.types import FunctionRef
+from pipedist.errors import UsageError
 from pipedist.protocol.program import Emit, Program, StageProgram
 from pipedist.scheduler import PassSettings
+from pipedist.strategy.context import NotForReplicas
+from pipedist.strategy.variables import CapturedVariables, Variable
 from pipedist.worker.variables import replica as variables
 
 if TYPE_CHECKING:
     from pipedist.coordinator import Coordinator, PassHandle
 
+_TOKENS_MAX: Final = 512
+"""Functions that capture more are pickled for each run: comparing would cost as much."""
+
+_ARRAY_BYTES_MAX: Final = 2**14
+"""Larger captured arrays are not compared."""
+
+_CONSTANTS = (type(None), bool, int, float, complex, str, bytes, np.generic, ModuleType)
+
+
+class _NotComparable(Exception):
+    """A captured object may pickle to other bytes without a visible change."""
+
+
+@dataclass(frozen=True, slots=True)
+class _CachedReference:
+    tokens: list[Any]
+    function: FunctionRef
+    variables: tuple[Variable, ...]
+
+
+class FunctionReferences:
+    """The references of one strategy's functions, cached while the functions live."""
+
+    def __init__(self) -> None:
+        self._cached: WeakKeyDictionary[FunctionType, _CachedReference] = WeakKeyDictionary()
+
+    def of(self, fn: Callable[..., Any], captured: CapturedVariables) -> FunctionRef:
+        """Return a reference to a function in its current state.
+
+        Args:
+            captured: receives the variables that the function captures.
+
+        Raises:
+            TypeError: the function is not callable.
+            UsageError: it can't be pickled.
+            NotForReplicas: it captures an object that serves all replicas, or another strategy's variable.
+        """
+        require_callable(fn)
+        if type(fn) is not FunctionType:
+            return _serialized(fn, captured)
+        if _has_name(fn):
+            return reference(fn)
+        cached = self._cached.get(fn)
+        tokens = _tokens(fn)
+        if cached is not None and tokens is not None and _same(tokens, cached.tokens):
+            for variable in cached.variables:
+                captured.space_of(variable)
+            return cached.function
+        before = set(captured.variables)
+        function = _serialized(fn, captured)
+        if tokens is not None:
+            new = [variable for space, variable in captured.variables.items() if space not in before]
+            self._cached[fn] = _CachedReference(tokens, function, tuple(new))
+        return function
+
+
+def require_callable(fn: Callable[..., Any]) -> None:
+    """Raise TypeError if an argument is not callable."""
+    if not callable(fn):
+        raise TypeError(f"run needs a function, but {fn!r} of type {type(fn).__name__} can't be called")
+
+
+def _serialized(fn: Callable[..., Any], captured: CapturedVariables) -> FunctionRef:
+    try:
+        with captured.while_pickling():
+            return reference(fn)
+    except UsageError as error:
+        if isinstance(error.__cause__, NotForReplicas):
+            raise error.__cause__ from None
+        raise
+
+
+def _same(tokens: list[Any], cached: list[Any]) -> bool:
+    if len(tokens) != len(cached):
+        return False
+    return all(
+        new is old or (type(new) is bytes and type(old) is bytes and new == old)
+        for new, old in zip(tokens, cached, strict=True)
+    )
+
+
+def _tokens(fn: FunctionType) -> list[Any] | None:
+    """Return objects that stay identical (bytes: equal) as long as pickling `fn` gives the same bytes."""
+    walk = _CaptureWalk()
+    try:
+        walk.function(fn)
+    except _NotComparable:
+        return None
+    return walk.found
+
+
+class _CaptureWalk:
+    """Visits everything that pickling a function reads.
+
+    The objects found include no function that is sent by value: they are stored beside the function, and
+    would keep it alive.
+    """
+
+    def __init__(self) -> None:
+        self.found: list[Any] = []
+        self._functions: set[int] = set()
+
+    def value(self, value: Any) -> None:
+        kind = type(value)
+        found = self.found
+        if len(found) > _TOKENS_MAX:
+            raise _NotComparable
+        if kind is FunctionType:
+            self.function(value)
+            return
+        found.append(kind)
+        if kind in (tuple, list, frozenset):
+            found.append(b"%d" % len(value))
+            for item in value:
+                self.value(item)
+        elif kind is dict:
+            found.append(b"%d" % len(value))
+            for key, item in value.items():
+                self.value(key)
+                self.value(item)
+        elif kind is np.ndarray:
+            if value.nbytes > _ARRAY_BYTES_MAX or value.dtype.hasobject:
+                raise _NotComparable
+            found.append(repr((value.shape, value.strides, value.dtype, value.flags.writeable)).encode())
+            found.append(value.tobytes())
+        elif _is_constant(value) or getattr(kind, "pickles_identically", False) or _is_named_class(value):
+            found.append(value)
+        else:
+            raise _NotComparable
+
+    def function(self, fn: FunctionType) -> None:
+        if id(fn) in self._functions:
+            return
+        self._functions.add(id(fn))
+        if _has_name(fn):
+            self.found.append(fn)
+            return
+        self.found.append(fn.__code__)
+        for value in (fn.__defaults__, fn.__kwdefaults__, fn.__dict__):
+            if value:
+                self.value(value)
+        self.found.extend(fn.__annotations__.values())
+        for cell in fn.__closure__ or ():
+            try:
+                content = cell.cell_contents
+            except ValueError as error:  # not filled yet
+                raise _NotComparable from error
+            self.value(content)
+        for name in _names(fn.__code__):
+            if name in fn.__globals__:
+                self.value(fn.__globals__[name])
+
+
+def _is_constant(value: Any) -> bool:
+    if isinstance(value, BuiltinFunctionType):  # a method is pickled with its object: `table.get`
+        return isinstance(value.__self__, ModuleType | None)
+    return isinstance(value, _CONSTANTS) and not isinstance(value, np.void)  # a record is mutable
+
+
+def _is_named_class(value: Any) -> bool:
+    return isinstance(value, type) and _has_name(value)
+
+
+def _has_name(value: FunctionType | type) -> bool:
+    """Return whether a new process finds the object by importing its module."""
+    if value.__module__ in ("__main__", "__mp_main__"):
+        return False
+    module = sys.modules.get(value.__module__)
+    return (
+        getattr(module, "__spec__", None) is not None and getattr(module, value.__qualname__, None) is value
+    )
+
+
+@lru_cache(maxsize=4096)
+def _names(code: CodeType) -> tuple[str, ...]:
+    """Return every name that may be a global, in a function and the functions defined in it."""
+    names = dict.fromkeys(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            names.update(dict.fromkeys(_names(constant)))
+    return tuple(names)
+
+
 PASSES_MAX: Final = 64
-"""Functions that are kept loaded in the workers; beyond that, the one unused for longest is dropped."""
+"""Functions kept loaded in the workers; if there are more, the least recently used is dropped."""
 
 SLOT: Final = "value"
-"""Name under which a call sends back what the function returned."""
+"""Name of a function's result in the message of a call."""
 
 _SEED_SHIFT: Final = 32
 
 
 @dataclass(slots=True)
-class _Open:
-    """A pass, and how many runs are using it now."""
+class _OpenPass:
+    """A pass, and the number of runs that use it."""
 
     handle: PassHandle
     users: int = 0
 
 
-class Passes:
-    """Opens a pass for a function, and keeps it for the next run of the same function.
+class FunctionPasses:
+    """Opens a pass for a function, and keeps it open for later runs of the same function.
 
-    The same function means: the same reference. One that travels by value is pickled for each run, so
-    that what it has captured is what it captures NOW, and a change makes it another function.
+    Functions are the same if their references are equal: a function that is sent by value, and whose
+    captured objects have changed, is another function.
 
     Args:
-        coordinator: the cluster's.
+        coordinator: the coordinator of the cluster.
         replicas: R.
-        seed: pass number p gets the seed `seed * 2**32 + p`, so that `ctx.rng` differs between
-            functions, and between the runs of one.
-        gang: the calls of a step run at once, and may call collectives.
-        devices: of the replicas, for `ctx.device`; empty: not said.
-        communication: the options of collectives that say none themselves.
+        seed: pass number p gets the seed `seed * 2**32 + p`, so that `ctx.rng` differs between functions,
+            and between the runs of one.
+        gang: the calls of a step run at the same time, and may call collectives.
+        devices: the device of each replica, for `ctx.device`; empty: the CPU.
+        communication: options of collectives that have no options of their own.
     """
 
     def __init__(
@@ -68,24 +267,24 @@ class Passes:
         self._devices = devices
         self._communication = (options.bytes_per_pack, options.timeout_s, options.implementation.value)
         self._opened = 0
-        self._open: OrderedDict[FunctionRef, _Open] = OrderedDict()
+        self._open: OrderedDict[FunctionRef, _OpenPass] = OrderedDict()
 
     @contextmanager
     def using(self, function: FunctionRef) -> Iterator[PassHandle]:
-        """Give a function's pass; it stays open at least as long as the `with` block.
+        """Yield the pass of a function; it stays open at least until the `with` block ends.
 
-        A pass that fails as a whole is not kept: the next run of the function gets a new one.
+        A pass that fails as a whole is dropped: the next run of the function opens a new one.
         """
         entry = self._open.get(function)
         if entry is None:
-            entry = self._open[function] = _Open(self._new(function))
+            entry = self._open[function] = _OpenPass(self._new(function))
         self._open.move_to_end(function)
         entry.users += 1
         try:
             yield entry.handle
         finally:
             entry.users -= 1
-            if entry.handle.has_failed:  # an error of one step is no matter of the others
+            if entry.handle.has_failed:  # the error of a single step does not affect others
                 if self._open.get(function) is entry:
                     del self._open[function]
                 entry.handle.close()
@@ -93,7 +292,7 @@ class Passes:
                 self._shrink()
 
     def close(self) -> None:
-        """Close every pass; what is running of them fails."""
+        """Close every pass; their running calls fail."""
         while self._open:
             self._open.popitem(last=False)[1].handle.close()
 

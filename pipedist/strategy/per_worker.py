@@ -1,9 +1,9 @@
-"""Datasets of a parameter server's closures: an iterator of its own for each logical worker.
+"""Datasets of a parameter server's closures, with one iterator per logical worker.
 
-A logical worker is a turn, not a process: closures that read a per-worker dataset take turns, the
-first one as worker 0, and each gets the next element of its worker's iterator. So which element a
-closure gets follows from the order of scheduling alone, and it gets the same one when it is tried
-again. (tf.distribute: whichever worker is free, with no guarantee that an element is visited once.)
+A logical worker is not a process: closures that read a per-worker dataset are numbered in the order of
+scheduling, closure n belongs to logical worker n modulo W, and gets the next element of that worker's iterator.
+The order of scheduling alone decides the element, also for a closure that is retried. (In tf.distribute any free
+worker reads, and an element may be read more than once.)
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ _BUFFER_ELEMENTS = 1
 
 
 class ReplicatedDataset(DistributedDataset):
-    """What a ParameterServerStrategy distributes: for `create_per_worker_dataset` only."""
+    """A dataset distributed by a ParameterServerStrategy, for `create_per_worker_dataset` only."""
 
     __slots__ = ()
 
     def __aiter__(self) -> DistributedIterator:
         raise ValueError(
-            "a dataset of a ParameterServerStrategy can't be iterated here: give it to "
-            "ClusterCoordinator.create_per_worker_dataset, and that one's iterator to closures"
+            "a dataset of a ParameterServerStrategy can't be iterated here. Pass it to "
+            "ClusterCoordinator.create_per_worker_dataset, and pass the iterator of that to closures"
         )
 
     @property
     def pipeline(self) -> Dataset:
-        """The dataset."""
+        """The dataset that every worker reads."""
         return self._pipelines[0]
 
 
 class PerWorkerDataset:
     """A dataset for each logical worker; made by `ClusterCoordinator.create_per_worker_dataset`.
 
-    `iter(dataset)` gives an iterator for closures; each `iter` begins anew.
+    `iter(dataset)` returns an iterator for closures, from the first element.
     """
 
     def __init__(self, datasets: Sequence[Dataset]) -> None:
@@ -54,7 +54,7 @@ class PerWorkerDataset:
         """A tree like an element, with `pipedist.ArraySpec` in place of arrays.
 
         Raises:
-            ValueError: the dataset is empty, and its spec was not declared.
+            ValueError: the dataset is empty, and no spec was declared for it.
         """
         return self._datasets[0].element_spec
 
@@ -69,21 +69,21 @@ class PerWorkerDataset:
 
 
 class PerWorkerIterator:
-    """An iterator for each logical worker: as a closure's argument it stands for the next element.
+    """One iterator per logical worker; as an argument of a closure it is replaced by the next element.
 
-    The closure gets the element itself, so there is no `next(iterator)` in it. Where the worker's
-    iterator has ended, the closure fails with OutOfRangeError, without being executed.
+    The closure gets the element itself, and must not call `next`. If the worker's iterator has ended, the
+    closure fails with OutOfRangeError, without being executed.
     """
 
     def __init__(self, datasets: Sequence[Dataset]) -> None:
         self._readers: list[ReadAhead[Tree]] = [ReadAhead(each, _BUFFER_ELEMENTS) for each in datasets]
 
     async def take(self, worker: int) -> Tree:
-        """Return the next element of a worker's iterator; a call that is cancelled takes nothing.
+        """Return the next element of a worker's iterator; a cancelled call takes no element.
 
         Raises:
-            OutOfRangeError: there is none.
-            Exception: whatever reading the data raises.
+            OutOfRangeError: there are no more elements.
+            Exception: reading the data raised it.
         """
         reader = self._readers[worker]
         await until_ready(reader)
@@ -102,8 +102,8 @@ class PerWorkerIterator:
 
 
 AS_ARGUMENT = (
-    "a per-worker dataset is read by giving its iterator to a closure as an argument, which then gets "
-    "the next element: await coordinator.schedule(fn, args=(iter(dataset),))"
+    "pass the iterator of a per-worker dataset to a closure as an argument; the closure gets the next "
+    "element: await coordinator.schedule(fn, args=(iter(dataset),))"
 )
 
 
@@ -112,11 +112,11 @@ def per_worker_datasets(source: object, workers: int) -> list[Dataset]:
 
     Args:
         source: a Dataset or ReplicatedDataset, which every worker reads as a whole; or a function that
-            returns one, called once for each worker, with nothing or with its InputContext.
-        workers: how many there are.
+            returns one, called once per worker, without arguments or with its InputContext.
+        workers: number of logical workers.
 
     Raises:
-        ValueError: it is none of these, or the function returns something else.
+        ValueError: `source` is none of these, or the function returns another type.
     """
     if not callable(source):
         return [
@@ -141,7 +141,7 @@ def _dataset(value: object, expected: str) -> Dataset:
 
 
 def _takes_one(fn: Callable[..., Any]) -> bool:
-    """Whether a function can't be called without an argument, but with one."""
+    """Return whether a function must be called with one argument."""
     try:
         signature = inspect.signature(fn)
     except (TypeError, ValueError):  # a built-in without a signature
@@ -152,6 +152,6 @@ def _takes_one(fn: Callable[..., Any]) -> bool:
         try:
             signature.bind(None)
         except TypeError:
-            return False  # the call itself says best what is wrong
+            return False  # calling it raises the best error
         return True
     return False

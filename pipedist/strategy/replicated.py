@@ -1,4 +1,4 @@
-"""Replicas whose functions are executed by the workers of a cluster."""
+"""The strategy that executes functions on the workers of a cluster."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ from pipedist.errors import CallError, LocalProtocolError
 from pipedist.protocol.codec import UnsendableError, encode
 from pipedist.strategy.base import BaseStrategy
 from pipedist.strategy.context import require_cross_replica
-from pipedist.strategy.passes import SLOT, Passes
-from pipedist.strategy.references import References, require_callable
+from pipedist.strategy.passes import SLOT, FunctionPasses, FunctionReferences, require_callable
 from pipedist.strategy.step_runs import STEPS_AHEAD, PendingRun, StepRuns
 from pipedist.strategy.variables import CapturedVariables, Transaction, used
 
@@ -34,51 +33,48 @@ if TYPE_CHECKING:
 _DEVICE: Final = re.compile(r"[a-z][a-z0-9_]*(:[0-9]+)?")
 
 
-class Cluster(Protocol):
-    """What a strategy needs of a cluster (`pipedist.LocalCluster` is one)."""
+class ClusterLike(Protocol):
+    """An open cluster, such as a `pipedist.LocalCluster`."""
 
     @property
     def coordinator(self) -> Coordinator:
-        """What executes the calls."""
+        """The coordinator that executes the calls."""
         ...
 
 
 class Strategy(AsyncOnly, BaseStrategy):
-    """R replicas whose calls are executed by a cluster's workers (tf.distribute.MirroredStrategy).
+    """R replicas whose calls a cluster's workers execute (tf: Strategy).
 
         async with pipedist.LocalCluster(workers=2) as cluster:
             strategy = pipedist.Strategy(cluster, replicas=4)
             y = await strategy.run(fn, args=(x,))
 
-    Replicas are logical: neither the number of workers nor what happens to them changes a result.
+    Replicas are logical: the number of workers and their failures never change a result.
 
     Args:
         cluster: an open cluster; strategies may share one.
         replicas: R, at least 1; None: one for each of `devices`, or else 1.
-        seed: together with the function's turn, step and replica it decides what `ctx.rng` draws.
-        devices: what each replica computes on, "cpu:0" or "cuda:1": `ctx.device` of its functions; None:
+        seed: `ctx.rng` is derived from it, the number of the function, the step and the replica.
+        devices: the device of each replica, as "cpu:0" or "cuda:1": `ctx.device` in its functions; None:
             the CPU.
-        communication_options: of its collectives, where a call says nothing else.
+        communication_options: options of collectives whose calls have none.
 
     Raises:
-        ValueError: `replicas` or `seed` is out of range, a device has another form, or there are more or
-            fewer than replicas.
-        TypeError: one of them is of another type, or `cluster` is no cluster.
+        ValueError: `replicas` or `seed` is out of range, a device has another form, or the number of
+            devices is not the number of replicas.
+        TypeError: an argument has another type, or `cluster` is not a cluster.
     """
 
     def __init__(
         self,
-        cluster: Cluster,
+        cluster: ClusterLike,
         replicas: int | None = None,
         *,
         seed: int = 0,
         devices: Sequence[str] | None = None,
         communication_options: CommunicationOptions | None = None,
     ) -> None:
-        if not hasattr(type(cluster), "coordinator") and not hasattr(cluster, "coordinator"):
-            raise TypeError(
-                f"a strategy needs an open cluster, such as pipedist.LocalCluster, not {cluster!r}"
-            )
+        self._check_cluster(cluster)
         checked = _devices(devices)
         if replicas is None:
             replicas = len(checked) or self._default_replicas(cluster)
@@ -92,30 +88,37 @@ class Strategy(AsyncOnly, BaseStrategy):
         self._cluster = cluster
         self._seed = check_int("seed", seed, at_least=0)
         self._communication = communication_options or CommunicationOptions()
-        self._passes: Passes | None = None
-        self._references = References()
-        self._turn = anyio.Lock()
-        """Held by the run that uses variables; others that use some wait, in the order of their calls."""
-        self._left: deque[anyio.Event] = deque()
-        """Set when the step of a run that was cancelled, and used variables, is over."""
+        self._passes: FunctionPasses | None = None
+        self._references = FunctionReferences()
+        self._variables_lock = anyio.Lock()
+        """Held by the run that uses variables; other such runs wait, in the order of their calls."""
+        self._cancelled_steps: deque[anyio.Event] = deque()
+        """Set when the step of a cancelled run that used variables ends."""
+
+    @classmethod
+    def _check_cluster(cls, cluster: ClusterLike) -> None:
+        if not hasattr(type(cluster), "coordinator") and not hasattr(cluster, "coordinator"):
+            raise TypeError(
+                f"a strategy needs an open cluster, such as pipedist.LocalCluster, not {cluster!r}"
+            )
 
     @staticmethod
-    def _default_replicas(_cluster: Cluster) -> int:
+    def _default_replicas(_cluster: ClusterLike) -> int:
         return 1
 
     @property
-    def cluster(self) -> Cluster:
+    def cluster(self) -> ClusterLike:
         """The cluster whose workers execute the calls."""
         return self._cluster
 
     @property
     def communication_options(self) -> CommunicationOptions:
-        """What its collectives do where a call says nothing else."""
+        """Options of collectives whose calls have none."""
         return self._communication
 
     @property
     def cluster_resolver(self) -> ClusterResolver | None:
-        """Where its workers come from, as it was given; None: from the cluster."""
+        """The resolver given to the strategy; None if it has none."""
         return None
 
     @property
@@ -128,26 +131,26 @@ class Strategy(AsyncOnly, BaseStrategy):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Tree:
-        """Call `fn` on every replica: see `BaseStrategy.run`."""
+        """Call `fn` on every replica, with its `args` and `kwargs`: see `BaseStrategy.run`."""
         require_cross_replica("Strategy.run")
         call = self._prepare(fn, args, kwargs)
-        if not call.noted.variables:
+        if not call.captured.variables:
             return await self._execute(call, None)
-        self._forget_variables(call.noted.coordinator)
-        with used(call.noted.variables):
-            async with self._turn:
-                while self._left:  # what a cancelled step makes, its workers keep
-                    await self._left[0].wait()
-                    self._left.popleft()
-                return await self._execute(call, Transaction(call.noted))
+        self._drop_unused_variables(call.captured.coordinator)
+        with used(call.captured.variables):
+            async with self._variables_lock:
+                while self._cancelled_steps:  # they still change the workers' copies
+                    await self._cancelled_steps[0].wait()
+                    self._cancelled_steps.popleft()
+                return await self._execute(call, Transaction(call.captured))
 
     def _prepare(
         self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None
     ) -> _Call:
-        """Make ready for a run; nothing is sent yet."""
-        noted = CapturedVariables(self, self._open_passes().coordinator)
-        function = self._references.of(fn, noted)
-        return _Call(function, self._arguments(args, kwargs, noted.argument), noted)
+        """Prepare a run, without sending it."""
+        captured = CapturedVariables(self, self._open_passes().coordinator)
+        function = self._references.of(fn, captured)
+        return _Call(function, self._arguments(args, kwargs, captured.argument), captured)
 
     async def _execute(self, call: _Call, transaction: Transaction | None) -> Tree:
         with self._open_passes().using(call.function) as handle:
@@ -157,21 +160,21 @@ class Strategy(AsyncOnly, BaseStrategy):
                 else:
 
                     def produced(results: list[Slots]) -> Mapping[int, int]:
-                        # Where they can't be joined the step has failed, and assigns nothing.
+                        # If the results can't be joined the step has failed, and assigns nothing.
                         return transaction.commit(results) if self._can_join(results) else {}
 
                     results = await handle.call_step(
-                        call.arguments, transaction.states, produced=produced, left=self._left
+                        call.arguments, transaction.states, produced=produced, left=self._cancelled_steps
                     )
             except CallError as error:
-                refuse_unsendable(error, call.arguments)
+                _raise_unsendable(error, call.arguments)
                 raise
         return self._result(call, results)
 
     def _begin(self, fn: Callable[..., Any], args: Sequence[Any]) -> PendingRun | None:
-        """Begin a run that uses no variables; None for one that does."""
+        """Start a run that uses no variables; return None if it uses some."""
         call = self._prepare(fn, args, None)
-        if call.noted.variables:
+        if call.captured.variables:
             return None
         return PendingRun(
             self._open_passes().using(call.function), call.arguments, partial(self._result, call)
@@ -184,13 +187,13 @@ class Strategy(AsyncOnly, BaseStrategy):
     def _result(self, call: _Call, results: list[Slots]) -> Tree:
         if len(results) != self._replicas:
             raise LocalProtocolError(
-                f"{call.function.label}: {len(results)} results came back for {self._replicas} replicas"
+                f"{call.function.label}: got {len(results)} results of {self._replicas} replicas"
             )
         return self._joined([result[SLOT] for result in results])
 
-    def _open_passes(self) -> Passes:
+    def _open_passes(self) -> FunctionPasses:
         if self._passes is None:
-            self._passes = Passes(
+            self._passes = FunctionPasses(
                 self._cluster.coordinator,
                 self._replicas,
                 self._seed,
@@ -200,34 +203,33 @@ class Strategy(AsyncOnly, BaseStrategy):
             )
         return self._passes
 
-    def _forget_variables(self, coordinator: Coordinator) -> None:
-        """Let the workers forget variables that nobody has any more."""
-        while self._forgotten:
-            coordinator.drop_space(self._forgotten.popleft())
+    def _drop_unused_variables(self, coordinator: Coordinator) -> None:
+        while self.unused_spaces:
+            coordinator.drop_space(self.unused_spaces.popleft())
 
     def run_steps(
         self, fn: Callable[..., Any], steps: AsyncIterable[Tree], *, ahead: int = STEPS_AHEAD
     ) -> StepRuns:
-        """Call `fn` on every replica for each step, some steps ahead of the results.
+        """Call `fn` on every replica for each step, several steps in advance.
 
             async for loss in strategy.run_steps(step_fn, dataset): ...
 
-        The workers have their next steps before they are done with one (tf.distribute: steps_per_run).
-        Results come in the order of steps. A step that uses variables begins when the one before is
-        done, as it reads what that one has assigned.
+        Workers receive their next steps before they finish one (tf.distribute: steps_per_run). Results are
+        in the order of steps. A step that uses variables starts after the previous step, whose assignments
+        it reads.
 
         Args:
             fn: as for `run`.
-            steps: the arguments: a distributed dataset, or any async iterable; of each step a tuple is
-                the function's arguments, anything else its one argument.
-            ahead: how many steps are begun before the first one's result is taken, at least 1.
+            steps: a distributed dataset, or any async iterable of arguments: a tuple holds the arguments of
+                one step, any other value is its only argument.
+            ahead: limit of steps that are started before the result of the first is taken, at least 1.
 
         Returns:
-            An async iterator of what `run` returns. It raises what `run` raises, when that step's turn
-            has come.
+            An async iterator of the results of `run`. It raises the exceptions of `run` at the step that
+            failed.
 
         Raises:
-            TypeError: `fn` can't be called, or `steps` is no async iterable.
+            TypeError: `fn` is not callable, or `steps` is not an async iterable.
             ValueError: `ahead` is less than 1.
             RuntimeError: called inside a replica function.
         """
@@ -238,7 +240,7 @@ class Strategy(AsyncOnly, BaseStrategy):
         )
 
     async def aclose(self) -> None:
-        """Let the workers forget this strategy's functions; leaving the cluster does it too."""
+        """Unload this strategy's functions from the workers; leaving the cluster does that too."""
         if self._passes is not None:
             self._passes.close()
             self._passes = None
@@ -262,36 +264,37 @@ class _Call:
 
     function: FunctionRef
     arguments: list[Tree]
-    noted: CapturedVariables
+    captured: CapturedVariables
 
 
 def _devices(devices: Sequence[str] | None) -> tuple[str, ...]:
-    """Return devices as they are kept, if they are any.
+    """Return checked devices; an empty tuple for None.
 
     Raises:
-        TypeError: it is no list of texts.
-        ValueError: one has another form than "cpu" or "cuda:1", or there is none.
+        TypeError: the argument is not a list of str.
+        ValueError: a device has another form than "cpu" or "cuda:1", or the list is empty.
     """
     if devices is None:
         return ()
     if isinstance(devices, str) or not isinstance(devices, Sequence):
-        raise TypeError(f"devices is {devices!r}; expected a list, one a replica: ['cuda:0', 'cuda:1']")
+        raise TypeError(f"devices is {devices!r}; expected a list, one per replica: ['cuda:0', 'cuda:1']")
     for device in devices:
         if not isinstance(device, str):
-            raise TypeError(f"a device is {device!r} of type {type(device).__name__}; expected a text")
+            raise TypeError(f"a device is {device!r} of type {type(device).__name__}; expected a str")
         if not _DEVICE.fullmatch(device):
             raise ValueError(
-                f"{device!r} is no device: expected a kind and a number, such as 'cpu:0', 'cuda:1'"
+                f"{device!r} is not a device; expected a kind and a number, such as 'cpu:0' or 'cuda:1'"
             )
     if not devices:
-        raise ValueError("devices is empty: name one for each replica, or leave it out")
+        raise ValueError("devices is empty: name one for each replica, or omit it")
     return tuple(devices)
 
 
-def refuse_unsendable(error: CallError, arguments: Sequence[Tree]) -> None:
-    """Where a step could not be sent: raise the UnsendableError of its first argument that can't be.
+def _raise_unsendable(error: CallError, arguments: Sequence[Tree]) -> None:
+    """Raise UnsendableError if the step failed because an argument can't be sent.
 
-    There is none where it was a result that can't be sent.
+    Encoding the arguments again raises it, with the path of the argument; it raises nothing if a result
+    could not be sent.
     """
     if isinstance(error.__cause__, UnsendableError):
         for args, kwargs in arguments:

@@ -1,4 +1,4 @@
-"""Runs of one function for step after step, some of them begun before their turn."""
+"""Runs of one function for a sequence of steps, some of them started in advance."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ if TYPE_CHECKING:
     from pipedist.coordinator import PassHandle, Slots
 
 STEPS_AHEAD: Final = 16
-"""Steps that are begun before the first one's result is taken, if nothing else is said."""
+"""Default limit of steps that are started before the result of the first is taken."""
 
 
 class PendingRun:
-    """A run that is sent, and whose result is asked for later.
+    """A run that was sent, and whose result is fetched later.
 
     Args:
-        using: gives the pass that executes it, and keeps it open.
-        arguments: one a replica.
-        join: makes the run's result of what its calls sent back.
+        using: context of the pass that executes it.
+        arguments: (args, kwargs) of each replica.
+        join: makes the result of the run from the results of its calls.
     """
 
     def __init__(
@@ -43,17 +43,17 @@ class PendingRun:
         self._results: list[Slots] = []
         self._error: BaseException | None = None
         self._join = join
-        self._stack.enter_context(using).begin_step(arguments, self._answer)
+        self._stack.enter_context(using).begin_step(arguments, self._on_result)
 
-    def _answer(self, results: list[Slots], error: BaseException | None) -> None:
+    def _on_result(self, results: list[Slots], error: BaseException | None) -> None:
         self._results, self._error = results, error
         self._done.set()
 
     async def result(self) -> Tree:
-        """Wait for the result, and return it; once.
+        """Wait for the result, and return it; call it once.
 
         Raises:
-            Exception: whatever `Strategy.run` raises.
+            Exception: as `Strategy.run`.
         """
         await self._done.wait()
         with self._stack:
@@ -62,21 +62,21 @@ class PendingRun:
             return self._join(self._results)
 
     def drop(self) -> None:
-        """Give it up: nobody asks for its result."""
+        """Discard the result."""
         self._stack.close()
 
 
 class StepRuns(AsyncOnly, AsyncIterableOnly):
     """The results of a function's runs, in the order of steps: `Strategy.run_steps`.
 
-    Leave it with `aclose`, or `async with`, to end it before the last step: what is begun is dropped.
+    To end it before the last step, use `aclose` or `async with`: results of started steps are discarded.
 
     Args:
-        begin: begins a run: (function, its arguments); None where it must not begin before its turn.
-        run: runs the function on arguments, now.
+        begin: starts a run, (function, arguments); returns None if the run must not start in advance.
+        run: runs the function on arguments.
         fn: the function.
-        steps: where its arguments come from.
-        ahead: how many steps are begun at most.
+        steps: the arguments of each step.
+        ahead: limit of started steps.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class StepRuns(AsyncOnly, AsyncIterableOnly):
     ) -> None:
         if not hasattr(type(steps), "__aiter__"):
             raise TypeError(
-                f"run_steps needs an async iterable of steps, not {steps!r}: a distributed dataset"
+                f"run_steps needs an async iterable of steps, such as a distributed dataset, not {steps!r}"
             )
         self._begin = begin
         self._run = run
@@ -97,10 +97,10 @@ class StepRuns(AsyncOnly, AsyncIterableOnly):
         self._steps = aiter(steps)
         self._ahead = ahead
         self._waiting: deque[PendingRun | Exception | tuple[Any, ...]] = deque()
-        """Of each step that was read: its run, why there is none, or the arguments of one to come."""
+        """For each step that was read: its run, an error, or the arguments of a run to start later."""
         self._ended = False
         self._lock = anyio.Lock(fast_acquire=True)
-        """Held by who waits for a result; others wait for the ones after it."""
+        """Held by the caller that waits for the next result."""
 
     def __aiter__(self) -> StepRuns:
         return self
@@ -110,7 +110,7 @@ class StepRuns(AsyncOnly, AsyncIterableOnly):
 
         Raises:
             StopAsyncIteration: there are no more steps.
-            Exception: whatever reading the step or running it raised; the steps after it are dropped.
+            Exception: reading the step or running it raised; later steps are dropped.
         """
         async with self._lock:
             return await self._next()
@@ -128,31 +128,31 @@ class StepRuns(AsyncOnly, AsyncIterableOnly):
         except Exception:
             await self.aclose()
             raise
-        if self._waiting:  # else it was closed meanwhile
+        if self._waiting:  # it was not closed meanwhile
             self._waiting.popleft()
         return result
 
     async def _read(self) -> None:
-        """Read a step, and begin its run."""
+        """Read a step, and start its run."""
         try:
             step = await anext(self._steps)
             args = step if type(step) is tuple else (step,)
             args = trees.tree_map(_kept, args)
-            begun = self._begin(self._fn, args)
-            self._waiting.append(args if begun is None else begun)
+            started = self._begin(self._fn, args)
+            self._waiting.append(args if started is None else started)
         except StopAsyncIteration:
             self._ended = True
-        except Exception as error:  # it is told when its turn has come
+        except Exception as error:  # raised after the results before it
             self._ended = True
             self._waiting.append(error)
 
     async def aclose(self) -> None:
-        """Drop what is begun; there are no more results."""
+        """Discard the started runs; there are no more results."""
         self._ended = True
         while self._waiting:
-            left = self._waiting.popleft()
-            if isinstance(left, PendingRun):
-                left.drop()
+            run = self._waiting.popleft()
+            if isinstance(run, PendingRun):
+                run.drop()
         close = getattr(self._steps, "aclose", None)
         if close is not None:
             await close()
@@ -170,7 +170,7 @@ class StepRuns(AsyncOnly, AsyncIterableOnly):
 
 
 def _kept(leaf: trees.Leaf) -> trees.Leaf:
-    """Return a leaf of a step that can wait: the next steps are read before this one is sent."""
+    """Return a leaf that stays valid while later steps are read."""
     if isinstance(leaf, PerReplica):
         return type(leaf)([trees.tree_map(kept, component) for component in leaf.components])
     return kept(leaf)

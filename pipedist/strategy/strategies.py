@@ -1,42 +1,60 @@
-"""The kinds of strategies (tf.distribute: Mirrored, MultiWorkerMirrored, OneDevice, CentralStorage).
+"""The strategies (tf.distribute: Mirrored, MultiWorkerMirrored, OneDevice, CentralStorage, default).
 
-| name | kind | replicas | variables | values |
+| name | class | replicas | variables | values |
 |---|---|---|---|---|
-| | `Strategy` | R | a copy each | PerReplica, also where R is 1 |
-| mirrored | `MirroredStrategy` | one for each worker of one host | a copy each | PerReplica |
-| multi_worker_mirrored | `MultiWorkerMirroredStrategy` | W workers x R | a copy each | PerReplica |
+| | `Strategy` | R; 1 by default | one copy per replica | PerReplica, also if R is 1 |
+| mirrored | `MirroredStrategy` | one per worker of one host | one copy per replica | PerReplica |
+| multi_worker_mirrored | `MultiWorkerMirroredStrategy` | W workers x R | one copy per replica | PerReplica |
 | central_storage | `CentralStorageStrategy` | R | one copy | PerReplica |
 | one_device | `OneDeviceStrategy` | 1 | one copy | plain: gather and distribution are the identity |
-| default | the default one, `get_strategy()` | 1, in this process | one copy | plain |
+| default | `DefaultStrategy`, `get_strategy()` | 1, in this process | one copy | plain |
 
-All but the default one run functions in the workers of a cluster: the calls of a step at once, over as
-many workers as there are. Neither their number nor what happens to them changes a result.
+All except the default one run functions in the workers of a cluster: the calls of a step run at the same
+time, on as many workers as there are. The number of workers and their failures never change a result.
 
-A worker gets several steps in advance wherever there are several to do (tf.distribute: steps_per_run):
-start runs as tasks, or use `run_steps`. Results come back step by step, in order.
+A worker gets several steps in advance if there are several to execute (tf.distribute: steps_per_run): start
+runs as tasks, or use `run_steps`. Results are returned step by step, in order.
 """
 
 from __future__ import annotations
 
 import difflib
+import inspect
+import traceback
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
-from pipedist.cluster.base import Cluster as OpenedCluster
-from pipedist.cluster.base import LocalCluster
+from pipedist.cluster.base import Cluster, LocalCluster
+from pipedist.collectives.gang import LocalGang
 from pipedist.collectives.options import CommunicationOptions
+from pipedist.collectives.requests import CollectiveRequest, UnawaitedCollectives
+from pipedist.core import functions
 from pipedist.core.arguments import check_int
-from pipedist.strategy.replicated import Cluster, Strategy
+from pipedist.core.types import Tree
+from pipedist.errors import CallError
+from pipedist.strategy.base import BaseStrategy
+from pipedist.strategy.context import (
+    current_strategy,
+    default_running,
+    in_replica_function,
+    set_default_strategy,
+)
+from pipedist.strategy.passes import require_callable
+from pipedist.strategy.replicated import ClusterLike, Strategy
+from pipedist.worker.array_isolation import as_readonly
+from pipedist.worker.context import ReplicaContext, current, get_replica_context
+from pipedist.worker.strategy_views import MergeStrategy, ReplicaStrategy
+from pipedist.worker.strategy_views import current_strategy as merging
 
 if TYPE_CHECKING:
     from pipedist.cluster.resolvers import ClusterResolver
 
 
 class CentralStorageStrategy(Strategy):
-    """R replicas whose variables are kept in one place (tf.distribute's CentralStorageStrategy).
+    """R replicas whose variables have one copy (tf: CentralStorageStrategy).
 
-    Arguments: as for `Strategy`. There is one copy of every variable: an on_read one is aggregated when
-    it is assigned, too.
+    Arguments: as for `Strategy`. An on_read variable has one copy too: it is aggregated when it is
+    assigned.
     """
 
     @property
@@ -45,7 +63,9 @@ class CentralStorageStrategy(Strategy):
 
 
 class MirroredStrategy(Strategy):
-    """Replicas on one host, with a copy of every variable each (tf.distribute's MirroredStrategy).
+    """Replicas on one host, with a copy of each variable per replica.
+
+    It is `Strategy` with another default, one replica per worker, and limited to one host.
 
     Args:
         cluster: an open `LocalCluster`.
@@ -53,49 +73,40 @@ class MirroredStrategy(Strategy):
         seed, devices, communication_options: as for `Strategy`.
 
     Raises:
-        ValueError, TypeError: as for `Strategy`; or the cluster is one whose workers dial in.
+        ValueError, TypeError: as for `Strategy`; or the workers of the cluster may be on other hosts.
     """
 
-    def __init__(
-        self,
-        cluster: Cluster,
-        replicas: int | None = None,
-        *,
-        seed: int = 0,
-        devices: Sequence[str] | None = None,
-        communication_options: CommunicationOptions | None = None,
-    ) -> None:
-        if isinstance(cluster, OpenedCluster) and not isinstance(cluster, LocalCluster):
+    @classmethod
+    def _check_cluster(cls, cluster: ClusterLike) -> None:
+        if isinstance(cluster, Cluster) and not isinstance(cluster, LocalCluster):
             raise ValueError(
                 f"mirrored replicas share one host, but the workers of a {type(cluster).__name__} may be "
                 "anywhere: use multi_worker_mirrored, or a LocalCluster"
             )
-        super().__init__(
-            cluster, replicas, seed=seed, devices=devices, communication_options=communication_options
-        )
+        super()._check_cluster(cluster)
 
     @staticmethod
-    def _default_replicas(cluster: Cluster) -> int:
+    def _default_replicas(cluster: ClusterLike) -> int:
         return workers_of(cluster)
 
 
-_HOLDING_REPLICAS: Final = ("chief", "master", "worker")
+_REPLICA_JOBS: Final = ("chief", "master", "worker")
 """Jobs whose tasks hold replicas; an evaluator or a parameter server does not."""
 
 
 class MultiWorkerMirroredStrategy(Strategy):
-    """Replicas on several workers (tf.distribute's MultiWorkerMirroredStrategy).
+    """Replicas on several workers (tf: MultiWorkerMirroredStrategy).
 
-    The program runs once, here, and not in every worker: what tf.distribute does in each of them for
-    its own replicas is done for all. A worker is a logical one, with an input pipeline of its own:
-    datasets are sharded among them as their auto-shard policy says. The processes are the cluster's.
+    The program runs once, here, and not once per worker as in tf.distribute. A worker is a logical one,
+    with its own input pipeline: datasets are sharded among the workers as their auto-shard policy
+    requires. The processes are those of the cluster.
 
     Args:
         cluster: an open cluster.
-        workers: W, at least 1; None: the chief and worker tasks that the resolver knows of, or else as
-            many as the cluster has.
-        replicas_per_worker: at least 1; None: one for each accelerator that the resolver says a task
-            has, or else 1.
+        workers: W, at least 1; None: the number of chief and worker tasks of the resolver, or else of the
+            cluster's workers.
+        replicas_per_worker: at least 1; None: the number of accelerators of a task as the resolver
+            reports it, or else 1.
         cluster_resolver: knows the tasks and their accelerators.
         seed, devices, communication_options: as for `Strategy`.
 
@@ -105,7 +116,7 @@ class MultiWorkerMirroredStrategy(Strategy):
 
     def __init__(
         self,
-        cluster: Cluster,
+        cluster: ClusterLike,
         workers: int | None = None,
         *,
         replicas_per_worker: int | None = None,
@@ -117,9 +128,9 @@ class MultiWorkerMirroredStrategy(Strategy):
         if cluster_resolver is not None:
             _check_resolver(cluster_resolver)
         if workers is None:
-            workers = _tasks(cluster_resolver) or workers_of(cluster)
+            workers = _task_count(cluster_resolver) or workers_of(cluster)
         if replicas_per_worker is None:
-            replicas_per_worker = _accelerators(cluster_resolver) or 1
+            replicas_per_worker = _accelerator_count(cluster_resolver) or 1
         self._logical_workers = check_int("workers", workers, at_least=1)
         each = check_int("replicas_per_worker", replicas_per_worker, at_least=1)
         self._resolver = cluster_resolver
@@ -133,12 +144,12 @@ class MultiWorkerMirroredStrategy(Strategy):
 
     @property
     def workers(self) -> int:
-        """W: how many logical workers there are."""
+        """W, the number of logical workers."""
         return self._logical_workers
 
     @property
     def cluster_resolver(self) -> ClusterResolver | None:
-        """What it was given; None: the cluster's workers are known already."""
+        """The resolver given to the strategy, or None."""
         return self._resolver
 
     @property
@@ -153,29 +164,29 @@ def _check_resolver(resolver: object) -> None:
         raise TypeError(f"cluster_resolver is {resolver!r}; expected a pipedist.ClusterResolver")
 
 
-def _tasks(resolver: ClusterResolver | None) -> int:
-    """Return how many tasks of a cluster hold replicas: the chief's and the workers'."""
+def _task_count(resolver: ClusterResolver | None) -> int:
+    """Return the number of tasks that hold replicas."""
     if resolver is None:
         return 0
     spec = resolver.cluster_spec()
-    return sum(spec.num_tasks(job) for job in spec.jobs if job in _HOLDING_REPLICAS)
+    return sum(spec.num_tasks(job) for job in spec.jobs if job in _REPLICA_JOBS)
 
 
-def _accelerators(resolver: ClusterResolver | None) -> int:
-    """Return how many accelerators each task has, of all kinds."""
+def _accelerator_count(resolver: ClusterResolver | None) -> int:
+    """Return the number of accelerators of each task, of all kinds."""
     return 0 if resolver is None else sum(resolver.num_accelerators().values())
 
 
 class OneDeviceStrategy(Strategy):
-    """One replica, whose values stay plain (tf.distribute.OneDeviceStrategy): a reference to test with.
+    """One replica, whose values stay plain: a reference for tests.
 
     Args:
         cluster: an open cluster.
-        device: what the replica computes on, for `ctx.device`.
+        device: the replica's device, `ctx.device` in its functions; None: the CPU.
         seed: as for `Strategy`.
     """
 
-    def __init__(self, cluster: Cluster, device: str | None = None, *, seed: int = 0) -> None:
+    def __init__(self, cluster: ClusterLike, device: str | None = None, *, seed: int = 0) -> None:
         super().__init__(cluster, 1, seed=seed, devices=None if device is None else [device])
 
     @property
@@ -189,20 +200,22 @@ NAMES: Final[Mapping[str, Callable[..., Strategy]]] = {
     "central_storage": CentralStorageStrategy,
     "one_device": OneDeviceStrategy,
 }
-"""Strategies that can be asked for by name, and their classes."""
+"""Classes of strategies by the names that `strategy_of` accepts."""
 
 
-def strategy_of(name: str, cluster: Cluster, **options: Any) -> Strategy:
-    """Return a new strategy of a kind: `strategy_of("mirrored", cluster, replicas=2)`.
+def strategy_of(name: str, cluster: ClusterLike, **options: Any) -> Strategy:
+    """Return a new strategy by its name.
+
+        strategy = pipedist.strategy_of("mirrored", cluster, replicas=2)
 
     Args:
         name: mirrored, multi_worker_mirrored, central_storage or one_device.
         cluster: an open cluster.
-        options: of the kind's class.
+        options: arguments of the class.
 
     Raises:
-        ValueError: there is no such kind, or as the class does.
-        TypeError: the class has no such option, or as it does.
+        ValueError: the name is unknown, or the class raises it.
+        TypeError: the class has no such option, or raises it.
     """
     kind = NAMES.get(name)
     if kind is None:
@@ -214,6 +227,111 @@ def strategy_of(name: str, cluster: Cluster, **options: Any) -> Strategy:
     return kind(cluster, **options)
 
 
-def workers_of(cluster: Cluster) -> int:
-    """Return how many workers a cluster is to have; 1 where it does not say."""
+def workers_of(cluster: ClusterLike) -> int:
+    """Return the number of workers that a cluster is configured for; 1 if it has no such number."""
     return getattr(cluster, "workers", 1)
+
+
+class DefaultStrategy(BaseStrategy):
+    """One replica in this process, whose values stay plain.
+
+    `get_strategy` returns it outside of scopes. Code written for a strategy runs with it unchanged. There is
+    one instance, and it needs no cluster.
+    """
+
+    is_default: ClassVar = True
+
+    def __init__(self) -> None:
+        super().__init__(1)
+
+    @property
+    def _identity(self) -> bool:
+        return True
+
+    async def run(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Tree:
+        """Call `fn` in this process, and return its result unchanged."""
+        require_callable(fn)
+        [(own_args, own_kwargs)] = as_readonly(self._arguments(args, kwargs))
+        label = getattr(fn, "__qualname__", type(fn).__qualname__)
+        collectives = _SingleReplicaCollectives(inspect.iscoroutinefunction(fn))
+        context = ReplicaContext(
+            replica_id_in_sync_group=0,
+            num_replicas_in_sync=1,
+            step=0,
+            epoch=0,
+            stage=label,
+            elements=None,
+            seed=0,
+            collectives=collectives,
+        )
+        if functions.wants_ctx(fn):
+            own_kwargs.setdefault("ctx", context)
+        token = current.set(context)
+        try:
+            with default_running():
+                result = fn(*own_args, **own_kwargs)
+                if inspect.isawaitable(result):
+                    result = await result
+                    collectives.unawaited.check()
+        except Exception as error:
+            raise CallError(
+                stage=label,
+                step=0,
+                replica=0,
+                worker="this process",
+                attempts=1,
+                cause=f"{type(error).__name__}: {error}",
+                remote_traceback="".join(traceback.format_exception(error)),
+            ) from error
+        finally:
+            current.reset(token)
+            collectives.unawaited.drop()
+        return result
+
+    def __repr__(self) -> str:
+        return "<DefaultStrategy>"
+
+
+DEFAULT: Final = DefaultStrategy()
+set_default_strategy(DEFAULT)
+
+
+def get_strategy() -> BaseStrategy | ReplicaStrategy | MergeStrategy:
+    """Return the current strategy; outside of any scope, the default one."""
+    context = get_replica_context()
+    if context is not None and in_replica_function():
+        return context.strategy
+    merge = merging.get()
+    if merge is not None:
+        return merge
+    strategy = current_strategy()
+    assert isinstance(strategy, BaseStrategy)
+    return strategy
+
+
+class _SingleReplicaCollectives:
+    """Collectives of a single replica: each folds one value."""
+
+    def __init__(self, is_async: bool) -> None:
+        self.is_async = is_async
+        self.unawaited = UnawaitedCollectives()
+        """Collectives that an async function has not awaited yet."""
+
+    def call(self, request: CollectiveRequest) -> Any:
+        """Return the result of a collective, or an awaitable of it in an async function."""
+        return self.unawaited.add(request, self._later(request)) if self.is_async else self._result(request)
+
+    def _result(self, request: CollectiveRequest) -> Tree:
+        gang = LocalGang(replicas=1, local=range(1))
+        [outcome] = gang.run([lambda: gang.call(0, request)])
+        if isinstance(outcome, BaseException):
+            raise outcome
+        return outcome
+
+    async def _later(self, request: CollectiveRequest) -> Tree:
+        return self._result(request)

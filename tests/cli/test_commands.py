@@ -99,7 +99,9 @@ def test_schema_is_a_json_schema(pipedist: Command) -> None:
 def test_plan_formats(pipedist: Command, spec: Path) -> None:
     text = pipedist("plan", spec, "--workers", "3")
     assert text.returncode == 0, text.stderr
-    assert text.stdout.startswith("2 replicas (decide the result) on 3 workers (never do); 4 elements a step")
+    assert text.stdout.startswith(
+        "2 replicas (part of the result) on 3 workers (never part of it); 4 elements per step"
+    )
     mermaid = pipedist("plan", spec, "--format", "mermaid")
     assert mermaid.returncode == 0, mermaid.stderr
     assert mermaid.stdout.startswith(("flowchart", "graph"))
@@ -142,7 +144,7 @@ def test_streams_that_are_closed_take_what_is_printed(tmp_path: Path, spec: Path
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs Linux's /dev/full")
-def test_a_full_disk_behind_stdout_is_told(tmp_path: Path) -> None:
+def test_a_full_disk_behind_stdout_is_reported(tmp_path: Path) -> None:
     with open("/dev/full", "w") as full:
         done = subprocess.run(
             [sys.executable, "-m", "pipedist", "schema"],
@@ -178,23 +180,23 @@ def test_little_is_imported_before_it_is_needed(tmp_path: Path) -> None:
 
 
 def test_a_defect_is_called_one(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    from pipedist.cli import exits
+    from pipedist.cli import terminal
 
     def broken() -> int:
         raise ZeroDivisionError("oh")
 
-    assert exits.guarded(broken) == 1
+    assert terminal.guarded(broken) == 1
     told = capsys.readouterr().err
     assert told.startswith("pipedist: this is a defect in pipedist")
     assert "ZeroDivisionError: oh" in told
 
 
-def test_plan_says_where_gpus_are_missing(pipedist: Command, spec: Path) -> None:
+def test_plan_reports_where_gpus_are_missing(pipedist: Command, spec: Path) -> None:
     text = spec.read_text().replace('"squares:squares"', '"squares:squares", resources: {gpus: 1}')
     assert "gpus" in text
     spec.write_text(text)
     done = pipedist("plan", "squares.yaml", PATH="/nowhere")
     assert done.returncode == 2
     assert done.stderr.startswith("squares.yaml:7:")
-    assert "needs 1 GPU a call, and there is none here (there is no nvidia-smi on the PATH" in done.stderr
+    assert "needs 1 GPU per call, but there is none here (there is no nvidia-smi on the PATH" in done.stderr
     assert "resources: {gpus: 1}" in done.stderr

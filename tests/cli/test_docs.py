@@ -16,7 +16,7 @@ PROGRESS = re.compile(r"^\w+: .* elements/s, .*\n", re.MULTILINE)
 """Of a run that takes a while."""
 
 
-def test_what_replay_prints_is_what_its_page_says(tmp_path: Path) -> None:
+def test_replay_prints_the_output_in_its_page(tmp_path: Path) -> None:
     text = (DOCS / "replay.md").read_text()
     blocks = re.findall(r"```(yaml|python|console)\n(.*?)```\n", text, re.DOTALL)
     assert [kind for kind, _ in blocks] == ["yaml", "python", "console"]

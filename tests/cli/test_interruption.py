@@ -10,14 +10,14 @@ from collections.abc import Callable
 import pytest
 
 from pipedist.cli import main
-from pipedist.cli.exits import Interrupted, guarded
-from pipedist.cli.interruption import SIGNALS, Interruption
+from pipedist.cli.signals import SIGNALS, Interruption
+from pipedist.cli.terminal import Interrupted, guarded
 
 
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """No test waits for the end of the process that comes by itself: it is to come after all of them."""
-    monkeypatch.setattr("pipedist.cli.interruption._END_S", 600.0)
+    monkeypatch.setattr("pipedist.cli.signals._END_S", 600.0)
 
 
 class FakeRun:

@@ -50,7 +50,7 @@ def test_a_link_is_not_followed(pipedist: Command, tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["cluster.worker.key"]
 
 
-def test_a_folder_that_is_not_there_is_told(pipedist: Command) -> None:
+def test_a_missing_folder_is_reported(pipedist: Command) -> None:
     done = pipedist("keys", "new", "--output", "nowhere/cluster.key")
     assert done.returncode == 2
     assert "can't write key file nowhere/cluster.key" in done.stderr

@@ -29,7 +29,7 @@ def test_the_pace_is_that_of_the_last_seconds() -> None:
     assert pacer.pace(ProgressTotals(5, None, 1, 2, phase=1, phases=2), 31.0) == Pace(0.0, 0.0, None)
 
 
-def test_a_line_says_how_far_and_how_fast() -> None:
+def test_a_line_contains_progress_and_rates() -> None:
     assert describe("x", ProgressTotals(500, 1000, 5, 2), Pace(100.0, 0.5, 5.0)) == (
         "x: 50%, 500 of 1,000 elements, 100 elements/s, 0.5 calls/s, 2 workers, 5.0 s left"
     )
@@ -78,7 +78,7 @@ def test_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "[bold]a line" in shown
 
 
-def test_a_plain_line_that_says_nothing_new_is_rarer_still(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unchanged_plain_line_is_repeated_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = io.StringIO()
     monkeypatch.setattr("sys.stderr", stream)
     now_s = 0.0

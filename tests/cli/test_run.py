@@ -491,7 +491,7 @@ def test_a_terminal_gets_a_bar(spec: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("says", "threads"), [(None, 1), ("3", 3)])
-def test_a_function_source_computes_in_limit_threads_unless_the_user_says_otherwise(
+def test_a_function_source_computes_in_one_thread_unless_the_user_sets_another_number(
     pipedist: Command, tmp_path: Path, says: str | None, threads: int
 ) -> None:
     (tmp_path / "source.py").write_text(

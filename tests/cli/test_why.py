@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from pipedist.cli.diagnostics import StallReporter, StallTimer
+from pipedist.cli.signals import StallReporter, StallTimer
 from tests.cli.conftest import Command
 
 PATIENCE_S = 120.0
@@ -56,7 +56,7 @@ def read_until(run: subprocess.Popen[str], wanted: str) -> str:
     return said
 
 
-def test_a_run_that_waits_says_for_what(
+def test_a_waiting_run_explains_its_wait(
     stalled: subprocess.Popen[str], pipedist: Command, tmp_path: Path
 ) -> None:
     said = read_until(stalled, "slow: step 0, replica 0: running on w0")

@@ -115,7 +115,7 @@ def how_it_talked(shard):
 """
 
 
-def test_the_command_that_is_told_can_be_pasted(folder: Path) -> None:
+def test_the_printed_worker_command_can_be_pasted(folder: Path) -> None:
     (folder / "my keys").mkdir()
     (folder / "cubes.yaml").write_text(SPEC.replace("key_file: cluster.key", 'key_file: "my keys/of it.key"'))
     with started("run", "cubes.yaml", cwd=folder) as run:
@@ -168,7 +168,7 @@ def test_a_worker_with_another_number_of_threads_is_not_let_in(folder: Path) -> 
 
 
 @pytest.mark.slow
-def test_a_worker_with_other_keys_is_told_so(folder: Path) -> None:
+def test_a_worker_with_other_keys_reports_it(folder: Path) -> None:
     write_key_file(folder / "other.key")
     with started("run", "cubes.yaml", "--json", cwd=folder) as run:
         endpoint = endpoint_of(run)
@@ -181,7 +181,7 @@ def test_a_worker_with_other_keys_is_told_so(folder: Path) -> None:
         assert run.returncode == 130
 
 
-def test_a_host_that_is_full_is_told_and_is_no_defect(tmp_path: Path) -> None:
+def test_a_full_host_is_reported_without_a_traceback(tmp_path: Path) -> None:
     """No file can be written: not even an empty folder helps where nothing can be put into it."""
     write_key_file(tmp_path / "cluster.key")
     arguments = "worker --connect tcp://127.0.0.1:9 --key-file cluster.key"

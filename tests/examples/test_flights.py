@@ -52,7 +52,7 @@ def output(columns: dict[str, np.ndarray], tmp_path_factory: pytest.TempPathFact
     return folder
 
 
-def test_the_data_is_there_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_data_is_complete_or_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Other processes may look for it while it is copied; and the copy may be interrupted."""
     found = importlib.util.spec_from_file_location("fetch", FLIGHTS / "fetch.py")
     assert found

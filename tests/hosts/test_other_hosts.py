@@ -16,7 +16,7 @@ import pytest
 import pipedist
 from pipedist.coordinator.inbound import Inbound
 from pipedist.datasets.sources.paths import is_visible
-from pipedist.plan import compile_plan
+from pipedist.plan import as_json, compile_plan
 from pipedist.protocol import messages as msg
 from pipedist.spec import load
 from pipedist.transport.keys import write_key_file
@@ -204,20 +204,20 @@ def test_the_plan_shows_which_workers_read_each_dataset(project: Project, tmp_pa
     }  # fmt: skip
     plan = compile_plan(load(spec), workers=2)
     try:
-        roads = {name: found["road"] for name, found in plan.to_json()["datasets"].items()}
+        delivery = {name: found["delivery"] for name, found in as_json(plan)["datasets"].items()}
         visible = {
             name for name, source in plan.sources.items() if source.config and is_visible(source.config)
         }
         assert visible == {"seen", "numbers"}, "here all files are; but not all would be elsewhere"
     finally:
         plan.close()
-    assert roads == {
+    assert delivery == {
         "own": "shards are sent to the workers: they are in this process's memory",
         "seen": "workers that see the same files (path, size, time of change) read their own shards; "
-        "to others they are sent",
+        "they are sent to others",
         "numbers": "workers read their own shards",
-        "packed": "workers on this host read their own shards; to others they are sent: they are compressed, "
+        "packed": "workers on this host read their own shards; they are sent to others: they are compressed, "
         "and were unpacked on this host",
-        "whole": "workers on this host read their own shards; to others they are sent: files that are "
+        "whole": "workers on this host read their own shards; they are sent to others: files that are "
         "elements are read one by one",
     }

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pipedist.cli.diagnostics import explain_run
+from pipedist.cli.commands import explain_run
 from pipedist.errors import OutputError, UsageError
 from pipedist.outputs import FinishedRun, RunFolder, open_folder, run_folder
 

@@ -12,7 +12,7 @@ import pytest
 
 from pipedist.datasets.sources import Source
 from pipedist.errors import PlanError
-from pipedist.plan import Plan, compile_plan
+from pipedist.plan import Plan, as_json, as_mermaid, as_text, compile_plan
 from pipedist.plan import compiler as plan_compiler
 from pipedist.spec import load
 
@@ -99,9 +99,9 @@ def shown(plan: Plan) -> dict[str, str]:
     """Return each view; `python -m tests.plan.test_plan` writes them anew, and the diff is read."""
     name = plan.spec.name
     return {
-        f"{name}.txt": plan.text() + "\n",
-        f"{name}.mmd": plan.mermaid() + "\n",
-        f"{name}.json": json.dumps(plan.to_json(), indent=1) + "\n",
+        f"{name}.txt": as_text(plan) + "\n",
+        f"{name}.mmd": as_mermaid(plan) + "\n",
+        f"{name}.json": json.dumps(as_json(plan), indent=1) + "\n",
     }
 
 
@@ -126,8 +126,8 @@ def test_mermaid_shows_names_as_they_are() -> None:
         }
     )
     try:
-        assert "lambda#gt;<br/>x 1" in plan.mermaid()
-        assert '"a #lt;i#gt;#35;1; #quot;b#quot; #amp; c.npy"' in plan.mermaid()
+        assert "lambda#gt;<br/>x 1" in as_mermaid(plan)
+        assert '"a #lt;i#gt;#35;1; #quot;b#quot; #amp; c.npy"' in as_mermaid(plan)
     finally:
         plan.close()
 
@@ -135,16 +135,16 @@ def test_mermaid_shows_names_as_they_are() -> None:
 def test_the_first_line_is_that_of_the_language() -> None:
     document = {**TWO_PHASES, "datasets": {**TWO_PHASES["datasets"], "test": {"range": 9, "batch": 4096}}}
     plan = planned(document)
-    assert plan.text().splitlines()[0] == (
-        "4 replicas (decide the result) on 2 workers (never do); 4096 elements a step, 1024 a replica"
+    assert as_text(plan).splitlines()[0] == (
+        "4 replicas (part of the result) on 2 workers (never part of it); 4096 elements per step, 1024 per replica"
     )
     single = {
         "pipedist": 1,
         "dataset": {"range": 3, "batch": 1},
         "stages": {"t": {"reduce": "sum", "of": "dataset", "axis": 0}},
     }
-    assert planned(single, workers=1).text().splitlines()[0] == (
-        "1 replica (decides the result) on 1 worker (never does); 1 element a step, 1 a replica"
+    assert as_text(planned(single, workers=1)).splitlines()[0] == (
+        "1 replica (part of the result) on 1 worker (never part of it); 1 element per step, 1 per replica"
     )
 
 
@@ -213,7 +213,7 @@ def with_update(**keys: Any) -> dict[str, Any]:
         ({"init": {"file": "pyproject.json"}}, "stages.w.init.file", "No such file"),
     ],
 )
-def test_what_a_state_lacks_is_told_with_its_place(keys: dict[str, Any], place: str, text: str) -> None:
+def test_errors_of_a_state_have_their_place(keys: dict[str, Any], place: str, text: str) -> None:
     if not place:
         planned(with_update(**keys)).close()
         return
@@ -224,9 +224,9 @@ def test_what_a_state_lacks_is_told_with_its_place(keys: dict[str, Any], place: 
     assert text in problem.message
 
 
-def test_a_file_that_holds_objects_begins_no_state(tmp_path: Path) -> None:
+def test_a_file_of_objects_is_rejected_as_a_state(tmp_path: Path) -> None:
     np.save(tmp_path / "w.npy", np.array([{}], object))
-    with pytest.raises(PlanError, match="the state can't begin as"):
+    with pytest.raises(PlanError, match="the first value of the state can't be read from"):
         planned(with_update(init={"file": str(tmp_path / "w.npy")}))
 
 
@@ -245,7 +245,7 @@ def test_an_empty_shard_has_something_to_join_a_collective_with() -> None:
         planned(document)
     (problem,) = caught.value.problems
     assert problem.where == "stages.b.of"
-    assert "step 1 of an epoch has 2 shards for 4 replicas, and an empty shard has no value of `a`" in str(
+    assert "step 1 of an epoch has 2 shards for 4 replicas. An empty shard has no value of `a`" in str(
         problem
     )
     stages["a"]["collectives"] = True
@@ -266,17 +266,19 @@ def gang(**collectives: object) -> dict[str, Any]:
     }
 
 
-def test_a_gang_goes_the_road_that_one_of_its_stages_names() -> None:
+def test_a_gang_uses_the_implementation_of_any_of_its_stages() -> None:
     plan = planned(gang(implementation="transport"), workers=3)
     plan.close()
-    assert "a gang of 4 replicas: at once, on 3 workers, collectives through transport" in plan.text()
+    assert "a gang of 4 replicas: at the same time, on 3 workers, collectives through transport" in as_text(
+        plan
+    )
     document = gang(implementation="transport")
     document["stages"]["b"]["collectives"] = {"timeout_s": 3}
     with pytest.raises(PlanError) as caught:
         planned(document)
     (problem,) = caught.value.problems
     assert problem.where == "stages.b.collectives"
-    assert "`b` and `a` are called in one gang, and say different things" in problem.message
+    assert "`b` and `a` run in the same gang but have different" in problem.message
 
 
 @pytest.mark.parametrize("workers", [3, 4])

@@ -15,7 +15,7 @@ import pytest
 import pipedist
 from pipedist.core import gpus as accelerators
 from pipedist.errors import PlanError, SpecError, UsageError
-from pipedist.plan import compile_plan
+from pipedist.plan import as_json, as_text, compile_plan
 from pipedist.spec import load
 from tests.worker import gpu_functions
 
@@ -147,11 +147,11 @@ def problem_of(document: dict[str, Any], workers: int = 2) -> str:
 
 def test_missing_gpus_are_reported_before_anything_runs(machine: Machine, tmp_path: Path) -> None:
     text = problem_of(spec_of(tmp_path, 1))
-    assert "stages.seen.resources.gpus: `seen` needs 1 GPU a call, and there is none here" in text
+    assert "stages.seen.resources.gpus: `seen` needs 1 GPU per call, but there is none here" in text
     assert "nvidia-smi lists them" in text
     assert "workers that dial in from one (`launcher: connect`)" in text
     machine(1)
-    assert "`seen` needs 2 GPUs a call, and there is 1 here" in problem_of(spec_of(tmp_path, 2))
+    assert "`seen` needs 2 GPUs per call, but there is 1 here" in problem_of(spec_of(tmp_path, 2))
 
 
 def test_a_gang_needs_gpus_for_all_its_replicas(machine: Machine, tmp_path: Path) -> None:
@@ -170,8 +170,8 @@ def test_a_gang_needs_gpus_for_all_its_replicas(machine: Machine, tmp_path: Path
 def test_the_plan_shows_who_owns_gpus(machine: Machine, tmp_path: Path) -> None:
     machine(1)
     plan = compile_plan(load(spec_of(tmp_path, 1)), workers=2)
-    assert "needs 1 GPU a call: 1 of 2 workers own it" in plan.text()
-    assert plan.to_json()["phases"][0][0]["gpus"] == 1
+    assert "needs 1 GPU per call: 1 of 2 workers own it" in as_text(plan)
+    assert as_json(plan)["phases"][0][0]["gpus"] == 1
     plan.close()
 
 
@@ -183,7 +183,7 @@ def test_with_workers_that_dial_in_nothing_is_refused(machine: Machine, tmp_path
         "key_file": str(tmp_path / "key"),
     }
     plan = compile_plan(load(document), workers=1)
-    assert "needs 1 GPU a call: workers that dial in bring them" in plan.text()
+    assert "needs 1 GPU per call: workers that dial in bring them" in as_text(plan)
     plan.close()
 
 

@@ -42,7 +42,7 @@ def test_what_is_opened_with_async_with(make: Callable[[], Any], name: str) -> N
 
 
 @pytest.mark.asyncio
-async def test_a_forgotten_await_is_told_where_the_coroutine_is_used() -> None:
+async def test_a_missing_await_is_reported_where_the_coroutine_is_used() -> None:
     async with pipedist.LocalCluster(workers=1) as cluster:
         strategy = pipedist.Strategy(cluster, replicas=2)
         y = strategy.run(fn.double, args=(1,))

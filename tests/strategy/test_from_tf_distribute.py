@@ -32,12 +32,14 @@ def rows() -> Iterator[list[str]]:
     ("holder", "attribute", "here"),
     [
         (pipedist.get_strategy(), "experimental_distribute_dataset", "`distribute_dataset`"),
-        (pipedist.get_strategy(), "extended", "on the strategy itself"),
+        (pipedist.get_strategy(), "extended", "methods of the strategy itself"),
         (pipedist.Dataset.range(3), "shuffle", "permutation"),
         (pipedist.Variable(1.0), "read_value", "`value()`"),
     ],
 )
-def test_a_name_of_tensorflow_is_told_what_it_is_here(holder: Any, attribute: str, here: str) -> None:
+def test_the_error_for_a_name_of_tensorflow_contains_its_counterpart(
+    holder: Any, attribute: str, here: str
+) -> None:
     with pytest.raises(AttributeError, match=re.escape(here)) as caught:
         getattr(holder, attribute)
     assert caught.value.name == attribute
@@ -53,7 +55,7 @@ def test_what_is_offered_in_their_place_exists() -> None:
             assert name is None or hasattr(cls, name[1]), text
 
 
-def test_every_row_says_what_became_of_the_name() -> None:
+def test_every_row_has_a_status() -> None:
     found = list(rows())
     assert len(found) > 80
     for row in found:

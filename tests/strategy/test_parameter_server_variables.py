@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import pipedist
-from pipedist.strategy.parameters import ParameterVariable
+from pipedist.strategy.parameter_server import ParameterVariable
 from pipedist.strategy.partitioners import shard_sizes
 from tests.strategy import closure_functions as functions
 
@@ -155,7 +155,7 @@ async def test_a_closure_sees_what_the_program_has_seen() -> None:
 
 
 @pytest.mark.asyncio
-async def test_versions_that_nobody_can_read_are_forgotten() -> None:
+async def test_versions_that_cannot_be_read_are_dropped() -> None:
     async with pipedist.LocalCluster(workers=1) as cluster:
         strategy = pipedist.ParameterServerStrategy(cluster)
         variable = scalar(strategy)
@@ -197,11 +197,11 @@ async def test_variables_stay_with_their_strategy() -> None:
         mine, other = pipedist.ParameterServerStrategy(cluster), pipedist.ParameterServerStrategy(cluster)
         foreign = other.create_variable(0.0)
         async with pipedist.ClusterCoordinator(mine) as coordinator:
-            with pytest.raises(ValueError, match="another strategy's"):
+            with pytest.raises(ValueError, match="belongs to another strategy"):
                 await coordinator.schedule(functions.add, (foreign, 1.0))
-            with pytest.raises(ValueError, match="another strategy's"):
+            with pytest.raises(ValueError, match="belongs to another strategy"):
                 await coordinator.schedule(lambda: foreign.assign_add(1.0))
-            with pytest.raises(ValueError, match="of another strategy"):
+            with pytest.raises(ValueError, match="belongs to another strategy"):
                 await mine.update(foreign, lambda copy: copy.assign_add(1.0))
             with pytest.raises(ValueError, match="only closures"):
                 await pipedist.OneDeviceStrategy(cluster).run(lambda: foreign.assign_add(1.0))

@@ -44,9 +44,7 @@ def shards_along(partitioner: Partitioner, shape: list[int], dtype: str, axis: i
 
 
 @given(cuts(), COUNTS)
-def test_fixed_shards_are_as_many_as_said_or_as_there_are_rows(
-    cut: tuple[list[int], str, int], n: int
-) -> None:
+def test_fixed_shards_are_limited_by_the_number_of_rows(cut: tuple[list[int], str, int], n: int) -> None:
     shape, _, axis = cut
     assert shards_along(pipedist.FixedShardsPartitioner(n), *cut) == max(1, min(n, shape[axis]))
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from pipedist.core import functions as travelling
-from pipedist.strategy.references import References
+from pipedist.strategy.passes import FunctionReferences
 from pipedist.strategy.variables import CapturedVariables
 from tests.strategy import functions
 
@@ -68,8 +68,8 @@ class Unclear:
         len,
     ],
 )
-def test_what_has_not_changed_is_pickled_once(value: Any, pickled: list[str]) -> None:
-    references, fn = References(), capturing(value)
+def test_an_unchanged_capture_is_pickled_once(value: Any, pickled: list[str]) -> None:
+    references, fn = FunctionReferences(), capturing(value)
     first = references.of(fn, noted())
     assert references.of(fn, noted()) is first
     assert len(pickled) == 1
@@ -88,15 +88,15 @@ def test_what_has_not_changed_is_pickled_once(value: Any, pickled: list[str]) ->
         np.zeros(1, [("a", int)])[0],
     ],
 )
-def test_what_may_have_changed_is_pickled_again(value: Any, pickled: list[str]) -> None:
-    references, fn = References(), capturing(value)
+def test_a_capture_that_may_have_changed_is_pickled_again(value: Any, pickled: list[str]) -> None:
+    references, fn = FunctionReferences(), capturing(value)
     for _ in range(2):
         references.of(fn, noted())
     assert len(pickled) == 2
 
 
 def test_a_changed_capture_is_seen(pickled: list[str]) -> None:
-    references = References()
+    references = FunctionReferences()
     number, array, nested, table = 1, np.zeros(3), [1, {"a": [2]}], {"x": 1}
 
     def inner() -> Any:
@@ -132,7 +132,7 @@ def test_a_changed_global_is_seen(pickled: list[str]) -> None:
     exec(
         "factor = 2\ndef helper(x):\n    return factor * x\ndef fn(x):\n    return helper(x)", module.__dict__
     )
-    references = References()
+    references = FunctionReferences()
     assert travelling.load(references.of(module.fn, noted()), ())(3) == 6
     references.of(module.fn, noted())
     assert len(pickled) == 1
@@ -142,7 +142,7 @@ def test_a_changed_global_is_seen(pickled: list[str]) -> None:
 
 
 def test_a_function_with_a_name_is_never_pickled(pickled: list[str]) -> None:
-    references = References()
+    references = FunctionReferences()
     for _ in range(2):
         assert references.of(functions.double, noted()).name == "tests.strategy.functions:double"
     assert references.of(max, noted()).name == "builtins:max"
@@ -150,14 +150,14 @@ def test_a_function_with_a_name_is_never_pickled(pickled: list[str]) -> None:
     assert "tests.strategy.functions" in sys.modules
 
 
-def test_functions_that_are_gone_are_forgotten() -> None:
-    references = References()
+def test_references_of_collected_functions_are_dropped() -> None:
+    references = FunctionReferences()
     references.of(capturing(1), noted())
     references.of(recursive(), noted())
     gc.collect()
-    assert len(references._kept) == 0
+    assert len(references._cached) == 0
 
 
 def test_what_can_not_be_called_is_refused() -> None:
     with pytest.raises(TypeError, match="can't be called"):
-        References().of(3, noted())  # type: ignore[arg-type]
+        FunctionReferences().of(3, noted())  # type: ignore[arg-type]

@@ -91,7 +91,9 @@ async def test_different_structures_show_both() -> None:
         ({"fn": functions.double, "kwargs": {"x": {1}}}, TypeError, "a set, at kwargs/x"),
     ],
 )
-async def test_bad_calls_harm_nobody_else(call: dict[str, Any], error: type[Exception], match: str) -> None:
+async def test_bad_calls_do_not_affect_other_calls(
+    call: dict[str, Any], error: type[Exception], match: str
+) -> None:
     async with pipedist.LocalCluster(workers=1) as cluster:
         strategy = pipedist.Strategy(cluster, replicas=2)
         with pytest.raises(error, match=match):
@@ -256,7 +258,7 @@ async def test_randomness_follows_the_seed_and_never_repeats() -> None:
         assert len(set(drawn)) == 3, "each time another function of the same name"
 
 
-async def test_a_closed_cluster_says_so() -> None:
+async def test_a_run_on_a_closed_cluster_raises() -> None:
     async with pipedist.LocalCluster(workers=1) as cluster:
         strategy = pipedist.Strategy(cluster, replicas=1)
         await strategy.run(functions.double, args=(1,))

@@ -133,7 +133,7 @@ async def test_several_tasks_share_the_results() -> None:
     assert results == list(range(0, 300, 10))
 
 
-async def test_who_waits_while_the_others_close_gets_its_result(tmp_path: Path) -> None:
+async def test_a_waiting_reader_gets_its_result_while_others_close(tmp_path: Path) -> None:
     async def steps() -> AsyncIterator[Any]:
         yield str(tmp_path / "go")
 

@@ -53,7 +53,7 @@ async def test_a_strategy_has_a_name(name: str, options: Any, kind: type, replic
         ({}, {}, 3, 3),
     ],
 )
-async def test_a_resolver_says_how_many_workers_and_replicas_there_are(
+async def test_a_resolver_determines_the_number_of_workers_and_replicas(
     cluster: dict[str, list[str]], accelerators: dict[str, int], workers: int, replicas: int
 ) -> None:
     resolver = pipedist.SimpleClusterResolver(pipedist.ClusterSpec(cluster), num_accelerators=accelerators)
@@ -87,10 +87,10 @@ async def test_names_and_numbers_are_checked() -> None:
     ("devices", "error", "text"),
     [
         (["cpu:0"], ValueError, "1 devices for 2 replicas"),
-        (["cpu:0", "gpu 1"], ValueError, "'gpu 1' is no device"),
-        (["cpu:0", ""], ValueError, "'' is no device"),
+        (["cpu:0", "gpu 1"], ValueError, "'gpu 1' is not a device"),
+        (["cpu:0", ""], ValueError, "'' is not a device"),
         ("cuda:0", TypeError, "expected a list"),
-        ([0, 1], TypeError, "expected a text"),
+        ([0, 1], TypeError, "expected a str"),
         ([], ValueError, "is empty"),
     ],
 )

@@ -122,7 +122,7 @@ async def test_a_version_travels_once_to_a_worker_and_what_it_made_not_at_all(
         assert [message.version for message in sent if isinstance(message, msg.StateVersion)] == [0, 0, 7, 7]
 
 
-async def test_what_a_failed_step_has_made_is_read_by_nobody(sent: list[msg.Message]) -> None:
+async def test_assignments_of_a_failed_step_are_never_read(sent: list[msg.Message]) -> None:
     async with pipedist.LocalCluster(workers=2) as cluster:
         await cluster.ready()
         strategy = pipedist.Strategy(cluster, replicas=2)
@@ -156,7 +156,7 @@ async def test_what_a_failed_step_has_made_is_read_by_nobody(sent: list[msg.Mess
             assert m.local_values == copies
 
 
-async def test_replicas_that_assign_different_variables_are_told_so() -> None:
+async def test_replicas_that_assign_different_variables_raise() -> None:
     async with pipedist.LocalCluster(workers=2) as cluster:
         strategy = pipedist.Strategy(cluster, replicas=2)
         with strategy.scope():
@@ -259,7 +259,7 @@ async def test_they_work_in_async_functions_and_in_merge_calls() -> None:
         assert m.local_values == (34, 33, 33)
 
 
-async def test_what_does_not_fit_a_variable_is_told_with_what_to_write() -> None:
+async def test_an_unfit_assignment_raises_with_the_right_form() -> None:
     async with pipedist.LocalCluster(workers=1) as cluster:
         strategy = pipedist.Strategy(cluster, replicas=2)
         with strategy.scope():
@@ -378,7 +378,7 @@ async def test_a_variable_is_not_changed_under_a_run(tmp_path: Path) -> None:
 
         run = asyncio.create_task(strategy.run(slow, args=(str(tmp_path / "go"),)))
         await asyncio.sleep(0)
-        with pytest.raises(RuntimeError, match="a run that uses it is not done"):
+        with pytest.raises(RuntimeError, match="a run that uses it is not finished"):
             v.assign(2.0)
         assert v.numpy() == 1
         run.cancel()
@@ -418,7 +418,7 @@ async def test_a_run_begins_when_the_step_of_a_cancelled_one_is_over(tmp_path: P
         assert float((await reading)[0]) == 3
 
 
-async def test_what_a_cancelled_run_has_made_is_read_by_nobody(tmp_path: Path) -> None:
+async def test_assignments_of_a_cancelled_run_are_never_read(tmp_path: Path) -> None:
     async with pipedist.LocalCluster(workers=1) as cluster:
         strategy = pipedist.Strategy(cluster, replicas=1)
         with strategy.scope():
@@ -488,7 +488,7 @@ async def test_without_a_strategy_a_variable_is_a_value_in_this_process() -> Non
     assert len(v.local_values) == 1
 
 
-async def test_workers_forget_variables_that_nobody_has(sent: list[msg.Message]) -> None:
+async def test_workers_drop_variables_that_were_garbage_collected(sent: list[msg.Message]) -> None:
     async with pipedist.LocalCluster(workers=1) as cluster:
         strategy = pipedist.Strategy(cluster, replicas=1)
         for _ in range(3):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from pipedist.cli.app import app
-from pipedist.cli.simulate_command import EVERYTHING, SimulateOptions, execute, parse_costs
+from pipedist.cli.simulate_command import DEFAULT_FAULTS, SimulateOptions, execute, parse_costs
 from pipedist.errors import UsageError
 from pipedist.testing import Faults
 
@@ -47,7 +47,7 @@ def test_an_unknown_fault_is_told_with_those_that_there_are(kind: str, told: str
 
 
 def test_the_faults_that_are_the_default_can_be_read() -> None:
-    assert str(Faults.parse(EVERYTHING)) == EVERYTHING
+    assert str(Faults.parse(DEFAULT_FAULTS)) == DEFAULT_FAULTS
 
 
 def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:

@@ -77,7 +77,7 @@ def test_an_exported_array_is_converted(data: Any, device: int) -> None:
     assert source.copied == (device == CUDA)
 
 
-def test_what_is_sent_is_nobody_elses() -> None:
+def test_a_sent_array_has_its_own_memory() -> None:
     source = Exported([1.0, 2.0])
     value, size = take_ownership([{"rows": source, "n": 2}])
     source.data[:] = 0.0

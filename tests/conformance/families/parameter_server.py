@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 import pipedist
-from pipedist.strategy.parameters import ParameterVariable
+from pipedist.strategy.parameter_server import ParameterVariable
 from tests.conformance import programs
 from tests.conformance.cases import (
     Case,

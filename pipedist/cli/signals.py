@@ -1,10 +1,12 @@
-"""Handle SIGINT, SIGTERM and SIGHUP during a run.
+"""Handle SIGINT, SIGTERM, SIGHUP and SIGUSR1 during a run, and explain long standstills.
 
-Before a run opens, a signal ends the process. While the run executes, the first signal drains it: no new
-calls start, and running calls get the cluster's grace time; the second one ends it at once. A signal while
-the run opens cancels that; one while it closes changes nothing. An exception here could leave a half-open
-socket and block shutdown. If the end takes long, the process exits, and its workers end with it. Plain
-signal handlers are used so that a busy event loop cannot delay Ctrl-C.
+Before a run opens, the first three signals end the process. While the run executes, the first signal drains it:
+no new calls start, and running calls get the cluster's grace time; the second one ends it at once. A signal while
+the run opens cancels that; one while it closes changes nothing. An exception here could leave a half-open socket
+and block shutdown. If the end takes long, the process exits, and its workers end with it.
+
+SIGUSR1 prints what the run waits for, in the event loop: the scheduler's state is consistent only between two
+events. Plain signal handlers are used so that a busy event loop cannot delay Ctrl-C.
 """
 
 from __future__ import annotations
@@ -14,11 +16,11 @@ import contextlib
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import FrameType, TracebackType
 from typing import Any, Protocol, Self
 
-from pipedist.cli.exits import Interrupted, interrupted
+from pipedist.cli.terminal import Interrupted, interrupted
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _END_S = 5.0
@@ -134,3 +136,95 @@ class Interruption:
     def _post(self, call: Callable[..., object], *args: object) -> None:
         if self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(call, *args)
+
+
+WHY_SIGNAL = signal.SIGUSR1
+
+
+class Explainable(Protocol):
+    """A run that can explain what it waits for."""
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since the run last made progress."""
+
+    def why(self) -> Mapping[str, Any]:
+        """Return what the run waits for."""
+
+
+class StallTimer:
+    """Decides when a standstill is reported: after a time, then each time it has doubled.
+
+    Args:
+        first_s: seconds without progress until the first report.
+    """
+
+    def __init__(self, first_s: float) -> None:
+        self._first_s = first_s
+        self._next_s = first_s
+
+    def is_due(self, silent_s: float) -> bool:
+        """Return whether to report now; True once per threshold."""
+        if silent_s < self._first_s:
+            self._next_s = self._first_s  # the run has made progress
+            return False
+        if silent_s < self._next_s:
+            return False
+        while self._next_s <= silent_s:
+            self._next_s *= 2
+        return True
+
+
+class StallReporter:
+    """Reports what a run waits for; its context handles SIGUSR1, in the main thread only.
+
+    Args:
+        show: prints lines for the user.
+    """
+
+    def __init__(self, show: Callable[[str], None]) -> None:
+        self.show = show
+        self._run: Explainable | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._timer = StallTimer(1.0)
+        self._before: Any = None
+
+    def __enter__(self) -> Self:
+        self._before = signal.signal(WHY_SIGNAL, self._on_signal)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        signal.signal(WHY_SIGNAL, self._before)
+
+    @contextlib.contextmanager
+    def watching(self, run: Explainable, stall_s: float) -> Iterator[None]:
+        """Report on this run while the context is open, inside its event loop."""
+        self._loop = asyncio.get_running_loop()
+        self._run = run
+        self._timer = StallTimer(stall_s)
+        try:
+            yield
+        finally:
+            self._run = None
+
+    def check(self) -> None:
+        """Report if the run has made no progress for long; called periodically."""
+        if self._run is not None and self._timer.is_due(self._run.silent_s):
+            self.explain()
+
+    def explain(self) -> None:
+        """Print what the run waits for."""
+        from pipedist.runs.diagnostics import lines
+
+        if self._run is None:
+            self.show("pipedist: the run has not started")
+        else:
+            self.show("\n".join(["pipedist: this run waits for:", *lines(dict(self._run.why()))]))
+
+    def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
+        if self._run is None or self._loop is None or self._loop.is_closed():
+            self.show("pipedist: the run has not started, or is over")
+        else:
+            self._loop.call_soon_threadsafe(self.explain)

@@ -1,0 +1,51 @@
+"""The API reference, which pdoc generates from docstrings, explains every public name."""
+
+from __future__ import annotations
+
+import enum
+import inspect
+import re
+from collections.abc import Iterator
+
+import pytest
+
+import pipedist
+
+NAMES = [name for name in (*pipedist.__all__, "open") if name != "__version__"]
+
+MADE_BY_PIPEDIST = {"Dataset", "DistributedDataset", "RemoteValue", "Run", "TaskCluster"}
+"""Classes that users do not construct: the arguments of their constructors are internal."""
+
+
+def parameters(name: str) -> Iterator[str]:
+    """Yield the parameters with which users call a public name."""
+    thing = getattr(pipedist, name)
+    if inspect.isclass(thing) and (name in MADE_BY_PIPEDIST or issubclass(thing, enum.Enum)):
+        return
+    function = vars(thing).get("__init__") if inspect.isclass(thing) else thing
+    if function is not None:
+        for parameter in inspect.signature(function).parameters:
+            if parameter != "self" and not parameter.startswith("_"):
+                yield parameter
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_public_name_is_explained(name: str) -> None:
+    text = inspect.getdoc(getattr(pipedist, name)) or ""
+    first = text.partition("\n")[0]
+    assert len(text.split()) > 5, f"{name} needs a docstring"
+    assert first.endswith((".", ":")), f"{name}: the first line is not one sentence: {first!r}"
+    assert len(first) <= 100, f"{name}: the first line is too long: {first!r}"
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "run"])
+def test_every_argument_is_explained(name: str) -> None:
+    text = inspect.getdoc(getattr(pipedist, name)) or ""
+    missing = [one for one in parameters(name) if not re.search(rf"\b{one}\b", text)]
+    assert not missing, f"{name} does not explain {', '.join(missing)}"
+
+
+def test_run_and_open_have_the_same_arguments() -> None:
+    """`run` refers to `open` for them."""
+    assert set(parameters("run")) <= set(parameters("open")) | {"spec"}
+    assert "open" in (pipedist.run.__doc__ or "")
