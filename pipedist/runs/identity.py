@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 from collections.abc import Mapping
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from pipedist.core.functions import reference
-from pipedist.spec import InitFile, InitFunction, InitLiteral, Spec
+from pipedist.spec import CollectivesSpec, InitFile, InitFunction, InitLiteral, ResourcesSpec, Spec
 
 
 def meaning(spec: Spec) -> dict[str, Any]:
@@ -63,7 +64,9 @@ def _plain(value: Any) -> Any:
         content = np.ascontiguousarray(value)
         return [str(value.dtype), list(value.shape), hashlib.sha256(content.tobytes()).hexdigest()]
     if isinstance(value, InitLiteral | InitFile | InitFunction):
-        return [type(value).__name__, *(_plain(getattr(value, name)) for name in value.__struct_fields__)]
+        return [type(value).__name__, *(_plain(getattr(value, f.name)) for f in dataclasses.fields(value))]
+    if isinstance(value, CollectivesSpec | ResourcesSpec):
+        return _plain(dict(value))
     if callable(value):
         ref = reference(value)
         return ref.name or hashlib.sha256(ref.pickled).hexdigest()

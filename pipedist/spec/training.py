@@ -8,11 +8,11 @@ stage that waits for the training's end reads the final states, and is no part o
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
-from msgspec import Struct
 
-
-class Links(Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class Links:
     """What a stage depends on.
 
     Args:
@@ -30,7 +30,8 @@ class Links(Struct, frozen=True):
     per: str = "run"
 
 
-class Training(Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class TrainingStages:
     """The training of a spec.
 
     Args:
@@ -67,13 +68,13 @@ def root_of(name: str, datasets: Collection[str], links: Mapping[str, Links]) ->
     return root if root in datasets else None
 
 
-def rhythm(update: str, links: Mapping[str, Links]) -> str:
+def granularity(update: str, links: Mapping[str, Links]) -> str:
     """Return how often a state changes: run, epoch or step, as what it is fed by has values."""
     source = links.get(links[update].of or "")
     return "run" if source is None else source.per
 
 
-def training_of(datasets: Sequence[str], links: Mapping[str, Links]) -> Training | None:
+def training_of(datasets: Sequence[str], links: Mapping[str, Links]) -> TrainingStages | None:
     """Return the training of a spec, None where no dataset feeds an update.
 
     Args:
@@ -95,7 +96,7 @@ def training_of(datasets: Sequence[str], links: Mapping[str, Links]) -> Training
     core |= {name for name, root in roots.items() if root in held_out}
     taking_turns = _with_ancestors(core, links)
     early = _awaited(taking_turns, links, core)
-    return Training(
+    return TrainingStages(
         feeder,
         _ordered(updates, links),
         held_out,
@@ -140,7 +141,11 @@ def _ordered(updates: Sequence[str], links: Mapping[str, Links]) -> tuple[str, .
     waiting = list(updates)
     while waiting:
         needs = {
-            name: [r for r in links[name].reads if r in waiting and rhythm(r, links) == rhythm(name, links)]
+            name: [
+                r
+                for r in links[name].reads
+                if r in waiting and granularity(r, links) == granularity(name, links)
+            ]
             for name in waiting
         }
         # a cycle is told elsewhere; here its first update goes first

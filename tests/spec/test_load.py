@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from pydantic import ValidationError
 
 from pipedist.errors import SpecError, UsageError
 from pipedist.spec import (
@@ -23,7 +24,7 @@ from pipedist.spec import (
     substitute,
     with_cluster,
 )
-from pipedist.spec.sources import CsvSource, RangeSource
+from pipedist.spec.datasets import CsvSource, RangeSource
 
 TOTAL: dict[str, Any] = {
     "pipedist": 1,
@@ -94,7 +95,7 @@ def test_a_spec_is_immutable() -> None:
         spec.seed = 1  # type: ignore[misc]
     with pytest.raises(TypeError):
         spec.stages["x"] = spec.stages["total"]  # type: ignore[index]
-    with pytest.raises(AttributeError, match="frozen"):
+    with pytest.raises(ValidationError, match="frozen"):
         spec.datasets["dataset"].batch = 8
 
 
@@ -139,11 +140,12 @@ def test_problems_of_a_dict_have_paths_in_the_order_of_the_dict() -> None:
     }
     assert problems_of(document) == [
         "stages.late: the key 5 is not text",
-        "stages.late.reduce: `reduce` is the text 'summ'",
+        "stages.late.reduce: `reduce` must be sum, mean, min, max, prod, or \"package.module:combine\", got 'summ'",
         "stages.late.of: there is no dataset or stage `datset`",
-        "dataset.range: `range` is the text 'x'",
-        "dataset.batch: `batch` is 0",
-        "outputs.late: 'a.txt' has no known ending",
+        "dataset.range: `range` must be an integer, or a mapping with `stop` and optionally `start` and `step`, "
+        "got 'x'",
+        "dataset.batch: `batch` must be a positive whole number of elements, got 0",
+        "outputs.late: 'a.txt' does not end in a known format",
     ]
 
 
@@ -170,7 +172,7 @@ def test_ranges(written: object, config: dict[str, int]) -> None:
 
 def test_a_range_s_step_is_not_zero() -> None:
     document = {**TOTAL, "dataset": {"range": {"stop": 3, "step": 0}, "batch": 1}}
-    assert problems_of(document) == ["dataset.range.step: `step` is 0"]
+    assert problems_of(document) == ["dataset.range.step: `step` must be an integer other than 0, got 0"]
 
 
 @pytest.mark.parametrize(
@@ -204,7 +206,7 @@ def test_every_key_of_a_connected_cluster() -> None:
 def test_a_bad_endpoint_is_refused(listen: object) -> None:
     cluster = {"launcher": "connect", "listen": listen, "key_file": "k.json"}
     (problem,) = problems_of({**TOTAL, "cluster": cluster})
-    assert problem.startswith("cluster.listen: `listen` is ")
+    assert problem.startswith("cluster.listen: `listen` must be ")
 
 
 def test_later_floors_report_problems_with_places(tmp_path: Path) -> None:
@@ -366,7 +368,7 @@ def test_every_key_of_an_engines_cluster(launcher: str, address: str) -> None:
 )
 def test_an_address_of_another_kind_is_refused(launcher: str, address: object) -> None:
     (problem,) = problems_of({**TOTAL, "cluster": {"launcher": launcher, "address": address}})
-    assert problem.startswith("cluster.address: `address` is ")
+    assert problem.startswith("cluster.address: `address` must be ")
 
 
 @pytest.mark.parametrize(
