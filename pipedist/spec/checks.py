@@ -288,7 +288,9 @@ class Checks:
         """A held-out dataset has no epochs of its own, and its folds have a value per epoch."""
         for dataset in training.held_out:
             feeder = training.feeder
-            reason = f"`{dataset}` is read once after each epoch of `{feeder}`, because its stages read a state"
+            reason = (
+                f"`{dataset}` is read once after each epoch of `{feeder}`, because its stages read a state"
+            )
             epochs = _dict(self._datasets[dataset]).get("epochs", 1)
             if type(epochs) is int and epochs > 1:
                 place = ("datasets", dataset, "epochs")

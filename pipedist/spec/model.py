@@ -120,8 +120,8 @@ class ClusterSection(Section):
     )
     rejoin_s: Seconds | None = Field(
         default=None,
-        description="With `launcher: connect`: how long workers keep their finished results after the process "
-        "of the run has ended, and wait for it to be resumed, in seconds; then they end. Default: 60. Workers of "
+        description="With `launcher: connect`: how long workers keep their finished results, in seconds, and "
+        "wait for a resume when the process of the run is dead; then they end. Default: 60. Workers of "
         "other launchers end with the process of their run.",
         examples=[60],
     )

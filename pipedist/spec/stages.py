@@ -248,8 +248,8 @@ class RunSpec(Section):
         ),
     ] = Field(
         default=False,
-        description="Whether the function calls `ctx.all_reduce` and similar functions. Then all replica calls "
-        "of a step run at the same time, or none does, and empty shards are called too. A mapping means true, "
+        description="Whether the function calls `ctx.all_reduce` and similar functions. If so, a step "
+        "runs all its replica calls at the same time, or none, and empty shards are called too. A mapping means true, "
         "and its options hold for collectives whose call gives no others.",
         examples=[True],
     )

@@ -193,7 +193,7 @@ def _add_syntax_error(error: MarkedYAMLError, document: Document, problems: Prob
 
 
 class _Composer:
-    """Turns the parser's events into values and their places."""
+    """Builds values and their places from the parser's events."""
 
     def __init__(self, document: Document, problems: Problems) -> None:
         self._document = document

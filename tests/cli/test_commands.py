@@ -54,7 +54,7 @@ def test_usage_errors_are_exit_2_and_say_so_on_stderr(pipedist: Command, args: l
 def test_a_batch_system_is_no_cluster_but_has_a_command(pipedist: Command, spec: Path) -> None:
     done = pipedist("run", "squares.yaml", "--cluster", "slurm")
     assert done.returncode == 2
-    assert "`pipedist launch slurm` prints a job of it" in done.stderr
+    assert "`pipedist launch slurm` prints a job for it" in done.stderr
 
 
 def test_a_worker_without_its_keys(pipedist: Command, tmp_path: Path) -> None:
