@@ -64,9 +64,10 @@ def _version(value: int) -> int:
     return value
 
 
-def _run_name(value: str) -> str:
+def _run_name(value: str | None) -> str:
     if (
-        not 1 <= len(value) <= NAME_CHARACTERS_MAX
+        value is None  # only an absent key means the default
+        or not 1 <= len(value) <= NAME_CHARACTERS_MAX
         or value[0] in ".-"
         or "/" in value
         or not value.isprintable()
@@ -188,17 +189,15 @@ class SpecSection(Section):
     pipedist: Annotated[
         Annotated[int, Expected("1")], AfterValidator(_version), WithJsonSchema({"const": 1})
     ] = Field(description="The version of the language.", examples=[1])
-    name: (
-        Annotated[
-            str,
-            AfterValidator(_run_name),
-            Expected(
-                f"a text of at most {NAME_CHARACTERS_MAX} characters that can be a folder's name, and does not "
-                "begin with `.` or `-`"
-            ),
-        ]
-        | None
-    ) = Field(
+    name: Annotated[
+        str | None,
+        AfterValidator(_run_name),
+        WithJsonSchema({"type": "string"}),
+        Expected(
+            f"a text of at most {NAME_CHARACTERS_MAX} characters that can be a folder's name, and does not "
+            "begin with `.` or `-`"
+        ),
+    ] = Field(
         default=None,
         description="The name of the run, in tables and in the default output folder. Default: the file's name "
         "without its ending.",
