@@ -85,7 +85,7 @@ class Checks:
         self._datasets = datasets
         self._stages = stages
         self._references = references
-        self._problems = problems
+        self._note = problems.add
         self._acyclic = True
 
     def check(self, *, outputs: Mapping[object, object], cluster: Mapping[object, object]) -> None:
@@ -479,21 +479,6 @@ class Checks:
             _one_of(allowed, f"the name of a {kind}"),
             allowed=allowed,
             given=given,
-        )
-
-    def _note(
-        self,
-        path: Path,
-        message: str,
-        expected: str,
-        *,
-        allowed: Iterable[str] = (),
-        given: str = "",
-        at_key: bool = False,
-        fragment: str = "",
-    ) -> None:
-        self._problems.add(
-            path, message, expected=expected, allowed=allowed, given=given, at_key=at_key, fragment=fragment
         )
 
 

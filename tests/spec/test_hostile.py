@@ -50,7 +50,7 @@ BOMBS: dict[str, Callable[[], str]] = {
 }
 
 
-REFUSALS = {
+REJECTIONS = {
     "aliases": "more than 2000 values",
     "anchors": "more than 2000 values",
     "flow lists": "more than 32 levels",
@@ -75,23 +75,23 @@ REFUSALS = {
 
 
 @pytest.mark.parametrize("name", BOMBS)
-def test_bombs_are_refused_at_once_with_a_place(name: str, tmp_path: Path) -> None:
+def test_bombs_are_rejected_at_once_with_a_place(name: str, tmp_path: Path) -> None:
     path = tmp_path / "bomb.yaml"
     path.write_text(BOMBS[name]())
     assert (path.stat().st_size <= DOCUMENT_BYTES_MAX) == (name != "too long"), (
         "meets the limit it is made for"
     )
-    with pytest.raises(SpecError, match=REFUSALS.get(name)) as caught:
+    with pytest.raises(SpecError, match=REJECTIONS.get(name)) as caught:
         load(path)
     for problem in caught.value.problems:
         assert re.fullmatch(r".*:\d+:\d+", problem.where)
         assert len(str(problem)) < 2_000
-    # Processor time, the best of some, in units of this machine's present speed: 100 ms is the
-    # bar on a machine that has nothing else to do.
-    assert min(seconds_of(lambda: refused(path)) for _ in range(3)) < 0.1 * slowness()
+    # The best processor time of some, relative to the present speed of this machine: 100 ms is the
+    # limit on an idle machine.
+    assert min(seconds_of(lambda: rejected(path)) for _ in range(3)) < 0.1 * slowness()
 
 
-def refused(path: Path) -> None:
+def rejected(path: Path) -> None:
     with pytest.raises(SpecError):
         load(path)
 
@@ -237,7 +237,7 @@ def with_value(tree: object, path: tuple[object, ...], value: object) -> Any:
 
 
 @pytest.mark.parametrize("odd", [10**5000, np.zeros(2)], ids=["digits", "array"])
-def test_values_that_can_not_be_shown_or_compared_are_told_wherever_they_stand(odd: object) -> None:
+def test_values_without_repr_or_equality_are_reported_at_any_place(odd: object) -> None:
     tree = {
         "pipedist": 1,
         "replicas": 2,

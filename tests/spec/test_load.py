@@ -45,7 +45,7 @@ def problems_of(source: Any, **options: Any) -> list[str]:
     return [f"{problem.where}: {problem.message}" for problem in caught.value.problems]
 
 
-def test_the_page_s_own_example(tmp_path: Path) -> None:
+def test_the_example_of_the_reference(tmp_path: Path) -> None:
     path = write(
         tmp_path,
         """
@@ -203,13 +203,13 @@ def test_every_key_of_a_connected_cluster() -> None:
 
 
 @pytest.mark.parametrize("listen", ["tcp://h:65536", "tcp://:1", "ipc:///x", "tcp://h", "tcp://h:1/x", 5])
-def test_a_bad_endpoint_is_refused(listen: object) -> None:
+def test_a_bad_endpoint_is_rejected(listen: object) -> None:
     cluster = {"launcher": "connect", "listen": listen, "key_file": "k.json"}
     (problem,) = problems_of({**TOTAL, "cluster": cluster})
     assert problem.startswith("cluster.listen: `listen` must be ")
 
 
-def test_later_floors_report_problems_with_places(tmp_path: Path) -> None:
+def test_other_packages_report_problems_with_places(tmp_path: Path) -> None:
     path = write(
         tmp_path,
         """\
@@ -263,7 +263,7 @@ def test_what_is_no_file_is_a_spec_error(path: str) -> None:
         load(path)
 
 
-def test_one_mistake_hides_no_other(tmp_path: Path) -> None:
+def test_one_problem_hides_no_other(tmp_path: Path) -> None:
     path = write(
         tmp_path,
         """\
@@ -321,18 +321,18 @@ def test_speculation(value: object) -> None:
 @pytest.mark.parametrize(
     "value", [0, 0.5, -1, True, False, float("nan"), float("inf"), 1_000_001, "on", None]
 )
-def test_speculation_that_makes_no_sense(value: object) -> None:
+def test_a_speculation_out_of_range_is_rejected(value: object) -> None:
     with pytest.raises(SpecError, match="a number from 1 to 1,000,000, or off"):
         load({**TOTAL, "cluster": {"speculation": value}})
 
 
 @pytest.mark.parametrize("value", [0, -1, "off", None, float("inf")])
-def test_patience_that_makes_no_sense(value: object) -> None:
+def test_a_stall_time_that_is_not_positive_is_rejected(value: object) -> None:
     with pytest.raises(SpecError, match="a number of seconds, more than 0"):
         load({**TOTAL, "cluster": {"stall_s": value}})
 
 
-def test_patience_and_second_attempts_have_defaults() -> None:
+def test_speculation_and_stall_time_have_defaults() -> None:
     cluster = load(TOTAL).cluster
     assert (cluster.speculation, cluster.stall_s) == (4.0, 60.0)
 
@@ -366,7 +366,7 @@ def test_every_key_of_an_engines_cluster(launcher: str, address: str) -> None:
         ("ray", 5),
     ],
 )
-def test_an_address_of_another_kind_is_refused(launcher: str, address: object) -> None:
+def test_an_address_of_another_kind_is_rejected(launcher: str, address: object) -> None:
     (problem,) = problems_of({**TOTAL, "cluster": {"launcher": launcher, "address": address}})
     assert problem.startswith("cluster.address: `address` must be ")
 
@@ -396,6 +396,6 @@ def test_another_cluster_can_be_chosen(choice: str, launcher: str, key: str, val
     "choice",
     ["", "rey", "local:x", "ray:tcp://h:1", "ray://h", "dask://h:1", "dask:auto", "connect:h", "slurm"],
 )
-def test_a_choice_that_makes_no_sense_is_refused(choice: str) -> None:
+def test_an_unknown_cluster_choice_is_rejected(choice: str) -> None:
     with pytest.raises(UsageError, match="cluster"):
         with_cluster(load(TOTAL), choice)
