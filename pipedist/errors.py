@@ -33,7 +33,7 @@ class Problem:
             (`stages.late.reduce`) if the spec was given as a dict.
         excerpt: the source line, or "".
         column: 1-based column of the caret under the excerpt, 0 for none.
-        expected: the expected value, or "".
+        expected: the expected value, or ""; printed unless the message contains it.
         nearest: the nearest allowed name, or "".
     """
 
@@ -50,7 +50,7 @@ class Problem:
             lines.append(f"    {self.excerpt}")
             if self.column:
                 lines.append("    " + " " * (self.column - 1) + "^")
-        if self.expected:
+        if self.expected and f"must be {self.expected}" not in self.message:
             lines.append(f"    expected {self.expected}")
         if self.nearest:
             lines.append(f"    did you mean {self.nearest!r}?")

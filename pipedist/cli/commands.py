@@ -85,9 +85,9 @@ def print_schema() -> int:
     """Print the JSON Schema of specs."""
     import json
 
-    from pipedist.spec.json_schema import schema
+    from pipedist.spec.schema import json_schema
 
-    write_out(json.dumps(schema(), indent=2) + "\n")
+    write_out(json.dumps(json_schema(), indent=2) + "\n")
     return terminal.OK
 
 

@@ -205,7 +205,7 @@ def _keyed(options: RunOptions, key_file: str) -> Spec:
         raise UsageError(
             "--key-file needs workers that connect over TCP. Add --cluster connect:tcp://ADDRESS:PORT"
         )
-    return replace(spec, cluster=spec.cluster.replaced(key_file=os.path.abspath(key_file)))
+    return replace(spec, cluster=spec.cluster.model_copy(update={"key_file": os.path.abspath(key_file)}))
 
 
 async def _outcome(run: Run) -> RunOutcome:

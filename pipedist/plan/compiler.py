@@ -19,7 +19,7 @@ from pipedist.plan.model import PassPlan, Plan
 from pipedist.plan.phases import ConflictingTrainingInputs, links_of, phases
 from pipedist.plan.view import plural
 from pipedist.spec import TORCH_IMPLEMENTATIONS, ReduceSpec, RunSpec, Spec, StageSpec
-from pipedist.spec.training import Training, training_of
+from pipedist.spec.training import TrainingStages, training_of
 
 _UNKNOWN = Supply(None, (), "workers that dial in bring them")
 
@@ -134,7 +134,7 @@ def _check_outputs(spec: Spec) -> Iterator[Problem]:
 
 
 def _phases(
-    spec: Spec, training: Training | None, problems: list[Problem]
+    spec: Spec, training: TrainingStages | None, problems: list[Problem]
 ) -> tuple[tuple[PassPlan, ...], ...]:
     try:
         return phases(spec, training)

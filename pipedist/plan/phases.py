@@ -18,7 +18,7 @@ from graphlib import TopologicalSorter
 from pipedist.plan.model import PassPlan
 from pipedist.spec import RunSpec, Spec, StageRef, StateRef, UpdateSpec, references
 from pipedist.spec.stages import STAGES
-from pipedist.spec.training import Links, Training
+from pipedist.spec.training import Links, TrainingStages
 
 
 class ConflictingTrainingInputs(Exception):
@@ -50,7 +50,7 @@ def links_of(spec: Spec) -> dict[str, Links]:
     return links
 
 
-def phases(spec: Spec, training: Training | None) -> tuple[tuple[PassPlan, ...], ...]:
+def phases(spec: Spec, training: TrainingStages | None) -> tuple[tuple[PassPlan, ...], ...]:
     """Return the passes of each phase.
 
     Raises:
@@ -90,7 +90,7 @@ def phases(spec: Spec, training: Training | None) -> tuple[tuple[PassPlan, ...],
 class _Places:
     """The phase of each stage, and the root of its pass."""
 
-    def __init__(self, spec: Spec, training: Training | None) -> None:
+    def __init__(self, spec: Spec, training: TrainingStages | None) -> None:
         self._spec = spec
         self._training = training
         self._links = links_of(spec)
@@ -124,7 +124,7 @@ class _Places:
             if self.phase[name] > before and stage.of in self._spec.stages:
                 self.root[name] = stage.of
 
-    def _put_training(self, training: Training) -> None:
+    def _put_training(self, training: TrainingStages) -> None:
         members = [name for name in self.order if name in training.members]
         number = max(
             (1 + self.phase[o] for name in members for o in self._links[name].waits if o in self.phase),

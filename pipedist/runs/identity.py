@@ -5,12 +5,13 @@ Two specs with the same digest give the same results.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
 from msgspec import Struct
@@ -20,10 +21,15 @@ from pipedist.core.types import Tree
 from pipedist.errors import PipedistError, UsageError
 from pipedist.journal.log_format import packed, unpacked
 from pipedist.protocol.codec import encode
-from pipedist.spec import InitFile, InitFunction, InitLiteral, Spec, load
-
-if TYPE_CHECKING:
-    pass
+from pipedist.spec import (
+    CollectivesSpec,
+    InitFile,
+    InitFunction,
+    InitLiteral,
+    ResourcesSpec,
+    Spec,
+    load,
+)
 
 
 def meaning(spec: Spec) -> dict[str, Any]:
@@ -79,7 +85,9 @@ def _plain(value: Any) -> Any:
         content = np.ascontiguousarray(value)
         return [str(value.dtype), list(value.shape), hashlib.sha256(content.tobytes()).hexdigest()]
     if isinstance(value, InitLiteral | InitFile | InitFunction):
-        return [type(value).__name__, *(_plain(getattr(value, name)) for name in value.__struct_fields__)]
+        return [type(value).__name__, *(_plain(getattr(value, f.name)) for f in dataclasses.fields(value))]
+    if isinstance(value, CollectivesSpec | ResourcesSpec):
+        return _plain(dict(value))
     if callable(value):
         ref = reference(value)
         return ref.name or hashlib.sha256(ref.pickled).hexdigest()

@@ -1,12 +1,16 @@
-"""The spec language: YAML text or a dict -> a frozen, typed `Spec`, or every mistake at once."""
+"""The spec language: YAML text or a dict becomes a frozen, typed `Spec`, or every problem is raised at once.
+
+The entry points are `load` and `with_cluster`; `python -m pipedist.spec.reference` writes the language
+reference. The code runs in the process of the driver and of the command line. Workers never import this
+package, nor pydantic: programs that are sent to them hold plain values.
+"""
 
 from __future__ import annotations
 
-from pipedist.spec.choice import with_cluster
+from pipedist.spec.datasets import DatasetSpec
 from pipedist.spec.interpolation import StageRef, StateRef, references, substitute
-from pipedist.spec.loading import Spec, load
-from pipedist.spec.model import ClusterSpec
-from pipedist.spec.sources import DatasetSpec
+from pipedist.spec.load import Spec, load, with_cluster
+from pipedist.spec.model import ClusterSection
 from pipedist.spec.stages import (
     TORCH_IMPLEMENTATIONS,
     CollectivesSpec,
@@ -15,6 +19,7 @@ from pipedist.spec.stages import (
     InitFunction,
     InitLiteral,
     ReduceSpec,
+    ResourcesSpec,
     RunSpec,
     StageSpec,
     UpdateSpec,
@@ -22,7 +27,7 @@ from pipedist.spec.stages import (
 
 __all__ = [
     "TORCH_IMPLEMENTATIONS",
-    "ClusterSpec",
+    "ClusterSection",
     "CollectivesSpec",
     "DatasetSpec",
     "GatherSpec",
@@ -30,6 +35,7 @@ __all__ = [
     "InitFunction",
     "InitLiteral",
     "ReduceSpec",
+    "ResourcesSpec",
     "RunSpec",
     "Spec",
     "StageRef",

@@ -1,7 +1,7 @@
-"""What the sections of a spec say about each other: names, kinds, places in the graph, files.
+"""Rules between the sections of a spec: names, kinds, the graph of stages, states, and files.
 
-The checks read OUTLINES of the stages, not their models: a stage whose `timeout_s` is wrong
-still has a name, a verb and an `of`, so that its own mistake hides none of its neighbours'.
+The checks read SUMMARIES of the stages, not their models: a stage whose `timeout_s` is wrong still has a name,
+a verb and an `of`, so that its own problem hides none of its neighbours'.
 """
 
 from __future__ import annotations
@@ -10,20 +10,16 @@ import keyword
 import posixpath
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
 from typing import Any
 
-from msgspec import Struct
-
-from pipedist.spec.document import Path
-from pipedist.spec.graph import cycles
+from pipedist.spec.diagnostics import Path, Problems
 from pipedist.spec.interpolation import NAME, NAME_EXPECTED, StageRef, StateRef
-from pipedist.spec.keys import ENGINE_ADDRESS_EXPECTED, ENGINE_ADDRESS_PATTERN, fits_engine
-from pipedist.spec.model import LAUNCHERS_OF
-from pipedist.spec.problems import Problems, listing
-from pipedist.spec.scalars import describe
+from pipedist.spec.model import ENGINE_ADDRESS_EXPECTED, ENGINE_ADDRESS_PATTERN, LAUNCHERS_OF, fits_engine
+from pipedist.spec.scalars import describe, listing
 from pipedist.spec.stages import OPS, OUTPUT_ENDINGS
-from pipedist.spec.state_checks import StateChecks
-from pipedist.spec.training import Links
+from pipedist.spec.training import Links, TrainingStages, ancestry, granularity, root_of, training_of
 
 _READS = {
     "run": ("dataset", "run"),
@@ -36,15 +32,16 @@ _TABLES = (".csv", ".parquet")
 """Formats whose cells hold one number or text each."""
 
 
-class Outline(Struct, frozen=True):
-    """What other stages have to know of a stage.
+@dataclass(frozen=True, slots=True)
+class StageSummary:
+    """The keys of a stage that other stages depend on.
 
     Args:
-        verb: run, reduce, gather or update; None where it has none.
-        of: what it reads; None where that is missing or no name.
+        verb: run, reduce, gather or update; None if it has none.
+        of: its input; None if that is missing or not a name.
         per: run, epoch or step.
         after: the stages it waits for.
-        raw: all its keys.
+        raw: all its keys, as written.
     """
 
     verb: str | None
@@ -54,12 +51,12 @@ class Outline(Struct, frozen=True):
     raw: Mapping[str, object]
 
 
-def outline(verb: str | None, raw: object) -> Outline:
-    """Return the outline of a stage, of which nothing is known to be right."""
+def summarize(verb: str | None, raw: object) -> StageSummary:
+    """Return the summary of a stage, which may have problems."""
     keys = raw if isinstance(raw, dict) else {}
     of, per, after = keys.get("of"), keys.get("per", "run"), keys.get("after", ())
     names = (after,) if isinstance(after, str) else after if isinstance(after, list | tuple) else ()
-    return Outline(
+    return StageSummary(
         verb,
         of if isinstance(of, str) else None,
         per if isinstance(per, str) else "run",
@@ -69,51 +66,65 @@ def outline(verb: str | None, raw: object) -> Outline:
 
 
 class Checks:
-    """Checks one spec; every mistake is noted.
+    """Checks one spec, and adds every problem.
 
     Args:
-        datasets: the names of the datasets.
-        stages: the outlines of the stages.
-        references: the references in the stages' `with`, with their places.
-        problems: where mistakes are noted.
+        datasets: the datasets as written, by name.
+        stages: the summaries of the stages, by name.
+        references: the references in the `with` of stages, with their places.
+        problems: receives the problems.
     """
 
     def __init__(
         self,
-        datasets: Sequence[str],
-        stages: Mapping[str, Outline],
+        datasets: Mapping[str, object],
+        stages: Mapping[str, StageSummary],
         references: Sequence[tuple[Path, StageRef | StateRef]],
         problems: Problems,
     ) -> None:
         self._datasets = datasets
         self._stages = stages
         self._references = references
-        self._problems = problems
+        self._note = problems.add
         self._acyclic = True
 
-    def names(self) -> None:
-        """Names are names, and no stage is called like a dataset."""
+    def check(self, *, outputs: Mapping[object, object], cluster: Mapping[object, object]) -> None:
+        """Check the whole spec.
+
+        Args:
+            outputs, cluster: these sections as written.
+        """
+        self._names()
+        self._keys()
+        self._edges()
+        self._cycles()
+        self._states()
+        self._outputs(outputs)
+        self._cluster(cluster)
+
+    def _names(self) -> None:
+        """Names are well-formed, and no stage has the name of a dataset."""
         for section, names in (("datasets", self._datasets), ("stages", self._stages)):
             for name in names:
                 if isinstance(name, str) and "${" in name:
-                    continue  # said by the interpolation
+                    continue  # a problem of the interpolation
                 if not isinstance(name, str) or not NAME.fullmatch(name):
-                    self._note((section, name), f"{name!r} can't be a name", NAME_EXPECTED, at_key=True)
+                    self._note((section, name), f"{name!r} is not a valid name", NAME_EXPECTED, at_key=True)
         for name in self._stages:
             if name in self._datasets:
                 self._note(
                     ("stages", name),
                     f"the stage `{name}` has the name of a dataset",
-                    "another name",
+                    "a name of its own",
                     at_key=True,
                 )
 
-    def edges(self) -> None:
-        """What a stage reads or waits for exists and is of the right kind."""
+    def _edges(self) -> None:
+        """The inputs of a stage, and the stages it waits for, exist and are of the right kind."""
         for name, stage in self._stages.items():
             path: Path = ("stages", name)
             if stage.of is not None and stage.verb is not None:
-                self._reads((*path, "of"), stage.verb, stage.of)
+                self._check_input((*path, "of"), stage.verb, stage.of)
             for index, other in enumerate(stage.after):
                 at: Path = (
                     (*path, "after", index) if not isinstance(stage.raw["after"], str) else (*path, "after")
@@ -122,76 +133,87 @@ class Checks:
                     self._unknown(at, "stage", other, self._stages)
         for path, reference in self._references:
             if isinstance(reference, StageRef):
-                self._reads_value(path, reference)
+                self._check_value(path, reference)
             else:
-                self._reads_state(path, reference)
+                self._check_state(path, reference)
 
-    def cycles(self) -> None:
+    def _cycles(self) -> None:
         """No stage waits for itself.
 
-        Reading a state is no waiting, it is that of the step before; but of the updates of one step,
-        one that reads another's state comes after it.
+        A stage that reads a state does not wait: it gets the state before the step. But among the updates of
+        one step, an update that reads the state of another one comes after it.
         """
-        edges: dict[str, list[tuple[str, Path]]] = {name: [] for name in self._stages}
+        edges: dict[str, dict[str, Path]] = {name: {} for name in self._stages}
         for name, stage in self._stages.items():
             if stage.of in edges and stage.of not in self._datasets:
-                edges[name].append((stage.of, ("stages", name, "of")))
-            edges[name] += [(other, ("stages", name, "after")) for other in stage.after if other in edges]
+                edges[name].setdefault(stage.of, ("stages", name, "of"))
+            for other in stage.after:
+                if other in edges:
+                    edges[name].setdefault(other, ("stages", name, "after"))
         for path, reference in self._references:
             target = self._stages.get(reference.name)
             waits = isinstance(reference, StageRef) and target is not None and target.verb != "update"
             if waits or self._is_chained(str(path[1]), reference.name):
-                edges[str(path[1])].append((reference.name, path))
-        for cycle, path in cycles(edges):
+                edges[str(path[1])].setdefault(reference.name, path)
+        while cycle := _cycle(edges):
             self._acyclic = False
             chain = " -> ".join([*cycle, cycle[0]])
-            self._note(path, f"these stages wait for each other: {chain}", "stages without a cycle")
+            place = edges[cycle[0]][cycle[1 % len(cycle)]]
+            self._note(place, f"these stages wait for each other: {chain}", "stages without a cycle")
+            for name in cycle:  # each stage is reported in one cycle
+                del edges[name]
 
-    def keys(self) -> None:
-        """Keys of one stage which depend on each other."""
+    def _keys(self) -> None:
+        """Keys of one section that depend on each other."""
+        for name, dataset in self._datasets.items():
+            if isinstance(dataset, dict):
+                self._arguments(dataset.get("function"), ("datasets", name, "function"))
         for name, stage in self._stages.items():
             path = ("stages", name)
             if stage.verb == "reduce":
                 self._axis(path, stage.raw)
-            with_ = stage.raw.get("with")
-            if stage.verb in ("run", "update") and isinstance(with_, dict):
-                self.arguments(with_, (*path, "with"))
+            if stage.verb in ("run", "update"):
+                self._arguments(stage.raw, path)
+            if stage.verb == "update" and "function" in (init := _dict(stage.raw.get("init"))):
+                self._arguments(init, (*path, "init"))
 
-    def arguments(self, with_: Mapping[Any, object], path: Path) -> None:
-        """The keys of a `with` can be keyword arguments."""
-        for name in with_:
+    def _arguments(self, section: object, path: Path) -> None:
+        """The keys of a section's `with` can be keyword arguments."""
+        path = (*path, "with")
+        for name in _dict(_dict(section).get("with")):
             if name == "ctx":
                 self._note(
                     (*path, "ctx"),
-                    "`ctx` is given by pipedist",
-                    "another name: a parameter `ctx` gets the ReplicaContext",
+                    "`ctx` is reserved: a parameter of this name gets the ReplicaContext",
+                    "another name",
                     at_key=True,
                 )
             elif not isinstance(name, str) or not name.isidentifier() or keyword.iskeyword(name):
                 at = (*path, name) if isinstance(name, str | int) else path
-                self._note(
-                    at, f"{name!r} can't be the name of an argument", "a Python identifier", at_key=True
-                )
+                self._note(at, f"{name!r} is not the name of an argument", "a Python identifier", at_key=True)
 
-    def cluster(self, cluster: Mapping[object, object]) -> None:
-        """Keys that belong to some launchers are there with them, and only with them."""
+    def _cluster(self, cluster: Mapping[object, object]) -> None:
+        """A key of some launchers is present with them, and only with them."""
         launcher = cluster.get("launcher", "local")
         if not isinstance(launcher, str):
-            return  # that it is none has been said
+            return  # a problem of the key itself
         for key, example in (
-            ("listen", '"tcp://ADDRESS:PORT"'),
-            ("key_file", "the file with the cluster's keys"),
+            ("listen", '`listen: "tcp://ADDRESS:PORT"`'),
+            ("key_file", "`key_file: FILE`, a file made by `pipedist keys FILE`"),
         ):
             if launcher == "connect" and key not in cluster:
                 self._note(
-                    ("cluster",), f"`{key}` is missing: `launcher: connect` needs it", example, at_key=True
+                    ("cluster",),
+                    f"`{key}` is missing, and `launcher: connect` requires it",
+                    example,
+                    at_key=True,
                 )
         for key, launchers in LAUNCHERS_OF.items():
             if key in cluster and launcher not in launchers:
                 names = "`launcher: " + "` or `".join(launchers) + "`"
                 self._note(
                     ("cluster", key),
-                    f"`{key}` goes with {names} only",
+                    f"`{key}` requires {names}",
                     f"no `{key}`, or {names}",
                     at_key=True,
                 )
@@ -199,14 +221,12 @@ class Checks:
         expected = ENGINE_ADDRESS_EXPECTED.get(str(launcher))
         is_read = isinstance(address, str) and re.match(ENGINE_ADDRESS_PATTERN, address)
         if is_read and expected and not fits_engine(str(address), str(launcher)):
-            self._note(("cluster", "address"), f"`address` is no address of {launcher}", expected)
+            self._note(
+                ("cluster", "address"), f"`address` must be {expected}, got {describe(address)}", expected
+            )
 
-    def states(self, datasets: Mapping[str, object]) -> None:
-        """States are fed and read as the language says.
-
-        Args:
-            datasets: as they are written, by name.
-        """
+    def _states(self) -> None:
+        """States are fed and read as the language requires."""
         waits: list[tuple[Path, str, str, str]] = [
             (path, str(path[1]), reference.name, str(reference))
             for path, reference in self._references
@@ -228,21 +248,100 @@ class Checks:
             )
             for name, stage in self._stages.items()
         }
-        written = {name: stage.raw for name, stage in self._stages.items()}
-        StateChecks(datasets, links, waits, written, self._problems).check(acyclic=self._acyclic)
+        training = training_of(tuple(self._datasets), links)
+        if training is None:
+            return
+        self._one_feeder(training, links)
+        self._until(links)
+        self._held_out(training, links)
+        if self._acyclic:  # else stages already wait for each other without the training
+            self._waits_for_training(training, links, waits)
 
-    def outputs(self, outputs: Mapping[object, object]) -> None:
-        """Outputs are of stages that have a value, and are different files below the output folder."""
+    def _one_feeder(self, training: TrainingStages, links: Mapping[str, Links]) -> None:
+        """One dataset feeds all updates."""
+        updates = [name for name, link in links.items() if link.verb == "update"]
+        roots = {name: root_of(name, self._datasets, links) for name in updates}
+        first = next(name for name in updates if roots[name] == training.feeder)
+        for name, root in roots.items():
+            if root not in (training.feeder, None):
+                self._note(
+                    ("stages", name, "of"),
+                    f"`{name}` is fed by the dataset `{root}`, but `{first}` by `{training.feeder}`",
+                    "one dataset that feeds all updates",
+                )
+
+    def _until(self, links: Mapping[str, Links]) -> None:
+        """An `until` is called before the last epoch is over."""
+        for name, link in links.items():
+            source = links.get(link.of or "")
+            if link.verb != "update" or source is None or source.verb not in ("reduce", "gather"):
+                continue
+            if self._stages[name].raw.get("until") is not None and granularity(name, links) == "run":
+                self._note(
+                    ("stages", name, "until"),
+                    f"`until` has no effect: `{link.of}` has one value for the run, after all epochs",
+                    f"`per: step` or `per: epoch` in `{link.of}`, or no `until`",
+                    at_key=True,
+                )
+
+    def _held_out(self, training: TrainingStages, links: Mapping[str, Links]) -> None:
+        """A held-out dataset has no epochs of its own, and its folds have a value per epoch."""
+        for dataset in training.held_out:
+            feeder = training.feeder
+            reason = (
+                f"`{dataset}` is read once after each epoch of `{feeder}`, because its stages read a state"
+            )
+            epochs = _dict(self._datasets[dataset]).get("epochs", 1)
+            if type(epochs) is int and epochs > 1:
+                place = ("datasets", dataset, "epochs")
+                self._note(place, f"`epochs` has no effect: {reason}", "no `epochs`", at_key=True)
+            for name, link in links.items():
+                if link.verb not in ("reduce", "gather") or link.per == "epoch":
+                    continue
+                if root_of(name, self._datasets, links) == dataset:
+                    is_written = "per" in self._stages[name].raw
+                    self._note(
+                        ("stages", name, "per") if is_written else ("stages", name),
+                        f"`{name}` must have a value per epoch: {reason}",
+                        "`per: epoch`, or `after: UPDATE` on the run, to read the last states",
+                        at_key=not is_written,
+                    )
+
+    def _waits_for_training(
+        self,
+        training: TrainingStages,
+        links: Mapping[str, Links],
+        waits: Sequence[tuple[Path, str, str, str]],
+    ) -> None:
+        """A stage that takes part in the training cannot wait for its end.
+
+        Args:
+            waits: (place, waiting stage, awaited stage, the text at the place to point at or "").
+        """
+        for path, name, awaited, token in waits:
+            if name not in training.members | training.early or awaited not in links:
+                continue
+            if any(other in training.members for other in ancestry(awaited, links)):
+                self._note(
+                    path,
+                    f"`{name}` cannot wait for `{awaited}`: `{name}` takes part in the training on "
+                    f"`{training.feeder}`, and `{awaited}` is complete only when the training ends",
+                    "a stage that depends on no state, or ${state.NAME}",
+                    fragment=token,
+                )
+
+    def _outputs(self, outputs: Mapping[object, object]) -> None:
+        """Outputs belong to stages that have a value, and are different files in the output folder."""
         files: dict[str, str] = {}
         for name, written in outputs.items():
             path: Path = ("outputs", str(name))
             stage = self._stages.get(str(name))
             valued = [other for other, s in self._stages.items() if s.verb in ("reduce", "gather", "update")]
             if stage is None:
-                kind = "a dataset" if name in self._datasets else "no stage"
+                is_dataset = name in self._datasets
                 self._note(
                     path,
-                    f"`{name}` is {kind}",
+                    f"`{name}` is a dataset, not a stage" if is_dataset else f"there is no stage `{name}`",
                     _one_of(valued, "a reduce, gather or update"),
                     allowed=valued,
                     given=str(name),
@@ -261,31 +360,33 @@ class Checks:
     def _file(self, path: Path, name: str, written: str, files: dict[str, str]) -> None:
         normal = posixpath.normpath(written)
         if posixpath.isabs(written) or ".." in written.split("/") or "\0" in written:
-            self._note(path, f"{written!r} leads out of the output folder", "a relative path without `..`")
+            self._note(path, f"{written!r} is outside the output folder", "a relative path without `..`")
             return
         base, ending = posixpath.splitext(posixpath.basename(normal))
         if ending not in OUTPUT_ENDINGS or written.endswith("/"):
             self._note(
                 path,
-                f"{written!r} has no known ending",
+                f"{written!r} does not end in a known format",
                 listing(OUTPUT_ENDINGS),
                 allowed=OUTPUT_ENDINGS,
                 given=ending or base,
             )
             return
         if normal in _RESERVED_FILES or normal.startswith("."):
-            self._note(path, f"pipedist itself may write {normal!r}", "another name")
+            self._note(path, f"{normal!r} is reserved: pipedist writes it itself", "another name")
             return
         for other, owner in files.items():
             if normal == other or normal.startswith(f"{other}/") or other.startswith(f"{normal}/"):
-                self._note(path, f"{written!r} is in the way of the output of `{owner}`", "a file of its own")
+                self._note(
+                    path, f"{written!r} is also the path of the output of `{owner}`", "a file of its own"
+                )
                 return
         files[normal] = name
         stage = self._stages.get(name)
-        if stage is not None and (complaint := _unfit(ending, stage)):
-            self._note(path, *complaint)
+        if stage is not None and (misfit := _table_misfit(ending, stage)):
+            self._note(path, *misfit)
 
-    def _reads(self, path: Path, verb: str, of: str) -> None:
+    def _check_input(self, path: Path, verb: str, of: str) -> None:
         kinds = _READS[verb]
         readable = listing(map(_article, kinds))
         allowed = [name for name, stage in self._stages.items() if stage.verb in kinds]
@@ -293,7 +394,7 @@ class Checks:
             allowed = [*self._datasets, *allowed]
         stage = self._stages.get(of)
         if stage is None and not self._datasets:
-            return  # that there is no dataset has been said
+            return  # a problem of the whole spec
         if stage is None and of not in self._datasets:
             self._unknown(path, "dataset or stage" if "dataset" in kinds else "stage", of, allowed)
         elif of in self._datasets and "dataset" in kinds:
@@ -304,11 +405,11 @@ class Checks:
             kind = "dataset" if stage is None or of in self._datasets else stage.verb
             self._note(
                 path,
-                f"`{of}` is {_article(str(kind))}, and {_article(verb)} reads {readable}",
+                f"`of` must be {readable}, but `{of}` is {_article(str(kind))}",
                 _one_of(allowed, f"the name of {readable}"),
             )
 
-    def _reads_value(self, path: Path, reference: StageRef) -> None:
+    def _check_value(self, path: Path, reference: StageRef) -> None:
         allowed = [
             name for name, s in self._stages.items() if s.verb in ("reduce", "gather") and s.per == "run"
         ]
@@ -320,8 +421,8 @@ class Checks:
             self._note(path, message, expected, allowed=allowed, given=reference.name, fragment=token)
         elif stage.verb == "update":
             name = reference.name
-            expected = f"${{state.{name}}}; a stage with `after: {name}` gets its last value"
-            self._note(path, f"`{name}` is an update", expected, fragment=token)
+            expected = f"${{state.{name}}}; in a stage with `after: {name}` it is the last value"
+            self._note(path, f"`{name}` is an update, whose value is a state", expected, fragment=token)
         elif stage.verb == "run":
             self._note(
                 path, f"`{reference.name}` is a run, which has no single value", expected, fragment=token
@@ -330,7 +431,7 @@ class Checks:
             message = f"`{reference.name}` has a value per {stage.per}, not one for the run"
             self._note(path, message, expected, fragment=token)
 
-    def _reads_state(self, path: Path, reference: StateRef) -> None:
+    def _check_state(self, path: Path, reference: StateRef) -> None:
         allowed = [name for name, stage in self._stages.items() if stage.verb == "update"]
         stage = self._stages.get(reference.name)
         if stage is None or stage.verb not in ("update", None):
@@ -357,15 +458,15 @@ class Checks:
         if isinstance(op, str) and op in OPS and "axis" not in raw:
             self._note(
                 path,
-                "`axis` is missing: a built-in op needs one",
-                "an integer or a list of them (along the components' axes, over all calls), or null "
-                "(across calls, element by element)",
+                f"`axis` is missing, and `reduce: {op}` requires it",
+                "an integer or a list of integers (along these axes of the components, over all calls), or null "
+                "(element by element, across calls)",
                 at_key=True,
             )
         elif "axis" in raw and (callable(op) or (isinstance(op, str) and ":" in op)):
             self._note(
                 (*path, "axis"),
-                f"`axis` goes with built-in ops only, and `reduce` is {describe(op)}",
+                f"`axis` requires a built-in op, and `reduce` is {describe(op)}",
                 "no `axis`",
                 at_key=True,
             )
@@ -380,43 +481,47 @@ class Checks:
             given=given,
         )
 
-    def _note(
-        self,
-        path: Path,
-        message: str,
-        expected: str,
-        *,
-        allowed: Iterable[str] = (),
-        given: str = "",
-        at_key: bool = False,
-        fragment: str = "",
-    ) -> None:
-        self._problems.add(
-            path, message, expected=expected, allowed=allowed, given=given, at_key=at_key, fragment=fragment
-        )
-
 
 def _one_of(names: Sequence[str], otherwise: str) -> str:
-    return listing(names) if names else f"{otherwise}, of which the spec has none"
+    return listing(names) if names else f"{otherwise}; the spec has none"
 
 
 def _article(kind: str) -> str:
     return f"an {kind}" if kind == "update" else f"a {kind}"
 
 
-def _unfit(ending: str, stage: Outline) -> tuple[str, str] | None:
-    """Return why a gather's value can't be in a table of single cells, and what could hold it."""
+def _table_misfit(ending: str, stage: StageSummary) -> tuple[str, str] | None:
+    """Return why a gather's value does not fit a table of single cells, and the formats that it fits."""
     if ending not in _TABLES or stage.verb != "gather":
         return None
     if stage.per in ("step", "epoch"):
         return (
-            f"`{ending}` holds one row for each {stage.per}, and a gather has many",
+            f"a `{ending}` file holds one row for each {stage.per}, but a gather has many",
             ".jsonl or .npz, or a gather with `per: run`",
         )
     axis = stage.raw.get("gather")
     if type(axis) is int and axis > 0:
         return (
-            f"`{ending}` holds columns of one dimension; a gather along axis {axis} has {axis + 1} or more",
+            f"a `{ending}` file holds one-dimensional columns, but a gather along axis {axis} has {axis + 1} or "
+            "more dimensions",
             "a .npz or .json file",
         )
     return None
+
+
+def _cycle(edges: Mapping[str, Mapping[str, Path]]) -> list[str]:
+    """Return the stages of one cycle, each of which waits for the next one; an empty list if there is none."""
+    known = {name: [other for other in others if other in edges] for name, others in edges.items()}
+    try:
+        TopologicalSorter(known).prepare()
+    except CycleError as error:
+        cycle: list[str] = error.args[1][
+            :0:-1
+        ]  # graphlib lists what is waited for first, and one stage twice
+        first = cycle.index(next(name for name in edges if name in cycle))
+        return cycle[first:] + cycle[:first]
+    return []
+
+
+def _dict(value: object) -> dict[Any, object]:
+    return value if isinstance(value, dict) else {}

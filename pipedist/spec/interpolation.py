@@ -9,40 +9,39 @@
 | `${state.NAME}` | the state of an update | alone, in a stage's `with` |
 | `$${` | the text `${` | everywhere |
 
-A lone `${...}` keeps its type; inside text it becomes text. Values of the last two exist only
-while the spec runs: they stay in the tree, as `StageRef` and `StateRef`.
+A lone `${...}` keeps its type; inside text it becomes text. Values of stages and states exist only while the
+spec runs: they stay in the tree, as `StageRef` and `StateRef`.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-
-from msgspec import Struct
+from dataclasses import dataclass
 
 from pipedist.core.types import Tree
-from pipedist.spec.document import Document, Path
-from pipedist.spec.problems import Problems, listing
-from pipedist.spec.scalars import ScalarError, as_text, describe, resolve_plain
-from pipedist.spec.stages import STAGES
+from pipedist.errors import SpecError
+from pipedist.spec.diagnostics import Document, Path, Problems
+from pipedist.spec.scalars import ScalarError, as_text, describe, listing, resolve_plain
+from pipedist.spec.validation import STAGE_KEYS
 
 TEXT_CHARACTERS_MAX = 65_536
 NODES_MAX = 1_000_000
 DEPTH_MAX = 32
 
 NAME = re.compile(r"[^\W\d][\w-]{0,99}")
-"""What a dataset, a stage or a parameter may be called."""
+"""The names of datasets, stages and parameters."""
 
-NAME_EXPECTED = "a name of letters, digits, `_` and `-`, with a letter or `_` first, at most 100"
+NAME_EXPECTED = "a name of at most 100 letters, digits, `_` and `-`, with a letter or `_` first"
 
 _TOKEN = re.compile(r"\$\$\{|\$\{([^{}\n]*)\}|\$\{")
-_STAGE_KEYS = {name for model in STAGES.values() for name in model.fields}
 _KINDS = ("params", "env", "spec", "stages", "state")
 _UNRESOLVED = object()
 
 
-class StageRef(Struct, frozen=True):
-    """Stands for the finished value of the reduce or gather `name`."""
+@dataclass(frozen=True, slots=True)
+class StageRef:
+    """A placeholder for the finished value of the reduce or gather `name`."""
 
     name: str
 
@@ -50,8 +49,9 @@ class StageRef(Struct, frozen=True):
         return f"${{stages.{self.name}}}"
 
 
-class StateRef(Struct, frozen=True):
-    """Stands for the state of the update `name`, as it is before the step."""
+@dataclass(frozen=True, slots=True)
+class StateRef:
+    """A placeholder for the state of the update `name` before the step."""
 
     name: str
 
@@ -59,8 +59,9 @@ class StateRef(Struct, frozen=True):
         return f"${{state.{self.name}}}"
 
 
-class Setting(Struct, frozen=True):
-    """A value together with what it reads as inside text."""
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A value, and its form inside text; None if it has none."""
 
     value: object
     text: str | None
@@ -70,13 +71,12 @@ def read_setting(text: str) -> object:
     """Read the value of a `--set` or an environment variable: a YAML scalar or flow list.
 
     Raises:
-        ScalarError: a number that a spec can't hold, or a list or quote that is not YAML.
+        ScalarError: a number that a spec cannot hold, or a list or quoted text that is not YAML.
     """
     stripped = text.strip()
     if not stripped.startswith(("[", '"', "'")):
         return resolve_plain(stripped)
-    from pipedist.errors import SpecError  # the rare road: most settings are plain scalars
-    from pipedist.spec.yaml_text import read_yaml
+    from pipedist.spec.yaml_text import read_yaml  # most settings are plain scalars
 
     try:
         document, problems = read_yaml(stripped.encode("utf-8", "surrogateescape"), "")
@@ -90,8 +90,8 @@ class Interpolation:
     """Replaces the references of one document.
 
     Args:
-        document: for the places.
-        problems: where unresolved references are noted.
+        document: the source of the places.
+        problems: receives unresolved references.
         env: the environment variables.
         folder: the spec's folder, absolute.
     """
@@ -111,7 +111,7 @@ class Interpolation:
     def read_params(
         self, declared: object, given: Mapping[str, object], sets: Sequence[str]
     ) -> dict[str, object]:
-        """Read the `params` section and what overrides it; `--set` wins over `given`.
+        """Read the `params` section, `given`, and `--set`; later ones override earlier ones.
 
         Returns:
             The value of each parameter.
@@ -119,16 +119,16 @@ class Interpolation:
         params: dict[str, Setting] = {}
         if not isinstance(declared, dict):
             self._problems.add(
-                ("params",), f"`params` is {describe(declared)}", expected="a mapping of names to values"
+                ("params",),
+                f"`params` must be a mapping of names to values, got {describe(declared)}",
+                expected="a mapping of names to values",
             )
             self._problems.break_at(("params",))
             declared = {}
         for name, default in declared.items():
             path = ("params", name)
             if not isinstance(name, str) or not NAME.fullmatch(name):
-                self._problems.add(
-                    path, f"{name!r} can't be a parameter's name", expected=NAME_EXPECTED, at_key=True
-                )
+                self._problems.add(path, f"{name!r} is not a valid name", expected=NAME_EXPECTED, at_key=True)
             failed = len(self._failed)
             value = self.replace(default, path)
             if len(self._failed) > failed:
@@ -142,7 +142,7 @@ class Interpolation:
             name, equals, text = setting.partition("=")
             if not equals or not name:
                 self._problems.add_outside(
-                    f"--set {setting}", "this sets nothing", expected="--set NAME=VALUE"
+                    f"--set {setting}", "the setting has no name and value", expected="--set NAME=VALUE"
                 )
             elif self._declared(name, params, f"--set {setting}", name):
                 try:
@@ -156,25 +156,25 @@ class Interpolation:
     def _declared(self, name: str, params: Mapping[str, Setting], where: str, given: str) -> bool:
         if name in params:
             return True
-        expected = listing(params) if params else "nothing: the spec has no `params`"
+        expected = listing(params) if params else "a spec with `params`; this one has none"
         self._problems.add_outside(
             where, f"the spec has no parameter `{name}`", expected=expected, allowed=params, given=given
         )
         return False
 
     def origin(self, path: Path) -> str:
-        """Return the reference that the value at `path` came from, "" where it was written out."""
+        """Return the reference that the value at `path` came from, or "" if it is written out."""
         return self._origins.get(self._document.written(path), "")
 
     def replace(self, value: object, path: Path) -> object:
-        """Return `value` with its references replaced; what holds none stays the same object."""
+        """Return a value with its references replaced; a value without any stays the same object."""
         if path[:1] == ("datasets",) and path[2:] == ("arrays",):
             return value
         self._nodes += 1
         if len(path) > DEPTH_MAX or self._nodes > NODES_MAX:
-            limit = f"{DEPTH_MAX} levels deep" if len(path) > DEPTH_MAX else f"{NODES_MAX} values"
+            limit = f"{DEPTH_MAX} levels" if len(path) > DEPTH_MAX else f"{NODES_MAX} values"
             self._problems.add(
-                path, f"the document is more than {limit}", expected="a smaller tree, or one array"
+                path, f"the document has more than {limit}", expected="a smaller tree, or one array"
             )
             self._problems.raise_all()
         if isinstance(value, str):
@@ -188,7 +188,7 @@ class Interpolation:
                 if isinstance(key, str) and "${" in key:
                     self._problems.add(
                         (*path, key),
-                        f"`{key}`: references are replaced in values, not in keys",
+                        f"`{key}` is a key, and references are replaced only in values",
                         expected="a key without `${`",
                         at_key=True,
                     )
@@ -216,7 +216,7 @@ class Interpolation:
             if token[0] == "$${":
                 parts.append("${")
             elif token[0] in seen and path in self._failed:
-                continue  # what has failed once is not told again
+                continue  # a reference that failed is reported once per text
             elif token[1] is None:
                 self._fail(path, "${", "`${` is never closed", "`${...}`, or `$${` for the text `${`")
             else:
@@ -224,7 +224,12 @@ class Interpolation:
                 if isinstance(value, Setting):
                     if value.text is None:
                         kind = describe(value.value)
-                        self._fail(path, token[0], f"{token[0]} is {kind}, inside text", "a scalar")
+                        self._fail(
+                            path,
+                            token[0],
+                            f"{token[0]} is {kind}, and only a scalar can be part of a text",
+                            "a scalar",
+                        )
                     parts.append(value.text or "")
             seen.add(token[0])
         parts.append(text[end:])
@@ -262,7 +267,8 @@ class Interpolation:
 
     def _param(self, name: str, token: str, path: Path) -> object:
         if self._params is None:
-            self._fail(path, token, f"{token} stands in `params`", "a value, ${env.NAME} or ${spec.dir}")
+            message = f"{token} is not available in `params`"
+            self._fail(path, token, message, "a value, ${env.NAME} or ${spec.dir}")
         elif name not in self._params:
             expected = listing(self._params) if self._params else "a parameter declared in `params`"
             self._fail(path, token, f"the spec has no parameter `{name}`", expected, self._params, name)
@@ -292,13 +298,17 @@ class Interpolation:
             return _UNRESOLVED
 
     def _later(self, kind: str, name: str, token: str, path: Path, *, alone: bool) -> object:
-        misspelled = len(path) > 3 and path[0] == "stages" and path[2] not in _STAGE_KEYS
+        misspelled = len(path) > 3 and path[0] == "stages" and path[2] not in STAGE_KEYS
         if len(path) < 4 or (path[:3:2] != ("stages", "with") and not misspelled):
             self._fail(
-                path, token, f"{token} has no value before the run", "it only in the `with` of a stage"
+                path,
+                token,
+                f"{token} has no value before the run",
+                "this reference only in the `with` of a stage",
             )
         elif not alone:
-            self._fail(path, token, f"{token} stands inside text", "it alone: its value is a tree of arrays")
+            message = f"{token} is a tree of arrays, which cannot be part of a text"
+            self._fail(path, token, message, "the reference alone")
         else:
             reference = StageRef(name) if kind == "stages" else StateRef(name)
             self.references.append((path, reference))
@@ -319,7 +329,7 @@ class Interpolation:
 
 
 def _text_of(value: object) -> str | None:
-    """Return what a parameter reads as inside text, None where it is no scalar."""
+    """Return the form of a parameter inside text, or None if it is not a scalar."""
     return as_text(value) if value is None or isinstance(value, str | int | float | bool) else None
 
 
@@ -335,9 +345,9 @@ def references(tree: Tree) -> list[StageRef | StateRef]:
 
 
 def substitute(tree: Tree, value_of: Callable[[StageRef | StateRef], Tree]) -> Tree:
-    """Return a `with` tree with `value_of(reference)` in the place of each reference.
+    """Return a `with` tree in which each reference is replaced by `value_of(reference)`.
 
-    References stand in dicts, lists and tuples only; other nodes are leaves here.
+    References are found in dicts, lists and tuples only; other nodes are leaves.
     """
     if isinstance(tree, StageRef | StateRef):
         return value_of(tree)

@@ -1,185 +1,178 @@
-"""The top of the language as frozen, strict types: every key, its type, default and account.
+"""The top of a spec, and its cluster: every key, its type, its default and its description.
 
-A model says what ONE section may hold; what sections say about each other (names, kinds,
-cycles) is `pipedist.spec.checks`. Everything of version 1 is here, also what an engine can't
-execute yet: that is for the plan to say.
+A model holds what ONE section may contain; rules between sections (names, kinds, cycles) are in
+`pipedist.spec.checks`. All of version 1 of the language is here, including parts that this version of the
+engine cannot execute: the plan reports those.
 """
 
-from __future__ import annotations
+import re
+from typing import Annotated, Any, Final, Literal, get_args
 
-from typing import Any, Literal
+from pydantic import AfterValidator, Field, WithJsonSchema
 
-from pipedist.spec.keys import Endpoint, EngineAddress, PathText
-from pipedist.spec.kinds import (
-    Anything,
-    Checked,
-    Choice,
-    Either,
-    Factor,
-    Integer,
-    MappingOf,
-    Nullable,
-    Number,
-    Text,
-    Wrong,
+from pipedist.spec.datasets import DatasetSpec
+from pipedist.spec.fields import (
+    Endpoint,
+    Expected,
+    ExpectedShape,
+    PathText,
+    PositiveSeconds,
+    Seconds,
+    Section,
+    filled_mapping,
+    mapping,
+    message_error,
 )
-from pipedist.spec.scalars import as_text
-from pipedist.spec.section import Key, Section, SectionOf, key
+from pipedist.spec.scalars import as_text, listing
+from pipedist.spec.stages import AnyStage
 
 REPLICAS_MAX = 65_536
 WORKERS_MAX = 65_536
 THREADS_MAX = 1_024
-GRACE_S_MAX = 10_000_000
 NAME_CHARACTERS_MAX = 100
 SPECULATION_MAX = 1_000_000
 
-PLACE_S_MAX = 10_000_000
-PLACEMENTS = ("pack", "spread")
-LAUNCHERS = ("local", "connect", "ray", "dask")
+Launcher = Literal["local", "connect", "ray", "dask"]
+LAUNCHERS: Final[tuple[str, ...]] = get_args(Launcher)
+
+ENGINE_ADDRESS_PATTERN = r"^(local|auto|([a-z]+://)?(\[[0-9A-Fa-f:.]+\]|[^\s:/\[\]]+):\d{1,5})$"
+_ENGINE_ADDRESSES = {
+    "ray": re.compile(r"local|auto|(ray://)?[^/]+"),
+    "dask": re.compile(r"local|(tcp|tls|ws|wss|ucx)://[^/]+"),
+}
+ENGINE_ADDRESS_EXPECTED: Final = {
+    "ray": "local, auto, HOST:PORT or ray://HOST:PORT",
+    "dask": "local or tcp://HOST:PORT (tls, ws, wss, ucx)",
+}
+"""By launcher."""
 
 
-def _version(value: object) -> object:
-    if type(value) is int and value != 1:
-        raise Wrong(f"the spec is written in version {as_text(value)} of the language")
-    if type(value) is not int:
-        raise Wrong
+def fits_engine(address: str, launcher: str) -> bool:
+    """Return whether a text can be the address of an engine."""
+    return bool(re.match(ENGINE_ADDRESS_PATTERN, address) and _ENGINE_ADDRESSES[launcher].fullmatch(address))
+
+
+def _engine_address(value: str) -> str:
+    if not re.match(ENGINE_ADDRESS_PATTERN, value):
+        raise ValueError("no address")
     return value
 
 
-def _run_name(value: object) -> object:
+def _version(value: int) -> int:
+    if value != 1:
+        raise message_error(f"version {as_text(value)} of the language is not supported", "`pipedist: 1`")
+    return value
+
+
+def _run_name(value: str | None) -> str:
     if (
-        not isinstance(value, str)
+        value is None  # only an absent key means the default
         or not 1 <= len(value) <= NAME_CHARACTERS_MAX
         or value[0] in ".-"
         or "/" in value
         or not value.isprintable()
     ):
-        raise Wrong
+        raise ValueError("no folder's name")
     return value
 
 
-class ClusterSpec(Section):
+class ClusterSection(Section):
     """Where workers come from; it never changes a result."""
 
-    launcher: Literal["local", "connect", "ray", "dask"] = key(
-        Choice(*LAUNCHERS),
-        Key(
-            "What starts the workers: processes on this host (`local`), hosts that dial in (`connect`), or a "
-            "system that places them. For Slurm and Kubernetes, `pipedist launch` writes what they start.",
-            "local, connect, ray or dask; for Slurm and Kubernetes see `pipedist launch`",
-            "launcher: local",
-            choices=LAUNCHERS,
-        ),
+    launcher: Annotated[
+        Launcher,
+        Expected(f"{listing(LAUNCHERS)} (for Slurm and Kubernetes use `pipedist launch`)", *LAUNCHERS),
+    ] = Field(
         default="local",
+        description="How workers are started: as processes on this host (`local`), by hosts that connect "
+        "(`connect`), or by a system that places them (`ray`, `dask`). For Slurm and Kubernetes, "
+        "`pipedist launch` writes the jobs, which use `connect`.",
+        examples=["local"],
     )
-    workers: int | Literal["auto"] = key(
-        Either(Integer(1, WORKERS_MAX), Choice("auto")),
-        Key(
-            "How many worker processes there are; `auto`: as many as usable cores. `--workers` overrides it.",
-            "a positive whole number of processes, or auto",
-            "workers: 4",
-            choices=("auto",),
-        ),
+    workers: Annotated[
+        Annotated[int, Field(ge=1, le=WORKERS_MAX)] | Literal["auto"],
+        Expected("a positive whole number of processes, or auto", "auto"),
+    ] = Field(
         default="auto",
+        description="The number of worker processes; `auto`: the number of usable cores. `--workers` overrides "
+        "it.",
+        examples=[4],
     )
-    grace_s: float = key(
-        Number(GRACE_S_MAX),
-        Key(
-            "How long running calls may go on after the first SIGINT or SIGTERM, in seconds.",
-            "a number of seconds, 0 or more",
-            "grace_s: 10",
-        ),
+    grace_s: Seconds = Field(
         default=10.0,
+        description="How long running calls may continue after the first SIGINT or SIGTERM, in seconds.",
+        examples=[10],
     )
-    speculation: float | Literal["off"] = key(
-        Either(Factor(SPECULATION_MAX), Choice("off")),
-        Key(
-            "A call that takes so many times as long as 19 of 20 do, and a second at least, is executed once "
-            "more by a worker that has nothing else to do; the first result counts. Never of a gang. `off`: "
-            "every call runs once at a time.",
-            f"a number from 1 to {SPECULATION_MAX:,}, or off",
-            "speculation: off",
-            choices=("off",),
-        ),
+    speculation: Annotated[
+        Annotated[float, Field(ge=1, le=SPECULATION_MAX)] | Literal["off"],
+        Expected(f"a number from 1 to {SPECULATION_MAX:,}, or off", "off"),
+    ] = Field(
         default=4.0,
+        description="A call is executed a second time, by an idle worker, when it has taken this many times as "
+        "long as 19 of 20 calls do, and at least one second; the first result counts. Calls of a gang never "
+        "are. `off`: every call runs once at a time.",
+        examples=["off"],
     )
-    stall_s: float = key(
-        Number(GRACE_S_MAX, positive=True),
-        Key(
-            "After how long without progress a run says what it waits for, in seconds; then again after "
-            "twice as long, and so on.",
-            "a number of seconds, more than 0",
-            "stall_s: 600",
-        ),
+    stall_s: PositiveSeconds = Field(
         default=60.0,
+        description="How long a run may be without progress before it reports the reason, in seconds; it "
+        "reports again after twice as long, and so on.",
+        examples=[600],
     )
-    rejoin_s: float | None = key(
-        Nullable(Number(GRACE_S_MAX)),
-        Key(
-            "How long workers keep their finished results when the process of the run is gone, and wait for "
-            "it to be resumed, in seconds, with `launcher: connect`; then they end. Default: 60. Workers of "
-            "other launchers end with the process of their run.",
-            "a number of seconds, 0 or more",
-            "rejoin_s: 60",
-        ),
+    rejoin_s: Seconds | None = Field(
         default=None,
+        description="With `launcher: connect`: how long workers keep their finished results, in seconds, and "
+        "wait for a resume when the process of the run is dead; then they end. Default: 60. Workers of "
+        "other launchers end with the process of their run.",
+        examples=[60],
     )
-    listen: str | None = key(
-        Nullable(Endpoint),
-        Key(
-            "Where workers dial in, with `launcher: connect`: an address of this host and a port. With `ray` "
-            "and `dask`, instead of the address that their nodes reach and any free port.",
-            '"tcp://ADDRESS:PORT"',
-            'listen: "tcp://10.0.0.1:5555"',
-        ),
+    listen: Endpoint | None = Field(
         default=None,
+        description="With `launcher: connect`: the endpoint to which workers connect, an address of this host "
+        "and a port. With `ray` and `dask`: an endpoint to use instead of the address that their nodes reach "
+        "and any free port.",
+        examples=["tcp://10.0.0.1:5555"],
     )
-    key_file: str | None = key(
-        Nullable(PathText),
-        Key(
-            "The file with the cluster's keys, with `launcher: connect`, relative to the spec's folder: only "
-            "workers which have it may join.",
-            "a path",
-            "key_file: cluster.key",
-        ),
+    key_file: PathText | None = Field(
         default=None,
+        description="With `launcher: connect`: the file with the cluster's keys, relative to the spec's folder. "
+        "Only workers that have it may join.",
+        examples=["cluster.key"],
     )
-
-    address: str | None = key(
-        Nullable(EngineAddress),
-        Key(
-            "Where Ray or Dask is, with `launcher: ray` or `dask`. `local`: one of the run's own, on this "
-            "host. `auto` (Ray): the one that runs here, or that RAY_ADDRESS names. Default: the one "
-            "that runs here or that RAY_ADDRESS or DASK_SCHEDULER_ADDRESS names, and `local` where there is "
-            "none.",
-            "local; for ray also auto, HOST:PORT or ray://HOST:PORT; for dask also tcp://HOST:PORT",
-            'address: "ray://10.0.0.1:10001"',
-        ),
+    address: (
+        Annotated[
+            str,
+            AfterValidator(_engine_address),
+            WithJsonSchema({"type": "string", "pattern": ENGINE_ADDRESS_PATTERN}),
+            Expected(
+                "local; for ray also auto, HOST:PORT or ray://HOST:PORT; for dask also tcp://HOST:PORT",
+                "local",
+                "auto",
+            ),
+        ]
+        | None
+    ) = Field(
         default=None,
+        description="With `launcher: ray` or `dask`: the address of the engine. `local`: a new engine on this "
+        "host, for this run. `auto` (Ray): the one that runs here, or that RAY_ADDRESS names. Default: the one "
+        "that runs here or that RAY_ADDRESS or DASK_SCHEDULER_ADDRESS names; if there is none, `local`.",
+        examples=["ray://10.0.0.1:10001"],
     )
-    placement: Literal["pack", "spread"] = key(
-        Choice(*PLACEMENTS),
-        Key(
-            "How Ray places the workers, with `launcher: ray`: on as few nodes as have room (`pack`), or on "
-            "as many (`spread`).",
-            "pack or spread",
-            "placement: spread",
-            choices=PLACEMENTS,
-        ),
+    placement: Literal["pack", "spread"] = Field(
         default="pack",
+        description="With `launcher: ray`: whether Ray places the workers on as few nodes as possible (`pack`), "
+        "or on as many as possible (`spread`).",
+        examples=["spread"],
     )
-    place_s: float = key(
-        Number(PLACE_S_MAX, positive=True),
-        Key(
-            "How long Ray may take to have room for the workers, or Dask to have one of its own, in seconds.",
-            "a number of seconds above 0",
-            "place_s: 600",
-        ),
+    place_s: PositiveSeconds = Field(
         default=60.0,
+        description="How long Ray may take to have capacity for the workers, or Dask to have a worker, in "
+        "seconds.",
+        examples=[600],
     )
 
 
-LAUNCHERS_OF = {
+LAUNCHERS_OF: Final = {
     "listen": ("connect", "ray", "dask"),
     "key_file": ("connect",),
     "rejoin_s": ("connect",),
@@ -187,115 +180,95 @@ LAUNCHERS_OF = {
     "placement": ("ray",),
     "place_s": ("ray", "dask"),
 }
-"""The launchers that keys of a cluster go with, and that another launcher has from the spec alone."""
+"""The launchers of those keys of a cluster that not every launcher has."""
 
 
-class SpecKeys(Section):
-    """The keys at the top of a spec."""
+class SpecSection(Section):
+    """A dataset, replica functions and reductions."""
 
-    pipedist: int = key(
-        Checked(_version, {"const": 1}),
-        Key("The version of the language that the spec is written in.", "1", "pipedist: 1"),
-    )
-    name: str | None = key(
-        Checked(_run_name, {"type": "string"}),
-        Key(
-            "What the run is called, in tables and in the default output folder. Default: the file's name "
-            "without its ending.",
+    pipedist: Annotated[
+        Annotated[int, Expected("1")], AfterValidator(_version), WithJsonSchema({"const": 1})
+    ] = Field(description="The version of the language.", examples=[1])
+    name: Annotated[
+        str | None,
+        AfterValidator(_run_name),
+        WithJsonSchema({"type": "string"}),
+        Expected(
             f"a text of at most {NAME_CHARACTERS_MAX} characters that can be a folder's name, and does not "
-            "begin with `.` or `-`",
-            "name: flight-delays",
+            "begin with `.` or `-`"
         ),
+    ] = Field(
         default=None,
+        description="The name of the run, in tables and in the default output folder. Default: the file's name "
+        "without its ending.",
+        examples=["flight-delays"],
     )
-    params: dict[str, Any] = key(
-        MappingOf(Anything()),
-        Key(
-            "Parameters and their defaults, read as `${params.NAME}`, overridden with `--set NAME=VALUE`.",
-            "a mapping of names to values",
-            "params: {late_after_min: 15}",
-        ),
-        default={},
+    params: Annotated[dict[str, Any], ExpectedShape("a mapping of names to values", mapping)] = Field(
+        default_factory=dict,
+        description="Parameters and their defaults, read as `${params.NAME}`, overridden with "
+        "`--set NAME=VALUE`.",
+        examples=[{"late_after_min": 15}],
     )
-    replicas: int = key(
-        Integer(1, REPLICAS_MAX),
-        Key(
-            "Shards per step: logical, part of the result, and NOT the number of processes.",
-            f"an integer from 1 to {REPLICAS_MAX}",
-            "replicas: 4",
-        ),
+    replicas: Annotated[
+        int, Field(ge=1, le=REPLICAS_MAX), Expected(f"an integer from 1 to {REPLICAS_MAX}")
+    ] = Field(
         default=1,
+        description="The number of shards per step: logical, part of the result, and NOT the number of "
+        "processes.",
+        examples=[4],
     )
-    seed: int = key(
-        Integer(0, 2**64 - 1),
-        Key(
-            "Where all randomness comes from: shuffling, and `ctx.rng` of each call.",
-            "an integer from 0 to 2**64 - 1",
-            "seed: 7",
-        ),
+    seed: Annotated[int, Field(ge=0, le=2**64 - 1), Expected("an integer from 0 to 2**64 - 1")] = Field(
         default=0,
+        description="The seed of all randomness: of shuffling, and of `ctx.rng` in each call.",
+        examples=[7],
     )
-    code: str = key(
-        PathText,
-        Key(
-            "The folder of your modules, relative to the spec's own, which `.` is; it is searched last.",
-            "a folder",
-            "code: src",
-        ),
+    code: PathText = Field(
         default=".",
+        description="The folder of your modules, relative to the spec's own folder, which `.` stands for; it is "
+        "searched last.",
+        examples=["src"],
     )
-    threads_per_replica: int = key(
-        Integer(1, THREADS_MAX),
-        Key(
-            "BLAS and OpenMP threads of each replica call; part of the result, because they change its last "
-            "bits.",
-            f"an integer from 1 to {THREADS_MAX}",
-            "threads_per_replica: 2",
-        ),
+    threads_per_replica: Annotated[
+        int, Field(ge=1, le=THREADS_MAX), Expected(f"an integer from 1 to {THREADS_MAX}")
+    ] = Field(
         default=1,
+        description="The number of BLAS and OpenMP threads of each replica call; part of the result, because "
+        "it changes the last bits.",
+        examples=[2],
     )
-    cluster: ClusterSpec = key(
-        SectionOf(ClusterSpec),
-        Key(
-            "Where workers come from; it never changes a result.",
-            "a mapping of cluster keys",
-            "cluster: {launcher: local, workers: 4}",
-        ),
-        default=ClusterSpec.read({}, []),
+    cluster: Annotated[ClusterSection, ExpectedShape("a mapping of cluster keys", mapping)] = Field(
+        default_factory=ClusterSection,
+        description="Where workers come from; it never changes a result.",
+        examples=[{"launcher": "local", "workers": 4}],
     )
-    dataset: dict[str, Any] | None = key(
-        Nullable(MappingOf(Anything())),
-        Key(
-            "The only dataset of the spec; short for `datasets: {dataset: {...}}`.",
-            "a mapping with one source key and `batch`",
-            "dataset: {range: 10, batch: 4}",
-        ),
+    dataset: Annotated[
+        DatasetSpec | None, ExpectedShape("a mapping with one source key and `batch`", mapping, DatasetSpec)
+    ] = Field(
         default=None,
+        description="The only dataset of the spec; short for `datasets: {dataset: {...}}`.",
+        examples=[{"range": 10, "batch": 4}],
     )
-    datasets: dict[str, Any] | None = key(
-        Nullable(MappingOf(Anything())),
-        Key(
-            "The datasets, by name. They share their names with the stages.",
-            "a mapping of names to datasets",
-            "datasets: {train: {range: 10, batch: 4}, test: {range: 5, batch: 5}}",
-        ),
-        default=None,
+    datasets: Annotated[
+        dict[str, DatasetSpec], ExpectedShape("a mapping of names to datasets", filled_mapping)
+    ] = Field(
+        default_factory=dict,
+        min_length=1,
+        description="The datasets, by name. Datasets and stages share one namespace.",
+        examples=[{"train": {"range": 10, "batch": 4}, "test": {"range": 5, "batch": 5}}],
     )
-    stages: dict[str, Any] = key(
-        MappingOf(Anything(), items_min=1),
-        Key(
-            "The stages, by name. Names connect them; the order of writing means nothing.",
-            "a mapping of names to stages",
-            "stages: {total: {reduce: sum, of: dataset, axis: 0}}",
-        ),
+    stages: Annotated[
+        dict[str, AnyStage], ExpectedShape("a mapping of names to stages, with at least one", filled_mapping)
+    ] = Field(
+        min_length=1,
+        description="The stages, by name. Names connect them; their order in the file has no meaning.",
+        examples=[{"total": {"reduce": "sum", "of": "dataset", "axis": 0}}],
     )
-    outputs: dict[str, str] = key(
-        MappingOf(Text()),
-        Key(
-            "The files that finished values are written to, below the output folder: the name of a reduce, "
-            "gather or update, and a path whose ending chooses the format.",
-            "a mapping of stage names to relative paths",
-            "outputs: {total: total.json}",
-        ),
-        default={},
+    outputs: Annotated[
+        dict[str, Annotated[str, Expected("a relative path")]],
+        ExpectedShape("a mapping of stage names to relative paths", mapping),
+    ] = Field(
+        default_factory=dict,
+        description="The files to which finished values are written, in the output folder: the name of a "
+        "reduce, gather or update, and a path whose ending is the format.",
+        examples=[{"total": "total.json"}],
     )

@@ -1,20 +1,24 @@
-"""What a scalar means: the core schema of YAML 1.2, for documents, `--set` and the environment.
+"""Scalars of YAML 1.2 to values, and values to text for messages and examples.
 
-YAML 1.2.2, section 10.3.2. So `no`, `on` and `1:20` are text, `0o17` is 15 and `017` is 17.
-Two things are stricter than the standard: an integer has at most 64 bits, and a number that
-float64 can't hold is refused rather than read as infinity.
+Scalars follow the core schema of YAML 1.2.2, section 10.3.2: `no`, `on` and `1:20` are text, `0o17` is 15 and
+`017` is 17. Two rules are stricter: an integer has at most 64 bits, and a number beyond float64 is an error,
+not infinity. Documents, `--set` and environment variables are read by these rules.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import re
+from collections.abc import Iterable
 
 INTEGER_MIN = -(2**63)
 INTEGER_MAX = 2**64 - 1
 
 _DECIMAL_BITS_MAX = 1024
-"""Longer integers are told in hexadecimal: Python refuses to write very long ones in decimal."""
+"""Longer integers are written in hexadecimal: Python limits the length of decimal texts."""
+
+LIST_ITEMS_SHOWN = 4
 
 _NULLS = frozenset({"", "~", "null", "Null", "NULL"})
 _BOOLEANS = {
@@ -29,11 +33,13 @@ _NANS = frozenset({".nan", ".NaN", ".NAN"})
 _DECIMAL = re.compile(r"[-+]?[0-9]+")
 _BASED = re.compile(r"0o[0-7]+|0x[0-9a-fA-F]+")
 _FLOAT = re.compile(r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?")
+_PLAIN = re.compile(r"[\w./-]+(:[\w./-]+)*")
+"""Text that needs no quotes, also inside `{...}` and `[...]`."""
 _INFINITY = re.compile(r"[-+]?\.(?:inf|Inf|INF)")
 
 
 class ScalarError(ValueError):
-    """A scalar looks like a number, but no number that a spec can hold."""
+    """A scalar looks like a number, but a spec cannot hold that number."""
 
     def __init__(self, message: str, expected: str) -> None:
         self.message = message
@@ -42,7 +48,7 @@ class ScalarError(ValueError):
 
 
 def resolve_plain(text: str) -> str | int | float | bool | None:
-    """Return what a plain (unquoted) scalar means.
+    """Return the value of a plain (unquoted) scalar.
 
     Raises:
         ScalarError: an integer beyond 64 bits, or a number beyond float64.
@@ -74,19 +80,19 @@ def _integer(text: str, base: int) -> int:
     if number is None or not INTEGER_MIN <= number <= INTEGER_MAX:
         raise ScalarError(
             f"the integer {_short(text)} is beyond 64 bits",
-            f"an integer from {INTEGER_MIN} to {INTEGER_MAX}, or quotes around it, to make it text",
+            f"an integer from {INTEGER_MIN} to {INTEGER_MAX}, or quotes around it if it is text",
         )
     return number
 
 
 def describe(value: object) -> str:
-    """Return a short phrase for `value` that completes the sentence "the key is ...".
+    """Return a short text for a value, after the word "got".
 
-    >>> describe("abc"), describe(None), describe([1])
-    ("the text 'abc'", 'null', 'a list')
+    >>> describe("abc"), describe(None), describe([0, 0]), describe({})
+    ("'abc'", 'null', '[0, 0]', 'an empty mapping')
     """
     if isinstance(value, str):
-        return f"the text {_short(value)!r}" if value else "an empty text"
+        return repr(_short(value))
     if isinstance(value, float) and not math.isfinite(value):
         return ".nan" if math.isnan(value) else ("-.inf" if value < 0 else ".inf")
     if value is None or isinstance(value, bool | int | float):
@@ -94,14 +100,19 @@ def describe(value: object) -> str:
     if isinstance(value, dict):
         return "a mapping" if value else "an empty mapping"
     if isinstance(value, list | tuple):
-        return "a list" if value else "an empty list"
+        numbers = len(value) <= LIST_ITEMS_SHOWN and all(type(item) in (int, bool) for item in value)
+        return f"[{_short(', '.join(map(describe, value)))}]" if value and numbers else _sized("list", value)
     if callable(value):
         return f"the function {_short(getattr(value, '__qualname__', type(value).__name__))}"
     return f"a value of type {type(value).__name__}"
 
 
+def _sized(kind: str, value: list[object] | tuple[object, ...]) -> str:
+    return f"a {kind}" if value else f"an empty {kind}"
+
+
 def as_text(value: str | int | float | bool | None) -> str:
-    """Return a scalar as the text that a YAML 1.2 document would hold."""
+    """Return a scalar as text, as it would stand in a YAML 1.2 document."""
     if isinstance(value, str):
         return value
     if value is None:
@@ -114,10 +125,36 @@ def as_text(value: str | int | float | bool | None) -> str:
 
 
 def printable(text: str) -> str:
-    """Return `text` without characters that a terminal would obey."""
+    """Return a text without the characters that control a terminal."""
     return "".join(
         character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in text
     )
+
+
+def as_yaml(value: object) -> str:
+    """Return a tree of plain values as flow YAML.
+
+    >>> as_yaml({"path": "data/*.csv", "columns": {"carrier": "str"}, "axes": [0, 1]})
+    '{path: "data/*.csv", columns: {carrier: str}, axes: [0, 1]}'
+    """
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{as_yaml(key)}: {as_yaml(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(as_yaml, value))}]"
+    if isinstance(value, str):
+        is_plain = _PLAIN.fullmatch(value) and resolve_plain(value) == value
+        return value if is_plain else json.dumps(value, ensure_ascii=False)
+    return as_text(value)  # type: ignore[arg-type]
+
+
+def listing(names: Iterable[str]) -> str:
+    """Return "a, b or c" for a sentence.
+
+    >>> listing(["a", "b", "c"])
+    'a, b or c'
+    """
+    *head, last = [name or "''" for name in names]
+    return f"{', '.join(head)} or {last}" if head else last
 
 
 def _short(text: str, characters_max: int = 40) -> str:

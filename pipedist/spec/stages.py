@@ -1,372 +1,379 @@
-"""Stages: the four verbs of tf.distribute, and the keys that go with each."""
-
-from __future__ import annotations
+"""Stages: the four verbs of tf.distribute, and the keys of each."""
 
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Annotated, Any, Final, Literal, get_args
 
-from msgspec import Struct
+from pydantic import AfterValidator, Discriminator, Field, PlainValidator, Tag, WithJsonSchema
+from pydantic_core import PydanticCustomError
 
 from pipedist.core.gpus import GPUS_MAX
 from pipedist.core.types import Tree
-from pipedist.spec.keys import FUNCTION_PATTERN, WITH, Arguments, Function, Names, function_name
-from pipedist.spec.kinds import Checked, Choice, Integer, Nullable, Number, Text, Wrong
-from pipedist.spec.scalars import describe
-from pipedist.spec.section import FlagOrSection, Key, Section, key
+from pipedist.spec.fields import (
+    FUNCTION_EXPECTED,
+    FUNCTION_PATTERN,
+    SECONDS_MAX,
+    Arguments,
+    Expected,
+    ExpectedShape,
+    Function,
+    Names,
+    Section,
+    function_name,
+    mapping,
+    message_error,
+)
+from pipedist.spec.scalars import describe, listing
 
 RETRIES_MAX = 1_000
-TIMEOUT_S_MAX = 10_000_000
 BYTES_PER_PACK_MAX = 2**40
 AXIS_MAX = 63
 
-IMPLEMENTATIONS = ("auto", "shared", "transport", "gloo", "nccl")
-"""Roads that the values of collectives can take; `pipedist.collectives` has what they do."""
+Op = Literal["sum", "mean", "min", "max", "prod"]
+OPS: Final[tuple[str, ...]] = get_args(Op)
 
-TORCH_IMPLEMENTATIONS = ("gloo", "nccl")
-"""Those that are torch.distributed's."""
+Implementation = Literal["auto", "shared", "transport", "gloo", "nccl"]
+"""Transports of the values of collectives; `pipedist.collectives` describes them."""
 
-OPS = ("sum", "mean", "min", "max", "prod")
+TORCH_IMPLEMENTATIONS: Final = ("gloo", "nccl")
+"""The transports that belong to torch.distributed."""
+
+INIT_ENDINGS: Final = (".npy", ".npz", ".json")
+
+_OptionalSeconds = Annotated[
+    Annotated[float, Field(gt=0, le=SECONDS_MAX, allow_inf_nan=False)] | None,
+    Expected("a number of seconds, more than 0, or null"),
+]
+_Axis = Annotated[int, Field(ge=-AXIS_MAX - 1, le=AXIS_MAX)]
 
 
-def _axis(value: object) -> object:
-    axes = value if isinstance(value, list | tuple) else () if value is None else (value,)
-    for axis in axes:
-        if type(axis) is not int or not -AXIS_MAX - 1 <= axis <= AXIS_MAX:
-            raise Wrong
-    if isinstance(value, list | tuple):
-        if not axes or len(set(axes)) < len(axes):
-            raise Wrong("the list of axes is empty or repeats an axis")
-        return tuple(axes)
-    return value
+def _different(axes: object) -> object:
+    if isinstance(axes, tuple) and (not axes or len(set(axes)) < len(axes)):
+        raise ValueError("no axis, or one axis twice")
+    return axes
+
+
+def _as_tuple(axes: object) -> object:
+    return tuple(axes) if isinstance(axes, list) else axes
 
 
 def _op(value: object) -> object:
-    if isinstance(value, str) and ":" not in value:
-        if value not in OPS:
-            raise Wrong(allowed=OPS)
+    if isinstance(value, str) and value in OPS:
         return value
-    if not isinstance(value, str) and not callable(value):
-        raise Wrong
     return function_name(value)
 
 
-class InitLiteral(Struct, frozen=True):
-    """A state that begins as a value of the spec."""
+def _gpus(value: float) -> float:
+    if not (0 < value < 1 or value in range(1, GPUS_MAX + 1)):
+        raise ValueError("neither a count nor a fraction")
+    return value
+
+
+@dataclass(frozen=True, slots=True)
+class InitLiteral:
+    """A state whose first value is a value of the spec."""
 
     value: Tree
 
 
-class InitFile(Struct, frozen=True):
-    """A state that begins as the content of a file, relative to the spec's folder."""
+@dataclass(frozen=True, slots=True)
+class InitFile:
+    """A state whose first value is the content of a file, relative to the spec's folder."""
 
     path: str
 
 
-class InitFunction(Struct, frozen=True):
-    """A state that begins as what a function returns."""
+@dataclass(frozen=True, slots=True)
+class InitFunction:
+    """A state whose first value is returned by a function."""
 
     function: str | Callable[..., Any]
     with_: dict[str, Tree]
 
 
-def _init(value: object) -> object:
+def _init(value: object) -> InitLiteral | InitFile | InitFunction:
+    """Return the first value of a state; the keys of a mapping decide its kind."""
     if isinstance(value, dict) and set(value) == {"file"}:
         path = value["file"]
-        if not isinstance(path, str) or not path.endswith((".npy", ".npz", ".json")):
-            raise Wrong("the file of `init` has no known ending", expected="a .npy, .npz or .json file")
+        if not isinstance(path, str) or not path.endswith(INIT_ENDINGS):
+            raise _wrong_init("file", f"a path that ends in {listing(INIT_ENDINGS)}", path)
         return InitFile(path)
     if isinstance(value, dict) and "function" in value and set(value) <= {"function", "with"}:
-        with_ = value.get("with", {})
+        function, with_ = value["function"], value.get("with", {})
         if not isinstance(with_, dict):
-            raise Wrong("the `with` of `init` is no mapping", expected="a mapping of names to values")
-        return InitFunction(function_name(value["function"]), with_)
+            raise _wrong_init("with", "a mapping of argument names to values", with_)
+        try:
+            return InitFunction(function_name(function), with_)
+        except ValueError:
+            raise _wrong_init("function", FUNCTION_EXPECTED, function) from None
     return InitLiteral(value)
 
 
-_Axis = Checked(
-    _axis,
-    {
-        "anyOf": [
-            {"type": "integer"},
-            {"type": "array", "items": {"type": "integer"}, "minItems": 1, "uniqueItems": True},
-            {"type": "null"},
-        ]
-    },
-)
-_Op = Checked(_op, {"anyOf": [{"enum": list(OPS)}, {"type": "string", "pattern": FUNCTION_PATTERN}]})
-_Init = Checked(_init, {})
-_OF = Key(
-    "What the stage reads: the name of a dataset or of a run.",
-    expected="the name of a dataset or of a run",
-    example="of: delays",
-)
-_PER = Key(
-    "How often there is a value: one for the whole run, one for each epoch, or one for each step.",
-    expected="run, epoch or step",
-    example="per: step",
-    choices=("run", "epoch", "step"),
-)
+def _wrong_init(key: str, expected: str, given: object) -> PydanticCustomError:
+    return message_error(f"the `{key}` of `init` must be {expected}, got {describe(given)}", expected)
 
 
 class CollectivesSpec(Section):
     """How the collectives of a run communicate (tf.distribute's CommunicationOptions)."""
 
-    implementation: Literal["auto", "shared", "transport", "gloo", "nccl"] = key(
-        Choice(*IMPLEMENTATIONS),
-        Key(
-            "The road of the values. `auto`: `shared`, shared memory, where all workers of the step are on "
-            "one host, else `transport`, through the scheduler; the bits are the same. `gloo` and `nccl` go "
-            "through torch.distributed, for torch tensors; they need a worker for each replica, and their "
-            "bits are their own.",
-            "auto, shared, transport, gloo or nccl",
-            "implementation: auto",
-            choices=IMPLEMENTATIONS,
-        ),
+    implementation: Implementation = Field(
         default="auto",
+        description="The transport of the values. `auto`: `shared`, which is shared memory, if all workers of "
+        "the step are on one host, else `transport`, which sends them through the driver; the bits are the "
+        "same. `gloo` and `nccl` use torch.distributed, for torch tensors; they need a worker for each replica, "
+        "and their bits differ.",
+        examples=["auto"],
     )
-    timeout_s: float | None = key(
-        Nullable(Number(TIMEOUT_S_MAX, positive=True)),
-        Key(
-            "How long a collective waits for replicas that do not come, in seconds, before the step is tried "
-            "again without the workers that they hang in. `null`: 600.",
-            "a positive number of seconds, or null",
-            "timeout_s: 30",
-        ),
+    timeout_s: _OptionalSeconds = Field(
         default=None,
+        description="How long a collective waits for missing replicas, in seconds, before the step is retried "
+        "without the workers that block it. `null`: 600.",
+        examples=[30],
     )
-    bytes_per_pack: int = key(
-        Integer(0, BYTES_PER_PACK_MAX),
-        Key(
-            "Large values travel in packs of so many bytes; 0: pipedist chooses. It never changes a bit.",
-            f"an integer from 0 to {BYTES_PER_PACK_MAX}",
-            "bytes_per_pack: 0",
-        ),
+    bytes_per_pack: Annotated[
+        int, Field(ge=0, le=BYTES_PER_PACK_MAX), Expected(f"an integer from 0 to {BYTES_PER_PACK_MAX}")
+    ] = Field(
         default=0,
+        description="The size of the packs in which large values are sent, in bytes; 0: pipedist chooses. It "
+        "never changes a bit.",
+        examples=[0],
     )
 
 
-def _resources(value: object) -> object:
-    if not isinstance(value, dict):
-        raise Wrong
-    for name in value:
-        if name != "gpus":
-            raise Wrong(f"`resources` has no {name!r}", allowed=("gpus",))
-    gpus: Any = value.get("gpus")
-    if type(gpus) not in (int, float) or not (0 < gpus < 1 or gpus in range(1, GPUS_MAX + 1)):
-        raise Wrong(f"`gpus` is {describe(gpus)}")
-    return {"gpus": gpus}
+class ResourcesSpec(Section):
+    """The resources that one call needs for itself."""
 
-
-_Resources = Checked(
-    _resources,
-    {
-        "type": "object",
-        "properties": {
-            "gpus": {
+    gpus: Annotated[
+        int | float,
+        AfterValidator(_gpus),
+        WithJsonSchema(
+            {
                 "anyOf": [
                     {"type": "integer", "minimum": 1, "maximum": GPUS_MAX},
                     {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1},
                 ]
             }
-        },
-        "required": ["gpus"],
-        "additionalProperties": False,
-    },
-)
+        ),
+        Expected(f"an integer from 1 to {GPUS_MAX}, or a fraction between 0 and 1"),
+    ] = Field(
+        description="The number of GPUs. The call runs only on a worker that owns them, and `ctx.device` is the "
+        "first one. A fraction, such as 0.5, is the part of one GPU that a call takes.",
+        examples=[1],
+    )
+
+
+def _collectives(value: object) -> object:
+    if value is False:
+        return value
+    return {} if value is True else mapping(value)
+
+
+_Per = Literal["run", "epoch", "step"]
+
+
+def _of() -> Any:
+    return Field(
+        description="The input of the stage: the name of a dataset or of a run.", examples=["delays"]
+    )
+
+
+def _per() -> Any:
+    return Field(
+        default="run",
+        description="How often there is a value: one for the whole run, one for each epoch, or one for each "
+        "step.",
+        examples=["step"],
+    )
+
+
+def _with() -> Any:
+    return Field(
+        default_factory=dict,
+        alias="with",
+        description="The keyword arguments of the function (of a class: of its constructor): any tree of "
+        "values.",
+        examples=[{"scale": 0.5, "centre": "${stages.mean}"}],
+    )
+
+
+_Input = Annotated[str, Expected("the name of a dataset or of a run")]
 
 
 class RunSpec(Section):
     """A replica function, called once on each shard."""
 
-    run: str | Callable[..., Any] = key(
-        Function,
-        Key(
-            "The replica function or class: `fn(shard, **with)`, sync or async; with a parameter named `ctx` "
-            "it also gets the `ReplicaContext`. Of a class, one instance is made per worker and called.",
-            '"package.module:name", of Python identifiers',
-            "run: flights:delays",
-        ),
+    run: Function = Field(
+        description="The replica function or class: `fn(shard, **with)`, sync or async; with a parameter named "
+        "`ctx` it also gets the `ReplicaContext`. A class is instantiated once per worker, and the instance is "
+        "called.",
+        examples=["flights:delays"],
     )
-    of: str = key(
-        Text(),
-        Key(
-            "The dataset whose shards, or the run whose values, the function gets.",
-            "the name of a dataset or of a run",
-            "of: dataset",
-            required="Default: the dataset, where there is one only; required where there are several.",
-        ),
+    of: _Input = Field(
+        description="The input of the function: the dataset whose shards, or the run whose values, it gets. "
+        "Required if the spec has several datasets; default: the only dataset.",
+        examples=["dataset"],
     )
-    with_: dict[str, Any] = key(Arguments, WITH, default={})
-    timeout_s: float | None = key(
-        Nullable(Number(TIMEOUT_S_MAX, positive=True)),
-        Key(
-            "How long one call of the function may take, in seconds; then its worker is killed, at most a "
-            "second later, and that counts as an exception of the stage. Imports, the construction of a "
-            "class and waiting for other replicas do not count. `null`: for ever.",
-            "a positive number of seconds, or null",
-            "timeout_s: 60",
-        ),
+    with_: Arguments = _with()
+    timeout_s: _OptionalSeconds = Field(
         default=None,
+        description="How long one call of the function may take, in seconds. Then its worker is killed within a "
+        "second, which counts as an exception of the stage. Imports, the construction of a class, and waiting "
+        "for other replicas do not count. `null`: no limit.",
+        examples=[60],
     )
-    retries: int = key(
-        Integer(0, RETRIES_MAX),
-        Key(
-            "How often a call is tried again after an exception or a timeout: the first time at once, then "
-            "after 0.1 s, 0.2 s, 0.4 s and so on, at most 10 s. A worker's death is always retried and does "
-            "not count.",
-            f"an integer from 0 to {RETRIES_MAX}",
-            "retries: 2",
-        ),
-        default=0,
+    retries: Annotated[int, Field(ge=0, le=RETRIES_MAX), Expected(f"an integer from 0 to {RETRIES_MAX}")] = (
+        Field(
+            default=0,
+            description="How often a call is retried after an exception or a timeout: the first time at once, then "
+            "after 0.1 s, 0.2 s, 0.4 s and so on, at most 10 s. After the death of a worker, its calls are always "
+            "retried, and that does not count.",
+            examples=[2],
+        )
     )
-    on_error: Literal["fail", "quarantine"] = key(
-        Choice("fail", "quarantine"),
-        Key(
-            "What happens after the last retry, or the fifth death of a worker: the run fails, or the "
-            "elements of the call are tried apart, the guilty ones are set aside and listed, and the others "
-            "count. Of stages with `collectives` the whole step is set aside.",
-            "fail or quarantine",
-            "on_error: quarantine",
-            choices=("fail", "quarantine"),
-        ),
+    on_error: Literal["fail", "quarantine"] = Field(
         default="fail",
+        description="The effect of a failure after the last retry, or after the fifth death of a worker. `fail`: "
+        "the run fails. `quarantine`: the elements of the call are tried separately, the culprits are set aside "
+        "and listed, and the other elements count. In a stage with `collectives`, the whole step is set aside.",
+        examples=["quarantine"],
     )
-    collectives: CollectivesSpec | Literal[False] = key(
-        FlagOrSection(CollectivesSpec),
-        Key(
-            "Whether the function calls `ctx.all_reduce` and the like: then all replica calls of a step run "
-            "at once, or not at all, and empty shards are called too. A mapping means true, and says how its "
-            "collectives communicate where a call says nothing else.",
+    collectives: Annotated[
+        Annotated[CollectivesSpec, Tag("collectives:mapping")]
+        | Annotated[Literal[False], Tag("collectives:false")],
+        Discriminator(lambda value: f"collectives:{'false' if value is False else 'mapping'}"),
+        ExpectedShape(
             "true, false, or a mapping with `implementation`, `timeout_s` and `bytes_per_pack`",
-            "collectives: true",
+            _collectives,
+            CollectivesSpec | bool,
         ),
+    ] = Field(
         default=False,
+        description="Whether the function calls `ctx.all_reduce` and similar functions. If so, a step "
+        "runs all its replica calls at the same time, or none, and empty shards are called too. A mapping means true, "
+        "and its options hold for collectives whose call gives no others.",
+        examples=[True],
     )
-    resources: dict[str, float] | None = key(
-        Nullable(_Resources),
-        Key(
-            "What a call of the function needs for itself. `gpus`: so many GPUs; it runs only on a worker "
-            "that owns them, and `ctx.device` is the first one. A fraction, 0.5: so many calls share one. "
-            "`null`: nothing but a processor.",
-            f"a mapping {{gpus: N}}: an integer from 1 to {GPUS_MAX}, or a fraction between 0 and 1",
-            "resources: {gpus: 1}",
-        ),
-        default=None,
+    resources: Annotated[ResourcesSpec, ExpectedShape("a mapping {gpus: N}, or null", mapping)] | None = (
+        Field(
+            default=None,
+            description="The resources that a call of the function needs for itself. `null`: only a processor.",
+            examples=[{"gpus": 1}],
+        )
     )
-    after: tuple[str, ...] = key(
-        Names,
-        Key(
-            "Stages that must be complete before this one begins, though it reads nothing of theirs.",
-            "the name of a stage, or a list of them",
-            "after: [warm-up]",
-        ),
+    after: Names = Field(
         default=(),
+        description="Stages that must be complete before this one begins, although it reads none of their "
+        "values.",
+        examples=[["warm-up"]],
     )
 
     @property
     def gpus(self) -> float:
-        """How many GPUs a call needs; 0 for none."""
-        return float(self.resources["gpus"]) if self.resources else 0.0
+        """The number of GPUs that a call needs; 0 for none."""
+        return float(self.resources.gpus) if self.resources else 0.0
 
 
 class ReduceSpec(Section):
     """The components of all calls, folded into one value in a fixed order."""
 
-    reduce: str | Callable[..., Any] = key(
-        _Op,
-        Key(
-            "How two values become one: a built-in op, or an associative `combine(a, b)` of yours, which "
-            "runs on the workers.",
-            'sum, mean, min, max, prod, or "package.module:combine"',
-            "reduce: sum",
-            choices=OPS,
-        ),
+    reduce: Annotated[
+        str | Callable[..., Any],
+        PlainValidator(_op),
+        WithJsonSchema({"anyOf": [{"enum": list(OPS)}, {"type": "string", "pattern": FUNCTION_PATTERN}]}),
+        Expected(f'{", ".join(OPS)}, or "package.module:combine"', *OPS),
+    ] = Field(
+        description="The operation that makes one value from two: a built-in op, or your own associative "
+        "`combine(a, b)`, which runs on the workers.",
+        examples=["sum"],
     )
-    of: str = key(Text(), _OF)
-    axis: int | tuple[int, ...] | None = key(
-        _Axis,
-        Key(
-            "The axes of the components that are folded away, over all calls together; `null`: element by "
-            "element across the calls. Required with a built-in op, and only there.",
-            "an integer, a list of different integers, or null",
-            "axis: 0",
+    of: _Input = _of()
+    axis: Annotated[
+        _Axis | Annotated[tuple[_Axis, ...], AfterValidator(_different)] | None,
+        ExpectedShape(
+            "",
+            _as_tuple,
+            _Axis
+            | Annotated[list[_Axis], Field(min_length=1, json_schema_extra={"uniqueItems": True})]
+            | None,
         ),
+        Expected("an integer, a list of different integers, or null"),
+    ] = Field(
         default=None,
+        description="The axes of the components that are folded away, over all calls together; `null`: element "
+        "by element across the calls. Required with a built-in op, and an error with a function.",
+        examples=[0],
     )
-    per: Literal["run", "epoch", "step"] = key(Choice("run", "epoch", "step"), _PER, default="run")
+    per: _Per = _per()
 
     @property
     def op(self) -> str | None:
-        """The built-in op, or None where `combine` is a function."""
+        """The built-in op, or None if `combine` is a function."""
         return self.reduce if isinstance(self.reduce, str) and ":" not in self.reduce else None
 
     @property
     def combine(self) -> str | Callable[..., Any] | None:
-        """The combining function, or None where `op` is a built-in one."""
+        """The combining function, or None if `op` is a built-in one."""
         return None if self.op is not None else self.reduce
 
 
 class GatherSpec(Section):
-    """The components of all calls, end to end, in element order."""
+    """The components of all calls, concatenated in element order."""
 
-    gather: int = key(
-        Integer(-AXIS_MAX - 1, AXIS_MAX),
-        Key("The axis along which the components are put together.", "an integer", "gather: 0"),
+    gather: Annotated[_Axis, Expected(f"an integer from {-AXIS_MAX - 1} to {AXIS_MAX}")] = Field(
+        description="The axis along which the components are concatenated.", examples=[0]
     )
-    of: str = key(Text(), _OF)
-    per: Literal["run", "epoch", "step"] = key(Choice("run", "epoch", "step"), _PER, default="run")
+    of: _Input = _of()
+    per: _Per = _per()
 
 
 class UpdateSpec(Section):
     """A state that is carried from step to step."""
 
-    update: str | Callable[..., Any] = key(
-        Function,
-        Key(
-            "`fn(state, value, **with) -> state`, called once for each value of `of`, on a worker; its "
-            "arrays are read-only. Of updates with values at the same time, one that reads another's state "
-            "comes after it; those of an epoch come after its last step.",
-            '"package.module:name", of Python identifiers',
-            "update: regression:descend",
-        ),
+    update: Function = Field(
+        description="`fn(state, value, **with) -> state`, called once for each value of `of`, on a worker; its "
+        "arrays are read-only. If several updates have values at the same time, an update that reads the state "
+        "of another one comes after it; updates per epoch come after the last step of the epoch.",
+        examples=["regression:descend"],
     )
-    of: str = key(
-        Text(),
-        Key(
-            "The reduce or gather whose values change the state.",
-            "the name of a reduce or gather",
-            "of: gradient",
-        ),
+    of: Annotated[str, Expected("the name of a reduce or gather")] = Field(
+        description="The reduce or gather whose values change the state.", examples=["gradient"]
     )
-    init: InitLiteral | InitFile | InitFunction = key(
-        _Init,
-        Key(
-            "The state before the first step: a literal, `{file: w.npy}`, or "
-            '`{function: "module:name", with: {...}}`.',
-            'a value, {file: NAME}, or {function: "module:name", with: {...}}',
-            "init: 0.0",
-        ),
+    init: Annotated[InitLiteral | InitFile | InitFunction, PlainValidator(_init), WithJsonSchema({})] = Field(
+        description="The state before the first step: a literal, `{file: w.npy}`, or "
+        '`{function: "module:name", with: {...}}`.',
+        examples=[0.0],
     )
-    with_: dict[str, Any] = key(Arguments, WITH, default={})
-    until: str | Callable[..., Any] | None = key(
-        Nullable(Function),
-        Key(
-            "`fn(old, new) -> bool`, asked after each update: true ends the dataset that feeds the state "
-            "there, and no later step is visible.",
-            '"package.module:name", of Python identifiers',
-            "until: regression:converged",
-        ),
+    with_: Arguments = _with()
+    until: Annotated[Function | None, Expected(f"{FUNCTION_EXPECTED}, or null")] = Field(
         default=None,
+        description="`fn(old, new) -> bool`, called after each update: true ends the dataset that feeds the "
+        "state after this step, and no later step is visible.",
+        examples=["regression:converged"],
     )
 
 
-OUTPUT_ENDINGS = (".json", ".npy", ".npz", ".csv", ".parquet", ".jsonl")
+OUTPUT_ENDINGS: Final = (".json", ".npy", ".npz", ".csv", ".parquet", ".jsonl")
 """The endings of output files; each is a format."""
 
 StageSpec = RunSpec | ReduceSpec | GatherSpec | UpdateSpec
-STAGES: Mapping[str, type[Section]] = {
+STAGES: Final[Mapping[str, type[Section]]] = {
     "run": RunSpec,
     "reduce": ReduceSpec,
     "gather": GatherSpec,
     "update": UpdateSpec,
 }
+
+
+def _verb(value: object) -> str | None:
+    found = [verb for verb in STAGES if verb in value] if isinstance(value, dict) else []
+    return f"stage:{found[0]}" if found else None
+
+
+AnyStage = Annotated[
+    Annotated[RunSpec, Tag("stage:run")]
+    | Annotated[ReduceSpec, Tag("stage:reduce")]
+    | Annotated[GatherSpec, Tag("stage:gather")]
+    | Annotated[UpdateSpec, Tag("stage:update")],
+    Discriminator(_verb),
+]
+"""A stage, read by the model of its verb."""

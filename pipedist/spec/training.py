@@ -1,23 +1,23 @@
-"""Which stages of a spec change states, or read them, and so take turns: its training.
+"""The training of a spec: the stages that change states, or read states while they change.
 
-The dataset that feeds the updates is read step by step, with the updates between; the datasets
-whose stages read a state but feed none are held out, and read once after each of its epochs. A
-stage that waits for the training's end reads the final states, and is no part of it.
+The dataset that feeds the updates is read step by step, and the updates are applied between the steps.
+Datasets whose stages read a state but feed no update are held out: they are read once after each epoch of the
+feeding dataset. A stage that waits for the end of the training reads the final states, and is not part of it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
-from msgspec import Struct
 
-
-class Links(Struct, frozen=True):
-    """What a stage depends on.
+@dataclass(frozen=True, slots=True)
+class Links:
+    """The dependencies of a stage.
 
     Args:
-        verb: run, reduce, gather or update; None where it has none.
-        of: what it reads; None where that is not known.
+        verb: run, reduce, gather or update; None if it has none.
+        of: its input; None if that is unknown.
         waits: stages that must be complete before it begins (`${stages.NAME}`, `after`).
         reads: the updates whose states it reads (`${state.NAME}`).
         per: run, epoch or step: how often a reduce or gather has a value.
@@ -30,16 +30,17 @@ class Links(Struct, frozen=True):
     per: str = "run"
 
 
-class Training(Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class TrainingStages:
     """The training of a spec.
 
     Args:
         feeder: the dataset that feeds the updates.
-        updates: the updates, each behind those of the same rhythm whose states it reads.
+        updates: the updates, each after those of the same granularity whose states it reads.
         held_out: the datasets that are read once after each epoch of the feeder.
-        members: the stages that take turns: the updates, what they are fed by, whatever reads a
-            state that changes, and all stages of the held-out datasets.
-        early: the stages that members wait for, and what these depend on.
+        members: the updates, their inputs, all stages that read a state while it changes, and all stages of
+            the held-out datasets.
+        early: the stages that members wait for, and the dependencies of these.
     """
 
     feeder: str
@@ -50,7 +51,7 @@ class Training(Struct, frozen=True):
 
 
 def ancestry(name: str, links: Mapping[str, Links]) -> list[str]:
-    """Return the stage, what it reads, what that reads, and so on; a cycle is followed once."""
+    """Return a stage, its input, the input of that, and so on; a cycle is followed once."""
     chain = {name: None}  # a set in order
     while name in links:
         of = links[name].of
@@ -62,23 +63,23 @@ def ancestry(name: str, links: Mapping[str, Links]) -> list[str]:
 
 
 def root_of(name: str, datasets: Collection[str], links: Mapping[str, Links]) -> str | None:
-    """Return the dataset that a stage descends from, None where there is none."""
+    """Return the dataset that a stage descends from, or None."""
     root = ancestry(name, links)[-1]
     return root if root in datasets else None
 
 
-def rhythm(update: str, links: Mapping[str, Links]) -> str:
-    """Return how often a state changes: run, epoch or step, as what it is fed by has values."""
+def granularity(update: str, links: Mapping[str, Links]) -> str:
+    """Return how often a state changes, as often as its input has values: per run, epoch or step."""
     source = links.get(links[update].of or "")
     return "run" if source is None else source.per
 
 
-def training_of(datasets: Sequence[str], links: Mapping[str, Links]) -> Training | None:
-    """Return the training of a spec, None where no dataset feeds an update.
+def training_of(datasets: Sequence[str], links: Mapping[str, Links]) -> TrainingStages | None:
+    """Return the training of a spec, or None if no dataset feeds an update.
 
     Args:
         datasets: their names.
-        links: the stages, in the order of writing; they may have mistakes.
+        links: the stages, in the order of the document; they may have problems.
     """
     updates = [name for name, link in links.items() if link.verb == "update"]
     if not updates:
@@ -93,13 +94,13 @@ def training_of(datasets: Sequence[str], links: Mapping[str, Links]) -> Training
     evaluated = {roots[name] for name in readers} - {feeder, None}
     held_out = tuple(name for name in datasets if name in evaluated)
     core |= {name for name, root in roots.items() if root in held_out}
-    taking_turns = _with_ancestors(core, links)
-    early = _awaited(taking_turns, links, core)
-    return Training(
+    core_chain = _with_ancestors(core, links)
+    early = _awaited(core_chain, links, core)
+    return TrainingStages(
         feeder,
         _ordered(updates, links),
         held_out,
-        frozenset(taking_turns - early),
+        frozenset(core_chain - early),
         frozenset(early),
     )
 
@@ -109,7 +110,7 @@ def _with_ancestors(names: Iterable[str], links: Mapping[str, Links]) -> set[str
 
 
 def _readers(core: set[str], links: Mapping[str, Links]) -> set[str]:
-    """Return what reads a state while it changes: without waiting for the end of what changes it."""
+    """Return the stages that read a state while it changes, without waiting for the end of its changes."""
     found = {name for name, link in links.items() if link.reads and link.verb != "update"}
     for ends in (core, found.copy()):
         found -= {name for name in found if not ends.isdisjoint(_awaited(ancestry(name, links)[:-1], links))}
@@ -117,10 +118,10 @@ def _readers(core: set[str], links: Mapping[str, Links]) -> set[str]:
 
 
 def _awaited(names: Iterable[str], links: Mapping[str, Links], ends: Collection[str] = ()) -> set[str]:
-    """Return everything that the stages wait for, with what that depends on in turn.
+    """Return all stages that some stages wait for, with the dependencies of those.
 
     Args:
-        ends: stages that are left out, and not asked what they depend on: to wait for them is a mistake.
+        ends: stages to ignore, with their dependencies: waiting for them is a problem of the spec.
     """
     found: set[str] = set()
     open_ends = [other for name in names for other in links[name].waits if other in links]
@@ -135,15 +136,19 @@ def _awaited(names: Iterable[str], links: Mapping[str, Links], ends: Collection[
 
 
 def _ordered(updates: Sequence[str], links: Mapping[str, Links]) -> tuple[str, ...]:
-    """Return the updates, each behind those that it reads, otherwise as written."""
+    """Return the updates, each after those whose states it reads, otherwise as written."""
     done: list[str] = []
     waiting = list(updates)
     while waiting:
         needs = {
-            name: [r for r in links[name].reads if r in waiting and rhythm(r, links) == rhythm(name, links)]
+            name: [
+                r
+                for r in links[name].reads
+                if r in waiting and granularity(r, links) == granularity(name, links)
+            ]
             for name in waiting
         }
-        # a cycle is told elsewhere; here its first update goes first
+        # the checks report a cycle; here its first update comes first
         ready = next((name for name in waiting if not needs[name]), waiting[0])
         done.append(ready)
         waiting.remove(ready)

@@ -1,10 +1,12 @@
-"""YAML 1.2 text -> `Document`.
+"""YAML 1.2 text to a `Document`.
 
-Rules: one document, no tags, keys are text and none comes twice, no merge keys. Aliases are
-read, but what they expand to counts against the limit of nodes, and no node holds itself.
-ruamel.yaml's scanner and parser do the syntax; its resolver and constructor are not used: they
-carry no places and know more types than a spec may hold. The limits are such that a hostile
-file is refused within 100 ms.
+Rules: one document, no tags, keys are text and unique, no merge keys. Aliases are read, but their expansion
+counts against the limit of nodes, and no node holds itself. ruamel.yaml's scanner and parser handle the
+syntax; its resolver and constructor are not used, because they drop the places and have more types than a
+spec. The limits are such that a hostile file is rejected within 100 ms.
+
+`_Scanner` overrides methods of ruamel.yaml's scanner, and `_SYNTAX` matches its messages: pyproject.toml
+therefore pins the minor version.
 """
 
 from __future__ import annotations
@@ -30,57 +32,61 @@ from ruamel.yaml.events import (
 from ruamel.yaml.reader import ReaderError
 from ruamel.yaml.scanner import Scanner, ScannerError
 
-from pipedist.spec.document import Document, Path, Place
-from pipedist.spec.problems import Problems
+from pipedist.spec.diagnostics import Document, Path, Place, Problems
 from pipedist.spec.scalars import ScalarError, resolve_plain
 
 DOCUMENT_BYTES_MAX = 32_768
 NODES_MAX = 2_000
 DEPTH_MAX = 32
 
-# The line breaks that ruamel.yaml counts.
+# the line breaks that ruamel.yaml counts
 _LINE_BREAK = re.compile("\r\n|[\n\r\x85\u2028\u2029]")
 
-# What a line ends with, or a comment begins with.
+# the characters that end a line, or begin a comment
 _ENDS_LINE = "#\0\n\r\x85\u2028\u2029"
 
-_TOO_DEEP = f"more than {DEPTH_MAX} levels deep"
+_TOO_DEEP = f"more than {DEPTH_MAX} levels"
 
-# (what ruamel.yaml says, what is wrong, what was expected); the first that fits counts.
+# (part of ruamel.yaml's message, our message, the expectation); the first match counts
 _SYNTAX = (
     (
         "mapping values are not allowed",
-        "a `:` where no value can begin",
-        "the keys of one mapping at the same indentation, a space behind each `:`, and quotes around "
-        "text that contains `: `",
+        "no value can begin at this `:`",
+        "keys of one mapping at the same indentation, a space after each `:`, and quotes around text that "
+        "contains `: `",
     ),
-    ("found character '\\t'", "a tab where spaces belong", "spaces, or quotes around text with a tab in it"),
-    ("could not find expected ':'", "this is no `key: value`", "a `:` and a space behind the key"),
-    ("expected <block end>, but found '}'", "a `}` that closes nothing", "as many `{` as `}`"),
-    ("expected <block end>, but found ']'", "a `]` that closes nothing", "as many `[` as `]`"),
+    (
+        "found character '\\t'",
+        "a tab is not allowed here",
+        "spaces, or quotes around text that contains a tab",
+    ),
+    ("could not find expected ':'", "this is not `key: value`", "a `:` and a space after the key"),
+    ("expected <block end>, but found '}'", "this `}` closes nothing", "a `{` before it"),
+    ("expected <block end>, but found ']'", "this `]` closes nothing", "a `[` before it"),
     (
         "expected <block end>",
-        "this line does not continue what stands above it",
-        "the same indentation as the lines it belongs to, and quotes around text with a quote in it",
+        "this line does not continue the lines above it",
+        "the indentation of the mapping or list it belongs to, and quotes around text that contains a quote",
     ),
     ("expected the node content", "a value is missing here", "a value, or the end of the list or mapping"),
     ("expected ',' or ']'", "the list is not closed, or a comma is missing", "`,` or `]`"),
     ("expected ',' or '}'", "the mapping is not closed, or a comma is missing", "`,` or `}`"),
     ("found unexpected end of stream", "the quote is never closed", "a closing quote"),
-    ("found unknown escape character", "an unknown escape in double quotes", "single quotes, or `\\\\`"),
-    ("cannot start any token", "a value can't begin with this character", "quotes around the text"),
-    (_TOO_DEEP, f"the document is {_TOO_DEEP}", f"at most {DEPTH_MAX} levels"),
+    ("found unknown escape character", "this escape is unknown in double quotes", "single quotes, or `\\\\`"),
+    ("cannot start any token", "a value cannot begin with this character", "quotes around the text"),
+    (_TOO_DEEP, f"the document has {_TOO_DEEP}", f"at most {DEPTH_MAX} levels"),
 )
 
 
 class _Stop(Exception):
-    """The document can't be read any further; its problem has been noted."""
+    """The rest of the document cannot be read; the problem has been added."""
 
 
 class _Scanner(Scanner):
-    """A scanner that refuses deep flow collections: looking ahead in them takes quadratic time.
+    """Limits the depth of flow collections, and reads tabs where YAML 1.2 allows them.
 
-    And one that takes tabs where YAML 1.2 does: behind a `:`, and at the end of a line.
+    The time to look ahead in flow collections is quadratic in their depth. Tabs are allowed after a `:` and at
+    the end of a line.
     """
 
     def scan_to_next_token(self) -> None:
@@ -90,7 +96,7 @@ class _Scanner(Scanner):
             super().scan_to_next_token()
 
     def _tabs(self) -> int:
-        """Return how many characters of white space may be skipped where a tab stands."""
+        """Return the number of white space characters, with a tab, that may be skipped."""
         peek = self.reader.peek
         before, behind = -1, 0
         while peek(behind) in ("\t", " "):
@@ -115,16 +121,16 @@ def read_yaml(data: bytes, name: str) -> tuple[Document, Problems]:
         name: the file's path as typed, for the problems.
 
     Returns:
-        The document, and its problems so far (duplicate keys, tags, ...), still to be raised.
+        The document, and its problems so far (duplicate keys, tags, ...), not yet raised.
 
     Raises:
-        SpecError: what is not YAML, or passes a limit, so that reading on makes no sense.
+        SpecError: the text is not YAML or exceeds a limit, so that the rest cannot be read.
     """
     document = Document(name, None, ("",))
     problems = Problems(document)
     if len(data) > DOCUMENT_BYTES_MAX:
         problems.add(
-            (), f"the document is longer than {DOCUMENT_BYTES_MAX} bytes", expected="data in files of its own"
+            (), f"the document is longer than {DOCUMENT_BYTES_MAX} bytes", expected="data in separate files"
         )
         problems.raise_all()
     try:
@@ -143,45 +149,51 @@ def read_yaml(data: bytes, name: str) -> tuple[Document, Problems]:
     except _Stop:
         problems.raise_all()
     except MarkedYAMLError as error:
-        _note_syntax_error(error, document, problems)
+        _add_syntax_error(error, document, problems)
         problems.raise_all()
     except ReaderError as error:
         before = _LINE_BREAK.split(text[: error.position])
         document.values[()] = Place(len(before), len(before[-1]) + 1)
-        problems.add((), f"the character U+{ord(text[error.position]):04X} is not allowed", expected="text")
+        problems.add(
+            (), f"the character U+{ord(text[error.position]):04X} is not allowed", expected="printable text"
+        )
         problems.raise_all()
     return document, problems
 
 
-def _note_syntax_error(error: MarkedYAMLError, document: Document, problems: Problems) -> None:
-    mark, said = error.problem_mark, str(error.problem or "")
+def _add_syntax_error(error: MarkedYAMLError, document: Document, problems: Problems) -> None:
+    mark, reported = error.problem_mark, str(error.problem or "")
     opened = error.context_mark
-    # a text that was to be a key is found to be none in a later line
-    if "unexpected end of stream" in said or "could not find expected ':'" in said or mark is None:
+    # these two are found in a later line than the one that is wrong
+    if "unexpected end of stream" in reported or "could not find expected ':'" in reported or mark is None:
         mark = opened or mark
     if mark is not None:
         last = len(document.lines)
         place = Place(mark.line + 1, mark.column + 1)
-        # Behind the last line there is nothing to show.
+        # after the last line there is nothing to show
         document.values[("",)] = place if place.line <= last else Place(last, len(document.lines[-1]) + 1)
-    if mark is not None and "expected ','" in said and document.lines[mark.line][: mark.column].endswith("$"):
+    if (
+        mark is not None
+        and "expected ','" in reported
+        and document.lines[mark.line][: mark.column].endswith("$")
+    ):
         problems.add(
             ("",),
-            "a reference inside `{...}` or `[...]` is not quoted",
+            "a reference inside `{...}` or `[...]` has no quotes",
             expected='quotes around it: "${params.x}"',
         )
         return
     for fragment, message, expected in _SYNTAX:
-        if fragment in said:
+        if fragment in reported:
             if "is not closed" in message and opened is not None and opened.line != mark.line:
                 message = message.replace("is not", f"that begins on line {opened.line + 1} is not")
             problems.add(("",), message, expected=expected)
             return
-    problems.add(("",), f"this is not YAML: {said or error.context}", expected="YAML 1.2")
+    problems.add(("",), f"this is not YAML: {reported or error.context}", expected="YAML 1.2")
 
 
 class _Composer:
-    """Turns the parser's events into values and their places."""
+    """Builds values and their places from the parser's events."""
 
     def __init__(self, document: Document, problems: Problems) -> None:
         self._document = document
@@ -212,18 +224,18 @@ class _Composer:
 
     def _check_document_start(self, event: DocumentStartEvent, documents: int) -> None:
         if documents > 1:
-            self._refuse(("",), event, "a second document begins here", "one document in one file")
+            self._reject(("",), event, "a second document begins here", "one document per file")
             raise _Stop
         if event.version is not None and tuple(event.version) != (1, 2):
             version = ".".join(map(str, event.version))
-            self._refuse(("",), event, f"the document asks for YAML {version}", "YAML 1.2")
+            self._reject(("",), event, f"the document declares YAML {version}", "YAML 1.2")
         if event.tags:
-            self._refuse(("",), event, "the document declares tags", "a document without tags")
+            self._reject(("",), event, "the document declares tags", "a document without tags")
 
     def _node(self, event: Any, path: Path) -> object:
         self._document.values[path] = _place(event)
         if len(path) > DEPTH_MAX:
-            self._refuse(path, event, f"the document is {_TOO_DEEP}", f"at most {DEPTH_MAX} levels")
+            self._reject(path, event, f"the document has {_TOO_DEEP}", f"at most {DEPTH_MAX} levels")
             raise _Stop
         if isinstance(event, AliasEvent):
             return self._alias(event, path)
@@ -248,9 +260,11 @@ class _Composer:
     def _alias(self, event: AliasEvent, path: Path) -> object:
         name = event.anchor
         if name in self._open_anchors:
-            self._refuse(path, event, f"the node *{name} holds itself", "a tree")
+            self._reject(path, event, f"the node *{name} contains itself", "a tree")
         elif name not in self._anchors:
-            self._refuse(path, event, f"*{name} refers to nothing", f"an anchor &{name} above", self._anchors)
+            self._reject(
+                path, event, f"there is no anchor for *{name}", f"an anchor &{name} above", self._anchors
+            )
         else:
             value, size = self._anchors[name]
             self._count(size, path, event)
@@ -261,11 +275,11 @@ class _Composer:
     def _count(self, nodes: int, path: Path, event: NodeEvent) -> None:
         self._nodes += nodes
         if self._nodes > NODES_MAX:
-            self._refuse(
+            self._reject(
                 path,
                 event,
-                f"the document holds more than {NODES_MAX} values, aliases expanded",
-                "data in files of its own",
+                f"the document has more than {NODES_MAX} values, with aliases expanded",
+                "data in separate files",
             )
             raise _Stop
 
@@ -273,7 +287,7 @@ class _Composer:
         tag = event.tag
         if tag is not None:
             shown = str(tag).replace("tag:yaml.org,2002:", "!!")
-            self._refuse(path, event, f"the tag {shown}", "no tag; quotes make a value text")
+            self._reject(path, event, f"the tag {shown} is not allowed", "no tag; quotes make a value text")
             if isinstance(event, ScalarEvent):
                 self._problems.break_at(path)
 
@@ -283,7 +297,7 @@ class _Composer:
         try:
             return resolve_plain(event.value)
         except ScalarError as error:
-            self._refuse(path, event, error.message, error.expected)
+            self._reject(path, event, error.message, error.expected)
             self._problems.break_at(path)
             return None
 
@@ -304,10 +318,8 @@ class _Composer:
             place = _place(event)
             if key in values:
                 first = self._document.keys[(*path, key)].line
-                self._refuse(
-                    path, event, f"the key `{key}` comes twice, first on line {first}", "each key once"
-                )
-                # The second value is read for its own problems, under a path that nothing looks at.
+                self._reject(path, event, f"the key `{key}` is already on line {first}", "each key once")
+                # the second value is read for its own problems, under a path that no check uses
                 self._node(next(self._events), (*path, key, ""))
                 continue
             self._document.keys[(*path, key)] = place
@@ -316,13 +328,18 @@ class _Composer:
 
     def _key(self, event: Any, path: Path) -> str:
         if not isinstance(event, ScalarEvent):
-            self._refuse(path, event, "a key that is not text", "a plain or quoted text as key")
+            self._reject(path, event, "this key is not text", "a plain or quoted text as key")
             raise _Stop
         self._count(1, path, event)
         self._check_tag(event, path)
         text = str(event.value)
         if text == "<<" and event.style is None:
-            self._refuse(path, event, "a merge key `<<`", "the keys written out: YAML 1.2 has no merge keys")
+            self._reject(
+                path,
+                event,
+                "the merge key `<<` is not allowed",
+                "the keys themselves: YAML 1.2 has no merge keys",
+            )
             raise _Stop
         if event.style is None:
             try:
@@ -330,13 +347,13 @@ class _Composer:
             except ScalarError:
                 is_text = False
             if not is_text:
-                self._refuse(path, event, f"the key `{text}` is not text", f'quotes around it: "{text}"')
+                self._reject(path, event, f"the key `{text}` is not text", f'quotes around it: "{text}"')
         return text
 
-    def _refuse(
+    def _reject(
         self, path: Path, event: Any, message: str, expected: str, allowed: Iterator[str] | Any = ()
     ) -> None:
-        """Note a problem at the event's own place, whatever stands at `path`."""
+        """Add a problem at the place of an event, not at the value at `path`."""
         beside: Path = (*path, "", len(self._document.values))
         self._document.values[beside] = _place(event)
         given = event.anchor if isinstance(event, AliasEvent) else ""

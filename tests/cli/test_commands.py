@@ -54,7 +54,7 @@ def test_usage_errors_are_exit_2_and_say_so_on_stderr(pipedist: Command, args: l
 def test_a_batch_system_is_no_cluster_but_has_a_command(pipedist: Command, spec: Path) -> None:
     done = pipedist("run", "squares.yaml", "--cluster", "slurm")
     assert done.returncode == 2
-    assert "`pipedist launch slurm` prints a job of it" in done.stderr
+    assert "`pipedist launch slurm` prints a job for it" in done.stderr
 
 
 def test_a_worker_without_its_keys(pipedist: Command, tmp_path: Path) -> None:
@@ -89,11 +89,11 @@ def test_validate_imports_no_code_and_reads_no_data(pipedist: Command, spec: Pat
 
 
 def test_schema_is_a_json_schema(pipedist: Command) -> None:
-    from jsonschema import Draft202012Validator
+    from jsonschema import Draft7Validator
 
     done = pipedist("schema")
     assert done.returncode == 0
-    Draft202012Validator.check_schema(json.loads(done.stdout))
+    Draft7Validator.check_schema(json.loads(done.stdout))
 
 
 def test_plan_formats(pipedist: Command, spec: Path) -> None:

@@ -9,8 +9,8 @@ import pytest
 
 from pipedist.errors import SpecError
 from pipedist.spec import load
-from pipedist.spec.document import Path as KeyPath
-from pipedist.spec.document import Place
+from pipedist.spec.diagnostics import Path as KeyPath
+from pipedist.spec.diagnostics import Place
 from pipedist.spec.yaml_text import read_yaml
 from tests.spec.golden import ROOT
 

@@ -1,0 +1,278 @@
+"""The document of a spec with the places of its values, and the problems found in it.
+
+In YAML text (`pipedist.spec.yaml_text`) every key and value has a line and a column. In a dict (the embedded
+API) it has only a path, such as "stages.late.reduce". Problems are collected, and raised together in the
+order of their places.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from pipedist.errors import Problem, SpecError
+from pipedist.spec.scalars import printable
+
+Path = tuple[str | int, ...]
+"""The keys and list indices that lead from the document's root to a value."""
+
+EXCERPT_CHARACTERS_MAX = 100
+
+TEXT_CHARACTERS_MAX = 800
+"""The limit of a message, which may quote a long text of the spec."""
+
+GIVEN_CHARACTERS_MAX = 200
+PROBLEMS_MAX = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A 1-based line and column (code points)."""
+
+    line: int
+    column: int
+
+
+@dataclass(slots=True)
+class Document:
+    """A spec as nested plain values, before any check.
+
+    Args:
+        name: the file's path as typed, "" for a dict.
+        value: nested dicts, lists and scalars.
+        lines: the text's lines, empty for a dict.
+        keys, values: places of keys and of values, by path; empty for a dict.
+        moved: canonical path -> path in the document, for values written elsewhere (the short form
+            `dataset`, misspelled keys).
+    """
+
+    name: str
+    value: object
+    lines: tuple[str, ...] = ()
+    keys: dict[Path, Place] = field(default_factory=dict)
+    values: dict[Path, Place] = field(default_factory=dict)
+    moved: dict[Path, Path] = field(default_factory=dict)
+
+    def problem(
+        self,
+        path: Path,
+        message: str,
+        *,
+        expected: str = "",
+        allowed: Iterable[str] = (),
+        given: str = "",
+        at_key: bool = False,
+        fragment: str = "",
+    ) -> Problem:
+        """Return a problem at a value, or at the nearest written value around it.
+
+        Args:
+            path: the value.
+            message: the fact, one line, no final full stop.
+            expected: the expected value.
+            allowed: allowed names; the nearest to `given` is suggested.
+            given: the text that was written instead; default: the text at `path`, or the key itself.
+            at_key: the place is that of the key, not that of its value.
+            fragment: a part of the value at which the caret points, if it is on the same line.
+        """
+        path = self.written(path)
+        message, expected = _bounded(message), _bounded(expected)
+        if not given:
+            value = self._lookup(path)
+            given = value if isinstance(value, str) and not at_key else str(path[-1] if path else "")
+        suggestion = nearest(given, allowed)
+        if not self.lines:
+            return Problem(message, printable(self._dotted(path)), expected=expected, nearest=suggestion)
+        place = self._place(path, at_key, fragment)
+        excerpt, column = self._excerpt(place)
+        where = f"{self.name}:{place.line}:{place.column}"
+        return Problem(message, where, excerpt, column, expected, suggestion)
+
+    def order(self, path: Path, *, at_key: bool = False, fragment: str = "") -> tuple[int, ...]:
+        """Return a key that sorts places in the order of the document."""
+        path = self.written(path)
+        if self.lines:
+            place = self._place(path, at_key, fragment)
+            return (place.line, place.column)
+        order = []
+        value: Any = self.value
+        for part in path:
+            if not holds(value, part):
+                break
+            order.append(list(value).index(part) if isinstance(value, dict) else int(part))
+            value = value[part]
+        return tuple(order)
+
+    def move(self, path: Path, written: Path) -> None:
+        """Record that the value with the canonical path `path` is written at `written`."""
+        self.moved[path] = written
+
+    def written(self, path: Path) -> Path:
+        """Return the path in the document of a value with a canonical path."""
+        # the last moves are the innermost
+        for known, written in reversed(self.moved.items()):
+            if path[: len(known)] == known:
+                path = written + path[len(known) :]
+        return path
+
+    def _lookup(self, path: Path) -> Any:
+        value: Any = self.value
+        for part in path:
+            if not holds(value, part):
+                return None
+            value = value[part]
+        return value
+
+    def _place(self, path: Path, at_key: bool, fragment: str) -> Place:
+        if at_key and path in self.keys:
+            return self.keys[path]
+        while path not in self.values and path not in self.keys and path:
+            path = path[:-1]
+        place = self.values.get(path) or self.keys.get(path) or Place(1, 1)
+        if fragment:
+            found = self.lines[place.line - 1].find(fragment, place.column - 1)
+            if found >= 0:
+                return Place(place.line, found + 1)
+        return place
+
+    def _excerpt(self, place: Place) -> tuple[str, int]:
+        line = self.lines[place.line - 1] if place.line <= len(self.lines) else ""
+        column = place.column
+        if len(line) > EXCERPT_CHARACTERS_MAX:
+            # a window around the column, so that the caret stays below its character
+            start = max(0, min(column - 1 - EXCERPT_CHARACTERS_MAX // 2, len(line) - EXCERPT_CHARACTERS_MAX))
+            line, column = line[start : start + EXCERPT_CHARACTERS_MAX], column - start
+        line = printable(line.replace("\t", " ")).rstrip()
+        return (line, column) if line else ("", 0)
+
+    @staticmethod
+    def _dotted(path: Path) -> str:
+        text = ""
+        for part in path:
+            text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
+        return text or "spec"
+
+
+def holds(value: object, part: str | int) -> bool:
+    """Return whether `part` leads from `value` to a value in it."""
+    if isinstance(value, dict):
+        return part in value
+    return isinstance(value, list | tuple) and isinstance(part, int) and part < len(value)
+
+
+def _bounded(text: str) -> str:
+    """Return a printable text; the middle of a very long one is cut."""
+    if len(text) > TEXT_CHARACTERS_MAX:
+        text = f"{text[: TEXT_CHARACTERS_MAX // 2]} ... {text[-TEXT_CHARACTERS_MAX // 2 :]}"
+    return printable(text)
+
+
+class Problems:
+    """Collects the problems of one document and raises them together, in the order of their places.
+
+    At `PROBLEMS_MAX` problems it raises those that it has, so that a file full of mistakes costs as little
+    time as a file with a few.
+
+    Args:
+        document: the source of the places.
+    """
+
+    def __init__(self, document: Document) -> None:
+        self._document = document
+        self._found: dict[Problem, tuple[tuple[int, ...], int]] = {}
+        self._broken: set[Path] = set()
+
+    def add(
+        self,
+        path: Path,
+        message: str,
+        expected: str = "",
+        *,
+        allowed: Iterable[str] = (),
+        given: str = "",
+        at_key: bool = False,
+        fragment: str = "",
+    ) -> None:
+        """Add a problem at `path`; arguments as in `Document.problem`.
+
+        A problem at or below a value that is known to be broken is ignored: it would repeat the problem of
+        that value in other words.
+        """
+        if self.is_broken(path):
+            return
+        problem = self._document.problem(
+            path,
+            message,
+            expected=expected,
+            allowed=allowed,
+            given=given,
+            at_key=at_key,
+            fragment=fragment,
+        )
+        self._keep(problem, self._document.order(path, at_key=at_key, fragment=fragment))
+
+    def add_outside(
+        self, where: str, message: str, *, expected: str = "", allowed: Iterable[str] = (), given: str = ""
+    ) -> None:
+        """Add a problem outside the document, such as one of a `--set`; these come first."""
+        self._keep(
+            Problem(printable(message), printable(where), expected=expected, nearest=nearest(given, allowed)),
+            (),
+        )
+
+    def break_at(self, path: Path) -> None:
+        """Record that the value at `path` has its problem: later ones at or below it are ignored."""
+        self._broken.add(self._document.written(path))
+
+    def is_broken(self, path: Path) -> bool:
+        """Return whether the value at `path`, or one that holds it, is known to be broken."""
+        path = self._document.written(path)
+        return any(path[:length] in self._broken for length in range(len(path) + 1))
+
+    def move(self, path: Path, written: Path) -> None:
+        """Record that the value with the canonical path `path` is written at `written`."""
+        self._document.move(path, written)
+
+    def raise_all(self) -> None:
+        """Raise the problems found so far, if there are any.
+
+        Raises:
+            SpecError: there is at least one problem; it lists all of them, in the order of their places.
+        """
+        if self._found:
+            raise SpecError(self._sorted())
+
+    def _keep(self, problem: Problem, order: tuple[int, ...]) -> None:
+        self._found.setdefault(problem, (order, len(self._found)))
+        if len(self._found) >= PROBLEMS_MAX:
+            last = Problem(
+                f"these are the first {PROBLEMS_MAX} problems; there may be more",
+                problem.where,
+                expected="a spec without the problems above",
+            )
+            raise SpecError([*self._sorted(), last])
+
+    def _sorted(self) -> list[Problem]:
+        return sorted(self._found, key=self._found.__getitem__)
+
+
+def nearest(given: str, allowed: Iterable[str]) -> str:
+    """Return the allowed name that is nearest to `given`, or "" if none is near.
+
+    Case is ignored; in "module:name" the part after the colon may match alone.
+    """
+    names = {name.lower(): name for name in allowed}
+    if not names or len(given) > GIVEN_CHARACTERS_MAX:
+        return ""
+    from difflib import get_close_matches  # imported for wrong specs only
+
+    for candidate in (given, given.rpartition(":")[2]):
+        # difflib does not find swapped letters in short words such as "of"
+        swapped = [name for name in names if sorted(name) == sorted(candidate.lower())]
+        if swapped:
+            return names[swapped[0]]
+        close = get_close_matches(candidate.lower(), names, n=1, cutoff=0.6)
+        if candidate and close:
+            return names[close[0]]
+    return ""

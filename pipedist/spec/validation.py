@@ -1,0 +1,277 @@
+"""Validation of a spec against its models: every problem of every section, at its place.
+
+First, misspelled keys are replaced by the keys that they most probably mean, so that a misspelled key is one
+problem and its value is validated like any other. Then pydantic validates the whole tree, and `Validation._add`
+turns each of its errors into a problem.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache
+from typing import Any, Final, get_args, get_origin
+
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
+
+from pipedist.spec.datasets import DATASET_KEYS, SOURCES, ArraysSource, DatasetSpec
+from pipedist.spec.diagnostics import Path, Problems, holds, nearest
+from pipedist.spec.fields import EXPECTED, MESSAGE, Section, expected_phrase
+from pipedist.spec.model import ClusterSection, SpecSection
+from pipedist.spec.scalars import as_yaml, describe, listing
+from pipedist.spec.stages import STAGES
+
+_PHRASES: Final = {
+    EXPECTED: "{expected}",
+    "literal_error": "{expected}",
+    "bool_type": "true or false",
+    "model_type": "a mapping with the keys {keys}",
+}
+"""By pydantic's type of an error: the phrase after "must be". Other types keep pydantic's own text."""
+
+_BOOLEANS_OF_YAML_1_1 = frozenset({"yes", "no", "on", "off", "y", "n"})
+_QUOTED = re.compile(r"'([^']*)'")
+
+
+@cache
+def keys_of(model: type[Section]) -> Mapping[str, FieldInfo]:
+    """Return the fields of a section by their keys in a spec."""
+    return {field.alias or name: field for name, field in model.model_fields.items()}
+
+
+def section_in(annotation: Any) -> type[Section] | None:
+    """Return the section that a field holds, also if it is optional or may be a scalar."""
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return annotation
+    if get_origin(annotation) in (dict, list, tuple):
+        return None
+    return next((found for part in get_args(annotation) if (found := section_in(part))), None)
+
+
+STAGE_KEYS: Final = tuple(dict.fromkeys(key for model in STAGES.values() for key in keys_of(model)))
+
+
+class Validation:
+    """Validates the sections of one spec.
+
+    Args:
+        problems: receives the problems.
+        origin: returns the reference that an interpolated value came from, or "".
+        in_memory: whether the spec is a dict, which may hold arrays.
+    """
+
+    def __init__(self, problems: Problems, origin: Callable[[Path], str], *, in_memory: bool) -> None:
+        self._problems = problems
+        self._origin = origin
+        self._in_memory = in_memory
+        self._reported: set[Path] = set()
+        """Values with a problem that pydantic would report again, in other words."""
+
+    def validate(self, tree: Mapping[str, Any]) -> SpecSection | None:
+        """Return a tree as a model, or None if it has problems.
+
+        Args:
+            tree: the spec, interpolated, after `cluster`, `dataset` and `stage`.
+        """
+        try:
+            return SpecSection.model_validate(tree)
+        except ValidationError as error:
+            for found in error.errors(include_url=False):
+                self._add(tree, found)
+            return None
+
+    def cluster(self, raw: object) -> object:
+        """Return the cluster without misspelled keys."""
+        return self._respelled(raw, ClusterSection, ("cluster",)) if isinstance(raw, dict) else raw
+
+    def dataset(self, raw: object, path: Path) -> object:
+        """Return a dataset with one source and without misspelled keys."""
+        if not isinstance(raw, dict):
+            self._must_be("a mapping with one source key and `batch`", raw, path)
+            return raw
+        if "arrays" in raw and not self._in_memory:
+            message = "`arrays` is allowed only in a spec that is given as a dict"
+            self._problems.add((*path, "arrays"), message, expected="a source that reads files", at_key=True)
+            return {key: value for key, value in raw.items() if key != "arrays"}
+        sources = [name for name in SOURCES if self._in_memory or name != "arrays"]
+        _, raw = self._one_of(raw, sources, DATASET_KEYS, path, "dataset", "source")
+        return self._respelled(raw, DatasetSpec, path, names=[*DATASET_KEYS, *sources])
+
+    def stage(self, raw: object, path: Path) -> tuple[str | None, object]:
+        """Return the verb of a stage (None: unknown), and the stage without misspelled keys."""
+        if not isinstance(raw, dict):
+            self._must_be(f"a mapping with one of the keys {listing(STAGES)}", raw, path)
+            return None, raw
+        others = [key for key in STAGE_KEYS if key not in STAGES]
+        verb, raw = self._one_of(raw, STAGES, others, path, "stage", "verb")
+        if verb is None:
+            self._reported.add(path)
+            return None, raw
+        return verb, self._respelled(raw, STAGES[verb], path, elsewhere=STAGE_KEYS)
+
+    def respelled_top(self, raw: Mapping[Any, object]) -> dict[str, Any]:
+        """Return the keys at the top of a document without misspelled and unknown ones."""
+        known = self._respelled(raw, SpecSection, (), nested=False)
+        for key in known:
+            if key not in keys_of(SpecSection):
+                self._unknown((key,), keys_of(SpecSection))
+        return {key: value for key, value in known.items() if key in keys_of(SpecSection)}
+
+    def _respelled(
+        self,
+        raw: Mapping[Any, object],
+        model: type[Section],
+        path: Path,
+        *,
+        names: Iterable[str] = (),
+        elsewhere: Iterable[str] = (),
+        nested: bool = True,
+    ) -> dict[Any, object]:
+        """Return a section in which each misspelled key is replaced by the key that it must mean.
+
+        Args:
+            names: allowed keys, for messages; default: those of the model.
+            elsewhere: keys of other sections of this kind: they are not misspelled.
+            nested: respell the sections in this one, too.
+        """
+        fields = keys_of(model)
+        names, elsewhere = list(names) or list(fields), set(elsewhere)
+        respelled: dict[Any, object] = {}
+        for key, value in raw.items():
+            meant = key
+            if key not in names and key not in elsewhere:
+                suggestion = nearest(str(key), names)
+                if suggestion and suggestion not in raw and suggestion not in respelled:
+                    meant = suggestion
+                    self._unknown((*path, key), names)
+                    self._problems.move((*path, meant), (*path, key))
+            inner = section_in(fields[meant].annotation) if nested and meant in fields else None
+            if isinstance(value, dict) and inner is not None and inner is not ArraysSource:
+                value = self._respelled(value, inner, (*path, meant))
+            respelled[meant] = value
+        return respelled
+
+    def _one_of(
+        self,
+        raw: Mapping[Any, object],
+        choices: Iterable[str],
+        others: Iterable[str],
+        path: Path,
+        what: str,
+        part: str,
+    ) -> tuple[str | None, dict[Any, object]]:
+        """Return the one key of a section that is among `choices`, and the section without further such keys.
+
+        If there is none, a key that resembles one of them is replaced by it.
+        """
+        choices = list(choices)
+        expected = f"one of {listing(choices)}"
+        found = [key for key in raw if key in choices]
+        for key in found[1:]:
+            message = f"a {what} has one {part}, and this one has `{found[0]}` already"
+            self._problems.add((*path, key), message, expected=expected, at_key=True)
+        if found:
+            return found[0], {key: value for key, value in raw.items() if key not in found[1:]}
+        names = [*choices, *others]
+        for key in raw:
+            suggestion = nearest(str(key), names) if key not in names else ""
+            if suggestion in choices:
+                self._unknown((*path, key), choices)
+                self._problems.move((*path, suggestion), (*path, key))
+                return suggestion, {suggestion if k == key else k: value for k, value in raw.items()}
+        self._problems.add(path, f"the {what} has no {part}", expected=expected, at_key=True)
+        return None, dict(raw)
+
+    def _add(self, tree: Mapping[str, Any], error: Any) -> None:
+        """Add the problem of one of pydantic's errors."""
+        kind, context = error["type"], error.get("ctx", {})
+        path = _path_of(tree, error["loc"])
+        if any(path[:length] in self._reported for length in range(1, len(path) + 1)):
+            return
+        if kind == "missing":
+            self._missing(tree, path, str(error["loc"][-1]))
+        elif kind == "extra_forbidden":
+            self._extra(tree, path)
+        elif kind == MESSAGE:
+            self._problems.add(path, context[MESSAGE] + self._from(path), expected=context[EXPECTED])
+        else:
+            keys = listing(keys_of(_section_at(tree, path)))
+            expected = _PHRASES.get(kind, error["msg"]).format(expected=context.get(EXPECTED), keys=keys)
+            words = context.get("allowed", ())
+            if kind == "literal_error":  # the words, in quotes
+                words = _QUOTED.findall(expected)
+                expected = listing(words)
+            self._must_be(expected, error["input"], path, words)
+
+    def _must_be(self, expected: str, given: object, path: Path, words: Iterable[str] = ()) -> None:
+        name = next((f"`{part}`" for part in reversed(path) if isinstance(part, str)), "the document")
+        note = ""
+        if isinstance(given, str) and given.lower() in _BOOLEANS_OF_YAML_1_1:
+            note = f"; in YAML 1.2 `{given}` is text"
+        self._problems.add(
+            path,
+            f"{name} must be {expected}, got {describe(given)}{self._from(path)}{note}",
+            expected=expected,
+            allowed=words if isinstance(given, str) else (),
+            given=given if isinstance(given, str) else "",
+        )
+        self._reported.add(path)
+
+    def _missing(self, tree: Mapping[str, Any], path: Path, key: str) -> None:
+        field = keys_of(_section_at(tree, path))[key]
+        expected = expected_phrase(field.annotation, field.metadata)
+        example = as_yaml((field.examples or [None])[0])
+        self._problems.add(
+            path, f"`{key}` is missing", expected=f"{expected}, as in `{key}: {example}`", at_key=True
+        )
+
+    def _extra(self, tree: Mapping[str, Any], path: Path) -> None:
+        name, section = str(path[-1]), _section_at(tree, path[:-1])
+        verb = next((verb for verb, model in STAGES.items() if model is section), None)
+        owners = [f"`{verb}`" for verb, model in STAGES.items() if name in keys_of(model)]
+        if verb is not None and owners:
+            message = f"`{name}` is a key of {listing(owners)}, not of `{verb}`"
+            self._problems.add(path, message, expected=listing(keys_of(section)), at_key=True)
+        elif section is DatasetSpec:
+            self._unknown(path, [n for n in keys_of(section) if self._in_memory or n != "arrays"])
+        else:
+            self._unknown(path, keys_of(section))
+
+    def _unknown(self, path: Path, allowed: Iterable[str]) -> None:
+        allowed, name = list(allowed), str(path[-1])
+        self._problems.add(
+            path, f"unknown key `{name}`", expected=listing(allowed), allowed=allowed, at_key=True, given=name
+        )
+
+    def _from(self, path: Path) -> str:
+        origin = self._origin(path)
+        return f" (from {origin})" if origin else ""
+
+
+def _path_of(tree: object, loc: Iterable[str | int]) -> Path:
+    """Return the part of an error's location that is written in the tree: pydantic adds tags of unions."""
+    path: Path = ()
+    current: Any = tree
+    for part in loc:
+        if holds(current, part):
+            path, current = (*path, part), current[part]
+    return path
+
+
+def _section_at(tree: Mapping[str, Any], path: Path) -> type[Section]:
+    """Return the model of the innermost section that holds a path."""
+    model: type[Section] = SpecSection
+    rest = path
+    if path[:1] == ("datasets",) and len(path) > 1:
+        model, rest = DatasetSpec, path[2:]
+    elif path[:1] == ("stages",) and len(path) > 1:
+        stage = tree["stages"][path[1]]
+        model, rest = next(STAGES[verb] for verb in STAGES if verb in stage), path[2:]
+    for part in rest:
+        field = keys_of(model).get(str(part))
+        inner = None if field is None else section_in(field.annotation)
+        if inner is None:
+            break
+        model = inner
+    return model
