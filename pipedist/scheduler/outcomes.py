@@ -329,7 +329,7 @@ class Outcomes:
             causes = tuple(pass_.failures.pop(c) for c in calls if c in pass_.failures)
             self._out.append(cmd.StepFailed(pass_.id, step, causes))
             if pass_.settings.fail_fast:
-                pass_.become("failure told")
+                pass_.become("failure reported")
                 self.cancel(pass_, from_call=0)
                 return end
             first = step + 1

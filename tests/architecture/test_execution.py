@@ -21,7 +21,7 @@ ALLOWED = {
     ("functions.py", "cloudpickle.dumps"): "in the driver: writes such a function",
     ("worker/binding.py", "may_import"): "in a worker: the program that its scheduler sent",
     ("worker/kept.py", "may_import"): "in a worker: results that it, or the process before it, made",
-    ("harness/process_child.py", "may_import"): "a file that the parent process wrote for it",
+    ("testing/process_child.py", "may_import"): "a file that the parent process wrote for it",
 }
 """What may be done where, and why."""
 

@@ -11,7 +11,7 @@ from pipedist.scheduler import PassSettings, SchedulerLimits
 from pipedist.scheduler import commands as cmd
 from pipedist.scheduler import events as ev
 from pipedist.scheduler.commands import GangAssignment
-from tests.scheduler.playbook import Playbook, assigns
+from tests.simulation.scenario import Scenario, assigns
 
 RUN = PassSettings(replicas=2, ordered=False, fail_fast=False, pulled=False, gang=True)
 """As `Strategy.run` opens them."""
@@ -28,7 +28,7 @@ def spread(gang: cmd.SendGang) -> list[tuple[str, int, int]]:
     return [(x.worker, x.lo, x.hi) for x in gang.parts]
 
 
-def done(play: Playbook, gang: cmd.SendGang, took_ns: int = SECOND) -> list[cmd.Command]:
+def done(play: Scenario, gang: cmd.SendGang, took_ns: int = SECOND) -> list[cmd.Command]:
     """Let all members of a gang come back, and return what that causes."""
     incarnations = {name: w.incarnation for name, w in play.scheduler._members.workers.items()}
     return play.setup(
@@ -36,8 +36,8 @@ def done(play: Playbook, gang: cmd.SendGang, took_ns: int = SECOND) -> list[cmd.
     )
 
 
-def opened(settings: PassSettings, *workers: str, limits: SchedulerLimits | None = None) -> Playbook:
-    return Playbook(limits).with_workers(*workers).with_pass(settings)
+def opened(settings: PassSettings, *workers: str, limits: SchedulerLimits | None = None) -> Scenario:
+    return Scenario(limits).with_workers(*workers).with_pass(settings)
 
 
 # -- all or nothing ------------------------------------------------------------------------
@@ -483,7 +483,7 @@ def test_an_ordinary_lease_does_not_stall() -> None:
 
 def test_as_many_steps_are_asked_for_as_all_groups_can_have() -> None:
     settings = msgspec.structs.replace(SPEC, pulled=True)
-    play = Playbook(SchedulerLimits(gangs_queued_max=4)).with_workers("w0", "w1")
+    play = Scenario(SchedulerLimits(gangs_queued_max=4)).with_workers("w0", "w1")
     play(ev.PassOpened(1, settings), cmd.RequestSteps(1, 1))
     came = play.setup(ev.StepsAvailable(1, 0, 1, 2))
     assert came[-1] == cmd.RequestSteps(1, 2)
@@ -494,6 +494,6 @@ def test_as_many_steps_are_asked_for_as_all_groups_can_have() -> None:
 
 
 def test_steps_of_a_gang_have_all_calls() -> None:
-    play = Playbook().with_pass(SPEC)
+    play = Scenario().with_pass(SPEC)
     with pytest.raises(LocalProtocolError, match="begin at 0 with 2 calls"):
         play.setup(ev.StepsAvailable(1, 0, 1, 1))

@@ -11,15 +11,15 @@ from hypothesis import strategies as st
 from pipedist.scheduler import PassSettings
 from pipedist.scheduler import commands as cmd
 from pipedist.scheduler import events as ev
-from tests.scheduler.playbook import Playbook, assigns
+from tests.simulation.scenario import Scenario, assigns
 
 ON_GPU = PassSettings(replicas=1, pulled=False, gpus=1.0)
 PLAIN = PassSettings(replicas=1, pulled=False)
 SECOND = 10**9
 
 
-def opened(workers: Mapping[str, float], *passes: PassSettings) -> Playbook:
-    play = Playbook()
+def opened(workers: Mapping[str, float], *passes: PassSettings) -> Scenario:
+    play = Scenario()
     for name, gpus in workers.items():
         play.setup(ev.WorkerExpected(name), ev.WorkerJoined(name, 0, gpus=gpus))
     for number, settings in enumerate(passes, 1):

@@ -9,14 +9,14 @@ from pipedist.scheduler import PassSettings
 from pipedist.scheduler import commands as cmd
 from pipedist.scheduler import events as ev
 from pipedist.scheduler.queues import Todo, TodoQueue
-from tests.scheduler.playbook import Playbook
+from tests.simulation.scenario import Scenario
 
 UNASKED = PassSettings(replicas=2, pulled=False)
 
 
 def test_what_a_worker_kept_is_recalled_before_it_is_dealt() -> None:
     """It may be offered before the worker joins, and before the steps are there."""
-    play = Playbook()
+    play = Scenario()
     play(ev.PassOpened(1, UNASKED))
     play(ev.CallsCached("far", 3, 1, ((0, 2), (4, 6), (90, 99))))
     play(
@@ -46,7 +46,7 @@ def test_what_a_worker_kept_is_recalled_before_it_is_dealt() -> None:
 
 
 def test_only_the_incarnation_that_offered_it_is_asked() -> None:
-    play = Playbook()
+    play = Scenario()
     play(ev.PassOpened(1, UNASKED))
     play(ev.CallsCached("far", 0, 1, ((0, 4),)))
     play(ev.WorkerJoined("far", 0, supervised=True))
@@ -57,7 +57,7 @@ def test_only_the_incarnation_that_offered_it_is_asked() -> None:
 
 def test_a_call_that_was_tried_here_is_executed() -> None:
     """What ended its worker may be the very report that was recalled."""
-    play = Playbook()
+    play = Scenario()
     play(ev.PassOpened(1, UNASKED))
     play(ev.CallsCached("far", 0, 1, ((0, 2),)))
     play(ev.WorkerJoined("far", 0, supervised=True))
@@ -77,7 +77,7 @@ def test_a_call_that_was_tried_here_is_executed() -> None:
 
 
 def test_a_recall_that_is_not_answered_goes_elsewhere() -> None:
-    play = Playbook()
+    play = Scenario()
     play(ev.PassOpened(1, UNASKED))
     play(ev.CallsCached("far", 0, 1, ((0, 2),)))
     play(ev.WorkerJoined("far", 0, supervised=True))
@@ -92,7 +92,7 @@ def test_a_recall_that_is_not_answered_goes_elsewhere() -> None:
 
 
 def test_gangs_held_and_closed_passes_recall_nothing() -> None:
-    play = Playbook()
+    play = Scenario()
     play(ev.WorkerJoined("far", 0, supervised=True))
     play(ev.PassOpened(1, PassSettings(replicas=1, pulled=False, gang=True)))
     play(ev.CallsCached("far", 0, 1, ((0, 1),)))
@@ -107,7 +107,7 @@ def test_gangs_held_and_closed_passes_recall_nothing() -> None:
 
 
 def test_those_who_were_told_of_a_pass_are_told_what_is_durable() -> None:
-    play = Playbook()
+    play = Scenario()
     play(ev.PassOpened(1, UNASKED))
     play(ev.WorkerJoined("a", 0))
     play.setup(ev.StepsAvailable(1, 0, 1, 2))

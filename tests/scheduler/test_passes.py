@@ -5,7 +5,7 @@ from __future__ import annotations
 from pipedist.scheduler import PassSettings, SchedulerLimits
 from pipedist.scheduler import commands as cmd
 from pipedist.scheduler import events as ev
-from tests.scheduler.playbook import Playbook, assigns
+from tests.simulation.scenario import Scenario, assigns
 
 PULLED = PassSettings(replicas=1)
 UNASKED = PassSettings(replicas=1, pulled=False)
@@ -16,7 +16,7 @@ SECOND = 10**9
 
 
 def test_the_first_step_is_asked_for_alone_then_as_many_as_keep_workers_busy() -> None:
-    play = Playbook()
+    play = Scenario()
     play(ev.PassOpened(1, PULLED), cmd.RequestSteps(1, 1))
     play(ev.StepsAvailable(1, 0, 1, 1), cmd.RequestSteps(1, 4))
     play(ev.StepsAvailable(1, 1, 5, 1))
@@ -24,7 +24,7 @@ def test_the_first_step_is_asked_for_alone_then_as_many_as_keep_workers_busy() -
 
 
 def test_the_valve_by_steps() -> None:
-    play = Playbook(SchedulerLimits(steps_in_flight_max=3)).with_workers("w0")
+    play = Scenario(SchedulerLimits(steps_in_flight_max=3)).with_workers("w0")
     play(ev.PassOpened(1, PULLED), cmd.RequestSteps(1, 1))
     play(
         ev.StepsAvailable(1, 0, 1, 1),
@@ -43,7 +43,7 @@ def test_the_valve_by_steps() -> None:
 
 
 def test_the_valve_by_input_bytes_counts_what_is_promised() -> None:
-    play = Playbook(SchedulerLimits(bytes_in_flight_max=100))
+    play = Scenario(SchedulerLimits(bytes_in_flight_max=100))
     play(ev.PassOpened(1, PULLED), cmd.RequestSteps(1, 1))
     play(ev.StepsAvailable(1, 0, 1, 1, bytes=40), cmd.RequestSteps(1, 1))
     play(ev.HeartbeatReceived("nobody", 0))
@@ -51,7 +51,7 @@ def test_the_valve_by_input_bytes_counts_what_is_promised() -> None:
 
 
 def test_one_step_always_fits() -> None:
-    play = Playbook(SchedulerLimits(bytes_in_flight_max=100)).with_workers("w0")
+    play = Scenario(SchedulerLimits(bytes_in_flight_max=100)).with_workers("w0")
     play(ev.PassOpened(1, PULLED), cmd.RequestSteps(1, 1))
     play.setup(ev.StepsAvailable(1, 0, 1, 1, bytes=500))
     play(
@@ -63,7 +63,7 @@ def test_one_step_always_fits() -> None:
 
 
 def test_the_valve_by_result_bytes_counts_what_is_to_come() -> None:
-    play = Playbook(SchedulerLimits(bytes_in_flight_max=100)).with_workers("w0")
+    play = Scenario(SchedulerLimits(bytes_in_flight_max=100)).with_workers("w0")
     play.setup(ev.PassOpened(1, PULLED), ev.StepsAvailable(1, 0, 1, 1))
     play(ev.StepsAvailable(1, 1, 5, 1))
     play.setup(ev.CallsDone("w0", 0, 1, 0, 1, SECOND, bytes=30))
@@ -75,7 +75,7 @@ def test_the_valve_by_result_bytes_counts_what_is_to_come() -> None:
 
 
 def test_a_reader_that_stands_still_holds_the_valve() -> None:
-    play = Playbook().with_workers("w0")
+    play = Scenario().with_workers("w0")
     play.setup(ev.PassOpened(1, PULLED), ev.StepsAvailable(1, 0, 1, 1), ev.StepsAvailable(1, 1, 5, 1))
     for lease in range(1, 6):
         came = play.setup(ev.CallsDone("w0", 0, lease, lease - 1, lease, SECOND))
@@ -87,7 +87,7 @@ def test_a_reader_that_stands_still_holds_the_valve() -> None:
 
 
 def test_a_held_pass_issues_nothing_and_says_once_when_it_is_quiet() -> None:
-    play = Playbook().with_workers("w0", "w1")
+    play = Scenario().with_workers("w0", "w1")
     play.setup(ev.PassOpened(1, PULLED), ev.StepsAvailable(1, 0, 1, 1), ev.StepsAvailable(1, 1, 9, 1))
     play(ev.PassDraining(1))
     play(ev.CallsDone("w0", 0, 1, 0, 1, SECOND), cmd.AcceptResults(1, 0, 1, "w0"), cmd.StepsReady(1, 0, 1))
@@ -98,13 +98,13 @@ def test_a_held_pass_issues_nothing_and_says_once_when_it_is_quiet() -> None:
 
 
 def test_a_held_pass_on_which_nothing_runs_is_quiet_at_once() -> None:
-    play = Playbook().with_pass(UNASKED)
+    play = Scenario().with_pass(UNASKED)
     play(ev.PassDraining(1), cmd.PassDrained(1))
 
 
 def test_a_held_and_failing_pass_becomes_quiet_too() -> None:
     """What is lost there is beyond the failed step, so nothing waits again: it is quiet all the same."""
-    play = Playbook().with_workers("w0", "w1").with_pass(UNASKED)
+    play = Scenario().with_workers("w0", "w1").with_pass(UNASKED)
     play.setup(ev.StepsAvailable(1, 0, 2, 1), ev.CallsDone("w1", 0, 2, 1, 2, 1000))
     play.setup(ev.StepsAvailable(1, 2, 4, 1))  # w1 runs [2, 3) and has [3, 4) in advance
     play(ev.PassDraining(1))
@@ -113,7 +113,7 @@ def test_a_held_and_failing_pass_becomes_quiet_too() -> None:
 
 
 def test_a_worker_lost_beyond_the_failed_step_of_a_held_pass_makes_it_quiet() -> None:
-    play = Playbook().with_workers("w0", "w1").with_pass(UNASKED)
+    play = Scenario().with_workers("w0", "w1").with_pass(UNASKED)
     play.setup(ev.StepsAvailable(1, 0, 2, 1), ev.CallsDone("w1", 0, 2, 1, 2, 1000))
     play.setup(ev.StepsAvailable(1, 2, 40, 1))  # w1 runs [2, 10)
     play.setup(ev.WorkerLost("w0", 0, "it was asked to", graceful=True), ev.PassDraining(1))
@@ -122,7 +122,7 @@ def test_a_worker_lost_beyond_the_failed_step_of_a_held_pass_makes_it_quiet() ->
 
 
 def test_a_pass_closed_in_mid_flight_leaves_nothing_behind() -> None:
-    play = Playbook().with_workers("w0", "w1").with_pass(UNASKED)
+    play = Scenario().with_workers("w0", "w1").with_pass(UNASKED)
     play.setup(ev.StepsAvailable(1, 0, 9, 1))
     play(
         ev.PassClosed(1),
@@ -147,7 +147,7 @@ def test_a_pass_closed_in_mid_flight_leaves_nothing_behind() -> None:
 
 
 def test_passes_of_one_priority_take_turns() -> None:
-    play = Playbook().with_pass(UNASKED, 1).with_pass(UNASKED, 2)
+    play = Scenario().with_pass(UNASKED, 1).with_pass(UNASKED, 2)
     play.setup(ev.StepsAvailable(1, 0, 9, 1), ev.StepsAvailable(2, 0, 9, 1))
     play.with_workers("w0")
     turns = []
@@ -160,7 +160,7 @@ def test_passes_of_one_priority_take_turns() -> None:
 
 def test_a_pass_of_long_calls_has_its_turn_beside_one_of_short_calls() -> None:
     """Looking for a lease to send in advance is no turn."""
-    play = Playbook().with_pass(UNASKED, 1).with_pass(UNASKED, 2).with_workers("w0", "w1")
+    play = Scenario().with_pass(UNASKED, 1).with_pass(UNASKED, 2).with_workers("w0", "w1")
     play.setup(ev.StepsAvailable(1, 0, 1, 1), ev.CallsDone("w0", 0, 1, 0, 1, SECOND))
     play.setup(ev.StepsAvailable(2, 0, 1, 1), ev.CallsDone("w1", 0, 2, 0, 1, 1000))
     came = play.setup(ev.StepsAvailable(1, 1, 100, 1), ev.StepsAvailable(2, 1, 1000, 1))
@@ -174,7 +174,7 @@ def test_a_pass_of_long_calls_has_its_turn_beside_one_of_short_calls() -> None:
 
 
 def test_a_lower_number_goes_first() -> None:
-    play = Playbook().with_pass(UNASKED, 1).with_pass(PassSettings(1, pulled=False, priority=0), 2)
+    play = Scenario().with_pass(UNASKED, 1).with_pass(PassSettings(1, pulled=False, priority=0), 2)
     play.setup(ev.StepsAvailable(1, 0, 2, 1), ev.StepsAvailable(2, 0, 2, 1))
     play.with_workers("w0")
     order = []

@@ -9,7 +9,7 @@ import pytest
 from pipedist.scheduler import PassSettings, SchedulerLimits
 from pipedist.scheduler import commands as cmd
 from pipedist.scheduler import events as ev
-from tests.scheduler.playbook import Playbook, assigns
+from tests.simulation.scenario import Scenario, assigns
 
 PLAIN = PassSettings(replicas=1, pulled=False)
 LIMITS = SchedulerLimits(deaths_max=2)
@@ -28,9 +28,9 @@ def probe(lease: int, a: int, b: int, *, attempt: int = 0, worker: str = "w0") -
     return cmd.SendAssign(worker, lease, 1, 0, 1, attempt, ((a, b),))
 
 
-def suspected(*workers: str, settings: PassSettings = PLAIN) -> Playbook:
+def suspected(*workers: str, settings: PassSettings = PLAIN) -> Scenario:
     """Return a story in which call 0 has failed for good, under lease 1 of w0."""
-    play = Playbook(LIMITS).with_workers(*(workers or ("w0",))).with_pass(settings)
+    play = Scenario(LIMITS).with_workers(*(workers or ("w0",))).with_pass(settings)
     play.setup(ev.StepsAvailable(1, 0, 1, 1))
     play(raised(1), cmd.SizeCall(1, 0))
     return play
@@ -57,7 +57,7 @@ def test_both_halves_are_tried_at_a_time_by_idle_workers_alone() -> None:
 
 
 def test_a_probe_never_waits_behind_a_lease() -> None:
-    play = Playbook(LIMITS).with_workers("w0").with_pass(PLAIN)
+    play = Scenario(LIMITS).with_workers("w0").with_pass(PLAIN)
     play.setup(ev.StepsAvailable(1, 0, 50, 1), done(1))  # short calls: a lease waits in advance
     first, second = (play.scheduler._members.leases[i] for i in play.scheduler._members.workers["w0"].leases)
     play.setup(raised(first.id, first.lo), ev.CallSized(1, first.lo, 2))
@@ -121,7 +121,7 @@ def test_a_failure_where_the_run_must_fail_makes_no_element_guilty() -> None:
 
 
 def test_an_earlier_failure_of_the_pass_ends_the_search() -> None:
-    play = Playbook(LIMITS).with_workers("w0", "w1").with_pass(PLAIN)
+    play = Scenario(LIMITS).with_workers("w0", "w1").with_pass(PLAIN)
     play.setup(ev.StepsAvailable(1, 0, 2, 1), raised(2, 1, "w1"), ev.CallSized(1, 1, 8))
     play(
         ev.CallFailed("w0", 0, 1, 0),
@@ -138,7 +138,7 @@ def test_a_held_pass_is_quiet_while_it_has_suspects() -> None:
 
 
 def test_a_gang_is_set_aside_as_a_whole() -> None:
-    play = Playbook(LIMITS).with_workers("w0").with_pass(PassSettings(2, pulled=False, gang=True))
+    play = Scenario(LIMITS).with_workers("w0").with_pass(PassSettings(2, pulled=False, gang=True))
     play.setup(ev.StepsAvailable(1, 0, 1, 2), done(1, 0))
     cause = cmd.Cause("s", "ValueError: no (a gang's step is all or nothing)")
     play(
@@ -151,7 +151,7 @@ def test_a_gang_is_set_aside_as_a_whole() -> None:
 
 def test_deaths_in_a_stage_that_nobody_knows_follow_the_pass() -> None:
     settings = PassSettings(1, pulled=False, quarantine=True)
-    play = Playbook(LIMITS).with_workers("w0", "w1").with_pass(settings)
+    play = Scenario(LIMITS).with_workers("w0", "w1").with_pass(settings)
     play.setup(ev.StepsAvailable(1, 0, 1, 1), ev.WorkerLost("w0", 0, "signal 11"))
     play(ev.WorkerLost("w1", 0, "signal 11"), cmd.SizeCall(1, 0), cmd.StartWorker("w1", 1))
 
@@ -159,7 +159,7 @@ def test_deaths_in_a_stage_that_nobody_knows_follow_the_pass() -> None:
 @pytest.mark.parametrize("outside", [{"stage": "s", "quarantine": True}, {}], ids=["killed", "stage unknown"])
 def test_a_death_that_came_from_outside_does_not_decide(outside: dict[str, Any]) -> None:
     """Neither whether an element is guilty, nor what is told of it: most of its deaths do."""
-    play = Playbook(SchedulerLimits(deaths_max=3)).with_workers("w0").with_pass(PLAIN)
+    play = Scenario(SchedulerLimits(deaths_max=3)).with_workers("w0").with_pass(PLAIN)
     play.setup(ev.StepsAvailable(1, 0, 1, 1), raised(1), ev.CallSized(1, 0, 2))
     for incarnation in range(2):
         play.setup(ev.WorkerLost("w0", incarnation, "exit code 9", stage="s", quarantine=True))
@@ -174,7 +174,7 @@ def test_a_death_that_came_from_outside_does_not_decide(outside: dict[str, Any])
 
 
 def test_calls_without_a_value_are_left_out_of_their_step() -> None:
-    play = Playbook(LIMITS).with_workers("w0").with_pass(PassSettings(4, pulled=False))
+    play = Scenario(LIMITS).with_workers("w0").with_pass(PassSettings(4, pulled=False))
     came = play.setup(ev.StepsAvailable(1, 0, 1, 3, skipped_replicas=(1,)))
     assert [(x.lo, x.hi) for x in assigns(came)] == [(0, 1)]
     [second] = assigns(play.setup(done(1)))

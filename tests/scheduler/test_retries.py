@@ -8,15 +8,15 @@ from pipedist.scheduler import PassSettings, SchedulerLimits
 from pipedist.scheduler import commands as cmd
 from pipedist.scheduler import events as ev
 from pipedist.scheduler.queues import backoff_after_s
-from tests.scheduler.playbook import Playbook, assigns
+from tests.simulation.scenario import Scenario, assigns
 
 PLAIN = PassSettings(replicas=1, pulled=False)
 LIMITS = SchedulerLimits(backoff_s=0.1, backoff_s_max=1.0)
 
 
-def begun(*workers: str, steps: int = 1) -> Playbook:
+def begun(*workers: str, steps: int = 1) -> Scenario:
     """Return a story whose first call w0 executes, under lease 1."""
-    play = Playbook(LIMITS).with_workers(*(workers or ("w0",))).with_pass(PLAIN)
+    play = Scenario(LIMITS).with_workers(*(workers or ("w0",))).with_pass(PLAIN)
     play.setup(ev.StepsAvailable(1, 0, steps, 1))
     return play
 
@@ -88,7 +88,7 @@ def test_what_rests_beyond_a_failed_step_is_forgotten() -> None:
 
 
 def test_a_gang_rests_as_a_whole() -> None:
-    play = Playbook(LIMITS).with_workers("w0").with_pass(PassSettings(2, pulled=False, gang=True))
+    play = Scenario(LIMITS).with_workers("w0").with_pass(PassSettings(2, pulled=False, gang=True))
     play.setup(ev.StepsAvailable(1, 0, 1, 2))
     for lease in (1, 2):
         play.setup(ev.CallFailed("w0", 0, lease, 0, retries=5), ev.CallsDone("w0", 0, lease, 1, 2, 1))

@@ -10,25 +10,25 @@ from pipedist.scheduler import commands as cmd
 from pipedist.scheduler import events as ev
 from pipedist.scheduler.leases import Lease
 from pipedist.scheduler.stragglers import Durations, Stragglers
-from tests.scheduler.playbook import Playbook, assigns
+from tests.simulation.scenario import Scenario, assigns
 
 LIMITS = SchedulerLimits(speculation_s_min=1.0, speculation_reports_min=3, deaths_max=2)
 TWICE = PassSettings(replicas=1, pulled=False, speculation=2.0)
 
 
-def begun(*workers: str, settings: PassSettings = TWICE, limits: SchedulerLimits = LIMITS) -> Playbook:
+def begun(*workers: str, settings: PassSettings = TWICE, limits: SchedulerLimits = LIMITS) -> Scenario:
     """Return a story at 3.0 s: three calls have come back, of a second each, and w0 executes call 3 alone.
 
     What it executes is lease 4, of the last call.
     """
-    play = Playbook(limits).with_workers("w0").with_pass(settings)
+    play = Scenario(limits).with_workers("w0").with_pass(settings)
     play.setup(ev.StepsAvailable(1, 0, 4, 1))
     for call in range(3):
         play.at(call + 1.0).setup(ev.CallsDone("w0", 0, call + 1, call, call + 1, 10**9))
     return play.with_workers(*(workers or ("w1",)))
 
 
-def second(play: Playbook) -> cmd.SendAssign:
+def second(play: Scenario) -> cmd.SendAssign:
     """Let the time pass until a second attempt of call 3 begins, and return it."""
     deadline = play.scheduler.deadline()
     assert deadline is not None
@@ -158,7 +158,7 @@ def test_the_next_call_of_a_lease_has_its_own_second_attempts() -> None:
     limits = SchedulerLimits(
         speculation_s_min=1.0, speculation_reports_min=3, speculation_attempts_max=1, bundle_s=1000.0
     )
-    play = Playbook(limits).with_workers("w0").with_pass(TWICE)
+    play = Scenario(limits).with_workers("w0").with_pass(TWICE)
     play.setup(ev.StepsAvailable(1, 0, 9, 1))
     play.at(1.0).setup(ev.CallsDone("w0", 0, 1, 0, 1, 10**9))
     play.at(2.0).setup(ev.CallsDone("w0", 0, 2, 1, 2, 10**9))
@@ -245,7 +245,7 @@ def test_what_waits_behind_a_slow_call_is_executed_elsewhere() -> None:
     limits = SchedulerLimits(
         speculation_s_min=1.0, speculation_reports_min=3, bundle_s=0.001, prefetch_below_s=10.0
     )
-    play = Playbook(limits).with_workers("w0").with_pass(TWICE)
+    play = Scenario(limits).with_workers("w0").with_pass(TWICE)
     play.setup(ev.StepsAvailable(1, 0, 3, 1))
     for call in range(3):
         play.at(call + 1.0).setup(ev.CallsDone("w0", 0, call + 1, call, call + 1, 10**9))
@@ -267,7 +267,7 @@ def test_a_held_pass_is_told_quiet_when_its_last_lease_is_taken_back() -> None:
     limits = SchedulerLimits(
         speculation_s_min=1.0, speculation_reports_min=3, bundle_s=0.001, prefetch_below_s=10.0
     )
-    play = Playbook(limits).with_workers("w0").with_pass(TWICE).with_pass(PassSettings(1, pulled=False), 2)
+    play = Scenario(limits).with_workers("w0").with_pass(TWICE).with_pass(PassSettings(1, pulled=False), 2)
     play.setup(ev.StepsAvailable(2, 0, 1, 1), ev.CallsDone("w0", 0, 1, 0, 1, 10**9))
     play.setup(ev.StepsAvailable(1, 0, 4, 1))
     for call in range(3):
@@ -287,7 +287,7 @@ def test_a_range_goes_on_with_whoever_reports_first() -> None:
     limits = SchedulerLimits(
         speculation_s_min=1.0, speculation_reports_min=3, bundle_s=1000.0, prefetch_below_s=0.0
     )
-    play = Playbook(limits).with_workers("w0").with_pass(TWICE)
+    play = Scenario(limits).with_workers("w0").with_pass(TWICE)
     play.setup(ev.StepsAvailable(1, 0, 9, 1))
     play.at(1.0).setup(ev.CallsDone("w0", 0, 1, 0, 1, 10**9))
     slow = play.scheduler._members.leases[2]

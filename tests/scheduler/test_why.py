@@ -5,13 +5,13 @@ from __future__ import annotations
 from pipedist.scheduler import PassSettings, SchedulerLimits
 from pipedist.scheduler import events as ev
 from pipedist.scheduler.diagnostics import WAITS_MAX, Reason, Wait
-from tests.scheduler.playbook import Playbook
+from tests.simulation.scenario import Scenario
 
 PLAIN = PassSettings(replicas=2, pulled=False)
 LIMITS = SchedulerLimits(backoff_s=10.0, bundle_s=1000.0)
 
 
-def told(play: Playbook) -> dict[Reason, list[Wait]]:
+def told(play: Scenario) -> dict[Reason, list[Wait]]:
     """Return what the scheduler waits for, by reason; and check that looking changes nothing."""
     before = play.scheduler.deadline()
     found: dict[Reason, list[Wait]] = {}
@@ -24,8 +24,8 @@ def told(play: Playbook) -> dict[Reason, list[Wait]]:
 
 def begun(
     *workers: str, settings: PassSettings = PLAIN, steps: int = 2, limits: SchedulerLimits = LIMITS
-) -> Playbook:
-    play = Playbook(limits).with_workers(*workers).with_pass(settings)
+) -> Scenario:
+    play = Scenario(limits).with_workers(*workers).with_pass(settings)
     play.setup(ev.StepsAvailable(1, 0, steps, 2))
     return play
 
@@ -57,7 +57,7 @@ def test_calls_behind_another_one_of_their_lease() -> None:
 
 
 def test_calls_without_any_worker() -> None:
-    play = Playbook(LIMITS).with_pass(PLAIN)
+    play = Scenario(LIMITS).with_pass(PLAIN)
     play.setup(ev.StepsAvailable(1, 0, 1, 2))
     assert "no worker is there" in told(play)[Reason.JOINING_WORKER][0].text
     play.setup(ev.WorkerExpected("w0"))
@@ -91,8 +91,8 @@ def test_a_gang_that_needs_more_workers_than_are_idle() -> None:
     assert wait.text == "it needs 2 idle workers at once; 0 of 2 are idle"
 
 
-def with_gpus(settings: PassSettings, **workers: float) -> Playbook:
-    play = Playbook(LIMITS).with_pass(settings)
+def with_gpus(settings: PassSettings, **workers: float) -> Scenario:
+    play = Scenario(LIMITS).with_pass(settings)
     for name, gpus in workers.items():
         play.setup(ev.WorkerExpected(name), ev.WorkerJoined(name, 0, gpus=gpus))
     play.setup(ev.StepsAvailable(1, 0, 3, settings.replicas))
@@ -129,7 +129,7 @@ def test_a_gang_whose_members_run() -> None:
 
 
 def test_calls_that_let_a_gang_go_first() -> None:
-    play = Playbook(LIMITS).with_workers("w0", "w1").with_pass(PassSettings(1, pulled=False))
+    play = Scenario(LIMITS).with_workers("w0", "w1").with_pass(PassSettings(1, pulled=False))
     play.setup(ev.PassOpened(2, PassSettings(2, pulled=False, gang=True)))
     play.setup(ev.StepsAvailable(1, 0, 1, 1), ev.StepsAvailable(2, 0, 1, 2), ev.StepsAvailable(1, 1, 2, 1))
     found = told(play)
@@ -144,7 +144,7 @@ def test_a_pass_that_is_drained() -> None:
 
 
 def test_data_that_does_not_come() -> None:
-    play = Playbook(LIMITS).with_workers("w0").with_pass(PassSettings(2))
+    play = Scenario(LIMITS).with_workers("w0").with_pass(PassSettings(2))
     [wait] = told(play)[Reason.DATA]
     assert (wait.lo, wait.hi, wait.text) == (0, 2, "step 0 has not been offered")
     play.setup(ev.StepsAvailable(1, 0, 1, 2), ev.StepsEnded(1))
@@ -152,7 +152,7 @@ def test_data_that_does_not_come() -> None:
 
 
 def test_steps_that_nobody_takes() -> None:
-    play = Playbook(SchedulerLimits(steps_in_flight_max=1)).with_workers("w0").with_pass(PassSettings(1))
+    play = Scenario(SchedulerLimits(steps_in_flight_max=1)).with_workers("w0").with_pass(PassSettings(1))
     play.setup(ev.StepsAvailable(1, 0, 1, 1), ev.CallsDone("w0", 0, 1, 0, 1, 10**9))
     found = told(play)
     assert [(x.lo, x.hi, x.text) for x in found[Reason.READER]] == [
@@ -165,7 +165,7 @@ def test_steps_that_nobody_takes() -> None:
 
 def test_an_earlier_step_that_is_not_complete() -> None:
     limits = SchedulerLimits(steps_in_flight_max=2, bundle_s=0.001, prefetch_below_s=0.0)
-    play = Playbook(limits).with_workers("w0", "w1").with_pass(PassSettings(1))
+    play = Scenario(limits).with_workers("w0", "w1").with_pass(PassSettings(1))
     play.setup(
         ev.StepsAvailable(1, 0, 1, 1), ev.StepsAvailable(1, 1, 2, 1), ev.CallsDone("w1", 0, 2, 1, 2, 10**9)
     )
@@ -175,7 +175,7 @@ def test_an_earlier_step_that_is_not_complete() -> None:
 
 def test_a_call_that_is_executed_twice_and_a_worker_that_is_laid_off() -> None:
     limits = SchedulerLimits(speculation_reports_min=1)
-    play = Playbook(limits).with_workers("w0").with_pass(PassSettings(1, pulled=False, speculation=2.0))
+    play = Scenario(limits).with_workers("w0").with_pass(PassSettings(1, pulled=False, speculation=2.0))
     play.setup(ev.StepsAvailable(1, 0, 2, 1))
     play.at(1.0).setup(ev.CallsDone("w0", 0, 1, 0, 1, 10**9))
     play.with_workers("w1").at(50.0).setup(ev.Tick())

@@ -8,15 +8,15 @@ from pipedist.errors import LocalProtocolError
 from pipedist.scheduler import PassSettings, Scheduler, SchedulerLimits
 from pipedist.scheduler import commands as cmd
 from pipedist.scheduler import events as ev
-from tests.scheduler.playbook import Playbook, PlaybookError, assigns
+from tests.simulation.scenario import Scenario, ScenarioError, assigns
 
 UNASKED = PassSettings(replicas=1, pulled=False)
 """Steps are offered without being asked for, which keeps the stories short."""
 
 
 def test_a_playbook_that_goes_wrong_shows_the_story_and_the_difference() -> None:
-    play = Playbook()
-    with pytest.raises(PlaybookError) as caught:
+    play = Scenario()
+    with pytest.raises(ScenarioError) as caught:
         play(ev.WorkerExpected("w0"), cmd.StartWorker("w1", 0))
     text = str(caught.value)
     assert ">> WorkerExpected(worker='w0')" in text
@@ -25,7 +25,7 @@ def test_a_playbook_that_goes_wrong_shows_the_story_and_the_difference() -> None
 
 
 def test_a_worker_is_started_joins_and_is_told_of_a_pass_once() -> None:
-    play = Playbook()
+    play = Scenario()
     play(ev.WorkerExpected("w0"), cmd.StartWorker("w0", 0))
     play(ev.PassOpened(1, UNASKED))
     play(ev.StepsAvailable(1, 0, 2, 1))
@@ -39,7 +39,7 @@ def test_a_worker_is_started_joins_and_is_told_of_a_pass_once() -> None:
 
 
 def test_a_worker_that_dies_is_replaced_and_only_the_running_call_is_charged() -> None:
-    play = Playbook().with_workers("w0").with_pass(UNASKED)
+    play = Scenario().with_workers("w0").with_pass(UNASKED)
     play.setup(ev.StepsAvailable(1, 0, 1, 1), ev.CallsDone("w0", 0, 1, 0, 1, 1000))
     leases = assigns(play.setup(ev.StepsAvailable(1, 1, 17, 1)))
     assert [(x.lo, x.hi) for x in leases] == [(1, 9), (9, 13)]
@@ -67,7 +67,7 @@ def test_a_worker_that_dies_is_replaced_and_only_the_running_call_is_charged() -
 def test_the_call_that_was_running_is_charged(
     running: tuple[int, int] | None, dealt: list[tuple[int, int, int]]
 ) -> None:
-    play = Playbook().with_workers("w0").with_pass(UNASKED)
+    play = Scenario().with_workers("w0").with_pass(UNASKED)
     play.setup(ev.StepsAvailable(1, 0, 1, 1), ev.CallsDone("w0", 0, 1, 0, 1, 1000))
     held = assigns(play.setup(ev.StepsAvailable(1, 1, 17, 1)))[0]
     assert (held.lo, held.hi) == (1, 9)
@@ -82,14 +82,14 @@ def test_the_call_that_was_running_is_charged(
 
 
 def test_a_graceful_leave_blames_nobody() -> None:
-    play = Playbook().with_workers("w0").with_pass(UNASKED)
+    play = Scenario().with_workers("w0").with_pass(UNASKED)
     play(ev.StepsAvailable(1, 0, 1, 1), cmd.SendBind("w0", 1), cmd.SendAssign("w0", 1, 1, 0, 1, 0))
     play(ev.WorkerLost("w0", 0, "it was asked to", graceful=True), cmd.StartWorker("w0", 1))
     play(ev.WorkerJoined("w0", 1), cmd.SendBind("w0", 1), cmd.SendAssign("w0", 2, 1, 0, 1, 0))
 
 
 def test_a_death_under_a_cancelled_call_is_not_charged_to_the_next_one() -> None:
-    play = Playbook().with_workers("w0").with_pass(UNASKED, 1).with_pass(UNASKED, 2)
+    play = Scenario().with_workers("w0").with_pass(UNASKED, 1).with_pass(UNASKED, 2)
     for pass_id in (1, 2):
         play.setup(ev.StepsAvailable(pass_id, 0, 1, 1), ev.CallsDone("w0", 0, pass_id, 0, 1, 1000))
     play(ev.StepsAvailable(1, 1, 2, 1), cmd.SendAssign("w0", 3, 1, 1, 2, 0))
@@ -103,7 +103,7 @@ def test_a_death_under_a_cancelled_call_is_not_charged_to_the_next_one() -> None
 
 def test_nobody_waits_behind_a_call_of_a_pass_that_is_over() -> None:
     """The worker may hang in it: another one is given what comes, and this one when it has heard."""
-    play = Playbook().with_workers("w0", "w1").with_pass(UNASKED, 1)
+    play = Scenario().with_workers("w0", "w1").with_pass(UNASKED, 1)
     play.setup(ev.StepsAvailable(1, 0, 1, 1))
     play(ev.PassClosed(1), cmd.SendCancel("w0", 1), cmd.SendUnbind("w0", 1))
     play.with_pass(UNASKED, 2)
@@ -114,7 +114,7 @@ def test_nobody_waits_behind_a_call_of_a_pass_that_is_over() -> None:
 
 def test_nobody_waits_behind_a_gang_of_a_pass_that_is_over() -> None:
     gang = PassSettings(2, pulled=False, gang=True)
-    play = Playbook().with_workers("w0", "w1", "w2").with_pass(gang, 1)
+    play = Scenario().with_workers("w0", "w1", "w2").with_pass(gang, 1)
     play.setup(ev.StepsAvailable(1, 0, 1, 2))
     play.setup(ev.PassClosed(1))
     assert play.scheduler.why(1.0).suspended == ("w0", "w1")
@@ -124,7 +124,7 @@ def test_nobody_waits_behind_a_gang_of_a_pass_that_is_over() -> None:
 
 
 def test_a_call_under_which_workers_keep_dying_fails() -> None:
-    play = Playbook(SchedulerLimits(deaths_max=2)).with_workers("w0").with_pass(UNASKED)
+    play = Scenario(SchedulerLimits(deaths_max=2)).with_workers("w0").with_pass(UNASKED)
     play.setup(ev.StepsAvailable(1, 0, 1, 1), ev.WorkerLost("w0", 0, "signal 11"), ev.WorkerJoined("w0", 1))
     play(
         ev.WorkerLost("w0", 1, "signal 11"),
@@ -135,7 +135,7 @@ def test_a_call_under_which_workers_keep_dying_fails() -> None:
 
 def test_a_death_that_fails_a_call_leaves_nothing_of_later_steps_waiting() -> None:
     """The rest of the lost lease is beyond the failed step: it must not be dealt again."""
-    play = Playbook(SchedulerLimits(deaths_max=1)).with_workers("w0").with_pass(UNASKED)
+    play = Scenario(SchedulerLimits(deaths_max=1)).with_workers("w0").with_pass(UNASKED)
     play.setup(ev.StepsAvailable(1, 0, 1, 1), ev.CallsDone("w0", 0, 1, 0, 1, 1000))
     play.setup(ev.StepsAvailable(1, 1, 9, 1))
     play(
@@ -147,7 +147,7 @@ def test_a_death_that_fails_a_call_leaves_nothing_of_later_steps_waiting() -> No
 
 
 def test_fruitless_starts_fail_the_cluster_and_a_join_forgives_them() -> None:
-    play = Playbook(SchedulerLimits(failed_starts_max=2))
+    play = Scenario(SchedulerLimits(failed_starts_max=2))
     play.setup(ev.WorkerExpected("w0"), ev.WorkerExpected("w1"))
     play(ev.WorkerLost("w0", 0, "exit code 1"), cmd.StartWorker("w0", 1))
     play(ev.WorkerLost("w0", 0, "exit code 1, told twice"))
@@ -160,7 +160,7 @@ def test_fruitless_starts_fail_the_cluster_and_a_join_forgives_them() -> None:
 
 
 def test_a_later_incarnation_replaces_a_living_one() -> None:
-    play = Playbook().with_pass(UNASKED)
+    play = Scenario().with_pass(UNASKED)
     play(ev.WorkerJoined("far", 3, supervised=True))
     play.setup(ev.StepsAvailable(1, 0, 1, 1))
     play(
@@ -179,13 +179,13 @@ def test_a_later_incarnation_replaces_a_living_one() -> None:
     [(0, "a later incarnation has joined"), (1, "this incarnation has joined already")],
 )
 def test_a_stale_incarnation_is_put_out(incarnation: int, reason: str) -> None:
-    play = Playbook().with_workers("w0")
+    play = Scenario().with_workers("w0")
     play.setup(ev.WorkerLost("w0", 0, "signal 9"), ev.WorkerJoined("w0", 1))
     play(ev.WorkerJoined("w0", incarnation), cmd.EvictWorker("w0", incarnation, reason))
 
 
 def test_a_supervised_worker_that_is_not_heard_is_lost_and_may_return() -> None:
-    play = Playbook(SchedulerLimits(heartbeat_timeout_s=10.0)).with_pass(UNASKED)
+    play = Scenario(SchedulerLimits(heartbeat_timeout_s=10.0)).with_pass(UNASKED)
     play(ev.WorkerJoined("far", 0, supervised=True))
     play.at(3.0)(ev.WorkerJoined("near", 0, supervised=True))
     play.setup(ev.StepsAvailable(1, 0, 1, 1))
@@ -206,7 +206,7 @@ def test_a_supervised_worker_that_is_not_heard_is_lost_and_may_return() -> None:
 @pytest.mark.parametrize("heard_at", [0.1, 0.3, 1e6 + 0.7, 86399.9])
 def test_a_tick_at_the_deadline_is_late_enough(heard_at: float) -> None:
     """Otherwise the driver's timer would ring again and again at one and the same time."""
-    play = Playbook(SchedulerLimits(heartbeat_timeout_s=0.7)).at(heard_at)
+    play = Scenario(SchedulerLimits(heartbeat_timeout_s=0.7)).at(heard_at)
     play(ev.WorkerJoined("far", 0, supervised=True))
     deadline = play.scheduler.deadline()
     assert deadline is not None
@@ -214,7 +214,7 @@ def test_a_tick_at_the_deadline_is_late_enough(heard_at: float) -> None:
 
 
 def test_workers_of_the_launcher_are_not_supervised() -> None:
-    play = Playbook().with_workers("w0")
+    play = Scenario().with_workers("w0")
     assert play.scheduler.deadline() is None
     play.at(1e9)(ev.Tick())
 
@@ -235,7 +235,7 @@ def test_an_unknown_event_is_refused() -> None:
 
 
 def test_a_report_that_comes_twice_after_its_lease_is_dropped() -> None:
-    play = Playbook().with_workers("w0").with_pass(UNASKED)
+    play = Scenario().with_workers("w0").with_pass(UNASKED)
     play.setup(ev.StepsAvailable(1, 0, 1, 1), ev.CallsDone("w0", 0, 1, 0, 1, 1000))
     play(ev.CallsDone("w0", 0, 1, 0, 1, 1000), cmd.DropResults("w0", 1))
     play(ev.CallFailed("w0", 0, 1, 0), cmd.DropResults("w0", 1))
@@ -243,7 +243,7 @@ def test_a_report_that_comes_twice_after_its_lease_is_dropped() -> None:
 
 
 def test_a_report_for_a_lease_of_another_worker_is_dropped() -> None:
-    play = Playbook().with_workers("w0", "w1").with_pass(UNASKED)
+    play = Scenario().with_workers("w0", "w1").with_pass(UNASKED)
     play.setup(ev.StepsAvailable(1, 0, 2, 1))
     play(ev.CallsDone("w1", 0, 1, 0, 1, 1000), cmd.DropResults("w1", 1))
 
@@ -260,7 +260,7 @@ def test_a_report_for_a_lease_of_another_worker_is_dropped() -> None:
     ],
 )
 def test_a_report_out_of_order_costs_the_worker_its_place(lease: int, lo: int, hi: int) -> None:
-    play = Playbook().with_workers("w0").with_pass(UNASKED)
+    play = Scenario().with_workers("w0").with_pass(UNASKED)
     play.setup(ev.StepsAvailable(1, 0, 1, 1), ev.CallsDone("w0", 0, 1, 0, 1, 1000))
     play.setup(ev.StepsAvailable(1, 1, 17, 1))
     why = f"it reported calls [{lo}, {hi}) of lease {lease} where [1, 9) of lease 2 were to come"
