@@ -419,7 +419,7 @@ def test_a_pass_closed_in_the_middle_of_a_gang_cancels_the_members_that_run() ->
 def test_members_that_others_wait_for_too_long_lose_their_workers() -> None:
     play = opened(msgspec.structs.replace(RUN, replicas=3), "w0", "w1", "w2")
     play.setup(ev.StepsAvailable(1, 0, 1, 3))
-    cause = "it did not come to a collective of its gang: replica 0 waits at a.py:3"
+    cause = "it did not join a collective of its gang: replica 0 waits at a.py:3"
     play(
         ev.GangStalled("w0", 0, 1, (1, 2), "replica 0 waits at a.py:3"),
         cmd.EvictWorker("w1", 0, cause),
@@ -463,7 +463,7 @@ def test_a_stalled_gang_that_is_over_or_waits_for_nobody_costs_nobody_anything(s
 def test_a_member_whose_own_replica_hangs_is_ended_though_it_is_the_one_that_tells() -> None:
     play = opened(RUN, "w0")
     play.setup(ev.StepsAvailable(1, 0, 1, 2))
-    cause = "it did not come to a collective of its gang: replica 1 hangs"
+    cause = "it did not join a collective of its gang: replica 1 hangs"
     play(
         ev.GangStalled("w0", 0, 1, (0,), "replica 1 hangs"),
         cmd.EvictWorker("w0", 0, cause),

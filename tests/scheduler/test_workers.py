@@ -192,9 +192,9 @@ def test_a_supervised_worker_that_is_not_heard_is_lost_and_may_return() -> None:
     assert play.scheduler.deadline() == 10.0
     play.at(7.1)(ev.HeartbeatReceived("far", 0))
     assert play.scheduler.deadline() == 13.0
-    play.at(13.0)(ev.Tick(), cmd.EvictWorker("near", 0, "not heard for 10 s"))
+    play.at(13.0)(ev.Tick(), cmd.EvictWorker("near", 0, "no heartbeat for 10 s"))
     play(ev.HeartbeatReceived("near", 0))
-    play.at(17.1)(ev.Tick(), cmd.EvictWorker("far", 0, "not heard for 10 s"))
+    play.at(17.1)(ev.Tick(), cmd.EvictWorker("far", 0, "no heartbeat for 10 s"))
     assert play.scheduler.deadline() is None
     play(
         ev.WorkerJoined("near", 1, supervised=True),
@@ -210,7 +210,7 @@ def test_a_tick_at_the_deadline_is_late_enough(heard_at: float) -> None:
     play(ev.WorkerJoined("far", 0, supervised=True))
     deadline = play.scheduler.deadline()
     assert deadline is not None
-    play.at(deadline)(ev.Tick(), cmd.EvictWorker("far", 0, "not heard for 0.7 s"))
+    play.at(deadline)(ev.Tick(), cmd.EvictWorker("far", 0, "no heartbeat for 0.7 s"))
 
 
 def test_workers_of_the_launcher_are_not_supervised() -> None:

@@ -145,7 +145,7 @@ def reported_call_is_executed_again(patch: pytest.MonkeyPatch) -> None:
         return commands
 
     original = WorkerMachine._on_finished
-    patch.setitem(machine._HANDLERS, machine.Finished, finished)
+    patch.setitem(machine._HANDLERS, machine.CallsFinished, finished)
 
 
 WORKER_MUTATIONS: list[Mutation] = [
@@ -195,7 +195,7 @@ def test_a_custom_scheduler() -> None:
         def deadline(self) -> float | None:
             return None
 
-    assert "did not end" in first_failure(scheduler=Forgetful)
+    assert "the deadline is None" in first_failure(scheduler=Forgetful)
 
 
 # -- second attempts ------------------------------------------------------------------------------
