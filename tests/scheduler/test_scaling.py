@@ -34,7 +34,7 @@ class Crowd:
         self._leases: list[cmd.SendAssign] = []
 
     def run(self) -> int:
-        """Return how many calls were accepted."""
+        """Return the number of accepted calls."""
         settings = PassSettings(self.replicas)
         accepted = offered = 0
         todo: list[ev.Event] = [ev.PassOpened(1, settings)]
@@ -60,7 +60,7 @@ class Crowd:
         return accepted
 
     def _report(self, turn: int) -> ev.Event:
-        """Let one of the running leases come back: in no order, and every tenth raises once."""
+        """Report one of the running leases, in a scattered order; every tenth call raises once."""
         place = turn * 7919 % len(self._leases)
         self._leases[place], self._leases[-1] = self._leases[-1], self._leases[place]
         lease = self._leases.pop()
