@@ -1,8 +1,8 @@
 """Run a function in several processes, and return the outcome of each.
 
 Each process is a fresh interpreter in its own session, so a function that kills, exits or hangs affects only its
-own process. The function is sent by name if it can be imported, otherwise by value (cloudpickle); what it
-returns is sent like the results of replica functions, never as a pickle.
+own process. The function is sent by name if it can be imported, otherwise by value
+(cloudpickle). Its return value is sent like the results of replica functions, never as a pickle.
 """
 
 from __future__ import annotations

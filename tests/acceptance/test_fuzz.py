@@ -1,4 +1,4 @@
-"""A share of the fuzzing; the whole: make fuzz."""
+"""A share of the fuzzing; all of it: make fuzz."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_the_decoder(corpus: list[Frames]) -> None:
 
 
 def test_recorded_messages_are_decoded(corpus: list[Frames]) -> None:
-    """But for the payloads that are no single tree: a pass's program, and what members exchange."""
+    """Except payloads that are not a single tree: programs, and exchanges of gangs."""
     heads = {frames: type(unpack(unseal(memoryview(frames[0]), LIMITS)[0])) for frames in corpus}
     assert set(heads.values()) == set(typing.get_args(msg.Message))
     for frames, kind in heads.items():

@@ -1,4 +1,4 @@
-"""Specs are data: what they name is imported as `package.module:name` from known places, or refused."""
+"""Specs are data: names are imported as `package.module:name` from known folders, or refused."""
 
 from __future__ import annotations
 

@@ -455,7 +455,7 @@ def test_the_call_at_which_a_missing_member_hangs_is_charged_not_the_gang_behind
         ev.GangStalled("w0", 0, 77, (1,), "no lease"),
         ev.GangStalled("w0", 0, 1, (1,), "whose part is over"),
         ev.GangStalled("w0", 0, 1, (2, 99), "members that there are not"),
-        ev.GangStalled("w0", 0, 1, (), "nobody"),
+        ev.GangStalled("w0", 0, 1, (), "unknown"),
     ],
 )
 def test_a_stale_report_of_a_stalled_gang_is_ignored(stale: ev.GangStalled) -> None:

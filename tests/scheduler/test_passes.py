@@ -46,7 +46,7 @@ def test_the_limit_of_bytes_includes_requested_inputs() -> None:
     scenario = Scenario(SchedulerLimits(bytes_in_flight_max=100))
     scenario(ev.PassOpened(1, PULLED), cmd.RequestSteps(1, 1))
     scenario(ev.StepsAvailable(1, 0, 1, 1, bytes=40), cmd.RequestSteps(1, 1))
-    scenario(ev.HeartbeatReceived("nobody", 0))
+    scenario(ev.HeartbeatReceived("unknown", 0))
     scenario(ev.StepsAvailable(1, 1, 2, 1, bytes=40))
 
 

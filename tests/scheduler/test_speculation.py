@@ -19,7 +19,7 @@ TWICE = PassSettings(replicas=1, pulled=False, speculation=2.0)
 def begun(*workers: str, settings: PassSettings = TWICE, limits: SchedulerLimits = LIMITS) -> Scenario:
     """Return a scenario at 3.0 s: three calls of 1 s have results, and w0 executes only call 3.
 
-    What it executes is lease 4, of the last call.
+    Lease 4 contains the last call.
     """
     scenario = Scenario(limits).with_workers("w0").with_pass(settings)
     scenario.setup(ev.StepsAvailable(1, 0, 4, 1))
@@ -102,7 +102,7 @@ def test_an_error_of_one_of_two_attempts_does_not_count(fails_first: str) -> Non
         ev.CallFailed(fails_first, 0, leases[fails_first], 3),
         cmd.SendCancel(fails_first, leases[fails_first]),
     )
-    assert scenario.scheduler.deadline() is None, "nobody is idle"
+    assert scenario.scheduler.deadline() is None, "no worker is idle"
     scenario(
         ev.CallsDone(other, 0, leases[other], 3, 4, 10**9),
         cmd.AcceptResults(1, 3, 4, other),
@@ -129,7 +129,7 @@ def test_a_failed_second_attempt_is_followed_by_another(how: str) -> None:
                 came = scenario.setup(ev.CancelConfirmed("w1", 0, twin.lease))
         if left:
             [twin] = assigns(came)
-            assert (twin.worker, twin.twin, twin.attempt) == ("w1", 4, 0), "nobody is charged"
+            assert (twin.worker, twin.twin, twin.attempt) == ("w1", 4, 0), "no call is charged"
     assert not assigns(came)
     assert scenario.scheduler.deadline() is None, "two were enough"
     scenario.setup(ev.CallsDone("w0", 0, 4, 3, 4, 10**9))
@@ -210,7 +210,7 @@ def test_no_second_attempt_while_other_calls_wait() -> None:
     leases = assigns(scenario.setup(ev.StepsAvailable(1, 4, 20, 1)))
     assert leases
     assert not any(lease.twin for lease in leases)
-    assert scenario.scheduler.deadline() is None, "nobody is idle"
+    assert scenario.scheduler.deadline() is None, "no worker is idle"
 
 
 def test_no_second_attempt_before_enough_reports() -> None:

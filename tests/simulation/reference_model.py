@@ -5,7 +5,7 @@ leases, gangs and passes, and never reads the scheduler's state, except to compa
 
 * `handle` records an event and PREDICTS the commands that it must cause, exactly: workers started and
   evicted, results accepted, stashed and dropped, gangs ended.
-* `check` verifies each other command: who gets which calls and when, what becomes visible, what fails.
+* `check` verifies each other command: which worker gets which calls and when, what becomes visible, what fails.
 * `finish_event` verifies the state after an event, and `compare` compares it with the scheduler's.
 * `check_end` verifies the outcome of each pass.
 
@@ -249,14 +249,14 @@ def backoff_s(count: int, limits: SchedulerLimits) -> float:
     return min(limits.backoff_s_max, limits.backoff_s * 2 ** (count - 2))
 
 
-PREDICTED = (
+PREDICTED = {
     cmd.StartWorker,
     cmd.EvictWorker,
     cmd.AcceptResults,
     cmd.StashResults,
     cmd.GangEnded,
     cmd.DropResults,
-)
+}
 
 
 class ReferenceModel:
@@ -317,8 +317,8 @@ class ReferenceModel:
 
     def compare_predicted(self, commands: Iterable[Command], predicted: list[Command]) -> None:
         """Verify that the scheduler's commands include exactly the predicted ones."""
-        came = [c for c in commands if isinstance(c, PREDICTED)]
-        if not came and not predicted:
+        came = [c for c in commands if type(c) in PREDICTED]
+        if came == predicted:
             return
         came, predicted = _comparable(came), _comparable(predicted)
         self._must(came == predicted, f"the scheduler wants {came}, expected {predicted}")
@@ -573,7 +573,8 @@ class ReferenceModel:
 
     def _on_bind(self, command: cmd.SendBind) -> None:
         bound = self.workers[command.worker].bound
-        self._must(command.pass_id not in bound, f"{command.worker} is bound to pass {command.pass_id} twice")
+        if command.pass_id in bound:
+            raise Violation(f"{command.worker} is bound to pass {command.pass_id} twice")
         bound.add(command.pass_id)
 
     def _on_unbind(self, command: cmd.SendUnbind) -> None:
@@ -585,28 +586,32 @@ class ReferenceModel:
             self._check_probe(command, worker, record)
             return
         calls = range(command.lo, command.hi)
-        self._must(command.lo < command.hi, f"{command} has no calls")
-        self._must(command.hi - 1 <= record.last_call, f"calls beyond {record.last_call} are obsolete")
-        self._must(
-            all(record.attempts(c) == command.attempt for c in calls),
-            f"attempt {command.attempt} of calls that had {[record.attempts(c) for c in calls]} attempts",
-        )
+        if command.lo >= command.hi:
+            raise Violation(f"{command} has no calls")
+        if command.hi - 1 > record.last_call:
+            raise Violation(f"calls beyond {record.last_call} are obsolete")
+        if any(record.attempts(c) != command.attempt for c in calls):
+            raise Violation(
+                f"attempt {command.attempt} of calls that had {[record.attempts(c) for c in calls]} attempts"
+            )
         elements = record.cleared.get(command.lo, ())
-        self._must(command.elements == elements, f"elements {command.elements} are sent, expected {elements}")
+        if command.elements != elements:
+            raise Violation(f"elements {command.elements} are sent, expected {elements}")
         if command.twin:
             self._check_second_attempt(command)
         else:
             waiting = record.waiting.issuperset(calls)
-            self._must(waiting, f"calls {set(calls) - record.waiting} do not wait")
+            if not waiting:
+                raise Violation(f"calls {set(calls) - record.waiting} do not wait")
             first = min(record.waiting)
-            self._must(command.lo == first, f"calls from {command.lo} are assigned before call {first}")
+            if command.lo != first:
+                raise Violation(f"calls from {command.lo} are assigned before call {first}")
             self._check_turn(record)
             record.waiting.difference_update(calls)
-        self._must(len(worker.leases) < 2, f"{command.worker} gets a third lease")
-        self._must(
-            not worker.leases or record.work.call_s < self.limits.prefetch_below_s,
-            "a long call is assigned in advance",
-        )
+        if len(worker.leases) >= 2:
+            raise Violation(f"{command.worker} gets a third lease")
+        if worker.leases and record.work.call_s >= self.limits.prefetch_below_s:
+            raise Violation("a long call is assigned in advance")
         lease = self._issue(command.worker, command.lease, record, command.lo, command.hi)
         if command.twin:
             lease.twin = self.leases[command.twin]
@@ -646,24 +651,29 @@ class ReferenceModel:
         gang = GangRecord(command.pass_id, command.parts, [])
         sizes = [part.hi - part.lo for part in gang.parts]
         replicas = record.work.settings.replicas
-        self._must(command.serial > self._last_gang, "the serials of gangs do not grow")
+        if command.serial <= self._last_gang:
+            raise Violation("the serials of gangs do not grow")
         self._last_gang = command.serial
-        self._must(gang.lo % replicas == 0 and sum(sizes) == replicas, f"{gang.parts} are not one step")
-        self._must(all(a.hi == b.lo for a, b in pairwise(gang.parts)), f"{gang.parts} have gaps")
-        self._must(0 < max(sizes) - min(sizes) + 1 <= 2, f"replicas are divided unevenly: {sizes}")
-        self._must(
-            len(sizes) == min(replicas, self._ready),
-            f"{len(sizes)} members, with {self._ready} workers ready",
-        )
-        self._must(len(set(gang.workers)) == len(sizes), f"a worker is two members of {gang.parts}")
-        self._must(gang.calls <= record.waiting, f"calls {gang.calls - record.waiting} do not wait")
-        self._must(gang.hi - 1 <= record.last_call, f"calls beyond {record.last_call} are obsolete")
+        if gang.lo % replicas or sum(sizes) != replicas:
+            raise Violation(f"{gang.parts} are not one step")
+        if any(a.hi != b.lo for a, b in pairwise(gang.parts)):
+            raise Violation(f"{gang.parts} have gaps")
+        if max(sizes) - min(sizes) > 1 or min(sizes) < 1:
+            raise Violation(f"replicas are divided unevenly: {sizes}")
+        if len(sizes) != min(replicas, self._ready):
+            raise Violation(f"{len(sizes)} members, with {self._ready} workers ready")
+        if len(set(gang.workers)) != len(sizes):
+            raise Violation(f"a worker is two members of {gang.parts}")
+        if not gang.calls <= record.waiting:
+            raise Violation(f"calls {gang.calls - record.waiting} do not wait")
+        if gang.hi - 1 > record.last_call:
+            raise Violation(f"calls beyond {record.last_call} are obsolete")
         first = min(record.waiting)
-        self._must(gang.lo == first, f"calls from {gang.lo} are assigned before call {first}")
+        if gang.lo != first:
+            raise Violation(f"calls from {gang.lo} are assigned before call {first}")
         attempts = record.attempts(gang.lo)
-        self._must(
-            command.attempt == attempts, f"attempt {command.attempt} of a gang that had {attempts} attempts"
-        )
+        if command.attempt != attempts:
+            raise Violation(f"attempt {command.attempt} of a gang that had {attempts} attempts")
         self._check_turn(record)
         workers = [self.workers[name] for name in gang.workers]
         if any(worker.leases for worker in workers):
@@ -688,26 +698,26 @@ class ReferenceModel:
     ) -> LeaseRecord:
         """Record a new lease, with the checks for all kinds of leases."""
         worker, work = self.workers[name], record.work
-        self._must(worker.ready, f"lease {id_} is assigned to {name}, which has not joined")
-        self._must(
-            work.id in worker.bound, f"lease {id_} is assigned to {name}, which is not bound to the pass"
-        )
-        self._must(not worker.suspended, f"lease {id_} is assigned to {name}, which may still run a call")
-        self._must(id_ not in self.leases, f"lease {id_} is assigned twice")
-        self._must(
-            not (record.is_draining or record.is_closed or record.end),
-            f"lease {id_}: pass {work.id} has ended",
-        )
+        if not worker.ready:
+            raise Violation(f"lease {id_} is assigned to {name}, which has not joined")
+        if work.id not in worker.bound:
+            raise Violation(f"lease {id_} is assigned to {name}, which is not bound to the pass")
+        if worker.suspended:
+            raise Violation(f"lease {id_} is assigned to {name}, which may still run a call")
+        if id_ in self.leases:
+            raise Violation(f"lease {id_} is assigned twice")
+        if record.is_draining or record.is_closed or record.end:
+            raise Violation(f"lease {id_}: pass {work.id} has ended")
         if 1 in record.committed[lo:hi]:
             raise Violation(f"calls [{lo}, {hi}) are assigned, but have results that count")
         if work.is_ragged:
             replicas = work.settings.replicas
             absent = [c for c in range(lo, hi) if c % replicas >= work.parts[c // replicas]]
-            self._must(not absent, f"lease {id_} contains the calls {absent}, which do not exist")
+            if absent:
+                raise Violation(f"lease {id_} contains the calls {absent}, which do not exist")
         for held in worker.leases:
-            self._must(
-                (held.serial > 0) == (serial > 0), f"lease {id_}: gangs and others in one queue at {name}"
-            )
+            if (held.serial > 0) != (serial > 0):
+                raise Violation(f"lease {id_}: gangs and others in one queue at {name}")
         lease = LeaseRecord(id_, name, worker.incarnation, work.id, lo, hi, serial)
         self.leases[id_] = lease
         worker.leases.append(lease)
@@ -719,10 +729,12 @@ class ReferenceModel:
             if other is record or not other.is_assignable:
                 continue
             mine, its = record.work.settings.priority, other.work.settings.priority
-            self._must(mine <= its, f"pass {other.work.id} has priority")
+            if mine > its:
+                raise Violation(f"pass {other.work.id} has priority")
             if mine == its:
                 other.passed_over += 1
-                self._must(other.passed_over < len(self.passes), f"pass {other.work.id} gets no turn")
+                if other.passed_over >= len(self.passes):
+                    raise Violation(f"pass {other.work.id} gets no turn")
         record.passed_over = 0
 
     # -- commands: cancelling ------------------------------------------------------------------------
@@ -731,7 +743,8 @@ class ReferenceModel:
         lease, worker = self.leases[command.lease], self.workers[command.worker]
         if lease not in worker.leases:  # its worker was lost by the same event
             is_broken = lease.serial in self.gangs and self.gangs[lease.serial].is_broken
-            self._must(is_broken, f"{lease} is cancelled, but not held")
+            if not is_broken:
+                raise Violation(f"{lease} is cancelled, but not held")
             return
         record = self.passes[lease.pass_id]
         is_first = lease is worker.leases[0]
@@ -752,7 +765,8 @@ class ReferenceModel:
             record.probing.discard((lease.hi - 1, lease.probe))
             self._cancelled_probes.append(lease)
         elif not lease.serial:  # requeued, because the call before it takes long
-            self._must(not is_first and self._speculates, f"{lease} is cancelled without a reason")
+            if is_first or not self._speculates:
+                raise Violation(f"{lease} is cancelled without a reason")
             record.waiting.update(range(lease.next, lease.hi))
 
     def _suspend(self, worker: WorkerRecord, lease: int) -> None:
@@ -785,7 +799,8 @@ class ReferenceModel:
 
     def _on_accept(self, command: cmd.AcceptResults) -> None:
         lo, hi = command.lo, command.hi
-        self._must(self._is_valid_report(lo, hi), f"POISON counts: calls [{lo}, {hi}) of a superseded lease")
+        if not self._is_valid_report(lo, hi):
+            raise Violation(f"POISON counts: calls [{lo}, {hi}) of a superseded lease")
         self._commit(self.passes[command.pass_id], lo, hi)
 
     def _on_stash(self, command: cmd.StashResults) -> None:
@@ -865,11 +880,14 @@ class ReferenceModel:
         in_flight = record.requested - record.consumed
         if in_flight <= 1:
             return  # one step always fits
-        self._must(in_flight <= self.limits.steps_in_flight_max, f"{in_flight} steps in flight")
+        if in_flight > self.limits.steps_in_flight_max:
+            raise Violation(f"{in_flight} steps in flight")
         maximum = self.limits.bytes_in_flight_max
-        self._must(held_before <= maximum, f"steps are requested with {held_before} bytes in flight")
+        if held_before > maximum:
+            raise Violation(f"steps are requested with {held_before} bytes in flight")
         held = (record.requested - record.visible) * record.work.step_bytes + record.result_bytes
-        self._must(held <= maximum + record.work.steps, f"{held} bytes are requested or in flight")
+        if held > maximum + record.work.steps:
+            raise Violation(f"{held} bytes are requested or in flight")
 
     def _on_ready(self, command: cmd.StepsReady) -> None:
         for step in range(command.first, command.last):
@@ -889,22 +907,29 @@ class ReferenceModel:
             # The member that died is reported, which may be another replica of the same worker.
             failed = hopeless[: len([c for c in failed if c // work.settings.replicas == step])]
         is_over = record.end in ("complete", "failed") or record.is_closed
-        self._must(not is_over, f"step {step} is reported after the end of its pass")
-        self._must(step < record.offered, f"step {step} is reported, but was not offered")
-        self._must(step not in record.shown | record.failed, f"step {step} is reported twice")
-        self._must(failed == hopeless, f"{failures} of step {step} failed, expected {hopeless}")
+        if is_over:
+            raise Violation(f"step {step} is reported after the end of its pass")
+        if step >= record.offered:
+            raise Violation(f"step {step} is reported, but was not offered")
+        if step in record.shown | record.failed:
+            raise Violation(f"step {step} is reported twice")
+        if failed != hopeless:
+            raise Violation(f"{failures} of step {step} failed, expected {hopeless}")
         counting = set() if failures and work.settings.gang else set(work.calls(step)) - set(hopeless)
         if record.quarantined or work.settings.quarantine:
             counting = self._check_quarantined_step(record, counting, step)
         missing = {call for call in counting if not record.committed[call]}
-        self._must(not missing, f"step {step} is visible, but results of {missing} are missing")
+        if missing:
+            raise Violation(f"step {step} is visible, but results of {missing} are missing")
         if not failures:
             extra = {call for call in work.calls(step) if record.committed[call]} - counting
-            self._must(not extra, f"results of the calls {extra} count, but must not")
+            if extra:
+                raise Violation(f"results of the calls {extra} count, but must not")
         for failure in failures:
             self._check_failure(record, failure, hopeless)
         if work.settings.ordered:
-            self._must(step == record.visible, f"step {step} is reported before step {record.visible}")
+            if step != record.visible:
+                raise Violation(f"step {step} is reported before step {record.visible}")
             record.visible += 1
         (record.failed if failures else record.shown).add(step)
 
@@ -914,9 +939,8 @@ class ReferenceModel:
         expected = {call for call in calls if any(record.work.quarantined(call))}
         if record.work.settings.gang and expected:
             expected = calls
-        self._must(
-            quarantined == expected, f"step {step}: calls {quarantined} are quarantined, expected {expected}"
-        )
+        if quarantined != expected:
+            raise Violation(f"step {step}: calls {quarantined} are quarantined, expected {expected}")
         return calls - {call for call in quarantined if not record.quarantined[call].remains}
 
     def _check_failure(self, record: PassRecord, failure: cmd.Failure, hopeless: list[int]) -> None:
@@ -970,18 +994,20 @@ class ReferenceModel:
     def finish_event(self) -> None:
         """Verify what must hold after each event."""
         superseded, self._superseded = self._superseded, None
-        if superseded is not None:
-            self._must(superseded.is_void, f"lease {superseded.id} is superseded, and continues")
+        if superseded is not None and not superseded.is_void:
+            raise Violation(f"lease {superseded.id} is superseded, and continues")
         for lease in self._cancelled_probes:
             is_searched = lease.hi - 1 in self.passes[lease.pass_id].searched
-            self._must(not is_searched, f"{lease} is cancelled without a reason")
+            if is_searched:
+                raise Violation(f"{lease} is cancelled without a reason")
         self._cancelled_probes.clear()
         for record in self.passes.values():
-            if not record.is_assignable:
+            if record.passed_over and not record.is_assignable:
                 record.passed_over = 0
             if record.is_draining and not record.is_closed:
                 held = self._held_of(record.work.id)
-                self._must(record.is_drained != bool(held), f"pass {record.work.id}: drained, or runs {held}")
+                if record.is_drained == bool(held):
+                    raise Violation(f"pass {record.work.id}: drained, or runs {held}")
 
     def compare(self, scheduler: Scheduler) -> None:
         """Compare the whole state with the scheduler's: its deadline, leases, and gangs."""
@@ -996,20 +1022,25 @@ class ReferenceModel:
         expected, deadline = min(due, default=None), scheduler.deadline()
         if self._speculates:  # second attempts may be due before
             early = expected is None or (deadline is not None and deadline <= expected)
-            self._must(early, f"the deadline is {deadline}, expected {expected} or less")
+            if not early:
+                raise Violation(f"the deadline is {deadline}, expected {expected} or less")
         else:
-            self._must(deadline == expected, f"the deadline is {deadline}, expected {expected}")
+            if deadline != expected:
+                raise Violation(f"the deadline is {deadline}, expected {expected}")
         held = {lease.id for worker in self.workers.values() for lease in worker.leases}
         leases = set(scheduler._members.leases)
-        self._must(leases == held, f"the scheduler has the leases {leases}, expected {held}")
+        if leases != held:
+            raise Violation(f"the scheduler has the leases {leases}, expected {held}")
         unreported: dict[int, set[int]] = {serial: set() for serial in self.gangs}
         for worker in self.workers.values():
             for lease in worker.leases:
                 if lease.serial:
-                    self._must(lease.serial in unreported, f"{lease} is held, but its gang has ended")
+                    if lease.serial not in unreported:
+                        raise Violation(f"{lease} is held, but its gang has ended")
                     unreported[lease.serial] |= set(range(lease.next, lease.hi))
         for serial, gang in self.gangs.items():
-            self._must(unreported[serial] == gang.calls - gang.reported, f"gang {serial} is not whole")
+            if unreported[serial] != gang.calls - gang.reported:
+                raise Violation(f"gang {serial} is not whole")
         for record in self.passes.values():
             pass_ = scheduler._passes.get(record.work.id)
             is_consumed = record.work.settings.ordered and record.consumed == record.work.steps
@@ -1021,7 +1052,8 @@ class ReferenceModel:
                     len(pass_.done),
                     len(pass_.histories),
                 )
-                self._must(not any(kept), f"all steps are consumed, but {pass_} keeps {kept}")
+                if any(kept):
+                    raise Violation(f"all steps are consumed, but {pass_} keeps {kept}")
 
     def check_end(self, scheduler: Scheduler) -> None:
         """Verify the outcome of each pass, after all of them were closed.

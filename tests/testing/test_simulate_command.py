@@ -66,7 +66,7 @@ def test_a_spec_that_always_fails_fails_its_simulation(
     printed = capsys.readouterr()
     assert printed.out == ""
     assert "stage each, step 2, replica 0, worker w0: ValueError: two is bad" in printed.err
-    assert "without any fault, on one worker: no seed was played" in printed.err
+    assert "The spec fails without injected faults. Fix it first; no seeds were simulated." in printed.err
 
 
 def test_one_seed_of_a_spec_that_always_fails_can_be_simulated(
