@@ -86,7 +86,7 @@ determinism: $(INSTALLED)  ## Compare the bytes of runs on 1, 2, 4 and 8 workers
 
 .PHONY: simulate
 simulate: $(INSTALLED)  ## Simulate the scheduler and workers with faults; a share of it: make simulate SHARE=0.1.
-	$(BIN)/python -m pipedist.testing --share $(or $(SHARE),1)
+	$(BIN)/python -m tests.simulation --share $(or $(SHARE),1)
 
 .PHONY: conformance
 conformance: $(INSTALLED)  ## Replay recorded tf.distribute cases: make conformance CASES=FOLDER.

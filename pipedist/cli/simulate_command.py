@@ -68,8 +68,7 @@ def execute(options: SimulateOptions) -> int:
             "--seeds and --seed exclude each other. --seeds N simulates 0 to N-1, --seed K simulates K only"
         )
     from pipedist.testing.faults import Faults
-    from pipedist.testing.simulation import SimulationFailure
-    from pipedist.testing.spec_simulation import REASONS, SpecSimulation
+    from pipedist.testing.spec_simulation import REASONS, SimulationFailure, SpecSimulation
 
     faults = Faults.parse(DEFAULT_FAULTS if options.faults is None else options.faults)
     costs = parse_costs(options.costs)
@@ -89,12 +88,14 @@ def execute(options: SimulateOptions) -> int:
             if failure is not None and options.seed is None:  # one seed may be simulated to study the failure
                 seeds = ()
             for seed in seeds:
-                outcome = simulation.play(seed)
+                outcome = simulation.run(seed)
                 simulated += 1
                 counts.update(outcome.counts)
                 poisoned += outcome.poisoned
                 if outcome.violation:
-                    failures.append(f"seed {seed}: {outcome.violation}\n  again: {simulation.replay(seed)}\n")
+                    failures.append(
+                        f"seed {seed}: {outcome.violation}\n  reproduce: {simulation.replay(seed)}\n"
+                    )
         except SimulationFailure as error:
             write_error(f"pipedist: {error}\n")
             return terminal.FAILED

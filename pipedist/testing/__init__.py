@@ -1,18 +1,18 @@
-"""The public test harness: pipedist's own tools for testing what runs under faults.
+"""The public test harness: tools for tests of specs, replica functions and protocols under faults.
 
-| what | for |
+| entry point | purpose |
 |---|---|
 | `simulate` | runs your own spec in virtual time, with faults: `pipedist simulate` |
 | `SimulatedCluster` | a cluster whose workers, network and clock are simulated |
-| `Faults`, `FaultyNetwork` | which faults there are, and the network that has them |
+| `Faults`, `FaultyNetwork` | the kinds of faults and their rates, and a network that injects them |
 | `VirtualTime` | the clock of such a network |
-| `Simulation` | the scheduler and the workers' machines alone, from one seed |
-| `Playbook` | a script of events for the scheduler, and the commands that each must cause |
 | `LocalCluster` | real worker processes: kill, pause, restart, cut |
-| `run_in_processes` | runs a function in several processes, and returns what came of each |
-| `combinations` | makes one test of each combination of values |
+| `run_in_processes` | runs a function in several processes, and returns each outcome |
+| `combinations` | generates one test for each combination of values |
 
-Names are imported when they are first used.
+The entry points run in the process of the test. A simulation also runs its driver and its workers there, one
+thread at a time; `LocalCluster` and `run_in_processes` start real processes. The pytest plugin
+(`pytest_plugin`) provides the same as fixtures. Names are imported when they are first used.
 """
 
 from __future__ import annotations
@@ -22,30 +22,24 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pipedist.cluster.base import LocalCluster
-    from pipedist.testing.combining import combinations
     from pipedist.testing.faults import Faults
-    from pipedist.testing.network import FaultyNetwork
-    from pipedist.testing.playbook import Playbook, PlaybookError
+    from pipedist.testing.network import FaultyNetwork, VirtualTime
+    from pipedist.testing.parametrize import combinations
     from pipedist.testing.processes import ProcessesFailed, ProcessOutcome, run_in_processes
     from pipedist.testing.simulated_cluster import SimulatedCluster
-    from pipedist.testing.simulation import Simulation, SimulationFailure
-    from pipedist.testing.spec_simulation import SpecSimulation, simulate
-    from pipedist.testing.virtual_time import VirtualTime
+    from pipedist.testing.spec_simulation import SimulationFailure, SpecSimulation, simulate
 
 _HOME = {
     "Faults": "pipedist.testing.faults",
     "FaultyNetwork": "pipedist.testing.network",
     "LocalCluster": "pipedist.cluster.base",
-    "Playbook": "pipedist.testing.playbook",
-    "PlaybookError": "pipedist.testing.playbook",
     "ProcessOutcome": "pipedist.testing.processes",
     "ProcessesFailed": "pipedist.testing.processes",
     "SimulatedCluster": "pipedist.testing.simulated_cluster",
-    "Simulation": "pipedist.testing.simulation",
-    "SimulationFailure": "pipedist.testing.simulation",
+    "SimulationFailure": "pipedist.testing.spec_simulation",
     "SpecSimulation": "pipedist.testing.spec_simulation",
-    "VirtualTime": "pipedist.testing.virtual_time",
-    "combinations": "pipedist.testing.combining",
+    "VirtualTime": "pipedist.testing.network",
+    "combinations": "pipedist.testing.parametrize",
     "run_in_processes": "pipedist.testing.processes",
     "simulate": "pipedist.testing.spec_simulation",
 }
@@ -54,12 +48,9 @@ __all__ = [
     "Faults",
     "FaultyNetwork",
     "LocalCluster",
-    "Playbook",
-    "PlaybookError",
     "ProcessOutcome",
     "ProcessesFailed",
     "SimulatedCluster",
-    "Simulation",
     "SimulationFailure",
     "SpecSimulation",
     "VirtualTime",
@@ -69,7 +60,7 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:  # what a module has, it can't say
+def __getattr__(name: str) -> Any:
     try:
         home = _HOME[name]
     except KeyError:

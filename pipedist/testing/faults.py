@@ -1,4 +1,4 @@
-"""Which faults a simulation injects, and how often."""
+"""The faults that a simulation injects, and their rates."""
 
 from __future__ import annotations
 
@@ -13,34 +13,41 @@ from pipedist.errors import UsageError
 PER_MESSAGE = ("drop", "duplicate", "delay", "reorder", "cut", "partition")
 """Kinds whose rate is a probability for each message."""
 
-PER_TURN = ("crash", "pause")
-"""Kinds whose rate is a probability for each turn of a worker: a message, or a slice of calls."""
+SLOW_TIMES = 20
+"""A slow call takes this many times as long."""
+
+PAUSE_S_MAX = 12.0
+"""The longest time for which a fault stops a process."""
+
+STOPPED_S_MAX = 3.0
+"""A launcher kills a process that is stopped for longer."""
 
 _DRAWN_RATES = (0.01, 0.02, 0.05)
 
 
 @dataclass(frozen=True, slots=True)
 class Faults:
-    """How often each kind of fault happens, as a probability from 0 to 1.
+    """The probability of each kind of fault, from 0 to 1.
 
-    ZeroMQ neither loses nor reorders messages of a connection that lives: what it can lose is the
-    connection, with all that is under way. So it is in simulations of a spec; the machines alone
-    also have to stand what it never does.
+    On an open connection, ZeroMQ neither loses nor reorders messages; it can lose the connection, with all
+    messages in flight. A simulation of a spec keeps to that (a `faithful` network). Other networks also
+    lose, repeat and reorder messages of a connection that stays open.
 
     Args:
-        drop: a message is lost, and its connection with it; to the machines alone later ones arrive still.
+        drop: a message is lost, and in a faithful network its connection too.
         duplicate: a message arrives twice; soon after, its connection is lost.
-        delay: a message, and all after it on its connection, arrives late.
-        reorder: a message is overtaken by others; with the machines alone, also by its connection's own.
+        delay: a message, and all after it on its connection, arrive late.
+        reorder: messages of other connections overtake a message; in an unfaithful network also later ones of
+            its own connection.
         cut: a connection is lost; its worker ends, and is replaced.
-        partition: nothing gets through for a while, in both directions or only in one.
+        partition: no message arrives for a while, in both directions or only in one.
         crash: a worker's process is killed (SIGKILL).
-        pause: a process is stopped (SIGSTOP); awake again it executes what has been waiting for it.
-        error: a call raises, and is tried again.
+        pause: a process is stopped (SIGSTOP); later it continues with the messages that have arrived.
+        error: a call raises, and is retried.
         slow: a call takes twenty times as long.
 
     Raises:
-        UsageError: a rate is no number from 0 to 1.
+        UsageError: a rate is not a number from 0 to 1.
     """
 
     drop: float = 0.0
@@ -60,7 +67,7 @@ class Faults:
                 raise UsageError(f"faults: {kind} is {rate!r}; expected a probability from 0 to 1")
 
     def __str__(self) -> str:
-        """Return the faults as `parse` reads them: "drop=0.1,crash=0.05"; "none" if there are none."""
+        """Return the faults as text that `parse` reads: "drop=0.1,crash=0.05", or "none"."""
         return ",".join(f"{kind}={float(rate)!r}" for kind, rate in self.rates().items() if rate) or "none"
 
     def rates(self) -> dict[str, float]:
@@ -69,10 +76,10 @@ class Faults:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Return the faults that a text names: "drop=0.1,crash=0.05", or "none".
+        """Parse faults: "drop=0.1,crash=0.05", or "none".
 
         Raises:
-            UsageError: a kind is unknown or named twice, or a rate is no probability.
+            UsageError: a kind is unknown or named twice, or a rate is not a probability.
         """
         rates: dict[str, float] = {}
         for part in filter(None, (part.strip() for part in text.split(","))):
@@ -84,16 +91,16 @@ class Faults:
             except ValueError:
                 rate = None
             if rate is None or kind in rates:
-                raise UsageError(f"faults: {part!r} was not understood; expected KIND=RATE, each kind once")
+                raise UsageError(f"faults: cannot parse {part!r}; expected KIND=RATE, each kind once")
             rates[kind] = rate
         return cls.of(rates)
 
     @classmethod
     def of(cls, rates: Mapping[str, float]) -> Self:
-        """Return faults by kind.
+        """Return faults with these rates by kind.
 
         Raises:
-            UsageError: a kind is unknown, or a rate is no probability.
+            UsageError: a kind is unknown, or a rate is not a probability.
         """
         kinds = [field.name for field in fields(cls)]
         for kind in rates:
@@ -105,5 +112,5 @@ class Faults:
 
     @classmethod
     def draw(cls, random: Random) -> Self:
-        """Return a mixture of some kinds."""
+        """Draw some kinds of faults, and their rates."""
         return cls(**{f.name: random.choice(_DRAWN_RATES) for f in fields(cls) if random.random() < 0.3})

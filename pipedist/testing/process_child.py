@@ -1,4 +1,4 @@
-"""One process of `run_in_processes`: python -m pipedist.testing.process_child FOLDER NUMBER."""
+"""Run one process of `run_in_processes`: python -m pipedist.testing.process_child FOLDER NUMBER."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ from pipedist.testing.processes import frames_in
 
 
 def main(folder: Path, number: int) -> None:
-    """Execute the call that stands in the folder, and write down what came of it."""
+    """Execute the call that is stored in the folder, and store its outcome there."""
     (label, name, pickled), args, kwargs, paths = decode(
         frames_in((folder / "call").read_bytes()), may_import=True
     )
     sys.path[:] = [*paths, *(entry for entry in sys.path if entry not in paths)]
     value: Any = None
-    told = shown = ""
+    exception = formatted = ""
     try:
         function = functions.load(FunctionRef(label, name, pickled), ())
-        if "worker" not in kwargs and _wants_its_number(function):
+        if "worker" not in kwargs and _takes_worker(function):
             kwargs["worker"] = number
         value = function(*args, **kwargs)
         frames = encode([value, "", ""])
     except (Exception, UnsendableError) as error:
-        told, shown = f"{type(error).__name__}: {error}", traceback.format_exc()
-        frames = encode([None, told, shown])
+        exception, formatted = f"{type(error).__name__}: {error}", traceback.format_exc()
+        frames = encode([None, exception, formatted])
     replace_file(folder / f"result-{number}", b"".join(pack(frames)))
-    if told:
+    if exception:
         sys.exit(1)
 
 
-def _wants_its_number(function: Callable[..., Any]) -> bool:
+def _takes_worker(function: Callable[..., Any]) -> bool:
     try:
         return "worker" in inspect.signature(function).parameters
     except (TypeError, ValueError):  # a built-in without a signature

@@ -1,8 +1,8 @@
-"""Runs a function in several processes, and says what came of each one.
+"""Run a function in several processes, and return the outcome of each.
 
-Each process is a fresh interpreter, started by exec, in a session of its own: so a function that kills,
-exits or hangs hurts nobody else. The function travels by name where it can be imported, else by value
-(cloudpickle); what it returns travels as results of replica functions do, never as a pickle.
+Each process is a fresh interpreter in its own session, so a function that kills, exits or hangs affects only its
+own process. The function is sent by name if it can be imported, otherwise by value
+(cloudpickle). Its return value is sent like the results of replica functions, never as a pickle.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from pipedist.errors import PipedistError, UsageError
 PROCESSES_MAX = 256
 
 TEXT_CHARS_MAX = 2000
-"""Of a process's output, as it is shown in an error."""
+"""Characters of a process's output that an error shows."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessOutcome:
-    """What came of one process.
+    """The outcome of one process.
 
     Args:
-        worker: its number.
-        value: what the function returned; None where it did not.
-        stdout, stderr: everything that was written there, by Python or below it.
-        exception: "ValueError: text", "" where the function raised nothing.
-        traceback: of the exception.
-        exit_code: of the process; None where a signal ended it.
-        signal: that ended it; None where it exited.
-        timed_out: it was killed because it took too long.
+        worker: number of the process, from 0.
+        value: the function's return value; None if it did not return.
+        stdout, stderr: all output of the process, including that of native code.
+        exception: "ValueError: text"; "" if the function did not raise.
+        traceback: the exception's formatted traceback.
+        exit_code: exit code of the process; None if a signal ended it.
+        signal: number of the signal that ended it; None if it exited.
+        timed_out: the process was killed because it took longer than the timeout.
     """
 
     worker: int
@@ -55,14 +55,14 @@ class ProcessOutcome:
 
     @property
     def ok(self) -> bool:
-        """Whether the function returned, and the process ended well."""
+        """Whether the function returned, and the process exited with code 0."""
         return not self.exception and self.exit_code == 0 and not self.timed_out
 
     @property
     def ending(self) -> str:
-        """How it ended, for people."""
+        """A description of how the process ended."""
         if self.timed_out:
-            return "it took too long, and was killed"
+            return "killed: it took longer than the timeout"
         if self.exception:
             return self.exception
         if self.signal is not None:
@@ -71,17 +71,17 @@ class ProcessOutcome:
 
 
 class ProcessesFailed(PipedistError):
-    """At least one process did not end well.
+    """At least one process failed.
 
     Args:
-        outcomes: of all processes, those that did included.
+        outcomes: outcomes of all processes, successful ones included.
     """
 
     def __init__(self, outcomes: Sequence[ProcessOutcome]) -> None:
         self.outcomes = tuple(outcomes)
-        bad = [x for x in self.outcomes if not x.ok]
-        lines = [f"{len(bad)} of {len(self.outcomes)} processes failed"]
-        for outcome in bad:
+        failed = [x for x in self.outcomes if not x.ok]
+        lines = [f"{len(failed)} of {len(self.outcomes)} processes failed"]
+        for outcome in failed:
             lines.append(f"process {outcome.worker}: {outcome.ending}")
             for text in (outcome.traceback, outcome.stderr):
                 if text.strip():
@@ -99,34 +99,38 @@ def run_in_processes(
     timeout_s: float = 60.0,
     check: bool = True,
 ) -> list[ProcessOutcome]:
-    """Run a function once in each of several processes, side by side.
+    """Run a function once in each of several concurrent processes.
 
     Args:
-        fn: a function, or "module:name". One with a parameter called `worker` gets its process's
-            number, from 0, by keyword.
-        workers: how many processes.
-        args, kwargs: for every call.
-        environment: variables that the processes have beside ours.
-        timeout_s: processes that have not ended after so many seconds are killed.
-        check: raise if one of them does not end well.
+        fn: a function, or "module:name". If it has a parameter called `worker`, that is the number of the
+            process, from 0.
+        workers: number of processes, 1 to 256.
+        args, kwargs: arguments of every call.
+        environment: variables that are added to this process's environment.
+        timeout_s: processes that take longer than this many seconds are killed.
+        check: raise if a process fails.
 
     Returns:
-        What came of each process, by number.
+        The outcome of each process, by number.
 
     Raises:
-        UsageError: a number makes no sense.
-        UnsendableError: an argument can't be sent.
-        ProcessesFailed: a process raised, exited, was ended by a signal or took too long; the error
-            has the outcomes of all.
+        UsageError: `workers` or `timeout_s` is out of range.
+        UnsendableError: an argument cannot be sent.
+        ProcessesFailed: a process raised, exited, was ended by a signal or timed out; the error
+            contains the outcomes of all.
+
+    Example:
+        >>> [outcome.value for outcome in run_in_processes(lambda worker: worker + 1, workers=2)]
+        [1, 2]
     """
-    __tracebackhide__ = True  # of a test that fails, what the test says is of interest
+    __tracebackhide__ = True  # a failure shows the line of the test
     from pipedist.core import functions
     from pipedist.protocol.codec import encode
 
     if isinstance(workers, bool) or not 1 <= workers <= PROCESSES_MAX:
-        raise UsageError(f"{workers!r} processes: expected an integer from 1 to {PROCESSES_MAX}")
+        raise UsageError(f"workers must be an integer from 1 to {PROCESSES_MAX}, got {workers!r}")
     if not timeout_s > 0:
-        raise UsageError(f"timeout_s is {timeout_s!r}, expected a positive number of seconds")
+        raise UsageError(f"timeout_s must be a positive number of seconds, got {timeout_s!r}")
     reference = functions.reference(fn)
     frames = encode(
         [
@@ -145,7 +149,7 @@ def run_in_processes(
             outcomes = [process.outcome(until) for process in running]
         finally:
             for process in running:
-                process.end()
+                process.kill()
     if check and not all(outcome.ok for outcome in outcomes):
         raise ProcessesFailed(outcomes)
     return outcomes
@@ -174,9 +178,9 @@ class _Process:
             self._popen.wait(max(0.0, until - time.monotonic()))
         except subprocess.TimeoutExpired:
             timed_out = True
-            self.end()
+            self.kill()
         code = self._popen.returncode
-        value, exception, traceback = self._answer()
+        value, exception, traceback = self._stored_result()
         return ProcessOutcome(
             self._number,
             value,
@@ -189,16 +193,16 @@ class _Process:
             timed_out=timed_out,
         )
 
-    def _answer(self) -> tuple[Tree, str, str]:
+    def _stored_result(self) -> tuple[Tree, str, str]:
         from pipedist.protocol.codec import decode
 
-        if not self._result.exists():  # the process ended before it could say anything
+        if not self._result.exists():  # the process ended before it stored one
             return None, "", ""
         value, exception, traceback = decode(frames_in(self._result.read_bytes()))
         return value, exception, traceback
 
-    def end(self) -> None:
-        """Kill it with all that it has started, if it is there still."""
+    def kill(self) -> None:
+        """Kill the process and its children; does nothing if they have ended."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._popen.pid, signal.SIGKILL)
         self._popen.wait()
@@ -209,7 +213,7 @@ def _text(path: Path) -> str:
 
 
 def frames_in(data: bytes) -> list[memoryview]:
-    """Return the frames of the one record in a file.
+    """Return the frames of the only record in a file.
 
     Raises:
         ValueError: the record is damaged.

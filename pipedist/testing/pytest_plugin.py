@@ -1,15 +1,15 @@
-"""A pytest plugin for tests of what runs on pipedist: clusters of real processes, and simulated faults.
+"""A pytest plugin for tests of pipelines: clusters of real processes, and simulated faults.
 
-The fixtures return context managers, which a test enters itself: so they work in plain and in async
-tests, under pytest-asyncio in strict and auto mode and under anyio's plugin, and change none of them.
+The fixtures return context managers that the test enters itself. So they work in plain and in async
+tests, with pytest-asyncio in strict and auto mode and with anyio's plugin, and do not change the mode.
 
     async def test_total(pipedist_cluster):
         async with pipedist_cluster(workers=3) as cluster:
             cluster.kill(1)
             ...
 
-    def test_total_under_faults(faults):
-        with faults(drop=0.1, seed=7) as simulated:
+    def test_total_under_faults(pipedist_faults):
+        with pipedist_faults(drop=0.1, seed=7) as simulated:
             assert simulated.run("total.yaml")["total"] == 45
 """
 
@@ -37,18 +37,18 @@ def pytest_configure(config: pytest.Config) -> None:
     """Register the markers."""
     config.addinivalue_line(
         "markers",
-        f"{CLUSTER_MARKER}(workers=..., ...): what pipedist_cluster() gets if the test says nothing",
+        f"{CLUSTER_MARKER}(workers=..., ...): default arguments of pipedist_cluster()",
     )
     config.addinivalue_line(
-        "markers", f"{FAULTS_MARKER}(drop=..., seed=..., ...): what faults() gets if the test says nothing"
+        "markers", f"{FAULTS_MARKER}(drop=..., seed=..., ...): default arguments of pipedist_faults()"
     )
 
 
 @pytest.fixture
 def pipedist_cluster(request: pytest.FixtureRequest) -> Callable[..., LocalCluster]:
-    """Make clusters of real worker processes: `async with pipedist_cluster(workers=3) as cluster:`.
+    """Create clusters of real worker processes: `async with pipedist_cluster(workers=3) as cluster:`.
 
-    Takes what `pipedist.LocalCluster` takes; two workers if nothing is said.
+    Takes the arguments of `pipedist.LocalCluster`; the default is two workers.
     """
     from pipedist.cluster.base import LocalCluster  # most tests need no cluster
 
@@ -65,11 +65,11 @@ def pipedist_cluster(request: pytest.FixtureRequest) -> Callable[..., LocalClust
 
 
 @pytest.fixture
-def faults(request: pytest.FixtureRequest) -> Callable[..., SimulatedRuns]:
-    """Make simulations with faults: `with faults(drop=0.1, seed=7) as simulated:`, or without `with`.
+def pipedist_faults(request: pytest.FixtureRequest) -> Callable[..., SimulatedRuns]:
+    """Create simulations with faults: `with pipedist_faults(drop=0.1, seed=7) as simulated:`.
 
-    Takes rates as `pipedist.testing.Faults` does, `seed` (one), `seeds` (how many, from `seed` on) and
-    `workers`.
+    Takes rates as `pipedist.testing.Faults` does, `seed` (the first one), `seeds` (the number of seeds) and
+    `workers`. The `with` is optional.
     """
     from pipedist.errors import UsageError  # most tests need no simulation
     from pipedist.testing.faults import Faults
@@ -80,15 +80,15 @@ def faults(request: pytest.FixtureRequest) -> Callable[..., SimulatedRuns]:
     def make(**options: Any) -> SimulatedRuns:
         __tracebackhide__ = True
         if wrong := _unknown(options, names):
-            raise TypeError(f"faults() {wrong}")
-        told = {**marked, **options}
+            raise TypeError(f"pipedist_faults() {wrong}")
+        rates = {**marked, **options}
         counts: dict[str, Any] = {}
-        for name, (usual, least) in {"seed": (0, 0), "seeds": (1, 1), "workers": (3, 1)}.items():
-            counts[name] = value = told.pop(name, usual)
+        for name, (default, least) in {"seed": (0, 0), "seeds": (1, 1), "workers": (3, 1)}.items():
+            counts[name] = value = rates.pop(name, default)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise UsageError(f"faults: {name} is {value!r}; expected an int from {least} on")
+                raise UsageError(f"pipedist_faults: {name} must be an integer >= {least}, got {value!r}")
         seed = counts["seed"]
-        return SimulatedRuns(Faults.of(told), range(seed, seed + counts["seeds"]), counts["workers"])
+        return SimulatedRuns(Faults.of(rates), range(seed, seed + counts["seeds"]), counts["workers"])
 
     return make
 
@@ -98,14 +98,14 @@ def _marked(request: pytest.FixtureRequest, name: str, names: Sequence[str]) -> 
     if marker is None:
         return {}
     if marker.args:
-        raise pytest.UsageError(f"@pytest.mark.{name} takes keyword arguments alone, not {marker.args!r}")
+        raise pytest.UsageError(f"@pytest.mark.{name} takes only keyword arguments, got {marker.args!r}")
     if wrong := _unknown(marker.kwargs, names):
         raise pytest.UsageError(f"@pytest.mark.{name} {wrong}")
     return dict(marker.kwargs)
 
 
 def _unknown(options: Mapping[str, Any], names: Sequence[str]) -> str:
-    """Return what is said of the first argument that is none of `names`; "" if all are."""
+    """Return the error text for the first unknown argument, or ""."""
     for name in options:
         if name not in names:
             near = get_close_matches(name, names, 1)
@@ -115,12 +115,12 @@ def _unknown(options: Mapping[str, Any], names: Sequence[str]) -> str:
 
 
 class SimulatedRuns:
-    """Runs specs in simulated clusters. Made by the fixture `faults`.
+    """Runs specs in simulated clusters. Created by the fixture `pipedist_faults`.
 
     Args:
-        faults: how often each kind happens.
-        seeds: each spec is run once with each.
-        workers: simulated workers.
+        faults: the rates.
+        seeds: each spec is run once with each seed.
+        workers: number of simulated workers.
     """
 
     def __init__(self, faults: Faults, seeds: range, workers: int) -> None:
@@ -128,13 +128,13 @@ class SimulatedRuns:
         self._seeds = seeds
         self._workers = workers
         self.injected: dict[str, int] = {}
-        """Faults that have happened until now, by kind."""
+        """Number of faults so far, by kind."""
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *raised: object) -> None:
-        """Nothing is open: each `run` is complete when it returns."""
+        """Do nothing: each `run` is complete when it returns."""
 
     def run(
         self,
@@ -143,23 +143,23 @@ class SimulatedRuns:
         params: Mapping[str, Tree] | None = None,
         costs: Mapping[str, float] | None = None,
     ) -> Result:
-        """Run a spec with the faults, and return its result: that of the last seed.
+        """Run a spec with the faults, once per seed, and return the last result.
 
         Raises:
             SimulationFailure: a run differs from the one without faults, or does not end.
             PipedistError: the run fails, with and without faults.
         """
-        __tracebackhide__ = True  # of a test that fails, what the test says is of interest
+        __tracebackhide__ = True  # a failure shows the line of the test
         from pipedist.testing.spec_simulation import SpecSimulation
 
         simulation = SpecSimulation(
             spec, workers=self._workers, faults=self._faults, costs=costs, params=params
         )
-        played = simulation.reference
+        outcome = simulation.reference
         for seed in self._seeds:
-            played = simulation.check(seed)
-            for kind, count in played.counts.items():
+            outcome = simulation.check(seed)
+            for kind, count in outcome.counts.items():
                 self.injected[kind] = self.injected.get(kind, 0) + count
-        if played.result is None:
-            raise played.error or RuntimeError("a run has ended with neither a result nor an error")
-        return played.result
+        if outcome.result is None:
+            raise outcome.error or RuntimeError("the run ended with neither a result nor an error")
+        return outcome.result

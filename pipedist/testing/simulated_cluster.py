@@ -1,21 +1,26 @@
-"""A cluster in virtual time: the real coordinator; simulated network, processes and clock.
+"""A cluster in virtual time: the real coordinator, with simulated network, processes and clock.
 
-`SimulatedRouter` and `SimulatedLauncher` stand where `pipedist.transport.router.Router` and
-`pipedist.cluster.launchers.local.LocalLauncher` do. What is real: the coordinator, the scheduler and its
-checks, the workers' drivers and machines, codec and wire format, and the user's functions. What is not:
-sockets and their keys, shared memory (gangs exchange through the scheduler's process), process
-isolation (all workers share this process's modules), and what a process says about its devices.
+`SimulatedRouter` and `SimulatedLauncher` replace `pipedist.transport.router.Router` and
+`pipedist.cluster.launchers.local.LocalLauncher`. Real are the coordinator, the scheduler and its
+checks, the workers' drivers and machines, codec and wire format, and the user's functions. Not simulated are
+sockets and their keys, shared memory (gangs exchange through the driver), process isolation (all
+workers share this process's modules), and the devices of a process.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from random import Random
 from types import TracebackType
-from typing import Any, Self, cast
+from typing import Any, Final, Self, cast
+
+import numpy as np
+from msgspec.structs import replace
+from numpy.typing import NDArray
 
 from pipedist.cluster.base import Cluster
 from pipedist.coordinator.coordinator import Coordinator
@@ -23,6 +28,7 @@ from pipedist.coordinator.launcher import WorkerExit
 from pipedist.coordinator.pass_handle import PassHandle
 from pipedist.coordinator.results import Chunk
 from pipedist.core.gpus import Supply
+from pipedist.core.types import FunctionRef
 from pipedist.errors import UsageError
 from pipedist.protocol import messages as msg
 from pipedist.protocol.codec import Frame, decode, encode
@@ -30,150 +36,97 @@ from pipedist.protocol.program import Program
 from pipedist.protocol.wire import pack, unpack
 from pipedist.scheduler import PassSettings, SchedulerLimits
 from pipedist.scheduler import events as ev
-from pipedist.testing.fakes import POISON, with_stand_ins
 from pipedist.testing.faults import Faults
-from pipedist.testing.network import FaultyNetwork
-from pipedist.testing.simulated_process import SLOW_TIMES
-from pipedist.testing.simulated_worker import Received, SimulatedWorker, frozen
-from pipedist.testing.virtual_loop import VirtualLoop
+from pipedist.testing.simulated_process import Received, SimulatedHost, SimulatedProcess, frozen
+from pipedist.testing.virtual_clock import VirtualLoop
 from pipedist.worker.process_setup import boot_id
 from pipedist.worker.progress import Running
 
-STARTUP_S = 0.05
-NEWS_S = 0.02
-CALL_S_MAX = 0.02
-"""How long a call takes at most, where nothing was declared: short and long ones are mixed."""
+STARTUP_S_MAX = 0.05
+EXIT_REPORT_S_MAX = 0.02
+
+POISON: Final = "POISON: the result of a superseded attempt, which must not count"
 
 
-class SimulatedWorkers:
-    """The processes of a simulated cluster, and the network between them and the coordinator.
+def fake_result(value: object, ctx: Any) -> NDArray[np.int64]:
+    """Replace a replica function that is not executed: return an int64[1] that identifies the call."""
+    call = f"{ctx.stage}/{ctx.step}/{ctx.replica_id_in_sync_group}"
+    digest = hashlib.blake2b(call.encode(), digest_size=4).digest()
+    return np.array([int.from_bytes(digest, "big")])
+
+
+def with_fake_results(program: Program, costs: Mapping[str, float]) -> tuple[Program, float | None]:
+    """Replace the functions of the stages with declared costs by `fake_result`.
 
     Args:
-        loop: whose time it lives in.
-        random: decides everything.
-        faults: how often each kind happens.
-        threads: BLAS and OpenMP threads that workers are taken to have.
+        costs: seconds of a call, by stage.
+
+    Returns:
+        The program, and the seconds of a call; None if no stage of it has a declared cost.
+
+    Raises:
+        UsageError: a stage without a declared cost reads the value of a stage with one.
     """
-
-    stopped_s_max = 3.0
-
-    def __init__(self, loop: VirtualLoop, random: Random, faults: Faults, threads: int) -> None:
-        self.loop = loop
-        self.random = random
-        self.threads = threads
-        self.network = FaultyNetwork(loop, random, faults, faithful=True)
-        self.costs: dict[int, float] = {}
-        """Seconds that a call of a pass takes, where that was declared."""
-        self.router: SimulatedRouter | None = None
-        self.launcher: SimulatedLauncher | None = None
-        self.poisoned = 0
-        """Messages of superseded attempts, whose results were replaced."""
-        self.defects: list[BaseException] = []
-        """What ended workers that nobody killed, and is no message's fault."""
-        self.on_defect: Callable[[], object] = lambda: None
-        self.left_at = ""
-        """Where a function blocked when the simulation was interrupted, as in a traceback; "" if none did."""
-        self._faults = faults
-        self._turn_rate = faults.crash + faults.pause
-        self._slow_rate = faults.slow
-
-    def calm(self) -> None:
-        """Let no new fault happen from now on."""
-        self.network.calm()
-        self._turn_rate = self._slow_rate = 0.0
-
-    def soon(self, within_s: float, action: Callable[..., object], *args: object) -> None:
-        """Let something happen within a time."""
-        self.loop.at(self.loop.now + within_s * self.random.random(), action, *args)
-
-    def disturbs(self) -> bool:
-        """Return whether a fault strikes a worker in its turn."""
-        return self._turn_rate > 0 and self.random.random() < self._turn_rate
-
-    def draws_crash(self) -> bool:
-        """Return whether that fault is a crash, and count it; else it is a pause."""
-        crash = self.random.random() * (self._faults.crash + self._faults.pause) < self._faults.crash
-        self.network.counts["crash" if crash else "pause"] += 1
-        return crash
-
-    def cost_s(self, pass_id: int) -> float:
-        """Return how long a call of a pass takes."""
-        cost = self.costs.get(pass_id)
-        if cost is None:
-            cost = CALL_S_MAX * self.random.random() ** 3
-        if self._slow_rate and self.random.random() < self._slow_rate:
-            self.network.counts["slow"] += 1
-            cost *= SLOW_TIMES
-        return cost
-
-    def arrived(self, worker: SimulatedWorker, item: Received) -> None:
-        """Something a worker sent has arrived at the coordinator."""
-        if self.router is not None:
-            self.router.arrived(worker, item)
-
-    def exited(
-        self,
-        worker: SimulatedWorker,
-        code: int | None,
-        signal: int | None,
-        text: str,
-        running: Running | None,
-    ) -> None:
-        """A worker's process is gone."""
-        if self.launcher is not None:
-            self.launcher.exited(worker, code, signal, text, running)
-
-    def note_error(self, worker: SimulatedWorker, error: BaseException) -> None:
-        """Keep what ended a worker's driver."""
-        from pipedist.errors import RemoteProtocolError
-
-        if not isinstance(error, RemoteProtocolError):  # that is what spoiled messages lead to
-            self.defects.append(error)
-            self.on_defect()
+    declared = [stage.name for stage in program.stages if stage.name in costs]
+    if not declared:
+        return program, None
+    stages = []
+    for stage in program.stages:
+        if stage.name in costs:
+            reference = FunctionRef("fake result", "pipedist.testing.simulated_cluster:fake_result", b"")
+            stages.append(replace(stage, function=reference, kwargs={}, form="shard", collectives=False))
+            continue
+        if stage.of >= 0 and program.stages[stage.of].name in costs:
+            raise UsageError(
+                f"costs: stage {stage.name} reads the value of {program.stages[stage.of].name}, which has a "
+                f"declared cost and is not executed. Declare a cost for {stage.name} too"
+            )
+        stages.append(stage)
+    return replace(program, stages=tuple(stages)), sum(costs[name] for name in declared)
 
 
 class SimulatedRouter:
-    """Stands for the coordinator's socket.
+    """Replaces the coordinator's socket.
 
-    Results of attempts that were superseded are replaced by POISON before they arrive: if they
-    count all the same, that is seen.
+    Results of superseded attempts are replaced by POISON before they arrive; if they count, the results of
+    the run differ.
 
     Args:
-        workers: whom it speaks with.
-        on_message, on_reject, on_lost: as of the real one.
+        host: the environment of the workers.
+        on_message, on_reject, on_lost: the callbacks of the real router.
     """
 
     endpoint = "simulated"
 
     def __init__(
         self,
-        workers: SimulatedWorkers,
+        host: SimulatedHost,
         on_message: Callable[[bytes, msg.Message, list[memoryview]], None],
         on_reject: Callable[[str], None],
         on_lost: Callable[[bytes, str], None],
     ) -> None:
-        self._workers = workers
+        self._host = host
         self._on_message = on_message
         self._on_reject = on_reject
         self._on_lost = on_lost
-        self._peers: dict[bytes, SimulatedWorker] = {}
+        self._peers: dict[bytes, SimulatedProcess] = {}
         self._dropped: set[bytes] = set()
         self._superseded: set[bytes] = set()
-        """Identities of which nothing counts any more."""
+        """Identities whose results must not count."""
         self._leases: dict[tuple[bytes, int], int] = {}
-        """Pass of each lease that stands, by identity and lease."""
+        """The pass of each valid lease, by identity and lease."""
 
     async def __aenter__(self) -> Self:
-        self._workers.router = self
+        self._host.on_arrival, self._host.on_exit_reported = self._arrived, self._supersede
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._workers.router = None
+        self._host.on_arrival = self._host.on_exit_reported = None
 
     def send(self, identity: bytes, message: msg.Message, payload: Sequence[Frame] = ()) -> bool:
-        """Send to a worker; return whether it can be reached."""
+        """Send to a worker; return whether it is reachable."""
         peer = self._peers.get(identity)
         if peer is None or identity in self._dropped or not peer.connection.is_open:
             return False
@@ -191,7 +144,7 @@ class SimulatedRouter:
         return True
 
     def drop(self, identity: bytes, reason: str = "") -> None:
-        """Never again hear or speak to a worker."""
+        """End the connection to a worker."""
         peer = self._peers.get(identity)
         if peer is None or identity in self._dropped:
             return
@@ -200,41 +153,39 @@ class SimulatedRouter:
         self._dropped.add(identity)
         self._superseded.add(identity)
 
-    def supersede(self, worker: SimulatedWorker) -> None:
-        """Take note that the coordinator was told of a worker's end."""
-        self._superseded.add(worker.identity)
+    def _supersede(self, process: SimulatedProcess) -> None:
+        self._superseded.add(process.identity)
 
-    def arrived(self, worker: SimulatedWorker, item: Received) -> None:
-        """Hand over what a worker sent."""
-        identity = worker.identity
-        self._peers[identity] = worker
+    def _arrived(self, process: SimulatedProcess, item: Received) -> None:
+        identity = process.identity
+        self._peers[identity] = process
         message, frames = item
         if identity in self._dropped:
-            # The real one keeps it to itself. The coordinator has fences of its own: so it is told.
-            worker.connection.cut()
+            # The real router drops the message. Here it is passed on, to test the coordinator's own checks.
+            process.connection.cut()
         if isinstance(message, msg.Results):
-            stands = (identity, message.lease) in self._leases and identity not in self._superseded
-            if not stands:
-                self._workers.poisoned += 1
+            valid = (identity, message.lease) in self._leases and identity not in self._superseded
+            if not valid:
+                self._host.poisoned += 1
                 frames = frozen(encode([dict.fromkeys(call, POISON) for call in decode(frames)]))
         self._on_message(identity, message, frames)
 
 
 class SimulatedLauncher:
-    """Stands for the local launcher.
+    """Replaces the local launcher.
 
     Args:
-        workers: that it starts and ends.
+        host: the environment of the processes.
     """
 
-    def __init__(self, workers: SimulatedWorkers) -> None:
+    def __init__(self, host: SimulatedHost) -> None:
         self.on_exit: Callable[[WorkerExit], None] = lambda _exit: None
-        self._workers = workers
-        self._alive: dict[str, SimulatedWorker] = {}
+        self._host = host
+        self._alive: dict[str, SimulatedProcess] = {}
         self._emptied = asyncio.Event()
 
     async def __aenter__(self) -> Self:
-        self._workers.launcher = self
+        self._host.on_exit = self._exited
         return self
 
     async def __aexit__(
@@ -244,16 +195,16 @@ class SimulatedLauncher:
 
     @property
     def pids(self) -> Mapping[str, int]:
-        """Numbers that stand for process ids, by name."""
+        """Fake process ids, by name."""
         return {name: place for place, name in enumerate(self._alive, 1)}
 
     def running(self, _worker: str) -> Running | None:
-        """Nobody looks."""
+        """Return None: calls are not watched in virtual time."""
         return None
 
     @property
-    def alive(self) -> Sequence[SimulatedWorker]:
-        """The processes that are alive."""
+    def alive(self) -> Sequence[SimulatedProcess]:
+        """The running processes."""
         return list(self._alive.values())
 
     def start(self, worker: str, incarnation: int) -> None:
@@ -261,41 +212,40 @@ class SimulatedLauncher:
         before = self._alive.get(worker)
         if before is not None:
             before.kill()
-        process = self._alive[worker] = SimulatedWorker(self._workers, worker, incarnation)
-        self._workers.soon(STARTUP_S, process.begin)
+        process = self._alive[worker] = SimulatedProcess(self._host, worker, incarnation)
+        self._host.soon(STARTUP_S_MAX, process.begin)
 
     def kill(self, worker: str, incarnation: int | None = None) -> None:
         """Kill a worker's process."""
         process = self._alive.get(worker)
         if process is not None and incarnation in (None, process.incarnation):
-            self._workers.soon(NEWS_S, process.kill)
+            self._host.soon(EXIT_REPORT_S_MAX, process.kill)
 
     def watch(self, _every_s: float | None) -> None:
-        """Nobody looks: in virtual time a call takes as long as it may."""
+        """Do nothing: in virtual time no call exceeds its timeout."""
 
-    def exited(
+    def _exited(
         self,
-        process: SimulatedWorker,
+        process: SimulatedProcess,
         code: int | None,
         signal: int | None,
         text: str,
         running: Running | None,
     ) -> None:
-        """A process is gone: the coordinator is told, in time."""
         if self._alive.get(process.worker) is process:
             del self._alive[process.worker]
             if not self._alive:
                 self._emptied.set()
         exit_ = WorkerExit(process.worker, process.incarnation, 0, code, signal, text, running)
-        self._workers.soon(NEWS_S, self._tell, process, exit_)
+        self._host.soon(EXIT_REPORT_S_MAX, self._report_exit, process, exit_)
 
-    def _tell(self, process: SimulatedWorker, exit_: WorkerExit) -> None:
-        if self._workers.router is not None:
-            self._workers.router.supersede(process)
+    def _report_exit(self, process: SimulatedProcess, exit_: WorkerExit) -> None:
+        if self._host.on_exit_reported is not None:
+            self._host.on_exit_reported(process)
         self.on_exit(exit_)
 
     async def close(self, grace_s: float) -> None:
-        """Wait until all workers are gone, and kill those that are not after `grace_s`."""
+        """Wait up to `grace_s` until all workers have ended, then kill the others."""
         if self._alive:
             self._emptied.clear()
             try:
@@ -305,31 +255,31 @@ class SimulatedLauncher:
                 pass
         for process in self.alive:
             process.kill()
-        self._workers.launcher = None
+        self._host.on_exit = None
 
 
 class CheckedCoordinator(Coordinator):
-    """The real coordinator; after each event the scheduler's invariants are checked."""
+    """The real coordinator, which checks the scheduler's invariants after each event."""
 
-    simulated: SimulatedWorkers
+    simulated: SimulatedHost
     declared: Mapping[str, float]
 
     def post(self, event: ev.Event, chunk: Chunk | None = None) -> None:
-        """Let the scheduler handle an event, and check its invariants."""
+        """Pass an event to the scheduler, and check its invariants."""
         super().post(event, chunk)
         if not self._pumping:
             self._scheduler.validate()
 
     def open_pass(self, program: Program, *, settings: PassSettings, **how: Any) -> PassHandle:
-        """Begin a pass; functions of declared costs are not executed."""
-        program, cost = with_stand_ins(program, self.declared)
+        """Open a pass; functions with declared costs are not executed."""
+        program, cost = with_fake_results(program, self.declared)
         handle = super().open_pass(program, settings=settings, **how)
         if cost is not None:
             self.simulated.costs[handle.id] = cost
         return handle
 
     def left_open(self) -> str:
-        """Return what is left of passes that are over, "" if nothing is."""
+        """Describe the remains of passes that have ended, or return ""."""
         passes, leases = self._scheduler._passes, self._scheduler._members.leases
         handles = self._passes.handles
         if handles or passes or leases:
@@ -338,18 +288,21 @@ class CheckedCoordinator(Coordinator):
 
 
 class SimulatedCluster(Cluster):
-    """Workers in virtual time; for one run, inside a `VirtualLoop`.
+    """A cluster of workers in virtual time, for one run, inside a `VirtualLoop`.
 
     Args:
-        workers: how many.
-        seed: decides everything.
-        faults: how often each kind happens.
-        costs: seconds of virtual time that a call takes, by stage; such a stage's function is not
-            executed, and a stand-in made of (stage, step, replica) is its value.
-        threads_per_replica: what workers are taken to have.
+        workers: number of workers.
+        seed: determines all random decisions.
+        faults: the rates of the faults.
+        costs: seconds of virtual time of a call, by stage. The function of such a stage is not executed;
+            its value is an int64[1] made of (stage, step, replica).
+        threads_per_replica: number of threads that workers report.
 
     Raises:
-        UsageError: `error` is among the faults: how often a call may raise is the spec's own matter.
+        UsageError: `faults` contains `error`: the functions of a spec decide when they raise.
+
+    Example:
+        >>> simulate("spec.yaml", seeds=range(20), faults=Faults(crash=0.05))  # uses a SimulatedCluster
     """
 
     def __init__(
@@ -366,17 +319,17 @@ class SimulatedCluster(Cluster):
         self._faults = faults or Faults()
         if self._faults.error:
             raise UsageError(
-                "faults: error is not simulated for a spec, whose own functions decide when they raise"
+                "faults: `error` is not available for a spec, because its own functions decide when they raise"
             )
         self._costs = dict(costs or {})
         self._threads = threads_per_replica
-        self.simulated: SimulatedWorkers | None = None
+        self.simulated: SimulatedHost | None = None
 
     def _make(self, stack: AsyncExitStack) -> Coordinator:
         loop = asyncio.get_running_loop()
         if not isinstance(loop, VirtualLoop):
-            raise UsageError("a simulated cluster lives in a VirtualLoop: use pipedist.testing.simulate")
-        simulated = SimulatedWorkers(loop, Random(self._seed), self._faults, self._threads)
+            raise UsageError("SimulatedCluster needs a VirtualLoop. Use pipedist.testing.simulate")
+        simulated = SimulatedHost(loop, Random(self._seed), self._faults, self._threads)
         self.simulated = simulated
         router_factory: Any = lambda *callbacks: SimulatedRouter(simulated, *callbacks)  # noqa: E731
         coordinator = CheckedCoordinator(

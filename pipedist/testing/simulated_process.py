@@ -1,343 +1,364 @@
-"""A worker process of a simulation: the real machine, driven in virtual time, executing fates.
+"""A worker process of a simulated cluster: the real driver, machine and execution, in virtual time.
 
-It does what `pipedist.worker.driver` does: carries out commands in order, executes a slice at a time,
-and handles messages in between, or while a gang's replicas wait for other members. It can be killed
-at any time, and stopped: then what arrives waits until it is awake again, if it ever is.
+Its socket is a simulated connection. Before a call runs, the virtual time of that call passes; then the
+user's function is executed, at one instant of virtual time. The process can be killed or stopped whenever it
+waits: between calls, before a call, or in a collective.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from random import Random
 
+from pipedist.core.gpus import GPUS_MAX
 from pipedist.errors import RemoteProtocolError
-from pipedist.protocol.messages import Hello, Message
-from pipedist.testing.simulated_gangs import GangAssignment, raised
-from pipedist.worker import commands as wcmd
-from pipedist.worker.events import CallsFinished, Event, ProtocolState, SliceEnded, Started, TimePassed
+from pipedist.protocol.codec import Frame
+from pipedist.protocol.messages import Message
+from pipedist.protocol.wire import pack, unpack
+from pipedist.testing.cooperative_threads import CooperativeThreads, Killed
+from pipedist.testing.faults import PAUSE_S_MAX, SLOW_TIMES, STOPPED_S_MAX, Faults
+from pipedist.testing.network import Connection, FaultyNetwork
+from pipedist.testing.virtual_clock import VirtualLoop
+from pipedist.worker.commands import Ending
+from pipedist.worker.driver import Driver
+from pipedist.worker.lease_queue import WorkerLimits
 from pipedist.worker.machine import WorkerMachine
+from pipedist.worker.process_setup import make_hello
+from pipedist.worker.progress import CallProgress, Running
 
-if TYPE_CHECKING:
-    from pipedist.testing.simulation import Simulation
+CALL_S_MAX = 0.02
+"""The longest call without a declared cost; durations are mixed."""
 
-SLOW_TIMES = 20
-"""How many times as long a slow call takes."""
+_LOOP_TURNS_MAX = 10
+"""Turns of an event loop in which the tasks of an ended process may finish."""
 
-PAUSE_S = 12.0
-"""How long a process is stopped at most."""
+Received = tuple[Message, list[memoryview]]
 
-Item = tuple[Message, object]
-"""A message, and what travels beside it."""
+_EXIT_CODES = {Ending.STOPPED: 0, Ending.REFUSED: 77, Ending.FENCED: 75, Ending.UNANSWERED: 69}
+
+
+class SimulatedHost:
+    """The environment of simulated processes: loop, network, faults and costs of calls.
+
+    Args:
+        loop: the loop that defines the time.
+        random: the source of all random decisions.
+        faults: the rates of the faults.
+        threads: number of BLAS and OpenMP threads that workers report.
+    """
+
+    def __init__(self, loop: VirtualLoop, random: Random, faults: Faults, threads: int) -> None:
+        self.loop = loop
+        self.random = random
+        self.threads = threads
+        self.network = FaultyNetwork(loop, random, faults, faithful=True)
+        self.costs: dict[int, float] = {}
+        """Declared seconds of a call, by pass."""
+        self.on_arrival: Callable[[SimulatedProcess, Received], None] | None = None
+        """Called with each message that arrives at the coordinator."""
+        self.on_exit_reported: Callable[[SimulatedProcess], None] | None = None
+        """Called when the exit of a process is reported to the coordinator."""
+        self.on_exit: (
+            Callable[[SimulatedProcess, int | None, int | None, str, Running | None], None] | None
+        ) = None
+        """Called with each process that ended: its exit code, signal, a description, and its call."""
+        self.poisoned = 0
+        """Number of messages of superseded attempts, whose results were replaced."""
+        self.defects: list[BaseException] = []
+        """Exceptions that ended workers, and were not caused by a message."""
+        self.on_defect: Callable[[], object] = lambda: None
+        self.blocked_at = ""
+        """Where a function was blocked when the simulation was interrupted, as in a traceback; or ""."""
+        self._faults = faults
+        self._turn_rate = faults.crash + faults.pause
+        self._slow_rate = faults.slow
+
+    def stop_faults(self) -> None:
+        """Inject no faults from now on."""
+        self.network.stop_faults()
+        self._turn_rate = self._slow_rate = 0.0
+
+    def soon(self, within_s: float, action: Callable[..., object], *args: object) -> None:
+        """Call an action at a random time within a limit."""
+        self.loop.at(self.loop.now + within_s * self.random.random(), action, *args)
+
+    def draws_fault(self) -> bool:
+        """Draw whether a fault affects a worker in its turn."""
+        return self._turn_rate > 0 and self.random.random() < self._turn_rate
+
+    def draws_crash(self) -> bool:
+        """Draw whether that fault is a crash or a pause, and count it."""
+        crash = self.random.random() * (self._faults.crash + self._faults.pause) < self._faults.crash
+        self.network.counts["crash" if crash else "pause"] += 1
+        return crash
+
+    def cost_s(self, pass_id: int) -> float:
+        """Draw the duration of a call of a pass."""
+        cost = self.costs.get(pass_id)
+        if cost is None:
+            cost = CALL_S_MAX * self.random.random() ** 3
+        if self._slow_rate and self.random.random() < self._slow_rate:
+            self.network.counts["slow"] += 1
+            cost *= SLOW_TIMES
+        return cost
+
+    def record_error(self, error: BaseException) -> None:
+        """Record the exception that ended a worker's driver."""
+        if not isinstance(error, RemoteProtocolError):  # faults of messages lead to those
+            self.defects.append(error)
+            self.on_defect()
 
 
 class SimulatedProcess:
-    """One incarnation of a worker.
+    """The process of one incarnation of a worker.
 
     Args:
-        world: that it lives in.
-        worker, incarnation: who it is.
-        supervised: it dialled in.
+        host: its environment.
+        worker, incarnation: its name and incarnation.
     """
 
-    __slots__ = (
-        "_checks", "_inbox", "_overdue", "_payload", "_slice", "_token", "_world", "alive", "asleep", "busy",
-        "connection", "executing", "gangs", "incarnation", "listening", "machine", "supervised", "worker",
-    )  # fmt: skip
-
-    def __init__(self, world: Simulation, worker: str, incarnation: int, *, supervised: bool) -> None:
-        self._world = world
-        self._checks = world.check_every == 1
+    def __init__(self, host: SimulatedHost, worker: str, incarnation: int) -> None:
+        self._host = host
+        self._loop = host.loop
+        self._random: Random = host.random
         self.worker = worker
         self.incarnation = incarnation
-        self.supervised = supervised
+        self.identity = f"{worker}.{incarnation}".encode()
+        self.machine = WorkerMachine(make_hello(worker, incarnation, gpus=GPUS_MAX), WorkerLimits())
+        self.running: Running | None = None
+        """The call that it executes."""
         self.alive = True
         self.asleep = False
-        """It is stopped."""
-        self.busy = False
-        """A slice is being executed."""
-        self.listening = False
-        """A gang's replicas wait for other members; messages are handled meanwhile."""
-        self.executing: tuple[int, int, float, float] | None = None
-        """(lease, first call of the slice, when it began, seconds a call)."""
-        self.gangs: dict[int, GangAssignment] = {}
-        """By lease, those that run or wait."""
-        self.machine = WorkerMachine(Hello(worker, incarnation, 0, "", "", 1, "", "", "", ""))
-        self._slice: wcmd.Execute | None = None
-        self._inbox: deque[Item] = deque()
-        self._overdue: tuple[Callable[..., None], tuple[Any, ...]] | None = None
-        """What was to happen while it was stopped."""
-        self._token = 0
-        self._payload: object = None
-        self.connection = world.network.connect(
-            up=lambda item: world.hub.receive(self, item), down=self.receive, on_cut=self._on_cut
+        """It is stopped (SIGSTOP)."""
+        self._inbox: deque[Received] = deque()
+        self._threads = CooperativeThreads(self._work, self._sleep, lambda: self._loop.is_interrupted)
+        self._waits = 0
+        """Number of its waits so far; a timer of an earlier wait has no effect."""
+        self._listens = False
+        """It waits for a message or a timeout, not only for time to pass."""
+        self._overdue = False
+        self._driver: SimulatedDriver | None = None
+        self._ending = (Ending.STOPPED, "")
+        self.connection: Connection = host.network.connect(
+            up=self._arrived, down=self._receive, on_cut=self._on_cut
         )
 
     def begin(self) -> None:
-        """Be there, and say Hello."""
-        if not self.alive:
-            return
-        self.handle(Started())
-        deadline = self.machine.deadline()
-        if deadline is not None:
-            self._world.time.at(deadline, self._tick)
+        """Start the process."""
+        if self.alive:
+            self._threads.start()
+            self._check_exit()
 
-    def _tick(self) -> None:
-        if self.alive and self.machine.state is ProtocolState.JOINING:
-            self.handle(TimePassed())
-
-    # -- the machine ---------------------------------------------------------------------------
-
-    def handle(self, event: Event, payload: object = None) -> None:
-        """Let the machine handle an event, check it, and carry out what it wants.
-
-        Raises:
-            LocalProtocolError: an invariant does not hold, or the driver did what it may not.
-        """
-        world = self._world
+    def _work(self) -> None:
+        self._driver = SimulatedDriver(
+            self,
+            self.machine,
+            threads=self._host.threads,
+            join_s=WorkerLimits().join_s,
+            progress=SimulatedProgress(self),
+            die=_die,
+        )
         try:
-            commands = self.machine.handle(event, world.time.now)
-        except RemoteProtocolError as error:
-            world.note(self, f"{event!r}: {error}")
-            self.exit("exit code 76")
-            return
-        if self._checks:
-            self.machine.validate()
-        self._payload = payload
-        for command in commands:
-            carry_out = _CARRY_OUT.get(type(command))
-            if carry_out is not None:
-                carry_out(self, command)
+            self._ending = self._driver.run()
+        finally:
+            _close_loop()
 
-    def receive(self, item: Item) -> None:
-        """Take in a message from the hub; now, or when there is time for it."""
-        if not self.alive:
-            return
-        if self.asleep or (self.busy and not self.listening):
+    # -- the simulation's side -----------------------------------------------------------------------
+
+    def _arrived(self, item: Received) -> None:
+        if self._host.on_arrival is not None:
+            self._host.on_arrival(self, item)
+
+    def _receive(self, item: Received) -> None:
+        if self.alive:
             self._inbox.append(item)
+            if self._listens:
+                self._wake(self._waits)
+
+    def _wake(self, wait: int) -> None:
+        if not self.alive or wait != self._waits:
             return
-        world = self._world
-        if world.turn_rate > 0.0 and world.random.random() < world.turn_rate:
-            world.disturb(self)
+        if self.asleep:
+            self._overdue = True
+            return
+        if self._host.draws_fault():
+            self._inject_fault()
             if not self._can_go_on():
-                self._inbox.append(item)  # lost, if it was killed
+                self._overdue = True
                 return
-        self.handle(*item)
-        self._go_on()
+        self._waits += 1
+        self._listens = False
+        self._threads.resume()
+        self._check_exit()
 
     def _can_go_on(self) -> bool:
         return self.alive and not self.asleep
 
-    def listen(self) -> None:
-        """Handle what has arrived, as far as there is time for it."""
-        while self._inbox and self.alive and not self.asleep and (not self.busy or self.listening):
-            self.handle(*self._inbox.popleft())
-
-    def _go_on(self) -> None:
-        """Handle what has arrived, then go on."""
-        self.listen()
-        if self._slice is not None and not self.busy and self.alive and not self.asleep:
-            self._execute(self._slice)
-
-    def send(self, message: Message, payload: object = None) -> None:
-        """Send something to the hub."""
-        self.connection.send_up((message, payload))
-
-    # -- executing -----------------------------------------------------------------------------
-
-    def later(self, after_s: float, action: Callable[..., None], *args: object) -> None:
-        """Let something happen to what is executed, unless it is over by then."""
-        self._token += 1
-        self._world.time.at(self._world.time.now + after_s, self._due, self._token, action, args)
-
-    def _due(self, token: int, action: Callable[..., None], args: tuple[Any, ...]) -> None:
-        if not self.alive or token != self._token:
+    def _check_exit(self) -> None:
+        self._host.blocked_at = self._threads.blocked_at or self._host.blocked_at
+        if not self._threads.is_over or not self.alive:
             return
-        if self.asleep:
-            self._overdue = (action, args)
-            return
-        action(*args)
-        self._go_on()
-
-    def _execute(self, slice_: wcmd.Execute) -> None:
-        world = self._world
-        draw = world.network.draw
-        self.busy = True
-        work = world.works[slice_.pass_id]
-        cost = work.call_s * (0.5 + draw())
-        self.executing = (slice_.lease, slice_.lo, world.time.now, cost)
-        gang = self.gangs.get(slice_.lease)
-        if gang is not None:
-            self.later(cost, gang.run, cost)
-            return
-        count = slice_.hi - slice_.lo
-        if cost * count > slice_.slice_s:
-            count = min(count, 1 + int(slice_.slice_s / cost))
-        if work.fates:
-            for call in range(slice_.lo, slice_.lo + count):
-                fate = work.fates.get(call)
-                if fate is not None and (fate.kills > 0 or fate.raises > 0):
-                    count = call + 1 - slice_.lo
-                    break
-        to = slice_.lo + count
-        if world.slow_rate and draw() < world.slow_rate:
-            world.network.counts["slow"] += 1
-            self.later(cost * (count - 1), self._executed_but_last, slice_, to, cost)
+        error = self._threads.error
+        if error is None:
+            ending, reason = self._ending
+            self._exit(_EXIT_CODES[ending], None, f"exit code {_EXIT_CODES[ending]}: {reason}")
         else:
-            self.later(cost * count, self._executed, slice_, to, cost)
+            self._host.record_error(error)
+            self._exit(70, None, f"exit code 70: {type(error).__name__}: {error}")
 
-    def _executed_but_last(self, slice_: wcmd.Execute, to: int, cost: float) -> None:
-        """The last call of a slice takes long: those before it are reported meanwhile."""
-        lo = slice_.lo
-        if to - 1 > lo:
-            self.handle(CallsFinished(slice_.lease, lo, to - 1, int(cost * (to - 1 - lo) * 1e9)))
-        rest = wcmd.Execute(slice_.lease, slice_.pass_id, to - 1, slice_.hi, 0.0, 0)
-        cost *= SLOW_TIMES
-        self.executing = (slice_.lease, to - 1, self._world.time.now, cost)
-        self.later(cost, self._executed, rest, to, cost)
+    def _inject_fault(self) -> None:
+        if self._host.draws_crash():
+            self.kill()
+        else:
+            self.asleep = True
+            self._loop.at(self._loop.now + PAUSE_S_MAX * self._random.random() ** 2, self._resume)
+            self._loop.at(self._loop.now + STOPPED_S_MAX, self._kill_stopped, self._waits)
 
-    def _executed(self, slice_: wcmd.Execute, to: int, cost: float) -> None:
-        """The calls of a slice, before `to`, are over."""
-        world, lease = self._world, slice_.lease
-        fate = world.works[slice_.pass_id].fates.get(to - 1)
-        if fate is not None and fate.kills > 0:
-            fate.kills -= 1
-            self.exit("signal 11 (SIGSEGV)", running=(lease, to - 1))
-            return
-        raises = fate is not None and fate.raises > 0
-        done = to - raises
-        busy_ns = int(cost * (to - slice_.lo) * 1e9)
-        self.busy = False
-        self.executing = None
-        if world.turn_rate > 0.0 and world.random.random() < world.turn_rate:
-            world.disturb(self)  # before it has reported; if only stopped, it reports what may be stale
-            if not self.alive:
-                return
-            if self.asleep:
-                self.busy = True
-                self._overdue = (self._report, (slice_, done, busy_ns, raises))
-                return
-        self._report(slice_, done, busy_ns, raises)
+    def _kill_stopped(self, wait: int) -> None:
+        if self.asleep and wait == self._waits:
+            self.kill()
 
-    def _report(self, slice_: wcmd.Execute, done: int, busy_ns: int, raises: bool) -> None:
-        self.busy = False
-        if done > slice_.lo:
-            self.handle(CallsFinished(slice_.lease, slice_.lo, done, busy_ns))
-        if raises:
-            self._world.works[slice_.pass_id].fates[done].raises -= 1
-            self.handle(raised(slice_.lease, done))
-        self.slice_over(slice_.lease)
-
-    def slice_over(self, lease: int) -> None:
-        """A slice was reported: go on."""
-        self.busy = self.listening = False
-        self.executing = None
-        self.handle(SliceEnded(lease))
-
-    @property
-    def keeps(self) -> frozenset[int]:
-        """The passes that it knows; none where something may still tell it that they are over."""
-        return frozenset(self.machine._passes) if self.is_at_rest else frozenset()
-
-    @property
-    def is_at_rest(self) -> bool:
-        """Whether it does nothing, and nothing is on its way to it."""
-        return self.alive and not self.asleep and not self.busy and self.connection.is_silent
-
-    def let_go(self) -> None:
-        """Come apart."""
-        self.connection.let_go()
-        self.gangs.clear()
-        self._overdue = None
-
-    # -- the end, and interruptions --------------------------------------------------------------
-
-    @property
-    def running(self) -> tuple[int, int] | None:
-        """(lease, call) that it executes, as its parent sees it."""
-        if self.executing is None:
-            return None
-        lease, lo, began, cost = self.executing
-        gone = int((self._world.time.now - began) / cost) if cost > 0 else 0
-        slice_ = self._slice
-        return lease, min(lo + gone, slice_.hi - 1) if slice_ is not None else lo
-
-    def kill(self) -> None:
-        """End it with SIGKILL; nothing happens to one that is gone."""
-        if self.alive:
-            self.exit("signal 9 (SIGKILL)", running=self.running)
-
-    def exit(self, text: str, running: tuple[int, int] | None = None) -> None:
-        """Be gone."""
-        if not self.alive:
-            return
-        self.alive = False
-        self.connection.close()
-        self._world.fleet.exited(self, text, running)
+    def _resume(self) -> None:
+        if self.alive and self.asleep:
+            self.asleep = False
+            if self._overdue or (self._listens and self._inbox):
+                self._overdue = False
+                self._wake(self._waits)
 
     def _on_cut(self) -> None:
         if self.alive:
-            self.exit("exit code 68")
+            self._exit(68, None, "exit code 68")
 
-    def pause(self, for_s: float) -> None:
-        """Stop it for a while."""
-        if self.alive and not self.asleep:
-            self.asleep = True
-            self._world.time.at(self._world.time.now + for_s, self.resume)
-            self._world.fleet.stopped(self, for_s)
+    def kill(self) -> None:
+        """End the process with SIGKILL; does nothing if it has ended."""
+        if self.alive:
+            self._exit(None, 9, "signal 9 (SIGKILL)")
 
-    def resume(self) -> None:
-        """Let it go on: with what was due, then with what has arrived."""
-        if not self.alive or not self.asleep:
-            return
-        self.asleep = False
-        overdue, self._overdue = self._overdue, None
-        if overdue is not None:
-            action, args = overdue
-            action(*args)
-        self._go_on()
+    def _exit(self, code: int | None, signal: int | None, text: str) -> None:
+        self.alive = False
+        running, self.running = self.running, None
+        self.connection.close()
+        self._threads.kill()
+        if self._host.on_exit is not None:
+            self._host.on_exit(self, code, signal, text, running)
 
-    # -- commands ----------------------------------------------------------------------------------
+    # -- in its own threads: the socket of its driver ----------------------------------------------------
 
-    def _do_send(self, command: wcmd.Send) -> None:
-        self.send(command.message)
+    def send(
+        self, message: Message, payload: Sequence[Frame] = (), *, copy: bool = True, timeout_s: float = 60.0
+    ) -> None:
+        """Send a message to the driver, unless this process has ended."""
+        if self.alive and not self._threads.is_killed:
+            self.connection.send_up((unpack(pack(message)), frozen(payload)))
 
-    def _do_send_results(self, command: wcmd.SendResults) -> None:
-        self.send(command.message)
+    def poll(self, timeout_s: float) -> bool:
+        """Wait for a message; return whether there is one.
 
-    def _do_send_exchange(self, command: wcmd.SendExchange) -> None:
-        self.send(command.message, self.gangs[command.message.lease].part)
+        Raises:
+            Killed: the process was killed.
+        """
+        if self._inbox or timeout_s <= 0:
+            if not self.alive:
+                raise Killed
+            return bool(self._inbox)
+        self._listens = True
+        # The driver polls every second; in virtual time that is only useful before a deadline.
+        self._wait(timeout_s if self.machine.deadline() is not None else None)
+        return bool(self._inbox)
 
-    def _do_keep_lease(self, command: wcmd.StoreLease) -> None:
-        if command.gang is not None:
-            self.gangs[command.lease] = GangAssignment(self._world, self, command.gang)
+    def recv(self) -> Received:
+        """Return the next message and its payload."""
+        return self._inbox.popleft()
 
-    def _do_keep_relay(self, command: wcmd.StoreRelay) -> None:
-        self.gangs[command.relay.lease].take(command.relay, self._payload)
+    def _sleep(self, for_s: float) -> None:
+        self._listens = False
+        self._wait(for_s)
 
-    def _do_drop_lease(self, command: wcmd.DropLease) -> None:
-        self.gangs.pop(command.lease, None)
-        if self._slice is not None and self._slice.lease == command.lease:
-            self._slice = None
-            if self.listening:  # its replicas are told, and end
-                self.listening = self.busy = False
-                self.executing = None
-                self._token += 1
+    def _wait(self, for_s: float | None) -> None:
+        if for_s is not None:
+            self._loop.at(self._loop.now + for_s, self._wake, self._waits)
+        self._threads.park()
 
-    def _do_execute(self, command: wcmd.Execute) -> None:
-        self._slice = command
+    def spend(self, lease: int, call: int) -> None:
+        """Wait for the duration of a call; report the finished calls when that is due."""
+        self.running = Running(lease, call, 1)
+        cost = self._host.cost_s(self._driver.pass_of_slice() if self._driver is not None else 0)
+        driver, due = self._driver, self.machine.deadline()
+        if driver is not None and due is not None and due < self._loop.now + cost:
+            left_s = max(0.0, due - self._loop.now)
+            self._sleep(left_s)
+            driver.report_finished()
+            cost -= left_s
+        self._sleep(cost)
 
-    def _do_leave(self, command: wcmd.Leave) -> None:
-        self.exit(f"it left: {command.reason}")
+
+class SimulatedDriver(Driver):
+    """The real driver, without its reporting thread, which would use the real clock."""
+
+    def _report_regularly(self) -> None:
+        """Do nothing: `SimulatedProcess.spend` reports."""
+
+    def report_finished(self) -> None:
+        """Report the finished calls while the next one runs."""
+        with self._lock:
+            if self._run is not None and self._slice is not None:
+                self._reports.finished(self._slice.lease, self._run)
+
+    def pass_of_slice(self) -> int:
+        """Return the pass of the calls that run, or 0."""
+        return self._slice.pass_id if self._slice is not None else 0
 
 
-_CARRY_OUT: dict[type, Callable[[SimulatedProcess, Any], None]] = {
-    wcmd.Send: SimulatedProcess._do_send,
-    wcmd.SendResults: SimulatedProcess._do_send_results,
-    wcmd.SendExchange: SimulatedProcess._do_send_exchange,
-    wcmd.StoreLease: SimulatedProcess._do_keep_lease,
-    wcmd.StoreRelay: SimulatedProcess._do_keep_relay,
-    wcmd.DropLease: SimulatedProcess._do_drop_lease,
-    wcmd.Execute: SimulatedProcess._do_execute,
-    wcmd.Leave: SimulatedProcess._do_leave,
-}
+class SimulatedProgress(CallProgress):
+    """Waits for the duration of each call that the driver starts."""
+
+    def __init__(self, worker: SimulatedProcess) -> None:
+        self._worker = worker
+
+    def idle(self) -> None:
+        """Record that no call runs."""
+        self._worker.running = None
+
+    def of_lease(self, lease: int) -> Callable[[int], None]:
+        """Return the function that records the start of a call; it may be called repeatedly."""
+        begun = -1
+
+        def begin(call: int) -> None:
+            nonlocal begun
+            if call > begun:
+                begun = call
+                self._worker.spend(lease, call)
+
+        return begin
+
+
+def _close_loop() -> None:
+    """Close this thread's event loop; a killed process may have unfinished tasks."""
+    try:
+        loop = asyncio.get_event_loop_policy().get_event_loop()
+    except RuntimeError:  # there is none
+        return
+    tasks = asyncio.all_tasks(loop)
+    for task in tasks:
+        task.cancel()
+    for _ in range(_LOOP_TURNS_MAX):
+        if all(task.done() for task in tasks):
+            break
+        loop.call_soon(loop.stop)
+        loop.run_forever()
+    for task in tasks:
+        if task.done():
+            task.cancelled() or task.exception()
+        task._log_destroy_pending = False  # type: ignore[attr-defined]
+    loop.close()
+
+
+def frozen(payload: Sequence[Frame]) -> list[memoryview]:
+    """Return read-only copies of frames, as another process receives them."""
+    return [memoryview(bytes(frame)) for frame in payload]
+
+
+def _die(text: str) -> None:
+    raise RuntimeError(text)

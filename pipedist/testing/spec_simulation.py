@@ -1,14 +1,15 @@
 """Simulations of a whole spec: the user's own functions, executed under faults, in virtual time.
 
-The REFERENCE is the spec run without faults on one worker. Each seed is one run on simulated workers
-with faults. It has to give the same bits, its ledger has to add up, nothing may be left open, and it
-has to come to its end within a bounded time once no new faults happen.
+The REFERENCE is a run of the spec without faults on one worker. Each seed is one run on simulated workers
+with faults. Its results must have the same bits, its ledger must add up, no pass or lease may remain open, and
+it must end within a bounded time after the faults stop.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import io
 import json
 import os
@@ -16,54 +17,160 @@ import shlex
 import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
 
+import numpy as np
+
+from pipedist.core import trees
 from pipedist.core.import_guard import reject_during_import
 from pipedist.core.temp_dirs import ScratchFolder
 from pipedist.core.types import Tree
-from pipedist.errors import PipedistError, UsageError
+from pipedist.errors import CallError, PipedistError, UsageError
+from pipedist.protocol.codec import encode
 from pipedist.runs.api import in_own_thread
 from pipedist.runs.result import Result
 from pipedist.runs.run import Run, SpecLike
 from pipedist.spec import RunSpec, Spec, load
 from pipedist.spec.interpolation import read_setting
+from pipedist.testing.cooperative_threads import current_threads
 from pipedist.testing.faults import Faults
-from pipedist.testing.fibers import current_fiber
-from pipedist.testing.fingerprints import Fingerprint, difference, of_error, of_result
 from pipedist.testing.simulated_cluster import CheckedCoordinator, SimulatedCluster
-from pipedist.testing.simulation import SimulationFailure
-from pipedist.testing.virtual_clock import virtual_clock
-from pipedist.testing.virtual_loop import NothingHappens, VirtualLoop
+from pipedist.testing.virtual_clock import SimulationStalled, VirtualLoop, virtual_clock
 
-CALM_S = 600.0
-"""How long a run may take once no new faults happen, beside a hundred times its time without faults."""
+RECOVERY_S = 600.0
+"""How long a run may take after the faults stop, in addition to a hundred times its time without faults."""
 
-_alone = threading.Lock()
-"""Of the simulation that is played: its clock is that of the whole process."""
+_exclusive = threading.Lock()
+"""Held by the running simulation: its clock replaces that of the whole process."""
 
 REASONS = """\
-Without faults, on one worker, the spec gives the same twice. So either a replica function (a combiner, an
-update) depends on what ran before it in its process, on the worker, or on how often it was tried: it is
+Without faults, on one worker, two runs of the spec gave the same results. So either a replica function (a
+combiner, an update) depends on earlier calls in its process, on the worker, or on the number of attempts: it is
 not deterministic in (shard, with, ctx). Or this is a defect of pipedist: please report it."""
 
-ALWAYS_ANOTHER = """\
-So a replica function (a combiner, an update, a dataset's function) is not deterministic in (shard, with,
-ctx): it uses the time, randomness that is not ctx.rng, or what an earlier call has left behind."""
+NOT_DETERMINISTIC = """\
+A replica function (a combiner, an update, a dataset's function) is not deterministic in (shard, with, ctx): it
+uses the time, randomness other than ctx.rng, or state of an earlier call."""
+
+_SHOWN_CHARS = 80
+
+
+class SimulationFailure(AssertionError):
+    """A simulation found a violation; the text describes it, and how to reproduce it."""
 
 
 @dataclass(frozen=True, slots=True)
-class Played:
-    """What came of one simulated run.
+class Fingerprint:
+    """Identifies the results of a run, to the bit.
 
     Args:
-        fingerprint: what it gave.
-        result: the run's; None where it failed.
+        digests: digest of each finished value and each file, by "stage NAME" and "file NAME".
+        values: values of the stages, to describe a difference.
+        error: the error of a failed run without its variable parts (worker, attempts), or "".
+    """
+
+    digests: Mapping[str, str] = field(default_factory=dict)
+    values: Mapping[str, Tree] = field(default_factory=dict)
+    error: str = ""
+
+
+def fingerprint_of_result(result: Result) -> Fingerprint:
+    """Return the fingerprint of a run that completed."""
+    digests: dict[str, str] = {}
+    values: dict[str, Tree] = {}
+    for name, value in result.by_stage.items():
+        if isinstance(value, Path):
+            continue
+        values[name] = value
+        digests[f"stage {name}"] = _digest(encode(value))
+    for path in result.files.values():
+        digests[f"file {path.name}"] = _digest([path.read_bytes()])
+    return Fingerprint(digests, values)
+
+
+def fingerprint_of_error(error: Exception) -> Fingerprint:
+    """Return the fingerprint of a run that failed."""
+    text = f"{type(error).__name__}: {error}"
+    if isinstance(error, CallError):
+        text = f"CallError: stage {error.stage}, step {error.step}, replica {error.replica}: {error.cause}"
+    return Fingerprint(error=text)
+
+
+def _digest(frames: Sequence[bytes | memoryview]) -> str:
+    digest = hashlib.sha256()
+    for frame in frames:
+        digest.update(frame)
+        digest.update(b"|")
+    return digest.hexdigest()
+
+
+def difference(expected: Fingerprint, actual: Fingerprint) -> str:
+    """Describe the differences of two runs, or return ""."""
+    if expected.error != actual.error:
+        return f"the run ended with {actual.error or 'no error'}, expected {expected.error or 'none'}"
+    names = [
+        n for n in {**expected.digests, **actual.digests} if expected.digests.get(n) != actual.digests.get(n)
+    ]
+    if not names:
+        return ""
+    differences = []
+    for name in names:
+        stage = name.removeprefix("stage ")
+        if stage in expected.values and stage in actual.values:
+            differences.append(f"{name} {_first_difference(expected.values[stage], actual.values[stage])}")
+        else:
+            differences.append(f"{name} {'differs' if name in actual.digests else 'is missing'}")
+    return "; ".join(differences)
+
+
+def _first_difference(expected: Tree, actual: Tree) -> str:
+    """Describe the first leaf in which two trees differ, with its values."""
+    expected_leaves, actual_leaves = trees.flatten(expected)[0], trees.flatten(actual)[0]
+    paths = trees.paths(expected)
+    others = trees.paths(actual)
+    if paths != others:
+        return f"has another structure: {_only(others, paths)}, expected {_only(paths, others)}"
+    for path, a, b in zip(paths, expected_leaves, actual_leaves, strict=True):
+        if _digest(encode(a)) != _digest(encode(b)):
+            return f"{_at(path)}is {_short(b, a)}, expected {_short(a, b)}"
+    return "differs"
+
+
+def _only(paths: Sequence[str], others: Sequence[str]) -> str:
+    """Return the number of leaves of a tree, and the first one that another tree lacks."""
+    alone = [path for path in paths if path not in set(others)]
+    return f"{len(paths)} leaves" + (f", including {alone[0] or 'the value itself'}" if alone else "")
+
+
+def _at(path: str) -> str:
+    return f"at {path} " if path else ""
+
+
+def _short(value: Tree, other: Tree) -> str:
+    """Format a value; for two arrays of one shape, their first differing element."""
+    if isinstance(value, np.ndarray) and isinstance(other, np.ndarray) and value.shape == other.shape:
+        if value.ndim == 0:
+            return str(value[()])
+        differs = np.argwhere(~((value == other) | ((value != value) & (other != other))))
+        if len(differs):
+            index = tuple(int(i) for i in differs[0])
+            return f"{value[index]} at index {list(index)}"
+    return f"{value:.17g}" if isinstance(value, float) else f"{value!s:.{_SHOWN_CHARS}}"
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedRun:
+    """The outcome of one simulated run.
+
+    Args:
+        fingerprint: identifies its results.
+        result: the run's result; None if it failed.
         took_s: virtual seconds.
-        counts: faults that have happened, by kind.
-        poisoned: messages of superseded attempts, whose results were replaced.
-        violation: what was wrong, "" if nothing.
+        counts: number of faults, by kind.
+        poisoned: number of messages of superseded attempts, whose results were replaced.
+        violation: the first violation, or "".
     """
 
     fingerprint: Fingerprint
@@ -73,23 +180,26 @@ class Played:
     poisoned: int
     violation: str = ""
     error: PipedistError | None = None
-    """How the run failed; None where it did not."""
+    """The error of a failed run."""
 
 
 class SpecSimulation:
-    """Runs one spec again and again, in simulated clusters.
+    """Runs one spec repeatedly, in simulated clusters.
 
     Args:
-        spec: a path, a dict, or a spec that was loaded already.
-        workers: how many workers there are.
-        faults: how often each kind of fault happens.
+        spec: a path, a dict, or a loaded spec.
+        workers: number of simulated workers, at least 1.
+        faults: the rates of the faults; None: no faults.
         costs: seconds of virtual time of a call, by stage; such a stage is not executed.
-        params: values for the spec's `params`.
-        sets: the same as texts.
+        params: values of the spec's `params`.
+        sets: the same as texts, "NAME=VALUE".
 
     Raises:
-        SpecError: the spec has mistakes.
-        UsageError: a stage of `costs` is none of the spec's, or there are no workers.
+        SpecError: the spec is invalid.
+        UsageError: a key of `costs` is not a run stage, or `workers` is out of range.
+
+    Example:
+        >>> SpecSimulation("spec.yaml", faults=Faults(crash=0.05)).check(seed=7).result["total"]
     """
 
     def __init__(
@@ -108,81 +218,81 @@ class SpecSimulation:
         self._can_replay = bool(self._file) and all(given.values())
         self._spec = spec if isinstance(spec, Spec) else load(spec, params=params, sets=sets)
         if isinstance(workers, bool) or not isinstance(workers, int) or workers < 1:
-            raise UsageError(f"workers is {workers!r}; expected an int from 1 on")
+            raise UsageError(f"workers must be an integer >= 1, got {workers!r}")
         self._workers = workers
         self._faults = Faults() if faults is None else faults
         self._costs = dict(costs or {})
         for stage in self._costs:
             if not isinstance(self._spec.stages.get(stage), RunSpec):
                 runs = [n for n, s in self._spec.stages.items() if isinstance(s, RunSpec)]
-                raise UsageError(f"costs: {stage!r} is no run stage; there are: {', '.join(runs) or 'none'}")
-        self._reference: Played | None = None
+                raise UsageError(
+                    f"costs: {stage!r} is not a run stage; the run stages are: {', '.join(runs) or 'none'}"
+                )
+        self._reference: SimulatedRun | None = None
 
     @property
-    def reference(self) -> Played:
+    def reference(self) -> SimulatedRun:
         """The run without faults, on one worker.
 
         Raises:
-            SimulationFailure: it does not come to its end, or gives something else the next time.
+            SimulationFailure: the run does not end, or a second run has other results.
         """
         if self._reference is None:
-            first = self._play(0, workers=1, faults=Faults(), storm_s=0.0, calm_s=1e6)
-            if isinstance(first.error, UsageError):  # nothing has run
+            first = self._run_once(0, workers=1, faults=Faults(), faults_s=0.0, recovery_s=1e6)
+            if isinstance(first.error, UsageError):  # no call has run
                 raise first.error
             if first.violation:
                 raise SimulationFailure(f"without faults, on one worker: {first.violation}")
-            again = self._play(1, workers=1, faults=Faults(), storm_s=0.0, calm_s=1e6)
+            again = self._run_once(1, workers=1, faults=Faults(), faults_s=0.0, recovery_s=1e6)
             violation = again.violation or difference(first.fingerprint, again.fingerprint)
             if violation:
                 raise SimulationFailure(
-                    f"without faults, on one worker, the second time: {violation}\n{ALWAYS_ANOTHER}"
+                    f"without faults, on one worker, the second run: {violation}\n{NOT_DETERMINISTIC}"
                 )
             self._reference = first
         return self._reference
 
-    def play(self, seed: int) -> Played:
-        """Run the spec once, with the faults that a seed brings.
+    def run(self, seed: int) -> SimulatedRun:
+        """Run the spec once, with the faults of a seed.
 
         Returns:
-            What came of it; `violation` says how it differs from the reference.
+            The outcome; `violation` describes how it differs from the reference.
         """
         reference = self.reference
-        storm_s = Random(seed).choice((0.5, 2.0, 6.0)) * (reference.took_s / self._workers + 1.0)
-        played = self._play(
+        faults_s = Random(seed).choice((0.5, 2.0, 6.0)) * (reference.took_s / self._workers + 1.0)
+        run = self._run_once(
             seed,
             workers=self._workers,
             faults=self._faults,
-            storm_s=storm_s,
-            calm_s=CALM_S + 100 * reference.took_s,
+            faults_s=faults_s,
+            recovery_s=RECOVERY_S + 100 * reference.took_s,
         )
-        if played.violation:
-            return played
-        violation = difference(reference.fingerprint, played.fingerprint)
-        if not violation:
-            return played
-        return replace(played, violation=violation)
+        if run.violation:
+            return run
+        violation = difference(reference.fingerprint, run.fingerprint)
+        return replace(run, violation=violation) if violation else run
 
-    def check(self, seed: int) -> Played:
-        """Run the spec once, as `play` does.
+    def check(self, seed: int) -> SimulatedRun:
+        """Run the spec once, as `run` does, and raise if there is a violation.
 
         Raises:
-            SimulationFailure: something was wrong; the text says what, and how to play it again.
+            SimulationFailure: there is a violation; the text describes it, and how to reproduce it.
         """
-        __tracebackhide__ = True  # of a test that fails, what the test says is of interest
-        played = self.play(seed)
-        if played.violation:
+        __tracebackhide__ = True  # a failure shows the line of the test
+        run = self.run(seed)
+        if run.violation:
             raise SimulationFailure(
-                f"seed {seed}: {played.violation}\nplay it again: {self.replay(seed)}\n{REASONS}"
+                f"seed {seed}: {run.violation}\nreproduce: {self.replay(seed)}\n{REASONS}"
             )
-        return played
+        return run
 
     def replay(self, seed: int) -> str:
-        """Return the command that plays one seed again, or what a test says where no command can."""
+        """Return the command that reproduces a seed, or Python code if no command can."""
         if not self._can_replay:
             rates = [f"{kind}={float(rate)!r}, " for kind, rate in self._faults.rates().items() if rate]
-            return f"with faults({''.join(rates)}workers={self._workers}, seed={seed}) as simulated: ..."
+            return f"with pipedist_faults({''.join(rates)}workers={self._workers}, seed={seed}) as simulated: ..."
         words = ["pipedist", "simulate", self._file, "--seed", str(seed), "--workers", str(self._workers)]
-        words += ["--faults", str(self._faults)]  # also none: without the option there are some
+        words += ["--faults", str(self._faults)]  # also "none", because the default is not
         if self._costs:
             words += ["--costs", ",".join(f"{name}={float(cost)!r}" for name, cost in self._costs.items())]
         for text in self._sets:
@@ -191,10 +301,12 @@ class SpecSimulation:
 
     # -- one run -------------------------------------------------------------------------------
 
-    def _play(self, seed: int, *, workers: int, faults: Faults, storm_s: float, calm_s: float) -> Played:
+    def _run_once(
+        self, seed: int, *, workers: int, faults: Faults, faults_s: float, recovery_s: float
+    ) -> SimulatedRun:
         reject_during_import("pipedist.testing.simulate")
-        if current_fiber() is not None:
-            raise UsageError("a simulation can't be run by a function that is itself being simulated")
+        if current_threads() is not None:
+            raise UsageError("a simulated function cannot start another simulation")
         cluster = SimulatedCluster(
             workers,
             seed=seed,
@@ -203,47 +315,51 @@ class SpecSimulation:
             threads_per_replica=self._spec.threads_per_replica,
         )
         loop = VirtualLoop()
-        with _alone, contextlib.closing(ScratchFolder("simulate")) as folder:
+        with _exclusive, contextlib.closing(ScratchFolder("simulate")) as folder:
             try:
-                # Not in the caller's thread: there a loop may be running, and Ctrl-C has to end what blocks.
+                # In its own thread: the caller's may have a running loop, and Ctrl-C must end a blocked function.
                 return in_own_thread(
-                    lambda: self._in_virtual_time(loop, cluster, Path(folder.path), storm_s, calm_s),
+                    lambda: self._in_virtual_time(loop, cluster, Path(folder.path), faults_s, recovery_s),
                     loop.interrupt,
                     "pipedist-simulation",
                     daemon=True,
                 )
             except BaseException as stop:
-                if cluster.simulated is not None and cluster.simulated.left_at:
-                    stop.add_note(f"a function was left where it blocked:\n{cluster.simulated.left_at}")
+                if cluster.simulated is not None and cluster.simulated.blocked_at:
+                    stop.add_note(
+                        f"the simulation ended while a function was blocked:\n{cluster.simulated.blocked_at}"
+                    )
                 raise
 
     def _in_virtual_time(
-        self, loop: VirtualLoop, cluster: SimulatedCluster, folder: Path, storm_s: float, calm_s: float
-    ) -> Played:
-        silence = io.StringIO()
+        self, loop: VirtualLoop, cluster: SimulatedCluster, folder: Path, faults_s: float, recovery_s: float
+    ) -> SimulatedRun:
+        output = io.StringIO()
         with (
             asyncio.Runner(loop_factory=lambda: loop) as runner,
             virtual_clock(loop),
-            contextlib.redirect_stdout(silence),
-            contextlib.redirect_stderr(silence),
+            contextlib.redirect_stdout(output),
+            contextlib.redirect_stderr(output),
         ):
             violation, fingerprint, result = "", Fingerprint(), None
             failed: PipedistError | None = None
             try:
                 fingerprint, result, failed, violation = runner.run(
-                    self._run(loop, cluster, folder, storm_s, calm_s)
+                    self._run(loop, cluster, folder, faults_s, recovery_s)
                 )
-            except NothingHappens as error:
+            except SimulationStalled as error:
                 violation = str(error)
             except asyncio.CancelledError:
-                violation = "it was cancelled"
+                violation = "the run was cancelled"
             except TimeoutError:
-                violation = f"it did not come to its end in {calm_s:g} s of virtual time without faults"
+                violation = (
+                    f"the run did not end within {recovery_s:g} s of virtual time after the faults stopped"
+                )
             simulated = cluster.simulated
             defects = [*loop.errors, *(simulated.defects if simulated is not None else ())]
-            if defects:  # whatever else was wrong follows from it
+            if defects:  # other violations follow from it
                 violation = f"{type(defects[0]).__name__}: {defects[0]}"
-            return Played(
+            return SimulatedRun(
                 fingerprint,
                 result,
                 loop.now,
@@ -254,7 +370,7 @@ class SpecSimulation:
             )
 
     async def _run(
-        self, loop: VirtualLoop, cluster: SimulatedCluster, folder: Path, storm_s: float, calm_s: float
+        self, loop: VirtualLoop, cluster: SimulatedCluster, folder: Path, faults_s: float, recovery_s: float
     ) -> tuple[Fingerprint, Result | None, PipedistError | None, str]:
         output = folder / "out" if self._spec.outputs else None
         task = asyncio.current_task()
@@ -262,36 +378,36 @@ class SpecSimulation:
         loop.on_interrupt = task.cancel
         if loop.is_interrupted:
             task.cancel()
-        async with asyncio.timeout(storm_s + calm_s), cluster:
+        async with asyncio.timeout(faults_s + recovery_s), cluster:
             simulated, coordinator = cluster.simulated, cluster.coordinator
             assert simulated is not None
             assert isinstance(coordinator, CheckedCoordinator)
-            loop.call_later(storm_s, simulated.calm)
+            loop.call_later(faults_s, simulated.stop_faults)
             simulated.on_defect = task.cancel
             result, fingerprint, violation = None, Fingerprint(), ""
             failed: PipedistError | None = None
             try:
                 async with Run(self._spec, cluster=cluster, output=output) as run:
                     result = await run.results()
-                    fingerprint = of_result(result)
+                    fingerprint = fingerprint_of_result(result)
             except PipedistError as error:
-                failed, fingerprint = error, of_error(error)
+                failed, fingerprint = error, fingerprint_of_error(error)
             if result is not None:
                 ledger = result.ledger
                 if ledger.elements != ledger.committed + ledger.quarantined or ledger.lost:
                     violation = f"the ledger does not add up: {ledger}"
             left = coordinator.left_open()
             if left and not violation:
-                violation = f"something is left of a run that is over: {left}"
+                violation = f"resources of the ended run remain: {left}"
             return fingerprint, result, failed, violation
 
 
 def _setting(name: str, value: Tree) -> str:
-    """Return what `--set` says of a parameter; "" where it can't say it."""
+    """Return a parameter as an argument of `--set`, or "" if that is not possible."""
     try:
         text = json.dumps(value, ensure_ascii=False)
         return f"{name}={text}" if read_setting(text) == value else ""
-    except (TypeError, ValueError):  # an array, for one
+    except (TypeError, ValueError):  # for example an array
         return ""
 
 
@@ -304,15 +420,22 @@ def simulate(
     costs: Mapping[str, float] | None = None,
     params: Mapping[str, Tree] | None = None,
 ) -> Counter[str]:
-    """Run a spec once a seed in simulated clusters, with faults; works inside a running event loop too.
+    """Run a spec in simulated clusters with faults, once per seed.
 
-    Args: as `SpecSimulation`.
+    May be called inside a running event loop too.
+
+    Args:
+        seeds: each determines the faults of one run.
+        spec, workers, faults, costs, params: see `SpecSimulation`.
 
     Returns:
-        How many faults have happened, by kind.
+        The number of faults, by kind.
 
     Raises:
-        SimulationFailure: of the first seed whose run differs from the one without faults.
+        SimulationFailure: a run differs from the one without faults; the first such seed is reported.
+
+    Example:
+        >>> simulate("spec.yaml", seeds=range(20), faults=Faults(drop=0.05, crash=0.05))
     """
     simulation = SpecSimulation(spec, workers=workers, faults=faults, costs=costs, params=params)
     counts: Counter[str] = Counter()

@@ -1,146 +1,217 @@
-"""The clock of a simulation's threads: `time.monotonic`, `time.perf_counter`, `time.sleep`, asyncio's timers.
+"""The clock of a simulation: an event loop in virtual time, and the time functions of its threads.
 
-They follow the simulation's loop in its own thread and in those of simulated workers. What asyncio or anyio
-would run in a thread runs in place: what happens, and in which order, depends on nothing but the program.
-`time.time` is left alone. Threads that functions start, and processes that they fork, have the real clock:
-nobody would let them go on in virtual time.
+`VirtualLoop` jumps to its next timer when it has nothing else to do. While `virtual_clock` is active,
+`time.monotonic`, `time.perf_counter`, `time.sleep` and asyncio's timers follow that loop, in its own thread and in
+those of simulated workers. Functions that asyncio or anyio would run in a thread run in place, so that their order
+depends only on the program. `time.time` is unchanged. Threads that functions start, and processes that they fork,
+use the real clock, because the simulation cannot resume them.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import selectors
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from heapq import heappop, heappush
 from typing import Any
 from unittest import mock
 
 import anyio.to_thread
 
 from pipedist.errors import UsageError
-from pipedist.testing import fibers
-from pipedist.testing.virtual_loop import VirtualLoop
+from pipedist.testing import cooperative_threads
+from pipedist.worker import lease_run
 
-GLANCES_MAX = 10_000
-"""How often a function may look at the clock at one and the same time; then it is one that waits so."""
+READS_MAX = 10_000
+"""How often a function may read the clock before virtual time advances: it may be waiting in a loop."""
 
-GLANCE_S = 1e-5
-"""How long each look takes from then on."""
+READ_S = 1e-5
+"""The virtual time that each further read takes."""
 
 
-class FiberSelector(selectors.DefaultSelector):
-    """Of the event loops in simulated workers: waits in virtual time.
+class SimulationStalled(RuntimeError):
+    """All processes wait, and no timer is set: without virtual time they would wait forever."""
 
-    Stands in for the selector of `pipedist.worker.lease_run`, and for asyncio's own.
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """An event loop with its own clock, which starts at 0."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        """Seconds since the beginning."""
+        self.errors: list[BaseException] = []
+        """Exceptions that no code could catch: in callbacks, and in tasks that are not awaited."""
+        self.is_interrupted = False
+        """The simulation is about to end."""
+        self.on_interrupt: Callable[[], object] = lambda: None
+        """Called in the loop's thread when it is interrupted."""
+        self._due: list[tuple[float, int, Callable[..., object], tuple[Any, ...]]] = []
+        self._order = 0
+        super().__init__(_JumpingSelector(self))
+        self.set_debug(False)  # debug mode rejects calls from the threads of simulated workers
+        self.set_exception_handler(self._keep_error)
+
+    def time(self) -> float:
+        """Return the seconds since the beginning."""
+        return self.now
+
+    def at(self, when: float, action: Callable[..., object], *args: object) -> None:
+        """Call an action at a time, after all actions scheduled earlier for that time."""
+        self._order += 1  # asyncio does not define the order of two timers of the same time
+        heappush(self._due, (when, self._order, action, args))
+        self.call_at(when, self._next)
+
+    def interrupt(self) -> None:
+        """End the simulation soon; may be called from any thread."""
+        self.is_interrupted = True
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self.call_soon_threadsafe(self.on_interrupt)
+
+    def _next(self) -> None:
+        when, _, action, args = heappop(self._due)
+        self.now = max(self.now, when)
+        action(*args)
+
+    def _keep_error(self, _loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        self.errors.append(context.get("exception") or RuntimeError(context["message"]))
+
+
+class _JumpingSelector(selectors.DefaultSelector):
+    """Advances the virtual time instead of waiting."""
+
+    def __init__(self, loop: VirtualLoop) -> None:
+        super().__init__()
+        self._virtual_loop = loop
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        ready = super().select(0)
+        if ready or timeout == 0:
+            return ready
+        if timeout is None:
+            raise SimulationStalled("all processes wait, and no timer is set")
+        self._virtual_loop.now += max(timeout, 0.0)
+        return []
+
+
+class VirtualTimeSelector(selectors.DefaultSelector):
+    """Selector of the event loops in simulated workers: waits in virtual time.
+
+    Replaces the selector of `pipedist.worker.lease_run`, and asyncio's own.
     """
 
     outside: Callable[[], Any] = staticmethod(nullcontext)
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        """Wait for a descriptor, or for as long as the loop's next timer wants."""
+        """Wait for a descriptor, or until the loop's next timer."""
         ready = super().select(0)
-        fiber = fibers.current_fiber()
+        threads = cooperative_threads.current_threads()
         if ready or timeout == 0:
             return ready
-        in_real_time = timeout is None or fiber is None  # a thread of this worker will wake it
-        if in_real_time or len(self.get_map()) > 1:  # beside the loop's own pipe: others send in real time
+        in_real_time = timeout is None or threads is None  # another thread of this worker will wake it
+        if in_real_time or len(self.get_map()) > 1:  # besides the loop's own pipe: peers send in real time
             with self.outside():
                 ready = super().select(timeout)
-        if not ready and fiber is not None and timeout is not None:
-            fiber.sleep(timeout)  # not `outside`: only one of a worker's replicas can wait at a time
+        if not ready and threads is not None and timeout is not None:
+            threads.sleep(timeout)  # not `outside`: only one of a worker's replicas can wait at a time
         return ready
 
 
 class _Clock:
-    """What the time is in each thread."""
+    """The time in each thread."""
 
     def __init__(self, loop: VirtualLoop) -> None:
         self._loop = loop
         self._thread = threading.get_ident()
-        self._glances = 0
-        self._seen = -1.0
+        self._reads = 0
+        self._last_read = -1.0
 
     def now(self) -> float | None:
-        """Return the virtual time; None in a thread that does not live in it."""
-        if fibers.current_fiber() is not None:
-            self._glance()
+        """Return the virtual time, or None in a thread with the real clock."""
+        if cooperative_threads.current_threads() is not None:
+            self._count_read()
         elif threading.get_ident() != self._thread:
             return None
         return self._loop.now
 
-    def _glance(self) -> None:
-        if self._loop.now != self._seen:
-            self._seen = self._loop.now
-            self._glances = 0
-        self._glances += 1
-        if self._glances > GLANCES_MAX:
-            self._loop.now += GLANCE_S
-            self._seen = self._loop.now
+    def _count_read(self) -> None:
+        if self._loop.now != self._last_read:
+            self._last_read = self._loop.now
+            self._reads = 0
+        self._reads += 1
+        if self._reads > READS_MAX:
+            self._loop.now += READ_S
+            self._last_read = self._loop.now
 
 
 _clock: _Clock | None = None
-_really_monotonic, _really_monotonic_ns = time.monotonic, time.monotonic_ns
-_really_perf_counter, _really_perf_counter_ns = time.perf_counter, time.perf_counter_ns
-_really_sleep = time.sleep
+_real_monotonic, _real_monotonic_ns = time.monotonic, time.monotonic_ns
+_real_perf_counter, _real_perf_counter_ns = time.perf_counter, time.perf_counter_ns
+_real_sleep = time.sleep
 
 
 def _now() -> float | None:
     return None if _clock is None else _clock.now()
 
 
-# What is imported while the clock is virtual may keep one of these for good: `from time import monotonic`.
+# A module that is imported during a simulation may keep one of these (`from time import monotonic`), so they
+# fall back to the real clock.
 
 
 def _monotonic() -> float:
     now = _now()
-    return _really_monotonic() if now is None else now
+    return _real_monotonic() if now is None else now
 
 
 def _perf_counter() -> float:
     now = _now()
-    return _really_perf_counter() if now is None else now
+    return _real_perf_counter() if now is None else now
 
 
 def _monotonic_ns() -> int:
     now = _now()
-    return _really_monotonic_ns() if now is None else int(now * 1e9)
+    return _real_monotonic_ns() if now is None else int(now * 1e9)
 
 
 def _perf_counter_ns() -> int:
     now = _now()
-    return _really_perf_counter_ns() if now is None else int(now * 1e9)
+    return _real_perf_counter_ns() if now is None else int(now * 1e9)
 
 
 def _sleep(seconds: float) -> None:
-    fiber = None if _clock is None else fibers.current_fiber()
-    if fiber is None:
-        _really_sleep(seconds)
+    threads = None if _clock is None else cooperative_threads.current_threads()
+    if threads is None:
+        _real_sleep(seconds)
     else:
-        fiber.sleep(max(0.0, seconds))
+        threads.sleep(max(0.0, seconds))
 
 
 @contextmanager
 def virtual_clock(loop: VirtualLoop) -> Iterator[None]:
-    """Let the calling thread, and the simulated workers, live in the loop's time, as long as it lasts."""
+    """Make the calling thread and the simulated workers follow the loop's time."""
     global _clock
-    really_fork, really_exit = os.fork, os._exit
-    begin, run_elsewhere = asyncio.SelectorEventLoop.__init__, asyncio.SelectorEventLoop.run_in_executor
+    real_fork, real_exit = os.fork, os._exit
+    real_init, real_run_in_executor = (
+        asyncio.SelectorEventLoop.__init__,
+        asyncio.SelectorEventLoop.run_in_executor,
+    )
 
     async def in_place(function: Callable[..., Any], *args: object, **_: object) -> Any:
         await asyncio.sleep(0)
         return function(*args)
 
-    def begin_loop(self: Any, selector: selectors.BaseSelector | None = None) -> None:
-        if selector is None and fibers.current_fiber() is not None:
-            selector = FiberSelector()
-        begin(self, selector)
+    def init_loop(self: Any, selector: selectors.BaseSelector | None = None) -> None:
+        if selector is None and cooperative_threads.current_threads() is not None:
+            selector = VirtualTimeSelector()
+        real_init(self, selector)
 
     def run_in_executor(self: Any, executor: Any, function: Callable[..., Any], *args: Any) -> Any:
-        if fibers.current_fiber() is None:
-            return run_elsewhere(self, executor, function, *args)
+        if cooperative_threads.current_threads() is None:
+            return real_run_in_executor(self, executor, function, *args)
         future, running = self.create_future(), asyncio._get_running_loop()
         asyncio._set_running_loop(None)  # as in another thread
         try:
@@ -153,18 +224,18 @@ def virtual_clock(loop: VirtualLoop) -> Iterator[None]:
         return future
 
     def fork() -> int:
-        copy = really_fork()
+        copy = real_fork()
         if not copy:
             leave()
-            fibers.leave_in_copy()
+            cooperative_threads.leave_after_fork()
         return copy
 
-    def end_process(code: int) -> None:
-        if fibers.current_fiber() is None:
-            really_exit(code)
+    def exit_process(code: int) -> None:
+        if cooperative_threads.current_threads() is None:
+            real_exit(code)
         raise UsageError(
             f"the function called os._exit({code}), which would end its worker: simulated workers share one "
-            "process; `pipedist run` shows what comes of it"
+            "process. Test it with `pipedist run`"
         )
 
     def leave() -> None:
@@ -172,24 +243,22 @@ def virtual_clock(loop: VirtualLoop) -> Iterator[None]:
         _clock = None
         stack.close()
 
-    from pipedist.worker import lease_run
-
     _clock = _Clock(loop)
     stack = ExitStack()
-    for place, name, stand_in in (
+    for owner, name, replacement in (
         (time, "monotonic", _monotonic),
         (time, "perf_counter", _perf_counter),
         (time, "monotonic_ns", _monotonic_ns),
         (time, "perf_counter_ns", _perf_counter_ns),
         (time, "sleep", _sleep),
         (os, "fork", fork),
-        (os, "_exit", end_process),
-        (asyncio.SelectorEventLoop, "__init__", begin_loop),
+        (os, "_exit", exit_process),
+        (asyncio.SelectorEventLoop, "__init__", init_loop),
         (asyncio.SelectorEventLoop, "run_in_executor", run_in_executor),
         (anyio.to_thread, "run_sync", in_place),
-        (lease_run, "_Selector", FiberSelector),
+        (lease_run, "_Selector", VirtualTimeSelector),
     ):
-        stack.enter_context(mock.patch.object(place, name, stand_in))
+        stack.enter_context(mock.patch.object(owner, name, replacement))
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""How soon the scheduler knows that a worker has died, was stopped, is silent, or hangs.
+"""Measure how soon a dead, stopped, silent or hanging worker is detected.
 
     python -m tests.acceptance.detection [crash | stop | silent | hang | starved ...] [--times 10]
 
@@ -31,14 +31,14 @@ TIMEOUT_S = 1.0
 F = "tests.acceptance.functions"
 ROOT = Path(__file__).parents[2]
 BAR_S = {"crash": 0.1, "stop": 17.0, "silent": 17.0, "hang": 1.0}
-"""The bar: crash 100 ms; stop and silence 3 heartbeats + 1 s; hang 1 s beyond `timeout_s`."""
+"""The limits: crash 100 ms; stop and silence 3 heartbeats + 1 s; hang 1 s beyond `timeout_s`."""
 
 
 @contextlib.asynccontextmanager
 async def dialled_in(
     folder: Path, limits: SchedulerLimits | None = None
 ) -> AsyncIterator[tuple[pipedist.ConnectCluster, subprocess.Popen[bytes]]]:
-    """A cluster with one worker that has dialled in, and its supervisor."""
+    """A cluster with one worker of another host, and its supervisor."""
     key_file = folder / "cluster.key"
     with contextlib.redirect_stderr(io.StringIO()):
         cluster = await pipedist.ConnectCluster(key_file=key_file, limits=limits).__aenter__()
@@ -57,16 +57,16 @@ async def dialled_in(
 
 
 async def until(condition: Callable[[], bool]) -> float:
-    """Wait until something holds; return how long that took, seconds."""
+    """Wait until a condition holds; return the seconds that it took."""
     begin = time.monotonic()
     async with asyncio.timeout(PATIENCE_S):
-        while not condition():  # noqa: ASYNC110 - of other processes nobody tells
+        while not condition():  # noqa: ASYNC110 - there is no notification
             await asyncio.sleep(0.001)
     return time.monotonic() - begin
 
 
 async def lost(cluster: pipedist.LocalCluster | pipedist.ConnectCluster, kill: Callable[[], None]) -> float:
-    """Do something to the only worker; return how long it took until the scheduler knew, seconds."""
+    """Apply a fault to the only worker; return the seconds until it was detected."""
     assert cluster.coordinator.workers_ready == 1
     kill()
     return await until(lambda: cluster.coordinator.workers_ready == 0)
@@ -99,7 +99,7 @@ def spec(run: str, **more: object) -> dict[str, object]:
 
 
 async def hang() -> float:
-    """Return how long a call outlived its time, in a worker whose interpreter does not answer, seconds."""
+    """Return the seconds by which a call exceeded its timeout, with a blocked interpreter."""
     with tempfile.TemporaryDirectory() as folder:
         document = spec("hangs", timeout_s=TIMEOUT_S, retries=1, **{"with": {"folder": folder}})
         async with pipedist.LocalCluster(workers=1) as cluster:
@@ -115,7 +115,7 @@ async def hang() -> float:
 
 
 async def starved(hold_s: float = HOLD_S) -> float:
-    """Return how long a worker that dialled in held its interpreter's lock, and was alive all the time.
+    """Return the seconds for which a worker held its interpreter's lock and was not lost.
 
     Raises:
         AssertionError: it was lost.
@@ -132,7 +132,7 @@ async def starved(hold_s: float = HOLD_S) -> float:
 
 
 async def measure(kinds: Sequence[str], times: int) -> bool:
-    """Print a line for each kind; return whether all are within the bar."""
+    """Print a line for each kind; return whether all are within the limits."""
     within = True
     cases: dict[str, list[tuple[str, Callable[[], object], int]]] = {
         "crash": [

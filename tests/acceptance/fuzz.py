@@ -22,7 +22,7 @@ from tests.acceptance.watch import MIB, peak_bytes
 
 TARGETS = ("decoder", "socket", "specs")
 MEMORY_BYTES_MAX = 4096 * MIB
-"""Of this process's addresses while it decodes: what would take the machine's memory is an error here."""
+"""Limit of this process's address space while it decodes: excessive allocation becomes an error."""
 
 
 def main() -> int:

@@ -1,4 +1,4 @@
-"""Real messages, recorded from real runs in both directions: what the fuzzers begin with."""
+"""Real messages, recorded from real runs in both directions: the input of the fuzzers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pipedist.transport.router import Router
 
 F = "tests.acceptance.functions"
 FRAME_BYTES_MAX = 200_000
-"""Of what is kept: a mutation of a larger frame costs its copy and finds nothing more."""
+"""Larger frames are not kept: their mutations cost more and find the same."""
 
 Frames = tuple[bytes, ...]
 
@@ -65,12 +65,12 @@ UNSEEN: tuple[msg.Message, ...] = (
     msg.Committed(1, 4),
     msg.DataVisible(1),
 )
-"""Messages of dialled-in workers, and of what does not happen in every run."""
+"""Messages of workers on other hosts, and of rare events."""
 
 
 @contextmanager
 def recording(into: list[Frames]) -> Iterator[None]:
-    """Record what the routers of this process hear and say."""
+    """Record the messages that the routers of this process receive and send."""
     take, send = Router._take, Router.send
 
     def hears(self: Router, identity: bytes, parts: list[memoryview]) -> None:
@@ -105,6 +105,6 @@ def record() -> list[Frames]:
     small = {frames for frames in seen if sum(map(len, frames)) <= FRAME_BYTES_MAX}
     by_kind: dict[tuple[int, int, int], Frames] = {}
     for frames in sorted(small):
-        # the class, the number of frames, and roughly the size: hundreds of like ones add nothing
+        # the class, the number of frames, and roughly the size: hundreds of similar messages add nothing
         by_kind[frames[0][9], len(frames), sum(map(len, frames)).bit_length()] = frames
     return sorted(by_kind.values())

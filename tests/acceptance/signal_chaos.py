@@ -1,4 +1,4 @@
-"""Signals at seeded times: the right exit code, nothing left behind, and a run that can be resumed.
+"""Signals at seeded times: the right exit code, no remains, and a run that can be resumed.
 
     python -m tests.acceptance.signal_chaos [--count 200] [--seed N]
 
@@ -47,7 +47,7 @@ outputs: {{total: total.json, rows: rows.npy, each: each.jsonl, later: later.npz
 
 
 class Wrong(Exception):
-    """What a signal must not do; the text says with which seed."""
+    """A signal had a wrong effect; the text contains the seed."""
 
 
 def start(folder: Path, *flags: str) -> subprocess.Popen[bytes]:
@@ -121,9 +121,9 @@ def disturb(seed: int, folder: Path, want: dict[str, str], took_s: float) -> tup
     if not code:
         took_s = min(took_s, time.monotonic() - begin)
     allowed = {128 + number for number in signals[:sent]}
-    if sent:  # before a line of Python has run the kernel's own handling holds, which shells show as 128 + n
+    if sent:  # before Python runs, the kernel ends the process, which shells show as 128 + n
         allowed |= {-number for number in signals[:sent]}
-    if b"Fatal Python error: init_" in told:  # and so does the interpreter's, until it has begun
+    if b"Fatal Python error: init_" in told:  # and so does the interpreter while it starts
         allowed.add(1)
     if code not in allowed | {0}:
         raise Wrong(f"seed {seed}: exit code {code}: {told.decode()}")
@@ -144,7 +144,7 @@ def disturb(seed: int, folder: Path, want: dict[str, str], took_s: float) -> tup
 
 
 def chaos(seeds: range, folder: Path) -> Counter[str]:
-    """Disturb one run for each seed; return how often what came of it."""
+    """Disturb one run for each seed; return the number of each outcome."""
     before = shared_memory()
     (folder / "straight").mkdir()
     want, took_s = undisturbed(folder / "straight")
@@ -170,7 +170,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, help="this one alone")
     told = parser.parse_args()
     seeds = range(told.count) if told.seed is None else range(told.seed, told.seed + 1)
-    # Whatever a shell starts in the background ignores this signal, and so would the runs.
+    # A process that a shell starts in the background ignores this signal, and so would the runs.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     begin = time.monotonic()
     try:

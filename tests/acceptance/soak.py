@@ -23,7 +23,7 @@ STREAM_S_MAX = 3600.0
 
 
 class Wrong(Exception):
-    """Something that grows."""
+    """Memory or descriptors grew."""
 
 
 def held(cluster: pipedist.LocalCluster) -> dict[str, tuple[int, int]]:
@@ -36,7 +36,7 @@ def held(cluster: pipedist.LocalCluster) -> dict[str, tuple[int, int]]:
 
 
 async def soak(calls: int, workers: int = 2) -> tuple[dict[str, tuple[int, int]], dict[str, tuple[int, int]]]:
-    """Run so many calls; return what was held after a tenth of them, and in the end."""
+    """Run calls; return the usage after a tenth of them, and at the end."""
     spec = {
         "pipedist": 1,
         "dataset": {"range": calls, "batch": 1},

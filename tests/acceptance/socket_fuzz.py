@@ -1,4 +1,4 @@
-"""Damaged messages on the sockets of a cluster that works: its runs stay right, its workers untouched."""
+"""Damaged messages on the sockets of a working cluster: its runs and workers are not affected."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from tests.acceptance.watch import MIB, descriptors, rss_bytes
 
 MESSAGES = 10_000
 BATCH = 20
-"""Messages that are sent before the sender opens a new context."""
+"""Messages per context of the sender."""
 
 GROWTH_BYTES_MAX = 64 * MIB
 SECOND_HALF_BYTES_MAX = 16 * MIB
-"""What thousands of connections took is given back, or used again for the next ones."""
+"""The memory of thousands of connections must be freed or reused."""
 
 RUN_S_MAX = 60.0
 SPEC = {
@@ -51,7 +51,7 @@ async def fuzz(corpus: Sequence[Frames], seeds: Sequence[int]) -> tuple[int, int
         await cluster.ready()
         want = await _result(cluster)
         pids = dict(cluster.pids)
-        resource_tracker.ensure_running()  # of the rogue's process, with a descriptor here
+        resource_tracker.ensure_running()  # the rogue's process needs it, with a descriptor here
         open_ = descriptors()
         memory = await _settled_bytes(open_)
         half = len(seeds) // 2
@@ -71,7 +71,7 @@ async def fuzz(corpus: Sequence[Frames], seeds: Sequence[int]) -> tuple[int, int
 async def _beside(
     cluster: pipedist.LocalCluster, want: bytes, corpus: Sequence[Frames], seeds: Sequence[int]
 ) -> int:
-    """Run again and again while another process sends damaged messages; return how often."""
+    """Run repeatedly while another process sends damaged messages; return the number of runs."""
     spawn = multiprocessing.get_context("spawn")
     rogue = spawn.Process(target=send_all, args=(cluster.coordinator.endpoint, corpus, seeds))
     rogue.start()
@@ -91,7 +91,7 @@ async def _beside(
 
 
 async def _settled_bytes(open_: int) -> int:
-    """Return the memory in use, once the connections that are over are closed: their grace is a second.
+    """Return the memory in use after ended connections are closed, which takes a second.
 
     How many there are at one time depends on how busy the machine is, and so does what the allocator keeps
     of theirs: it gives that back first.
@@ -113,14 +113,14 @@ async def _result(cluster: pipedist.LocalCluster) -> bytes:
 
 
 def send_all(endpoint: str, corpus: Sequence[Frames], seeds: Sequence[int]) -> None:
-    """Be the rogue, in a process of its own: a connection for each message."""
+    """Run the rogue, in a separate process: one connection per message."""
     for number, begin in enumerate(range(0, len(seeds), BATCH)):
         batch = [mutated(corpus, seed) for seed in seeds[begin : begin + BATCH]]
         _send(endpoint, f"rogue{number}".encode(), batch)
 
 
 def _send(endpoint: str, name: bytes, batch: Sequence[list[bytes]]) -> None:
-    with zmq.Context() as context:  # its end waits until all has left
+    with zmq.Context() as context:  # its end waits until all messages are sent
         for at, frames in enumerate(batch):
             with context.socket(zmq.DEALER) as peer:
                 peer.linger = 5000

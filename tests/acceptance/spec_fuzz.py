@@ -1,4 +1,4 @@
-"""Damaged specs: each is read as YAML 1.2 says, or refused, at once, with line and column."""
+"""Damaged specs: each is read according to YAML 1.2, or refused quickly, with line and column."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from tests.acceptance.spec_mutations import mutated
 SPECS = 10_000
 READ_S = 0.1
 _WEIGHT = 8
-"""A mistake beside another one hides little; a mistake in a good spec stands alone."""
+"""Copies of valid specs: a mistake in a valid spec is the only one."""
 
 ROOT = Path(__file__).parents[2]
 
 
 def shipped() -> list[bytes]:
-    """Return every spec of this repository; those without mistakes more than once."""
+    """Return every spec of this repository; valid ones more than once."""
     paths = [path for folder in ("specs", "examples") for path in sorted((ROOT / folder).rglob("*.yaml"))]
     return [
         path.read_bytes()
@@ -33,7 +33,7 @@ def shipped() -> list[bytes]:
 
 
 def check(path: Path) -> str:
-    """Load one file; return what it was.
+    """Load one file; return the outcome.
 
     Raises:
         AssertionError: it is refused without a place, or with a place that is not in the file.
@@ -73,7 +73,7 @@ def fuzz(corpus: Sequence[bytes], seeds: Sequence[int], folder: Path) -> tuple[C
     for seed in seeds:
         path.write_bytes(mutated(corpus, seed))
         took_s = READ_S
-        for _ in range(3):  # processor time, the best of some: this machine may be busy
+        for _ in range(3):  # the best of several processor times: this machine may be busy
             begin = time.process_time()
             try:
                 what = check(path)

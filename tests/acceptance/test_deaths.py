@@ -1,4 +1,4 @@
-"""Workers that die at chosen points, or at random: the bits are those of an undisturbed run, nothing is left.
+"""Workers that die at chosen points, or at random: the bits are those of an undisturbed run, no remains.
 
 The whole: make chaos-workers, make chaos-signals, make soak.
 """
@@ -83,7 +83,7 @@ def test_many_calls() -> None:
     soak.check(early, late)
 
 
-def test_what_grows_is_told() -> None:
+def test_growth_is_reported() -> None:
     early = {"driver": (10 * 2**20, 10)}
     with pytest.raises(soak.Wrong, match=r"memory of driver has grown by 5\.0 MiB"):
         soak.check(early, {"driver": (15 * 2**20, 10)})
@@ -94,14 +94,14 @@ def test_what_grows_is_told() -> None:
 @pytest.mark.slow
 @pytest.mark.asyncio
 async def test_a_worker_that_holds_its_interpreter_is_alive() -> None:
-    """Longer than some heartbeats: its supervisor speaks for it. The whole: make detection."""
+    """Longer than some heartbeats: its supervisor sends them. All cases: make detection."""
     assert await detection.starved(hold_s=3.0) > 3.0
 
 
 @pytest.mark.slow
 @pytest.mark.asyncio
-async def test_a_worker_that_wakes_after_it_was_given_up_is_fenced(tmp_path: Path) -> None:
-    """Its host stood still, with calls queued: they are done elsewhere, and nothing of it counts any more."""
+async def test_a_worker_that_wakes_after_its_eviction_is_fenced(tmp_path: Path) -> None:
+    """Its host was stopped, with queued calls: they are reassigned, and its late results do not count."""
     document = {**spec("floats", pause_s=0.02), "code": str(detection.ROOT)}
     async with pipedist.LocalCluster(workers=1) as cluster:
         want = await bits(cluster, spec("floats"))

@@ -1,4 +1,4 @@
-"""A share of the fuzzing; the whole: make fuzz."""
+"""A share of the fuzzing; all of it: make fuzz."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def test_the_decoder(corpus: list[Frames]) -> None:
     )
 
 
-def test_what_was_recorded_is_read(corpus: list[Frames]) -> None:
-    """But for the payloads that are no single tree: a pass's program, and what members exchange."""
+def test_recorded_messages_are_decoded(corpus: list[Frames]) -> None:
+    """Except payloads that are not a single tree: programs, and exchanges of gangs."""
     heads = {frames: type(unpack(unseal(memoryview(frames[0]), LIMITS)[0])) for frames in corpus}
     assert set(heads.values()) == set(typing.get_args(msg.Message))
     for frames, kind in heads.items():
@@ -53,15 +53,13 @@ def test_specs(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", [0, 1, 17, 10**9])
-def test_a_seed_is_one_story(corpus: list[Frames], seed: int) -> None:
+def test_a_seed_determines_all_mutations(corpus: list[Frames], seed: int) -> None:
     assert frame_mutations.mutated(corpus, seed) == frame_mutations.mutated(corpus, seed)
     specs = spec_fuzz.shipped()
     assert spec_mutations.mutated(specs, seed) == spec_mutations.mutated(specs, seed)
 
 
-def test_a_planted_fault_of_the_decoder_is_found(
-    corpus: list[Frames], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_defect_of_the_decoder_is_found(corpus: list[Frames], monkeypatch: pytest.MonkeyPatch) -> None:
     def careless(frames: list[memoryview]) -> int:
         return frames[0][100_000]
 
@@ -70,7 +68,7 @@ def test_a_planted_fault_of_the_decoder_is_found(
         decoder_fuzz.fuzz(corpus, range(1000))
 
 
-def test_a_refusal_without_a_place_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_spec_error_without_a_position_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def careless(path: Path) -> None:
         try:
             real(path)
@@ -83,7 +81,7 @@ def test_a_refusal_without_a_place_is_found(monkeypatch: pytest.MonkeyPatch, tmp
         spec_fuzz.fuzz(spec_fuzz.shipped(), range(50), tmp_path)
 
 
-def test_what_a_problem_quotes_is_bounded(tmp_path: Path) -> None:
+def test_quotes_in_spec_errors_are_limited(tmp_path: Path) -> None:
     path = tmp_path / "long.yaml"
     path.write_text('pipedist: 1\nname: "${' + "x" * 20_000 + '}"\n')
     with pytest.raises(SpecError) as caught:

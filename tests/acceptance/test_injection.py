@@ -1,4 +1,4 @@
-"""Specs are data: what they name is imported as `package.module:name` from known places, or refused."""
+"""Specs are data: names are imported as `package.module:name` from known folders, or refused."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NAMES = (
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("key", ["run", "reduce"])
-def test_what_is_no_name_is_refused(name: str, key: str) -> None:
+def test_invalid_names_are_refused(name: str, key: str) -> None:
     stage = {"run": name} if key == "run" else {"reduce": name, "of": "y"}
     stages = {"y": {"run": "math:sqrt"}, "z": stage}
     with pytest.raises(SpecError) as caught:

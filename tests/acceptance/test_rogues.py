@@ -1,4 +1,4 @@
-"""Rogues of eight kinds beside an honest worker: nothing of theirs counts, and both ends say so."""
+"""Rogues of eight kinds beside an honest worker: none of their messages count, and both ends report it."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ N = 400
 ROOT = Path(__file__).parents[2]
 EVIL = encode([{"y": np.full(2, 10**6)}])
 SOON = SocketSettings(handshake_s=1.0)
-"""For those that are answered by nobody; the others wait as long as a busy machine needs."""
+"""For rogues without an answer; the others wait as long as a busy machine needs."""
 
 
 @dataclass
 class Live:
-    """A cluster with one honest worker that has dialled in and works.
+    """A cluster with one honest worker of another host, which executes calls.
 
     Args:
         heard: who said something that counts: identities of those that have joined.
@@ -71,7 +71,7 @@ class Live:
 
 @asynccontextmanager
 async def live(folder: Path, logs: pytest.LogCaptureFixture) -> AsyncIterator[Live]:
-    """Have a run go on from the beginning of the block to its end, and check its result."""
+    """Run a job during the block, and check its result."""
     logs.set_level(logging.WARNING, logger=LOGGER)
     key_file = folder / "cluster.key"
     document = {
@@ -124,11 +124,11 @@ async def live(folder: Path, logs: pytest.LogCaptureFixture) -> AsyncIterator[Li
 
 
 WORDS = [msg.Results(lease, at, at + 1, 5) for lease in range(1, 6) for at in range(3)]
-"""Of all leases that the honest worker may have."""
+"""The numbers of all leases that the honest worker may have."""
 
 
 async def speak_as(live: Live, said: msg.Hello | msg.Heartbeat | msg.Goodbye) -> str:
-    """Say something in a name, over a connection of its own, then results; return how it was turned away."""
+    """Send a message in a name over a separate connection, then results; return the rejection."""
     with live.dealer(live.keys) as rogue:
         await blocking(rogue.send, said)
         refused, _ = await blocking(rogue.recv)
@@ -163,14 +163,14 @@ async def wrong_server_key(live: Live, _folder: Path) -> None:
 
 
 async def anothers_identity(live: Live, _folder: Path) -> None:
-    """The honest worker's identity, with a valid key, while that is connected: the socket hears nothing."""
+    """The honest worker's identity, with a valid key, while that is connected: the socket receives nothing."""
     with raw(live.endpoint, live.worker.identity, live.keys) as rogue:
         for _ in range(50):
             rogue.send(first_frame(msg.Results(1, 0, 1, 0)))
 
 
 async def anothers_name(live: Live, _folder: Path) -> None:
-    """A living worker's name, with a valid key, in all that is said before a connection has joined."""
+    """A connected worker's name, with a valid key, in all messages before a join."""
     name, incarnation = live.worker.worker, live.worker.incarnation
     for proof in ("", "0" * 64, new_name(name.rpartition(":")[0])[1]):
         for said in (
@@ -185,7 +185,7 @@ async def anothers_name(live: Live, _folder: Path) -> None:
 
 
 async def replay(live: Live, _folder: Path) -> None:
-    """Results of a worker's leases, said by somebody else, who has not joined."""
+    """Results of a worker's leases, sent by a peer that has not joined."""
     with live.dealer(live.keys) as rogue:
         for message in WORDS:
             await blocking(rogue.send, message, EVIL)
@@ -208,7 +208,7 @@ async def wrong_version(live: Live, _folder: Path) -> None:
 
 
 async def no_gate(live: Live, _folder: Path) -> None:
-    """Without the ZAP handler nobody comes in, whatever the key; who is in stays."""
+    """Without the ZAP handler no peer can connect, with any key; connected peers stay."""
     zap = live.cluster.coordinator._router._server._zap
     assert zap is not None
     zap.close()

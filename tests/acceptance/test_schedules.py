@@ -50,7 +50,7 @@ def test_real_workers(workers: int, want: dict[str, bytes]) -> None:
     "workers", [2, *(pytest.param(workers, marks=pytest.mark.slow) for workers in (1, 4, 8))]
 )
 def test_shuffled_schedules(workers: int, want: dict[str, bytes]) -> None:
-    """Messages are late, overtake each other and come twice, calls are slow, workers crash."""
+    """Messages are late, reordered and repeated, calls are slow, workers crash."""
     faults = Faults.parse("delay=0.3,reorder=0.3,slow=0.2,duplicate=0.01,crash=0.01")
     simulation = SpecSimulation(SPEC, workers=workers, faults=faults)
     happened = 0

@@ -1,4 +1,4 @@
-"""Each command of docs/reliability.md is there, and selects something."""
+"""Each command of docs/reliability.md exists, and selects tests."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_every_row_has_a_command() -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_command_selects_something(command: str) -> None:
+def test_a_command_selects_tests(command: str) -> None:
     program, *words = shlex.split(command)
     if program == "make":
         assert f"\n{words[0]}: " in (ROOT / "Makefile").read_text()

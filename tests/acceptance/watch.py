@@ -1,4 +1,4 @@
-"""Looking at a process from within and from outside: its memory, what it holds, what it leaves."""
+"""Observe a process: its memory, descriptors, and remains."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ MIB = 1024 * KIB
 
 
 def rss_bytes(pid: int | str = "self") -> int:
-    """Return how much memory a process has resident now."""
+    """Return the resident memory of a process."""
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         if line.startswith("VmRSS:"):
             return int(line.split()[1]) * KIB
@@ -18,7 +18,7 @@ def rss_bytes(pid: int | str = "self") -> int:
 
 
 def peak_bytes() -> int:
-    """Return how much memory this process had resident at most."""
+    """Return the peak resident memory of this process."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * KIB
@@ -26,16 +26,16 @@ def peak_bytes() -> int:
 
 
 def descriptors(pid: int | str = "self") -> int:
-    """Return how many descriptors a process has open."""
+    """Return the number of open descriptors of a process."""
     return len(os.listdir(f"/proc/{pid}/fd"))
 
 
 SEGMENTS = ("pipedist", "psm_", "wnsm_")
-"""How the names of segments begin that this project, or Python's shared memory, might leave behind."""
+"""Prefixes of the segments that this project, or Python's shared memory, might leave."""
 
 
 def shared_memory() -> set[str]:
-    """Return the segments in /dev/shm, of whoever."""
+    """Return the segments in /dev/shm, of all users."""
     folder = Path("/dev/shm")
     found = folder.iterdir() if folder.is_dir() else ()
     return {path.name for path in found if path.name.startswith(SEGMENTS) and path.is_file()}

@@ -1,4 +1,4 @@
-"""Workers die in every way while a job runs: its files' bytes are those of an undisturbed run.
+"""Workers die in every way while a job runs: its files have the bytes of an undisturbed run.
 
     python -m tests.acceptance.worker_chaos [--seconds 60] [--every 2] [--seed 0]
 
@@ -31,13 +31,13 @@ WORKERS = 3
 PAUSE_S = 0.02
 RUN_S_MAX = 600.0
 STEPS_BETWEEN = 3
-"""Steps that are done from one death to the next: a call under which `deaths_max` workers die has failed."""
+"""Steps between two deaths: a call under which `deaths_max` workers die fails."""
 
 F = "tests.acceptance.functions"
 
 
 class Wrong(Exception):
-    """What the death of a worker must not change."""
+    """The death of a worker changed something that it must not change."""
 
 
 def spec(steps: int, run: str, **more: Any) -> dict[str, Any]:
@@ -64,7 +64,7 @@ def digests(folder: Path) -> dict[str, str]:
 
 
 class Progress:
-    """How many steps a job has done."""
+    """The number of steps that a job has completed."""
 
     steps = 0
 
@@ -86,7 +86,7 @@ async def output(
 async def disturbed(
     cluster: pipedist.LocalCluster, random: Random, every_s: float, progress: Progress
 ) -> AsyncIterator[Counter[str]]:
-    """Kill and stop workers of a cluster while the block runs; give what was done."""
+    """Kill and stop workers of a cluster while the block runs; yield the counts."""
     done: Counter[str] = Counter()
 
     async def disturb() -> None:
@@ -95,7 +95,7 @@ async def disturbed(
             await asyncio.sleep(every_s)
             while progress.steps < enough:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
-            # Of those that have joined: where too many die before, the run gives up.
+            # Only joined workers: if too many die before they join, the run fails.
             joined = sorted({peer.worker for peer in cluster.coordinator._pool.peers} & {*cluster.pids})
             if not joined:
                 continue
@@ -105,7 +105,7 @@ async def disturbed(
             if what == "SIGKILL":
                 cluster.kill(worker)
                 continue
-            with contextlib.suppress(pipedist.errors.UsageError):  # it has just died by itself
+            with contextlib.suppress(pipedist.errors.UsageError):  # it has just ended by itself
                 cluster.pause(worker)
                 if what != "SIGSTOP":
                     await asyncio.sleep(every_s / 4)
@@ -121,7 +121,7 @@ async def disturbed(
 
 
 async def chaos(seconds: float, every_s: float, seed: int, folder: Path) -> str:
-    """Run a job twice, the second time with workers that die; return what happened.
+    """Run a job twice, the second time with workers that die; return a summary.
 
     Raises:
         Wrong: other bytes, or something that was left behind.

@@ -1,4 +1,4 @@
-"""The example of the harness: a bug that only a simulation shows, and how that looks."""
+"""The example of the test harness: a bug that only a simulation finds, and its output."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 SENSORS = ROOT / "examples" / "sensors"
-DOCS = ROOT / "docs" / "harness.md"
+DOCS = ROOT / "docs" / "testing.md"
 
 
 def carry_out(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
@@ -26,7 +26,7 @@ def test_the_wrong_one_is_caught_and_the_docs_show_it(tmp_path: Path) -> None:
     assert wrong.returncode == 1
     assert "stage outliers is " in wrong.stdout
     assert f"$ pipedist {command}\n{wrong.stdout}" in DOCS.read_text()
-    again = re.search(r"again: pipedist (.*)", wrong.stdout)
+    again = re.search(r"reproduce: pipedist (.*)", wrong.stdout)
     assert again
     assert carry_out(tmp_path, "pipedist", *again[1].split()).stdout == wrong.stdout
 

@@ -1,6 +1,6 @@
-"""Draws the scheduler for its docs, from the code itself: `python -m tests.scheduler.diagram`.
+"""Generate diagrams and tables of the scheduler from its code: `python -m tests.scheduler.diagram`.
 
-What it prints stands in `docs/scheduler.md`, and a test compares the two.
+`docs/scheduler.md` contains the output, and a test compares the two.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def diagram(transitions: Mapping[tuple[State, str], State], begins: State) -> st
     """Return a transition table as a mermaid state diagram.
 
     Args:
-        begins: the state of what is new.
+        begins: the initial state.
     """
     lines = ["```mermaid", "stateDiagram-v2", f"    [*] --> {begins.value}"]
     lines += [f"    {state.value} --> {after.value}: {what}" for (state, what), after in transitions.items()]
@@ -48,7 +48,7 @@ def table(title: str, classes: tuple[type[Struct], ...]) -> str:
 
 
 def drawn() -> str:
-    """Return everything of the docs page that follows from the code."""
+    """Return the generated part of the page."""
     return "\n\n".join(
         [
             "### A worker",

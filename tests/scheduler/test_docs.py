@@ -1,4 +1,4 @@
-"""The docs page is drawn from the transition tables, events and commands."""
+"""The diagrams and tables of docs/scheduler.md are generated from the code."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "scheduler.md"
 BEGIN, END = "<!-- drawn: python -m tests.scheduler.diagram -->\n", "<!-- end of what is drawn -->\n"
 
 
-def test_the_page_shows_what_the_code_says() -> None:
+def test_the_page_is_generated_from_the_code() -> None:
     text = PAGE.read_text(encoding="utf-8")
     shown = text.partition(BEGIN)[2].partition(END)[0]
     assert shown == drawn() + "\n", f"put the output of `python -m tests.scheduler.diagram` into {PAGE}"

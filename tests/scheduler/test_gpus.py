@@ -1,4 +1,4 @@
-"""Playbooks of calls that need GPUs: only workers that own them get any, and nobody else waits for that."""
+"""Scenarios of calls that need GPUs: only workers with GPUs get them, and no other call waits for them."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from hypothesis import strategies as st
 from pipedist.scheduler import PassSettings
 from pipedist.scheduler import commands as cmd
 from pipedist.scheduler import events as ev
-from tests.scheduler.playbook import Playbook, assigns
+from tests.simulation.scenario import Scenario, assigns
 
 ON_GPU = PassSettings(replicas=1, pulled=False, gpus=1.0)
 PLAIN = PassSettings(replicas=1, pulled=False)
 SECOND = 10**9
 
 
-def opened(workers: Mapping[str, float], *passes: PassSettings) -> Playbook:
-    play = Playbook()
+def opened(workers: Mapping[str, float], *passes: PassSettings) -> Scenario:
+    scenario = Scenario()
     for name, gpus in workers.items():
-        play.setup(ev.WorkerExpected(name), ev.WorkerJoined(name, 0, gpus=gpus))
+        scenario.setup(ev.WorkerExpected(name), ev.WorkerJoined(name, 0, gpus=gpus))
     for number, settings in enumerate(passes, 1):
-        play.setup(ev.PassOpened(number, settings))
-    return play
+        scenario.setup(ev.PassOpened(number, settings))
+    return scenario
 
 
 def test_only_a_worker_that_owns_a_gpu_gets_a_call_that_needs_one() -> None:
-    play = opened({"w0": 0, "w1": 1, "w2": 0}, ON_GPU)
-    play(ev.StepsAvailable(1, 0, 3, 1), cmd.SendBind("w1", 1), cmd.SendAssign("w1", 1, 1, 0, 1, 0))
-    play(
+    scenario = opened({"w0": 0, "w1": 1, "w2": 0}, ON_GPU)
+    scenario(ev.StepsAvailable(1, 0, 3, 1), cmd.SendBind("w1", 1), cmd.SendAssign("w1", 1, 1, 0, 1, 0))
+    scenario(
         ev.CallsDone("w1", 0, 1, 0, 1, SECOND),
         cmd.AcceptResults(1, 0, 1, "w1"),
         cmd.StepsReady(1, 0, 1),
@@ -38,61 +38,61 @@ def test_only_a_worker_that_owns_a_gpu_gets_a_call_that_needs_one() -> None:
     )
 
 
-def test_calls_wait_for_the_owner_of_a_gpu_to_come() -> None:
-    play = opened({"w0": 0}, ON_GPU)
-    play(ev.StepsAvailable(1, 0, 1, 1))
-    play.setup(ev.WorkerExpected("w1"))
-    play(ev.WorkerJoined("w1", 0, gpus=2), cmd.SendBind("w1", 1), cmd.SendAssign("w1", 1, 1, 0, 1, 0))
+def test_calls_wait_until_a_worker_with_a_gpu_joins() -> None:
+    scenario = opened({"w0": 0}, ON_GPU)
+    scenario(ev.StepsAvailable(1, 0, 1, 1))
+    scenario.setup(ev.WorkerExpected("w1"))
+    scenario(ev.WorkerJoined("w1", 0, gpus=2), cmd.SendBind("w1", 1), cmd.SendAssign("w1", 1, 1, 0, 1, 0))
 
 
-def test_a_death_gives_the_call_to_the_next_owner_and_to_nobody_else() -> None:
-    play = opened({"w0": 0, "w1": 1}, ON_GPU)
-    play.setup(ev.StepsAvailable(1, 0, 1, 1))
-    assert assigns(play.setup(ev.WorkerLost("w1", 0, "signal 9"))) == []
-    [again] = assigns(play.setup(ev.WorkerJoined("w1", 1, gpus=1)))
+def test_after_a_death_the_call_goes_to_another_worker_with_a_gpu() -> None:
+    scenario = opened({"w0": 0, "w1": 1}, ON_GPU)
+    scenario.setup(ev.StepsAvailable(1, 0, 1, 1))
+    assert assigns(scenario.setup(ev.WorkerLost("w1", 0, "signal 9"))) == []
+    [again] = assigns(scenario.setup(ev.WorkerJoined("w1", 1, gpus=1)))
     assert (again.worker, again.lo, again.hi, again.attempt) == ("w1", 0, 1, 1)
 
 
-def test_who_owns_half_a_gpu_gets_no_call_that_wants_a_whole_one() -> None:
+def test_half_a_gpu_is_not_enough_for_a_call_that_needs_one() -> None:
     half = PassSettings(replicas=1, pulled=False, gpus=0.5)
-    play = opened({"w0": 0.5, "w1": 0.5, "w2": 0}, ON_GPU, half)
-    assert assigns(play.setup(ev.StepsAvailable(1, 0, 2, 1))) == []
-    assert {a.worker for a in assigns(play.setup(ev.StepsAvailable(2, 0, 3, 1)))} == {"w0", "w1"}
+    scenario = opened({"w0": 0.5, "w1": 0.5, "w2": 0}, ON_GPU, half)
+    assert assigns(scenario.setup(ev.StepsAvailable(1, 0, 2, 1))) == []
+    assert {a.worker for a in assigns(scenario.setup(ev.StepsAvailable(2, 0, 3, 1)))} == {"w0", "w1"}
 
 
 def test_a_pass_without_gpus_does_not_wait_for_one_with_them() -> None:
-    play = opened({"w0": 0, "w1": 1}, ON_GPU, PLAIN)
-    play.setup(ev.StepsAvailable(1, 0, 2, 1))
-    [plain] = assigns(play.setup(ev.StepsAvailable(2, 0, 1, 1)))
+    scenario = opened({"w0": 0, "w1": 1}, ON_GPU, PLAIN)
+    scenario.setup(ev.StepsAvailable(1, 0, 2, 1))
+    [plain] = assigns(scenario.setup(ev.StepsAvailable(2, 0, 1, 1)))
     assert (plain.worker, plain.pass_id) == ("w0", 2)
 
 
-def test_a_call_without_gpus_leaves_the_owners_free_while_it_can() -> None:
-    play = opened({"w0": 1, "w1": 0}, PLAIN, ON_GPU)
-    assert [a.worker for a in assigns(play.setup(ev.StepsAvailable(1, 0, 1, 1)))] == ["w1"]
-    assert [a.worker for a in assigns(play.setup(ev.StepsAvailable(2, 0, 1, 1)))] == ["w0"]
+def test_a_call_without_gpus_prefers_workers_without_gpus() -> None:
+    scenario = opened({"w0": 1, "w1": 0}, PLAIN, ON_GPU)
+    assert [a.worker for a in assigns(scenario.setup(ev.StepsAvailable(1, 0, 1, 1)))] == ["w1"]
+    assert [a.worker for a in assigns(scenario.setup(ev.StepsAvailable(2, 0, 1, 1)))] == ["w0"]
 
 
-def test_owners_do_other_work_where_theirs_is_done() -> None:
-    play = opened({"w0": 1, "w1": 0}, PLAIN)
-    assert {a.worker for a in assigns(play.setup(ev.StepsAvailable(1, 0, 2, 1)))} == {"w0", "w1"}
+def test_workers_with_gpus_execute_other_calls_when_idle() -> None:
+    scenario = opened({"w0": 1, "w1": 0}, PLAIN)
+    assert {a.worker for a in assigns(scenario.setup(ev.StepsAvailable(1, 0, 2, 1)))} == {"w0", "w1"}
 
 
 GANG = PassSettings(replicas=2, pulled=False, gang=True, gpus=1.0)
 
 
 def test_a_gang_has_a_worker_with_gpus_for_each_replica() -> None:
-    play = opened({"w0": 0, "w1": 1, "w2": 0, "w3": 1}, GANG)
-    [gang] = [c for c in play.setup(ev.StepsAvailable(1, 0, 1, 2)) if isinstance(c, cmd.SendGang)]
+    scenario = opened({"w0": 0, "w1": 1, "w2": 0, "w3": 1}, GANG)
+    [gang] = [c for c in scenario.setup(ev.StepsAvailable(1, 0, 1, 2)) if isinstance(c, cmd.SendGang)]
     assert [(part.worker, part.lo, part.hi) for part in gang.parts] == [("w1", 0, 1), ("w3", 1, 2)]
 
 
-def test_a_gang_that_has_too_few_owners_waits_and_holds_nobody_up() -> None:
-    play = opened({"w0": 0, "w1": 1}, GANG, PLAIN)
-    assert play.setup(ev.StepsAvailable(1, 0, 1, 2)) == []
-    assert [a.worker for a in assigns(play.setup(ev.StepsAvailable(2, 0, 1, 1)))] == ["w0"]
-    play.setup(ev.WorkerExpected("w2"))
-    [gang] = [c for c in play.setup(ev.WorkerJoined("w2", 0, gpus=1)) if isinstance(c, cmd.SendGang)]
+def test_a_gang_without_enough_gpu_workers_waits_without_blocking_others() -> None:
+    scenario = opened({"w0": 0, "w1": 1}, GANG, PLAIN)
+    assert scenario.setup(ev.StepsAvailable(1, 0, 1, 2)) == []
+    assert [a.worker for a in assigns(scenario.setup(ev.StepsAvailable(2, 0, 1, 1)))] == ["w0"]
+    scenario.setup(ev.WorkerExpected("w2"))
+    [gang] = [c for c in scenario.setup(ev.WorkerJoined("w2", 0, gpus=1)) if isinstance(c, cmd.SendGang)]
     assert [part.worker for part in gang.parts] == ["w1", "w2"]
 
 
@@ -102,24 +102,24 @@ def test_a_gang_that_has_too_few_owners_waits_and_holds_nobody_up() -> None:
     needs=st.lists(st.sampled_from([0.0, 0.5, 1.0, 2.0]), min_size=1, max_size=3),
     order=st.randoms(use_true_random=False),
 )
-def test_every_call_that_somebody_can_execute_is_executed_by_who_may(
+def test_every_call_is_executed_by_a_worker_with_enough_gpus(
     seconds: float, owned: list[float], needs: list[float], order: object
 ) -> None:
-    """In whichever order leases come back; that a worker may execute a lease is an invariant."""
+    """In any order of reports; that a worker has enough GPUs for its leases is an invariant."""
     workers = {f"w{i}": gpus for i, gpus in enumerate(owned)}
     passes = [PassSettings(replicas=1, pulled=False, gpus=gpus) for gpus in needs]
-    play = opened(workers, *passes)
+    scenario = opened(workers, *passes)
     running: list[cmd.SendAssign] = []
     for number in range(1, len(passes) + 1):
-        running += assigns(play.setup(ev.StepsAvailable(number, 0, 20, 1)))
+        running += assigns(scenario.setup(ev.StepsAvailable(number, 0, 20, 1)))
     calls = dict.fromkeys(range(1, len(passes) + 1), 0)
     while running:
-        firsts = {lease.worker: lease for lease in reversed(running)}  # a worker does its leases in order
+        firsts = {lease.worker: lease for lease in reversed(running)}  # a worker executes its leases in order
         lease = order.choice(sorted(firsts.values(), key=lambda lease: lease.lease))  # type: ignore[attr-defined]
         running.remove(lease)
         took_ns = int(seconds * SECOND) * (lease.hi - lease.lo)
         running += assigns(
-            play.setup(ev.CallsDone(lease.worker, 0, lease.lease, lease.lo, lease.hi, took_ns))
+            scenario.setup(ev.CallsDone(lease.worker, 0, lease.lease, lease.lo, lease.hi, took_ns))
         )
         calls[lease.pass_id] += lease.hi - lease.lo
     assert calls == {number: 20 if max(owned) >= gpus else 0 for number, gpus in enumerate(needs, 1)}

@@ -1,4 +1,4 @@
-"""What second attempts are for: calls that are twenty times slower do not decide when a pass ends."""
+"""The effect of second attempts: calls that are twenty times slower do not delay the end of a pass."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from pipedist.scheduler import events as ev
 CALLS = 100
 
 
-class Shop:
-    """Workers without faults, in virtual time; counts what they execute.
+class IdealWorkers:
+    """Workers without faults, in virtual time; counts the executed calls.
 
     Args:
         took_s: how long the n-th execution of a call takes.
@@ -46,7 +46,7 @@ class Shop:
                 continue
             self.now, _, event = heapq.heappop(self._due)
             self._handle(event)
-            if isinstance(event, ev.CallsDone):  # as a worker does that has reported: it looks for messages
+            if isinstance(event, ev.CallsDone):  # like a worker, which reads messages after a report
                 self._handle(ev.CancelConfirmed(event.worker, 0, event.lease))
         return self.over_at
 
@@ -70,25 +70,25 @@ def slow_at(*calls: int, always: bool = False) -> Callable[[int, int], float]:
 
 
 @pytest.mark.parametrize("slow", [(97,), (3,), (95, 96, 97)])
-def test_a_call_that_is_slow_once_does_not_decide_when_a_pass_ends(slow: tuple[int, ...]) -> None:
-    off, on = Shop(5, 0.0, slow_at(*slow)), Shop(5, 2.0, slow_at(*slow))
+def test_a_call_that_is_slow_once_does_not_delay_the_pass(slow: tuple[int, ...]) -> None:
+    off, on = IdealWorkers(5, 0.0, slow_at(*slow)), IdealWorkers(5, 2.0, slow_at(*slow))
     on.run()
     off.run()
     assert sum(off.executed.values()) == CALLS
-    if max(slow) > 50:  # at the end, nothing else is left to do meanwhile
+    if max(slow) > 50:  # at the end, no other calls remain
         assert on.over_at < 0.7 * off.over_at
         assert CALLS < sum(on.executed.values()) <= CALLS + len(slow)
-    else:  # in the middle, others fill the time
+    else:  # in the middle, other calls fill the time
         assert on.over_at <= off.over_at
 
 
-def test_a_call_that_is_always_slow_costs_one_execution_more_and_no_time() -> None:
-    off, on = Shop(5, 0.0, slow_at(97, always=True)), Shop(5, 2.0, slow_at(97, always=True))
+def test_a_call_that_is_always_slow_costs_one_more_execution_but_no_time() -> None:
+    off, on = IdealWorkers(5, 0.0, slow_at(97, always=True)), IdealWorkers(5, 2.0, slow_at(97, always=True))
     assert on.run() == off.run()
     assert sum(on.executed.values()) == CALLS + 1
 
 
-def test_where_all_calls_are_alike_none_is_executed_twice() -> None:
-    shop = Shop(7, 1.5, lambda call, before: 1.0 + 0.3 * (call % 5) / 5)
+def test_calls_of_similar_duration_are_not_executed_twice() -> None:
+    shop = IdealWorkers(7, 1.5, lambda call, before: 1.0 + 0.3 * (call % 5) / 5)
     shop.run()
     assert set(shop.executed.values()) == {1}

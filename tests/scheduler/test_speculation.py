@@ -1,4 +1,4 @@
-"""Playbooks of second attempts: when they begin, which one counts, and what they never do."""
+"""Scenarios of second attempts: when they start, which one counts, and what they must not do."""
 
 from __future__ import annotations
 
@@ -10,100 +10,100 @@ from pipedist.scheduler import commands as cmd
 from pipedist.scheduler import events as ev
 from pipedist.scheduler.leases import Lease
 from pipedist.scheduler.stragglers import Durations, Stragglers
-from tests.scheduler.playbook import Playbook, assigns
+from tests.simulation.scenario import Scenario, assigns
 
 LIMITS = SchedulerLimits(speculation_s_min=1.0, speculation_reports_min=3, deaths_max=2)
 TWICE = PassSettings(replicas=1, pulled=False, speculation=2.0)
 
 
-def begun(*workers: str, settings: PassSettings = TWICE, limits: SchedulerLimits = LIMITS) -> Playbook:
-    """Return a story at 3.0 s: three calls have come back, of a second each, and w0 executes call 3 alone.
+def begun(*workers: str, settings: PassSettings = TWICE, limits: SchedulerLimits = LIMITS) -> Scenario:
+    """Return a scenario at 3.0 s: three calls of 1 s have results, and w0 executes only call 3.
 
-    What it executes is lease 4, of the last call.
+    Lease 4 contains the last call.
     """
-    play = Playbook(limits).with_workers("w0").with_pass(settings)
-    play.setup(ev.StepsAvailable(1, 0, 4, 1))
+    scenario = Scenario(limits).with_workers("w0").with_pass(settings)
+    scenario.setup(ev.StepsAvailable(1, 0, 4, 1))
     for call in range(3):
-        play.at(call + 1.0).setup(ev.CallsDone("w0", 0, call + 1, call, call + 1, 10**9))
-    return play.with_workers(*(workers or ("w1",)))
+        scenario.at(call + 1.0).setup(ev.CallsDone("w0", 0, call + 1, call, call + 1, 10**9))
+    return scenario.with_workers(*(workers or ("w1",)))
 
 
-def second(play: Playbook) -> cmd.SendAssign:
-    """Let the time pass until a second attempt of call 3 begins, and return it."""
-    deadline = play.scheduler.deadline()
+def second(scenario: Scenario) -> cmd.SendAssign:
+    """Advance the time until a second attempt of call 3 starts, and return it."""
+    deadline = scenario.scheduler.deadline()
     assert deadline is not None
-    [attempt] = assigns(play.at(deadline).setup(ev.Tick()))
+    [attempt] = assigns(scenario.at(deadline).setup(ev.Tick()))
     return attempt
 
 
-def test_a_call_that_takes_too_long_is_executed_again_by_who_is_idle() -> None:
-    play = begun()
-    deadline = play.scheduler.deadline()
+def test_a_slow_call_gets_a_second_attempt_on_an_idle_worker() -> None:
+    scenario = begun()
+    deadline = scenario.scheduler.deadline()
     assert deadline == pytest.approx(3.0 + 2.0, rel=1 / 8)
-    play.at(deadline - 0.01)(ev.Tick())
-    play.at(deadline)(ev.Tick(), cmd.SendBind("w1", 1), cmd.SendAssign("w1", 5, 1, 3, 4, 0, twin=4))
-    assert play.scheduler.deadline() is None, "one second attempt is enough"
+    scenario.at(deadline - 0.01)(ev.Tick())
+    scenario.at(deadline)(ev.Tick(), cmd.SendBind("w1", 1), cmd.SendAssign("w1", 5, 1, 3, 4, 0, twin=4))
+    assert scenario.scheduler.deadline() is None, "one second attempt is enough"
 
 
 def test_the_second_attempt_counts_if_it_is_first() -> None:
-    play = begun()
-    second(play)
-    play(
+    scenario = begun()
+    second(scenario)
+    scenario(
         ev.CallsDone("w1", 0, 5, 3, 4, 10**9),
         cmd.SendCancel("w0", 4),
         cmd.AcceptResults(1, 3, 4, "w1"),
         cmd.StepsReady(1, 3, 4),
     )
-    play(ev.CallsDone("w0", 0, 4, 3, 4, 10**9), cmd.DropResults("w0", 4))
+    scenario(ev.CallsDone("w0", 0, 4, 3, 4, 10**9), cmd.DropResults("w0", 4))
 
 
 def test_the_first_attempt_counts_if_it_is_first() -> None:
-    play = begun()
-    second(play)
-    play(
+    scenario = begun()
+    second(scenario)
+    scenario(
         ev.CallsDone("w0", 0, 4, 3, 4, 10**9),
         cmd.SendCancel("w1", 5),
         cmd.AcceptResults(1, 3, 4, "w0"),
         cmd.StepsReady(1, 3, 4),
     )
-    play(ev.CallsDone("w1", 0, 5, 3, 4, 10**9), cmd.DropResults("w1", 5))
-    play(ev.CallFailed("w1", 0, 5, 3), cmd.DropResults("w1", 5))
+    scenario(ev.CallsDone("w1", 0, 5, 3, 4, 10**9), cmd.DropResults("w1", 5))
+    scenario(ev.CallFailed("w1", 0, 5, 3), cmd.DropResults("w1", 5))
 
 
-def test_who_may_be_stuck_is_given_nothing_until_it_has_heard() -> None:
-    play = begun()
-    second(play)
-    play.setup(ev.CallsDone("w1", 0, 5, 3, 4, 10**9), ev.StepsAvailable(1, 4, 6, 1))
-    assert [lease.worker for lease in assigns(play.setup(ev.StepsAvailable(1, 6, 8, 1)))] == []
-    play.setup(ev.CancelConfirmed("w0", 0, 3))
-    play.setup(ev.CancelConfirmed("w0", 7, 4))
-    assert play.scheduler._members.ready == 1, "another lease's, and another life's, say nothing"
-    [lease] = assigns(play.setup(ev.CancelConfirmed("w0", 0, 4)))
+def test_the_slow_worker_is_suspended_until_it_confirms_the_cancellation() -> None:
+    scenario = begun()
+    second(scenario)
+    scenario.setup(ev.CallsDone("w1", 0, 5, 3, 4, 10**9), ev.StepsAvailable(1, 4, 6, 1))
+    assert [lease.worker for lease in assigns(scenario.setup(ev.StepsAvailable(1, 6, 8, 1)))] == []
+    scenario.setup(ev.CancelConfirmed("w0", 0, 3))
+    scenario.setup(ev.CancelConfirmed("w0", 7, 4))
+    assert scenario.scheduler._members.ready == 1, "another lease's, and another life's, say nothing"
+    [lease] = assigns(scenario.setup(ev.CancelConfirmed("w0", 0, 4)))
     assert lease.worker == "w0"
 
 
-def test_who_is_stuck_and_lost_is_replaced_and_nobody_is_charged() -> None:
-    play = begun()
-    second(play)
-    play.setup(ev.CallsDone("w1", 0, 5, 3, 4, 10**9))
-    play(ev.WorkerLost("w0", 0, "signal 9", running=(4, 3)), cmd.StartWorker("w0", 1))
-    play(ev.WorkerJoined("w0", 1))
-    play(ev.CancelConfirmed("w0", 1, 4))
-    assert play.scheduler._members.ready == 2
+def test_a_suspended_worker_that_is_lost_is_replaced_without_a_charge() -> None:
+    scenario = begun()
+    second(scenario)
+    scenario.setup(ev.CallsDone("w1", 0, 5, 3, 4, 10**9))
+    scenario(ev.WorkerLost("w0", 0, "signal 9", running=(4, 3)), cmd.StartWorker("w0", 1))
+    scenario(ev.WorkerJoined("w0", 1))
+    scenario(ev.CancelConfirmed("w0", 1, 4))
+    assert scenario.scheduler._members.ready == 2
 
 
 @pytest.mark.parametrize("fails_first", ["w0", "w1"])
-def test_what_one_of_two_attempts_raises_counts_for_nothing(fails_first: str) -> None:
-    play = begun()
-    second(play)
+def test_an_error_of_one_of_two_attempts_does_not_count(fails_first: str) -> None:
+    scenario = begun()
+    second(scenario)
     leases = {"w0": 4, "w1": 5}
     other = "w1" if fails_first == "w0" else "w0"
-    play(
+    scenario(
         ev.CallFailed(fails_first, 0, leases[fails_first], 3),
         cmd.SendCancel(fails_first, leases[fails_first]),
     )
-    assert play.scheduler.deadline() is None, "nobody is idle"
-    play(
+    assert scenario.scheduler.deadline() is None, "no worker is idle"
+    scenario(
         ev.CallsDone(other, 0, leases[other], 3, 4, 10**9),
         cmd.AcceptResults(1, 3, 4, other),
         cmd.StepsReady(1, 3, 4),
@@ -111,42 +111,42 @@ def test_what_one_of_two_attempts_raises_counts_for_nothing(fails_first: str) ->
 
 
 @pytest.mark.parametrize("how", ["raised", "lost", "not sent"])
-def test_a_second_attempt_that_came_to_nothing_is_followed_by_another(how: str) -> None:
+def test_a_failed_second_attempt_is_followed_by_another(how: str) -> None:
     limits = SchedulerLimits(speculation_s_min=1.0, speculation_reports_min=3, speculation_attempts_max=2)
-    play = begun(limits=limits)
-    twin = second(play)
+    scenario = begun(limits=limits)
+    twin = second(scenario)
     for left in (1, 0):
         match how:
             case "raised":
-                play(ev.CallFailed("w1", 0, twin.lease, 3), cmd.SendCancel("w1", twin.lease))
-                came = play.setup(ev.CancelConfirmed("w1", 0, twin.lease))
+                scenario(ev.CallFailed("w1", 0, twin.lease, 3), cmd.SendCancel("w1", twin.lease))
+                came = scenario.setup(ev.CancelConfirmed("w1", 0, twin.lease))
             case "lost":
-                incarnation = play.scheduler._members.workers["w1"].incarnation
-                play.setup(ev.WorkerLost("w1", incarnation, "signal 9", running=(twin.lease, 3)))
-                came = play.setup(ev.WorkerJoined("w1", incarnation + 1))
+                incarnation = scenario.scheduler._members.workers["w1"].incarnation
+                scenario.setup(ev.WorkerLost("w1", incarnation, "signal 9", running=(twin.lease, 3)))
+                came = scenario.setup(ev.WorkerJoined("w1", incarnation + 1))
             case _:
-                play(ev.LeaseNotSent(twin.lease), cmd.SendCancel("w1", twin.lease))
-                came = play.setup(ev.CancelConfirmed("w1", 0, twin.lease))
+                scenario(ev.LeaseNotSent(twin.lease), cmd.SendCancel("w1", twin.lease))
+                came = scenario.setup(ev.CancelConfirmed("w1", 0, twin.lease))
         if left:
             [twin] = assigns(came)
-            assert (twin.worker, twin.twin, twin.attempt) == ("w1", 4, 0), "nobody is charged"
+            assert (twin.worker, twin.twin, twin.attempt) == ("w1", 4, 0), "no call is charged"
     assert not assigns(came)
-    assert play.scheduler.deadline() is None, "two were enough"
-    play.setup(ev.CallsDone("w0", 0, 4, 3, 4, 10**9))
+    assert scenario.scheduler.deadline() is None, "two were enough"
+    scenario.setup(ev.CallsDone("w0", 0, 4, 3, 4, 10**9))
 
 
-def test_a_second_attempt_that_goes_on_alone_has_its_own_time() -> None:
-    play = begun()
-    play.at(9.0)
-    play.setup(ev.Tick())
-    play.at(9.5).setup(ev.WorkerLost("w0", 0, "signal 9", running=(4, 3)))
-    came = play.at(10.0).setup(ev.WorkerJoined("w0", 1))
+def test_a_second_attempt_that_continues_alone_has_its_own_start_time() -> None:
+    scenario = begun()
+    scenario.at(9.0)
+    scenario.setup(ev.Tick())
+    scenario.at(9.5).setup(ev.WorkerLost("w0", 0, "signal 9", running=(4, 3)))
+    came = scenario.at(10.0).setup(ev.WorkerJoined("w0", 1))
     assert not assigns(came), "it has run for a second"
-    deadline = play.scheduler.deadline()
+    deadline = scenario.scheduler.deadline()
     assert deadline == pytest.approx(9.0 + 2.0, rel=1 / 8)
-    [third] = assigns(play.at(deadline).setup(ev.Tick()))
+    [third] = assigns(scenario.at(deadline).setup(ev.Tick()))
     assert (third.worker, third.twin) == ("w0", 5)
-    play(
+    scenario(
         ev.CallsDone("w0", 1, third.lease, 3, 4, 10**9),
         cmd.SendCancel("w1", 5),
         cmd.AcceptResults(1, 3, 4, "w0"),
@@ -158,194 +158,196 @@ def test_the_next_call_of_a_lease_has_its_own_second_attempts() -> None:
     limits = SchedulerLimits(
         speculation_s_min=1.0, speculation_reports_min=3, speculation_attempts_max=1, bundle_s=1000.0
     )
-    play = Playbook(limits).with_workers("w0").with_pass(TWICE)
-    play.setup(ev.StepsAvailable(1, 0, 9, 1))
-    play.at(1.0).setup(ev.CallsDone("w0", 0, 1, 0, 1, 10**9))
-    play.at(2.0).setup(ev.CallsDone("w0", 0, 2, 1, 2, 10**9))
-    play.with_workers("w1")
-    members = play.scheduler._members
+    scenario = Scenario(limits).with_workers("w0").with_pass(TWICE)
+    scenario.setup(ev.StepsAvailable(1, 0, 9, 1))
+    scenario.at(1.0).setup(ev.CallsDone("w0", 0, 1, 0, 1, 10**9))
+    scenario.at(2.0).setup(ev.CallsDone("w0", 0, 2, 1, 2, 10**9))
+    scenario.with_workers("w1")
+    members = scenario.scheduler._members
     while others := [x for x in members.leases.values() if x.id != 2 and x.worker == "w1"]:
-        play.setup(ev.CallsDone("w1", 0, others[0].id, others[0].next, others[0].hi, 10**9))
-    twin = second(play)
-    play.setup(ev.CallFailed("w1", 0, twin.lease, 2))
-    assert not assigns(play.setup(ev.CancelConfirmed("w1", 0, twin.lease)))
-    play.setup(ev.CallsDone("w0", 0, 2, 2, 3, 10**9))
-    assert second(play).lo == 3
+        scenario.setup(ev.CallsDone("w1", 0, others[0].id, others[0].next, others[0].hi, 10**9))
+    twin = second(scenario)
+    scenario.setup(ev.CallFailed("w1", 0, twin.lease, 2))
+    assert not assigns(scenario.setup(ev.CancelConfirmed("w1", 0, twin.lease)))
+    scenario.setup(ev.CallsDone("w0", 0, 2, 2, 3, 10**9))
+    assert second(scenario).lo == 3
 
 
-def test_an_attempt_that_fails_twice_over_is_one_attempt() -> None:
-    play = begun()
-    second(play)
-    play.setup(ev.CallFailed("w0", 0, 4, 3, retries=1), ev.CancelConfirmed("w0", 0, 4))
-    [again] = assigns(play.setup(ev.CallFailed("w1", 0, 5, 3, retries=1)))
+def test_two_failed_executions_of_one_attempt_are_one_attempt() -> None:
+    scenario = begun()
+    second(scenario)
+    scenario.setup(ev.CallFailed("w0", 0, 4, 3, retries=1), ev.CancelConfirmed("w0", 0, 4))
+    [again] = assigns(scenario.setup(ev.CallFailed("w1", 0, 5, 3, retries=1)))
     assert again.attempt == 1
-    play(
+    scenario(
         ev.CallFailed(again.worker, 0, again.lease, 3, retries=1),
         cmd.StepFailed(1, 3, (cmd.Failure(3, 2, again.worker),)),
     )
 
 
 def test_the_next_attempt_may_be_executed_twice_again() -> None:
-    play = begun()
-    second(play)
-    play.setup(ev.CallFailed("w0", 0, 4, 3, retries=1), ev.CancelConfirmed("w0", 0, 4))
-    [again] = assigns(play.setup(ev.CallFailed("w1", 0, 5, 3, retries=1)))
-    twin = second(play)
+    scenario = begun()
+    second(scenario)
+    scenario.setup(ev.CallFailed("w0", 0, 4, 3, retries=1), ev.CancelConfirmed("w0", 0, 4))
+    [again] = assigns(scenario.setup(ev.CallFailed("w1", 0, 5, 3, retries=1)))
+    twin = second(scenario)
     assert (twin.twin, twin.attempt, twin.lo) == (again.lease, 1, 3)
 
 
 def test_deaths_under_two_attempts_are_one_death() -> None:
-    play = begun()
-    second(play)
-    play(ev.WorkerLost("w0", 0, "signal 9", running=(4, 3)), cmd.StartWorker("w0", 1))
-    assert play.scheduler.deadline() is None
-    play(ev.WorkerLost("w1", 0, "signal 9", running=(5, 3)), cmd.StartWorker("w1", 1))
-    [again] = assigns(play.setup(ev.WorkerJoined("w0", 1)))
+    scenario = begun()
+    second(scenario)
+    scenario(ev.WorkerLost("w0", 0, "signal 9", running=(4, 3)), cmd.StartWorker("w0", 1))
+    assert scenario.scheduler.deadline() is None
+    scenario(ev.WorkerLost("w1", 0, "signal 9", running=(5, 3)), cmd.StartWorker("w1", 1))
+    [again] = assigns(scenario.setup(ev.WorkerJoined("w0", 1)))
     assert again.attempt == 1, "of two deaths that fail a call, it has had one"
 
 
-def test_nothing_is_executed_twice_while_anything_waits() -> None:
-    play = begun()
-    play.at(100.0)
-    leases = assigns(play.setup(ev.StepsAvailable(1, 4, 20, 1)))
+def test_no_second_attempt_while_other_calls_wait() -> None:
+    scenario = begun()
+    scenario.at(100.0)
+    leases = assigns(scenario.setup(ev.StepsAvailable(1, 4, 20, 1)))
     assert leases
     assert not any(lease.twin for lease in leases)
-    assert play.scheduler.deadline() is None, "nobody is idle"
+    assert scenario.scheduler.deadline() is None, "no worker is idle"
 
 
-def test_nothing_is_executed_twice_before_enough_is_known() -> None:
+def test_no_second_attempt_before_enough_reports() -> None:
     limits = SchedulerLimits(speculation_s_min=1.0, speculation_reports_min=4)
-    play = begun(limits=limits)
-    assert play.scheduler.deadline() is None
-    play.at(1e6)(ev.Tick())
+    scenario = begun(limits=limits)
+    assert scenario.scheduler.deadline() is None
+    scenario.at(1e6)(ev.Tick())
 
 
-def test_calls_that_are_short_get_no_second_attempt_within_the_least_time() -> None:
+def test_short_calls_get_no_second_attempt_within_the_minimum() -> None:
     limits = SchedulerLimits(speculation_s_min=50.0, speculation_reports_min=3)
     assert begun(limits=limits).scheduler.deadline() == pytest.approx(53.0)
 
 
 @pytest.mark.parametrize("how", ["off", "held"])
 def test_no_second_attempts(how: str) -> None:
-    play = begun(settings=TWICE if how == "held" else PassSettings(replicas=1, pulled=False))
+    scenario = begun(settings=TWICE if how == "held" else PassSettings(replicas=1, pulled=False))
     if how == "held":
-        play(ev.PassDraining(1))
-    assert play.scheduler.deadline() is None
-    play.at(1e6)(ev.Tick())
+        scenario(ev.PassDraining(1))
+    assert scenario.scheduler.deadline() is None
+    scenario.at(1e6)(ev.Tick())
 
 
-def test_a_gang_has_none() -> None:
+def test_a_gang_gets_no_second_attempt() -> None:
     with pytest.raises(LocalProtocolError, match="of no gang"):
         PassSettings(2, gang=True, speculation=2.0)
     with pytest.raises(LocalProtocolError, match="1 and more"):
         PassSettings(2, speculation=0.5)
 
 
-def test_what_waits_behind_a_slow_call_is_executed_elsewhere() -> None:
+def test_calls_queued_behind_a_slow_call_are_reassigned() -> None:
     limits = SchedulerLimits(
         speculation_s_min=1.0, speculation_reports_min=3, bundle_s=0.001, prefetch_below_s=10.0
     )
-    play = Playbook(limits).with_workers("w0").with_pass(TWICE)
-    play.setup(ev.StepsAvailable(1, 0, 3, 1))
+    scenario = Scenario(limits).with_workers("w0").with_pass(TWICE)
+    scenario.setup(ev.StepsAvailable(1, 0, 3, 1))
     for call in range(3):
-        play.at(call + 1.0).setup(ev.CallsDone("w0", 0, call + 1, call, call + 1, 10**9))
-    sent = assigns(play.setup(ev.StepsAvailable(1, 3, 5, 1)))
+        scenario.at(call + 1.0).setup(ev.CallsDone("w0", 0, call + 1, call, call + 1, 10**9))
+    sent = assigns(scenario.setup(ev.StepsAvailable(1, 3, 5, 1)))
     assert [(x.worker, x.lo) for x in sent] == [("w0", 3), ("w0", 4)], "the second one waits there"
-    play.with_workers("w1")
-    deadline = play.scheduler.deadline()
+    scenario.with_workers("w1")
+    deadline = scenario.scheduler.deadline()
     assert deadline is not None
-    (behind,) = assigns(play.at(deadline).setup(ev.Tick()))
+    (behind,) = assigns(scenario.at(deadline).setup(ev.Tick()))
     assert (behind.worker, behind.lo, behind.twin) == ("w1", 4, 0)
-    came = play.setup(ev.CallsDone("w1", 0, behind.lease, 4, 5, 10**9))
+    came = scenario.setup(ev.CallsDone("w1", 0, behind.lease, 4, 5, 10**9))
     [twin] = assigns(came)
     assert (twin.worker, twin.lo, twin.twin) == ("w1", 3, sent[0].lease)
-    assert not assigns(play.setup(ev.Tick()))
+    assert not assigns(scenario.setup(ev.Tick()))
 
 
-def test_a_held_pass_is_told_quiet_when_its_last_lease_is_taken_back() -> None:
-    """It waited behind a slow call of another pass; nobody else would say that nothing of its own runs."""
+def test_a_draining_pass_is_drained_when_its_last_lease_is_reassigned() -> None:
+    """It was queued behind a slow call of another pass; no later event would report that the pass is drained."""
     limits = SchedulerLimits(
         speculation_s_min=1.0, speculation_reports_min=3, bundle_s=0.001, prefetch_below_s=10.0
     )
-    play = Playbook(limits).with_workers("w0").with_pass(TWICE).with_pass(PassSettings(1, pulled=False), 2)
-    play.setup(ev.StepsAvailable(2, 0, 1, 1), ev.CallsDone("w0", 0, 1, 0, 1, 10**9))
-    play.setup(ev.StepsAvailable(1, 0, 4, 1))
+    scenario = (
+        Scenario(limits).with_workers("w0").with_pass(TWICE).with_pass(PassSettings(1, pulled=False), 2)
+    )
+    scenario.setup(ev.StepsAvailable(2, 0, 1, 1), ev.CallsDone("w0", 0, 1, 0, 1, 10**9))
+    scenario.setup(ev.StepsAvailable(1, 0, 4, 1))
     for call in range(3):
-        play.at(call + 1.0).setup(ev.CallsDone("w0", 0, call + 2, call, call + 1, 10**9))
-    (behind,) = assigns(play.setup(ev.StepsAvailable(2, 1, 2, 1)))
+        scenario.at(call + 1.0).setup(ev.CallsDone("w0", 0, call + 2, call, call + 1, 10**9))
+    (behind,) = assigns(scenario.setup(ev.StepsAvailable(2, 1, 2, 1)))
     assert (behind.worker, behind.pass_id) == ("w0", 2), "behind the last call of pass 1"
-    play.setup(ev.PassDraining(2))
-    play.with_workers("w1")
-    deadline = play.scheduler.deadline()
+    scenario.setup(ev.PassDraining(2))
+    scenario.with_workers("w1")
+    deadline = scenario.scheduler.deadline()
     assert deadline is not None
-    came = play.at(deadline).setup(ev.Tick())
+    came = scenario.at(deadline).setup(ev.Tick())
     assert cmd.SendCancel("w0", behind.lease) in came
     assert cmd.PassDrained(2) in came
 
 
-def test_a_range_goes_on_with_whoever_reports_first() -> None:
+def test_a_range_continues_with_the_first_attempt_that_reports() -> None:
     limits = SchedulerLimits(
         speculation_s_min=1.0, speculation_reports_min=3, bundle_s=1000.0, prefetch_below_s=0.0
     )
-    play = Playbook(limits).with_workers("w0").with_pass(TWICE)
-    play.setup(ev.StepsAvailable(1, 0, 9, 1))
-    play.at(1.0).setup(ev.CallsDone("w0", 0, 1, 0, 1, 10**9))
-    slow = play.scheduler._members.leases[2]
-    play.at(2.0).setup(ev.CallsDone("w0", 0, 2, 1, 2, 10**9))
+    scenario = Scenario(limits).with_workers("w0").with_pass(TWICE)
+    scenario.setup(ev.StepsAvailable(1, 0, 9, 1))
+    scenario.at(1.0).setup(ev.CallsDone("w0", 0, 1, 0, 1, 10**9))
+    slow = scenario.scheduler._members.leases[2]
+    scenario.at(2.0).setup(ev.CallsDone("w0", 0, 2, 1, 2, 10**9))
     assert (slow.next, slow.hi) == (2, 5)
-    play.with_workers("w1")
-    while others := [x for x in play.scheduler._members.leases.values() if x is not slow]:
-        play.setup(ev.CallsDone("w1", 0, others[0].id, others[0].next, others[0].hi, 10**9))
-    twin = second(play)
+    scenario.with_workers("w1")
+    while others := [x for x in scenario.scheduler._members.leases.values() if x is not slow]:
+        scenario.setup(ev.CallsDone("w1", 0, others[0].id, others[0].next, others[0].hi, 10**9))
+    twin = second(scenario)
     assert (twin.worker, twin.lo, twin.hi, twin.twin) == ("w1", 2, 5, slow.id)
-    play.setup(ev.CallsDone("w0", 0, slow.id, 2, 3, 10**9))
+    scenario.setup(ev.CallsDone("w0", 0, slow.id, 2, 3, 10**9))
     assert slow.twin is None
     assert slow.next == 3
-    play.setup(ev.CancelConfirmed("w1", 0, twin.lease))
-    again = second(play)
+    scenario.setup(ev.CancelConfirmed("w1", 0, twin.lease))
+    again = second(scenario)
     assert (again.lo, again.hi) == (3, 5), "the next call may be slow too"
 
 
-def test_a_pass_that_is_closed_takes_both_along() -> None:
-    play = begun()
-    second(play)
-    play(
+def test_closing_a_pass_cancels_both_attempts() -> None:
+    scenario = begun()
+    second(scenario)
+    scenario(
         ev.PassClosed(1),
         cmd.SendCancel("w0", 4),
         cmd.SendCancel("w1", 5),
         cmd.SendUnbind("w0", 1),
         cmd.SendUnbind("w1", 1),
     )
-    assert not play.scheduler._members.watched
+    assert not scenario.scheduler._members.watched
 
 
-def test_a_held_pass_is_quiet_when_one_of_two_has_come_back() -> None:
-    play = begun()
-    second(play)
-    play(ev.PassDraining(1))
-    assert cmd.PassDrained(1) in play.setup(ev.CallsDone("w1", 0, 5, 3, 4, 10**9))
+def test_a_draining_pass_is_drained_when_one_of_two_attempts_reports() -> None:
+    scenario = begun()
+    second(scenario)
+    scenario(ev.PassDraining(1))
+    assert cmd.PassDrained(1) in scenario.setup(ev.CallsDone("w1", 0, 5, 3, 4, 10**9))
 
 
-def test_a_second_attempt_that_can_not_be_sent_costs_nothing() -> None:
-    play = begun()
-    second(play)
-    play(ev.LeaseNotSent(5), cmd.SendCancel("w1", 5))
-    play.setup(ev.CallsDone("w0", 0, 4, 3, 4, 10**9))
+def test_a_second_attempt_that_cannot_be_sent_has_no_effect() -> None:
+    scenario = begun()
+    second(scenario)
+    scenario(ev.LeaseNotSent(5), cmd.SendCancel("w1", 5))
+    scenario.setup(ev.CallsDone("w0", 0, 4, 3, 4, 10**9))
 
 
-def test_a_search_for_guilty_elements_begins_once() -> None:
-    play = begun()
-    second(play)
-    play(ev.CallFailed("w0", 0, 4, 3, quarantine=True), cmd.SendCancel("w0", 4))
-    play(ev.CallFailed("w1", 0, 5, 3, quarantine=True), cmd.SizeCall(1, 3))
-    play.setup(ev.CancelConfirmed("w0", 0, 4))
-    probes = assigns(play.setup(ev.CallSized(1, 3, 2)))
+def test_a_search_for_culprits_begins_once() -> None:
+    scenario = begun()
+    second(scenario)
+    scenario(ev.CallFailed("w0", 0, 4, 3, quarantine=True), cmd.SendCancel("w0", 4))
+    scenario(ev.CallFailed("w1", 0, 5, 3, quarantine=True), cmd.SizeCall(1, 3))
+    scenario.setup(ev.CancelConfirmed("w0", 0, 4))
+    probes = assigns(scenario.setup(ev.CallSized(1, 3, 2)))
     assert [probe.elements for probe in probes] == [((0, 1),), ((1, 2),)]
-    assert play.scheduler.deadline() is None, "probes get no second attempt"
-    play.at(1e6)(ev.Tick())
+    assert scenario.scheduler.deadline() is None, "probes get no second attempt"
+    scenario.at(1e6)(ev.Tick())
 
 
-def test_the_longest_silent_is_looked_at_first_whoever_comes_back() -> None:
+def test_the_longest_running_call_is_checked_first() -> None:
     running = Stragglers(2.0)
     leases = [Lease(id_, f"w{id_}", 1, id_, id_ + 1, 0, id_, 0.0, since=float(id_)) for id_ in range(4)]
     for lease in leases:
@@ -357,10 +359,10 @@ def test_the_longest_silent_is_looked_at_first_whoever_comes_back() -> None:
     assert [lease.id for lease in running.leases] == [0, 1, 2, 3]
 
 
-# -- what is usual -------------------------------------------------------------------------------
+# -- usual durations -------------------------------------------------------------------------------
 
 
-def test_what_is_usual_is_not_moved_by_a_few_that_are_not() -> None:
+def test_the_percentile_ignores_a_few_outliers() -> None:
     times = Durations()
     for place in range(200):
         times.add(1000.0 if place % 25 == 0 else 0.9)
@@ -370,7 +372,7 @@ def test_what_is_usual_is_not_moved_by_a_few_that_are_not() -> None:
     assert times.upper_s >= 1000.0
 
 
-def test_times_that_are_no_times_are_counted() -> None:
+def test_invalid_durations_are_counted() -> None:
     times = Durations()
     for took_s in (0.0, -1.0, 1e-30, 1e30):
         times.add(took_s)

@@ -1,4 +1,4 @@
-"""Simulations that are interrupted, killed, or begun where none can be; in processes of their own."""
+"""Simulations that are interrupted, killed, or started where that is not possible; in separate processes."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ except KeyboardInterrupt as stop:
 
 @contextmanager
 def started(folder: Path, function: str, *command: str) -> Iterator[subprocess.Popen[str]]:
-    """A process in a folder with a spec and its functions; it has got to the function."""
+    """Start a process in a folder with a spec and its functions, and wait until it executes the function."""
     (folder / "functions.py").write_text(FUNCTIONS)
     (folder / "spec.yaml").write_text(SPEC.replace("FUNCTION", function))
     (folder / "script.py").write_text(SCRIPT)
@@ -109,7 +109,7 @@ def left_in(folder: Path) -> list[Path]:
 
 @pytest.mark.parametrize("where", ["plain", "in a notebook", "under asyncio.run"])
 @pytest.mark.parametrize("function", ["blocks_at_last", "waits_in_virtual_time"])
-def test_one_ctrl_c_ends_it(tmp_path: Path, function: str, where: str) -> None:
+def test_one_ctrl_c_ends_a_simulation(tmp_path: Path, function: str, where: str) -> None:
     with started(tmp_path, function, "script.py", where) as process:
         process.send_signal(signal.SIGINT)
         out, _ = process.communicate(timeout=WAIT_S)
@@ -120,34 +120,34 @@ def test_one_ctrl_c_ends_it(tmp_path: Path, function: str, where: str) -> None:
 
 
 @pytest.mark.asyncio
-async def test_a_task_that_is_cancelled_already_begins_nothing() -> None:
+async def test_a_cancelled_task_starts_no_simulation() -> None:
     done: list[int] = []
 
-    async def begins() -> None:
+    async def starts() -> None:
         task = asyncio.current_task()
         assert task is not None
-        task.cancel()  # as asyncio.run does where Ctrl-C comes between two simulations
+        task.cancel()  # as asyncio.run does if Ctrl-C is pressed between two simulations
         in_own_thread(lambda: done.append(1), done.clear, "never")
 
     with pytest.raises(asyncio.CancelledError):
-        await asyncio.create_task(begins())
+        await asyncio.create_task(starts())
     assert not done
 
 
-def test_the_command_tells_what_it_has_found_until_then(tmp_path: Path) -> None:
+def test_an_interrupted_command_prints_its_findings(tmp_path: Path) -> None:
     command = ["-m", "pipedist", "simulate", "spec.yaml", "--faults", "none"]
     with started(tmp_path, "blocks_at_last", *command) as process:
         process.send_signal(signal.SIGINT)
-        out, told = process.communicate(timeout=WAIT_S)
+        out, err = process.communicate(timeout=WAIT_S)
     assert process.returncode == 130
-    assert out.splitlines()[0] == "seeds       1"  # beside it the reference was played, twice
-    assert "a function was left where it blocked" in told
-    assert "functions.py" in told
-    assert "in blocks_at_last" in told
+    assert out.splitlines()[0] == "seeds       1"  # besides the reference, which ran twice
+    assert "the simulation ended while a function was blocked" in err
+    assert "functions.py" in err
+    assert "in blocks_at_last" in err
     assert not left_in(tmp_path)
 
 
-def test_the_next_one_removes_what_a_killed_one_has_left(tmp_path: Path) -> None:
+def test_the_next_simulation_removes_the_remains_of_a_killed_one(tmp_path: Path) -> None:
     command = ["-m", "pipedist", "simulate", "spec.yaml"]
     with started(tmp_path, "blocks_at_last", *command) as process:
         process.kill()
@@ -176,18 +176,16 @@ def test_a_module_without_a_guard_that_simulates_its_own_function(tmp_path: Path
 
 def test_simulations_of_several_threads_take_turns() -> None:
     with ThreadPoolExecutor(3) as threads:
-        stories = [
-            threads.submit(lambda: SpecSimulation(spec_of(fn.draws), workers=2).play(7)) for _ in range(3)
-        ]
-        took = {story.result().took_s for story in stories}
+        runs = [threads.submit(lambda: SpecSimulation(spec_of(fn.draws), workers=2).run(7)) for _ in range(3)]
+        took = {run.result().took_s for run in runs}
     assert len(took) == 1
 
 
-def test_no_simulation_in_a_simulated_function() -> None:
+def test_a_simulated_function_cannot_start_a_simulation() -> None:
     def simulates(shard: object) -> object:
         simulate(spec_of(fn.squares), seeds=[0])
         return shard
 
     error = SpecSimulation(spec_of(simulates)).check(0).error
     assert isinstance(error, CallError)
-    assert "a simulation can't be run by a function that is itself being simulated" in str(error)
+    assert "a simulated function cannot start another simulation" in str(error)

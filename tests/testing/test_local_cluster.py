@@ -27,9 +27,9 @@ async def total(cluster: LocalCluster) -> int:
 
 
 async def becomes(pid: int, *, stopped: bool) -> None:
-    """Wait until the kernel has stopped a process, or let it go on."""
+    """Wait until the kernel has stopped or continued a process."""
     async with asyncio.timeout(60):
-        while (state_of(pid) == "T") != stopped:  # noqa: ASYNC110 - nobody tells
+        while (state_of(pid) == "T") != stopped:  # noqa: ASYNC110 - there is no notification
             await asyncio.sleep(0.002)
 
 

@@ -1,4 +1,4 @@
-"""The simulated network: what its connections promise, and what each fault does to them."""
+"""The simulated network: the guarantees of its connections, and the effect of each fault."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ from random import Random
 
 import pytest
 
-from pipedist.testing import Faults, FaultyNetwork
-from pipedist.testing.network import BROKEN_S, DELAY_S, LATENCY_S, NOTICED_S, Connection
-from pipedist.testing.virtual_time import VirtualTime
+from pipedist.testing import Faults, FaultyNetwork, VirtualTime
+from pipedist.testing.network import BROKEN_S_MAX, DELAY_S_MAX, LATENCY_S_MAX, NOTICED_S_MAX, Connection
 
 
 class Wire:
-    """One connection, and what arrives at its ends."""
+    """One connection, and the messages that arrive at its ends."""
 
     def __init__(self, faults: Faults | None = None, *, seed: int = 0, faithful: bool = False) -> None:
         self.time = VirtualTime()
@@ -22,10 +21,10 @@ class Wire:
         self.down: list[int] = []
         self.cut_at: float | None = None
         self.connection: Connection = self.network.connect(
-            up=self.up.append, down=self.down.append, on_cut=self._note_cut
+            up=self.up.append, down=self.down.append, on_cut=self._record_cut
         )
 
-    def _note_cut(self) -> None:
+    def _record_cut(self) -> None:
         self.cut_at = self.time.now
 
     def settle(self, until: float = 1e9) -> None:
@@ -36,13 +35,13 @@ class Wire:
             (send or self.connection.send_up)(number)
 
 
-def test_without_faults_everything_arrives_in_order_and_soon() -> None:
+def test_without_faults_all_messages_arrive_in_order_within_the_latency() -> None:
     wire = Wire()
     wire.send()
     wire.send(send=wire.connection.send_down)
     wire.settle()
     assert wire.up == wire.down == list(range(200))
-    assert wire.time.now <= LATENCY_S
+    assert wire.time.now <= LATENCY_S_MAX
     assert not wire.network.counts
 
 
@@ -50,7 +49,8 @@ def test_messages_of_different_connections_overtake_each_other() -> None:
     wire = Wire()
     arrived: list[str] = []
     ends = [
-        wire.network.connect(up=arrived.append, down=arrived.append, on_cut=wire._note_cut) for _ in range(9)
+        wire.network.connect(up=arrived.append, down=arrived.append, on_cut=wire._record_cut)
+        for _ in range(9)
     ]
     for number, end in enumerate(ends):
         end.send_up(str(number))
@@ -67,7 +67,7 @@ def test_each_fault(kind: str) -> None:
     assert wire.network.counts[kind]
     if kind in ("delay", "partition"):
         assert wire.up == sent
-        assert wire.time.now > 10 * LATENCY_S
+        assert wire.time.now > 10 * LATENCY_S_MAX
     elif kind == "duplicate":
         assert sorted(set(wire.up)) == sent
         assert len(wire.up) > 200
@@ -77,10 +77,10 @@ def test_each_fault(kind: str) -> None:
         assert set(wire.up) < set(sent)
         assert max(wire.up) > min(set(sent) - set(wire.up))  # later ones arrive
     else:
-        assert wire.up == []  # all were under way
+        assert wire.up == []  # all were in flight
     assert (wire.cut_at is not None) == (kind in ("drop", "duplicate", "reorder", "cut"))
     if wire.cut_at is not None:
-        assert wire.cut_at <= BROKEN_S + NOTICED_S + DELAY_S
+        assert wire.cut_at <= BROKEN_S_MAX + NOTICED_S_MAX + DELAY_S_MAX
 
 
 @pytest.mark.parametrize("kind", ["drop", "reorder"])
@@ -96,7 +96,7 @@ def test_a_faithful_network_does_what_zeromq_does(kind: str) -> None:
         assert wire.connection.is_open == (kind == "reorder" or len(wire.up) == 50)
 
 
-def test_a_process_that_is_gone_may_have_sent_its_last_words() -> None:
+def test_last_messages_of_an_ended_process_may_arrive() -> None:
     arrived = set()
     for seed in range(50):
         wire = Wire(seed=seed)
@@ -111,9 +111,9 @@ def test_a_process_that_is_gone_may_have_sent_its_last_words() -> None:
     assert len(arrived) > 1
 
 
-def test_in_the_calm_nothing_happens_any_more() -> None:
+def test_no_faults_after_stop_faults() -> None:
     wire = Wire(Faults(drop=1.0))
-    wire.network.calm()
+    wire.network.stop_faults()
     wire.send()
     wire.settle()
     assert wire.up == list(range(200))

@@ -50,7 +50,7 @@ def test_values_and_output_of_each() -> None:
     assert all(x.ok for x in outcomes)
 
 
-def test_a_function_that_has_no_name() -> None:
+def test_a_function_without_a_name() -> None:
     assert [x.value for x in run_in_processes(lambda worker: worker + 1, workers=2)] == [1, 2]
 
 
@@ -58,7 +58,7 @@ def test_a_built_in_function_without_a_signature() -> None:
     assert [x.value for x in run_in_processes(max, workers=2, args=[1, 2])] == [2, 2]
 
 
-def test_what_went_wrong_and_the_others_results() -> None:
+def test_a_failure_contains_all_outcomes() -> None:
     with pytest.raises(ProcessesFailed) as caught:
         run_in_processes(misbehaves, workers=4)
     good, raised, killed, left = caught.value.outcomes
@@ -67,9 +67,9 @@ def test_what_went_wrong_and_the_others_results() -> None:
     assert "in misbehaves" in raised.traceback
     assert (killed.signal, killed.exit_code, killed.stdout) == (signal.SIGKILL, None, "worker 2\n")
     assert (left.exit_code, left.signal) == (7, None)
-    told = str(caught.value)
+    text_of_error = str(caught.value)
     for text in ("3 of 4 processes failed", "one is bad", "signal 9 (SIGKILL)", "exit code 7"):
-        assert text in told
+        assert text in text_of_error
 
 
 def test_a_process_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,17 +92,17 @@ def test_a_process_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert outcomes[1].stdout == "hanging\n"
 
 
-def test_the_time_is_over_for_all() -> None:
+def test_the_timeout_applies_to_all_processes() -> None:
     outcomes = run_in_processes(time.sleep, workers=2, args=[600], timeout_s=0.1, check=False)
     assert [x.timed_out for x in outcomes] == [True, True]
 
 
-def test_what_can_not_be_sent_back() -> None:
+def test_a_result_that_cannot_be_sent() -> None:
     (outcome,) = run_in_processes(lambda: {1, 2}, workers=1, check=False)
     assert "UnsendableError" in outcome.exception
 
 
 @pytest.mark.parametrize("workers", [0, True, 1000])
-def test_how_many(workers: int) -> None:
-    with pytest.raises(UsageError, match="expected an integer"):
+def test_the_number_of_processes_is_checked(workers: int) -> None:
+    with pytest.raises(UsageError, match="must be an integer from 1 to 256"):
         run_in_processes(doubled, workers=workers)

@@ -1,4 +1,4 @@
-"""The plugin, in pytest processes of its own."""
+"""The pytest plugin, in separate pytest processes."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ async def test_cluster(pipedist_cluster):
             assert (await run.results())["total"] == 780
 
 MARK
-async def test_faults(faults):
-    with faults(drop=0.05, crash=0.05, seed=7) as simulated:
+async def test_faults(pipedist_faults):
+    with pipedist_faults(drop=0.05, crash=0.05, seed=7) as simulated:
         assert simulated.run(SPEC)["total"] == 780
         assert simulated.injected
 """
@@ -44,21 +44,21 @@ PLAIN = (
     + SPEC
     + """
 @pytest.mark.pipedist_faults(crash=0.1, seeds=3)
-def test_marked(faults):
-    with faults() as simulated:
+def test_marked(pipedist_faults):
+    with pipedist_faults() as simulated:
         assert simulated.run(SPEC)["total"] == 780
         assert set(simulated.injected) == {"crash"}
-    with faults(crash=0.0, delay=0.1) as simulated:
+    with pipedist_faults(crash=0.0, delay=0.1) as simulated:
         simulated.run(SPEC)
         assert set(simulated.injected) == {"delay"}
-    assert faults().run(SPEC)["total"] == 780
+    assert pipedist_faults().run(SPEC)["total"] == 780
 
-def test_wrong(faults):
-    with faults(crush=0.1):
+def test_wrong(pipedist_faults):
+    with pipedist_faults(crush=0.1):
         pass
 
 @pytest.mark.pipedist_faults(0.1)
-def test_wrong_marker(faults):
+def test_wrong_marker(pipedist_faults):
     pass
 
 @pytest.mark.pipedist_cluster(wrkers=2)
@@ -66,17 +66,17 @@ def test_mistyped_marker(pipedist_cluster):
     pass
 
 @pytest.mark.pipedist_faults(sead=2)
-def test_mistyped_faults(faults):
+def test_mistyped_faults(pipedist_faults):
     pass
 
 def test_mistyped_argument(pipedist_cluster):
     pipedist_cluster(wrkers=2)
 
 @pytest.mark.parametrize("how", [{"seeds": 0}, {"seed": -1}, {"seed": "7"}, {"workers": 0}, {"workers": 2.5}])
-def test_counts(faults, how):
+def test_counts(pipedist_faults, how):
     ((name, value),) = how.items()
-    with pytest.raises(Exception, match=f"faults: {name} is {value!r}; expected an int from [01] on"):
-        faults(**how)
+    with pytest.raises(Exception, match=f"pipedist_faults: {name} must be an integer >= [01], got {value!r}"):
+        pipedist_faults(**how)
 
 def test_without_async(pipedist_cluster):
     with pipedist_cluster():
@@ -100,22 +100,22 @@ def test_in_plain_tests(pytester: pytest.Pytester) -> None:
     result = pytester.runpytest_subprocess(*plugin(pytester), "--strict-markers")
     result.assert_outcomes(passed=6, failed=3, errors=3)
     for line in (
-        "*faults() has no argument 'crush'; did you mean 'crash'? There are: drop, *, workers*",
+        "*pipedist_faults() has no argument 'crush'; did you mean 'crash'? There are: drop, *, workers*",
         "*@pytest.mark.pipedist_cluster has no argument 'wrkers'; did you mean 'workers'? There are: *",
         "*@pytest.mark.pipedist_faults has no argument 'sead'; did you mean 'seed'? There are: *",
         "*TypeError: pipedist_cluster() has no argument 'wrkers'; did you mean 'workers'? *",
         "*TypeError: LocalCluster is opened with `async with`, in a coroutine (async def), not with `with`*",
     ):
         result.stdout.fnmatch_lines([line])
-    result.stdout.fnmatch_lines(["*takes keyword arguments alone*"])
+    result.stdout.fnmatch_lines(["*takes only keyword arguments*"])
 
 
-def test_it_imports_next_to_nothing(pytester: pytest.Pytester) -> None:
+def test_the_plugin_imports_almost_no_modules(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(
         "import sys\n"
         "def test_modules():\n"
         "    ours = {m for m in sys.modules if m.startswith('pipedist.')}\n"
-        "    light = {'harness', 'harness.pytest_plugin', 'version'}\n"
+        "    light = {'testing', 'testing.pytest_plugin', '_version'}\n"
         "    assert ours <= {f'pipedist.{name}' for name in light}, ours\n"
     )
     pytester.runpytest_subprocess(*plugin(pytester)).assert_outcomes(passed=1)
@@ -124,9 +124,7 @@ def test_it_imports_next_to_nothing(pytester: pytest.Pytester) -> None:
 FAILING = (
     SPEC
     + """
-from pipedist.testing import Playbook, run_in_processes
-from pipedist.scheduler import commands as cmd
-from pipedist.scheduler import events as ev
+from pipedist.testing import SpecSimulation, run_in_processes
 
 class Forgetful:
     def __init__(self):
@@ -137,32 +135,32 @@ class Forgetful:
 
 SPEC["stages"] |= {"y": {"run": Forgetful}, "total": {"reduce": "sum", "of": "y", "axis": 0}}
 
-def test_faults(faults):
-    with faults(crash=0.1, seed=7) as simulated:
+def test_faults(pipedist_faults):
+    with pipedist_faults(crash=0.1, seed=7) as simulated:
         simulated.run(SPEC)
 
 def test_processes():
     run_in_processes(lambda: 1 / 0, workers=1)
 
-def test_playbook():
-    Playbook()(ev.WorkerExpected("w1"), cmd.StartWorker("w1", 7))
+def test_simulation():
+    SpecSimulation(SPEC).check(0)
 """
 )
 
 
 def test_a_failure_shows_the_test_and_not_the_harness(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(FAILING)
-    # Without the summary at the end: how long its lines may be is another matter where CI is set.
+    # Without the summary: CI changes the length of its lines.
     result = pytester.runpytest_subprocess(*plugin(pytester), "-rN")
     result.assert_outcomes(failed=3)
-    for line in (">*simulated.run(SPEC)", ">*run_in_processes(*", ">*Playbook()(*"):
+    for line in (">*simulated.run(SPEC)", ">*run_in_processes(*", ">*SpecSimulation(SPEC).check(0)"):
         result.stdout.fnmatch_lines([line])
     assert len(result.outlines) < 70
     assert not [line for line in result.outlines if line.startswith(">       raise ")]
 
 
 def plugin(pytester: pytest.Pytester) -> list[str]:
-    """Load it by name only where it is not installed as an entry point."""
+    """Load the plugin by name, unless it is installed as an entry point."""
     from importlib.metadata import entry_points
 
     names = {point.value for point in entry_points(group="pytest11")}

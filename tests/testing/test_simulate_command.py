@@ -34,23 +34,23 @@ def test_costs() -> None:
 
 @pytest.mark.parametrize("text", ["a", "a=x", "a=-1", "a=1,a=2", "a=inf", "a=nan"])
 def test_wrong_costs(text: str) -> None:
-    with pytest.raises(UsageError, match="expected STAGE=SECONDS"):
+    with pytest.raises(UsageError, match="Give STAGE=SECONDS"):
         parse_costs(text)
 
 
 @pytest.mark.parametrize(
-    ("kind", "told"), [("x", "'x'; there are: drop, "), ("dro", "'drop'? There are: drop, ")]
+    ("kind", "message"), [("x", "'x'; there are: drop, "), ("dro", "'drop'? There are: drop, ")]
 )
-def test_an_unknown_fault_is_told_with_those_that_there_are(kind: str, told: str) -> None:
-    with pytest.raises(UsageError, match=re.escape(told)):
+def test_an_unknown_fault_is_reported_with_the_known_ones(kind: str, message: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(message)):
         Faults.parse(f"{kind}=0.1")
 
 
-def test_the_faults_that_are_the_default_can_be_read() -> None:
+def test_the_default_faults_can_be_parsed() -> None:
     assert str(Faults.parse(DEFAULT_FAULTS)) == DEFAULT_FAULTS
 
 
-def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_printed_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert execute(SimulateOptions("specs/total.yaml", seeds=3, faults="crash=0.2")) == 0
     lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
     assert (lines["seeds"], lines["workers"], lines["violations"]) == ("3", "3", "0")
@@ -63,21 +63,21 @@ def test_a_spec_that_always_fails_fails_its_simulation(
     spec = tmp_path / "spec.yaml"
     spec.write_text(FAILING)
     assert execute(SimulateOptions(str(spec), faults="crash=0.1")) == 1
-    told = capsys.readouterr()
-    assert told.out == ""
-    assert "stage each, step 2, replica 0, worker w0: ValueError: two is bad" in told.err
-    assert "without any fault, on one worker: no seed was played" in told.err
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert "stage each, step 2, replica 0, worker w0: ValueError: two is bad" in printed.err
+    assert "The spec fails without injected faults. Fix it first; no seeds were simulated." in printed.err
 
 
-def test_one_seed_of_a_spec_that_always_fails_can_be_played(
+def test_one_seed_of_a_spec_that_always_fails_can_be_simulated(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     spec = tmp_path / "spec.yaml"
     spec.write_text(FAILING)
     assert execute(SimulateOptions(str(spec), seed=1, faults="crash=0.1")) == 1
-    told = capsys.readouterr()
-    assert "violations  0" in told.out
-    assert "ValueError: two is bad" in told.err
+    printed = capsys.readouterr()
+    assert "violations  0" in printed.out
+    assert "ValueError: two is bad" in printed.err
 
 
 def test_seeds_and_seed_exclude_each_other(capsys: pytest.CaptureFixture[str]) -> None:
@@ -88,7 +88,7 @@ def test_seeds_and_seed_exclude_each_other(capsys: pytest.CaptureFixture[str]) -
 
 
 @pytest.mark.parametrize("faults", ["none", "crash=0.05"])
-def test_what_is_told_plays_the_same_again(
+def test_the_printed_command_reproduces_the_violation(
     faults: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     spec = tmp_path / "a spec.yaml"
@@ -96,8 +96,8 @@ def test_what_is_told_plays_the_same_again(
     options = SimulateOptions(str(spec), seed=3, workers=4, faults=faults, sets=("what=[a, b c]",))
     assert execute(options) == 1
     first = capsys.readouterr().out
-    (line,) = [line for line in first.splitlines() if line.startswith("  again: ")]
-    _, *arguments = shlex.split(line.removeprefix("  again: "))
+    (line,) = [line for line in first.splitlines() if line.startswith("  reproduce: ")]
+    _, *arguments = shlex.split(line.removeprefix("  reproduce: "))
     with pytest.raises(SystemExit) as ended:
         app(arguments)
     assert ended.value.code == 1
@@ -114,7 +114,7 @@ outputs: {total: total.json}
 """
 
 
-def test_what_one_that_was_killed_left_is_removed_by_the_next_one(tmp_path: Path) -> None:
+def test_the_remains_of_a_killed_simulation_are_removed_by_the_next_one(tmp_path: Path) -> None:
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     (tmp_path / "killed.yaml").write_text(KILLED)

@@ -1,8 +1,8 @@
-"""Threads that take turns with the event loop of a simulation: exactly one of all runs at a time.
+"""Threads that take turns with the event loop of a simulation: exactly one of them runs at a time.
 
-A simulated worker runs the real driver, which blocks. It has a thread of its own, and whenever it would
-wait (for a message, or for time to pass) it is PARKED, until the simulation lets it go on. The loop
-waits meanwhile. So the order in which anything happens follows from the simulation alone.
+A simulated worker runs the real driver, which blocks, so it has its own thread. When the driver would wait
+(for a message, or for time to pass), its thread is PARKED until the simulation resumes it; the loop waits
+meanwhile. So the order of all events depends only on the simulation.
 """
 
 from __future__ import annotations
@@ -23,31 +23,33 @@ _PACKAGE = os.path.dirname(pipedist.__file__) + os.sep
 
 
 class Killed(BaseException):
-    """The simulated process has been killed: every thread of it ends. Never an Exception."""
+    """The simulated process was killed: each of its threads ends. Not an Exception, so that no code catches it."""
 
 
-_current: contextvars.ContextVar[Fiber | None] = contextvars.ContextVar("pipedist_fiber", default=None)
+_current: contextvars.ContextVar[CooperativeThreads | None] = contextvars.ContextVar(
+    "pipedist_cooperative_threads", default=None
+)
 
 
-def current_fiber() -> Fiber | None:
-    """Return the simulated process whose thread this is, None in any other."""
+def current_threads() -> CooperativeThreads | None:
+    """Return the threads of the simulated process that the calling thread belongs to, or None."""
     return _current.get()
 
 
-def leave_in_copy() -> None:
-    """Let this copy of the process, just forked, wait for no simulation; its function's end is its own."""
+def leave_after_fork() -> None:
+    """Detach a forked copy of this process from the simulation; the copy ends with its function."""
     if _current.get() is not None:
         _current.set(None)
         process_setup.is_copy = True
 
 
-class Fiber:
+class CooperativeThreads:
     """The threads of one simulated process.
 
     Args:
-        main: what its main thread does; whatever it raises is kept in `error`.
-        sleep: parks it for a time, seconds.
-        is_interrupted: whether the simulation is to end soon: then nobody waits for a thread that blocks.
+        main: the function of its main thread; an exception is stored in `error`.
+        sleep: parks the calling thread for a time, seconds.
+        is_interrupted: whether the simulation is about to end; then it does not wait for a blocked thread.
     """
 
     def __init__(
@@ -63,44 +65,44 @@ class Fiber:
         self.is_over = False
         self.is_parked = False
         self.error: BaseException | None = None
-        """What its main thread raised."""
-        self.left_at = ""
-        """Where it blocked when nobody waited for it any more, as in a traceback."""
-        self._go = threading.Semaphore(0)
+        """The exception that ended its main thread."""
+        self.blocked_at = ""
+        """Where its thread was blocked when the simulation was interrupted, as in a traceback."""
+        self._resumed = threading.Semaphore(0)
         self._stopped = threading.Semaphore(0)
         self._thread = threading.Thread(target=self._run, name="pipedist-simulated", daemon=True)
 
     # -- in the loop's thread --------------------------------------------------------------------
 
     def start(self) -> None:
-        """Run it until it parks, or ends."""
+        """Run the main thread until it parks or ends."""
         self._thread.start()
         self._await_turn()
 
     def resume(self) -> None:
-        """Let it go on until it parks again, or ends."""
+        """Resume the parked thread until it parks again or ends."""
         if self.is_over or not self.is_parked:
             return
         self.is_parked = False
-        self._go.release()
+        self._resumed.release()
         self._await_turn()
 
     def _await_turn(self) -> None:
         while not self._stopped.acquire(timeout=TURN_S):
             if self._is_interrupted():
-                self.left_at = self._place()
-                self.is_killed = True  # where it waits next, it ends
+                self.blocked_at = self._user_stack()
+                self.is_killed = True  # it ends at its next wait
                 return
 
-    def _place(self) -> str:
-        """Return where its thread is: the lines of the function alone, as in a traceback."""
+    def _user_stack(self) -> str:
+        """Return the position of its thread in the user's function, as in a traceback."""
         frame = sys._current_frames().get(self._thread.ident or 0)
         stack = traceback.extract_stack(frame) if frame is not None else []
         ours = [place for place, line in enumerate(stack) if line.filename.startswith(_PACKAGE)]
         return "".join(traceback.format_list(stack[ours[-1] + 1 :] if ours else stack))
 
     def kill(self) -> None:
-        """End its threads; harmless twice."""
+        """End its threads; does nothing the second time."""
         self.is_killed = True
         while self.is_parked and not self.is_over:
             self.resume()
@@ -108,22 +110,22 @@ class Fiber:
     # -- in its own threads -----------------------------------------------------------------------
 
     def park(self) -> None:
-        """Wait until the simulation lets it go on.
+        """Wait until the simulation resumes the calling thread.
 
         Raises:
-            Killed: it has been killed.
+            Killed: the process was killed.
             UsageError: another thread of the same process is parked.
         """
         if self.is_killed:
             raise Killed
         if self.is_parked:
             raise UsageError(
-                "a simulation can't let two threads of a worker wait at the same time: an async replica "
-                "function that waits for something else while it is in a collective is not simulated"
+                "two threads of a simulated worker wait at the same time: a simulation does not support an async "
+                "replica function that awaits something else during a collective"
             )
         self.is_parked = True
         self._stopped.release()
-        self._go.acquire()
+        self._resumed.acquire()
         if self.is_killed:
             raise Killed
 

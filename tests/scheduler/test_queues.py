@@ -58,7 +58,7 @@ def test_a_todo_queue_gives_the_lowest_first(steps: list[tuple[str, tuple[int, i
         assert [t.lo for t in queue] == sorted(t.lo for t in queue)
 
 
-def test_work_in_order_stays_one_range() -> None:
+def test_calls_in_order_stay_one_range() -> None:
     done, todo = RangeSet(), TodoQueue()
     for call in range(10_000):
         done.add(call, call + 1)

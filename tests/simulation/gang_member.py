@@ -1,4 +1,4 @@
-"""One member's part of a gang in a simulation: its replicas, and the collectives that they call."""
+"""One member of a gang in a simulation: its replicas, and the collectives that they call."""
 
 from __future__ import annotations
 
@@ -6,52 +6,52 @@ from typing import TYPE_CHECKING
 
 from pipedist.collectives.channel import RETURNED
 from pipedist.protocol.messages import AssignGang, Relay
-from pipedist.testing.books import Violation
 from pipedist.worker.events import CallRaised, CallsFinished, CollectiveOverdue, CollectiveReached
+from tests.simulation.reference_model import Violation
 
 if TYPE_CHECKING:
-    from pipedist.testing.simulated_process import SimulatedProcess
-    from pipedist.testing.simulation import Simulation
+    from tests.simulation.simulation import Simulation
+    from tests.simulation.worker_process import WorkerProcess
 
-PATIENCE_S = 3.0
-"""How long a collective waits before it tells who has not come."""
+OVERDUE_S = 3.0
+"""How long a collective waits before it reports the missing members."""
 
 HANG_S = 60.0
-"""How long a replica hangs, if nobody ends its process before: without `timeout_s` nobody else would."""
+"""How long a replica hangs, unless its process is ended before (it has no `timeout_s`)."""
 
 
-class GangAssignment:
+class GangMember:
     """Executes the calls of one member, all at once.
 
     Args:
-        world: that it lives in.
-        process: the member's.
-        assigned: its part.
+        simulation: the simulation.
+        process: the member's process.
+        assigned: its calls.
     """
 
-    __slots__ = ("_assigned", "_busy_ns", "_ended", "_number", "_parts", "_process", "_world")
+    __slots__ = ("_assigned", "_busy_ns", "_ended", "_number", "_parts", "_process", "_simulation")
 
-    def __init__(self, world: Simulation, process: SimulatedProcess, assigned: AssignGang) -> None:
-        self._world = world
+    def __init__(self, simulation: Simulation, process: WorkerProcess, assigned: AssignGang) -> None:
+        self._simulation = simulation
         self._process = process
         self._assigned = assigned
         self._number = 0
-        """The collective that it waits in; 0 before it has come to one."""
+        """The number of the current collective; 0 before the first one."""
         self._parts: dict[int, set[int]] = {}
-        """By number of a collective, which other members have brought their part."""
+        """By number of a collective, the other members whose parts have arrived."""
         self._ended: dict[int, str] = {}
-        """Members that bring nothing more, and how they ended."""
+        """The members that have ended, and how."""
         self._busy_ns = 0
 
     @property
     def part(self) -> tuple[int, int]:
-        """What it brings to a collective: the gang's serial, and the collective's number."""
+        """Its part of a collective: the gang's serial, and the collective's number."""
         return self._assigned.serial, self._number
 
     def run(self, took_s: float) -> None:
-        """Let the replicas come to their first collective, or to their end."""
+        """Execute the replicas up to their first collective, or to their end."""
         assigned, process = self._assigned, self._process
-        fates = self._world.works[assigned.pass_id].fates
+        fates = self._simulation.works[assigned.pass_id].fates
         raisers = set()
         self._busy_ns = int(took_s * 1e9)
         for call in range(assigned.lo, assigned.hi):
@@ -76,10 +76,10 @@ class GangAssignment:
 
     @property
     def _collectives(self) -> int:
-        return self._world.works[self._assigned.pass_id].collectives
+        return self._simulation.works[self._assigned.pass_id].collectives
 
     def _go_on(self) -> None:
-        """Come to the next collective, or to the end."""
+        """Continue to the next collective, or to the end."""
         process, assigned = self._process, self._assigned
         if assigned.members == 1 or self._number == self._collectives:
             self._report(set(), aborted=False)
@@ -90,10 +90,10 @@ class GangAssignment:
         self._wait()
         process.listen()
         if self._is_waiting:
-            self._look()
+            self._continue_if_complete()
 
     def take(self, relay: Relay, part: object) -> None:
-        """Take in what another member brought, or that it has ended."""
+        """Receive the part of another member, or the fact that it has ended."""
         if relay.number:
             if part != (self._assigned.serial, relay.number):
                 raise Violation(f"{relay!r} brings {part} to gang {self._assigned.serial}")
@@ -101,7 +101,7 @@ class GangAssignment:
         else:
             self._ended[relay.member] = relay.text
         if self._is_waiting:
-            self._look()
+            self._continue_if_complete()
 
     @property
     def _is_waiting(self) -> bool:
@@ -111,15 +111,15 @@ class GangAssignment:
         return process.executing[0] == self._assigned.lease and process.alive
 
     def _missing(self) -> list[int]:
-        came = self._parts.get(self._number, set())
+        arrived = self._parts.get(self._number, set())
         return [
             m
             for m in range(self._assigned.members)
-            if m != self._assigned.member and m not in came and self._ended.get(m) != RETURNED
+            if m != self._assigned.member and m not in arrived and self._ended.get(m) != RETURNED
         ]
 
-    def _look(self) -> None:
-        """Go on if all have come; end if somebody never will."""
+    def _continue_if_complete(self) -> None:
+        """Continue if all parts have arrived; end if a missing member has ended."""
         missing = self._missing()
         if any(m in self._ended for m in missing):
             self._report(set(), aborted=True)
@@ -127,7 +127,7 @@ class GangAssignment:
             self._go_on()
 
     def _wait(self) -> None:
-        self._process.later(PATIENCE_S, self._stall, self._number)
+        self._process.later(OVERDUE_S, self._stall, self._number)
 
     def _stall(self, number: int) -> None:
         missing = self._missing()
@@ -152,5 +152,5 @@ class GangAssignment:
 
 
 def raised(lease: int, call: int, *, aborted: bool = False) -> CallRaised:
-    """Return that a call raised."""
+    """Return the event that a call raised in a random stage."""
     return CallRaised(lease, call, "simulated", "builtins", "ValueError", "fate", "", True, aborted)

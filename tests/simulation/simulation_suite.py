@@ -8,45 +8,45 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from pipedist.testing.faults import Faults
-from pipedist.testing.simulation import Simulation
+from pipedist.testing import Faults
+from tests.simulation.simulation import Simulation
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """How many simulations there are, and how large they are."""
+    """The number of simulations, and their size."""
 
     seeds: int
     workers: int
     calls: int
 
 
-BAR = (Size(20_000, 5, 40), Size(1_500, 20, 200), Size(50, 100, 1_000), Size(5, 1_000, 10_000))
-"""What has to pass before a release: no violation, in at most 90 CPU-seconds altogether."""
+RELEASE_SIZES = (Size(20_000, 5, 40), Size(1_500, 20, 200), Size(50, 100, 1_000), Size(5, 1_000, 10_000))
+"""The simulations that a release must pass, without a violation."""
 
 COLLECT_EVENTS = 100_000
-"""Events after which what earlier simulations have left is collected."""
+"""Number of events after which garbage is collected."""
 
 
-class Campaign:
+class SimulationSuite:
     """Simulations of one size.
 
     Args:
-        workers, calls, faults: as of `Simulation`.
+        workers, calls, faults: see `Simulation`.
     """
 
     def __init__(self, workers: int, calls: int, faults: Faults | None = None) -> None:
         self._size = (workers, calls)
         self._faults = faults
         self.seeds = 0
-        """How many were played."""
+        """Number of seeds so far."""
         self.events = 0
         self.cpu_s = 0.0
         self.counts: Counter[str] = Counter()
-        """Faults that have happened, by kind."""
+        """Number of faults so far, by kind."""
 
     def __str__(self) -> str:
-        """Return what was done, for people."""
+        """Return a summary."""
         workers, calls = self._size
         faults = ", ".join(f"{kind} {n}" for kind, n in sorted(self.counts.items())) or "none"
         return (
@@ -55,16 +55,16 @@ class Campaign:
         )
 
     def run(self, seeds: Iterable[int]) -> None:
-        """Play some seeds.
+        """Run some seeds.
 
         Raises:
-            SimulationFailure: of the first one with a violation.
+            SimulationFailure: the first violation.
         """
         workers, calls = self._size
         began = time.process_time()
         collect_at = self.events + COLLECT_EVENTS
-        gc.freeze()  # what is imported is no garbage: it need not be looked through again and again
-        gc.disable()  # a simulation is garbage as a whole
+        gc.freeze()  # imported modules need not be scanned repeatedly
+        gc.disable()  # a simulation becomes garbage as a whole
         try:
             for seed in seeds:
                 if self.events >= collect_at:
@@ -75,7 +75,7 @@ class Campaign:
                 self.seeds += 1
                 self.events += simulation.events
                 self.counts.update(simulation.counts)
-                simulation.let_go()
+                simulation.clear()
         finally:
             gc.enable()
             gc.unfreeze()
