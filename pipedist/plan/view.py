@@ -107,12 +107,12 @@ def _delivery(plan: Plan, name: str) -> str:
     if plan.spec.cluster.launcher == "local":
         return "workers read their own shards"
     if why := hindrance(source):
-        return f"workers on this host read their own shards; they are sent to others: {why}"
+        return f"workers on this host read their own shards; other workers receive theirs: {why}"
     if source.config["kind"] == "range":
         return "workers read their own shards"
     return (
         "workers that see the same files (path, size, time of change) read their own shards; "
-        "they are sent to others"
+        "other workers receive theirs"
     )
 
 

@@ -214,10 +214,10 @@ def test_the_plan_shows_which_workers_read_each_dataset(project: Project, tmp_pa
     assert delivery == {
         "own": "shards are sent to the workers: they are in this process's memory",
         "seen": "workers that see the same files (path, size, time of change) read their own shards; "
-        "they are sent to others",
+        "other workers receive theirs",
         "numbers": "workers read their own shards",
-        "packed": "workers on this host read their own shards; they are sent to others: they are compressed, "
+        "packed": "workers on this host read their own shards; other workers receive theirs: they are compressed, "
         "and were unpacked on this host",
-        "whole": "workers on this host read their own shards; they are sent to others: files that are "
+        "whole": "workers on this host read their own shards; other workers receive theirs: files that are "
         "elements are read one by one",
     }
