@@ -1,6 +1,5 @@
 """Datasets: where the elements come from, and how they are divided into steps."""
 
-import inspect
 from collections.abc import Mapping
 from typing import Annotated, Any, Final, Literal
 
@@ -17,6 +16,7 @@ from pipedist.spec.fields import (
     Section,
     filled_mapping,
     mapping,
+    summary,
 )
 
 BATCH_ELEMENTS_MAX = 2**40
@@ -173,11 +173,6 @@ SOURCES: Final[Mapping[str, type[Section]]] = {
     "function": FunctionSource,
     "arrays": ArraysSource,
 }
-
-
-def summary(model: type[Section]) -> str:
-    """Return the docstring of a section as one line."""
-    return " ".join(inspect.cleandoc(model.__doc__ or "").split())
 
 
 def _source(model: type[Section], *examples: object) -> Any:

@@ -50,6 +50,11 @@ class Section(BaseModel):
     )
 
 
+def summary(model: type[Section]) -> str:
+    """Return the docstring of a section as one line."""
+    return " ".join((model.__doc__ or "").split())
+
+
 class Expected:
     """Replaces every error of a type by one phrase.
 

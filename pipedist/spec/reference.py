@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from pydantic.fields import FieldInfo
 
 from pipedist.spec.datasets import DATASET_KEYS, SOURCES, ArraysSource, DatasetSpec
-from pipedist.spec.fields import COLUMN_TYPES, Section, expected_phrase
+from pipedist.spec.fields import COLUMN_TYPES, Section, expected_phrase, summary
 from pipedist.spec.interpolation import DEPTH_MAX
 from pipedist.spec.model import ClusterSection, SpecSection
 from pipedist.spec.scalars import as_yaml
@@ -150,15 +150,15 @@ Values per step or per epoch are lines in `.jsonl` and `.csv`, and are stacked i
 def reference() -> str:
     """Return the language reference as Markdown."""
     parts = [_INTRODUCTION, _DOCUMENT, "## At the top", *_keys(SpecSection, "###")]
-    parts += ["## Cluster", _summary(ClusterSection), *_keys(ClusterSection, "###")]
+    parts += ["## Cluster", summary(ClusterSection), *_keys(ClusterSection, "###")]
     parts += [_DATASETS, *_keys(DatasetSpec, "###", only=DATASET_KEYS), _SOURCES]
     for name, model in SOURCES.items():
-        parts += [f"#### `{name}`", _summary(model)]
+        parts += [f"#### `{name}`", summary(model)]
         if model is not ArraysSource:
             parts += [_example(name, keys_of(DatasetSpec)[name]), *_keys(model, "#####", f"{name}.")]
     parts.append(_STAGES)
     for verb, model in STAGES.items():
-        parts += [f"### `{verb}`", _summary(model), *_keys(model, "####", f"{verb}: ")]
+        parts += [f"### `{verb}`", summary(model), *_keys(model, "####", f"{verb}: ")]
     parts.append(_OUTPUTS)
     return "\n\n".join(part.strip() for part in parts) + "\n"
 
@@ -176,7 +176,7 @@ def _keys(
         yield _example(key, field)
         inner = section_in(field.annotation)
         if issubclass(model, RunSpec) and inner is not None:
-            yield f"{_summary(inner)} Its keys:"
+            yield f"{summary(inner)} Its keys:"
             yield from _keys(inner, f"{heading}#", f"{key}: ")
 
 
@@ -186,10 +186,6 @@ def _default(model: type[Section], key: str, field: FieldInfo) -> str:
     if field.default_factory is not None or field.default is None or isinstance(field.default, tuple):
         return "Optional."
     return f"Default: `{as_yaml(field.default)}`."
-
-
-def _summary(model: type[Section]) -> str:
-    return " ".join((model.__doc__ or "").split())
 
 
 def _example(key: str, field: FieldInfo) -> str:

@@ -13,7 +13,7 @@ from pydantic.json_schema import GenerateJsonSchema, JsonSchemaMode
 from pydantic_core import CoreSchema
 
 from pipedist.spec.datasets import SOURCES, DatasetSpec
-from pipedist.spec.fields import Section, expected_phrase
+from pipedist.spec.fields import Section, expected_phrase, summary
 from pipedist.spec.model import ClusterSection, SpecSection
 from pipedist.spec.stages import STAGES, CollectivesSpec, ResourcesSpec
 from pipedist.spec.validation import keys_of
@@ -147,7 +147,7 @@ def _options(schema: dict[str, Any]) -> list[dict[str, Any]]:
 def _complete(section: dict[str, Any], model: type[Section]) -> None:
     """Add the expectations and the references to the schema of a section."""
     section.pop("title", None)
-    section["description"] = " ".join((model.__doc__ or "").split())
+    section["description"] = summary(model)
     for key, field in keys_of(model).items():
         if key not in section["properties"]:
             continue

@@ -197,7 +197,10 @@ class Validation:
             self._problems.add(path, context[MESSAGE] + self._from(path), expected=context[EXPECTED])
         else:
             keys = listing(keys_of(_section_at(tree, path)))
-            expected = _PHRASES.get(kind, error["msg"]).format(expected=context.get(EXPECTED), keys=keys)
+            phrase = _PHRASES.get(kind)
+            expected = (
+                error["msg"] if phrase is None else phrase.format(expected=context.get(EXPECTED), keys=keys)
+            )
             words = context.get("allowed", ())
             if kind == "literal_error":  # the words, in quotes
                 words = _QUOTED.findall(expected)

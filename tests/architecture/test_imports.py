@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
+
+import pytest
 
 import pipedist
 
@@ -87,3 +90,34 @@ def test_a_worker_imports_nothing_that_it_does_not_use() -> None:
         "datasets.feeds",
     )
     assert not {name for name in loaded if name.startswith(tuple(f"pipedist.{package}" for package in ours))}
+
+
+def test_a_worker_that_runs_a_spec_never_imports_pydantic(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Programs hold plain values, so that workers need no class of the spec's models."""
+    (tmp_path / "probe.py").write_text(
+        "import sys\n"
+        "def calls(shard, scale, ctx):\n"
+        "    return sum(name.startswith(('pydantic', 'pipedist.spec')) for name in sys.modules)\n"
+        "def update(state, value):\n"
+        "    return state + value + calls(None, 1, None)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    spec = {
+        "pipedist": 1,
+        "replicas": 2,
+        "dataset": {"range": 4, "batch": 2},
+        "stages": {
+            "calls": {
+                "run": "probe:calls",
+                "with": {"scale": 1},
+                "timeout_s": 60,
+                "collectives": {"timeout_s": 30},
+            },
+            "total": {"reduce": "sum", "of": "calls", "axis": None, "per": "step"},
+            "state": {"update": "probe:update", "of": "total", "init": 0},
+        },
+        "outputs": {},
+    }
+    assert pipedist.run(spec, workers=2)["state"] == 0

@@ -221,6 +221,7 @@ def test_dicts_with_odd_values_load_or_give_paths(seed: int) -> None:
         assert problem.message
         assert problem.expected
         assert "object at 0x" not in str(problem)
+        assert "Input should" not in str(problem), "this type of pydantic's errors has no phrase"
 
 
 def places(tree: object, path: tuple[object, ...] = ()) -> Iterator[tuple[object, ...]]:
