@@ -42,7 +42,7 @@ class Live:
     """A cluster with one honest worker of another host, which executes calls.
 
     Args:
-        heard: who said something that counts: identities of those that have joined.
+        heard: identities of the joined peers whose messages were handled.
     """
 
     cluster: pipedist.ConnectCluster
@@ -117,7 +117,7 @@ async def live(folder: Path, logs: pytest.LogCaptureFixture) -> AsyncIterator[Li
             assert result["total"] == N * (N - 1) // 2
             assert result.ledger == pipedist.Ledger(N, N)
             assert found.worker == honest, "the honest worker was lost"
-            assert heard == {honest.identity}, "somebody else was heard"
+            assert heard == {honest.identity}, "messages of another peer were handled"
         finally:
             worker.kill()
             await worker.communicate()
@@ -144,7 +144,7 @@ async def no_key(live: Live, _folder: Path) -> None:
         rogue.send(first_frame(make_hello("rogue", 0)))
         with contextlib.suppress(zmq.Again):  # it may have been cut already
             rogue.send(first_frame(msg.Results(1, 0, 1, 0)))
-        await live.logged("refused")
+        await live.logged("rejected")
 
 
 async def unknown_key(live: Live, _folder: Path) -> None:
@@ -159,7 +159,7 @@ async def wrong_server_key(live: Live, _folder: Path) -> None:
     wrong = ClusterKeys(type(client)(new_keys().client.server_public, client.public, client.secret), None)
     with live.dealer(wrong, SOON) as rogue, pytest.raises(RemoteProtocolError, match="another one"):
         await blocking(rogue.poll, WAIT_S)
-    await live.logged("refused")
+    await live.logged("rejected")
 
 
 async def anothers_identity(live: Live, _folder: Path) -> None:
@@ -180,8 +180,8 @@ async def anothers_name(live: Live, _folder: Path) -> None:
             msg.Goodbye(name, incarnation, "gone", proof=proof),
             msg.Goodbye(name, incarnation, "signal 11", crashed=True, lease=1, proof=proof),
         ):
-            assert "can't prove that this is its name" in await speak_as(live, said)
-    await live.logged(name, "can't prove that this is its name")
+            assert "without proof" in await speak_as(live, said)
+    await live.logged(name, "without proof")
 
 
 async def replay(live: Live, _folder: Path) -> None:
@@ -192,7 +192,7 @@ async def replay(live: Live, _folder: Path) -> None:
         for _ in WORDS:
             refused, _ = await blocking(rogue.recv)
             assert isinstance(refused, msg.Refuse)
-    await live.logged("which is no member's")
+    await live.logged("which is not a member")
 
 
 async def wrong_version(live: Live, _folder: Path) -> None:
@@ -217,7 +217,7 @@ async def no_gate(live: Live, _folder: Path) -> None:
             await blocking(rogue.poll, WAIT_S)
     with raw(live.endpoint, b"rogue") as rogue:
         rogue.send(first_frame(make_hello("rogue", 0)))
-        await live.logged("refused")
+        await live.logged("rejected")
 
 
 Rogue = Callable[[Live, Path], Awaitable[None]]
