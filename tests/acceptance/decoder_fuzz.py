@@ -43,7 +43,7 @@ def fuzz(corpus: Sequence[Frames], seeds: Sequence[int]) -> tuple[Counter[str], 
         How many were read of each kind, and refused; processor seconds of the slowest.
 
     Raises:
-        Found: one raised something else, took long or much memory; the text says which.
+        Found: a message raised another error, took long, or much memory; the text describes it.
     """
     told: Counter[str] = Counter()
     slowest_s = 0.0

@@ -28,7 +28,7 @@ def mutated(corpus: Sequence[Frames], seed: int) -> list[bytes]:
             if not frames:
                 frames.append(b"")
             continue
-        # what is said stands in the first frame
+        # the first frame contains the message
         at = 0 if random.random() < 0.85 else random.randrange(len(frames))
         damage = _damaged if at else _damaged_within
         frames[at] = damage(frames[at], corpus, random)

@@ -1,4 +1,4 @@
-"""Replica functions of the bar's runs, importable by name in workers."""
+"""Replica functions of the acceptance tests, importable by name in workers."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def hangs(x: np.ndarray, folder: str, ctx: Any) -> np.ndarray:
 
 
 def patient(x: np.ndarray, folder: str, pause_s: float) -> np.ndarray:
-    """Takes its time until somebody has had enough."""
+    """Take time until the file `enough` exists."""
     deadline = time.monotonic() + 30 * pause_s
     while not Path(folder, "enough").exists() and time.monotonic() < deadline:
         time.sleep(pause_s)

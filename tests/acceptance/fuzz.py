@@ -2,8 +2,8 @@
 
     python -m tests.acceptance.fuzz [decoder | socket | specs ...] [--share 0.01] [--seed N]
 
-The whole is 1,000,000 messages on the decoder, 10,000 on live sockets, 10,000 specs. What fails is told with
-the seed that shows it again.
+All of it is 1,000,000 messages on the decoder, 10,000 on live sockets, 10,000 specs. A failure is printed with
+the seed that reproduces it.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
 
 Each seed starts `pipedist run`, sends SIGINT or SIGTERM at some time of its life (starting, first phase,
 second phase, writing, ending), a second time in two of five cases, and then resumes it: the files' bytes
-have to be those of a run that nobody disturbed.
+must be those of an undisturbed run.
 """
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ def disturb(seed: int, folder: Path, want: dict[str, str], took_s: float) -> tup
     """Send the signals of one seed.
 
     Returns:
-        What came of it: exit code, and how many signals; how long a run takes, as far as is known now: on a
-        machine that has become less busy, later signals would all come when it is over.
+        The exit code, the number of signals, and the current estimate of a run's duration: on a machine that
+        has become less busy, later signals would otherwise be sent after the end.
 
     Raises:
         Wrong: the exit code, what is left behind, or the bytes after the resume.

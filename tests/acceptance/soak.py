@@ -65,7 +65,7 @@ def check(early: dict[str, tuple[int, int]], late: dict[str, tuple[int, int]]) -
     """Compare.
 
     Raises:
-        Wrong: something has grown; the text says what.
+        Wrong: memory or descriptors have grown; the text describes it.
     """
     for role, (memory, open_) in late.items():
         growth = memory - early[role][0]

@@ -65,7 +65,7 @@ def fuzz(corpus: Sequence[bytes], seeds: Sequence[int], folder: Path) -> tuple[C
         How many were read and refused; processor seconds of the slowest.
 
     Raises:
-        Found: one raised something else, was refused without a place, or took long; the text says which.
+        Found: a spec raised another error, was refused without a position, or took long.
     """
     told: Counter[str] = Counter()
     slowest_s = 0.0

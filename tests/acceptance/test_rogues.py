@@ -42,7 +42,7 @@ class Live:
     """A cluster with one honest worker of another host, which executes calls.
 
     Args:
-        heard: who said something that counts: identities of those that have joined.
+        heard: identities of the joined peers whose messages were handled.
     """
 
     cluster: pipedist.ConnectCluster
@@ -117,7 +117,7 @@ async def live(folder: Path, logs: pytest.LogCaptureFixture) -> AsyncIterator[Li
             assert result["total"] == N * (N - 1) // 2
             assert result.ledger == pipedist.Ledger(N, N)
             assert found.worker == honest, "the honest worker was lost"
-            assert heard == {honest.identity}, "somebody else was heard"
+            assert heard == {honest.identity}, "messages of another peer were handled"
         finally:
             worker.kill()
             await worker.communicate()

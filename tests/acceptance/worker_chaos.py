@@ -2,9 +2,9 @@
 
     python -m tests.acceptance.worker_chaos [--seconds 60] [--every 2] [--seed 0]
 
-Every so many seconds, if the job has gone on since, a random worker is killed (SIGKILL), or stopped (SIGSTOP)
-and let go on or not; beside that every 41st call ends its own process, by a segmentation fault or `os._exit`.
-Nothing may be left.
+At intervals, if the job has progressed, a random worker is killed (SIGKILL), or stopped (SIGSTOP) and sometimes
+continued; also, every 41st call ends its own process, by a segmentation fault or `os._exit`. No process, file or
+shared memory may remain.
 """
 
 from __future__ import annotations
