@@ -265,11 +265,11 @@ def _where(error: BaseException) -> str:
     if isinstance(error, SyntaxError):
         return ""  # its text names the place
     walked = traceback.extract_tb(error.__traceback__)
-    here = os.path.dirname(__file__)
+    package = os.path.dirname(os.path.dirname(__file__))
     frames = [
         f
         for f in walked
-        if not _is_within(f.filename, here) and not f.filename.startswith("<frozen importlib")
+        if not _is_within(f.filename, package) and not f.filename.startswith("<frozen importlib")
     ]
     own = [f for f in frames if any(_is_within(f.filename, folder) for folder in _appended)]
     if not frames:
