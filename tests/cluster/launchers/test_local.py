@@ -243,11 +243,11 @@ async def main():
         await scheduler.outcomes(1)
 asyncio.run(main())
 """
-    root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    root = Path(__file__).parents[3]
     done = subprocess.run(
         [sys.executable, "-c", script],
         cwd=root,
-        env={**os.environ, "PYTHONPATH": root},
+        env={**os.environ, "PYTHONPATH": str(root)},
         capture_output=True,
         timeout=60,
         check=True,
