@@ -198,7 +198,7 @@ def test_a_spec_without_gpus_looks_for_none(
 
 @pytest.mark.parametrize("gpus", [0, -1, 1.5, 65, True, "1", None, float("nan")], ids=repr)
 def test_only_numbers_of_gpus_are_gpus(tmp_path: Path, gpus: Any) -> None:
-    with pytest.raises(SpecError, match=r"resources: `gpus` is .*\n(.*\n)*.*an integer from 1 to 64"):
+    with pytest.raises(SpecError, match=r"resources\.gpus: `gpus` must be an integer from 1 to 64"):
         load(spec_of(tmp_path, gpus))
 
 
