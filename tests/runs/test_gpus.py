@@ -158,11 +158,11 @@ def test_a_gang_needs_gpus_for_all_its_replicas(machine: Machine, tmp_path: Path
     machine(4)
     gang = spec_of(tmp_path, 1, replicas=4, collectives=True)
     text = problem_of(gang)
-    assert "its 4 replicas run at once, each on a worker with 1 GPU, and of 2 workers 2 have that" in text
+    assert "its 4 replicas run at the same time, each on a worker with 1 GPU, but only 2 of 2 workers have that" in text
     assert "`--workers 4`" in text
     compile_plan(load(gang), workers=4).close()
     machine(2)
-    assert "of 4 workers 2 have that; there are 2 here" in problem_of(gang, workers=4)
+    assert "only 2 of 4 workers have that; there are 2 here" in problem_of(gang, workers=4)
     halves = spec_of(tmp_path, 0.5, replicas=4, collectives=True)
     compile_plan(load(halves), workers=4).close()
 

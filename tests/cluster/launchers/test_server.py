@@ -122,7 +122,7 @@ async def test_a_run_that_is_never_entered_leaves_no_server() -> None:
 
 def test_a_spec_that_is_not_there_starts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "_exec", None)
-    with pytest.raises(pipedist.SpecError, match="no such file"):
+    with pytest.raises(pipedist.SpecError, match="this file does not exist"):
         pipedist.run("/nonexistent/spec.yaml")
 
 
