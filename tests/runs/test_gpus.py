@@ -158,7 +158,10 @@ def test_a_gang_needs_gpus_for_all_its_replicas(machine: Machine, tmp_path: Path
     machine(4)
     gang = spec_of(tmp_path, 1, replicas=4, collectives=True)
     text = problem_of(gang)
-    assert "its 4 replicas run at the same time, each on a worker with 1 GPU, but only 2 of 2 workers have that" in text
+    assert (
+        "its 4 replicas run at the same time, each on a worker with 1 GPU, but only 2 of 2 workers have that"
+        in text
+    )
     assert "`--workers 4`" in text
     compile_plan(load(gang), workers=4).close()
     machine(2)

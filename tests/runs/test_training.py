@@ -536,7 +536,9 @@ async def test_a_stage_configures_its_collectives() -> None:
                 return (await run.results())["ys"].tolist()
 
         assert await values({"implementation": "transport", "bytes_per_pack": 8}) == await values(True)
-        with pytest.raises(CallError, match="implementation 'shared' needs all workers of the gang on one host"):
+        with pytest.raises(
+            CallError, match="implementation 'shared' needs all workers of the gang on one host"
+        ):
             await values({"implementation": "shared"})
 
 
