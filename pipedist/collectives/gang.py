@@ -30,7 +30,7 @@ from pipedist.collectives.options import CommunicationOptions
 from pipedist.collectives.requests import CollectiveRequest
 from pipedist.collectives.signatures import CheckedCall, account, check, detach, format_replicas, stall_text
 from pipedist.collectives.thread_pool import ReplicaThreadPool
-from pipedist.core.remote_errors import rebuild_exception
+from pipedist.core.remote_errors import class_names, exception_text, rebuild_exception
 from pipedist.core.types import Tree
 from pipedist.errors import CollectiveTimeoutError, RemoteError
 
@@ -94,7 +94,7 @@ def _copy_error(error: BaseException) -> BaseException:
     try:
         return copy.copy(error)
     except Exception:
-        return RemoteError(f"{type(error).__name__}: {error}")
+        return RemoteError(f"{type(error).__name__}: {exception_text(error)}")
 
 
 T = TypeVar("T")
@@ -343,7 +343,7 @@ class LocalGang:
         try:
             results = self._answer(me.merge, self._patience(waiting))
         except Exception as error:  # the others get the error that they would get in another process
-            module, name, text = type(error).__module__, type(error).__qualname__, str(error)
+            (module, name), text = class_names(error), exception_text(error)
             self._deliver(waiting, None, error, lambda: rebuild_exception(module, name, text))
         except BaseException as error:
             self._deliver(waiting, None, error)
@@ -371,7 +371,7 @@ class LocalGang:
         with self._mutex:
             self._is_executing = False
             if error is not None and not isinstance(error, Exception):
-                self._aborted = self._aborted or str(error) or type(error).__name__
+                self._aborted = self._aborted or exception_text(error) or type(error).__name__
             for place, replica in enumerate(waiting):
                 if replica.state is ReplicaState.ENDED:
                     continue  # a signal handler raised while it waited

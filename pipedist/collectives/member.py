@@ -31,7 +31,7 @@ from pipedist.collectives.requests import ALL_GATHER, ALL_REDUCE, BARRIER, BROAD
 from pipedist.collectives.signatures import CheckedCall, account, mismatch_text
 from pipedist.collectives.torch_group import IMPLEMENTATIONS, TORCH_COLLECTIVES, TorchGroup, forget
 from pipedist.core import trees
-from pipedist.core.remote_errors import rebuild_exception
+from pipedist.core.remote_errors import class_names, exception_text, rebuild_exception
 from pipedist.core.types import Tree
 from pipedist.errors import CollectiveMismatchError
 from pipedist.protocol.codec import Frame, decode, encode
@@ -133,7 +133,7 @@ class Member:
             except Exception as unsendable:
                 error = unsendable
         if error is not None:
-            frames = encode([False, type(error).__module__, type(error).__qualname__, str(error)])
+            frames = encode([False, *class_names(error), exception_text(error)])
         received = self._exchange(_ANSWER, frames, policy)
         if error is not None:
             raise error

@@ -28,6 +28,7 @@ from pipedist.coordinator import Slots
 from pipedist.core import trees
 from pipedist.core.arguments import check_int
 from pipedist.core.misuse_hints import AsyncOnly
+from pipedist.core.remote_errors import exception_text
 from pipedist.core.types import Tree
 from pipedist.datasets.logical import Dataset
 from pipedist.errors import RunCancelled, UsageError
@@ -299,7 +300,7 @@ class ClusterCoordinator(AsyncOnly):
         if error is not None:
             closure.value._fail(error)
             self._error = error
-            self._cancel(f"an earlier one failed: {type(error).__name__}: {error}", error)
+            self._cancel(f"an earlier one failed: {type(error).__name__}: {exception_text(error)}", error)
         else:
             self._order.committed = number + 1
             closure.value._resolve(result)

@@ -30,6 +30,7 @@ from pipedist.collectives.options import CommunicationOptions
 from pipedist.collectives.requests import CollectiveRequest, UnawaitedCollectives
 from pipedist.core import functions
 from pipedist.core.arguments import check_int
+from pipedist.core.remote_errors import exception_text
 from pipedist.core.types import Tree
 from pipedist.errors import CallError
 from pipedist.strategy.base import BaseStrategy
@@ -285,7 +286,7 @@ class DefaultStrategy(BaseStrategy):
                 replica=0,
                 worker="this process",
                 attempts=1,
-                cause=f"{type(error).__name__}: {error}",
+                cause=f"{type(error).__name__}: {exception_text(error)}",
                 remote_traceback="".join(traceback.format_exception(error)),
             ) from error
         finally:

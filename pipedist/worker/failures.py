@@ -15,6 +15,7 @@ from types import FrameType, TracebackType
 from msgspec import Struct
 
 from pipedist.core import functions
+from pipedist.core.remote_errors import class_names, exception_text, within_limit
 from pipedist.errors import PipedistError
 
 TEXT_CHARS_MAX = 16_384
@@ -85,17 +86,13 @@ def describe(
         in_user_code: whether a stage's function raised it.
         aborted: whether the call failed only because its gang was ended.
     """
-    cls = type(error)
-    try:
-        text = _ENDS.get(cls, str)(error)
-    except Exception as second:  # an exception class of the user's, whose __str__ is broken
-        text = f"<{cls.__qualname__} whose str() failed: {type(second).__name__}>"
+    module, name = class_names(error)
     return CallFailure(
         call=call,
         stage=stage,
-        module=cls.__module__,
-        name=cls.__qualname__,
-        text=_clipped(text, TEXT_CHARS_MAX),
+        module=module,
+        name=name,
+        text=_clipped(_ENDS.get(type(error), exception_text)(error), TEXT_CHARS_MAX),
         traceback=_clipped(_formatted(error, in_user_code), TRACEBACK_CHARS_MAX),
         retryable=retryable,
         aborted=aborted,
@@ -106,13 +103,18 @@ def _formatted(error: BaseException, in_user_code: bool) -> str:
     frames = user_frames(error.__traceback__) if in_user_code else error.__traceback__
     if frames is None or (not in_user_code and isinstance(error, _WITHOUT_TRACEBACK)):
         return ""
-    try:
-        text = "".join(traceback.format_exception(type(error), error, frames))
-        if type(error) in _NOT_SENT and functions.process_note():
-            text += f"{functions.process_note()}; {_NOT_SENT[type(error)]}"
-        return text + _READ_ONLY * (isinstance(error, ValueError) and str(error).endswith("is read-only"))
-    except Exception as second:
-        return f"<the traceback cannot be formatted: {type(second).__name__}>\n"
+
+    def formatted() -> str:
+        try:
+            return "".join(traceback.format_exception(type(error), error, frames))
+        except BaseException as second:  # methods of a user's exception class
+            return f"<the traceback cannot be formatted: {type(second).__name__}>\n"
+
+    text = within_limit(error, formatted, "<the traceback takes too long to format>\n")
+    if type(error) in _NOT_SENT and functions.process_note():
+        text += f"{functions.process_note()}; {_NOT_SENT[type(error)]}"
+    is_read_only = type(error) is ValueError and str(error).endswith("is read-only")
+    return text + _READ_ONLY * is_read_only
 
 
 def user_frames(tb: TracebackType | None) -> TracebackType | None:
