@@ -13,7 +13,7 @@ class StrRaises(Exception):
 
 class StrReturnsNumber(Exception):
     def __str__(self) -> str:
-        return 5  # type: ignore[return-value]
+        return 5  # type: ignore[return-value]  # noqa: PLE0307
 
 
 class StrInterrupts(Exception):
