@@ -51,6 +51,8 @@ from pipedist.worker.progress import CallProgress, Overdue, end_of
 _READ_BYTES = 65_536
 _LAUNCHER_END_S = 2.0
 """How long the process of a launcher whose socket has ended may take to end."""
+_EXIT_S_MAX = 1.0
+"""How long a process may take to end after it has closed its descriptors."""
 _CGROUPS = Path("/proc/self/cgroup")
 _CGROUP_MOUNT = Path("/sys/fs/cgroup")
 
@@ -61,7 +63,9 @@ class _Child:
 
     Args:
         memory: descriptor of the memory of `progress`, which the launcher opens through /proc; -1: none.
+        life: read end of a pipe whose write end the worker holds, and an exec closes; -1: it is closed.
         stopped_at: when it was stopped (SIGSTOP), None while it runs.
+        closed_at: when it closed its end of `life`, None before.
         note: why the server killed it.
         overdue: the call for which it was killed, because that took too long.
         was_killed: the server has killed it.
@@ -72,13 +76,17 @@ class _Child:
     pid: int
     progress: CallProgress
     memory: int
+    life: int
     stopped_at: float | None = None
+    closed_at: float | None = None
     note: str = ""
     overdue: Overdue | None = None
     was_killed: bool = False
 
-    def close_memory(self) -> None:
+    def close(self) -> None:
         _close_memory(self.progress, self.memory)
+        if self.life >= 0:
+            os.close(self.life)
 
 
 class ForkServer:
@@ -154,15 +162,19 @@ class ForkServer:
         for key, _ in ready:
             alive = key.data() and alive
         self._kill_stopped()
+        self._kill_replaced()
         if self._check_s is not None:
             self._kill_overdue()
         return alive
 
     def _timeout_s(self) -> float | None:
-        since = [c.stopped_at for c in self._children.values() if c.stopped_at is not None]
-        if not since:
+        due = [
+            c.stopped_at + self._stopped_s_max for c in self._children.values() if c.stopped_at is not None
+        ]
+        due += [c.closed_at + _EXIT_S_MAX for c in self._children.values() if c.closed_at is not None]
+        if not due:
             return self._check_s if self._children else None
-        timeout_s = max(0.0, min(since) + self._stopped_s_max - time.monotonic())
+        timeout_s = max(0.0, min(due) - time.monotonic())
         return timeout_s if self._check_s is None else min(timeout_s, self._check_s)
 
     def _on_control(self) -> bool:
@@ -199,28 +211,33 @@ class ForkServer:
     def _fork(self, worker: str, incarnation: int, settings: Mapping[str, Any]) -> None:
         try:
             progress, memory = _make_progress()
-            gate: tuple[int, ...] = ()
+            ends: list[int] = []
             try:
-                waits, opens = gate = os.pipe()
+                ends += os.pipe()
+                ends += os.pipe()
                 pid = os.fork()
             except OSError:
                 _close_memory(progress, memory)
-                for end in gate:
+                for end in ends:
                     os.close(end)
                 raise
         except OSError as error:
             text = f"can't fork a worker process: {error.strerror}"
             self._send("exited", worker, incarnation, 0, None, None, text, None, False)
             return
+        waits, opens, life, _held = ends
         if pid == 0:
             if memory >= 0:
                 os.close(memory)
             os.close(opens)
+            os.close(life)
             os.read(waits, 1)  # the launcher must know the process id before the worker joins
             os.close(waits)
             _run_worker(self, settings, progress)
         os.close(waits)
-        self._children[pid] = _Child(worker, incarnation, pid, progress, memory)
+        os.close(_held)
+        child = self._children[pid] = _Child(worker, incarnation, pid, progress, memory, life)
+        self._selector.register(life, selectors.EVENT_READ, lambda: self._on_closed(child))
         self._send("started", worker, incarnation, pid, memory)
         os.close(opens)
 
@@ -237,7 +254,7 @@ class ForkServer:
         if self._lifeline >= 0:
             os.close(self._lifeline)
         for child in self._children.values():
-            child.close_memory()
+            child.close()
         self._children.clear()
 
     def _kill(self, worker: str, incarnation: int) -> None:
@@ -254,6 +271,26 @@ class ForkServer:
             if _stopped_before(child, limit):
                 child.stopped_at = None
                 child.note = f"stopped for {self._stopped_s_max:g} s, then killed with "
+                _kill(child)
+
+    def _on_closed(self, child: _Child) -> bool:
+        """Note that a worker ends, or that user code has replaced its program (exec)."""
+        self._close_life(child)
+        child.closed_at = time.monotonic()
+        return True
+
+    def _close_life(self, child: _Child) -> None:
+        if child.life >= 0:
+            self._selector.unregister(child.life)
+            os.close(child.life)
+            child.life = -1
+
+    def _kill_replaced(self) -> None:
+        limit = time.monotonic() - _EXIT_S_MAX
+        for child in self._children.values():
+            if child.closed_at is not None and child.closed_at <= limit and child.stopped_at is None:
+                child.closed_at = None
+                child.note = "replaced by another program (exec), then killed with "
                 _kill(child)
 
     def _kill_overdue(self) -> None:
@@ -284,13 +321,14 @@ class ForkServer:
 
     def _report_exit(self, child: _Child, status: int) -> None:
         del self._children[child.pid]
+        self._close_life(child)
         code = os.WEXITSTATUS(status) if os.WIFEXITED(status) else None
         signum = os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
         text = child.note + describe_exit(os.waitstatus_to_exitcode(status))
         if self._memory_kills.grew() and signum == signal.SIGKILL and not child.was_killed:
             text += ": out of memory"
         running, timed_out = end_of(child.progress, child.overdue)
-        child.close_memory()
+        child.close()
         self._send(
             "exited", child.worker, child.incarnation, child.pid, code, signum, text, running, timed_out
         )

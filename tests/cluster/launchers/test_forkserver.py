@@ -72,3 +72,32 @@ server._kill_stopped()
 assert not goes_on.was_killed
 server._kill_all()
 """)
+
+
+def test_a_worker_that_replaces_its_program_is_killed() -> None:
+    """Its process lives on, but executes no call any more."""
+    runs("""
+import time
+forkserver.worker_process.run_process = lambda *_: os.execv("/bin/sleep", ["sleep", "60"])
+sent = []
+server._send = lambda *items: sent.append(items)
+server._fork("w0", 0, settings)
+(child,) = server._children.values()
+while not child.was_killed:
+    server._step()
+server._kill_all()
+assert sent[-1][6] == "replaced by another program (exec), then killed with signal 9 (SIGKILL)", sent
+""")
+
+
+def test_a_worker_that_ends_by_itself_is_not_called_replaced() -> None:
+    runs("""
+forkserver.worker_process.run_process = lambda *_: 3
+sent = []
+server._send = lambda *items: sent.append(items)
+server._fork("w0", 0, settings)
+while server._children:
+    server._step()
+    server._reap()
+assert sent[-1][6] == "exit code 3", sent
+""")

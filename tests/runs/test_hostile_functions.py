@@ -1,8 +1,9 @@
-"""Exceptions whose own methods raise, return nonsense or never return: each fails its call, and only that."""
+"""Hostile functions: exceptions whose methods raise or never return, and calls that replace their process."""
 
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import pytest
 
@@ -61,3 +62,14 @@ def test_an_exception_of_the_user_is_rebuilt_with_its_class() -> None:
     error = rebuild_exception(hostile_functions.__name__, "Mine", "some text")
     assert type(error) is Mine
     assert str(error) == "some text"
+
+
+def test_a_function_that_replaces_its_process_loses_its_worker_and_nothing_else(tmp_path: Path) -> None:
+    spec = spec_of("StrRaises")
+    spec["stages"]["y"] = {  # type: ignore[index]
+        "run": "tests.runs.hostile_functions:replaces_its_process_once",
+        "with": {"marker": str(tmp_path / "marker")},
+    }
+    result = pipedist.run(spec, workers=2)
+    assert result["t"] == sum(range(40))
+    assert result.ledger.lost == 0
