@@ -287,8 +287,11 @@ class ForkServer:
 
     def _kill_replaced(self) -> None:
         limit = time.monotonic() - _EXIT_S_MAX
+        if not any(_closed_before(child, limit) for child in self._children.values()):
+            return
+        self._reap()  # it may have ended meanwhile
         for child in self._children.values():
-            if child.closed_at is not None and child.closed_at <= limit and child.stopped_at is None:
+            if _closed_before(child, limit) and child.stopped_at is None:
                 child.closed_at = None
                 child.note = "replaced by another program (exec), then killed with "
                 _kill(child)
@@ -426,6 +429,10 @@ def _close_memory(progress: CallProgress, memory: int) -> None:
 
 def _stopped_before(child: _Child, time_s: float) -> bool:
     return child.stopped_at is not None and child.stopped_at <= time_s
+
+
+def _closed_before(child: _Child, time_s: float) -> bool:
+    return child.closed_at is not None and child.closed_at <= time_s
 
 
 def _kill(child: _Child) -> None:
