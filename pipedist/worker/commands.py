@@ -20,16 +20,13 @@ class Ending(enum.Enum):
 
 
 class Send(Struct, frozen=True):
-    """Send a message without payload."""
-
     message: Message
 
 
 class SendResults(Struct, frozen=True):
     """Send a message with the results that the driver has just reported.
 
-    Args:
-        cache_pass: the pass under whose key the results are cached first; 0: no caching.
+    They are cached first under the key of `cache_pass`; 0: no caching.
     """
 
     message: Results
@@ -51,9 +48,8 @@ class Join(Struct, frozen=True):
 class OpenPass(Struct, frozen=True):
     """Store the program that came with the message.
 
-    Args:
-        key: cache results of the pass under this key until they are durable; "": do not cache them.
-        elsewhere: the scheduler runs on another host: check for the data files here (`events.DataFound`).
+    `key`: cache results of the pass under it until they are durable; "": do not cache them. `elsewhere`: the
+    scheduler runs on another host, so check for the data files here (`events.DataFound`).
     """
 
     pass_id: int
@@ -74,11 +70,7 @@ class DropPass(Struct, frozen=True):
 
 
 class StoreLease(Struct, frozen=True):
-    """Store the shards that came with the message.
-
-    Args:
-        gang: the assignment, if the lease is one member's part of a gang.
-    """
+    """Store the shards that came with the message; `gang`: its assignment if it belongs to one."""
 
     lease: int
     gang: AssignGang | None = None
@@ -125,11 +117,8 @@ class DropLease(Struct, frozen=True):
 class Execute(Struct, frozen=True):
     """Execute a slice of a lease, from its first unreported call on.
 
-    The slice begins when all received messages are handled, and ends with `SliceEnded`.
-
-    Args:
-        slice_s: start no call after this time, seconds.
-        slice_bytes: start no call once results of this size are waiting.
+    The slice begins when all received messages are handled, and ends with `SliceEnded`. It starts no call after
+    `slice_s`, or once results of `slice_bytes` are waiting.
     """
 
     lease: int
@@ -141,8 +130,6 @@ class Execute(Struct, frozen=True):
 
 
 class Leave(Struct, frozen=True):
-    """End the process."""
-
     ending: Ending
     reason: str
 

@@ -51,11 +51,9 @@ from pipedist.worker.result_cache import ResultCache, ResultReporter
 if TYPE_CHECKING:
     from pipedist.worker.leases import Run
 
-IDLE_POLL_S = 1.0
-"""How long an idle worker waits for a message before it checks its deadlines."""
+IDLE_POLL_S = 1.0  # how long an idle worker waits for a message before it checks its deadlines
 
-LISTEN_S = 0.1
-"""How long a replica waits for another member before printed lines are sent."""
+LISTEN_S = 0.1  # how long a replica waits for another member before printed lines are sent
 
 
 class _Interrupted(Exception):
@@ -70,16 +68,10 @@ class Driver:
     """Executes the machine's commands over a socket.
 
     Args:
-        socket: the connection to the scheduler.
-        machine: the protocol.
-        threads: BLAS and OpenMP threads of this process.
         join_s: maximum time until the connection is made, seconds.
-        progress: records the running call.
         die: ends the process; called with a text when the reporter thread fails.
         report: prints, for people, that the worker has joined, or waits for a scheduler.
         diagnose: returns a problem of the scheduler's endpoint, as for `JoinReporter`.
-        cache: holds results until they are durable.
-        code: local copies of the scheduler's code folders.
     """
 
     def __init__(
@@ -102,36 +94,26 @@ class Driver:
         self._progress = progress
         self._die = die
         self._join_reporter = JoinReporter(report, threads=threads, join_s=join_s, diagnose=diagnose)
-        self._lock = threading.Lock()
-        """Held by the thread that uses `_machine` or `_socket`."""
+        self._lock = threading.Lock()  # held by the thread that uses `_machine` or `_socket`
         self._log_forwarder = LogForwarder(socket, self._lock)
         self._code = CodeStore("", "") if code is None else code
         self._leases = Leases(self, threads, progress.clock, self._code)
         self._reports = ResultReporter(self._handle, ResultCache() if cache is None else cache)
-        self._leave_reason = ""
-        """Reason to leave as soon as possible; "": none."""
-        self._interruptible = False
-        """Whether the main thread only waits for a message."""
-        self._frames: list[memoryview] = []
-        """Payload of the message being handled."""
-        self._contribution: Sequence[Frame] = ()
-        """The replicas' part of a collective that is being sent."""
-        self._slice: Execute | None = None
-        """The slice that executes, or is next."""
-        self._run: Run | None = None
-        """The run of the executing lease."""
+        self._leave_reason = ""  # reason to leave as soon as possible; "": none
+        self._interruptible = False  # whether the main thread only waits for a message
+        self._frames: list[memoryview] = []  # payload of the message being handled
+        self._contribution: Sequence[Frame] = ()  # the replicas' part of a collective that is being sent
+        self._slice: Execute | None = None  # the slice that executes, or is next
+        self._run: Run | None = None  # the run of the executing lease
         self._left: tuple[Ending, str] | None = None
-        self._working = threading.Event()
-        """Set while there is work; the reporter waits for it."""
+        self._working = threading.Event()  # set while there is work; the reporter waits for it
         self._over = threading.Event()
         self.output = OutputCapture(self._log_forwarder.put)
 
     def run(self) -> tuple[Ending, str]:
         """Work until the machine commands to leave; return the reason.
 
-        Raises:
-            ProtocolError: the scheduler broke the protocol.
-            BaseException: user code raised it to end the process.
+        An exception with which user code ends the process passes through.
         """
         threading.Thread(target=self._report_regularly, name="pipedist-reporter", daemon=True).start()
         try:
@@ -242,16 +224,12 @@ class Driver:
                 self._receive()
 
     def _cache_rest(self, lease: int, run: Run) -> None:
-        """Cache the calls that finished after the connection was lost.
-
-        The next incarnation offers them.
-        """
+        """Cache the calls that finished after the connection was lost: the next incarnation offers them."""
         if isinstance(self._log_forwarder.fault, ConnectionLost) and self._run is run:
             with contextlib.suppress(ConnectionLost):
                 self._reports.finished(lease, run)
 
     def _report_recalled(self, slice_: Execute) -> None:
-        """Report calls that were finished for an earlier scheduler."""
         with self._lock:
             self._reports.recalled(slice_)
             self._handle(SliceEnded(slice_.lease))
@@ -265,21 +243,18 @@ class Driver:
     # -- gangs: called by replicas, in their threads ----------------------------------------
 
     def contribute(self, lease: int, number: int, payload: Sequence[Frame]) -> None:
-        """Send a gang's part of an exchange; see `relay_channel.RelayClient`."""
         with self._listening(lease):
             self._contribution = payload
             self._handle(CollectiveReached(lease, number))
             self._contribution = ()
 
     def listen(self, lease: int, timeout_s: float) -> None:
-        """Handle received messages; see `relay_channel.RelayClient`."""
         with self._listening(lease):
             if self._socket.poll(min(timeout_s, LISTEN_S)):
                 self._receive()
             self._log_forwarder.send_lines()
 
     def report_stalled(self, lease: int, members: tuple[int, ...], text: str) -> None:
-        """Report an overdue collective; see `pipedist.worker.gangs.GangClient`."""
         with self._listening(lease):
             self._handle(CollectiveOverdue(lease, tuple(map(str, members)), text))
 
@@ -304,10 +279,7 @@ class Driver:
     # -- reporting -----------------------------------------------------------------------
 
     def _report_regularly(self) -> None:
-        """Send finished calls while the main thread is in a long one.
-
-        The body of the reporter thread.
-        """
+        """Send finished calls while the main thread is in a long one (reporter thread)."""
         try:
             pause_s = WorkerLimits().flush_s
             while not self._over.is_set():

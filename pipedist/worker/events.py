@@ -30,7 +30,7 @@ from pipedist.protocol.messages import (
 
 
 class Started(Struct, frozen=True):
-    """The process has started and connected."""
+    pass
 
 
 class DataFound(Struct, frozen=True):
@@ -40,7 +40,7 @@ class DataFound(Struct, frozen=True):
 
 
 class CallsFinished(Struct, frozen=True):
-    """Calls [lo, hi) returned; the driver holds their encoded results."""
+    """Calls [lo, hi) returned; the driver holds their results."""
 
     lease: int
     lo: int
@@ -78,14 +78,10 @@ class CollectiveOverdue(Struct, frozen=True):
 
 
 class RestartNeeded(Struct, frozen=True):
-    """An assignment needs a new process."""
-
     reason: str
 
 
 class LeaveRequested(Struct, frozen=True):
-    """The launcher or supervisor ends the worker."""
-
     reason: str
 
 
@@ -96,7 +92,7 @@ class SliceEnded(Struct, frozen=True):
 
 
 class TimePassed(Struct, frozen=True):
-    """Time passed without another event."""
+    pass
 
 
 Event = (
@@ -115,8 +111,6 @@ Event = (
 
 
 class ProtocolState(enum.Enum):
-    """The state of a worker; see the diagram in `pipedist.worker.machine`."""
-
     JOINING = "joining"
     READY = "ready"
     EXECUTING = "executing"

@@ -38,20 +38,15 @@ if TYPE_CHECKING:
     from pipedist.worker.variables.replica import ReplicaVariables
 
 
-Outcome = dict[str, Tree]
-"""The values that one call sends back: {slot: tree}."""
+Outcome = dict[str, Tree]  # the values that one call sends back: {slot: tree}
 
-Result = tuple[Outcome, int]
-"""An outcome, and its size in bytes."""
+Result = tuple[Outcome, int]  # an outcome, and its size in bytes
 
 
 class GangCallContext(NamedTuple):
-    """The additional context of a call in a gang.
+    """The context of a call in a gang.
 
-    Args:
-        collectives: returns the collectives of an async (True) or a plain function.
-        device: the device of the replica, see `ReplicaContext.device`; "" for none.
-        variables: the variables of the step; None if it has none.
+    `collectives` returns those of an async (True) or a plain function; `device` is as in `ReplicaContext`, or "".
     """
 
     collectives: Callable[[bool], Collectives]
@@ -60,16 +55,7 @@ class GangCallContext(NamedTuple):
 
 
 class Call:
-    """One call while it runs.
-
-    Args:
-        number: its number in the pass.
-        stage: the current stage; the first one while its shard is read.
-        gang: its context in a gang; None outside of one.
-        permanent: whether an error now would recur on every attempt.
-        reading: whether its shard is being read.
-        in_user_code: whether a stage's function runs.
-    """
+    """One call while it runs; `number` counts in the pass."""
 
     __slots__ = ("gang", "in_user_code", "number", "permanent", "reading", "replica", "stage", "step")
 
@@ -84,13 +70,7 @@ class Call:
 
 
 class PassExecutor:
-    """Executes calls of one pass.
-
-    Args:
-        program: the pass's program.
-        threads: BLAS and OpenMP threads that this process was started with.
-        clock: records the running stage.
-    """
+    """Executes calls of one pass; `threads` is this process's number of BLAS and OpenMP threads."""
 
     def __init__(self, program: Program, threads: int, clock: StageClock = CallProgress.clock) -> None:
         self.program = program
@@ -115,36 +95,23 @@ class PassExecutor:
         self._shard_is_shared = (readers + [emit.of for emit in program.emits]).count(-1) > 1
 
     def stage_of(self, slot: str) -> str:
-        """Return the name of the stage whose value is emitted as `slot`."""
         return next((self._stage_name(e) for e in self.program.emits if e.slot == slot), self.first_stage)
 
     def _stage_name(self, emit: Emit) -> str:
         return self._stages[emit.of].name if emit.of >= 0 else self.first_stage
 
     def call(self, number: int, gang: GangCallContext | None = None) -> Call:
-        """Return a call that has not begun."""
         return Call(number, self.program.replicas, self.first_stage, gang)
 
     def use(self, states: States, values: Mapping[str, Tree]) -> None:
-        """Set the states that the next lease reads.
-
-        Args:
-            states: their versions.
-            values: the value of each in the functions' arguments, by name.
-
-        Raises:
-            RemoteProtocolError: the lease lacks a state that a stage reads.
-        """
+        """Set the states that the next lease reads, and their values by name."""
         for stage in self._stages:
             stage.use(states, values)
 
     def overlaps(self, call: Call) -> bool:
-        """Return whether calls may overlap.
+        """Load the functions; return whether calls may overlap.
 
-        Loads the functions; the calls raise its errors.
-
-        Args:
-            call: the first call; output of the imported modules belongs to it.
+        Output of the imported modules belongs to `call`, the first one. The calls raise errors of loading.
         """
         for stage in self._stages:
             try:
@@ -161,13 +128,9 @@ class PassExecutor:
             importer.reset(token)
 
     def run(self, call: Call, shards: LeaseShards, wait: Callable[[Awaitable[Any]], Any]) -> Result:
-        """Execute one call, in this thread.
+        """Execute one call in this thread; return its outcome, which no other code can change.
 
-        Args:
-            wait: waits for an awaitable that an async function returned; returns its result.
-
-        Returns:
-            The outcome, which no other code can change, and its size in bytes.
+        `wait` waits for an awaitable that an async function returned, and returns its result.
         """
         shard = self._find(call, shards)
         empty = call.gang is not None and shards.is_empty(shard)
@@ -182,7 +145,6 @@ class PassExecutor:
     def _values(
         self, call: Call, shard: Shard, empty: bool, wait: Callable[[Awaitable[Any]], Any]
     ) -> list[Tree]:
-        """Execute the stages; return their values."""
         values: list[Tree] = []
         for stage in self._stages:
             if empty and (not stage.collectives or (stage.of >= 0 and values[stage.of] is _ABSENT)):
@@ -205,10 +167,7 @@ class PassExecutor:
         return values
 
     async def run_among_others(self, call: Call, shards: LeaseShards) -> Result:
-        """Execute one call outside of a gang, as a task of the running loop.
-
-        See `run`.
-        """
+        """Execute one call outside of a gang, as a task of the running loop; see `run`."""
         shard = self._find(call, shards)
         values = await self._values_among_others(call, shard)
         if self.program.verify:
@@ -238,11 +197,9 @@ class PassExecutor:
         return values
 
     def _digests(self, values: list[Tree]) -> list[Digests]:
-        """Return the digests of the stages' values."""
         return [digests_of(None if value is _ABSENT else value) for value in values]
 
     def _check_same(self, call: Call, first: list[Digests], values: list[Tree]) -> None:
-        """Compare the stages' values with those of the first execution."""
         call.permanent = True
         for stage, before, now in zip(self._stages, first, self._digests(values), strict=True):
             call.stage = stage.name
@@ -306,10 +263,7 @@ class PassExecutor:
         return plain(result)
 
     def _emit(self, call: Call, shard: Tree, values: list[Tree], empty: bool) -> Result:
-        """Collect the outcome of the call.
-
-        Empties `values`, so that new arrays need no copy.
-        """
+        """Collect the outcome of the call; empties `values`, so that new arrays need no copy."""
         call.permanent = True
         gang = call.gang
         if self._sole is not None and not empty and (gang is None or gang.variables is None):
@@ -368,11 +322,7 @@ class PassExecutor:
         )
 
     def failure(self, call: Call, error: BaseException, *, aborted: bool = False) -> CallFailure:
-        """Return the failure of a call that raised.
-
-        Args:
-            aborted: its gang was ended by another call.
-        """
+        """Return the failure of a call that raised, or whose gang another call has ended."""
         final = call.permanent or (call.reading and isinstance(error, PipedistError)) or not _is_plain(error)
         return failures.describe(
             error,
@@ -384,7 +334,6 @@ class PassExecutor:
         )
 
     def unsendable(self, number: int, outcome: Outcome) -> CallFailure | None:
-        """Return the failure of a call whose outcome cannot be sent, or None."""
         for slot, value in outcome.items():
             try:
                 encode(value)
@@ -397,13 +346,11 @@ class PassExecutor:
         return None
 
     def close(self) -> None:
-        """Drop functions and instances, and close the reader's files."""
         self._stages.clear()
         self.finder.close()
 
 
-_ABSENT = object()
-"""Placeholder for the value of a stage that was not called."""
+_ABSENT = object()  # placeholder for the value of a stage that was not called
 
 
 def _is_plain(error: BaseException) -> bool:
@@ -416,19 +363,13 @@ _DIGEST_BYTES = 16
 
 
 class Digests(Struct, frozen=True):
-    """The digests of a value.
-
-    Args:
-        leaves: digest of each leaf, by its path; "" is the path of a bare leaf.
-        structure: the structure of the tree around them.
-    """
+    """The structure of a value, and the digest of each leaf by path ("" for a bare leaf)."""
 
     leaves: Mapping[str, bytes]
     structure: str
 
 
 def digests_of(value: Tree) -> Digests:
-    """Return the digests of a value, which user code may change later."""
     leaves, structure = trees.flatten(value)
     paths = trees.treedef_paths(structure)
     found = ((path, _digest(leaf)) for path, leaf in zip(paths, leaves, strict=True))
@@ -447,11 +388,7 @@ def _digest(leaf: trees.Leaf) -> bytes | None:
 
 
 def check_same(first: Digests, second: Digests) -> None:
-    """Compare two executions of a stage's function on one shard.
-
-    Raises:
-        NonDeterministicError: they differ; the text has the first path that does.
-    """
+    """Compare two executions of a stage's function on one shard."""
     before, now = first.leaves, second.leaves
     for path in dict.fromkeys((*before, *now)):
         if before.get(path) != now.get(path):

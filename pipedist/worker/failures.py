@@ -17,11 +17,9 @@ from msgspec import Struct
 from pipedist.core import functions
 from pipedist.errors import PipedistError
 
-TEXT_CHARS_MAX = 16_384
-"""Maximum length of an exception's text; longer texts are cut in the middle."""
+TEXT_CHARS_MAX = 16_384  # maximum length of an exception's text; longer texts are cut in the middle
 
-TRACEBACK_CHARS_MAX = 65_536
-"""Maximum length of a formatted traceback."""
+TRACEBACK_CHARS_MAX = 65_536  # maximum length of a formatted traceback
 
 _FOLDER = os.path.dirname(os.path.abspath(__file__))
 _CALLERS = frozenset(os.path.join(_FOLDER, name) for name in ("execution.py", "lease_run.py", "stages.py"))
@@ -51,12 +49,8 @@ class CallFailure(Struct, frozen=True):
     """The failure of a call; see `pipedist.protocol.messages.Failed`.
 
     Args:
-        call: its number in the pass.
-        stage: name of the stage; the first one if the call's shard could not be read.
-        module, name: the exception's class.
-        text: `str(exception)`.
+        stage: the first one if the call's shard could not be read.
         traceback: formatted, from the first frame of user code on; "" if there is none.
-        retryable: another attempt may help.
         aborted: whether the call failed only because its gang was ended.
     """
 
@@ -79,12 +73,7 @@ def describe(
     in_user_code: bool,
     aborted: bool = False,
 ) -> CallFailure:
-    """Return the failure to report for an exception.
-
-    Args:
-        in_user_code: whether a stage's function raised it.
-        aborted: whether the call failed only because its gang was ended.
-    """
+    """Return the failure to report; `in_user_code`: a stage's function raised the error."""
     cls = type(error)
     try:
         text = _ENDS.get(cls, str)(error)

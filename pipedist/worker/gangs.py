@@ -43,21 +43,12 @@ if TYPE_CHECKING:
 
 
 class GangClient(RelayClient, Protocol):
-    """The methods of the worker's driver that gangs call, from any thread."""
-
     def report_stalled(self, lease: int, members: tuple[int, ...], text: str) -> None:
         """Report that a collective has waited too long for members."""
 
 
 class GangRunFactory:
-    """Makes the runs of gang leases.
-
-    Owns the threads, event loops and mapped memory that they share.
-
-    Args:
-        client: the connection to the scheduler.
-        loop: the loop of the main thread, which runs the first replica of each gang.
-    """
+    """Makes the runs of gang leases; owns the threads, event loops and memory that they share."""
 
     def __init__(self, client: GangClient, loop: PersistentLoop) -> None:
         self._client = client
@@ -135,7 +126,6 @@ class GangRunFactory:
         return RelayChannel(self._client, assigned.lease, buffer, assigned.member, assigned.members)
 
     def close(self) -> None:
-        """End the threads, close all loops but the main one, unmap the memory."""
         self._threads.close()
         for loop in self._loops[1:]:
             loop.close()
@@ -143,11 +133,7 @@ class GangRunFactory:
 
 
 def local_replicas(lo: int, hi: int, replicas: int, member: int, members: int) -> range:
-    """Return the replicas of a gang's calls [lo, hi).
-
-    Raises:
-        RemoteProtocolError: the calls belong to several steps, or to another member.
-    """
+    """Return the replicas of a gang's calls [lo, hi); RemoteProtocolError if they are another member's."""
     local = range(lo % replicas, lo % replicas + hi - lo)
     if members > replicas or local != range(*spans(replicas, members)[member]):
         raise RemoteProtocolError(
@@ -166,15 +152,10 @@ class GangRun:
     """The execution of a lease that belongs to a gang; used like a `LeaseRun`.
 
     Args:
-        executor: of the lease's pass.
         loops: run async functions: the main thread's loop, then those of other replicas; extended as needed.
-        shards: of calls [lo, hi).
-        lo, hi: the calls, all of one step.
         gang: of these replicas; run once.
         channel: closed when the gang is over; None if there are no other members.
-        can_share: whether the members share memory.
         device_of: returns this process's name of a replica's device; "" for none.
-        bound: the variables of the step; None if it has none.
         begin: called with the number of a call before it runs.
         on_success: called when every call has returned.
     """
@@ -205,21 +186,15 @@ class GangRun:
         self._bound = bound
         self._begin = begin
         self._on_success = on_success
-        self._next = lo
-        """The first call that has neither been taken nor raised."""
+        self._next = lo  # the first call that has neither been taken nor raised
         self._hi = hi
-        self._outcomes: list[Outcome] = []
-        """Of calls from `_next` on, up to the first that did not return."""
+        self._outcomes: list[Outcome] = []  # of calls from `_next` on, up to the first that did not return
         self._over: dict[int, Result | CallFailure] | None = None
         """The result or failure of each call; None until the gang is over."""
         self._busy_ns = 0
 
     def advance(self, _slice_s: float, _slice_bytes: int) -> CallFailure | None:
-        """Execute all calls at the first time; then go to the next failure.
-
-        Returns:
-            Its failure; None if all remaining calls returned.
-        """
+        """Execute all calls at the first time; then go to the next failure, and return it."""
         if self._over is None:
             start = time.perf_counter_ns()
             self._over = self._execute()
@@ -245,14 +220,10 @@ class GangRun:
         return FinishedCalls(lo, outcomes, busy_ns)
 
     def skip(self) -> None:
-        """Record that the call after the last outcome has been reported as failed."""
         self._next += 1
 
     def abandon(self) -> None:
-        """End the replicas that wait for others.
-
-        `advance` returns when all replicas have ended.
-        """
+        """End the replicas that wait for others; `advance` returns when all have ended."""
         self._gang.abort("the scheduler has cancelled the step")
 
     def _execute(self) -> dict[int, Result | CallFailure]:
@@ -284,8 +255,6 @@ class GangRun:
         return over
 
     def _run(self, call: Call, collectives: ReplicaCollectives, loop: PersistentLoop) -> Result:
-        """Execute one call, in its replica's thread."""
-
         def wait(awaitable: Awaitable[Any]) -> Any:
             result = loop.run(await_result(awaitable), collectives.outside)
             collectives.unawaited.check()
@@ -307,14 +276,8 @@ class ReplicaCollectives:
     """The collectives of one replica, for plain and for async functions.
 
     The turn belongs to a replica, not to a thread. While a collective of an async function is under way, the
-    turn belongs to the thread of that collective, and the event loop continues without it.
-
-    Args:
-        gang: of the replica.
-        replica: its number.
-        can_share: whether all members of the gang share memory.
-        clock: pauses while the replica waits for others.
-        call: the number of its call.
+    turn belongs to the thread of that collective, and the event loop continues without it. `clock` pauses while
+    the replica waits for others.
     """
 
     def __init__(
@@ -326,19 +289,15 @@ class ReplicaCollectives:
         self._clock = clock
         self._call = call
         self._thread: ThreadPoolExecutor | None = None
-        self._under_way = 0
-        """Collectives of async functions that are not over."""
-        self._lock = threading.Lock()
-        """Guards `_under_way`."""
+        self._under_way = 0  # collectives of async functions that are not over
+        self._lock = threading.Lock()  # guards `_under_way`
         self.unawaited = UnawaitedCollectives()
         """Collectives that its async functions have requested, but not awaited."""
 
     def of(self, is_async: bool) -> Collectives:
-        """Return the collectives of an async or a plain function."""
         return _Awaited(self) if is_async else _Blocking(self)
 
     def call(self, request: CollectiveRequest) -> Tree:
-        """Execute a collective in this thread."""
         options = request.options
         if options is not None and not self._can_share and options.implementation is Implementation.SHARED:
             raise ValueError(NOT_SHARED)

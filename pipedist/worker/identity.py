@@ -43,18 +43,13 @@ def _digest(prefix: str, proof: str) -> str:
     return base64.b32encode(hashlib.sha256(text).digest()[:_DIGEST_BYTES]).decode().lower()
 
 
-SILENT_S = 2.0
-"""How long a scheduler may take to reply before the worker reports that it waits."""
+SILENT_S = 2.0  # how long a scheduler may take to reply before the worker reports that it waits
 
 
 class JoinReporter:
     """Reports the join of a worker to people, and applies the Welcome.
 
-    Args:
-        report: prints a text.
-        threads: BLAS and OpenMP threads of this process.
-        join_s: maximum time until the connection is made, seconds.
-        diagnose: returns a problem of the endpoint, beginning with "; "; "" if none is known.
+    `diagnose` returns a problem of the endpoint, beginning with "; "; "" if none is known.
     """
 
     def __init__(
@@ -68,7 +63,6 @@ class JoinReporter:
         """When Hello was sent; None: before that, after a reply, or if the wait has been reported."""
 
     def begin(self) -> None:
-        """Start the clock: Hello is being sent."""
         self._waiting_since = time.monotonic()
 
     def check(self) -> None:

@@ -114,23 +114,16 @@ from pipedist.worker.lease_queue import AssignedLease, LeaseQueue, WorkerLimits
 
 
 class WorkerMachine:
-    """The protocol of one worker incarnation; see the module docstring.
-
-    Args:
-        hello: the first message.
-        limits: the worker's limits.
-    """
+    """The protocol of one worker incarnation; see the module docstring."""
 
     def __init__(self, hello: Hello, limits: WorkerLimits | None = None) -> None:
         self.state = ProtocolState.JOINING
         self._hello = hello
         self._limits = limits or WorkerLimits()
-        self._passes: set[int] = set()
-        """Bound passes."""
+        self._passes: set[int] = set()  # bound passes
         self._cached_passes: set[int] = set()
         """Bound passes with a key: their results are cached until they are durable."""
-        self._spaces: set[int] = set()
-        """States with stored values."""
+        self._spaces: set[int] = set()  # states with stored values
         self._leases = LeaseQueue(self._limits)
         """Assigned leases; one is active if and only if the state is EXECUTING."""
         self._due: float | None = None
@@ -138,10 +131,6 @@ class WorkerMachine:
 
     def handle(self, event: Event, now: float) -> list[Command]:
         """Handle one event; return the commands to execute, in order.
-
-        Args:
-            event: a message from the scheduler, or an event of this process.
-            now: time on a monotonic clock, seconds.
 
         Raises:
             RemoteProtocolError: the state does not allow this message of the scheduler.
@@ -364,11 +353,7 @@ class WorkerMachine:
     # -- checks ----------------------------------------------------------------------
 
     def validate(self) -> None:
-        """Check all invariants of the state; tests call it after each event.
-
-        Raises:
-            LocalProtocolError: an invariant does not hold; the text names it.
-        """
+        """Check all invariants of the state; tests call it after each event."""
         broken = self._broken_invariant()
         if broken:
             raise LocalProtocolError(f"the worker's state is inconsistent: {broken}")

@@ -24,11 +24,7 @@ _BYTES = 8 * _CELLS
 
 
 class Running(NamedTuple):
-    """The running call of a worker.
-
-    Args:
-        stage: the number of the stage in the pass's program, from 1; 0: unknown.
-    """
+    """The running call of a worker; `stage` counts in the pass's program from 1, 0: unknown."""
 
     lease: int
     call: int
@@ -49,17 +45,11 @@ def unpack_running(data: bytes) -> Running | None:
     return None if _IDLE in running[:2] else running
 
 
-NO_CALL = Running(0, 0, 0)
-"""Reported if no call caused the end of a worker; no lease has the number 0."""
+NO_CALL = Running(0, 0, 0)  # reported if no call caused the end of a worker; no lease has the number 0
 
 
 class Overdue(NamedTuple):
-    """A stage's function that has exceeded its time limit.
-
-    Args:
-        running: its call.
-        began_ns: when it began, on the system's monotonic clock.
-    """
+    """A stage's function that has exceeded its time limit; it began at `began_ns` (monotonic clock)."""
 
     running: Running
     began_ns: int
@@ -99,19 +89,14 @@ class StageClock:
 
 
 class CallProgress:
-    """The running call of a worker, as int64 numbers in shared memory.
+    """The running call of a worker, as int64 numbers in shared memory that only the worker writes.
 
-    Without a file, the memory is shared with processes that are forked later; with a file, with all processes that
-    have opened it. Only the worker writes it.
-
-    Args:
-        file: descriptor of a file of `BYTES`; None: memory that children inherit.
+    `file` is the descriptor of a file of `BYTES`; None: memory that is shared with processes that are forked later.
     """
 
     BYTES = _BYTES
 
-    clock: StageClock = StageClock()
-    """Records the running stage."""
+    clock: StageClock = StageClock()  # records the running stage
 
     def __init__(self, file: int | None = None) -> None:
         self._memory = mmap.mmap(-1 if file is None else file, _BYTES)
@@ -139,17 +124,12 @@ class CallProgress:
         return begin
 
     def read(self) -> Running | None:
-        """Return the running call, or None."""
         cells = self._cells
         running = Running(cells[_LEASE], cells[_CALL], cells[_STAGE])
         return None if _IDLE in running[:2] else running
 
     def overdue(self, now_ns: int) -> Overdue | None:
-        """Return the stage's function that has exceeded its limit, or None.
-
-        Args:
-            now_ns: `time.monotonic_ns()`, which is the same clock in all processes of a host.
-        """
+        """Return the stage's function that has exceeded its limit at `time.monotonic_ns()`, or None."""
         cells = self._cells
         limit = cells[_LIMIT]  # read first, as it is written last: so the start time cannot be older
         began = cells[_BEGAN]
@@ -169,27 +149,20 @@ class CallProgress:
 
     @property
     def is_over(self) -> bool:
-        """Whether the process has ended by itself, not through user code."""
         return bool(self._cells[_OVER])
 
     def begin(self) -> None:
-        """Reset the memory for a new process."""
         self._cells[_OVER] = 0
         self.idle()
 
     def close(self) -> None:
-        """Close the memory."""
         self.clock = StageClock()
         self._cells.release()
         self._memory.close()
 
 
 def end_of(progress: CallProgress, overdue: Overdue | None) -> tuple[Running | None, bool]:
-    """Return the last call of a process, and whether the parent killed it for that.
-
-    Args:
-        overdue: the function for which the parent killed it; None: it did not.
-    """
+    """Return the last call of a process, and whether the parent killed it as `overdue`."""
     if overdue is None:
         return progress.read(), False
     if progress.is_still(overdue):
@@ -198,8 +171,6 @@ def end_of(progress: CallProgress, overdue: Overdue | None) -> tuple[Running | N
 
 
 class _Timed:
-    """A running function: its start, its limit, and the start of its wait."""
-
     __slots__ = ("began_ns", "limit_ns", "paused_ns", "stage")
 
     def __init__(self, stage: int, began_ns: int, limit_ns: int) -> None:
@@ -218,8 +189,7 @@ class _SharedClock(StageClock):
     def __init__(self, cells: memoryview) -> None:
         self._cells = cells
         self._timed: dict[int, _Timed] = {}
-        self._lock = threading.Lock()
-        """Needed in gangs, whose replicas are threads."""
+        self._lock = threading.Lock()  # needed in gangs, whose replicas are threads
 
     @property
     def is_timing(self) -> bool:
@@ -281,13 +251,7 @@ class _SharedClock(StageClock):
 
 
 class Stepped:
-    """Awaits the result of a call, and records when the call has the thread.
-
-    Args:
-        awaitable: the awaitable that an async function returned.
-        clock: records it.
-        call: the number of the call.
-    """
+    """Awaits the result of a call, and records when the call has the thread."""
 
     def __init__(self, awaitable: Any, clock: StageClock, call: int) -> None:
         self._awaitable = awaitable
@@ -295,7 +259,6 @@ class Stepped:
         self._call = call
 
     def __await__(self) -> Generator[Any, Any, Any]:
-        """Run the awaitable step by step."""
         steps = self._awaitable.__await__()
         send = getattr(steps, "send", None) or (lambda _nothing: next(steps))
         value: Any = None
