@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 import msgpack
 from msgspec import Struct
+from msgspec.structs import astuple
 
 from pipedist.core.record_format import frames_of, pack, whole_records
 from pipedist.errors import RemoteProtocolError
@@ -186,19 +187,7 @@ class ResultReporter:
         self._handle(CallsFinished(lease, call, call + 1, busy_ns))
 
     def failed(self, lease: int, failure: CallFailure) -> None:
-        self._handle(
-            CallRaised(
-                lease,
-                failure.call,
-                failure.stage,
-                failure.module,
-                failure.name,
-                failure.text,
-                failure.traceback,
-                failure.retryable,
-                failure.aborted,
-            )
-        )
+        self._handle(CallRaised(lease, *astuple(failure)))
 
     # -- cached calls --------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from pipedist.errors import UsageError
+from pipedist.protocol import messages
 from pipedist.scheduler import Scheduler
 from pipedist.scheduler import commands as cmd
 from pipedist.scheduler import events as ev
@@ -129,11 +130,11 @@ Mutation = Callable[[pytest.MonkeyPatch], None]
 
 
 def cancelled_lease_continues(patch: pytest.MonkeyPatch) -> None:
-    patch.setitem(machine._HANDLERS, machine.Cancel, lambda self, event, now: [])
+    patch.setitem(machine._HANDLERS, messages.Cancel, lambda self, event, now: [])
 
 
 def ended_pass_is_kept(patch: pytest.MonkeyPatch) -> None:
-    patch.setitem(machine._HANDLERS, machine.Unbind, lambda self, event, now: [])
+    patch.setitem(machine._HANDLERS, messages.Unbind, lambda self, event, now: [])
 
 
 def reported_call_is_executed_again(patch: pytest.MonkeyPatch) -> None:
