@@ -14,8 +14,7 @@ import hashlib
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -377,22 +376,14 @@ def _in_cross_replica_context(fn: Callable[..., Tree], replicas: int) -> Callabl
 
     def body(*args: Any, **kwargs: Any) -> Tree:
         strategy, ctx = MergeStrategy(replicas), current.get()
+        context, own = current.set(None), current_strategy.set(strategy)
         try:
-            with _cross_replica(strategy):
-                return fn(strategy, *args, **kwargs)
+            return fn(strategy, *args, **kwargs)
         finally:
+            current_strategy.reset(own)
+            current.reset(context)
             if process_setup.is_copy:
                 process_setup.end_copy("" if ctx is None else ctx.stage)
 
     body.__qualname__ = str(getattr(fn, "__qualname__", None) or type(fn).__qualname__)  # its name in errors
     return body
-
-
-@contextmanager
-def _cross_replica(strategy: MergeStrategy) -> Iterator[None]:
-    context, own = current.set(None), current_strategy.set(strategy)
-    try:
-        yield
-    finally:
-        current_strategy.reset(own)
-        current.reset(context)

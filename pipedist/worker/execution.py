@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import sys
 from collections.abc import Awaitable, Callable, Mapping
+from contextvars import Token
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from msgspec import Struct
@@ -31,7 +32,7 @@ from pipedist.worker.context import Collectives, ReplicaContext, current
 from pipedist.worker.failures import CallFailure
 from pipedist.worker.inputs import LeaseShards, Shard, ShardFinder, States
 from pipedist.worker.log_forwarding import importer
-from pipedist.worker.progress import CallProgress, StageClock, Stepped
+from pipedist.worker.progress import StageClock, Stepped
 from pipedist.worker.stages import Stage
 
 if TYPE_CHECKING:
@@ -72,9 +73,9 @@ class Call:
 class PassExecutor:
     """Executes calls of one pass; `threads` is this process's number of BLAS and OpenMP threads."""
 
-    def __init__(self, program: Program, threads: int, clock: StageClock = CallProgress.clock) -> None:
+    def __init__(self, program: Program, threads: int, clock: StageClock | None = None) -> None:
         self.program = program
-        self.clock = clock
+        self.clock = clock or StageClock()
         self._threads = threads
         self._stages = [Stage(stage, program.code) for stage in program.stages]
         self._records_stage = len(self._stages) > 1 or any(stage.limit_ns for stage in self._stages)
@@ -159,11 +160,7 @@ class PassExecutor:
                 values.append(self._end(call, result))
                 del result  # `take_ownership` would count it as another reference
             finally:
-                if process_setup.is_copy:
-                    process_setup.end_copy(stage.name)
-                if stage.limit_ns:
-                    self.clock.stop(call.number)
-                current.reset(token)
+                self._leave(stage, call, token)
         return values
 
     async def run_among_others(self, call: Call, shards: LeaseShards) -> Result:
@@ -189,14 +186,18 @@ class PassExecutor:
                 values.append(self._end(call, result))
                 del result
             finally:
-                if process_setup.is_copy:
-                    process_setup.end_copy(stage.name)
-                if stage.limit_ns:
-                    self.clock.stop(call.number)
-                current.reset(token)
+                self._leave(stage, call, token)
         return values
 
-    def _digests(self, values: list[Tree]) -> list[Digests]:
+    def _leave(self, stage: Stage, call: Call, token: Token[ReplicaContext | None]) -> None:
+        if process_setup.is_copy:
+            process_setup.end_copy(stage.name)
+        if stage.limit_ns:
+            self.clock.stop(call.number)
+        current.reset(token)
+
+    @staticmethod
+    def _digests(values: list[Tree]) -> list[Digests]:
         return [digests_of(None if value is _ABSENT else value) for value in values]
 
     def _check_same(self, call: Call, first: list[Digests], values: list[Tree]) -> None:
@@ -208,7 +209,11 @@ class PassExecutor:
 
     def _find(self, call: Call, shards: LeaseShards) -> Shard:
         if self.program.threads != self._threads:
-            self._reject_threads(call)
+            call.permanent = True
+            raise PipedistError(
+                f"the spec requires threads_per_replica: {self.program.threads}, but this worker was started "
+                f"with {self._threads}, which can change bits: start workers with the number in the spec"
+            )
         call.reading = True
         shard = shards.find(call.number)
         call.reading = False
@@ -300,26 +305,10 @@ class PassExecutor:
                 owned[of], bytes_ = take_ownership(box)
                 size += bytes_
             outcome[emit.slot] = owned[of]
-        if gang is not None and gang.variables is not None:
-            size += self._emit_assigned(gang.variables, outcome)
+        if gang is not None and gang.variables is not None and (assigned := gang.variables.assigned()):
+            outcome |= dict.fromkeys(self._assigned, assigned)  # read-only, and not referenced elsewhere
+            size += sum(value.nbytes for value in assigned.values())
         return outcome, size
-
-    def _emit_assigned(self, variables: ReplicaVariables, outcome: Outcome) -> int:
-        from pipedist.worker.variables.replica import size_of
-
-        assigned = variables.assigned()
-        if assigned is None:
-            return 0
-        for slot in self._assigned:
-            outcome[slot] = assigned  # read-only, and not referenced elsewhere
-        return size_of(assigned)
-
-    def _reject_threads(self, call: Call) -> None:
-        call.permanent = True
-        raise PipedistError(
-            f"the spec requires threads_per_replica: {self.program.threads}, but this worker was started "
-            f"with {self._threads}, which can change bits: start workers with the number in the spec"
-        )
 
     def failure(self, call: Call, error: BaseException, *, aborted: bool = False) -> CallFailure:
         """Return the failure of a call that raised, or whose gang another call has ended."""

@@ -14,7 +14,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from pipedist.collectives.channel import Channel, GangAborted
 from pipedist.collectives.gang import LocalGang
@@ -42,15 +42,10 @@ if TYPE_CHECKING:
     from pipedist.worker.variables.replica import BoundVariables
 
 
-class GangClient(RelayClient, Protocol):
-    def report_stalled(self, lease: int, members: tuple[int, ...], text: str) -> None:
-        """Report that a collective has waited too long for members."""
-
-
 class GangRunFactory:
     """Makes the runs of gang leases; owns the threads, event loops and memory that they share."""
 
-    def __init__(self, client: GangClient, loop: PersistentLoop) -> None:
+    def __init__(self, client: RelayClient, loop: PersistentLoop) -> None:
         self._client = client
         self._loops = [loop]
         self._threads = ReplicaThreadPool()
@@ -95,7 +90,7 @@ class GangRunFactory:
         return GangRun(
             executor,
             self._loops,
-            executor.finder.of_lease(shards, lo, hi),
+            LeaseShards(executor.finder, shards, lo, hi),
             lo,
             hi,
             gang=gang,

@@ -50,9 +50,6 @@ class ShardFinder:
 
             self._division = Division(config.length, config.batch, replicas, config.drop_remainder)
 
-    def of_lease(self, shards: Shards, lo: int, hi: int) -> LeaseShards:
-        return LeaseShards(self, shards, lo, hi)
-
     def find(self, shards: Shards, index: int, call: int) -> Shard:
         """Return the shard of call `call`, the `index`-th of its lease; raises errors of the reader."""
         step, replica = divmod(call, self._replicas)
@@ -78,7 +75,7 @@ class ShardFinder:
     def block(self, call: int, hi: int) -> list[Shard]:
         """Return the shards of calls from `call` on, below `hi`, in one read: at least two.
 
-        None if a block does not pay, or cannot be read. Then each call reads its own shard, and raises its own error.
+        [] if a block does not pay, or cannot be read. Then each call reads its own shard, and raises its own error.
         """
         division = self._division
         if division is None or not self._row_bytes or self._config is None:
@@ -98,15 +95,15 @@ class ShardFinder:
             rows = self._open().read(range(first, last_row))
         except Exception:
             return []
-        base = epoch * self._config.length
-        if type(rows) is np.ndarray:
-            return [Shard(rows[a - first : b - first], range(base + a, base + b), epoch) for a, b in bounds]
-        if type(rows) is not dict:
+        if type(rows) is dict:
+            parts: list[Tree] = [{k: c[a - first : b - first] for k, c in rows.items()} for a, b in bounds]
+        elif type(rows) is np.ndarray:
+            parts = [rows[a - first : b - first] for a, b in bounds]
+        else:
             return []
-        columns = list(rows.items())
+        base = epoch * self._config.length
         return [
-            Shard({k: c[a - first : b - first] for k, c in columns}, range(base + a, base + b), epoch)
-            for a, b in bounds
+            Shard(part, range(base + a, base + b), epoch) for part, (a, b) in zip(parts, bounds, strict=True)
         ]
 
     def _rows(self, elements: range | NDArray[np.int64]) -> range | NDArray[np.int64]:

@@ -25,6 +25,7 @@ from pipedist.protocol.program import Shards
 from pipedist.worker import failures
 from pipedist.worker.execution import Call, Outcome, PassExecutor, Result
 from pipedist.worker.failures import CallFailure
+from pipedist.worker.inputs import LeaseShards
 
 if TYPE_CHECKING:
     import asyncio
@@ -133,7 +134,7 @@ class LeaseRun:
     ) -> None:
         self.executor = executor
         self._loop = loop
-        self._shards = executor.finder.of_lease(shards, lo, hi)
+        self._shards = LeaseShards(executor.finder, shards, lo, hi)
         self._hi = hi
         self._begin = begin
         self._next = lo  # the first call that has not begun
@@ -203,12 +204,6 @@ class LeaseRun:
         self._worked_until_ns = time.perf_counter_ns()
         self._outcomes.append(outcome)
 
-    async def _run_among_others(self, call: Call) -> Result:
-        try:
-            return await self.executor.run_among_others(call, self._shards)
-        except (SystemExit, KeyboardInterrupt) as error:
-            raise ExitRequested(error) from None
-
     async def _overlapping(self, until_ns: int, slice_bytes: int) -> CallFailure | None:
         import asyncio  # loaded already: only async functions come here
 
@@ -216,7 +211,8 @@ class LeaseRun:
             while len(self._running) < CALLS_AT_ONCE_MAX and self._next < self._hi:
                 call = self.executor.call(self._next)
                 self._next += 1
-                self._running.append((call, asyncio.ensure_future(self._run_among_others(call))))
+                result = await_result(self.executor.run_among_others(call, self._shards))
+                self._running.append((call, asyncio.ensure_future(result)))
             if not self._running:
                 return None
             call, task = self._running[0]

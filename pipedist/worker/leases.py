@@ -16,8 +16,8 @@ from pipedist.worker.progress import StageClock
 
 if TYPE_CHECKING:
     from pipedist.protocol.code_archive import CodeStore
-    from pipedist.worker.gangs import GangClient, GangRun, GangRunFactory
-    from pipedist.worker.relay_channel import RelayBuffer
+    from pipedist.worker.gangs import GangRun, GangRunFactory
+    from pipedist.worker.relay_channel import RelayBuffer, RelayClient
     from pipedist.worker.variables.replica import BoundVariables
 
     Run = LeaseRun | RejectedLeaseRun | GangRun
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 class Leases:
     """Stores what the machine's commands name, and makes the run of a lease."""
 
-    def __init__(self, client: GangClient, threads: int, clock: StageClock, code: CodeStore) -> None:
+    def __init__(self, client: RelayClient, threads: int, clock: StageClock, code: CodeStore) -> None:
         self._client = client
         self._threads = threads
         self._clock = clock

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 from msgspec import Struct
+from msgspec.structs import asdict
 
 from pipedist.core.platform_id import Platform
 from pipedist.protocol.messages import WIRE_VERSION, Hello
@@ -168,7 +169,6 @@ def make_hello(
     threads: int = 1,
 ) -> Hello:
     """Return this process's Hello."""
-    here = Platform.here()
     return Hello(
         worker=worker,
         incarnation=incarnation,
@@ -176,13 +176,9 @@ def make_hello(
         host=os.uname().nodename,
         boot=boot_id(),
         wire=WIRE_VERSION,
-        python=here.python,
-        numpy=here.numpy,
-        pipedist=here.pipedist,
-        cpu=here.cpu,
+        **asdict(Platform.here()),
         cached=cached,
         gpus=gpus,
-        traits=here.traits,
         code_digests=code_digests,
         proof=proof,
         threads=threads,

@@ -16,6 +16,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Generator
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 _IDLE = -1
@@ -55,37 +56,89 @@ class Overdue(NamedTuple):
     began_ns: int
 
 
+@dataclass(slots=True)
+class _Timed:
+    stage: int
+    began_ns: int
+    limit_ns: int
+    paused_ns: int = 0
+
+
 class StageClock:
     """Records the running stage's function and its time limit.
 
-    The base class records nothing.
+    Of several functions, the running one, else the first that is due. Without `cells` of a `CallProgress`, no other
+    process sees the record.
     """
+
+    def __init__(self, cells: memoryview | None = None) -> None:
+        self._cells = memoryview(bytearray(_BYTES)).cast("q") if cells is None else cells
+        self._timed: dict[int, _Timed] = {}
+        self._lock = threading.Lock()  # needed in gangs, whose replicas are threads
 
     @property
     def is_timing(self) -> bool:
         """Whether a function with a time limit runs."""
-        return False
+        return bool(self._timed)
 
     def enter(self, stage: int) -> None:
         """Record the stage of the running call; 0: unknown."""
+        self._cells[_STAGE] = stage
 
     def start(self, call: int, stage: int, limit_ns: int) -> None:
-        """Record the start of a stage's function, and its time limit."""
+        with self._lock:
+            timed = self._timed[call] = _Timed(stage, time.monotonic_ns(), limit_ns)
+            self._write(call, timed)
 
     def stop(self, call: int) -> None:
         """Record the end of the function, if a start was recorded."""
+        with self._lock:
+            if self._timed.pop(call, None) is not None:
+                self._write_first()
 
     def pause(self, call: int) -> None:
         """Stop the time of the function while it waits for other replicas."""
+        with self._lock:
+            timed = self._timed.get(call)
+            if timed is not None:
+                timed.paused_ns = time.monotonic_ns()
+                self._write_first()
 
     def resume(self, call: int) -> None:
-        """Continue the time of the function."""
+        with self._lock:
+            timed = self._timed.get(call)
+            if timed is not None:
+                timed.began_ns += time.monotonic_ns() - timed.paused_ns
+                timed.paused_ns = 0
+                self._write_first()
 
     def step(self, call: int) -> None:
         """Record which one of several overlapping calls has the thread."""
+        with self._lock:
+            timed = self._timed.get(call)
+            if timed is not None:
+                self._write(call, timed)
 
     def unstep(self) -> None:
         """Record that the call has yielded the thread."""
+        with self._lock:
+            self._write_first()
+
+    def _write_first(self) -> None:
+        running = [(x.began_ns + x.limit_ns, call, x) for call, x in self._timed.items() if not x.paused_ns]
+        if running:
+            _, call, timed = min(running, key=lambda x: x[:2])
+            self._write(call, timed)
+        else:
+            self._cells[_LIMIT] = 0
+
+    def _write(self, call: int, timed: _Timed) -> None:
+        cells = self._cells
+        cells[_LIMIT] = 0
+        cells[_TIMED_STAGE] = timed.stage
+        cells[_TIMED_CALL] = call
+        cells[_BEGAN] = timed.began_ns
+        cells[_LIMIT] = timed.limit_ns
 
 
 class CallProgress:
@@ -103,7 +156,7 @@ class CallProgress:
         self._cells = memoryview(self._memory).cast("q")
         if file is None:
             self.idle()
-        self.clock = _SharedClock(self._cells)
+        self.clock = StageClock(self._cells)
 
     def idle(self) -> None:
         """Record that no call runs, unless calls with a time limit wait."""
@@ -168,86 +221,6 @@ def end_of(progress: CallProgress, overdue: Overdue | None) -> tuple[Running | N
     if progress.is_still(overdue):
         return overdue.running, True
     return NO_CALL, False  # the function had just returned
-
-
-class _Timed:
-    __slots__ = ("began_ns", "limit_ns", "paused_ns", "stage")
-
-    def __init__(self, stage: int, began_ns: int, limit_ns: int) -> None:
-        self.stage = stage
-        self.began_ns = began_ns
-        self.limit_ns = limit_ns
-        self.paused_ns = 0
-
-
-class _SharedClock(StageClock):
-    """Writes to the shared memory.
-
-    Of several functions, the running one, else the first that is due.
-    """
-
-    def __init__(self, cells: memoryview) -> None:
-        self._cells = cells
-        self._timed: dict[int, _Timed] = {}
-        self._lock = threading.Lock()  # needed in gangs, whose replicas are threads
-
-    @property
-    def is_timing(self) -> bool:
-        return bool(self._timed)
-
-    def enter(self, stage: int) -> None:
-        self._cells[_STAGE] = stage
-
-    def start(self, call: int, stage: int, limit_ns: int) -> None:
-        with self._lock:
-            timed = self._timed[call] = _Timed(stage, time.monotonic_ns(), limit_ns)
-            self._write(call, timed)
-
-    def stop(self, call: int) -> None:
-        with self._lock:
-            if self._timed.pop(call, None) is not None:
-                self._write_first()
-
-    def pause(self, call: int) -> None:
-        with self._lock:
-            timed = self._timed.get(call)
-            if timed is not None:
-                timed.paused_ns = time.monotonic_ns()
-                self._write_first()
-
-    def resume(self, call: int) -> None:
-        with self._lock:
-            timed = self._timed.get(call)
-            if timed is not None:
-                timed.began_ns += time.monotonic_ns() - timed.paused_ns
-                timed.paused_ns = 0
-                self._write_first()
-
-    def step(self, call: int) -> None:
-        with self._lock:
-            timed = self._timed.get(call)
-            if timed is not None:
-                self._write(call, timed)
-
-    def unstep(self) -> None:
-        with self._lock:
-            self._write_first()
-
-    def _write_first(self) -> None:
-        running = [(x.began_ns + x.limit_ns, call, x) for call, x in self._timed.items() if not x.paused_ns]
-        if running:
-            _, call, timed = min(running, key=lambda x: x[:2])
-            self._write(call, timed)
-        else:
-            self._cells[_LIMIT] = 0
-
-    def _write(self, call: int, timed: _Timed) -> None:
-        cells = self._cells
-        cells[_LIMIT] = 0
-        cells[_TIMED_STAGE] = timed.stage
-        cells[_TIMED_CALL] = call
-        cells[_BEGAN] = timed.began_ns
-        cells[_LIMIT] = timed.limit_ns
 
 
 class Stepped:

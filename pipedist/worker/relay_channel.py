@@ -76,6 +76,9 @@ class RelayClient(Protocol):
     def listen(self, lease: int, timeout_s: float) -> None:
         """Handle received messages; return when that is done, or after some time."""
 
+    def report_stalled(self, lease: int, members: tuple[int, ...], text: str) -> None:
+        """Report that a collective has waited too long for members."""
+
 
 class RelayChannel:
     """A `pipedist.collectives.channel.Channel` through the driver process."""

@@ -26,7 +26,6 @@ from pipedist.protocol.codec import Frame, UnsendableError, decode, encode
 from pipedist.protocol.messages import CACHED_RANGES_MAX, Results
 from pipedist.worker.commands import Execute
 from pipedist.worker.events import CallRaised, CallsFinished, Event
-from pipedist.worker.execution import Outcome, PassExecutor
 from pipedist.worker.failures import CallFailure
 from pipedist.worker.lease_run import RejectedLeaseRun
 
@@ -89,10 +88,11 @@ class ResultCache:
 
     def offers(self) -> tuple[str, ...]:
         """Return the (largest) cached ranges for Hello, "key:lo-hi"."""
-        found = []
-        for key, cached in self._passes.items():
-            for lo, hi in _merged((each.lo, each.hi) for each in cached):
-                found.append((lo - hi, key, lo, hi))
+        found = [
+            (lo - hi, key, lo, hi)
+            for key, cached in self._passes.items()
+            for lo, hi in _merged((each.lo, each.hi) for each in cached)
+        ]
         return tuple(f"{key}:{lo}-{hi}" for _, key, lo, hi in sorted(found)[:CACHED_RANGES_MAX])
 
     def recalled(self, key: str, lo: int, hi: int) -> Iterator[CachedCalls]:
@@ -109,13 +109,13 @@ class ResultCache:
 
     def save(self, file: int) -> None:
         """Write everything to a file as records: key, calls, time, and frames."""
+        os.lseek(file, 0, os.SEEK_SET)
         os.ftruncate(file, 0)
-        at = 0
-        for key, cached in self._passes.items():
-            for each in cached:
-                about = msgpack.packb([key, each.lo, each.hi, each.busy_ns])
-                for buffer in pack([about, *each.frames]):
-                    at = _write(file, memoryview(buffer).cast("B"), at)
+        with open(file, "wb", closefd=False) as out:
+            for key, cached in self._passes.items():
+                for each in cached:
+                    about = msgpack.packb([key, each.lo, each.hi, each.busy_ns])
+                    out.writelines(pack([about, *each.frames]))
 
     def load(self, file: int) -> None:
         """Add the complete records of an earlier incarnation, and empty the file."""
@@ -136,15 +136,6 @@ def _merged(ranges: Iterator[tuple[int, int]]) -> list[tuple[int, int]]:
         else:
             merged.append((lo, hi))
     return merged
-
-
-def _write(file: int, data: bytes | memoryview, at: int) -> int:
-    rest = memoryview(data)
-    while rest:
-        count = os.pwrite(file, rest, at)
-        at += count
-        rest = rest[count:]
-    return at
 
 
 class ResultReporter:
@@ -171,20 +162,14 @@ class ResultReporter:
             self.payload = encode(outcomes)
         except UnsendableError:
             for call, outcome in enumerate(outcomes, lo):
-                self._finished_one(lease, run.executor, call, outcome, busy_ns if call == lo else 0)
+                if (failure := run.executor.unsendable(call, outcome)) is not None:
+                    self.failed(lease, failure)
+                    continue
+                self.payload = encode([outcome])
+                self._handle(CallsFinished(lease, call, call + 1, busy_ns if call == lo else 0))
         else:
             self._handle(CallsFinished(lease, lo, hi, busy_ns))
         self.payload = ()
-
-    def _finished_one(
-        self, lease: int, executor: PassExecutor, call: int, outcome: Outcome, busy_ns: int
-    ) -> None:
-        failure = executor.unsendable(call, outcome)
-        if failure is not None:
-            self.failed(lease, failure)
-            return
-        self.payload = encode([outcome])
-        self._handle(CallsFinished(lease, call, call + 1, busy_ns))
 
     def failed(self, lease: int, failure: CallFailure) -> None:
         self._handle(CallRaised(lease, *astuple(failure)))
@@ -197,9 +182,7 @@ class ResultReporter:
             self._keys[pass_id] = key
 
     def drop_pass(self, pass_id: int) -> None:
-        key = self._keys.pop(pass_id, "")
-        if key:
-            self._cache.drop(key)
+        self._cache.drop(self._keys.pop(pass_id, ""))
 
     def store(self, pass_id: int, results: Results) -> None:
         calls = CachedCalls(results.lo, results.hi, results.busy_ns, self.payload)

@@ -318,10 +318,6 @@ class MergedVariables:
         }
 
 
-def size_of(assigned: Tree) -> int:
-    return sum(value.nbytes for value in assigned.values())
-
-
 class _Done(Coroutine[Any, Any, Array]):
     """An awaitable of a new value that is set already: nothing is lost if it is not awaited."""
 
