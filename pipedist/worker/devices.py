@@ -17,7 +17,6 @@ from pipedist.core.gpus import VISIBLE
 from pipedist.errors import UsageError
 
 CPU: Final = "cpu"  # the device of replicas without an assigned one
-
 GPU: Final = "cuda:0"  # the first GPU that a worker owns; the worker sees no others, and they are renumbered
 
 LIBRARIES: Final = ("torch", "cupy", "jax", "numba.cuda", "tensorflow")

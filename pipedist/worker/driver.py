@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from pipedist.worker.leases import Run
 
 IDLE_POLL_S = 1.0  # how long an idle worker waits for a message before it checks its deadlines
-
 LISTEN_S = 0.1  # how long a replica waits for another member before printed lines are sent
 
 

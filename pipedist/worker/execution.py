@@ -16,6 +16,7 @@ import hashlib
 import sys
 from collections.abc import Awaitable, Callable, Mapping
 from contextvars import Token
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from msgspec import Struct
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
 
 
 Outcome = dict[str, Tree]  # the values that one call sends back: {slot: tree}
-
 Result = tuple[Outcome, int]  # an outcome, and its size in bytes
 
 
@@ -55,19 +55,18 @@ class GangCallContext(NamedTuple):
     variables: ReplicaVariables | None
 
 
+@dataclass(slots=True, eq=False)
 class Call:
     """One call while it runs; `number` counts in the pass."""
 
-    __slots__ = ("gang", "in_user_code", "number", "permanent", "reading", "replica", "stage", "step")
-
-    def __init__(self, number: int, replicas: int, stage: str, gang: GangCallContext | None = None) -> None:
-        self.number = number
-        self.step, self.replica = divmod(number, replicas)
-        self.stage = stage
-        self.gang = gang
-        self.permanent = False
-        self.reading = False
-        self.in_user_code = False
+    number: int
+    step: int
+    replica: int
+    stage: str  # the current one; the first one while its shard is read
+    gang: GangCallContext | None
+    permanent: bool = False  # whether an error now would recur on every attempt
+    reading: bool = False  # whether its shard is being read
+    in_user_code: bool = False
 
 
 class PassExecutor:
@@ -102,7 +101,7 @@ class PassExecutor:
         return self._stages[emit.of].name if emit.of >= 0 else self.first_stage
 
     def call(self, number: int, gang: GangCallContext | None = None) -> Call:
-        return Call(number, self.program.replicas, self.first_stage, gang)
+        return Call(number, *divmod(number, self.program.replicas), self.first_stage, gang)
 
     def use(self, states: States, values: Mapping[str, Tree]) -> None:
         """Set the states that the next lease reads, and their values by name."""
@@ -134,7 +133,7 @@ class PassExecutor:
         `wait` waits for an awaitable that an async function returned, and returns its result.
         """
         shard = self._find(call, shards)
-        empty = call.gang is not None and shards.is_empty(shard)
+        empty = call.gang is not None and self.finder.is_empty(shard)
         values = self._values(call, shard, empty, wait)
         if self.program.verify:
             first = self._digests(values)
@@ -379,17 +378,15 @@ def _digest(leaf: trees.Leaf) -> bytes | None:
 def check_same(first: Digests, second: Digests) -> None:
     """Compare two executions of a stage's function on one shard."""
     before, now = first.leaves, second.leaves
-    for path in dict.fromkeys((*before, *now)):
-        if before.get(path) != now.get(path):
-            place = f"at {path!r} in its value" if path else "in its value"
-            one = path not in before or path not in now
-            raise NonDeterministicError(_text(f"{place}{', which only one of them has' if one else ''}"))
-    if first.structure != second.structure:
-        raise NonDeterministicError(_text(f"{first.structure} and then {second.structure}"))
-
-
-def _text(where: str) -> str:
-    return (
+    path = next((p for p in (*before, *now) if before.get(p) != now.get(p)), None)
+    if path is not None:
+        where = f"at {path!r} in its value" if path else "in its value"
+        where += "" if path in before and path in now else ", which only one of them has"
+    elif first.structure != second.structure:
+        where = f"{first.structure} and then {second.structure}"
+    else:
+        return
+    raise NonDeterministicError(
         f"two executions of this call gave different results, {where}: the function is not deterministic in "
         "(shard, with, ctx), so another run may give other results. Usual causes: clocks; random numbers "
         "that do not come from ctx.rng; state that one call leaves for the next, in globals or in an instance; "

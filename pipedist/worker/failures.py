@@ -18,7 +18,6 @@ from pipedist.core import functions
 from pipedist.errors import PipedistError
 
 TEXT_CHARS_MAX = 16_384  # maximum length of an exception's text; longer texts are cut in the middle
-
 TRACEBACK_CHARS_MAX = 65_536  # maximum length of a formatted traceback
 
 _FOLDER = os.path.dirname(os.path.abspath(__file__))
@@ -46,22 +45,16 @@ _WITHOUT_TRACEBACK = (PipedistError, TypeError, ValueError)
 
 
 class CallFailure(Struct, frozen=True):
-    """The failure of a call; see `pipedist.protocol.messages.Failed`.
-
-    Args:
-        stage: the first one if the call's shard could not be read.
-        traceback: formatted, from the first frame of user code on; "" if there is none.
-        aborted: whether the call failed only because its gang was ended.
-    """
+    """The failure of a call; see `pipedist.protocol.messages.Failed`."""
 
     call: int
-    stage: str
+    stage: str  # the first one if the call's shard could not be read
     module: str
     name: str
     text: str
-    traceback: str
+    traceback: str  # from the first frame of user code on; "" if there is none
     retryable: bool
-    aborted: bool = False
+    aborted: bool = False  # the call failed only because its gang was ended
 
 
 def describe(

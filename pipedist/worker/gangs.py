@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -143,6 +144,7 @@ NOT_SHARED = (
 )
 
 
+@dataclass(eq=False)
 class GangRun:
     """The execution of a lease that belongs to a gang; used like a `LeaseRun`.
 
@@ -155,34 +157,21 @@ class GangRun:
         on_success: called when every call has returned.
     """
 
-    def __init__(
-        self,
-        executor: PassExecutor,
-        loops: list[PersistentLoop],
-        shards: LeaseShards,
-        lo: int,
-        hi: int,
-        *,
-        gang: LocalGang,
-        channel: Channel | None,
-        can_share: bool,
-        device_of: Callable[[int], str],
-        bound: BoundVariables | None,
-        begin: Callable[[int], None],
-        on_success: Callable[[], None],
-    ) -> None:
-        self.executor = executor
-        self._loops = loops
-        self._shards = shards
-        self._gang = gang
-        self._channel = channel
-        self._can_share = can_share
-        self._device_of = device_of
-        self._bound = bound
-        self._begin = begin
-        self._on_success = on_success
-        self._next = lo  # the first call that has neither been taken nor raised
-        self._hi = hi
+    executor: PassExecutor
+    loops: list[PersistentLoop]
+    shards: LeaseShards
+    lo: int
+    hi: int
+    gang: LocalGang
+    channel: Channel | None
+    can_share: bool
+    device_of: Callable[[int], str]
+    bound: BoundVariables | None
+    begin: Callable[[int], None]
+    on_success: Callable[[], None]
+
+    def __post_init__(self) -> None:
+        self._next = self.lo  # the first call that has neither been taken nor raised
         self._outcomes: list[Outcome] = []  # of calls from `_next` on, up to the first that did not return
         self._over: dict[int, Result | CallFailure] | None = None
         """The result or failure of each call; None until the gang is over."""
@@ -197,7 +186,7 @@ class GangRun:
         at = self._next
         outcomes: list[Outcome] = []
         failure: CallFailure | None = None
-        while at < self._hi:
+        while at < self.hi:
             found = self._over.pop(at)
             if isinstance(found, CallFailure):
                 failure = found
@@ -219,34 +208,34 @@ class GangRun:
 
     def abandon(self) -> None:
         """End the replicas that wait for others; `advance` returns when all have ended."""
-        self._gang.abort("the scheduler has cancelled the step")
+        self.gang.abort("the scheduler has cancelled the step")
 
     def _execute(self) -> dict[int, Result | CallFailure]:
-        numbers = range(self._next, self._hi)
-        while len(self._loops) < len(numbers):
-            self._loops.append(PersistentLoop())
+        numbers = range(self._next, self.hi)
+        while len(self.loops) < len(numbers):
+            self.loops.append(PersistentLoop())
         calls: list[Call] = []
         bodies: list[Callable[[], Result]] = []
-        for number, loop in zip(numbers, self._loops, strict=False):
+        for number, loop in zip(numbers, self.loops, strict=False):
             replica = number % self.executor.program.replicas
             collectives = ReplicaCollectives(
-                self._gang, replica, can_share=self._can_share, clock=self.executor.clock, call=number
+                self.gang, replica, can_share=self.can_share, clock=self.executor.clock, number=number
             )
-            variables = None if self._bound is None else self._bound.of(replica)
-            gang_context = GangCallContext(collectives.of, self._device_of(replica), variables)
+            variables = None if self.bound is None else self.bound.of(replica)
+            gang_context = GangCallContext(collectives.of, self.device_of(replica), variables)
             call = self.executor.call(number, gang_context)
             calls.append(call)
             bodies.append(partial(self._run, call, collectives, loop))
         try:
-            found = self._gang.run(bodies)
+            found = self.gang.run(bodies)
         finally:
-            if self._channel is not None:
-                self._channel.close()
+            if self.channel is not None:
+                self.channel.close()
         over: dict[int, Result | CallFailure] = {}
         for call, each in zip(calls, found, strict=True):
             over[call.number] = self._failure(call, each) if isinstance(each, BaseException) else each
         if not any(isinstance(each, CallFailure) for each in over.values()):
-            self._on_success()
+            self.on_success()
         return over
 
     def _run(self, call: Call, collectives: ReplicaCollectives, loop: PersistentLoop) -> Result:
@@ -255,9 +244,9 @@ class GangRun:
             collectives.unawaited.check()
             return result
 
-        self._begin(call.number)
+        self.begin(call.number)
         try:
-            return self.executor.run(call, self._shards, wait)
+            return self.executor.run(call, self.shards, wait)
         finally:
             collectives.close()
 
@@ -267,6 +256,7 @@ class GangRun:
         return self.executor.failure(call, error, aborted=_was_aborted(error))
 
 
+@dataclass(eq=False)
 class ReplicaCollectives:
     """The collectives of one replica, for plain and for async functions.
 
@@ -275,14 +265,13 @@ class ReplicaCollectives:
     the replica waits for others.
     """
 
-    def __init__(
-        self, gang: LocalGang, replica: int, *, can_share: bool, clock: StageClock, call: int
-    ) -> None:
-        self._gang = gang
-        self._replica = replica
-        self._can_share = can_share
-        self._clock = clock
-        self._call = call
+    gang: LocalGang
+    replica: int
+    can_share: bool  # whether all members of the gang share memory
+    clock: StageClock
+    number: int  # of its call
+
+    def __post_init__(self) -> None:
         self._thread: ThreadPoolExecutor | None = None
         self._under_way = 0  # collectives of async functions that are not over
         self._lock = threading.Lock()  # guards `_under_way`
@@ -294,13 +283,13 @@ class ReplicaCollectives:
 
     def call(self, request: CollectiveRequest) -> Tree:
         options = request.options
-        if options is not None and not self._can_share and options.implementation is Implementation.SHARED:
+        if options is not None and not self.can_share and options.implementation is Implementation.SHARED:
             raise ValueError(NOT_SHARED)
-        self._clock.pause(self._call)
+        self.clock.pause(self.number)
         try:
-            return self._gang.call(self._replica, request)
+            return self.gang.call(self.replica, request)
         finally:
-            self._clock.resume(self._call)
+            self.clock.resume(self.number)
 
     async def later(self, request: CollectiveRequest) -> Tree:
         """Execute a collective, while the loop's other tasks continue.
@@ -311,7 +300,7 @@ class ReplicaCollectives:
         from concurrent.futures import ThreadPoolExecutor
 
         if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, f"pipedist-replica-{self._replica}")
+            self._thread = ThreadPoolExecutor(1, f"pipedist-replica-{self.replica}")
         context = contextvars.copy_context()
         with self._lock:
             self._under_way += 1
@@ -341,7 +330,7 @@ class ReplicaCollectives:
         if not has_turn:
             yield
             return
-        with self._gang.outside(self._replica):
+        with self.gang.outside(self.replica):
             yield
 
     def close(self) -> None:

@@ -23,7 +23,6 @@ from pipedist.errors import RemoteProtocolError
 from pipedist.protocol.program import ReaderConfig, Shards, StateValue, load_tree
 
 BLOCK_BYTES_MAX = 2**20  # maximum size of a read for more than one call
-
 _VARIABLE_WIDTH = "USO"  # kinds of arrays whose dtype depends on the rows that are read
 
 
@@ -162,9 +161,6 @@ class LeaseShards:
             if self._block:
                 return self._block[0]
         return self._finder.find(self._shards, call - self._lo, call)
-
-    def is_empty(self, shard: Shard) -> bool:
-        return self._finder.is_empty(shard)
 
 
 def _row_bytes(value: Tree, rows: int) -> float | None:

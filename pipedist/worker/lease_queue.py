@@ -18,45 +18,29 @@ from pipedist.protocol.messages import CACHED_RANGES_MAX
 
 
 class WorkerLimits(Struct, frozen=True):
-    """The limits of a worker.
+    """The limits of a worker."""
 
-    Args:
-        join_s: maximum time until the scheduler replies to Hello, seconds.
-        flush_s: maximum time until a finished call is reported, seconds.
-        flush_bytes: maximum size of results that wait to be reported.
-        leases_queued_max: maximum number of leases that wait behind the executing one.
-        recalls_queued_max: maximum number of recalls that wait besides.
-    """
-
-    join_s: float = 30.0
-    flush_s: float = 0.02
-    flush_bytes: int = 4 * 2**20
-    leases_queued_max: int = 64
-    recalls_queued_max: int = CACHED_RANGES_MAX
+    join_s: float = 30.0  # until the scheduler replies to Hello
+    flush_s: float = 0.02  # until a finished call is reported
+    flush_bytes: int = 4 * 2**20  # of results that wait to be reported
+    leases_queued_max: int = 64  # behind the executing one
+    recalls_queued_max: int = CACHED_RANGES_MAX  # besides the leases
     passes_max: int = 1024
     states_max: int = 4096
 
 
 @dataclass(slots=True)
 class AssignedLease:
-    """An assigned range of calls.
-
-    Args:
-        next: the first call that is not reported.
-        members: size of its gang; 0: no gang.
-        collectives: the number of collectives that it has contributed to.
-        recalled: its results are in the cache, and are reported without executing anything.
-        cached: its results are cached until they are durable.
-    """
+    """An assigned range of calls."""
 
     id: int
     pass_id: int
-    next: int
+    next: int  # the first call that is not reported
     hi: int
-    members: int = 0
-    collectives: int = 0
-    recalled: bool = False
-    cached: bool = False
+    members: int = 0  # size of its gang; 0: no gang
+    collectives: int = 0  # the number of collectives that it has contributed to
+    recalled: bool = False  # its results are in the cache, and are reported without executing anything
+    cached: bool = False  # its results are cached until they are durable
 
 
 class LeaseQueue:

@@ -40,14 +40,11 @@ importer: ContextVar[_Origin] = ContextVar("pipedist_importer", default=_NO_CALL
 
 
 class OutputLimits(Struct, frozen=True):
-    """Limits of a worker's output; a burst may have `lines_per_s_max` lines at once.
+    """Limits of a worker's output."""
 
-    `origins_max` calls may have an unfinished line at one time.
-    """
-
-    line_chars_max: int = 4096
-    lines_per_s_max: int = 500
-    origins_max: int = 256
+    line_chars_max: int = 4096  # the rest of a line is cut
+    lines_per_s_max: int = 500  # a burst may have the same number at once
+    origins_max: int = 256  # calls with an unfinished line at one time
 
 
 class OutputCapture:
@@ -160,9 +157,7 @@ class CapturedStream(io.TextIOBase):
         self._capture = capture
         self._beneath = beneath
 
-    @property
-    def encoding(self) -> str:  # type: ignore[override]  # the base class has a plain attribute
-        return "utf-8"
+    encoding = "utf-8"
 
     def writable(self) -> bool:
         return True

@@ -39,7 +39,6 @@ from pipedist.worker.progress import CallProgress
 from pipedist.worker.result_cache import ResultCache
 
 LINGER_S = 2.0  # maximum time to send the last messages
-
 PROBE_S = 1.0  # maximum time to diagnose why no scheduler has replied
 
 

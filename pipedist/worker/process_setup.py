@@ -27,31 +27,19 @@ from pipedist.protocol.messages import WIRE_VERSION, Hello
 
 
 class WorkerSettings(Struct, frozen=True):
-    """The settings with which a worker process is started.
-
-    Args:
-        incarnation: the number of earlier processes with this name.
-        key_file: path of the CURVE keys, "" if the endpoint needs none.
-        threads: BLAS and OpenMP threads that the environment was set to.
-        join_s: maximum time until the scheduler replies, seconds.
-        verbose: report on stderr that the worker has joined, or waits.
-        visible: value of CUDA_VISIBLE_DEVICES; None: inherited.
-        gpus: the number of GPUs that the worker owns; a fraction: it shares one.
-        code_root: folder for copies of the scheduler's code folders; "": a temporary one of this process.
-        task: role and index of the program that it belongs to, "worker/1"; "": none.
-    """
+    """The settings with which a worker process is started."""
 
     endpoint: str
     worker: str
-    incarnation: int
-    key_file: str = ""
-    threads: int = 1
-    join_s: float = 30.0
-    verbose: bool = False
-    visible: str | None = None
-    gpus: float = 0.0
-    code_root: str = ""
-    task: str = ""
+    incarnation: int  # the number of earlier processes with this name
+    key_file: str = ""  # path of the CURVE keys; "": the endpoint needs none
+    threads: int = 1  # BLAS and OpenMP threads that the environment was set to
+    join_s: float = 30.0  # maximum time until the scheduler replies
+    verbose: bool = False  # report on stderr that the worker has joined, or waits
+    visible: str | None = None  # value of CUDA_VISIBLE_DEVICES; None: inherited
+    gpus: float = 0.0  # the number of GPUs that the worker owns; a fraction: it shares one
+    code_root: str = ""  # folder for copies of the scheduler's code folders; "": a temporary one
+    task: str = ""  # role and index of the program that it belongs to, "worker/1"; "": none
 
 
 # -- name and parent ---------------------------------------------------------------------
@@ -108,7 +96,6 @@ _HANDLED = (signal.SIGTERM, signal.SIGHUP)
 """Signals that end other processes; to a worker or supervisor they are a request, or have no effect."""
 
 is_copy = False  # whether this process is a copy of a worker
-
 _forking = threading.local()  # `mask`: the signals that this thread had blocked before it began to fork
 
 

@@ -223,27 +223,27 @@ def end_of(progress: CallProgress, overdue: Overdue | None) -> tuple[Running | N
     return NO_CALL, False  # the function had just returned
 
 
+@dataclass(slots=True)
 class Stepped:
     """Awaits the result of a call, and records when the call has the thread."""
 
-    def __init__(self, awaitable: Any, clock: StageClock, call: int) -> None:
-        self._awaitable = awaitable
-        self._clock = clock
-        self._call = call
+    awaitable: Any
+    clock: StageClock
+    call: int
 
     def __await__(self) -> Generator[Any, Any, Any]:
-        steps = self._awaitable.__await__()
+        steps = self.awaitable.__await__()
         send = getattr(steps, "send", None) or (lambda _nothing: next(steps))
         value: Any = None
         error: BaseException | None = None
         while True:
-            self._clock.step(self._call)
+            self.clock.step(self.call)
             try:
                 waits_for = send(value) if error is None else steps.throw(error)
             except StopIteration as stop:
                 return stop.value
             finally:
-                self._clock.unstep()
+                self.clock.unstep()
             value = error = None
             try:
                 value = yield waits_for

@@ -53,22 +53,15 @@ from pipedist.worker.process_setup import WorkerSettings, handle_signals
 from pipedist.worker.progress import CallProgress, Overdue, end_of
 
 HEARTBEAT_S = 1.0  # interval of heartbeats, until the scheduler sets another one
-
 POLL_S = 0.05  # how soon the end of the worker process is noticed
-
 LIVED_S = 10.0  # a worker process that ends sooner, and not in a call, counts as a failed start
-
 STARTS_FAILED_MAX = 5  # failed starts in a row before the supervisor gives up
-
 LEAVE_S = 10.0  # how long the worker process may take, after SIGTERM, to finish its call
-
 STOPPED_S_MAX = 3.0
 """How long the worker process may be stopped (SIGSTOP) before it is killed; as in a local launcher."""
 
 _END_S = 2.0  # how long the worker process may take to end after SIGKILL, or after its Goodbye
-
 _PARENT_POLL_S = 0.5  # how soon the end of a parent process is noticed that has not closed standard input
-
 _STANDARD_INPUT = 0
 
 _FINAL = {

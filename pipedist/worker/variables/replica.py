@@ -39,9 +39,7 @@ from pipedist.worker.variables.rules import (
 )
 
 PREFIX: Final = "variable:"  # prefix of the name of a variable's state, followed by the number of its space
-
 SLOT: Final = "variables"  # slot in which a call sends back its assignments
-
 EMIT_OF: Final = -2  # `Emit.of` of that slot, which is not the value of a stage
 
 
