@@ -35,8 +35,7 @@ class Devices:
     ) -> None:
         self._environment = environment
         self._loaded = loaded
-        self._initial = environment.get(VISIBLE)
-        """The value with which the worker was started; None: all devices are visible."""
+        self._initial = environment.get(VISIBLE)  # the worker was started with it; None: sees all
 
     def show(self, devices: Sequence[str]) -> None:
         """Make the CUDA devices of this process's replicas visible; others always are.

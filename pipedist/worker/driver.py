@@ -48,10 +48,6 @@ class _Interrupted(Exception):
     """Ends the wait for a message (`Driver.leave`)."""
 
 
-def _ignore(_text: str) -> None:
-    return
-
-
 class Driver:
     """Executes the machine's commands over a socket.
 
@@ -71,7 +67,7 @@ class Driver:
         join_s: float,
         progress: CallProgress,
         die: Callable[[str], None],
-        report: Callable[[str], None] = _ignore,
+        report: Callable[[str], None] = lambda _text: None,
         diagnose: Callable[[], str] = str,
         cache: ResultCache | None = None,
         code: CodeStore | None = None,

@@ -84,8 +84,7 @@ class PassExecutor:
         self._slots = [emit.slot for emit in emits]
         self._reduced = [(e, Reduction.of(e.op, e.axis)) for e in emits if e.op]
         self._whole = [e for e in emits if not e.op]
-        self._assigned = [emit.slot for emit in program.emits if emit.of < -1]
-        """Slots under which a call sends back its assignments to variables."""
+        self._assigned = [emit.slot for emit in program.emits if emit.of < -1]  # slots of variables
         self._sole = emits[0] if len(emits) == 1 and not emits[0].op and emits[0].of >= 0 else None
         """The emit of a program that sends back the whole value of one stage only."""
         # A pass without functions emits for its reductions, whose stages are named by slot.

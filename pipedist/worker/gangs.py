@@ -173,8 +173,7 @@ class GangRun:
     def __post_init__(self) -> None:
         self._next = self.lo  # the first call that has neither been taken nor raised
         self._outcomes: list[Outcome] = []  # of calls from `_next` on, up to the first that did not return
-        self._over: dict[int, Result | CallFailure] | None = None
-        """The result or failure of each call; None until the gang is over."""
+        self._over: dict[int, Result | CallFailure] | None = None  # of each call, when the gang is over
         self._busy_ns = 0
 
     def advance(self, _slice_s: float, _slice_bytes: int) -> CallFailure | None:
@@ -183,16 +182,14 @@ class GangRun:
             start = time.perf_counter_ns()
             self._over = self._execute()
             self._busy_ns = time.perf_counter_ns() - start
-        at = self._next
         outcomes: list[Outcome] = []
         failure: CallFailure | None = None
-        while at < self.hi:
-            found = self._over.pop(at)
+        for number in range(self._next, self.hi):
+            found = self._over.pop(number)
             if isinstance(found, CallFailure):
                 failure = found
                 break
             outcomes.append(found[0])
-            at += 1
         self._outcomes = outcomes
         return failure
 
@@ -275,8 +272,7 @@ class ReplicaCollectives:
         self._thread: ThreadPoolExecutor | None = None
         self._under_way = 0  # collectives of async functions that are not over
         self._lock = threading.Lock()  # guards `_under_way`
-        self.unawaited = UnawaitedCollectives()
-        """Collectives that its async functions have requested, but not awaited."""
+        self.unawaited = UnawaitedCollectives()  # requested by async functions, but not awaited
 
     def of(self, is_async: bool) -> Collectives:
         return _Awaited(self) if is_async else _Blocking(self)

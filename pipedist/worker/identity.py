@@ -58,8 +58,7 @@ class JoinReporter:
     threads: int
     join_s: float
     diagnose: Callable[[], str]
-    _waiting_since: float | None = None
-    """When Hello was sent; None: before that, after a reply, or if the wait has been reported."""
+    _waiting_since: float | None = None  # when Hello was sent; None: no report is due
 
     def begin(self) -> None:
         self._waiting_since = time.monotonic()

@@ -42,8 +42,7 @@ class ShardFinder:
         self._replicas = replicas
         self._division: Any = None
         self._reader: Any = None
-        self._row_bytes: float | None = None
-        """Size of a row of the last shard that was read alone; None if a block would give other arrays."""
+        self._row_bytes: float | None = None  # of the shard that was read last; None if a block would differ
         if config is not None and config.length > 0:
             from pipedist.datasets.division import Division  # passes without a dataset need none
 
@@ -178,8 +177,8 @@ def _row_bytes(value: Tree, rows: int) -> float | None:
 # -- states ------------------------------------------------------------------------------
 
 VERSIONS_MAX = 2
-"""Number of latest versions stored for each state: one for the executing lease, one for the next. An older version
-that is sent for a repeated lease is stored besides, until another one is sent."""
+"""Number of latest versions stored for each state: for the executing lease and the next. An older one, sent for a
+repeated lease, is stored besides."""
 
 States = Mapping[str, Sequence[int]]  # the states that a lease reads: name -> [space, version]
 
@@ -188,8 +187,7 @@ class StateStore:
     """The latest values of each state."""
 
     def __init__(self) -> None:
-        self._frames: dict[int, dict[int, Sequence[memoryview]]] = {}
-        """Space -> version -> a value that is not decoded yet."""
+        self._frames: dict[int, dict[int, Sequence[memoryview]]] = {}  # space -> version -> not decoded
         self._values: dict[int, dict[int, Tree]] = {}  # space -> version -> a decoded value
 
     def receive(self, space: int, version: int, frames: Sequence[memoryview]) -> None:

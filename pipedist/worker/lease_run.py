@@ -143,8 +143,7 @@ class LeaseRun:
         self._bytes = 0  # size of the outcomes since the slice began
         self._worked_until_ns = self._reported_until_ns = time.perf_counter_ns()
         self._overlaps: bool | None = None
-        self._running: deque[tuple[Call, asyncio.Task[Result]]] = deque()
-        """Overlapping calls that have begun, in order."""
+        self._running: deque[tuple[Call, asyncio.Task[Result]]] = deque()  # overlapping calls, in order
 
     def advance(self, slice_s: float, slice_bytes: int) -> CallFailure | None:
         """Execute calls until the slice is over, or a call raises; see `commands.Execute`.

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from pipedist.errors import PipedistError, ProtocolError
 from pipedist.protocol.messages import AssignGang, Relay
-from pipedist.protocol.program import ReaderConfig, Shards, Unloadable, from_frames, load_tree
+from pipedist.protocol.program import Shards, Unloadable, from_frames, load_tree
 from pipedist.worker.commands import Execute
 from pipedist.worker.execution import PassExecutor
 from pipedist.worker.inputs import StateStore
@@ -32,9 +32,7 @@ class Leases:
         self._clock = clock
         self._code = code
         self._loop = PersistentLoop()
-        self._passes: dict[int, PassExecutor | Unloadable] = {}
-        """The executor of each bound pass, or the error for which it has none."""
-        self._readers: dict[int, ReaderConfig | None] = {}  # how the shards of each bound pass are read
+        self._passes: dict[int, PassExecutor | Unloadable] = {}  # the executor, or why there is none
         self._payloads: dict[int, Sequence[memoryview]] = {}  # shards of leases that have not begun
         self._members: dict[int, tuple[AssignGang, RelayBuffer]] = {}
         """Gang leases until they are dropped: the assignment, and the contributions of other members."""
@@ -50,12 +48,11 @@ class Leases:
             self._passes[pass_id] = PassExecutor(program, self._threads, self._clock)
         except Unloadable as error:
             self._passes[pass_id] = error
-            return
-        self._readers[pass_id] = program.reader
 
     def sees_data(self, pass_id: int) -> bool:
         """Return whether this host has the very files that a pass reads."""
-        reader = self._readers.get(pass_id)
+        executor = self._passes[pass_id]
+        reader = executor.program.reader if isinstance(executor, PassExecutor) else None
         if reader is None or reader.source is None:
             return False
         from pipedist.datasets.sources.paths import is_visible  # needed only if hosts differ
@@ -63,7 +60,6 @@ class Leases:
         return is_visible(reader.source)
 
     def drop_pass(self, pass_id: int) -> None:
-        self._readers.pop(pass_id, None)
         executor = self._passes.pop(pass_id)
         if isinstance(executor, PassExecutor):
             executor.close()

@@ -93,7 +93,10 @@ class OutputCapture:
             for line in lines:
                 self._line(origin, line)
             if rest:
-                self._hold(origin, rest)
+                if len(self._partial) >= self._limits.origins_max:
+                    oldest = next(iter(self._partial))
+                    self._line(oldest, self._partial.pop(oldest))
+                self._partial[origin] = rest[: self._limits.line_chars_max + 1]  # the rest is cut anyway
 
     def flush(self) -> None:
         """Write the unfinished lines of a copy: `finish` is not called in a copy."""
@@ -109,12 +112,6 @@ class OutputCapture:
             for origin, text in partial.items():
                 self._line(origin, text)
             self._report_dropped(self._dropped_of)
-
-    def _hold(self, origin: _Origin, rest: str) -> None:
-        if len(self._partial) >= self._limits.origins_max:
-            oldest = next(iter(self._partial))
-            self._line(oldest, self._partial.pop(oldest))
-        self._partial[origin] = rest[: self._limits.line_chars_max + 1]  # the rest is cut anyway
 
     def _line(self, origin: _Origin, line: str) -> None:
         now = self._clock()

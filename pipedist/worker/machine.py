@@ -67,13 +67,10 @@ class WorkerMachine:
         self._hello = hello
         self._limits = limits or WorkerLimits()
         self._passes: set[int] = set()  # bound passes
-        self._cached_passes: set[int] = set()
-        """Bound passes with a key: their results are cached until they are durable."""
+        self._cached_passes: set[int] = set()  # bound passes with a key
         self._spaces: set[int] = set()  # states with stored values
-        self._leases = LeaseQueue(self._limits)
-        """Assigned leases; one is active if and only if the state is EXECUTING."""
-        self._due: float | None = None
-        """In JOINING, when the reply to Hello is due; in EXECUTING, when the next report is."""
+        self._leases = LeaseQueue(self._limits)  # one is active if and only if the state is EXECUTING
+        self._due: float | None = None  # in JOINING, of the reply to Hello; in EXECUTING, of the next report
 
     def handle(self, event: ev.Event, now: float) -> list[cmd.Command]:
         """Handle one event; return the commands to execute, in order.
@@ -118,10 +115,7 @@ class WorkerMachine:
         joined = self.state is not ProtocolState.JOINING
         return self._leave(cmd.Ending.FENCED if joined else cmd.Ending.REFUSED, event.reason)
 
-    def _on_stop(self, event: msg.Stop, _now: float) -> list[cmd.Command]:
-        return self._send_goodbye(cmd.Ending.STOPPED, event.reason)
-
-    def _on_leave_requested(self, event: ev.LeaveRequested, _now: float) -> list[cmd.Command]:
+    def _on_stop(self, event: msg.Stop | ev.LeaveRequested, _now: float) -> list[cmd.Command]:
         # Also while joining: the Welcome may be on its way.
         return self._send_goodbye(cmd.Ending.STOPPED, event.reason)
 
@@ -313,7 +307,7 @@ _HANDLERS: dict[type, Callable[[WorkerMachine, Any, float], list[cmd.Command]]] 
     msg.Refuse: WorkerMachine._on_refuse,
     msg.Stop: WorkerMachine._on_stop,
     ev.RestartNeeded: WorkerMachine._on_restart_needed,
-    ev.LeaveRequested: WorkerMachine._on_leave_requested,
+    ev.LeaveRequested: WorkerMachine._on_stop,
     msg.Code: WorkerMachine._on_code,
     msg.Bind: WorkerMachine._on_bind,
     ev.DataFound: WorkerMachine._on_data_found,

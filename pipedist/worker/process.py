@@ -46,8 +46,7 @@ class ExitCode(enum.IntEnum):
     """The exit code of a worker process, unless user code ended it."""
 
     STOPPED = 0
-    CONNECTION_LOST = 68
-    """The connection to the scheduler was lost; the next incarnation may join (sysexits: EX_NOHOST)."""
+    CONNECTION_LOST = 68  # to the scheduler; the next incarnation may join (EX_NOHOST)
     USAGE = 64  # the endpoint or the key file cannot be used (EX_USAGE)
     UNANSWERED = 69  # no scheduler replied (EX_UNAVAILABLE)
     DEFECT = 70  # an error in pipedist; its traceback is on stderr (EX_SOFTWARE)

@@ -92,8 +92,7 @@ def keep_freed_pages() -> None:
 
 # -- signals and copies ------------------------------------------------------------------
 
-_HANDLED = (signal.SIGTERM, signal.SIGHUP)
-"""Signals that end other processes; to a worker or supervisor they are a request, or have no effect."""
+_HANDLED = (signal.SIGTERM, signal.SIGHUP)  # a request to workers and supervisors, or without effect
 
 is_copy = False  # whether this process is a copy of a worker
 _forking = threading.local()  # `mask`: the signals that this thread had blocked before it began to fork

@@ -31,8 +31,7 @@ class RelayBuffer:
     """Parts of other members for one lease that no exchange has used yet."""
 
     def __init__(self) -> None:
-        self._parts: dict[int, dict[int, Sequence[memoryview]]] = {}
-        """Number of an exchange -> member -> its word and frames."""
+        self._parts: dict[int, dict[int, Sequence[memoryview]]] = {}  # exchange -> member -> word, frames
         self._ended: dict[int, str] = {}  # members that have ended -> the reason
 
     def put(self, relay: Relay, frames: Sequence[memoryview]) -> None:
@@ -88,8 +87,7 @@ class RelayChannel:
     ) -> None:
         self.member = member
         self.members = members
-        self.group = ""
-        """Empty: nothing that these processes set up is kept for other gangs, as their identities are unknown."""
+        self.group = ""  # nothing is kept for other gangs, as the identities of the processes are unknown
         self._client = client
         self._lease = lease
         self._buffer = buffer

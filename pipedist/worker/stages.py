@@ -30,14 +30,12 @@ class Stage:
         self._program = program
         self._code = code
         self._error: Exception | None = None
-        self._reads = sorted(state_names(program.kwargs)) if program.kwargs else []
-        """The states in the stage's arguments."""
+        self._reads = sorted(state_names(program.kwargs)) if program.kwargs else []  # names of states
         self._read: list[tuple[int, int]] = []  # space and version of each state that `_kwargs` contains
         self._values: Mapping[str, Tree] = {}  # the values of the states that the calls read, by name
         self._kwargs = _Kwargs({} if self._reads else program.kwargs)
         self._fn: Callable[..., Any] | None = None
-        self._instances: dict[int, Callable[..., Any]] = {}
-        """In a gang, one for each replica; else one, under 0."""
+        self._instances: dict[int, Callable[..., Any]] = {}  # by replica in a gang; else under 0
         self._wants_ctx = False
         self.is_loaded = False  # whether the function was found, and can be called
         self.is_class = False  # whether calls go to an instance, which serves one call at a time
@@ -118,16 +116,15 @@ class _Kwargs:
 
     def __init__(self, kwargs: Mapping[str, Tree]) -> None:
         self._kwargs = {name: as_readonly(value) for name, value in kwargs.items()}
-        self._nested = any(isinstance(v, (dict, list)) or _is_nest(v) for v in self._kwargs.values())
+        self._nested = any(
+            isinstance(value, (dict, list, tuple)) or hasattr(type(value), "__dataclass_fields__")
+            for value in self._kwargs.values()
+        )
 
     def fresh(self) -> dict[str, Tree]:
         if self._nested:
             return {name: as_readonly(value) for name, value in self._kwargs.items()}
         return dict(self._kwargs)
-
-
-def _is_nest(value: Tree) -> bool:
-    return isinstance(value, tuple) or hasattr(type(value), "__dataclass_fields__")
 
 
 def _fold(fn: Callable[..., Tree], groups: Sequence[Sequence[Tree]], kwargs: dict[str, Tree]) -> Tree:

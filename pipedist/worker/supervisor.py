@@ -57,8 +57,7 @@ POLL_S = 0.05  # how soon the end of the worker process is noticed
 LIVED_S = 10.0  # a worker process that ends sooner, and not in a call, counts as a failed start
 STARTS_FAILED_MAX = 5  # failed starts in a row before the supervisor gives up
 LEAVE_S = 10.0  # how long the worker process may take, after SIGTERM, to finish its call
-STOPPED_S_MAX = 3.0
-"""How long the worker process may be stopped (SIGSTOP) before it is killed; as in a local launcher."""
+STOPPED_S_MAX = 3.0  # how long the worker process may be stopped (SIGSTOP) before it is killed
 
 _END_S = 2.0  # how long the worker process may take to end after SIGKILL, or after its Goodbye
 _PARENT_POLL_S = 0.5  # how soon the end of a parent process is noticed that has not closed standard input
@@ -178,8 +177,7 @@ class Supervisor:
     ) -> None:
         self._endpoint = endpoint
         self._key_file = key_file
-        self._keys: ClientKeys | None = None
-        """Content of the key file when the latest connection was made; None: before."""
+        self._keys: ClientKeys | None = None  # as read for the latest connection
         self._threads = threads
         self._join_s = join_s
         self._leave_s = leave_s
@@ -197,23 +195,16 @@ class Supervisor:
         self._dealer: Dealer | None = None
         self._next_at = 0.0  # when the next heartbeat is due
         self._progress_file = -1  # memory in which the worker process notes what it executes
-        self._proof_file = -1
-        """Memory with the proof of the worker's name: command lines are visible to others."""
-        self._cache_file = -1
-        """Memory through which a worker process hands finished results on to the next one."""
-        self._rejoin_s: float | None = None
-        """How long to wait for another scheduler when one is gone; None: there was none."""
-        self._gone_since: float | None = None
-        """When the connection to the scheduler was lost; None while there is one."""
+        self._proof_file = -1  # memory with the proof of the name: command lines are visible to others
+        self._cache_file = -1  # memory for finished results that the next worker process takes over
+        self._rejoin_s: float | None = None  # how long to wait for another scheduler; None: there was none
+        self._gone_since: float | None = None  # when the connection was lost; None while there is one
         self._cluster = ""  # id of the scheduler generation that sent the latest Welcome
         self._failed = 0  # worker processes in a row that ended soon
-        self._leave_until: float | None = None
-        """When the worker process is killed that is to leave; None: it is not to leave."""
+        self._leave_until: float | None = None  # when the worker process that is to leave is killed
         self._progress = CallProgress()
-        self._overdue: Overdue | None = None
-        """The call for which the worker process was killed, because it took too long."""
-        self._code_root: ScratchFolder | None = None
-        """Folder for copies of the scheduler's code while this runs."""
+        self._overdue: Overdue | None = None  # the function for which the worker process was killed
+        self._code_root: ScratchFolder | None = None  # for copies of the scheduler's code
 
     def run(self) -> int:
         """Start the worker process repeatedly, until there is a reason to end; return the exit code.

@@ -314,9 +314,7 @@ class ShardedVariable(Assignable):
         if not isinstance(operand, np.ndarray | ArrayOperators) and np.can_cast(
             whole.dtype, self.dtype, "same_kind"
         ):
-            whole = whole.astype(
-                self.dtype
-            )  # Python numbers are converted, as in assignments to one variable
+            whole = whole.astype(self.dtype)  # Python numbers are converted, as for one variable
         elif whole.dtype != self.dtype:
             raise ValueError(f"a value of dtype {whole.dtype} for {self!r}: cast it first")
         bounds = self._bounds()

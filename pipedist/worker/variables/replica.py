@@ -106,8 +106,7 @@ class BoundVariables:
         self._versions: dict[int, int] = {}
         self._replicas: list[ReplicaVariables] = []
         self.traits: dict[int, Traits] = {}
-        self.proxies: dict[str, ReplicaVariable] = {}
-        """The replacement of each variable in the functions' arguments, by the name of its state."""
+        self.proxies: dict[str, ReplicaVariable] = {}  # by state name: their replacements in arguments
         for name, tree in found.items():
             space, version = states[name]
             value = tree["value"]
@@ -256,11 +255,7 @@ class MergedVariables:
 
     def copies(self, space: int) -> list[Array]:
         """Return each replica's value; a single one if all have the same."""
-        changed = self._changed.get(space)
-        if changed is not None:
-            return changed
-        found = self._copies.get(space)
-        return [self._own.value(space)] if found is None else found
+        return self._changed.get(space) or self._copies.get(space) or [self._own.value(space)]
 
     def components(self, value: Tree, *, mirrored: bool) -> Tree:
         traits = self._own._bound.traits
