@@ -467,11 +467,8 @@ class Supervisor:
 class WorkerProcess:
     """The worker process of a supervisor, from its start to its end.
 
-    Args:
-        progress, cache, proof: descriptors of memory: the running call, finished results for the next process, and
-            the proof of its name.
-        code: folders that are appended to its `sys.path`.
-        inherited: further descriptors that it inherits.
+    `progress`, `cache` and `proof` are descriptors of memory: the running call, finished results for the next process,
+    and the proof of its name. `code` folders are appended to its `sys.path`.
     """
 
     def __init__(
@@ -526,7 +523,10 @@ class WorkerProcess:
         """Return whether it has been stopped for STOPPED_S_MAX."""
         if not hasattr(os, "waitid"):  # macOS: a stopped process is not noticed
             return False
-        change = os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WCONTINUED | os.WNOHANG)
+        try:
+            change = os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WCONTINUED | os.WNOHANG)
+        except ChildProcessError:  # it has just ended
+            return False
         if change is not None:
             self._stopped_since = time.monotonic() if change.si_code == os.CLD_STOPPED else None
         since = self._stopped_since
