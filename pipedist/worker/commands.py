@@ -24,13 +24,10 @@ class Send(Struct, frozen=True):
 
 
 class SendResults(Struct, frozen=True):
-    """Send a message with the results that the driver has just reported.
-
-    They are cached first under the key of `cache_pass`; 0: no caching.
-    """
+    """Send a message with the results that the driver has just reported."""
 
     message: Results
-    cache_pass: int = 0
+    cache_pass: int = 0  # they are cached first under the key of this pass; 0: no caching
 
 
 class SendExchange(Struct, frozen=True):
@@ -46,15 +43,11 @@ class Join(Struct, frozen=True):
 
 
 class OpenPass(Struct, frozen=True):
-    """Store the program that came with the message.
-
-    `key`: cache results of the pass under it until they are durable; "": do not cache them. `elsewhere`: the
-    scheduler runs on another host, so check for the data files here (`events.DataFound`).
-    """
+    """Store the program that came with the message."""
 
     pass_id: int
-    key: str = ""
-    elsewhere: bool = False
+    key: str = ""  # results are cached under it until they are durable; "": no caching
+    elsewhere: bool = False  # the scheduler runs on another host: look for the data files (`DataFound`)
 
 
 class StoreCode(Struct, frozen=True):
@@ -117,16 +110,15 @@ class DropLease(Struct, frozen=True):
 class Execute(Struct, frozen=True):
     """Execute a slice of a lease, from its first unreported call on.
 
-    The slice begins when all received messages are handled, and ends with `SliceEnded`. It starts no call after
-    `slice_s`, or once results of `slice_bytes` are waiting.
+    The slice begins when all received messages are handled, and ends with `SliceEnded`.
     """
 
     lease: int
     pass_id: int
     lo: int
     hi: int
-    slice_s: float
-    slice_bytes: int
+    slice_s: float  # start no call after this time
+    slice_bytes: int  # start no call once results of this size are waiting
 
 
 class Leave(Struct, frozen=True):

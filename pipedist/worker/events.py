@@ -14,7 +14,7 @@ from pipedist.protocol import messages as msg
 
 
 class Started(Struct, frozen=True):
-    pass
+    """The process has started and connected."""
 
 
 class DataFound(Struct, frozen=True):
@@ -76,7 +76,7 @@ class SliceEnded(Struct, frozen=True):
 
 
 class TimePassed(Struct, frozen=True):
-    pass
+    """Time passed without another event."""
 
 
 Event = (

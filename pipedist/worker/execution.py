@@ -45,13 +45,10 @@ Result = tuple[Outcome, int]  # an outcome, and its size in bytes
 
 
 class GangCallContext(NamedTuple):
-    """The context of a call in a gang.
+    """The context of a call in a gang."""
 
-    `collectives` returns those of an async (True) or a plain function; `device` is as in `ReplicaContext`, or "".
-    """
-
-    collectives: Callable[[bool], Collectives]
-    device: str
+    collectives: Callable[[bool], Collectives]  # of an async (True) or a plain function
+    device: str  # as in `ReplicaContext`; "": none
     variables: ReplicaVariables | None
 
 

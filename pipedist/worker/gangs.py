@@ -64,14 +64,7 @@ class GangRunFactory:
         begin: Callable[[int], None],
         on_success: Callable[[], None],
     ) -> GangRun:
-        """Return the run of a lease.
-
-        Raises:
-            RemoteProtocolError: the calls do not belong to this member.
-            UsageError: shared memory is required, but the members share none.
-            SegmentUnavailable: the shared memory cannot be mapped.
-            DevicesUnseen: only a new process can see the devices of its replicas.
-        """
+        """Return the run of a lease, or raise DevicesUnseen, and PipedistError if it cannot be executed."""
         program, lo, hi = executor.program, assigned.lo, assigned.hi
         local = local_replicas(lo, hi, program.replicas, assigned.member, assigned.members)
         devices = program.devices
@@ -146,34 +139,25 @@ NOT_SHARED = (
 
 @dataclass(eq=False)
 class GangRun:
-    """The execution of a lease that belongs to a gang; used like a `LeaseRun`.
-
-    Args:
-        loops: run async functions: the main thread's loop, then those of other replicas; extended as needed.
-        gang: of these replicas; run once.
-        channel: closed when the gang is over; None if there are no other members.
-        device_of: returns this process's name of a replica's device; "" for none.
-        begin: called with the number of a call before it runs.
-        on_success: called when every call has returned.
-    """
+    """The execution of a lease that belongs to a gang; used like a `LeaseRun`."""
 
     executor: PassExecutor
-    loops: list[PersistentLoop]
+    loops: list[PersistentLoop]  # the main thread's, then those of other replicas; extended as needed
     shards: LeaseShards
     lo: int
     hi: int
-    gang: LocalGang
-    channel: Channel | None
+    gang: LocalGang  # of these replicas; run once
+    channel: Channel | None  # closed when the gang is over; None if there are no other members
     can_share: bool
-    device_of: Callable[[int], str]
+    device_of: Callable[[int], str]  # this process's name of a replica's device; "": none
     bound: BoundVariables | None
-    begin: Callable[[int], None]
-    on_success: Callable[[], None]
+    begin: Callable[[int], None]  # called with the number of a call before it runs
+    on_success: Callable[[], None]  # called when every call has returned
 
     def __post_init__(self) -> None:
         self._next = self.lo  # the first call that has neither been taken nor raised
         self._outcomes: list[Outcome] = []  # of calls from `_next` on, up to the first that did not return
-        self._over: dict[int, Result | CallFailure] | None = None  # of each call, when the gang is over
+        self._over: dict[int, Result | CallFailure] | None = None  # by call, when the gang is over
         self._busy_ns = 0
 
     def advance(self, _slice_s: float, _slice_bytes: int) -> CallFailure | None:
@@ -258,14 +242,13 @@ class ReplicaCollectives:
     """The collectives of one replica, for plain and for async functions.
 
     The turn belongs to a replica, not to a thread. While a collective of an async function is under way, the
-    turn belongs to the thread of that collective, and the event loop continues without it. `clock` pauses while
-    the replica waits for others.
+    turn belongs to the thread of that collective, and the event loop continues without it.
     """
 
     gang: LocalGang
     replica: int
     can_share: bool  # whether all members of the gang share memory
-    clock: StageClock
+    clock: StageClock  # pauses while the replica waits for others
     number: int  # of its call
 
     def __post_init__(self) -> None:

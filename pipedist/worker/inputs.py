@@ -204,12 +204,7 @@ class StateStore:
         self._values.pop(space, None)
 
     def values(self, states: States) -> dict[str, Tree]:
-        """Return the values that a lease reads, by name.
-
-        Raises:
-            RemoteProtocolError: the scheduler has not sent a value, or it is malformed.
-            Unloadable: the class of a value cannot be imported here.
-        """
+        """Return the values that a lease reads, by name."""
         return {name: self._value(name, space, version) for name, (space, version) in states.items()}
 
     def _value(self, name: str, space: int, version: int) -> Tree:

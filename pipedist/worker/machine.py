@@ -73,12 +73,7 @@ class WorkerMachine:
         self._due: float | None = None  # in JOINING, of the reply to Hello; in EXECUTING, of the next report
 
     def handle(self, event: ev.Event, now: float) -> list[cmd.Command]:
-        """Handle one event; return the commands to execute, in order.
-
-        Raises:
-            RemoteProtocolError: the state does not allow this message of the scheduler.
-            LocalProtocolError: the state does not allow this event of the driver.
-        """
+        """Handle one event; return the commands to execute, in order."""
         allowed = TRANSITIONS[self.state].get(type(event))
         if allowed is None:
             fault = RemoteProtocolError if isinstance(event, msg.Message) else LocalProtocolError

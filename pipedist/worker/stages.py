@@ -82,10 +82,7 @@ class Stage:
             self._read = read
 
     def make_instance(self, owner: int = 0) -> None:
-        """Construct an instance if the function is a class and has none yet.
-
-        In a gang each replica (`owner`) has its own, as their calls overlap.
-        """
+        """Construct an instance for a replica of a gang, or for all calls (0), if the function is a class."""
         if self.is_class and owner not in self._instances:
             assert self._fn is not None  # load() came first
             self._instances[owner] = self._fn(**self._kwargs.fresh())

@@ -210,10 +210,7 @@ class ReplicaVariables:
     def merge(
         self, fn: Callable[..., Tree], args: Sequence[Any], kwargs: Mapping[str, Any] | None
     ) -> tuple[Callable[..., Tree], tuple[Any, ...], dict[str, Any]]:
-        """Return the merge_call to make instead, with all replicas' variables.
-
-        Variables in the arguments remain variables.
-        """
+        """Return the merge_call to make instead; variables in the arguments remain variables."""
         leaves, treedef = trees.flatten((tuple(args), dict(kwargs or {})))
         places = {at: leaf for at, leaf in enumerate(leaves) if isinstance(leaf, ReplicaVariable)}
         # None is a node: the other arguments keep their positions, and the structures of all replicas are compared.

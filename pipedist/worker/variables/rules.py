@@ -136,14 +136,7 @@ def declare(
     replicas: int,
     one_place: bool,
 ) -> Traits:
-    """Return the traits of a new variable with the first value `initial`.
-
-    `trainable` None means True, except for ON_READ.
-
-    Raises:
-        ValueError: an unknown member, NONE synchronization, MEAN of a dtype that is not floating, or a trainable
-            ON_READ variable.
-    """
+    """Return the traits of a new variable; `trainable` None means True, except for ON_READ."""
     synchronized = VariableSynchronization.of(synchronization)
     aggregated = VariableAggregation.of(aggregation)
     if synchronized is VariableSynchronization.NONE:
@@ -181,10 +174,7 @@ def _is_floating(dtype: np.dtype[Any]) -> bool:
 
 
 def first_value(initial: object, dtype: object, name: str) -> Array:
-    """Return a variable's first value, a new read-only array.
-
-    `initial` is an array, a number or nested lists of them; or a function that returns one.
-    """
+    """Return a variable's first value, or that of the function `initial`, as a new read-only array."""
     value = initial() if callable(initial) else initial
     if value is None:
         raise ValueError(f"variable {name!r} needs an initial value, got None")
