@@ -149,12 +149,12 @@ class CapturedStream(io.TextIOBase):
     `beneath` is the stream whose descriptor child processes inherit.
     """
 
+    encoding = "utf-8"
+
     def __init__(self, capture: OutputCapture, beneath: TextIO | None) -> None:
         super().__init__()
         self._capture = capture
         self._beneath = beneath
-
-    encoding = "utf-8"
 
     def writable(self) -> bool:
         return True

@@ -21,6 +21,7 @@ from pipedist.scheduler.outcomes import Outcomes
 from pipedist.scheduler.passes import Pass
 from pipedist.scheduler.speculation import Speculation
 from pipedist.testing import Faults, SimulationFailure
+from pipedist.worker import events as worker_events
 from pipedist.worker import machine
 from pipedist.worker.machine import WorkerMachine
 from tests.simulation.__main__ import main
@@ -146,7 +147,7 @@ def reported_call_is_executed_again(patch: pytest.MonkeyPatch) -> None:
         return commands
 
     original = WorkerMachine._on_calls_finished
-    patch.setitem(machine._HANDLERS, machine.CallsFinished, finished)
+    patch.setitem(machine._HANDLERS, worker_events.CallsFinished, finished)
 
 
 WORKER_MUTATIONS: list[Mutation] = [
